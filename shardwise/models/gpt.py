@@ -1,0 +1,206 @@
+"""This file is a GPT: a decoder-only transformer that reads from the tokens to the loss.
+
+Pre-normalisation with RMSNorm (arXiv 1910.07467), rotary positions (arXiv 2104.09864), SwiGLU
+(arXiv 2002.05202), grouped key and value heads (arXiv 2305.13245), no biases, no dropout.
+
+Shapes are suffixes of names:
+
+    B  sequences in the batch          D  width of the residual stream
+    T  positions in a sequence         F  hidden width of the feed-forward layer
+    V  vocabulary                      H  query heads
+    E  width of one head, D / H        K  key and value heads, a divisor of H
+
+The model keeps no buffers: the rotation is a function of T alone and costs microseconds, so a
+model made on the meta device is whole as soon as its parameters are filled.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwise.core.errors import bad
+
+ROTARY_BASE: Final = 10_000.0
+NORM_EPS: Final = 1e-6
+IGNORED: Final = -100  # a target that takes no part in the loss
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The sizes of a GPT. Raises InputError where they do not fit together."""
+
+    vocabulary: int
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    sequence: int
+    tied: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("vocabulary", "layers", "width", "heads", "kv_heads", "hidden", "sequence"):
+            if getattr(self, name) < 1:
+                raise bad(f"{name} = {getattr(self, name)}", "1 or more", f"{name} = 1")
+        if self.width % (2 * self.heads):
+            raise bad(
+                f"width = {self.width} with heads = {self.heads}",
+                "a width that splits into heads of an even size (positions rotate pairs)",
+                f"width = {2 * self.heads * max(1, round(self.width / (2 * self.heads)))}",
+            )
+        if self.heads % self.kv_heads:
+            raise bad(
+                f"kv_heads = {self.kv_heads} with heads = {self.heads}",
+                "a divisor of heads, so that every key and value head serves as many query heads",
+                f"kv_heads = {self.heads}",
+            )
+
+    @property
+    def head_width(self) -> int:
+        """E: the width of one head."""
+        return self.width // self.heads
+
+
+SIZES: Final[dict[str, GPTConfig]] = {
+    # framework overhead: the computation is small, what is around it shows
+    "tiny": GPTConfig(
+        vocabulary=1024, layers=4, width=128, heads=4, kv_heads=4, hidden=352, sequence=64
+    ),
+    # 33M parameters: computation and communication weigh about the same on a processor core
+    "small": GPTConfig(
+        vocabulary=8192, layers=8, width=512, heads=8, kv_heads=8, hidden=1344, sequence=128
+    ),
+    # bytes of text on a laptop, in minutes
+    "quickstart": GPTConfig(
+        vocabulary=256, layers=4, width=256, heads=4, kv_heads=2, hidden=704, sequence=256
+    ),
+}
+
+
+class GPT(nn.Module):
+    """tokens [B, T] -> logits [B, T, V]."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocabulary, config.width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.width, eps=NORM_EPS)
+        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        if config.tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        x_BTD = self.embed(tokens_BT)
+        turn = rotation(tokens_BT.shape[1], self.config.head_width, x_BTD)
+        for block in self.blocks:
+            x_BTD = block(x_BTD, turn)
+        return self.head(self.norm(x_BTD))
+
+
+class Block(nn.Module):
+    """One layer: each half reads the normalised stream and adds what it makes to the stream."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attn_norm = nn.RMSNorm(config.width, eps=NORM_EPS)
+        self.attn = Attention(config)
+        self.mlp_norm = nn.RMSNorm(config.width, eps=NORM_EPS)
+        self.mlp = SwiGLU(config)
+
+    def forward(self, x_BTD: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), turn)
+        return x_BTD + self.mlp(self.mlp_norm(x_BTD))
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions; H/K query heads share a key and value head."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.head_width = config.head_width
+        self.grouped = config.kv_heads != config.heads
+        self.q = nn.Linear(config.width, config.heads * config.head_width, bias=False)
+        self.k = nn.Linear(config.width, config.kv_heads * config.head_width, bias=False)
+        self.v = nn.Linear(config.width, config.kv_heads * config.head_width, bias=False)
+        self.out = nn.Linear(config.heads * config.head_width, config.width, bias=False)
+
+    def forward(self, x_BTD: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+        q_BTHE = rotate(self.q(x_BTD).unflatten(-1, (-1, self.head_width)), turn)
+        k_BTKE = rotate(self.k(x_BTD).unflatten(-1, (-1, self.head_width)), turn)
+        v_BTKE = self.v(x_BTD).unflatten(-1, (-1, self.head_width))
+        mixed_BHTE = functional.scaled_dot_product_attention(
+            q_BTHE.transpose(1, 2),
+            k_BTKE.transpose(1, 2),
+            v_BTKE.transpose(1, 2),
+            is_causal=True,
+            enable_gqa=self.grouped,
+        )
+        return self.out(mixed_BHTE.transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)), from D to F and back."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.width, config.hidden, bias=False)
+        self.up = nn.Linear(config.width, config.hidden, bias=False)
+        self.down = nn.Linear(config.hidden, config.width, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        hidden_BTF = functional.silu(self.gate(x_BTD)) * self.up(x_BTD)
+        return self.down(hidden_BTF)
+
+
+def rotation(positions: int, head_width: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine and sine, each [T, 1, E/2], of the angle by which each pair turns at each position.
+
+    The angles are formed in fp32 at least: bf16 does not hold whole numbers beyond 256.
+    """
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    pair = torch.arange(0, head_width, 2, device=like.device, dtype=dtype)
+    position = torch.arange(positions, device=like.device, dtype=dtype)
+    angle = torch.outer(position, ROTARY_BASE ** (-pair / head_width)).unsqueeze(1)
+    return angle.cos().to(like.dtype), angle.sin().to(like.dtype)
+
+
+def rotate(x_BTHE: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+    """Turns pair i of every head, (x[i], x[i + E/2]), by the angle of its position."""
+    cos, sin = turn
+    a, b = x_BTHE.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Cross-entropy in nats, the mean over the targets that are not -100, in fp32 at least.
+
+    `batch["inputs"]` and `batch["targets"]` are token numbers [B, T].
+    """
+    logits_BTV = model(batch["inputs"])
+    dtype = torch.promote_types(logits_BTV.dtype, torch.float32)
+    return functional.cross_entropy(
+        logits_BTV.flatten(0, 1).to(dtype), batch["targets"].flatten(), ignore_index=IGNORED
+    )
+
+
+def tokens(batch: dict[str, Tensor]) -> int:
+    """How many targets the mean of `loss` is over: the weight of this batch in a larger mean."""
+    return int((batch["targets"] != IGNORED).sum())
+
+
+def flops_per_token(config: GPTConfig) -> int:
+    """Floating-point operations of forward and backward for one token, two to a multiply-add.
+
+    Six per weight that takes part in a product (the embedding is looked up, not multiplied), and
+    12·D·T per layer for the attention scores and their use, as PaLM counts them (arXiv
+    2204.02311, appendix B): the causal mask is not credited.
+    """
+    kv_width = config.kv_heads * config.head_width
+    attention = 2 * config.width * config.width + 2 * config.width * kv_width
+    weights = config.layers * (attention + 3 * config.width * config.hidden)
+    weights += config.vocabulary * config.width
+    return 6 * weights + 12 * config.layers * config.width * config.sequence
