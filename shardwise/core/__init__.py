@@ -1,0 +1,1 @@
+"""The values everything else is built from: meshes, layouts, moves, states, plans. No torch."""

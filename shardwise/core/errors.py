@@ -1,0 +1,50 @@
+"""The errors a user can cause or meet, and the one way their text is built.
+
+A bad input is answered with three facts: what was given, what is allowed, and the line to write
+instead. Whoever reads the message should be able to go on without opening the documentation.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class InputError(ValueError):
+    """What the user wrote cannot work; nothing was started. The command line exits with 2."""
+
+
+class RunError(RuntimeError):
+    """A run that began well has failed, a loss of NaN for instance. The command line exits with 1."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with an input, and its remedy. `str` gives the paragraph."""
+
+    given: str
+    allowed: str
+    instead: str
+
+    def __str__(self) -> str:
+        given, allowed, instead = (
+            text.strip().removesuffix(".") for text in (self.given, self.allowed, self.instead)
+        )
+        return f"Given: {given}. Allowed: {allowed}. Write instead: {instead}."
+
+
+def bad(given: str, allowed: str, instead: str) -> InputError:
+    """The error to raise for one bad input: `raise bad("dp0", "sizes from 1 up", "dp2")`.
+
+    Each argument is a phrase without its final full stop; the error's text is one paragraph.
+    """
+    return InputError(str(Problem(given, allowed, instead)))
+
+
+def refusal(what: str, problems: Sequence[Problem]) -> InputError:
+    """The error to raise for all that is wrong with `what` at once: a paragraph for each problem.
+
+    A single problem reads like `bad`; several are numbered under a line that names `what`.
+    """
+    if len(problems) == 1:
+        return InputError(str(problems[0]))
+    listed = "\n".join(f"{number}. {problem}" for number, problem in enumerate(problems, start=1))
+    return InputError(f"{len(problems)} things are wrong with {what}.\n{listed}")

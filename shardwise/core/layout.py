@@ -1,0 +1,112 @@
+"""Where a tensor lives, as a value: one placement for each axis of a mesh.
+
+On one axis of n ranks a tensor is in one of four placements:
+
+    R     replicate   every rank holds it and uses it differently          gradient arrives as P
+    I     invariant   every rank holds it and does the same with it        gradient arrives as I
+    S(d)  shard       rank r holds the r-th block of dimension d           gradient arrives as S(d)
+    P     partial     the value is the sum of what the ranks hold          gradient arrives as R
+
+The last column is the *dual*, and it is the whole of distributed backpropagation: the backward of
+moving a tensor `src -> dst` is moving its gradient `dst.dual -> src.dual`.
+
+R and I hold the same numbers and differ in what follows. A replicated weight meets different data
+on each rank, so its gradients differ and must be summed (P); an invariant value is used alike
+everywhere, so its gradient is already whole (I). These are the placements of sharding in JAX types
+("varying" and "invariant") and of meta-pytorch/spmd_types.
+"""
+
+import math
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+from shardwise.core.errors import bad
+from shardwise.core.mesh import Mesh
+
+Kind = Literal["R", "I", "S", "P"]
+_KINDS: dict[str, Kind] = {"R": "R", "I": "I", "P": "P"}
+
+
+@dataclass(frozen=True)
+class Placement:
+    """How one axis holds a tensor. Write `R`, `I`, `P` or `S(dim)`; prints as R, I, P, S0."""
+
+    kind: Kind
+    dim: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.kind == "S") != (self.dim is not None) or (self.dim or 0) < 0:
+            raise ValueError(f"{self.kind} with dim {self.dim}: S has a dim from 0 up, others none")
+
+    @classmethod
+    def parse(cls, text: str) -> "Placement":
+        """The placement printed as `text`. Raises InputError."""
+        if text in _KINDS:
+            return cls(_KINDS[text])
+        if found := re.fullmatch(r"S(\d+)", text):
+            return cls("S", int(found[1]))
+        raise bad(f"the placement '{text}'", "R, I, P, or S and the number of a dim", "S0")
+
+    def __str__(self) -> str:
+        return self.kind if self.dim is None else f"S{self.dim}"
+
+    @property
+    def dual(self) -> "Placement":
+        """The placement in which the gradient of such a tensor arrives; its own inverse."""
+        return {"R": P, "P": R}.get(self.kind, self)
+
+    def share(self, n: int) -> float:
+        """The fraction of the tensor that each of n ranks stores, padding apart."""
+        return 1 / n if self.kind == "S" else 1.0
+
+
+R, I, P = Placement("R"), Placement("I"), Placement("P")
+
+
+def S(dim: int) -> Placement:  # noqa: N802 - the letter of the table above
+    """Sharded by blocks of `dim`, the r-th on rank r."""
+    return Placement("S", dim)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One placement for each axis; prints as `dp=S0 tp=R` and parses. An axis left out is I."""
+
+    placements: tuple[tuple[str, Placement], ...] = ()
+
+    def __post_init__(self) -> None:
+        names = [name for name, _ in self.placements]
+        if len(set(names)) < len(names):
+            raise bad(f"the layout '{self}'", "one placement for each axis", "dp=S0 tp=R")
+
+    @classmethod
+    def parse(cls, text: str) -> "Layout":
+        """The layout printed as `text`. Raises InputError."""
+        pairs: list[tuple[str, Placement]] = []
+        for word in text.split():
+            name, equals, placement = word.partition("=")
+            if not name or not equals:
+                raise bad(f"the layout word '{word}'", "AXIS=PLACEMENT", "dp=S0")
+            pairs.append((name, Placement.parse(placement)))
+        return cls(tuple(pairs))
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}={placement}" for name, placement in self.placements)
+
+    @property
+    def dual(self) -> "Layout":
+        """The layout in which the gradient arrives."""
+        return Layout(tuple((name, placement.dual) for name, placement in self.placements))
+
+    def on(self, axis: str) -> Placement:
+        """The placement on one axis."""
+        return dict(self.placements).get(axis, I)
+
+    def moved(self, axis: str, dst: Placement) -> "Layout":
+        """The same layout with another placement on one axis."""
+        return Layout(tuple((dict(self.placements) | {axis: dst}).items()))
+
+    def share(self, mesh: Mesh) -> float:
+        """The fraction of the tensor that each rank of the mesh stores, padding apart."""
+        return math.prod(p.share(mesh.size_of(name)) for name, p in self.placements)

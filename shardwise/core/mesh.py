@@ -1,0 +1,100 @@
+"""The ranks of a run as a grid with named axes, and the arithmetic of coordinates on it.
+
+Ranks are numbered row-major: the last axis varies fastest. The order of the axes is fixed, from
+the one that talks least (outermost, pp) to the one that talks most (innermost, tp), so that
+neighbours along tp are neighbours in rank and stay inside one machine:
+
+    pp2 dp2 tp2         dp 0      dp 1           line("dp", 1) = (1, 3)
+               pp 0   [ 0  1 ]  [ 2  3 ]         line("tp", 4) = (4, 5)
+               pp 1   [ 4  5 ]  [ 6  7 ]         line("pp", 6) = (2, 6)
+                       tp ->     tp ->
+
+*axis* is of a mesh, *dim* is of a tensor, *rank* is a coordinate on an axis; a rank of the whole
+mesh is called global. An axis that a mesh does not have is an axis of size one.
+"""
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.core.errors import bad
+
+#: Every axis there is, outermost first.
+AXES = ("pp", "dp_replicate", "dp", "dp_shard", "cp", "ep", "tp")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Named axes and their sizes, kept in the order of `AXES` however they are given.
+
+    Raises `InputError` for an unknown axis, an axis given twice or a size below one.
+    """
+
+    axes: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "axes", ordered(self.axes))
+
+    @classmethod
+    def parse(cls, text: str) -> "Mesh":
+        """The mesh written as `dp2 tp2`; the empty text is one rank alone."""
+        return cls(tuple(_axis(word) for word in text.split()))
+
+    def __str__(self) -> str:
+        return " ".join(f"{name}{size}" for name, size in self.axes)
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return math.prod(size for _, size in self.axes)
+
+    def size_of(self, name: str) -> int:
+        """How many ranks there are along one axis; 1 for an axis the mesh does not have."""
+        return dict(self.axes).get(name, 1)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """Where a global rank stands: its rank on every axis. Raises IndexError beyond the mesh."""
+        if not 0 <= rank < self.size:
+            raise IndexError(f"rank {rank} is not on the mesh '{self}' of {self.size} ranks")
+        found: dict[str, int] = {}
+        for name, size in reversed(self.axes):
+            rank, found[name] = divmod(rank, size)
+        return {name: found[name] for name, _ in self.axes}
+
+    def rank_at(self, coordinate: dict[str, int]) -> int:
+        """The global rank at a coordinate: the inverse of `coordinate`; an axis left out is at 0."""
+        rank = 0
+        for name, size in self.axes:
+            rank = rank * size + coordinate.get(name, 0)
+        return rank
+
+    def line(self, name: str, rank: int) -> tuple[int, ...]:
+        """The global ranks along one axis through `rank`, in the order of their rank on it."""
+        here = self.coordinate(rank)
+        return tuple(self.rank_at(here | {name: k}) for k in range(self.size_of(name)))
+
+    def lines(self, name: str) -> list[tuple[int, ...]]:
+        """Every line along one axis; together they hold each global rank once."""
+        lines = (self.line(name, rank) for rank in range(self.size))
+        return list(dict.fromkeys(lines))
+
+
+def ordered(axes: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
+    """The same axes, outermost first. Raises InputError for a name or a size that cannot be."""
+    names = [name for name, _ in axes]
+    for name, size in axes:
+        if name not in AXES:
+            raise bad(f"the axis '{name}'", f"the axes {', '.join(AXES)}", f"dp{max(size, 1)}")
+        if size < 1:
+            raise bad(f"the axis {name} with {size} ranks", "sizes from 1 up", f"{name}2")
+        if names.count(name) > 1:
+            raise bad(f"the axis {name} more than once", "each axis once", f"{name}{size}")
+    return tuple(sorted(axes, key=lambda axis: AXES.index(axis[0])))
+
+
+def _axis(word: str) -> tuple[str, int]:
+    found = re.fullmatch(r"([a-z_]+)(\d+)", word)
+    if found is None:
+        raise bad(f"the mesh word '{word}'", "an axis and its size, nothing between", "dp2 tp2")
+    return found[1], int(found[2])

@@ -1,0 +1,107 @@
+"""The whole strategy of a run as one value, with a text form that round-trips.
+
+    dp2 zero3 bf16              2 ranks, every state sharded, computation in bfloat16
+    dp_replicate2 dp_shard4 zero2 accumulate:4
+    dp2 tp2 pp2 zero1 1f1b:8 bf16
+
+Words come in any order; what is left out is one or the default. `Plan` holds what can be written;
+whether this version can run it, and on how many ranks, is for `check` to say.
+"""
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+from shardwise.core.errors import bad
+from shardwise.core.mesh import AXES, Mesh
+from shardwise.core.states import ALIASES
+from shardwise.core.words import WORDS, Word, read, size_text, words_table
+
+__all__ = ["WORDS", "Plan", "Word", "words_table"]
+
+BUCKET_BYTES = 25 * 2**20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A strategy. Equal strategies are equal values: axes are kept in mesh order, fsdp is zero3.
+
+    `axes` are names and sizes, `row` a row of the states table, `precision` None where the one
+    who runs the plan chooses; `accumulate` counts microbatches a step; `schedule`, `recompute` and
+    `offload` are kept as written. Raises InputError for a value that no word could have set.
+    """
+
+    axes: tuple[tuple[str, int], ...] = ()
+    row: str = "ddp"
+    precision: str | None = None
+    accumulate: int = 1
+    bucket_bytes: int = BUCKET_BYTES
+    schedule: str | None = None
+    sp: bool = False
+    recompute: str | None = None
+    offload: str | None = None
+    buffers_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        axes = sorted(self.axes, key=lambda axis: (*AXES, axis[0]).index(axis[0]))
+        object.__setattr__(self, "axes", tuple(axes))
+        object.__setattr__(self, "row", ALIASES.get(self.row, self.row))
+        text = str(self)
+        said = read(text)  # the rules of the words are the rules of the values
+        for field in fields(self):
+            value: Any = getattr(self, field.name)
+            if said.get(field.name, field.default) != value:
+                raise bad(f"a plan with {field.name}={value!r}", "what plan words can say", text)
+
+    @classmethod
+    def parse(cls, text: str) -> "Plan":
+        """The plan written as `text`. Raises InputError that answers every word that is wrong."""
+        return cls(**read(text))
+
+    def __str__(self) -> str:
+        """The canonical text: axes outermost first, then the rest, defaults left out."""
+        words = [f"{name}{size}" for name, size in self.axes]
+        words += ["sp"] * self.sp
+        words += [self.row] * (self.row != "ddp")
+        words += [word for word in (self.schedule, self.precision) if word is not None]
+        words += [f"accumulate:{self.accumulate}"] * (self.accumulate != 1)
+        words += [f"bucket:{size_text(self.bucket_bytes)}"] * (self.bucket_bytes != BUCKET_BYTES)
+        words += [f"recompute:{self.recompute}"] * (self.recompute is not None)
+        words += [f"offload:{self.offload}"] * (self.offload is not None)
+        if self.buffers_bytes is not None:
+            words.append(f"buffers:{size_text(self.buffers_bytes)}")
+        return " ".join(words) or "ddp"
+
+    @property
+    def mesh(self) -> Mesh:
+        """The ranks the plan needs, as a grid."""
+        return Mesh(self.axes)
+
+    @property
+    def size(self) -> int:
+        """How many ranks the plan needs."""
+        return self.mesh.size
+
+    @property
+    def shard_axis(self) -> str | None:
+        """The axis along which states are sharded; None under `ddp`, which shards none."""
+        if self.row == "ddp":
+            return None
+        return "dp_shard" if "dp_shard" in dict(self.axes) else "dp"
+
+    @property
+    def replicate_axis(self) -> str | None:
+        """The axis along which all states are repeated; None where there is only sharding."""
+        if "dp_replicate" in dict(self.axes):
+            return "dp_replicate"
+        return "dp" if self.row == "ddp" else None
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes along which the batch is split, outermost first."""
+        return tuple(axis for axis in (self.replicate_axis, self.shard_axis) if axis is not None)
+
+    @property
+    def data_size(self) -> int:
+        """How many ranks share the batch."""
+        mesh = self.mesh
+        return mesh.size_of("dp") * mesh.size_of("dp_replicate") * mesh.size_of("dp_shard")

@@ -1,0 +1,74 @@
+"""A model as numbers: what predictions of bytes and memory need to know of it, without its tensors.
+
+A unit is what is gathered and freed at once, a block of the model as a rule. A parameter that
+several modules share appears once, in the unit that owns it.
+"""
+
+import math
+from dataclasses import dataclass
+
+#: Bytes of one element, by torch's name of the type.
+ELEMENT_BYTES: dict[str, int] = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "complex64": 8,
+    "complex128": 16,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
+
+
+@dataclass(frozen=True)
+class ParamShape:
+    """One parameter: its full name in the model, dims, element type by torch's name, trainability."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    trainable: bool = True
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element. Raises KeyError for a type that is not in `ELEMENT_BYTES`."""
+        return ELEMENT_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class UnitShape:
+    """The parameters that are gathered and freed together, in the order they are laid out."""
+
+    name: str
+    params: tuple[ParamShape, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements its parameters have, padding apart."""
+        return sum(param.numel for param in self.params)
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The units of a model, in the order of its forward pass."""
+
+    units: tuple[UnitShape, ...]
+
+    @property
+    def params(self) -> tuple[ParamShape, ...]:
+        """Every parameter, in the order of the units."""
+        return tuple(param for unit in self.units for param in unit.params)
+
+    @property
+    def numel(self) -> int:
+        """How many elements its parameters have, padding apart."""
+        return sum(unit.numel for unit in self.units)

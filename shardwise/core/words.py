@@ -1,0 +1,243 @@
+"""The words a plan is written in: what each means, how it is read, what to write for a wrong one.
+
+A word stands alone (`zero3`, `bf16`), carries a number (`dp2`), or a value after a colon
+(`bucket:25MiB`). Reading gives the field of the plan that the word sets and the value; every word
+that cannot be read is answered at once, with the nearest one that can.
+"""
+
+import difflib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.core.errors import Problem, refusal
+from shardwise.core.mesh import AXES
+from shardwise.core.states import ALIASES, ROWS
+
+PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
+
+#: Pipeline schedules and the numbers they take: M microbatches, V chunks of the model a rank.
+SCHEDULES: dict[str, str] = {
+    "gpipe": "M",
+    "1f1b": "M",
+    "interleaved": "MxV",
+    "bfs": "MxV",
+    "zb-h1": "M",
+    "zb-v": "M",
+    "dualpipe-v": "M",
+    "dapple": "M",
+    "pipedream": "M",
+    "2bw": "M",
+    "naive": "",
+}
+
+#: Units of a SIZE, largest first.
+UNITS: dict[str, int] = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+
+
+@dataclass(frozen=True)
+class Word:
+    """One line of the table of words."""
+
+    form: str
+    example: str
+    meaning: str
+
+
+WORDS: tuple[Word, ...] = (
+    Word("dpN", "dp2", "data parallelism on N ranks"),
+    Word("dp_replicateN", "dp_replicate2", "hybrid sharding: N groups, each with a whole copy"),
+    Word("dp_shardN", "dp_shard4", "hybrid sharding: N ranks a group, each with its share"),
+    Word("tpN", "tp2", "tensor parallelism on N ranks"),
+    Word("ppN", "pp2", "pipeline of N stages"),
+    Word("cpN", "cp2", "context parallelism: the sequence on N ranks"),
+    Word("epN", "ep2", "expert parallelism on N ranks"),
+    Word("ddp", "ddp", "every rank keeps all states (the default)"),
+    Word("zero1", "zero1", "the optimizer's state is sharded"),
+    Word("zero2", "zero2", "the optimizer's state and gradients are sharded"),
+    Word("zero3", "zero3", "parameters too are sharded; also written fsdp"),
+    Word("sp", "sp", "sequence parallelism on the tensor axis"),
+    *(
+        Word(
+            f"{name}:{numbers}" if numbers else name,
+            {"M": f"{name}:8", "MxV": f"{name}:8x2", "": name}[numbers],
+            {
+                "M": "pipeline schedule with M microbatches",
+                "MxV": "pipeline schedule with M microbatches, V chunks a rank",
+                "": "pipeline without overlap, one microbatch",
+            }[numbers],
+        )
+        for name, numbers in SCHEDULES.items()
+    ),
+    Word("fp64", "fp64", "computation in 64 bits"),
+    Word("fp32", "fp32", "computation in 32 bits"),
+    Word("bf16", "bf16", "computation in bfloat16 over fp32 master weights"),
+    Word("fp16", "fp16", "computation in float16 over fp32 master weights, scaled loss"),
+    Word("accumulate:N", "accumulate:4", "N microbatches a step, gradients added up"),
+    Word(
+        "bucket:SIZE", "bucket:25MiB", "gradients are sent in pieces of SIZE (the default: 25MiB)"
+    ),
+    Word("recompute:WHAT", "recompute:full", "activations computed again in the backward pass"),
+    Word("offload:WHAT", "offload:optim", "states that rest in host memory or on disk"),
+    Word("buffers:SIZE", "buffers:64MiB", "a bound on buffers for communication"),
+)
+
+
+def words_table() -> str:
+    """The table of plan words as text, one a line: form, example, meaning."""
+    form, example = (max(len(getattr(w, field)) for w in WORDS) for field in ("form", "example"))
+    lines = [f"{w.form:{form}}  {w.example:{example}}  {w.meaning}" for w in WORDS]
+    return "\n".join([f"{'word':{form}}  {'example':{example}}  meaning", *lines])
+
+
+def size_text(size_bytes: int) -> str:
+    """A number of bytes as a SIZE, in the largest unit that leaves it whole."""
+    unit = next(unit for unit, of in UNITS.items() if size_bytes % of == 0)
+    return f"{size_bytes // UNITS[unit]}{unit}"
+
+
+def read(text: str) -> dict[str, Any]:
+    """The fields of a plan that the words of `text` set, each with its value.
+
+    Raises InputError that answers every word that cannot be read, and every two that contradict.
+    """
+    fields: dict[str, Any] = {}
+    problems: list[Problem] = []
+    first: dict[str, str] = {}  # what was set -> the word that set it
+    words = text.split()
+    for word in words:
+        found = _read(word) or _unknown(word)
+        if isinstance(found, Problem):
+            problems.append(found)
+            continue
+        field, value = found
+        what = f"size of {value[0]}" if field == "axes" else _LABELS[field]
+        if what in first:
+            problems.append(_twice(what, first[what], word, words))
+            continue
+        first[what] = word
+        fields[field] = (*fields.get("axes", ()), value) if field == "axes" else value
+    if problems:
+        raise refusal(f"the plan '{text}'", problems)
+    return fields
+
+
+_LABELS: dict[str, str] = {
+    "row": "row of the states table",
+    "precision": "precision",
+    "schedule": "pipeline schedule",
+    "sp": "word sp",
+    "accumulate": "number of microbatches to accumulate",
+    "bucket_bytes": "bucket size",
+    "recompute": "choice of recomputation",
+    "offload": "choice of offload",
+    "buffers_bytes": "bound on buffers",
+}
+
+Found = tuple[str, Any]  # a field and its value
+
+_AXIS = re.compile(rf"({'|'.join(sorted(AXES, key=len, reverse=True))})([-=:]?)(-?[0-9]*)")
+
+
+def _read(word: str) -> Found | Problem | None:
+    """What a word sets, or what is wrong with it; None for one that is not a plan word at all."""
+    key, colon, value = word.partition(":")
+    if axis := _AXIS.fullmatch(word):
+        return _read_axis(word, axis)
+    if key in SCHEDULES:
+        return _read_schedule(word)
+    if word in ROWS or word in ALIASES:
+        return "row", ALIASES.get(word, word)
+    if word in PRECISIONS:
+        return "precision", word
+    if word == "sp":
+        return "sp", True
+    if key in _VALUES and (colon or key == word):
+        return _VALUES[key](key, value)
+    return None
+
+
+def _read_axis(word: str, found: re.Match[str]) -> Found | Problem:
+    name, between, digits = found.groups()
+    if not between and digits.isdigit() and int(digits) > 0:
+        return "axes", (name, int(digits))
+    size = digits.lstrip("-") if digits.lstrip("-0") else "2"
+    instead = f"{name}{size}, or leave {name} out for one rank"
+    return Problem(f"the plan word '{word}'", f"{name} and a whole number from 1 up", instead)
+
+
+def _read_schedule(word: str) -> Found | Problem:
+    name = word.partition(":")[0]
+    numbers = SCHEDULES[name]
+    pattern = {"": "", "M": ":[1-9][0-9]*", "MxV": ":[1-9][0-9]*x[1-9][0-9]*"}[numbers]
+    if re.fullmatch(re.escape(name) + pattern, word):
+        return "schedule", word
+    allowed = {
+        "": f"{name} alone, it has one microbatch",
+        "M": f"{name}:M, where M is the number of microbatches, from 1 up",
+        "MxV": f"{name}:MxV, M microbatches and V chunks a rank, from 1 up",
+    }[numbers]
+    example = next(w.example for w in WORDS if w.example.partition(":")[0] == name)
+    return Problem(f"the plan word '{word}'", allowed, example)
+
+
+def _read_count(key: str, value: str) -> Found | Problem:
+    if re.fullmatch(r"[1-9][0-9]*", value):
+        return key, int(value)
+    allowed = f"{key}: and a whole number from 1 up"
+    return Problem(f"the plan word '{key}:{value}'", allowed, f"{key}:4")
+
+
+def _read_size(key: str, value: str) -> Found | Problem:
+    if found := re.fullmatch(r"([1-9][0-9]*)(GiB|MiB|KiB|B)", value):
+        return f"{key}_bytes", int(found[1]) * UNITS[found[2]]
+    likely = re.fullmatch(r"([1-9][0-9]*) ?([kmgKMG]?)i?[bB]?", value)
+    letter = (likely[2].upper() or "M") if likely else "M"
+    instead = f"{key}:{likely[1] if likely else 25}{letter}iB"
+    allowed = f"{key}: and a whole number from 1 up with its unit, B, KiB, MiB or GiB"
+    return Problem(f"the plan word '{key}:{value}'", allowed, instead)
+
+
+def _read_text(key: str, value: str) -> Found | Problem:
+    if value:
+        return key, value
+    example = next(w.example for w in WORDS if w.example.startswith(f"{key}:"))
+    return Problem(f"the plan word '{key}:'", f"{key}: and what it applies to", example)
+
+
+_VALUES: dict[str, Callable[[str, str], Found | Problem]] = {
+    "accumulate": _read_count,
+    "bucket": _read_size,
+    "buffers": _read_size,
+    "recompute": _read_text,
+    "offload": _read_text,
+}
+
+
+def _twice(what: str, first: str, second: str, words: list[str]) -> Problem:
+    given = f"'{first}' twice" if first == second else f"both '{first}' and '{second}'"
+    without = list(words)
+    without.remove(first)
+    return Problem(given, f"one {what} in a plan", " ".join(without))
+
+
+def _unknown(word: str) -> Problem:
+    allowed = f"the plan words, with spaces between them: {' '.join(w.form for w in WORDS)}"
+    return Problem(f"the plan word '{word}', which is not one", allowed, _nearest(word))
+
+
+def _nearest(word: str) -> str:
+    """What was most likely meant by an unknown word."""
+    parts = re.split(r"[,;+]", word.lower())
+    if len(parts) > 1:
+        return " ".join(_nearest(part) for part in parts if part)
+    if isinstance(_read(parts[0]), tuple):
+        return parts[0]
+    base, digits = re.fullmatch(r"(.*?)[-_=:]?([0-9]*)", parts[0], re.DOTALL).groups("")  # type: ignore[union-attr]
+    known = {w.example: w.example for w in WORDS}
+    known |= {w.example.partition(":")[0]: w.example for w in WORDS}
+    known |= {name: f"{name}{digits or 2}" for name in AXES} | {name: name for name in ALIASES}
+    tries = (f"{base}{digits}", base)
+    close = [c for text in tries for c in difflib.get_close_matches(text, known, n=1, cutoff=0.6)]
+    return known[close[0]] if close else "dp2 zero3, for example"
