@@ -4,16 +4,17 @@ from dataclasses import replace
 
 from shardwise.core.errors import Problem, refusal
 from shardwise.core.plan import Plan
+from shardwise.core.words import size_text
 
 __all__ = ["Problem", "problems", "require"]
 
+#: Axes that plans can be written with and this version cannot divide anything along.
 _LATER_AXES = {
-    "pp": "pipelines",
-    "cp": "context parallelism",
-    "ep": "expert parallelism",
-    "tp": "tensor parallelism",
+    "pp": "pipelines are",
+    "cp": "context parallelism is",
+    "ep": "expert parallelism is",
+    "tp": "tensor parallelism is",
 }
-_ALLOWED_AXES = "dpN, or dp_replicateN with dp_shardN"
 
 
 def problems(plan: Plan, world_size: int | None = None) -> list[Problem]:
@@ -32,31 +33,23 @@ def require(plan: Plan, world_size: int | None = None) -> None:
 
 
 def _not_yet(plan: Plan) -> list[Problem]:
-    """What the words can say and this version cannot do."""
-    remedy = str(_runnable(plan))
-    found = [
-        _later(f"{name}{size}", what, _ALLOWED_AXES, remedy)
-        for name, what in _LATER_AXES.items()
-        if (size := plan.mesh.size_of(name)) > 1
+    """What the words can say and this version cannot do. An axis of one rank divides nothing."""
+    said = [
+        (f"{name}{size}", _LATER_AXES[name])
+        for name, size in plan.axes
+        if name in _LATER_AXES and size > 1
     ]
-    words = {
-        "sp": ("sequence parallelism", plan.sp),
-        plan.schedule: ("pipeline schedules", plan.schedule is not None),
-        f"recompute:{plan.recompute}": ("recomputation", plan.recompute is not None),
-        f"offload:{plan.offload}": ("offload", plan.offload is not None),
-        "buffers:SIZE": ("a bound on buffers", plan.buffers_bytes is not None),
-    }
-    allowed = "the data-parallel words: axes, row, precision, accumulate, bucket"
-    return found + [
-        _later(str(word), what, allowed, remedy) for word, (what, said) in words.items() if said
+    said += [("sp", "sequence parallelism is")] if plan.sp else []
+    said += [(plan.schedule, "pipeline schedules are")] if plan.schedule else []
+    said += [(f"recompute:{plan.recompute}", "recomputation is")] if plan.recompute else []
+    said += [(f"offload:{plan.offload}", "offload is")] if plan.offload else []
+    if plan.buffers_bytes is not None:
+        said.append((f"buffers:{size_text(plan.buffers_bytes)}", "a bound on buffers is"))
+    allowed = "dpN, dp_replicateN with dp_shardN, a row, a precision, accumulate:N and bucket:SIZE"
+    return [
+        Problem(f"'{word}', but {what} not in this version", allowed, f"'{_runnable(plan)}'")
+        for word, what in said
     ]
-
-
-def _later(word: str, what: str, allowed: str, remedy: str) -> Problem:
-    given = f"'{word}', but {what} are not in this version"
-    if not what.endswith("s") or what.startswith("a "):
-        given = f"'{word}', but {what} is not in this version"
-    return Problem(given, allowed, f"'{remedy}'")
 
 
 def _data_axes(plan: Plan) -> list[Problem]:
@@ -89,7 +82,9 @@ def _world(plan: Plan, world_size: int | None) -> list[Problem]:
     product = "*".join(f"{name}{size}" for name, size in plan.axes) or "no axis, so one rank"
     given = f"the plan '{plan}', which needs {needs} ({product}), where {runs}"
     allowed = "as many processes as the product of the plan's axes"
-    instead = f"'{_fit(plan, world_size)}', or start {needs} for this one"
+    instead = f"'{_fit(plan, world_size)}'"
+    if plan == _runnable(plan):
+        instead += f", or start {needs} for this one"
     return [Problem(given, allowed, instead)]
 
 

@@ -42,15 +42,16 @@ class Plan:
     buffers_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        axes = sorted(self.axes, key=lambda axis: (*AXES, axis[0]).index(axis[0]))
+        place = {name: place for place, name in enumerate(AXES)}
+        axes = sorted(((n, size) for n, size in self.axes), key=lambda a: place.get(a[0], 0))
         object.__setattr__(self, "axes", tuple(axes))
         object.__setattr__(self, "row", ALIASES.get(self.row, self.row))
-        text = str(self)
-        said = read(text)  # the rules of the words are the rules of the values
+        said = read(str(self))  # the rules of the words are the rules of the values
         for field in fields(self):
             value: Any = getattr(self, field.name)
-            if said.get(field.name, field.default) != value:
-                raise bad(f"a plan with {field.name}={value!r}", "what plan words can say", text)
+            if value not in (field.default, said.get(field.name)):
+                given = f"a plan with {field.name}={value!r}"
+                raise bad(given, "a value that a plan word sets", "Plan.parse(TEXT)")
 
     @classmethod
     def parse(cls, text: str) -> "Plan":

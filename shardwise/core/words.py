@@ -104,20 +104,22 @@ def read(text: str) -> dict[str, Any]:
     """
     fields: dict[str, Any] = {}
     problems: list[Problem] = []
+    unknown: list[str] = []
     first: dict[str, str] = {}  # what was set -> the word that set it
-    words = text.split()
-    for word in words:
-        found = _read(word) or _unknown(word)
-        if isinstance(found, Problem):
+    for word in text.split():
+        found = _read(word)
+        if found is None:
+            unknown.append(word)
+        elif isinstance(found, Problem):
             problems.append(found)
-            continue
-        field, value = found
-        what = f"size of {value[0]}" if field == "axes" else _LABELS[field]
-        if what in first:
-            problems.append(_twice(what, first[what], word, words))
-            continue
-        first[what] = word
-        fields[field] = (*fields.get("axes", ()), value) if field == "axes" else value
+        else:
+            field, value = found
+            what = f"size of {value[0]}" if field == "axes" else _LABELS[field]
+            if what in first:
+                problems.append(_twice(what, first[what], word))
+            first.setdefault(what, word)
+            fields[field] = (*fields.get("axes", ()), value) if field == "axes" else value
+    problems += [_unknown(unknown)] if unknown else []
     if problems:
         raise refusal(f"the plan '{text}'", problems)
     return fields
@@ -138,11 +140,13 @@ _LABELS: dict[str, str] = {
 Found = tuple[str, Any]  # a field and its value
 
 _AXIS = re.compile(rf"({'|'.join(sorted(AXES, key=len, reverse=True))})([-=:]?)(-?[0-9]*)")
+_SIZE = re.compile(r"([0-9]+)(GiB|MiB|KiB|B)")
+_LIKE_A_SIZE = re.compile(r"([0-9]+)([kmgKMG]?)i?[bB]?")
 
 
 def _read(word: str) -> Found | Problem | None:
     """What a word sets, or what is wrong with it; None for one that is not a plan word at all."""
-    key, colon, value = word.partition(":")
+    key, _, value = word.partition(":")
     if axis := _AXIS.fullmatch(word):
         return _read_axis(word, axis)
     if key in SCHEDULES:
@@ -153,57 +157,61 @@ def _read(word: str) -> Found | Problem | None:
         return "precision", word
     if word == "sp":
         return "sp", True
-    if key in _VALUES and (colon or key == word):
+    if key in _VALUES:
         return _VALUES[key](key, value)
     return None
 
 
+def _whole(digits: str) -> int:
+    """The number from 1 up that `digits` writes, or 0 where they write none."""
+    return int(digits) if re.fullmatch("[0-9]{1,15}", digits) else 0
+
+
 def _read_axis(word: str, found: re.Match[str]) -> Found | Problem:
     name, between, digits = found.groups()
-    if not between and digits.isdigit() and int(digits) > 0:
+    if not between and _whole(digits):
         return "axes", (name, int(digits))
-    size = digits.lstrip("-") if digits.lstrip("-0") else "2"
-    instead = f"{name}{size}, or leave {name} out for one rank"
+    instead = f"{name}{_whole(digits.lstrip('-')) or 2}, or leave {name} out for one rank"
     return Problem(f"the plan word '{word}'", f"{name} and a whole number from 1 up", instead)
 
 
 def _read_schedule(word: str) -> Found | Problem:
-    name = word.partition(":")[0]
-    numbers = SCHEDULES[name]
-    pattern = {"": "", "M": ":[1-9][0-9]*", "MxV": ":[1-9][0-9]*x[1-9][0-9]*"}[numbers]
-    if re.fullmatch(re.escape(name) + pattern, word):
-        return "schedule", word
-    allowed = {
-        "": f"{name} alone, it has one microbatch",
-        "M": f"{name}:M, where M is the number of microbatches, from 1 up",
-        "MxV": f"{name}:MxV, M microbatches and V chunks a rank, from 1 up",
-    }[numbers]
-    example = next(w.example for w in WORDS if w.example.partition(":")[0] == name)
+    name, _, value = word.partition(":")
+    takes = SCHEDULES[name]
+    numbers = value.split("x")
+    if len(numbers) == len(takes.split("x")) and all(map(_whole, numbers)) and takes:
+        return "schedule", f"{name}:{'x'.join(str(int(number)) for number in numbers)}"
+    if word == name and not takes:
+        return "schedule", name
+    allowed, example = {
+        "": (f"{name} alone: it has one microbatch", name),
+        "M": (f"{name}:M with M microbatches, from 1 up", f"{name}:8"),
+        "MxV": (f"{name}:MxV with M microbatches and V chunks a rank, from 1 up", f"{name}:8x2"),
+    }[takes]
     return Problem(f"the plan word '{word}'", allowed, example)
 
 
 def _read_count(key: str, value: str) -> Found | Problem:
-    if re.fullmatch(r"[1-9][0-9]*", value):
-        return key, int(value)
+    if number := _whole(value):
+        return key, number
     allowed = f"{key}: and a whole number from 1 up"
     return Problem(f"the plan word '{key}:{value}'", allowed, f"{key}:4")
 
 
 def _read_size(key: str, value: str) -> Found | Problem:
-    if found := re.fullmatch(r"([1-9][0-9]*)(GiB|MiB|KiB|B)", value):
+    if (found := _SIZE.fullmatch(value)) and _whole(found[1]):
         return f"{key}_bytes", int(found[1]) * UNITS[found[2]]
-    likely = re.fullmatch(r"([1-9][0-9]*) ?([kmgKMG]?)i?[bB]?", value)
-    letter = (likely[2].upper() or "M") if likely else "M"
-    instead = f"{key}:{likely[1] if likely else 25}{letter}iB"
+    like = _LIKE_A_SIZE.fullmatch(value)
+    number, letter = (_whole(like[1]) or 25, like[2].upper() or "M") if like else (25, "M")
     allowed = f"{key}: and a whole number from 1 up with its unit, B, KiB, MiB or GiB"
-    return Problem(f"the plan word '{key}:{value}'", allowed, instead)
+    return Problem(f"the plan word '{key}:{value}'", allowed, f"{key}:{number}{letter}iB")
 
 
 def _read_text(key: str, value: str) -> Found | Problem:
     if value:
         return key, value
     example = next(w.example for w in WORDS if w.example.startswith(f"{key}:"))
-    return Problem(f"the plan word '{key}:'", f"{key}: and what it applies to", example)
+    return Problem(f"the plan word '{key}:' with nothing after it", f"{key}:WHAT", example)
 
 
 _VALUES: dict[str, Callable[[str, str], Found | Problem]] = {
@@ -215,29 +223,55 @@ _VALUES: dict[str, Callable[[str, str], Found | Problem]] = {
 }
 
 
-def _twice(what: str, first: str, second: str, words: list[str]) -> Problem:
-    given = f"'{first}' twice" if first == second else f"both '{first}' and '{second}'"
-    without = list(words)
-    without.remove(first)
-    return Problem(given, f"one {what} in a plan", " ".join(without))
+def _twice(what: str, first: str, second: str) -> Problem:
+    if first == second:
+        return Problem(f"'{first}' twice", f"one {what} in a plan", f"{first} once")
+    instead = f"{first} alone or {second} alone"
+    return Problem(f"both '{first}' and '{second}'", f"one {what} in a plan", instead)
 
 
-def _unknown(word: str) -> Problem:
+def _unknown(words: list[str]) -> Problem:
+    """One answer to all words that are no plan words: the list of those that are is long."""
+    given = " and ".join(f"'{word}'" for word in words)
     allowed = f"the plan words, with spaces between them: {' '.join(w.form for w in WORDS)}"
-    return Problem(f"the plan word '{word}', which is not one", allowed, _nearest(word))
+    near = {word: _nearest(word) for word in words}
+    instead = ", ".join(f"{near[word]} for '{word}'" for word in words if near[word])
+    given += ", which is no plan word" if len(words) == 1 else ", which are no plan words"
+    return Problem(given, allowed, instead or "dp2 zero3, to shard all states over 2 ranks")
+
+
+#: What other systems say, and the plan word for it.
+_ELSEWHERE: dict[str, str] = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float64": "fp64",
+    "double": "fp64",
+    "fp8": "bf16",
+    "fsdp2": "zero3",
+    "full_shard": "zero3",
+    "shard_grad_op": "zero2",
+    "no_shard": "ddp",
+    "zero0": "ddp",
+    "hsdp": "dp_replicate2 dp_shard2 zero3",
+    "hybrid_shard": "dp_replicate2 dp_shard2 zero3",
+}
 
 
 def _nearest(word: str) -> str:
-    """What was most likely meant by an unknown word."""
-    parts = re.split(r"[,;+]", word.lower())
+    """What was most likely meant by an unknown word; empty where nothing is near."""
+    parts = re.split(r"[,;+&]", word.lower())
     if len(parts) > 1:
-        return " ".join(_nearest(part) for part in parts if part)
-    if isinstance(_read(parts[0]), tuple):
-        return parts[0]
-    base, digits = re.fullmatch(r"(.*?)[-_=:]?([0-9]*)", parts[0], re.DOTALL).groups("")  # type: ignore[union-attr]
-    known = {w.example: w.example for w in WORDS}
-    known |= {w.example.partition(":")[0]: w.example for w in WORDS}
-    known |= {name: f"{name}{digits or 2}" for name in AXES} | {name: name for name in ALIASES}
-    tries = (f"{base}{digits}", base)
-    close = [c for text in tries for c in difflib.get_close_matches(text, known, n=1, cutoff=0.6)]
-    return known[close[0]] if close else "dp2 zero3, for example"
+        return " ".join(filter(None, map(_nearest, parts)))
+    if isinstance(_read(parts[0]), tuple) or parts[0] in _ELSEWHERE:
+        return _ELSEWHERE.get(parts[0], parts[0])
+    base = parts[0].rstrip("0123456789")
+    size = _whole(parts[0].removeprefix(base)) or 2
+    whole = {w.example: w.example for w in WORDS} | {name: name for name in ALIASES}
+    whole |= {w.example.partition(":")[0]: w.example for w in WORDS}
+    axes = {name: f"{name}{size}" for name in AXES}
+    for text, known in ((parts[0], whole), (base.rstrip("-_=:"), axes)):
+        if close := difflib.get_close_matches(text, known, n=1, cutoff=0.65):
+            return known[close[0]]
+    return ""
