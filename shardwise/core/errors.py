@@ -13,7 +13,7 @@ class InputError(ValueError):
 
 
 class RunError(RuntimeError):
-    """A run that began well has failed, a loss of NaN for instance. The command line exits with 1."""
+    """A run that began well has failed, as by a loss of NaN. The command line exits with 1."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ ELEMENT_BYTES: dict[str, int] = {
 
 @dataclass(frozen=True)
 class ParamShape:
-    """One parameter: its full name in the model, dims, element type by torch's name, trainability."""
+    """One parameter: full name in the model, dims, element type by torch's name, trainability."""
 
     name: str
     shape: tuple[int, ...]

@@ -21,7 +21,7 @@ from shardwise.core.moves import Move, price
 
 @dataclass(frozen=True)
 class Row:
-    """Where data-parallel ranks keep a parameter, its accumulating gradient, its optimizer state."""
+    """Where data-parallel ranks keep a parameter, its growing gradient, its optimizer state."""
 
     param: Placement
     grad: Placement

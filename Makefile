@@ -1,0 +1,44 @@
+# Everything a developer does, from a fresh clone: make setup, make train, make test, make check.
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+ARGS ?=
+
+.PHONY: setup train test check format wheel clean
+
+# The environment: made once, and again only when what it is made from has changed.
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo \
+	  "Shardwise needs Python 3.11 or later, and $(PYTHON) is not. Write: make PYTHON=python3.12 $(MAKECMDGOALS)" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv || { rm -rf .venv; echo \
+	  "$(PYTHON) cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv" >&2; exit 2; }
+	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
+	  -c constraints.txt -e '.[dev,hf,parquet]'
+	@touch $@
+
+# The main job: a small GPT on real text, every state sharded over two local processes.
+# ARGS adds to the command: make train ARGS=--overwrite
+train: setup
+	$(BIN)/shardwise train examples/quickstart.toml --nproc 2 --plan "dp2 zero3" $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/pyright
+	$(BIN)/python -m pytest -q tests/test_house.py
+
+format: setup
+	$(BIN)/ruff format
+	$(BIN)/ruff check --fix
+
+wheel: setup
+	$(BIN)/python -m pip wheel --disable-pip-version-check --no-deps --wheel-dir dist .
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
