@@ -16,6 +16,21 @@ class RunError(RuntimeError):
     """A run that began well has failed, as by a loss of NaN. The command line exits with 1."""
 
 
+class RankError(RuntimeError):
+    """One of several ranks has failed, and the others were ended for it.
+
+    `rank` is the one that failed first, `text` its own error: a traceback, or how it died.
+    """
+
+    def __init__(self, rank: int, text: str) -> None:
+        super().__init__(rank, text)
+        self.rank = rank
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} failed:\n{self.text}"
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing that is wrong with an input, and its remedy. `str` gives the paragraph."""
