@@ -1,0 +1,306 @@
+"""The rules of the house, each a function from a source file to its complaints.
+
+A complaint reads `path:line what`, so that an editor can follow it. `test_house` runs every rule
+on every file, and on a small bad file that must be complained of.
+"""
+
+import ast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+#: Layers from the bottom up; a file imports from its own layer and from those below it. The
+#: package's own face, and the command line, which names every part, stand above all but bench.
+LAYERS = (
+    *("core", "predict", "comm", "parallel", "engine", "checkpoint", "models", "train"),
+    *("face", "bench", "cli"),
+)
+FILE_LINES, FUNCTION_LINES, PARAMETERS, NESTING, SHORT_LINES = 400, 60, 7, 3, 6
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True)
+class Source:
+    """One file: its path from the root of the repository, and its text."""
+
+    path: str
+    text: str = field(repr=False)
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text, self.path)
+
+    @cached_property
+    def layer(self) -> str:
+        """The layer of a package's file: its folder, or where it stands above the folders."""
+        return layer(self.path.removesuffix(".py").removesuffix("/__init__").replace("/", "."))
+
+    def say(self, node: ast.AST, what: str) -> str:
+        return f"{self.path}:{getattr(node, 'lineno', 1)} {what}"
+
+    def functions(self) -> list[Function]:
+        return [n for n in ast.walk(self.tree) if isinstance(n, Function)]
+
+
+Rule = Callable[[Source], list[str]]
+
+
+def layer(module: str) -> str:
+    """The layer of a module of the package, by its dotted name."""
+    if module in ("shardwise.train.cli", "shardwise.__main__"):
+        return "cli"
+    part = [*module.split("."), "face"][1]
+    return part if part in LAYERS else "face"
+
+
+def imports(source: Source) -> Iterator[tuple[ast.stmt, str]]:
+    """Every dotted name that is imported anywhere in the file, with its statement."""
+    package = source.path.removesuffix("/__init__.py").split("/")
+    package = package if source.path.endswith("__init__.py") else package[:-1]
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*above, *([node.module] if node.module else [])])
+            yield from ((node, f"{module}.{alias.name}") for alias in node.names)
+
+
+def within(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
+
+
+# --- size ------------------------------------------------------------------------------------
+
+
+def short_file(source: Source) -> list[str]:
+    lines = len(source.text.splitlines())
+    return [f"{source.path} has {lines} lines ({FILE_LINES})"] if lines > FILE_LINES else []
+
+
+def short_functions(source: Source) -> list[str]:
+    return [
+        source.say(f, f"{f.name} has {length(f)} lines ({FUNCTION_LINES})")
+        for f in source.functions()
+        if length(f) > FUNCTION_LINES
+    ]
+
+
+def length(function: Function) -> int:
+    return (function.end_lineno or function.lineno) - function.lineno + 1
+
+
+def few_parameters(source: Source) -> list[str]:
+    found = []
+    for f in source.functions():
+        names = [a.arg for a in [*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs]]
+        count = len(names) - (names[:1] in (["self"], ["cls"]))
+        if count > PARAMETERS:
+            found.append(source.say(f, f"{f.name} has {count} parameters ({PARAMETERS})"))
+    return found
+
+
+_NESTS = (ast.If, ast.For, ast.AsyncFor, ast.While, ast.With, ast.AsyncWith, ast.Try, ast.Match)
+
+
+def shallow_functions(source: Source) -> list[str]:
+    return [
+        source.say(f, f"{f.name} nests {depth} deep ({NESTING})")
+        for f in source.functions()
+        if (depth := max(_depth(statement) for statement in f.body)) > NESTING
+    ]
+
+
+def _depth(node: ast.AST) -> int:
+    """How many blocks deep a statement goes; `elif` is no deeper than its `if`."""
+    if isinstance(node, (*_NESTS, ast.ExceptHandler, ast.match_case)):
+        inner = max((_inner(node, child) for child in ast.iter_child_nodes(node)), default=0)
+        return inner + isinstance(node, _NESTS)
+    return 0
+
+
+def _inner(node: ast.AST, child: ast.AST) -> int:
+    is_elif = isinstance(node, ast.If) and isinstance(child, ast.If) and child in node.orelse
+    same = is_elif and child.col_offset == node.col_offset
+    return _depth(child) - same
+
+
+# --- state and shape -------------------------------------------------------------------------
+
+
+def no_globals(source: Source) -> list[str]:
+    found = [n for n in ast.walk(source.tree) if isinstance(n, ast.Global)]
+    return [source.say(n, f"global {', '.join(n.names)}") for n in found]
+
+
+def no_module_state(source: Source) -> list[str]:
+    """An empty container at the top of a module is there to be filled: state of the module."""
+    empty = ("[]", "{}", "set()", "dict()", "list()", "deque()", "OrderedDict()")
+    found = []
+    for node in source.tree.body:
+        value = node.value if isinstance(node, (ast.Assign, ast.AnnAssign)) else None
+        text = ast.unparse(value) if value is not None else ""
+        if text in empty or text.partition("(")[0] in ("defaultdict", "WeakKeyDictionary"):
+            found.append(source.say(node, f"{text} is state of the module"))
+    return found
+
+
+def abstract_or_final(source: Source) -> list[str]:
+    """A class of the package is subclassed only if it is abstract; errors may refine errors."""
+    known = classes()
+    names = {a: m for node, m in imports(source) for a in _bound(node, m)}
+    found = []
+    for node in [n for n in ast.walk(source.tree) if isinstance(n, ast.ClassDef)]:
+        local = {f"{source.path}:{base}": base for base in map(ast.unparse, node.bases)}
+        for key, base in local.items():
+            parent = _class_in(source).get(base) or known.get(names.get(base, key))
+            if parent is not None and not _abstract(parent) and not _is_error(parent):
+                found.append(source.say(node, f"{node.name} is a subclass of {base}, a concrete"))
+    return found
+
+
+def _bound(node: ast.stmt, module: str) -> list[str]:
+    """The names under which an import statement binds the dotted name `module`."""
+    assert isinstance(node, (ast.Import, ast.ImportFrom))
+    last = module.rpartition(".")[2]
+    return [a.asname or a.name for a in node.names if a.name in (last, module)]
+
+
+def _class_in(source: Source) -> dict[str, ast.ClassDef]:
+    return {n.name: n for n in source.tree.body if isinstance(n, ast.ClassDef)}
+
+
+@cache
+def classes() -> dict[str, ast.ClassDef]:
+    """Every class at the top of a module of the package, by its dotted name."""
+    found: dict[str, ast.ClassDef] = {}
+    for source in package_files():
+        module = source.path.removesuffix(".py").replace("/", ".")
+        found |= {f"{module}.{name}": node for name, node in _class_in(source).items()}
+    return found
+
+
+def _abstract(node: ast.ClassDef) -> bool:
+    bases = [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases]
+    return bool({"ABC", "Protocol"} & set(bases)) or "abstractmethod" in ast.unparse(node)
+
+
+def _is_error(node: ast.ClassDef) -> bool:
+    return any(ast.unparse(base).endswith(("Error", "Exception")) for base in node.bases)
+
+
+def plain_names(source: Source) -> list[str]:
+    found = [n for n in ast.walk(source.tree) if isinstance(n, ast.ClassDef)]
+    vague = ("Manager", "Handler", "Strategy", "Context")
+    return [source.say(n, f"{n.name} says too little") for n in found if n.name.endswith(vague)]
+
+
+# --- layers ----------------------------------------------------------------------------------
+
+
+def downward_imports(source: Source) -> list[str]:
+    mine = LAYERS.index(source.layer)
+    return [
+        source.say(node, f"imports {name}, of a layer above {source.layer}")
+        for node, name in imports(source)
+        if within(name, "shardwise") and LAYERS.index(layer(name)) > mine
+    ]
+
+
+def techniques_apart(source: Source) -> list[str]:
+    """Files of parallel/ hold one technique each and never import one another."""
+    module = source.path.removesuffix(".py").replace("/", ".")
+    return [
+        source.say(node, f"imports {name}, another technique")
+        for node, name in imports(source)
+        if within(module, "shardwise.parallel") and within(name, "shardwise.parallel")
+    ]
+
+
+def one_door(source: Source) -> list[str]:
+    """Only comm/ and bench/ see torch.distributed; checkpoint/ its own part of it."""
+    if source.layer in ("comm", "bench"):
+        return []
+    names = [*imports(source), *_attributes(source)]
+    allowed = "torch.distributed.checkpoint" if source.layer == "checkpoint" else "none"
+    return [
+        source.say(node, f"uses {name}")
+        for node, name in names
+        if within(name, "torch.distributed") and not within(name, allowed)
+    ]
+
+
+def no_torch_below(source: Source) -> list[str]:
+    if source.layer not in ("core", "predict"):
+        return []
+    return [
+        source.say(n, f"imports {name}") for n, name in imports(source) if within(name, "torch")
+    ]
+
+
+def no_environment(source: Source) -> list[str]:
+    """Environment variables are read in comm/, at start-up, and nowhere else."""
+    names = [*imports(source), *_attributes(source)]
+    read = ("os.environ", "os.environb", "os.getenv", "os.getenvb", "os.putenv", "os.unsetenv")
+    return [
+        source.say(node, f"uses {name}")
+        for node, name in names
+        if name in read and source.layer != "comm"
+    ]
+
+
+def _attributes(source: Source) -> Iterator[tuple[ast.AST, str]]:
+    found = [n for n in ast.walk(source.tree) if isinstance(n, ast.Attribute)]
+    return ((n, ast.unparse(n)) for n in found)
+
+
+# --- words -----------------------------------------------------------------------------------
+
+
+def module_docstring(source: Source) -> list[str]:
+    first = (ast.get_docstring(source.tree) or "").partition("\n")[0]
+    return [] if len(first) > 15 else [f"{source.path}:1 has no sentence for what this file is"]
+
+
+def public_docstrings(source: Source) -> list[str]:
+    return [
+        source.say(f, f"{f.name} is public, {length(f)} lines long, without a docstring")
+        for f in source.functions()
+        if not f.name.startswith("_") and length(f) > SHORT_LINES and not ast.get_docstring(f)
+    ]
+
+
+def says_its_fact(source: Source) -> list[str]:
+    """Each test says the fact that it proves."""
+    return [
+        source.say(f, f"{f.name} does not say the fact it proves")
+        for f in source.functions()
+        if f.name.startswith("test_") and not ast.get_docstring(f)
+    ]
+
+
+SIZE: list[Rule] = [short_file, short_functions, few_parameters, shallow_functions]
+PACKAGE: list[Rule] = [
+    *SIZE,
+    *(no_globals, no_module_state, abstract_or_final, plain_names),
+    *(downward_imports, techniques_apart, one_door, no_torch_below, no_environment),
+    *(module_docstring, public_docstrings),
+]
+TESTS: list[Rule] = [*SIZE, no_globals, plain_names, says_its_fact]
+
+
+@cache
+def package_files() -> list[Source]:
+    return _files("shardwise")
+
+
+def files_of_tests() -> list[Source]:
+    return _files("tests")
+
+
+def _files(folder: str) -> list[Source]:
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    return [Source(p.relative_to(ROOT).as_posix(), p.read_text(encoding="utf-8")) for p in paths]

@@ -1,0 +1,161 @@
+"""The house test: every file keeps the rules of the house, and every rule can fail."""
+
+import pytest
+
+from tests import house
+from tests.house import PACKAGE, TESTS, Rule, Source
+
+IN_PACKAGE = house.package_files()
+IN_TESTS = house.files_of_tests()
+
+
+def named(rule: Rule) -> str:
+    return rule.__name__
+
+
+@pytest.mark.parametrize("source", IN_PACKAGE, ids=lambda source: source.path)
+@pytest.mark.parametrize("rule", PACKAGE, ids=named)
+def test_package(rule: Rule, source: Source):
+    """Every file of the package keeps every rule."""
+    assert rule(source) == []
+
+
+@pytest.mark.parametrize("source", IN_TESTS, ids=lambda source: source.path)
+@pytest.mark.parametrize("rule", TESTS, ids=named)
+def test_tests(rule: Rule, source: Source):
+    """Every test file is as short as the files it tests, and every test says its fact."""
+    assert rule(source) == []
+
+
+def body(lines: int) -> str:
+    return "def f():\n" + "    x = 1\n" * (lines - 1)
+
+
+NESTED = """
+def f(x):
+    for a in x:
+        if a:
+            with a:
+                {}
+"""
+
+#: rule -> (path, text) pairs that it must complain of once, and pairs that it must let pass.
+BAD: dict[Rule, list[tuple[str, str]]] = {
+    house.short_file: [("shardwise/core/x.py", "x = 1\n" * 401)],
+    house.short_functions: [("shardwise/core/x.py", body(61))],
+    house.few_parameters: [
+        ("shardwise/core/x.py", "def f(a, b, c, d, e, f, g, h): ..."),
+        ("shardwise/core/x.py", "class A:\n    def f(self, a, b, c, d, /, e, f, *, g, h): ..."),
+    ],
+    house.shallow_functions: [
+        ("shardwise/core/x.py", NESTED.format("while a: a = 0")),
+        ("shardwise/core/x.py", NESTED.format("if a: a = 0\n                else: a = 1")),
+    ],
+    house.no_globals: [("shardwise/core/x.py", "def f():\n    global x\n    x = 1")],
+    house.no_module_state: [
+        ("shardwise/core/x.py", "seen = []"),
+        ("shardwise/core/x.py", "seen: dict[str, int] = {}"),
+        ("shardwise/core/x.py", "seen = defaultdict(list)"),
+    ],
+    house.abstract_or_final: [
+        ("shardwise/core/x.py", "class A: ...\nclass B(A): ..."),
+        ("shardwise/train/x.py", "from shardwise.core.mesh import Mesh\nclass B(Mesh): ..."),
+        ("shardwise/train/x.py", "from shardwise.core.mesh import Mesh as M\nclass B(M): ..."),
+        ("shardwise/core/x.py", "from .mesh import Mesh\nclass B(Mesh): ..."),
+    ],
+    house.plain_names: [("shardwise/core/x.py", "class PlanManager: ...")],
+    house.downward_imports: [
+        ("shardwise/core/x.py", "from shardwise.comm.world import World"),
+        ("shardwise/predict/x.py", "import shardwise.comm"),
+        ("shardwise/parallel/x.py", "def f():\n    from ..engine import step"),
+        ("shardwise/engine/__init__.py", "from ..train import loop"),
+        ("shardwise/train/loop.py", "from shardwise import FSDP"),
+        ("shardwise/train/loop.py", "from shardwise.train import cli"),
+        ("shardwise/train/loop.py", "import shardwise.bench.data"),
+    ],
+    house.techniques_apart: [
+        ("shardwise/parallel/data.py", "from shardwise.parallel.flat import Unit"),
+        ("shardwise/parallel/data.py", "from . import flat"),
+    ],
+    house.one_door: [
+        ("shardwise/train/x.py", "import torch.distributed as dist"),
+        ("shardwise/train/x.py", "from torch import distributed"),
+        ("shardwise/train/x.py", "from torch.distributed.checkpoint import save"),
+        ("shardwise/train/x.py", "import torch\nn = torch.distributed"),
+        ("shardwise/checkpoint/x.py", "from torch.distributed import barrier"),
+    ],
+    house.no_torch_below: [
+        ("shardwise/core/x.py", "import torch"),
+        ("shardwise/predict/x.py", "def f():\n    from torch.nn import Module"),
+    ],
+    house.no_environment: [
+        ("shardwise/train/x.py", "import os\nx = os.environ"),
+        ("shardwise/bench/x.py", "import os\nx = os.getenv('X')"),
+        ("shardwise/core/x.py", "from os import environ"),
+    ],
+    house.module_docstring: [("shardwise/core/x.py", "x = 1"), ("shardwise/core/x.py", '"""X."""')],
+    house.public_docstrings: [("shardwise/core/x.py", body(7))],
+    house.says_its_fact: [("tests/test_x.py", "def test_x():\n    assert True")],
+}
+GOOD: dict[Rule, list[tuple[str, str]]] = {
+    house.short_file: [("shardwise/core/x.py", "x = 1\n" * 400)],
+    house.short_functions: [("shardwise/core/x.py", body(60))],
+    house.few_parameters: [
+        ("shardwise/core/x.py", "class A:\n    def f(self, a, b, c, d, e, f, g): ...")
+    ],
+    house.shallow_functions: [
+        ("shardwise/core/x.py", NESTED.format("a = 0")),
+        ("shardwise/core/x.py", "def f(x):\n    if x: ...\n" + "    elif x: ...\n" * 5),
+    ],
+    house.no_module_state: [("shardwise/core/x.py", "WORDS = ['a']"), ("x.py", "TABLE = {1: 2}")],
+    house.abstract_or_final: [
+        ("shardwise/core/x.py", "class A(ABC): ...\nclass B(A): ..."),
+        ("shardwise/core/x.py", "class A(Protocol[T]): ...\nclass B(A): ..."),
+        (
+            "shardwise/comm/x.py",
+            "from shardwise.core.errors import RunError\nclass E(RunError): ...",
+        ),
+        ("shardwise/train/x.py", "from torch.nn import Module\nclass B(Module): ..."),
+    ],
+    house.downward_imports: [
+        ("shardwise/train/x.py", "from shardwise.core.mesh import Mesh"),
+        ("shardwise/train/cli.py", "from shardwise.bench import data"),
+        ("shardwise/__init__.py", "from shardwise.train.loop import run"),
+        ("shardwise/bench/x.py", "import shardwise as sw"),
+    ],
+    house.techniques_apart: [("shardwise/engine/x.py", "from shardwise.parallel.flat import Unit")],
+    house.one_door: [
+        ("shardwise/comm/x.py", "import torch.distributed as dist"),
+        ("shardwise/bench/x.py", "import torch.distributed as dist"),
+        ("shardwise/checkpoint/x.py", "from torch.distributed.checkpoint import save"),
+    ],
+    house.no_torch_below: [("shardwise/comm/x.py", "import torch")],
+    house.no_environment: [("shardwise/comm/x.py", "import os\nx = os.environ")],
+    house.public_docstrings: [("x.py", body(6)), ("x.py", body(7).replace("f()", "_f()"))],
+}
+
+
+def pairs(table: dict[Rule, list[tuple[str, str]]]):
+    cases = [(rule, *case) for rule, cases in table.items() for case in cases]
+    return pytest.mark.parametrize(
+        ("rule", "path", "text"), cases, ids=[f"{named(r)}-{t[:30]!r}" for r, _, t in cases]
+    )
+
+
+@pairs(BAD)
+def test_rule_can_fail(rule: Rule, path: str, text: str):
+    """A file that breaks the rule is complained of, once, with its path."""
+    complaints = rule(Source(path, text))
+    assert len(complaints) == 1
+    assert complaints[0].startswith(path)
+
+
+@pairs(GOOD)
+def test_rule_can_pass(rule: Rule, path: str, text: str):
+    """A file just inside the rule is let pass."""
+    assert rule(Source(path, text)) == []
+
+
+def test_every_rule_is_tested():
+    """No rule stands in the list without a file that shows it can fail."""
+    assert {*PACKAGE, *TESTS} == set(BAD)
