@@ -1,0 +1,263 @@
+"""This file is the door to the models of `transformers`: `hf:llama`, small and with random weights.
+
+Every model type of that library has a configuration class with defaults of the published size.
+Here the same class is asked for a model of a few ten thousand parameters: the sizes in it are
+found by the names the library gives them and replaced. Nothing is fetched.
+"""
+
+import importlib.util
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from shardwise.core.errors import bad
+from shardwise.models.trainable import Loss, Trainable, nearest
+
+VOCABULARY: Final = 128
+POSITIONS: Final = 16
+IGNORED: Final = -100
+MASK: Final = 4
+FIRST_WORD: Final = 5  # smaller numbers are the tokens with a meaning: padding, start, end, mask
+
+# What a configuration calls a size, and the size it gets here.
+SMALL: Final[dict[str, int]] = {
+    **dict.fromkeys(("vocab_size",), VOCABULARY),
+    **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim"), 64),
+    **dict.fromkeys(("embedding_size", "hidden_dim"), 64),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "n_layers"), 2),
+    **dict.fromkeys(("num_decoder_layers", "encoder_layers", "decoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "n_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_key_value_heads",), 2),
+    **dict.fromkeys(("head_dim", "d_kv", "query_pre_attn_scalar", "rotary_dim"), 16),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner"), 96),
+    **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 96),
+    **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), 64),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "experts_per_token"), 2),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 48),
+    **dict.fromkeys(("pad_token_id", "decoder_start_token_id"), 0),
+    **dict.fromkeys(("bos_token_id", "cls_token_id"), 1),
+    **dict.fromkeys(("eos_token_id", "sep_token_id", "forced_eos_token_id"), 2),
+}
+
+
+def find(name: str, seed: int = 0) -> Trainable:
+    """The small model of type `name`, as a value. Raises InputError as `build` does."""
+    if importlib.util.find_spec("transformers") is None:
+        raise bad(
+            f'the model "hf:{name}", while transformers is not installed',
+            "hf: models where the extra `hf` is installed",
+            'pip install "shardwise[hf]"',
+        )
+    kind = _kind(name)
+    loss, make_batch = {
+        "causal": (causal_loss, causal_batch),
+        "masked": (causal_loss, masked_batch),
+        "seq2seq": (seq2seq_loss, seq2seq_batch),
+    }[kind]
+
+    def make() -> nn.Module:
+        return _make(name, kind, seed, lambda model: loss(model, make_batch(1, seed)))
+
+    return Trainable(f"hf:{name}", make, loss, make_batch, tokens)
+
+
+def build(name: str, seed: int = 0) -> tuple[nn.Module, Loss, Callable[[int, int], Any]]:
+    """(model, loss, make_batch) for the model type `name`: gpt2, llama, bert, t5, ...
+
+    A language model with causal, masked or sequence-to-sequence loss, whichever the type is for;
+    dropout is 0, tied embeddings stay tied, weights are the library's own draw under `seed`.
+    Raises InputError when transformers is not installed, when it has no such type (naming the
+    nearest), or when the type is not one that a small configuration gives.
+    """
+    found = find(name, seed)
+    return found.build(), found.loss, found.make_batch
+
+
+def tokens(batch: dict[str, Tensor]) -> int:
+    """How many targets take part in the loss."""
+    return int((batch["targets"] != IGNORED).sum())
+
+
+def causal_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Mean cross-entropy where the targets stand under the inputs they belong to."""
+    with Wide():
+        logits = model(input_ids=batch["inputs"]).logits
+    return _cross_entropy(logits, batch["targets"])
+
+
+def seq2seq_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Mean cross-entropy of the decoder's next token, given the encoder's text."""
+    with Wide():
+        out = model(input_ids=batch["inputs"], decoder_input_ids=batch["decoder_inputs"])
+    return _cross_entropy(out.logits, batch["targets"])
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    return functional.cross_entropy(
+        logits.flatten(0, 1).to(dtype), targets.flatten(), ignore_index=IGNORED
+    )
+
+
+def causal_batch(rows: int, seed: int) -> dict[str, Tensor]:
+    """Random text, and as targets the token after each; rows end at places of their own."""
+    text, generator = _text(rows, seed)
+    return {
+        "inputs": text[:, :-1].contiguous(),
+        "targets": _ragged(text[:, 1:].clone(), generator),
+    }
+
+
+def masked_batch(rows: int, seed: int) -> dict[str, Tensor]:
+    """Random text of which a quarter is hidden; the hidden tokens are the targets."""
+    text, generator = _text(rows, seed)
+    hidden = torch.rand(text.shape, generator=generator) < 0.25
+    hidden[:, 0] = True  # every row has something to say
+    return {
+        "inputs": text.masked_fill(hidden, MASK),
+        "targets": text.masked_fill(~hidden, IGNORED),
+    }
+
+
+def seq2seq_batch(rows: int, seed: int) -> dict[str, Tensor]:
+    """Two random texts: one to read, one to write."""
+    read, _ = _text(rows, seed)
+    write, generator = _text(rows, seed + 1_000_003)
+    return {
+        "inputs": read,
+        "decoder_inputs": write[:, :-1].contiguous(),
+        "targets": _ragged(write[:, 1:].clone(), generator),
+    }
+
+
+def _text(rows: int, seed: int) -> tuple[Tensor, torch.Generator]:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (rows, POSITIONS + 1)
+    return torch.randint(FIRST_WORD, VOCABULARY, shape, generator=generator), generator
+
+
+def _ragged(targets: Tensor, generator: torch.Generator) -> Tensor:
+    """Ends each row somewhere in its second half, so that ranks hold unequal numbers of tokens."""
+    rows, positions = targets.shape
+    end = torch.randint(positions // 2, positions + 1, (rows, 1), generator=generator)
+    return targets.masked_fill(torch.arange(positions) >= end, IGNORED)
+
+
+class Wide(TorchFunctionMode):
+    """Keeps fp64 what is fp64: the library's models round norms and softmax to fp32 inside.
+
+    That is right for bf16 and harmless for fp32, but it would put a floor of 1e-7 under a proof
+    made in fp64.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if not isinstance(first, Tensor) or first.dtype != torch.float64:
+            return func(*args, **kwargs)
+        if func is Tensor.float:
+            return first
+        if func in (Tensor.to, Tensor.type):
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        if kwargs.get("dtype") is torch.float32:
+            kwargs = kwargs | {"dtype": torch.float64}
+        return func(*args, **kwargs)
+
+
+def _kind(name: str) -> str:
+    """What the model type is trained for: "causal", "masked" or "seq2seq"."""
+    from transformers.models.auto import modeling_auto as auto  # the extra `hf`
+
+    causal = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    masked = auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    seq2seq = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    if name not in {**causal, **masked, **seq2seq}:
+        close = nearest(name, sorted({**causal, **masked, **seq2seq}))
+        raise bad(
+            f'the model "hf:{name}", which transformers has no language model for',
+            f"a model type of transformers, such as {', '.join(close)}",
+            f"hf:{close[0]}",
+        )
+    if name in seq2seq:
+        return "seq2seq"
+    return "masked" if name in masked else "causal"
+
+
+def _make(name: str, kind: str, seed: int, trial: Callable[[nn.Module], Tensor]) -> nn.Module:
+    """The model with the library's own random weights, drawn under `seed`, after one trial."""
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForMaskedLM,
+        AutoModelForSeq2SeqLM,
+    )
+
+    family = {
+        "causal": AutoModelForCausalLM,
+        "masked": AutoModelForMaskedLM,
+        "seq2seq": AutoModelForSeq2SeqLM,
+    }[kind]
+    with _quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model = family.from_config(small_config(name))
+            with torch.no_grad():
+                trial(model)
+        except Exception as error:  # each configuration class has demands of its own
+            raise bad(
+                f'the model "hf:{name}", whose small configuration gives '
+                f"{type(error).__name__}: {error}",
+                "model types whose sizes go by the usual names",
+                "a build() of your own, as file.py:build",
+            ) from error
+    return model
+
+
+def small_config(name: str) -> Any:
+    """The configuration of type `name`, its sizes as in SMALL and without dropout."""
+    from transformers import AutoConfig
+
+    usual = AutoConfig.for_model(name)
+    changes = shrink(usual.to_dict())
+    heads = getattr(usual, "num_attention_heads", None)
+    if heads is not None and heads == getattr(usual, "num_key_value_heads", None):
+        changes["num_key_value_heads"] = SMALL["num_attention_heads"]
+    # "eager": experts one by one, since a grouped product has no fp64
+    return AutoConfig.for_model(name, experts_implementation="eager", **changes)
+
+
+def shrink(usual: dict[str, Any]) -> dict[str, Any]:
+    """What to change in a configuration: sizes, special tokens, every dropout, the cache."""
+    changes: dict[str, Any] = {
+        key: SMALL[key] for key, value in usual.items() if key in SMALL and value is not None
+    }
+    for key, value in usual.items():
+        if ("drop" in key or key.endswith("pdrop")) and isinstance(value, float):
+            changes[key] = 0.0
+    if "use_cache" in usual:
+        changes["use_cache"] = False
+    return changes
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silences what the library says about small and untrained models while one is made."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            yield
+        finally:
+            logger.setLevel(level)

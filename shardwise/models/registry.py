@@ -1,0 +1,62 @@
+"""This file is where the name of a model, as written on a command line, becomes the model."""
+
+import torch
+from torch import Tensor
+
+from shardwise.core.errors import bad
+from shardwise.models import gpt, hf, user
+from shardwise.models.gpt import GPT, SIZES, GPTConfig
+from shardwise.models.initial import fill, initial
+from shardwise.models.trainable import Trainable, nearest
+
+FORMS = "gpt, gpt:SIZE, hf:NAME or file.py:build"
+
+
+def find(name: str, seed: int = 0) -> Trainable:
+    """The model that `name` stands for.
+
+    `gpt` (its size tiny), `gpt:small`; `hf:llama`, any model type transformers has; `net.py:build`,
+    a function in the user's own file. Raises InputError for a name that is none of these, with
+    the nearest that is. Nothing is built yet, except by the user's file.
+    """
+    kind, _, rest = name.partition(":")
+    if kind == "gpt":
+        return of_gpt(name, _size(rest or "tiny"), seed)
+    if kind == "hf":
+        return hf.find(rest, seed)
+    if ".py" in name:
+        return user.find(name, seed)
+    close = nearest(name, ["gpt", *(f"gpt:{size}" for size in SIZES), "hf:gpt2", "hf:llama"], 1)
+    raise bad(f'the model "{name}"', FORMS, close[0])
+
+
+def of_gpt(name: str, config: GPTConfig, seed: int = 0) -> Trainable:
+    """The GPT of that configuration, with random tokens of its vocabulary as its text."""
+
+    def make() -> GPT:
+        model = GPT(config)
+        if not model.embed.weight.is_meta:
+            fill(model, seed)
+        return model
+
+    def make_batch(rows: int, batch_seed: int) -> dict[str, Tensor]:
+        return random_text(rows, config.sequence, config.vocabulary, batch_seed)
+
+    return Trainable(name, make, gpt.loss, make_batch, gpt.tokens, initial)
+
+
+def random_text(rows: int, positions: int, vocabulary: int, seed: int) -> dict[str, Tensor]:
+    """Uniform random tokens: `inputs` [rows, positions], and `targets`, the tokens one later."""
+    generator = torch.Generator().manual_seed(seed)
+    text = torch.randint(vocabulary, (rows, positions + 1), generator=generator)
+    return {"inputs": text[:, :-1].contiguous(), "targets": text[:, 1:].contiguous()}
+
+
+def _size(word: str) -> GPTConfig:
+    if word not in SIZES:
+        raise bad(
+            f'the model "gpt:{word}"',
+            f"the sizes {', '.join(SIZES)}",
+            f"gpt:{nearest(word, list(SIZES), 1)[0]}",
+        )
+    return SIZES[word]
