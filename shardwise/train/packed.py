@@ -1,0 +1,127 @@
+"""The tokenised text: one flat file of numbers, mapped into memory, made once and then shared.
+
+    <key>.tokens    the numbers, every document followed by the separator, 16 or 32 bits each
+    <key>.json      how many numbers, of how many bits, for how many bytes of text
+
+The key is a hash of the content and of the vocabulary. The .json is written last and by a rename,
+so it is there only when the numbers are whole. A file lock lets the first process on a machine
+do the work; the others wait and then find it done.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock
+from numpy.typing import NDArray
+
+from shardwise.core.errors import bad
+from shardwise.train.sources import Source
+from shardwise.train.tokens import (
+    ByteVocabulary,
+    Vocabulary,
+    bpe_size,
+    load_tokenizer,
+    train_bpe,
+)
+
+FORMAT = "1"  # part of the key: to be raised when the meaning of the files changes
+
+Stream = NDArray[np.unsignedinteger]  # 16 bits a token where the vocabulary allows, else 32
+
+
+@dataclass(frozen=True)
+class Packed:
+    """All tokens of a source: `stream` [tokens], mapped; `text_bytes` counts the text in UTF-8."""
+
+    key: str
+    stream: Stream
+    text_bytes: int
+    documents: int
+    vocabulary: Vocabulary
+
+    @property
+    def bytes_per_token(self) -> float:
+        """How much text a token stands for, which turns nats a token into bits a byte."""
+        return self.text_bytes / len(self.stream)
+
+
+def tokenise(source: Source, tokens: str, cache: Path) -> Packed:
+    """The source's tokens, from `cache` if they are there. Raises InputError for bad input."""
+    content = source.digest()
+    make_folder(cache, "data.cache")
+    with FileLock(cache / f"{content}.lock"):
+        vocabulary = _vocabulary(source, tokens, cache, content)
+        mark = f"{FORMAT}/{content}/{vocabulary.name}"
+        key = hashlib.blake2b(mark.encode(), digest_size=12).hexdigest()
+        about = cache / f"{key}.json"
+        if not about.exists():
+            _write(source, vocabulary, cache / f"{key}.tokens", about)
+    facts = json.loads(about.read_text(encoding="utf-8"))
+    stream = np.memmap(cache / f"{key}.tokens", dtype=facts["dtype"], mode="r")
+    return Packed(key, stream, facts["text_bytes"], facts["documents"], vocabulary)
+
+
+def make_folder(folder: Path, what: str) -> None:
+    """Make the folder and try to write in it. Raises InputError, naming `what` asked for it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".writable-{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise bad(
+            f"{what} = '{folder}', where nothing can be written ({error.strerror})",
+            "a folder that you may write to",
+            f"--set {what}=runs/NAME",
+        ) from None
+
+
+def publish(path: Path, write: Callable[[Path], object]) -> None:
+    """Write beside `path` and rename: whoever looks finds the whole file or none."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(beside)
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _vocabulary(source: Source, tokens: str, cache: Path, content: str) -> Vocabulary:
+    if tokens == "bytes":
+        return ByteVocabulary()
+    if not tokens.startswith("bpe:"):
+        return load_tokenizer(Path(tokens).expanduser())
+    size = bpe_size(tokens)
+    path = cache / f"{content}-bpe{size}.tokenizer.json"
+    if not path.exists():
+        publish(path, train_bpe(source.documents(), size).save)
+    return load_tokenizer(path)
+
+
+def _write(source: Source, vocabulary: Vocabulary, path: Path, about: Path) -> None:
+    dtype = np.dtype(np.uint16 if vocabulary.size <= 2**16 else np.uint32)
+    facts = {"dtype": dtype.name, "documents": 0, "text_bytes": 0}
+    separator = np.array([vocabulary.separator], dtype)
+
+    def write(beside: Path) -> None:
+        with beside.open("wb") as out:
+            for text in source.documents():
+                out.write(vocabulary.encode(text).astype(dtype).tobytes())
+                out.write(separator.tobytes())
+                facts["documents"] += 1
+                facts["text_bytes"] += len(text.encode("utf-8", errors="replace"))
+
+    publish(path, write)
+    if not facts["documents"]:
+        path.unlink()
+        raise bad(
+            f"data.source = '{source.name}', whose documents are all empty",
+            "at least one document with text in it",
+            'source = "stdlib" under [data], or the path of your own text',
+        )
+    publish(about, lambda beside: beside.write_text(json.dumps(facts), encoding="utf-8"))

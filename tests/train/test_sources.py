@@ -1,0 +1,90 @@
+"""Where text comes from: every kind of file, in a fixed order, and what is refused."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.core.errors import InputError
+from shardwise.train import sources
+
+
+def texts(source: str, field: str = "text") -> list[str]:
+    return list(sources.find(source, field).documents())
+
+
+def test_the_standard_library_is_program_text_without_tests() -> None:
+    """Megabytes of Python in sorted order, nothing installed, no tests."""
+    found = sources.find("stdlib", "text")
+    names = [file.parts for file in found.files]
+    assert names == sorted(names)
+    assert not any({"site-packages", "test", "tests"} & set(parts) for parts in names)
+    assert sum(file.stat().st_size for file in found.files) > 4_000_000
+    assert any(file.name == "argparse.py" for file in found.files)
+
+
+def test_a_folder_and_a_glob_are_read_in_sorted_order(tmp_path: Path) -> None:
+    """Every known file, whatever the order in which they were made; others are left alone."""
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "2.txt").write_text("two")
+    (tmp_path / "c.jsonl").write_text('{"text": "three"}\n\n{"text": "four"}\n')
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "notes.md").write_text("no")
+    assert texts(str(tmp_path)) == ["one", "two", "three", "four"]
+    assert texts(f"{tmp_path}/**/*.txt") == ["one", "two"]
+    assert texts(str(tmp_path / "a.txt")) == ["one"]
+
+
+def test_parquet_is_read_by_column(tmp_path: Path) -> None:
+    """One document a row; a row without text is none."""
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"body": ["one", None, "two"], "n": [1, 2, 3]}), path)
+    assert texts(str(path), "body") == ["one", "two"]
+    with pytest.raises(InputError, match=r"data\.field = 'body'"):
+        texts(str(path), "text")
+    with pytest.raises(InputError, match="no text in the field 'n'"):
+        texts(str(path), "n")
+
+
+def test_parquet_without_pyarrow_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The extra to install is in the answer."""
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    with pytest.raises(InputError, match=r"shardwise\[parquet\]"):
+        texts(str(tmp_path / "rows.parquet"))
+
+
+def test_the_digest_is_of_content_and_not_of_place(tmp_path: Path) -> None:
+    """The same files elsewhere have the same digest; one changed letter does not."""
+    digests = []
+    for name, text in (("here", "one"), ("there", "one"), ("other", "onE")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_text(text)
+        digests.append(sources.find(str(tmp_path / name), "text").digest())
+    assert digests[0] == digests[1] != digests[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "phrase"),
+    [
+        ("absent.txt", None, "no such file"),
+        ("empty.txt", "", "empty"),
+        ("a.csv", "x", ".jsonl"),
+        ("a.jsonl", "{nonsense", "line 1, which is not JSON"),
+        ("a.jsonl", json.dumps({"body": "x"}), "data.field = 'body'"),
+        ("a.jsonl", "[]", "no text in the field 'text'"),
+    ],
+)
+def test_bad_data_is_refused(tmp_path: Path, name: str, content: str | None, phrase: str) -> None:
+    """Missing, empty, of another kind, not JSON, without the field: each has its answer."""
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(InputError) as error:
+        texts(str(tmp_path / name))
+    assert phrase in str(error.value)
