@@ -123,9 +123,13 @@ def _depth(node: ast.AST) -> int:
 
 
 def _inner(node: ast.AST, child: ast.AST) -> int:
-    is_elif = isinstance(node, ast.If) and isinstance(child, ast.If) and child in node.orelse
-    same = is_elif and child.col_offset == node.col_offset
-    return _depth(child) - same
+    is_elif = (
+        isinstance(node, ast.If)
+        and isinstance(child, ast.If)
+        and child in node.orelse
+        and child.col_offset == node.col_offset
+    )
+    return _depth(child) - is_elif
 
 
 # --- state and shape -------------------------------------------------------------------------

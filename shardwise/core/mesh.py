@@ -63,7 +63,7 @@ class Mesh:
         return {name: found[name] for name, _ in self.axes}
 
     def rank_at(self, coordinate: dict[str, int]) -> int:
-        """The global rank at a coordinate; an axis left out is at 0. The inverse of `coordinate`."""
+        """The inverse of `coordinate`: the global rank there; an axis left out is at 0."""
         rank = 0
         for name, size in self.axes:
             rank = rank * size + coordinate.get(name, 0)

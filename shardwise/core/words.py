@@ -164,7 +164,7 @@ def _read(word: str) -> Found | Problem | None:
 
 def _whole(digits: str) -> int:
     """The number from 1 up that `digits` writes, or 0 where they write none."""
-    return int(digits) if re.fullmatch("[0-9]{1,15}", digits) else 0
+    return int(digits) if re.fullmatch("[0-9]{1,99}", digits) else 0
 
 
 def _read_axis(word: str, found: re.Match[str]) -> Found | Problem:
@@ -271,7 +271,7 @@ def _nearest(word: str) -> str:
     whole = {w.example: w.example for w in WORDS} | {name: name for name in ALIASES}
     whole |= {w.example.partition(":")[0]: w.example for w in WORDS}
     axes = {name: f"{name}{size}" for name in AXES}
-    for text, known in ((parts[0], whole), (base.rstrip("-_=:"), axes)):
-        if close := difflib.get_close_matches(text, known, n=1, cutoff=0.65):
+    for text, known, cutoff in ((parts[0], whole, 0.65), (base.rstrip("-_=:"), axes, 0.5)):
+        if close := difflib.get_close_matches(text, known, n=1, cutoff=cutoff):
             return known[close[0]]
     return ""

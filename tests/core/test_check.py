@@ -1,0 +1,96 @@
+"""The plan checker: every problem, each with a remedy that works."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.core.check import problems, require
+from shardwise.core.errors import InputError
+from shardwise.core.plan import Plan
+from tests.core.test_plan import PLANS
+
+
+@pytest.mark.parametrize(
+    ("text", "world"),
+    [
+        ("", 1),
+        ("dp1 zero3", 1),
+        ("dp2", 2),
+        ("dp4 zero1 bf16 accumulate:4", 4),
+        ("dp3 zero2 bucket:1MiB", 3),
+        ("dp_replicate2 dp_shard2 zero3 fp16", 4),
+        ("dp_replicate2 dp_shard1 zero1", 2),
+        ("dp_replicate1 dp_shard2 zero1", 2),
+        ("dp_shard2 zero2 fp64", 2),
+        ("dp2 tp1 pp1", 2),
+        ("dp2 zero3", None),
+    ],
+)
+def test_plans_that_run(text: str, world: int | None):
+    """What this version does has no problems; an axis of one rank is no technique."""
+    assert problems(Plan.parse(text), world) == []
+    require(Plan.parse(text), world)
+
+
+@pytest.mark.parametrize(
+    ("text", "world", "given", "instead"),
+    [
+        ("dp2", 4, "needs 2 processes (dp2), where 4 run", "'dp4', or start 2 processes"),
+        ("dp4 zero3", 2, "where 2 run", "'dp2 zero3', or start 4 processes"),
+        ("dp2 zero3", 1, "where 1 runs", "'zero3', or start 2 processes"),
+        ("zero3", 2, "needs 1 process (no axis, so one rank)", "'dp2 zero3', or start 1 process"),
+        (
+            "dp_replicate2 dp_shard2 zero3",
+            8,
+            "(dp_replicate2*dp_shard2)",
+            "'dp_replicate4 dp_shard2 zero3', or start 4 processes",
+        ),
+        ("dp_replicate2 dp_shard4 zero3", 6, "where 6 run", "'dp6 zero3', or start 8"),
+        ("dp2", 0, "a world of 0 ranks", "--nproc 2"),
+        ("dp2 dp_shard2 zero3", None, "'dp2 dp_shard2', which splits", "'dp4 zero3'"),
+        ("dp2 dp_replicate2", None, "'dp_replicate2 dp2', which splits", "'dp4'"),
+        ("dp_replicate2 zero3", None, "'dp_replicate2' without dp_shard", "'dp2 zero3'"),
+        ("dp_replicate2", None, "'dp_replicate2' under the row ddp", "'dp2'"),
+        ("dp_shard2", None, "'dp_shard2' under the row ddp", "'dp2'"),
+        ("dp_replicate2 dp_shard2", None, "under the row ddp", "'dp4'"),
+        ("dp2 tp2", None, "'tp2', but tensor parallelism is not in this version", "'dp2'"),
+        ("pp2", None, "'pp2', but pipelines are not", "'ddp'"),
+        ("cp2 zero1", None, "'cp2', but context parallelism is not", "'zero1'"),
+        ("ep2", None, "'ep2', but expert parallelism is not", "'ddp'"),
+        ("dp2 sp", None, "'sp', but sequence parallelism is not", "'dp2'"),
+        ("dp2 gpipe:8", None, "'gpipe:8', but pipeline schedules are not", "'dp2'"),
+        ("dp2 recompute:full", None, "'recompute:full', but recomputation is not", "'dp2'"),
+        ("dp2 offload:optim", None, "'offload:optim', but offload is not", "'dp2'"),
+        ("dp2 buffers:64MiB", None, "'buffers:64MiB', but a bound on buffers is not", "'dp2'"),
+    ],
+)
+def test_one_problem(text: str, world: int | None, given: str, instead: str):
+    """Each thing that cannot run is one problem that names it and the line to write."""
+    [problem] = problems(Plan.parse(text), world)
+    assert given in problem.given
+    assert instead in problem.instead
+    with pytest.raises(InputError, match=re.escape(str(problem))):
+        require(Plan.parse(text), world)
+
+
+def test_every_problem_at_once():
+    """All problems are told together; the remedy of each is a plan without any of them."""
+    plan = Plan.parse("dp2 tp2 pp2 zero1 1f1b:8 bf16 sp recompute:full")
+    found = problems(plan, 4)
+    words = ["'pp2'", "'tp2'", "'sp'", "'1f1b:8'", "'recompute:full'", "the plan"]
+    assert [problem.given.partition(",")[0].partition(" 'pp")[0] for problem in found] == words
+    assert found[-1].instead == "'dp4 zero1 bf16'"
+    with pytest.raises(InputError, match="6 things are wrong with the plan 'pp2 dp2 tp2"):
+        require(plan, 4)
+
+
+@given(PLANS, st.none() | st.integers(-1, 64))
+def test_remedies_run(plan: Plan, world: int | None):
+    """Every remedy that is a plan can run, at the given world where the world is the matter."""
+    for problem in problems(plan, world):
+        remedy = re.match("'(.+?)'", problem.instead)
+        if remedy is not None:
+            about_world = problem.given.startswith("the plan '")
+            assert problems(Plan.parse(remedy[1]), world if about_world else None) == []

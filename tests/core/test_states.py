@@ -1,0 +1,108 @@
+"""The states table against the figures that the ZeRO paper publishes."""
+
+import pytest
+
+from shardwise.core.states import ALIASES, ROWS, bytes_per_parameter, hybrid_moves, step_moves
+
+#: arXiv 1910.02054, table 1: GB a device for 7.5 B, 128 B and 1 T parameters by number of ranks,
+#: in the paper's stages P_os (zero1), P_os+g (zero2), P_os+g+p (zero3).
+TABLE_1 = {
+    1: [(120, 120, 120), (2048, 2048, 2048), (16000, 16000, 16000)],
+    4: [(52.5, 41.3, 30), (896, 704, 512), (7000, 5500, 4000)],
+    16: [(35.6, 21.6, 7.5), (608, 368, 128), (4750, 2875, 1000)],
+    64: [(31.4, 16.6, 1.88), (536, 284, 32), (4187, 2218, 250)],
+    256: [(30.4, 15.4, 0.47), (518, 263, 8), (4046, 2054, 62.5)],
+    1024: [(30.1, 15.1, 0.12), (513, 257, 2), (4011, 2013, 15.6)],
+}
+PARAMETERS = (7.5e9, 128e9, 1e12)
+STAGES = ("zero1", "zero2", "zero3")
+
+
+def printed_digit(value: float) -> float:
+    """One unit of the last digit that the paper prints of a value."""
+    text = str(value).removesuffix(".0")
+    return 10.0 ** -len(text.partition(".")[2])
+
+
+@pytest.mark.parametrize("n", TABLE_1)
+@pytest.mark.parametrize("stage", range(3), ids=STAGES)
+@pytest.mark.parametrize("model", range(3), ids=["7.5B", "128B", "1T"])
+def test_zero_table_1(n: int, stage: int, model: int):
+    """Bytes a device are the paper's, to its last digit (it rounds some and truncates some)."""
+    printed = TABLE_1[n][model][stage]
+    ours = PARAMETERS[model] * bytes_per_parameter(ROWS[STAGES[stage]], n) / 1e9
+    assert abs(ours - printed) < printed_digit(printed)
+
+
+@pytest.mark.parametrize(
+    ("row", "gigabytes"), [("ddp", 120), ("zero1", 31.4), ("zero2", 16.6), ("zero3", 1.9)]
+)
+def test_zero_figure_1(row: str, gigabytes: float):
+    """Figure 1: 7.5 B parameters on 64 devices."""
+    ours = round(7.5e9 * bytes_per_parameter(ROWS[row], 64) / 1e9, 1)
+    assert ours == gigabytes
+
+
+@pytest.mark.parametrize(
+    ("row", "formula"),
+    [
+        ("ddp", lambda n: 16 + 0 / n),
+        ("zero1", lambda n: 4 + 12 / n),
+        ("zero2", lambda n: 2 + 14 / n),
+        ("zero3", lambda n: 16 / n),
+    ],
+)
+@pytest.mark.parametrize("n", [1, 2, 3, 4, 64])
+def test_bytes_formula(row: str, formula, n: int):
+    """The bytes derived from the placements are the column of the design's table."""
+    assert bytes_per_parameter(ROWS[row], n) == pytest.approx(formula(n), rel=1e-15)
+
+
+@pytest.mark.parametrize("n", [2, 4, 64, 1024])
+@pytest.mark.parametrize(("row", "volume"), [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 3)])
+def test_zero_section_7(row: str, volume: int, n: int):
+    """A step sends 2 N under ddp, zero1 and zero2, and 3 N under zero3, times (n-1)/n."""
+    numel = 1024 * 1024
+    sent = sum(move.sent for move in step_moves(ROWS[row], numel, n))
+    assert sent == volume * numel * (n - 1) // n
+
+
+@pytest.mark.parametrize(
+    ("row", "moves"),
+    [
+        ("ddp", ["all_reduce"]),
+        ("zero1", ["reduce_scatter", "all_gather"]),
+        ("zero2", ["reduce_scatter"] * 3 + ["all_gather"]),
+        ("zero3", ["all_gather", "all_gather", "reduce_scatter"] * 3),
+    ],
+)
+def test_accumulation(row: str, moves: list[str]):
+    """Over three microbatches ddp and zero1 send once, zero2 and zero3 what they must each time."""
+    assert [move.what for move in step_moves(ROWS[row], 64, 4, microbatches=3)] == moves
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_one_rank_sends_nothing(row: str):
+    """On one rank every row is the same: no moves, all the bytes."""
+    assert step_moves(ROWS[row], 64, 1, microbatches=3) == []
+    assert bytes_per_parameter(ROWS[row], 1) == 16
+
+
+@pytest.mark.parametrize("row", ["zero1", "zero2", "zero3"])
+def test_hybrid_is_a_row_for_each_axis(row: str):
+    """Between groups only each rank's own block is reduced, once a step, accumulated or not."""
+    inside, between = hybrid_moves(ROWS[row], 4096, shard=4, replicate=2, microbatches=3)
+    assert inside == step_moves(ROWS[row], 4096, 4, microbatches=3)
+    assert [(move.what, move.sent) for move in between] == [("all_reduce", 4096 / 4)]
+
+
+def test_hybrid_at_its_ends():
+    """One group is plain sharding; groups of one rank are plain replication."""
+    assert hybrid_moves(ROWS["zero3"], 64, 4, 1) == (step_moves(ROWS["zero3"], 64, 4), [])
+    assert hybrid_moves(ROWS["zero3"], 64, 1, 4) == ([], step_moves(ROWS["ddp"], 64, 4))
+
+
+def test_aliases_are_rows():
+    """Every other name is the name of a row."""
+    assert ALIASES == {"fsdp": "zero3"}
+    assert set(ALIASES.values()) <= set(ROWS)
