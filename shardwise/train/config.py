@@ -13,21 +13,19 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardwise.core.errors import Problem, bad, refusal
 
-
-class Section(BaseModel):
-    """What every section is: closed (no unknown keys), frozen, numbers finite."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+CLOSED: Final = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class ModelSection(Section):
+class ModelSection(BaseModel):
     """[model]: a named size of the GPT; each size that is given here replaces the named one's."""
+
+    model_config = CLOSED
 
     name: str = "quickstart"
     vocabulary: int | None = Field(default=None, ge=1)
@@ -45,7 +43,7 @@ class ModelSection(Section):
         return {name: value for name, value in given.items() if value is not None}
 
 
-class DataSection(Section):
+class DataSection(BaseModel):
     """[data]: where the text is and how it becomes tokens.
 
     `source` is "stdlib" or a path: a file (.txt, .jsonl, .parquet), a folder of them, a glob.
@@ -54,6 +52,8 @@ class DataSection(Section):
     the run's folder where it is not given.
     """
 
+    model_config = CLOSED
+
     source: str = Field(default="stdlib", min_length=1)
     field: str = Field(default="text", min_length=1)
     tokens: str = Field(default="bytes", min_length=1)
@@ -61,13 +61,15 @@ class DataSection(Section):
     cache: str | None = None
 
 
-class TrainSection(Section):
+class TrainSection(BaseModel):
     """[train]: `batch` is the global batch in sequences, whatever the number of ranks.
 
     `warmup` counts steps; `final` is the share of `lr` that is left at the end of the decay;
     `clip` bounds the gradient's norm, 0 for none; `eval_every` and `save_every` count steps, 0 for
     the end only; `keep` is how many checkpoints are kept.
     """
+
+    model_config = CLOSED
 
     steps: int = Field(default=1000, ge=1)
     batch: int = Field(default=16, ge=1)
@@ -85,14 +87,18 @@ class TrainSection(Section):
     keep: int = Field(default=2, ge=1)
 
 
-class PlanSection(Section):
+class PlanSection(BaseModel):
     """[plan]: `text` in plan words; "" for one rank."""
+
+    model_config = CLOSED
 
     text: str = ""
 
 
-class SampleSection(Section):
+class SampleSection(BaseModel):
     """[sample]: the text generated at the end; `tokens = 0` for none, `top_k = 0` for all."""
+
+    model_config = CLOSED
 
     tokens: int = Field(default=240, ge=0)
     prompt: str = ""
@@ -100,15 +106,19 @@ class SampleSection(Section):
     top_k: int = Field(default=40, ge=0)
 
 
-class RunSection(Section):
+class RunSection(BaseModel):
     """[run]: where everything the run leaves behind goes."""
+
+    model_config = CLOSED
 
     folder: str = Field(default="runs/default", min_length=1)
     tensorboard: bool = True
 
 
-class Config(Section):
+class Config(BaseModel):
     """A whole run."""
+
+    model_config = CLOSED
 
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()

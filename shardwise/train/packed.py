@@ -109,6 +109,7 @@ def _write(source: Source, vocabulary: Vocabulary, path: Path, about: Path) -> N
     separator = np.array([vocabulary.separator], dtype)
 
     def write(beside: Path) -> None:
+        """Every document and a separator, counted on the way."""
         with beside.open("wb") as out:
             for text in source.documents():
                 out.write(vocabulary.encode(text).astype(dtype).tobytes())
