@@ -1,0 +1,56 @@
+"""The run's folder: what is in it, and who may write there.
+
+    runs/NAME/
+      config.toml      the configuration that ran
+      metrics.jsonl    one object a step            tensorboard/   the same numbers
+      checkpoints/     step-000100/, ..., latest    plots/         loss, memory, bytes
+      report.md        the summary                  sample.txt     generated at the end
+
+A run that is there is never written over by accident: it is continued with --resume, replaced with
+--overwrite, refused otherwise.
+"""
+
+import shutil
+from pathlib import Path
+
+from shardwise.core.errors import bad
+from shardwise.train.config import Config, dump
+from shardwise.train.packed import make_folder, publish
+
+CHECKPOINTS = "checkpoints"
+PLOTS = "plots"
+# what a run writes, which is all that --overwrite removes
+OWN = ("config.toml", "metrics.jsonl", "tensorboard", CHECKPOINTS, PLOTS, "report.md", "sample.txt")
+
+
+def check(folder: Path, resume: bool, overwrite: bool) -> None:
+    """Raise InputError unless a run can start in the folder in this way. Writes nothing lasting."""
+    if resume and overwrite:
+        raise bad("both --resume and --overwrite", "one of the two", "--resume")
+    taken = [name for name in OWN if (folder / name).exists()]
+    if resume and not (folder / CHECKPOINTS / "latest").exists():
+        raise bad(
+            f"--resume with run.folder = '{folder}', where no checkpoint is",
+            "a folder in which a run has saved one",
+            "--overwrite to start that run again" if taken else "the same without --resume",
+        )
+    if taken and not (resume or overwrite):
+        raise bad(
+            f"run.folder = '{folder}', where a run is already",
+            "a new folder, or --resume to continue that run, or --overwrite to replace it",
+            f"--set run.folder={folder}-2",
+        )
+    make_folder(folder, "run.folder")
+
+
+def claim(config: Config, overwrite: bool) -> None:
+    """Make the folder ready and leave the configuration there. For one rank, after `check`."""
+    for name in OWN if overwrite else ():
+        path = config.folder / name
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+    (config.folder / PLOTS).mkdir(parents=True, exist_ok=True)
+    text = dump(config)
+    publish(config.folder / "config.toml", lambda path: path.write_text(text, encoding="utf-8"))

@@ -1,0 +1,114 @@
+"""The record of a run: metrics.jsonl, one object a step, and the same numbers for TensorBoard.
+
+A resumed run first drops what was written after the checkpoint it starts from, so that a curve has
+each step once. A line that a crash cut short is dropped with it.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from shardwise.train.packed import publish
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+FILE = "metrics.jsonl"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One step, counted from 1.
+
+    `loss` is the mean over the global batch's `tokens`, in nats; `validation` is set where the
+    step ended with an evaluation. `sent_bytes`, `mfu` and `memory_bytes` (by category) are those
+    of rank 0; `seconds` is the step alone, without evaluation and saving.
+    """
+
+    step: int
+    consumed: int
+    loss: float
+    lr: float
+    tokens: int
+    seconds: float
+    tokens_per_s: float
+    mfu: float
+    sent_bytes: int
+    grad_norm: float | None = None
+    skipped: bool = False
+    validation: float | None = None
+    memory_bytes: dict[str, int] | None = None
+
+    def line(self) -> str:
+        """The record as one line of JSON; what is None is left out."""
+        return json.dumps({key: v for key, v in asdict(self).items() if v is not None})
+
+
+def read(folder: Path) -> list[Record]:
+    """The records of a run, in order; a line that is not whole ends them."""
+    path = folder / FILE
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            records.append(Record(**json.loads(line)))
+        except (json.JSONDecodeError, TypeError):
+            break
+    return records
+
+
+def keep_until(folder: Path, step: int) -> None:
+    """Drop the records after `step`, all at once or not at all."""
+    kept = "".join(f"{record.line()}\n" for record in read(folder) if record.step <= step)
+    publish(folder / FILE, lambda beside: beside.write_text(kept, encoding="utf-8"))
+
+
+class Metrics:
+    """Where records go: the file, and TensorBoard where it is asked for."""
+
+    def __init__(self, file: TextIO, board: "SummaryWriter | None") -> None:
+        self._file = file
+        self._board = board
+
+    def write(self, record: Record) -> None:
+        """Append the record; the line is handed to the system at once."""
+        self._file.write(record.line() + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for tag, value in tags(record).items():
+                self._board.add_scalar(tag, value, record.step)
+
+
+def tags(record: Record) -> dict[str, float]:
+    """The record's numbers under TensorBoard's grouped names."""
+    named = {
+        "loss/train": record.loss,
+        "loss/validation": record.validation,
+        "optimizer/lr": record.lr,
+        "optimizer/grad_norm": record.grad_norm,
+        "speed/tokens_per_s": record.tokens_per_s,
+        "speed/mfu": record.mfu,
+        "bytes/step": record.sent_bytes,
+    }
+    memory = record.memory_bytes or {}
+    named |= {f"memory/{category}": size for category, size in memory.items()}
+    return {tag: float(value) for tag, value in named.items() if value is not None}
+
+
+@contextmanager
+def opened(folder: Path, after: int, tensorboard: bool) -> Iterator[Metrics]:
+    """The record of the run in `folder`, to be continued after step `after`."""
+    keep_until(folder, after)
+    board = None
+    if tensorboard:
+        from torch.utils.tensorboard import SummaryWriter
+
+        board = SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1)
+    with (folder / FILE).open("a", encoding="utf-8") as file:
+        try:
+            yield Metrics(file, board)
+        finally:
+            if board is not None:
+                board.close()

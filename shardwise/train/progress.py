@@ -1,0 +1,158 @@
+"""What a run shows while it works: a live table on a terminal, a line now and then elsewhere.
+
+Live      one picture that is drawn again: bar, loss, speed, bytes, memory
+Plain     lines for a log file, the first step and then one in ten seconds
+Silent    nothing: for ranks other than the first
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live as RichLive
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.train.metrics import Record
+
+PLAIN_EVERY_S = 10.0
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+class Progress(Protocol):
+    """Takes each step's record, and notes (a checkpoint saved, the wish to stop)."""
+
+    def step(self, record: Record) -> None: ...
+    def note(self, text: str) -> None: ...
+
+
+class Silent:
+    """Shows nothing."""
+
+    def step(self, record: Record) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
+
+
+class Plain:
+    """A line for the first step, the last, evaluations, and whenever ten seconds passed."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console = console
+        self._steps = steps
+        self._next_s = 0.0
+
+    def step(self, record: Record) -> None:
+        """Show the record if it is time for a line."""
+        due = time.monotonic() >= self._next_s or record.validation is not None
+        if due or record.step == self._steps:
+            self._next_s = time.monotonic() + PLAIN_EVERY_S
+            self._console.print(line(record, self._steps), soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        """Show the text on a line of its own."""
+        self._console.print(text, soft_wrap=True)
+
+
+class Live:
+    """One table that is drawn again with each step, notes above it."""
+
+    def __init__(self, live: RichLive, steps: int) -> None:
+        self._live = live
+        self._steps = steps
+        self._validation: float | None = None
+        self._memory: dict[str, int] = {}
+        self._begin: tuple[float, int] | None = None
+
+    def step(self, record: Record) -> None:
+        """Draw the record; a value it does not have stays what it was."""
+        if self._begin is None:
+            self._begin = (time.monotonic(), record.step)
+        self._validation = record.validation or self._validation
+        self._memory = record.memory_bytes or self._memory
+        self._live.update(self._picture(record))
+
+    def note(self, text: str) -> None:
+        """Show the text above the table."""
+        self._live.console.print(text, soft_wrap=True)
+
+    def _picture(self, record: Record) -> Group:
+        bar = Table.grid(padding=(0, 2), expand=True)
+        bar.add_column(ratio=1)
+        bar.add_column(justify="right")
+        bar.add_row(ProgressBar(self._steps, record.step), self._left(record))
+        table = Table.grid(padding=(0, 3))
+        for label, value in {**values(record), "validation": shown(self._validation)}.items():
+            table.add_row(Text(label, style="dim"), value)
+        memory = "  ".join(f"{name} {size_text(size)}" for name, size in self._memory.items())
+        table.add_row(Text("memory", style="dim"), memory)
+        return Group(bar, table)
+
+    def _left(self, record: Record) -> str:
+        began_s, first = self._begin or (time.monotonic(), record.step)
+        done = record.step - first
+        text = f"step {record.step}/{self._steps}"
+        if not done:
+            return text
+        left_s = (time.monotonic() - began_s) / done * (self._steps - record.step)
+        return f"{text}  {duration(left_s)} left"
+
+
+@contextmanager
+def opened(steps: int, first: bool, console: Console | None = None) -> Iterator[Progress]:
+    """The display that fits where the output goes; silent unless this is the `first` rank."""
+    console = console or Console(file=sys.stdout, highlight=False)
+    if not first:
+        yield Silent()
+    elif console.is_terminal:
+        with RichLive(console=console, refresh_per_second=8) as live:
+            yield Live(live, steps)
+    else:
+        yield Plain(console, steps)
+
+
+def values(record: Record) -> dict[str, str]:
+    """The record's numbers as a person reads them."""
+    return {
+        "loss": shown(record.loss),
+        "tokens/s": f"{record.tokens_per_s:,.0f}",
+        "MFU": f"{record.mfu:.1%} of this machine's matrix products",
+        "bytes/step": f"{size_text(record.sent_bytes)} sent by each rank",
+    }
+
+
+def line(record: Record, steps: int) -> str:
+    """The record as one line of a log."""
+    parts = [f"step {record.step}/{steps}", f"loss {record.loss:.4f}"]
+    parts += [f"validation {record.validation:.4f}"] if record.validation is not None else []
+    parts += [f"{record.tokens_per_s:,.0f} tokens/s", f"MFU {record.mfu:.1%}"]
+    parts += [f"{size_text(record.sent_bytes)}/step"]
+    parts += ["overflow, step skipped"] if record.skipped else []
+    memory = record.memory_bytes or {}
+    parts += ["memory " + " ".join(f"{k} {size_text(v)}" for k, v in memory.items())] * bool(memory)
+    return "  ".join(parts)
+
+
+def shown(value: float | None) -> str:
+    """A loss with four digits; a dash where there is none."""
+    return "-" if value is None else f"{value:.4f}"
+
+
+def size_text(size_bytes: float) -> str:
+    """A number of bytes in the largest unit that leaves one or more: 1536 -> '1.5 KiB'."""
+    for unit in UNITS:
+        if size_bytes < 1024 or unit == UNITS[-1]:
+            break
+        size_bytes /= 1024
+    return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as minutes and seconds: 95 -> '1:35'."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
