@@ -1,4 +1,4 @@
-"""this file is how a process learns from its environment which rank it is, and where the others meet.
+"""this file is how a process learns from its environment which rank it is, and where all meet.
 
     torchrun   RANK, WORLD_SIZE, LOCAL_RANK; the ranks meet at MASTER_ADDR and MASTER_PORT
     Slurm      SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID; the ranks meet on the first host

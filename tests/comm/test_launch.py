@@ -1,0 +1,259 @@
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.launch import launch, spawn
+from shardwise.comm.rendezvous import Start, environment, first_host
+from shardwise.comm.world import init
+from shardwise.core.errors import InputError, RankError
+
+ROOT = Path(__file__).parents[2]
+START = """
+import sys
+from shardwise.comm.launch import launch
+sys.exit(launch(sys.argv[1:], 2, "tests.comm.program"))
+"""
+
+
+def started(*argv: str) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-c", START, *argv],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def wait_for(*paths: Path) -> None:
+    end = time.monotonic() + 60
+    while not all(path.exists() and path.stat().st_size for path in paths):
+        assert time.monotonic() < end, f"{paths} did not appear"
+        time.sleep(0.02)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return "State:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+
+
+def look_around(greeting: str) -> tuple[int, int, float, int, str, torch.Tensor]:
+    world = init()
+    x = torch.full((3,), world.rank + 1.0)
+    dist.all_reduce(x)
+    big = torch.full((1 << 20,), float(world.rank))
+    return world.rank, world.size, x.sum().item(), torch.get_num_threads(), greeting, big
+
+
+def test_spawn_returns_the_results_of_all_ranks_in_rank_order(monkeypatch: pytest.MonkeyPatch):
+    """Three ranks form one world of one thread each, and their results arrive in rank order."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = dict(os.environ)
+    results = spawn(look_around, 3, ("hello",))
+    assert [result[:5] for result in results] == [(rank, 3, 18.0, 1, "hello") for rank in range(3)]
+    assert [result[5].sum().item() for result in results] == [0.0, 2.0**20, 2.0**21]
+    assert dict(os.environ) == before
+
+
+def stay(number: int, frame: FrameType | None) -> None:
+    """A SIGTERM handler of a rank that will not leave."""
+
+
+def fail_on_1(how: str, folder: Path) -> None:
+    """Rank 1 fails; rank 0 waits in a gloo collective, rank 2 sleeps and is deaf to SIGTERM."""
+    world = init()
+    signal.signal(signal.SIGTERM, stay)
+    (folder / f"pid-{world.rank}").write_text(str(os.getpid()))
+    world.barrier()
+    if world.rank == 1:
+        (folder / "failed_at").write_text(str(time.monotonic()))
+        if how == "raise":
+            raise ValueError("mine alone")
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(3)
+    if world.rank == 0:
+        dist.all_reduce(torch.ones(1))
+    for _ in range(60):
+        time.sleep(1)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise", "Traceback .*ValueError: mine alone$"),
+        ("exit", "it left with exit code 3"),
+        ("killed", "it was ended by SIGKILL"),
+    ],
+)
+def test_a_failed_rank_ends_the_others_and_is_named_first(how: str, said: str, tmp_path: Path):
+    """However a rank fails, the others end within 10 s and its own error is the one reported."""
+    with pytest.raises(RankError) as caught:
+        spawn(fail_on_1, 3, (how, tmp_path))
+    took = time.monotonic() - float((tmp_path / "failed_at").read_text())
+    assert took < 10
+    assert caught.value.rank == 1
+    assert re.match("rank 1 failed:\n" + said, str(caught.value), re.DOTALL)
+    pids = [int((tmp_path / f"pid-{rank}").read_text()) for rank in range(3)]
+    assert not any(is_alive(pid) for pid in pids)
+
+
+def leave_silently() -> None:
+    os._exit(0)
+
+
+def return_a_function() -> object:
+    return lambda: None
+
+
+def test_a_rank_that_leaves_without_a_result_has_failed():
+    """Leaving by os._exit(0) is a failure, also when every rank does it."""
+    with pytest.raises(RankError, match=r"exit code 0 before its function had returned"):
+        spawn(leave_silently, 1)
+
+
+def test_a_result_that_cannot_be_sent_is_the_ranks_error():
+    """A result that cannot be pickled is reported as the error of the rank that returned it."""
+    with pytest.raises(RankError, match=r"rank 0 failed(?s:.)*pickle"):
+        spawn(return_a_function, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"ranks": 0}, "0 ranks.*one rank or more"),
+        ({"device": "tpu"}, "device 'tpu'.*cpu or cuda"),
+        ({"device": "cuda", "ranks": 10**6}, "1000000 ranks on cuda.*one GPU for each"),
+        ({"args": (lambda: None,)}, "cannot be sent.*top level of a module"),
+    ],
+)
+def test_what_cannot_be_spawned_is_refused(given: dict, message: str):
+    """Bad arguments of spawn are refused before any process starts, saying what is allowed."""
+    with pytest.raises(InputError, match=message):
+        spawn(look_around, **given)
+
+
+def test_launch_passes_on_success(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """When every rank ends well the code is 0, and the launcher says nothing of its own."""
+    assert launch(["end", str(tmp_path)], 2, "tests.comm.program") == 0
+    assert capfd.readouterr() == ("", "")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+@pytest.mark.parametrize("what", ["refuse", "refuse-on-1"])
+def test_launch_shows_a_refusal_once(what: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    """Bad input found by every rank, or only by the second, is one paragraph and exit code 2."""
+    assert launch([what, str(tmp_path)], 2, "tests.comm.program") == 2
+    said = capfd.readouterr().err
+    assert said == "Given: nothing. Allowed: something. Write instead: this.\n"
+
+
+def test_launch_shows_the_traceback_of_the_rank_that_failed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+):
+    """An exception on one rank is shown with that rank's traceback alone, and the code is 1."""
+    assert launch(["raise", str(tmp_path)], 2, "tests.comm.program") == 1
+    said = capfd.readouterr().err
+    assert said.startswith("rank 1 failed:\nTraceback")
+    assert said.endswith("ArithmeticError: the loss has left the building\n")
+    assert "elastic" not in said and "runpy" not in said
+
+
+@pytest.mark.parametrize(
+    ("what", "number", "code"),
+    [("saves", signal.SIGTERM, 0), ("waits", signal.SIGINT, 128 + signal.SIGINT)],
+)
+def test_launch_forwards_signals(what: str, number: int, code: int, tmp_path: Path):
+    """A signal reaches every rank: ranks that save and leave give 0, those that do not 128 + n."""
+    pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
+    with started(what, str(tmp_path)) as process:
+        wait_for(*pids)
+        process.send_signal(number)
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (code, "")
+    assert len(list(tmp_path.glob("saved-*"))) == (2 if what == "saves" else 0)
+    assert not any(is_alive(int(pid.read_text())) for pid in pids)
+
+
+def test_ranks_do_not_outlive_their_launcher(tmp_path: Path):
+    """When the launcher is killed, its ranks leave by themselves."""
+    pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
+    with started("saves", str(tmp_path)) as process:
+        wait_for(*pids)
+        process.kill()
+        process.communicate(timeout=60)
+    end = time.monotonic() + 10
+    while any(is_alive(int(pid.read_text())) for pid in pids):
+        assert time.monotonic() < end, "a rank lives on"
+        time.sleep(0.05)
+
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "gpu[007-012,020],cpu1",
+    "SLURM_JOB_ID": "100",
+    "SLURM_STEP_ID": "2",
+}
+
+
+@pytest.mark.parametrize(
+    ("variables", "start"),
+    [
+        ({}, None),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),
+        (TORCHRUN, Start(3, 8, 3, "env://")),
+        (TORCHRUN | SLURM | {"LOCAL_RANK": "1"}, Start(3, 8, 1, "env://")),
+        (SLURM, Start(5, 8, 1, "tcp://gpu007:15702")),
+        (SLURM | {"MASTER_ADDR": "h", "MASTER_PORT": "9"}, Start(5, 8, 1, "tcp://h:9")),
+        ({"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}, Start(0, 1, 0, None)),
+    ],
+)
+def test_the_environment_tells_how_a_process_was_started(variables: dict, start: Start | None):
+    """The variables of torchrun come first, then those of a Slurm step; a batch script is neither."""
+    assert environment(variables) == start
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"RANK": "0"}, "RANK in the environment without WORLD_SIZE and MASTER_ADDR"),
+        (TORCHRUN | {"RANK": "8"}, "RANK=8 and WORLD_SIZE=8"),
+        (TORCHRUN | {"RANK": "one"}, "RANK='one'"),
+        (TORCHRUN | {"LOCAL_RANK": "-1"}, "LOCAL_RANK='-1'"),
+        (SLURM | {"SLURM_PROCID": "9"}, "SLURM_PROCID=9 and SLURM_STEP_NUM_TASKS=8"),
+        (SLURM | {"SLURM_STEP_NODELIST": ""}, "without SLURM_STEP_NODELIST"),
+    ],
+)
+def test_a_contradictory_environment_is_refused(variables: dict, message: str):
+    """Variables that are missing, no numbers, or out of range are named in an InputError."""
+    with pytest.raises(InputError, match=message):
+        environment(variables)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [
+        ("node1", "node1"),
+        ("node1,node2", "node1"),
+        ("gpu[007-012,020],cpu1", "gpu007"),
+        ("a[3,5]-ib", "a3-ib"),
+    ],
+)
+def test_the_first_host_of_a_node_list(hosts: str, first: str):
+    """The first name of Slurm's compressed node list is where the ranks meet."""
+    assert first_host(hosts) == first
