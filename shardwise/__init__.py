@@ -1,0 +1,90 @@
+"""Shardwise trains one PyTorch model on many devices, and proves that it computes the same thing.
+
+world  = sw.init()
+engine = sw.parallelize(model, "dp2 zero3 bf16", world, optimizer=sw.AdamW(lr=3e-4), loss=loss_fn)
+for batch in loader:
+    metrics = engine.step(batch)
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.comm.door import move
+    from shardwise.comm.launch import spawn
+    from shardwise.comm.world import World, init
+    from shardwise.core.errors import InputError, RankError, RunError
+    from shardwise.core.layout import I, P, R, S
+    from shardwise.core.mesh import Mesh
+    from shardwise.core.plan import Plan
+    from shardwise.engine.engine import Engine, Metrics, parallelize
+    from shardwise.engine.optimizer import SGD, Adam, AdamW, Optim
+    from shardwise.engine.wrap import DDP, FSDP, clip_grad_norm, no_sync
+
+__version__ = "0.1.0"
+
+#: Where each public name lives.  Names are imported when first asked for, so that `import
+#: shardwise`, plans and the command line's answers to bad input do not wait for torch.
+_HOMES = {
+    "DDP": "engine.wrap",
+    "FSDP": "engine.wrap",
+    "clip_grad_norm": "engine.wrap",
+    "no_sync": "engine.wrap",
+    "Engine": "engine.engine",
+    "Metrics": "engine.engine",
+    "parallelize": "engine.engine",
+    "Adam": "engine.optimizer",
+    "AdamW": "engine.optimizer",
+    "Optim": "engine.optimizer",
+    "SGD": "engine.optimizer",
+    "I": "core.layout",
+    "P": "core.layout",
+    "R": "core.layout",
+    "S": "core.layout",
+    "InputError": "core.errors",
+    "RankError": "core.errors",
+    "RunError": "core.errors",
+    "Mesh": "core.mesh",
+    "Plan": "core.plan",
+    "World": "comm.world",
+    "init": "comm.world",
+    "move": "comm.door",
+    "spawn": "comm.launch",
+}
+
+__all__ = [
+    "DDP",
+    "FSDP",
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Engine",
+    "I",
+    "InputError",
+    "Mesh",
+    "Metrics",
+    "Optim",
+    "P",
+    "Plan",
+    "R",
+    "RankError",
+    "RunError",
+    "S",
+    "World",
+    "clip_grad_norm",
+    "init",
+    "move",
+    "no_sync",
+    "parallelize",
+    "spawn",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+    return getattr(import_module(f"shardwise.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -1,0 +1,1 @@
+"""this package is everything that passes between ranks: worlds, the door, transports, the ledger."""

@@ -1,0 +1,111 @@
+"""this file is the collectives by their usual names, for those who think in them.
+
+Each takes an axis where torch.distributed takes a group, waits for its result, and is counted in
+the ledger.  `root`, `to` and `source` are ranks on the axis.  For tensors that autograd follows,
+use `move`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.door import carry_out, start
+from shardwise.comm.world import Axis
+from shardwise.core.layout import P, R, S
+
+
+def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    """Leave the sum ("max", "min") over the axis in `x` (any shape, contiguous); returns `x`."""
+    if op == "sum":
+        start(x.view(-1), axis, P, R, x.view(-1)).wait()
+    elif axis.size > 1:
+        axis.transport.all_reduce(x.view(-1), op).wait()
+        _count(axis, "all_reduce", 2 * x.numel() * (axis.size - 1) // axis.size, x)
+    return x
+
+
+def reduce(x: Tensor, axis: Axis, root: int = 0, op: str = "sum") -> Tensor:
+    """Leave the sum in `x` of rank `root`; elsewhere `x` holds nothing of use."""
+    axis.transport.reduce(x.view(-1), root, op).wait()
+    _count(axis, "reduce", 0 if axis.rank == root else x.numel(), x)
+    return x
+
+
+def broadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
+    """Overwrite `x` with that of rank `root`; returns `x`.  Counted: the root sends it n-1 times."""
+    axis.transport.broadcast(x.view(-1), root).wait()
+    _count(axis, "broadcast", x.numel() * (axis.size - 1) if axis.rank == root else 0, x)
+    return x
+
+
+def all_gather(x: Tensor, axis: Axis) -> list[Tensor]:
+    """Every rank's `x` (same shape on all), in rank order."""
+    if axis.size == 1:
+        return [x]
+    out = x.new_empty(axis.size * x.numel())
+    start(x.contiguous().view(-1), axis, S(0), R, out).wait()
+    return list(out.view(axis.size, *x.shape))
+
+
+def gather(x: Tensor, axis: Axis, root: int = 0) -> list[Tensor] | None:
+    """Every rank's `x` on rank `root`, in rank order; None elsewhere."""
+    if axis.rank != root:
+        send(x, axis, root)
+        return None
+    out = [x if r == root else torch.empty_like(x) for r in range(axis.size)]
+    for r in range(axis.size):
+        if r != root:
+            receive(out[r], axis, r)
+    return out
+
+
+def scatter(xs: Sequence[Tensor] | None, out: Tensor, axis: Axis, root: int = 0) -> Tensor:
+    """Overwrite `out` on rank r with `xs[r]` of rank `root` (others give None); returns `out`."""
+    if axis.rank != root:
+        return receive(out, axis, root)
+    if xs is None or len(xs) != axis.size:
+        raise ValueError(f"scatter from rank {root} takes {axis.size} tensors there, one a rank")
+    for r, x in enumerate(xs):
+        if r != root:
+            send(x, axis, r)
+    return out.copy_(xs[root])
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """Block `rank` of dim `dim` of the sum over the axis."""
+    return x if axis.size == 1 else carry_out(x, axis, P, S(dim))
+
+
+def all_to_all(
+    x: Tensor, axis: Axis, out_counts: Sequence[int], in_counts: Sequence[int]
+) -> Tensor:
+    """Send `in_counts[r]` rows of `x` to rank r; return the rows received, by rank of origin."""
+    row = x[0].numel() if len(x) else max(1, x.numel())
+    out = x.new_empty((sum(out_counts), *x.shape[1:]))
+    elements = [c * row for c in out_counts], [c * row for c in in_counts]
+    axis.transport.all_to_all(out.view(-1), x.contiguous().view(-1), *elements).wait()
+    _count(axis, "all_to_all", sum(elements[1]) - elements[1][axis.rank], x)
+    return out
+
+
+def send(x: Tensor, axis: Axis, to: int) -> None:
+    """Hand `x` to rank `to`."""
+    axis.transport.send(x.contiguous(), to).wait()
+    _count(axis, "send", x.numel(), x)
+
+
+def receive(out: Tensor, axis: Axis, source: int) -> Tensor:
+    """Overwrite `out` with what rank `source` sends; returns `out`."""
+    axis.transport.receive(out, source).wait()
+    return out
+
+
+def barrier(axis: Axis) -> None:
+    """Return when every rank of the axis has come here."""
+    axis.transport.barrier()
+
+
+def _count(axis: Axis, kind: str, elements: int, x: Tensor) -> None:
+    if axis.size > 1:
+        axis.ledger.write(axis.name, kind, elements, x.element_size())

@@ -1,0 +1,139 @@
+"""this file is the one door: every byte between ranks passes through `start` or `move`.
+
+    start   the work itself, on flat tensors, returning a `Pending`; counted in the ledger
+    move    the same for tensors of any shape, waited for, and differentiable
+
+No collective has a backward of its own: the backward of `src -> dst` is `dst.dual -> src.dual`,
+so one autograd function serves them all.  On an axis of one rank both are free, so no caller
+asks whether a parallelism is on.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardwise.comm.transport import Pending
+from shardwise.comm.world import Axis
+from shardwise.core.errors import bad
+from shardwise.core.layout import Placement
+from shardwise.core.moves import price
+
+
+def start(
+    x: Tensor, axis: Axis, src: Placement, dst: Placement, out: Tensor, behind: bool = False
+) -> Pending:
+    """Begin to bring flat `x` from `src` to `dst`; the result will be in `out`.
+
+    `x` and `out` are one-dimensional, contiguous and of one dtype; with n ranks and N elements in
+    the whole: S -> R takes N/n to N, P -> S takes N to N/n, P -> R works in place (`out is x`).
+    `out` may be this rank's own block of `x`, and the other way round.  `behind` uses the axis's
+    second queue (see Axis).
+
+    Raises:
+        ValueError: there is no such move between flat tensors.
+    """
+    whole = max(x.numel(), out.numel())
+    step = price(src, dst, whole, axis.size)
+    transport = axis.behind if behind else axis.transport
+    match step.what:
+        case "keep":
+            pending = _kept(out, x)
+        case "all_gather":
+            pending = transport.all_gather(out, x)
+        case "reduce_scatter":
+            pending = transport.reduce_scatter(out, x)
+        case "all_reduce":
+            pending = transport.all_reduce(x)
+        case _:
+            raise ValueError(f"{src} -> {dst} has no form for flat tensors; use move")
+    if step.sent:
+        axis.ledger.write(axis.name, step.what, round(step.sent), x.element_size())
+    return pending
+
+
+def _kept(out: Tensor, x: Tensor) -> Pending:
+    if out.data_ptr() != x.data_ptr():
+        out.copy_(x)
+    return Pending()
+
+
+def move(x: Tensor, axis: Axis, src: Placement, dst: Placement) -> Tensor:
+    """Give `x` another placement on `axis`.  Differentiable, counted, free when nothing moves.
+
+    `x` is this rank's part: of S(d), the block of dim d.  Dims that are split must divide evenly.
+
+    Raises:
+        InputError: a dim that the axis's ranks do not divide.
+        ValueError: there is no move from `src` to `dst`.
+    """
+    if src == dst or axis.size == 1:
+        return x
+    return _Move.apply(x, axis, src, dst)  # pyright: ignore[reportReturnType]
+
+
+class _Move(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, src: Placement, dst: Placement) -> Tensor:
+        ctx.axis, ctx.back = axis, (dst.dual, src.dual)
+        return carry_out(x, axis, src, dst)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return carry_out(grad, ctx.axis, *ctx.back), None, None, None
+
+
+def carry_out(x: Tensor, axis: Axis, src: Placement, dst: Placement) -> Tensor:
+    """Bring `x` from `src` to `dst` now, as a new tensor; `move` without its derivative."""
+    n = axis.size
+    match price(src, dst, x.numel() * (n if src.kind == "S" else 1), n).what:
+        case "all_gather":
+            assert src.dim is not None
+            out = x.new_empty(n * x.numel())
+            start(x.contiguous().view(-1), axis, src, dst, out).wait()
+            return torch.cat(list(out.view(n, *x.shape)), src.dim)
+        case "reduce_scatter":
+            assert dst.dim is not None
+            blocks = torch.stack(_blocks(x, dst.dim, n))
+            out = torch.empty_like(blocks[0])
+            start(blocks.view(-1), axis, src, dst, out.view(-1)).wait()
+            return out
+        case "all_reduce":
+            out = x.clone(memory_format=torch.contiguous_format)
+            start(out.view(-1), axis, src, dst, out.view(-1)).wait()
+            return out
+        case "all_to_all":
+            assert src.dim is not None and dst.dim is not None
+            return _swap_dims(x, axis, src.dim, dst.dim)
+        case "take_block":
+            assert dst.dim is not None
+            return _blocks(x, dst.dim, n)[axis.rank].clone()
+        case "pad_block":
+            assert src.dim is not None
+            parts = [x if r == axis.rank else torch.zeros_like(x) for r in range(n)]
+            return torch.cat(parts, src.dim)
+        case _:
+            return x.clone()
+
+
+def _swap_dims(x: Tensor, axis: Axis, src_dim: int, dst_dim: int) -> Tensor:
+    """S(src_dim) -> S(dst_dim): block r of dst_dim goes to rank r."""
+    n = axis.size
+    blocks = torch.stack(_blocks(x, dst_dim, n))
+    out = torch.empty_like(blocks)
+    counts = [blocks[0].numel()] * n
+    axis.transport.all_to_all(out.view(-1), blocks.view(-1), counts, counts).wait()
+    axis.ledger.write(axis.name, "all_to_all", blocks.numel() // n * (n - 1), x.element_size())
+    return torch.cat(list(out), src_dim)
+
+
+def _blocks(x: Tensor, dim: int, n: int) -> list[Tensor]:
+    if x.shape[dim] % n:
+        raise bad(
+            f"dim {dim} of a tensor of shape {tuple(x.shape)}, to be split over {n} ranks",
+            f"a dim that is a multiple of {n}",
+            f"pad the dim to {x.shape[dim] + -x.shape[dim] % n}",
+        )
+    return list(x.chunk(n, dim))

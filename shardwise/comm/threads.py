@@ -1,0 +1,163 @@
+"""this file is the world whose ranks are threads of this process: no sockets, no start-up time.
+
+Ranks meet at a board: each writes what it brings, all wait, each reads what it needs, all wait.
+
+        rank 0   write  |      read  |
+        rank 1   write  | gate read  | gate
+        rank 2   write  |      read  |
+
+It proves logic, not transports.  A rank that fails breaks every gate, so the others stop at once.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.transport import Links, Pending, Transport
+from shardwise.core.errors import RankError
+
+PATIENCE_S = 60.0  # no thread of a healthy test is ever this late; a hang becomes an error
+
+
+class Board:
+    """Where the ranks of one line meet."""
+
+    def __init__(self, size: int) -> None:
+        self.slots: list[Any] = [None] * size
+        self.gate = threading.Barrier(size)
+        self.wires: dict[tuple[int, int], queue.Queue[Tensor]] = {
+            (a, b): queue.Queue() for a in range(size) for b in range(size)
+        }
+
+
+class Hub:
+    """The boards of one world of threads, made by whichever rank asks first."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.boards: dict[tuple[Any, ...], Board] = {}
+        self.broken = False
+
+    def board(self, key: tuple[Any, ...], size: int) -> Board:
+        with self.lock:
+            board = self.boards.setdefault(key, Board(size))
+            if self.broken:
+                board.gate.abort()
+            return board
+
+    def abort(self) -> None:
+        """Release every rank that waits: somebody failed."""
+        with self.lock:
+            self.broken = True
+            for board in self.boards.values():
+                board.gate.abort()
+
+
+class Threads(Transport):
+    """One line of a world of threads."""
+
+    def __init__(self, rank: int, board: Board) -> None:
+        self.rank, self.size, self.board = rank, len(board.slots), board
+
+    def _swap(self, mine: Any) -> list[Any]:
+        self.board.slots[self.rank] = mine
+        self.board.gate.wait(PATIENCE_S)
+        everyone = list(self.board.slots)
+        return everyone
+
+    def _done(self) -> Pending:
+        self.board.gate.wait(PATIENCE_S)
+        return Pending()
+
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
+        stack = torch.stack(self._swap(x))
+        total = {"sum": stack.sum, "max": stack.amax, "min": stack.amin}[op](0)
+        self.board.gate.wait(PATIENCE_S)  # nobody overwrites before everybody has read
+        x.copy_(total)
+        return self._done()
+
+    def reduce(self, x: Tensor, root: int, op: str = "sum") -> Pending:
+        return self.all_reduce(x, op)
+
+    def broadcast(self, x: Tensor, root: int) -> Pending:
+        x.copy_(self._swap(x)[root].clone())
+        return self._done()
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Pending:
+        parts = [part.clone() for part in self._swap(x)]
+        self.board.gate.wait(PATIENCE_S)
+        torch.cat(parts, out=out)
+        return self._done()
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
+        blocks = [whole.chunk(self.size)[self.rank] for whole in self._swap(x)]
+        total = torch.stack(blocks).sum(0)
+        self.board.gate.wait(PATIENCE_S)
+        out.copy_(total)
+        return self._done()
+
+    def all_to_all(
+        self, out: Tensor, x: Tensor, out_counts: Sequence[int], in_counts: Sequence[int]
+    ) -> Pending:
+        parts = [
+            whole.split(list(counts))[self.rank] for whole, counts in self._swap((x, in_counts))
+        ]
+        out.copy_(torch.cat(parts))
+        return self._done()
+
+    def send(self, x: Tensor, to: int) -> Pending:
+        self.board.wires[self.rank, to].put(x.clone())
+        return Pending()
+
+    def receive(self, x: Tensor, source: int) -> Pending:
+        wire = self.board.wires[source, self.rank]
+        return Pending([lambda: x.copy_(wire.get(timeout=PATIENCE_S))])
+
+    def barrier(self) -> None:
+        self.board.gate.wait(PATIENCE_S)
+
+
+class ThreadLinks(Links):
+    """Opens boards on the hub all threads share."""
+
+    def __init__(self, hub: Hub) -> None:
+        self.hub = hub
+        self.opened = 0
+
+    def transport(self, axis: str, lines: Sequence[Sequence[int]], rank: int) -> Transport:
+        line = next(line for line in lines if rank in line)
+        self.opened += 1
+        board = self.hub.board((self.opened, axis, tuple(line)), len(line))
+        return Threads(list(line).index(rank), board)
+
+
+def on_threads(ranks: int, body: Callable[[int, Links], Any]) -> list[Any]:
+    """Run `body(rank, links)` on each of `ranks` threads; return the results in rank order.
+
+    Raises:
+        RankError: a rank failed; the first failure that is not a broken gate, with its cause.
+    """
+    hub, results = Hub(), [None] * ranks
+    failures: list[tuple[int, BaseException]] = []
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = body(rank, ThreadLinks(hub))
+        except BaseException as error:  # whatever it is, the others must be released
+            failures.append((rank, error))
+            hub.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    failures.sort(key=lambda f: isinstance(f[1], threading.BrokenBarrierError))
+    if failures:
+        rank, error = failures[0]
+        raise RankError(rank, f"{type(error).__name__}: {error}") from error
+    return results

@@ -1,0 +1,29 @@
+"""this file is how lines of a mesh become process groups of torch.distributed."""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from shardwise.comm.gloo import Gloo
+from shardwise.comm.nccl import Nccl
+from shardwise.comm.transport import Links, Transport
+
+
+class TorchLinks(Links):
+    """Opens a process group for every line; `close` destroys them all where we began them."""
+
+    def __init__(self, *, ours: bool) -> None:
+        self.ours = ours
+
+    def transport(self, axis: str, lines: Sequence[Sequence[int]], rank: int) -> Transport:
+        mine = None
+        for line in lines:  # every rank makes every group, in one order: torch asks for it
+            group = dist.new_group(list(line), group_desc=axis)
+            mine = group if rank in line else mine
+        if not isinstance(mine, dist.ProcessGroup):
+            raise ValueError(f"rank {rank} is on no line of axis {axis}: {lines}")
+        return Gloo(mine) if dist.get_backend(mine) == "gloo" else Nccl(mine)
+
+    def close(self) -> None:
+        if self.ours and dist.is_initialized():
+            dist.destroy_process_group()

@@ -1,0 +1,88 @@
+"""this file is what an axis needs from the outside world: collectives that may finish later.
+
+Every transport speaks of one-dimensional contiguous tensors, starts the work, and returns a
+`Pending`.  The door (door.py) decides what to ask for and counts it; nobody else calls these.
+
+    Alone    a world of one: nothing to do
+    Threads  ranks are threads of this process (tests, and a first look on a laptop)
+    Torch    a torch.distributed process group: gloo or NCCL
+    Trace    no data at all: what would be sent by any world, on any machine
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+
+class Pending:
+    """Work under way.  `wait` ends it; the tensors it reads or writes are left alone until then."""
+
+    def __init__(self, ends: Sequence[Callable[[], object]] = ()) -> None:
+        self._ends = ends
+
+    def wait(self) -> None:
+        """Return when the result is there (on CUDA: when the current stream is made to wait)."""
+        ends, self._ends = self._ends, ()
+        for end in ends:
+            end()
+
+
+class Transport(ABC):
+    """The collectives of one group of ranks; `rank` is this rank's place in it."""
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
+        """Leave the sum (or "max", "min") over the ranks in `x`, on every rank."""
+
+    @abstractmethod
+    def reduce(self, x: Tensor, root: int, op: str = "sum") -> Pending:
+        """Leave the sum over the ranks in `x` of rank `root`; elsewhere `x` is spoiled."""
+
+    @abstractmethod
+    def broadcast(self, x: Tensor, root: int) -> Pending:
+        """Overwrite `x` with that of rank `root`."""
+
+    @abstractmethod
+    def all_gather(self, out: Tensor, x: Tensor) -> Pending:
+        """Write the ranks' `x` (n elements each) end to end in `out` (size * n elements)."""
+
+    @abstractmethod
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
+        """Write the sum over the ranks of block `rank` of `x` in `out`; `out` may be that block."""
+
+    @abstractmethod
+    def all_to_all(
+        self, out: Tensor, x: Tensor, out_counts: Sequence[int], in_counts: Sequence[int]
+    ) -> Pending:
+        """Send `in_counts[r]` elements of `x` to rank r; receive `out_counts[r]` from it."""
+
+    @abstractmethod
+    def send(self, x: Tensor, to: int) -> Pending:
+        """Hand `x` to rank `to`."""
+
+    @abstractmethod
+    def receive(self, x: Tensor, source: int) -> Pending:
+        """Overwrite `x` with what rank `source` sends."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+
+
+class Links(ABC):
+    """Who can make a transport for a group of ranks of this world."""
+
+    @abstractmethod
+    def transport(self, axis: str, lines: Sequence[Sequence[int]], rank: int) -> Transport:
+        """The transport of the line that holds `rank`.  Called by all ranks in the same order.
+
+        `lines` are all groups of the axis, each a list of ranks of the world.  Each call opens a
+        channel of its own: work on one never waits in the queue of another.
+        """
+
+    def close(self) -> None:
+        """Give back what was opened."""

@@ -1,0 +1,169 @@
+"""this file is the world: which rank this process is, and the axes along which it meets the others.
+
+    world = sw.init()              from torchrun's environment, Slurm's, or a world of one
+    world = world.on(mesh)         the same ranks with named axes
+    world.axis("dp").rank          a coordinate
+
+The world is a value that is passed along; nothing in Shardwise asks for "the current" one.
+"""
+
+import atexit
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm.alone import Alone, AloneLinks
+from shardwise.comm.ledger import Ledger
+from shardwise.comm.rendezvous import environment
+from shardwise.comm.torch_links import TorchLinks
+from shardwise.comm.trace import TraceLinks
+from shardwise.comm.transport import Links, Transport
+from shardwise.core.errors import bad
+from shardwise.core.mesh import Mesh
+
+#: How long a collective may wait for a rank that neither comes nor dies.
+PATIENCE = timedelta(minutes=10)
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A named axis of the mesh, seen from one rank.
+
+    `transport` carries what the next computation waits for, `behind` what runs behind it (gradient
+    reductions): two queues, so that neither holds up the other.
+    """
+
+    name: str
+    transport: Transport = field(default_factory=Alone)
+    behind: Transport = field(default_factory=Alone)
+    ledger: Ledger = field(default_factory=Ledger)
+
+    @property
+    def rank(self) -> int:
+        """This rank's place on the axis."""
+        return self.transport.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks the axis has."""
+        return self.transport.size
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of a run, seen from one of them."""
+
+    rank: int
+    size: int
+    device: torch.device
+    links: Links
+    mesh: Mesh = Mesh()
+    axes: tuple[Axis, ...] = ()
+    everyone: Axis = Axis("world")
+    ledger: Ledger = field(default_factory=Ledger)
+
+    def axis(self, name: str) -> Axis:
+        """The axis of that name; an axis the mesh does not have is an axis of one rank."""
+        alone = Axis(name, ledger=self.ledger)
+        return next((axis for axis in self.axes if axis.name == name), alone)
+
+    def on(self, mesh: Mesh) -> "World":
+        """This world with the axes of `mesh`, and a ledger of its own.  Called by all ranks.
+
+        Raises:
+            InputError: the mesh has not as many ranks as the world.
+        """
+        if mesh.size != self.size:
+            raise bad(
+                f"a mesh '{mesh}' of {mesh.size} ranks in a world of {self.size}",
+                "a mesh with as many ranks as there are processes",
+                f"start {mesh.size} processes, or write 'dp{self.size}'",
+            )
+        ledger = Ledger()
+        opened = []
+        for name, size in mesh.axes:
+            if size > 1:
+                lines = mesh.lines(name)
+                pair = [self.links.transport(name, lines, self.rank) for _ in range(2)]
+                opened.append(Axis(name, *pair, ledger))
+        everyone = replace(self.everyone, ledger=ledger)
+        return replace(self, mesh=mesh, axes=tuple(opened), everyone=everyone, ledger=ledger)
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self.everyone.transport.barrier()
+
+    def close(self) -> None:
+        """Leave the world: process groups that `init` began are destroyed."""
+        self.links.close()
+
+
+def world_of(rank: int, size: int, device: torch.device, links: Links) -> World:
+    """A world over `links`.  Called by all ranks."""
+    ledger = Ledger()
+    lines = [list(range(size))]
+    pair = [links.transport("world", lines, rank) for _ in range(2)] if size > 1 else []
+    return World(
+        rank, size, device, links, everyone=Axis("world", *pair, ledger=ledger), ledger=ledger
+    )
+
+
+def alone(device: torch.device | str = "cpu") -> World:
+    """The world of one rank."""
+    return world_of(0, 1, torch.device(device), AloneLinks())
+
+
+def traced(rank: int, size: int) -> World:
+    """Rank `rank` of a world of `size` that moves no data and only writes its ledger."""
+    return world_of(rank, size, torch.device("cpu"), TraceLinks())
+
+
+def init(device: str | None = None) -> World:
+    """The world this process was started in.
+
+    An initialised `torch.distributed` is used as it is; else torchrun's environment, then Slurm's;
+    else this is a world of one.  `device` is "cpu", "cuda", or None: CUDA where every local rank
+    can have a GPU.
+
+    Raises:
+        InputError: CUDA was asked for and there is none; the environment is incomplete.
+    """
+    start = environment()
+    local = start.local_rank if start else 0
+    where = _device(device, local)
+    if not dist.is_initialized():
+        if start is None or start.size == 1 and start.rank == 0 and start.address is None:
+            return alone(where)
+        _begin(start.rank, start.size, start.address, where)
+        links = TorchLinks(ours=True)
+        atexit.register(links.close)
+    else:
+        links = TorchLinks(ours=False)
+    return world_of(dist.get_rank(), dist.get_world_size(), where, links)
+
+
+def _begin(rank: int, size: int, address: str | None, device: torch.device) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "nccl"
+    dist.init_process_group(
+        backend, init_method=address, rank=rank, world_size=size, timeout=PATIENCE
+    )
+
+
+def _device(asked: str | None, local_rank: int) -> torch.device:
+    gpus = torch.cuda.device_count()
+    if asked == "cuda" and gpus <= local_rank:
+        raise bad(
+            f"device cuda for local rank {local_rank}, where {gpus} GPUs can be used",
+            "as many local ranks as GPUs, or the processor",
+            'device = "cpu"',
+        )
+    if asked not in (None, "cpu", "cuda"):
+        raise bad(f"device '{asked}'", "cpu or cuda", 'device = "cpu"')
+    if asked == "cuda" or (asked is None and gpus > local_rank):
+        return torch.device("cuda", local_rank)
+    return torch.device("cpu")

@@ -1,0 +1,21 @@
+"""this file is the box: a rectangle of a whole named tensor, and the live local data that fills it."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Box:
+    """Elements [offsets, offsets + sizes) of the whole tensor `name` of `shape`.
+
+    `tensor` is the live data viewed with `sizes`: saving reads it, loading writes to it.  Of the
+    ranks that hold the same box, the one with `replica` 0 writes it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    tensor: Tensor
+    replica: int = 0

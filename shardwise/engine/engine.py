@@ -1,0 +1,310 @@
+"""this file is the engine: a model, a plan and a world, and the step that trains them.
+
+    count the tokens of the global batch          (all ranks, beside the first forward pass)
+    for each microbatch: forward, backward        (data.py gathers, frees and reduces)
+    finish the reductions; agree on the facts     (which gradients exist; the loss; the norm)
+    update this rank's pieces                     (optimizer.py)
+    begin to gather what the next step uses
+
+The loss is the mean over the tokens of the *global* batch: each microbatch's mean enters with the
+share of the tokens it has, whichever rank holds it, however uneven.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.door import start
+from shardwise.comm.ledger import Key, Ledger, Tally
+from shardwise.comm.world import World
+from shardwise.core.check import require
+from shardwise.core.layout import P, R
+from shardwise.core.plan import Plan
+from shardwise.core.states import ROWS
+from shardwise.engine import memory, state
+from shardwise.engine.batch import cast, rows, split
+from shardwise.engine.optimizer import AdamW, Recipe, ShardedOptimizer
+from shardwise.engine.scale import LossScale
+from shardwise.engine.shard import Sharding, default_fill, materialise, shard
+from shardwise.parallel.data import Pace
+from shardwise.parallel.flat import Fill
+from shardwise.parallel.units import Rule
+
+Loss = Callable[[nn.Module, Any], Tensor]
+Count = Callable[[Any], int]
+
+DTYPES = {
+    None: None,
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """What one step was: the mean loss over the global batch's tokens, their number, the norm of
+    the gradient before clipping (None where nobody asked), whether fp16 overflowed and the update
+    was skipped, the learning rate, and the bytes this rank sent."""
+
+    loss: float
+    tokens: int
+    grad_norm: float | None
+    skipped: bool
+    lr: float
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Training:
+    """How an engine trains: `loss(model, batch)` is the mean over the batch's own tokens,
+    `tokens(batch)` their number (None: the rows of the batch); gradients are clipped to norm
+    `clip` (None: not)."""
+
+    optimizer: Recipe
+    loss: Loss
+    tokens: Count | None = None
+    clip: float | None = None
+
+
+def parallelize(
+    model: nn.Module,
+    plan: Plan | str,
+    world: World,
+    optimizer: Recipe | None = None,
+    loss: Loss | None = None,
+    **options: Any,
+) -> "Engine":
+    """Lay `model` out as `plan` says, in place, and return the engine that trains it.
+
+    Options: `tokens`, `clip` (see Training); `units` (see parallel/units.py); `fill(name, tensor)`
+    for the weights of a model on the meta device; `seed` where it has no fill; `prefetch`, the
+    units gathered ahead.
+
+    Raises:
+        InputError: the plan cannot work, with every problem and its remedy; an unknown option.
+    """
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    require(plan, world.size)
+    known = {"tokens", "clip", "units", "fill", "seed", "prefetch"}
+    if options.keys() - known:
+        unknown = ", ".join(sorted(options.keys() - known))
+        raise TypeError(f"parallelize has no option {unknown}; it has {', '.join(sorted(known))}")
+    training = Training(
+        optimizer or AdamW(lr=3e-4), loss or _own_loss, options.get("tokens"), options.get("clip")
+    )
+    world = world.on(plan.mesh)
+    fill = options.get("fill") or default_fill(model, options.get("seed", 0))
+    layout = _Build(plan, world, options.get("units", "auto"), fill, options.get("prefetch", 1))
+    return Engine(model, layout, training)
+
+
+def _own_loss(model: nn.Module, batch: Any) -> Tensor:
+    """The loss of a model that returns it: a scalar, or an output with `.loss` (transformers)."""
+    out = model(**batch) if isinstance(batch, dict) else model(batch)
+    return out if isinstance(out, Tensor) else out.loss
+
+
+@dataclass(frozen=True)
+class _Build:
+    plan: Plan
+    world: World
+    units: Rule
+    fill: Fill
+    prefetch: int
+
+
+class Engine:
+    """A model laid out as a plan says, and its training step.  Made by `parallelize`."""
+
+    def __init__(self, model: nn.Module, build: _Build, training: Training) -> None:
+        self.model, self.plan, self.world, self.training = model, build.plan, build.world, training
+        self.ledger: Ledger = build.world.ledger
+        self.dtype = DTYPES[build.plan.precision]
+        self._cast()
+        world, plan = build.world, build.plan
+        how = Sharding(
+            row=ROWS[plan.row],
+            shard=world.axis(plan.shard_axis or "none"),
+            replicate=world.axis(plan.replicate_axis or "none"),
+            units=build.units,
+            bucket_bytes=plan.bucket_bytes,
+            fill=build.fill,
+            device=world.device,
+        )
+        pace = Pace(ahead=build.prefetch, by_hand=False)
+        with self.ledger.phase("start"):
+            self.data, self.flats = shard(model, how, pace)
+        self.axes = how.axes
+        self.optimizer = ShardedOptimizer(training.optimizer, self.flats)
+        self.scale = LossScale(on=plan.precision == "fp16")
+        self.steps = 0
+
+    def _cast(self) -> None:
+        """The plan's precision, the plan's device; parameters on meta stay there."""
+        materialise(self.model, self.world.device)
+        for p in self.model.parameters():
+            if p.is_floating_point() and self.dtype is not None:
+                p.data = p.data.to(self.dtype)
+            if not p.is_meta:
+                p.data = p.data.to(self.world.device)
+        for b in self.model.buffers():
+            b.data = b.data.to(self.world.device)
+            if self.dtype is torch.float64 and b.is_floating_point():
+                b.data = b.data.double()
+
+    @property
+    def data_ranks(self) -> int:
+        """How many ranks share the global batch."""
+        return math.prod(axis.size for axis in self.axes)
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of the global batch is this rank's."""
+        return self.axes[1].rank * self.axes[0].size + self.axes[0].rank
+
+    # --- training -----------------------------------------------------------------------------
+
+    def step(self, batch: Any) -> Metrics:
+        """Train on this rank's share of the global batch: tensors in any nesting, rows first."""
+        before = self.ledger.copy()
+        parts = split(batch, self.plan.accumulate)
+        counts = [self._count(part) for part in parts]
+        total = self._begin_total(sum(counts))
+        summed = torch.zeros((), dtype=torch.float64, device=self.world.device)
+        for k, (part, count) in enumerate(zip(parts, counts, strict=True)):
+            self.data.sync = k == len(parts) - 1
+            loss = self.training.loss(self.model, cast(part, self.dtype))
+            weight = count / total() if total() else 0.0
+            (loss * (weight * self.scale.value)).backward()
+            summed += loss.detach() * weight
+        with self.ledger.phase("update"):
+            facts = self._settle(summed)
+        self.steps += 1
+        sent = sum(tally.sent_bytes for tally in self.ledger.since(before).values())
+        return Metrics(facts.loss, total(), facts.norm, facts.skipped, self.optimizer.lr, sent)
+
+    def _count(self, part: Any) -> int:
+        if part is None:
+            return 0
+        return self.training.tokens(part) if self.training.tokens else rows(part)
+
+    def _begin_total(self, mine: int) -> Callable[[], int]:
+        """Start to add up the tokens of all ranks; the sum is waited for when it is asked for."""
+        total = torch.tensor([float(mine)], dtype=torch.float64, device=self.world.device)
+        waits = []
+        with self.ledger.phase("check"):
+            for axis in self.axes:
+                waits.append(start(total, axis, P, R, total))
+                if axis is not self.axes[-1] and self.axes[-1].size > 1:
+                    waits.pop().wait()
+
+        def value() -> int:
+            for pending in waits:
+                pending.wait()
+            return round(total.item())
+
+        return value
+
+    def _settle(self, summed: Tensor) -> "_Facts":
+        """Finish the reductions, agree, update, and begin to gather for the next step."""
+        own = torch.cat([summed.view(1), self.data.got().to(summed)])
+        self.data.finish()
+        with self.ledger.phase("check"):
+            agreed = self.data.agree(own)
+            norm = self._norm()
+        loss = agreed[0].item()
+        self.data.show(agreed[1:])
+        skipped = self.scale.on and not math.isfinite(norm or 0.0)
+        self.scale.saw(overflow=skipped)
+        if not skipped:
+            self.optimizer.step(self._factor(norm))
+        for flat in self.flats:
+            flat.clear()
+        self.data.publish()
+        asked = self.training.clip is not None
+        return _Facts(loss, norm if asked and not skipped else None, skipped)
+
+    def _norm(self) -> float | None:
+        """The norm of the global gradient, loss scale taken out; None where nothing needs it."""
+        if self.training.clip is None and not self.scale.on:
+            return None
+        squared = self.optimizer.squared_norm().view(1)
+        if self.flats[0].shard_axis.size > 1:
+            squared = self.data.agree_on(squared, self.axes[0])
+        return math.sqrt(squared.item()) / self.scale.value
+
+    def _factor(self, norm: float | None) -> float:
+        """What gradients are multiplied by: loss scale out, clipping in (Pascanu et al., 2013)."""
+        clip = self.training.clip
+        shrink = 1.0 if clip is None or norm is None else min(1.0, clip / (norm + 1e-6))
+        return shrink / self.scale.value
+
+    @torch.no_grad()
+    def evaluate(self, batch: Any) -> tuple[float, int]:
+        """The mean loss over the global batch and its tokens; nothing is trained.
+
+        Called by all ranks; the model is in eval mode for the time.
+        """
+        was_training = self.model.training
+        self.model.eval()
+        (part,) = split(batch, 1)
+        count = self._count(part)
+        total = self._begin_total(count)
+        loss = self.training.loss(self.model, cast(part, self.dtype))
+        weighted = loss.double().view(1) * (count / max(1, total()))
+        with self.ledger.phase("check"):
+            mean = self.data.agree(weighted).item()
+        self.model.train(was_training)
+        return mean, total()
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of the steps to come."""
+        self.optimizer.set_lr(lr)
+
+    # --- state, memory, bytes -----------------------------------------------------------------
+
+    def boxes(self) -> list[state.Box]:
+        """Everything a checkpoint holds, as boxes of whole named tensors; live, to load into.
+
+        Before loading, call with the optimizer prepared (`engine.prepare()`), then `loaded()`.
+        """
+        return state.boxes(self)
+
+    def prepare(self) -> None:
+        """Make the optimizer's state, so that `boxes` has it before the first step."""
+        self.optimizer.prepare()
+
+    def loaded(self) -> None:
+        """Boxes were written to from outside: bring every copy in line with them."""
+        state.refresh(self)
+
+    def scalars(self) -> dict[str, Any]:
+        """What else a checkpoint holds: numbers, as JSON takes them."""
+        return {"step": self.steps, "loss_scale": self.scale.value, "since": self.scale.good}
+
+    def load_scalars(self, saved: dict[str, Any]) -> None:
+        """Take the numbers of `scalars` back."""
+        self.steps = int(saved["step"])
+        self.scale.value, self.scale.good = float(saved["loss_scale"]), int(saved["since"])
+        self.scale.value = self.scale.value if self.scale.on else 1.0
+
+    def memory(self) -> dict[str, int]:
+        """Live bytes of this rank by category, read from the tensors' storages."""
+        return memory.measured(self)
+
+    def sent(self) -> dict[Key, Tally]:
+        """The ledger so far, by axis, kind and phase."""
+        return self.ledger.copy()
+
+
+@dataclass(frozen=True)
+class _Facts:
+    loss: float
+    norm: float | None
+    skipped: bool

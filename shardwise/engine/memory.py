@@ -1,0 +1,34 @@
+"""this file is the bytes an engine keeps between steps, by category, read from tensor storages."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+
+def measured(engine: Any) -> dict[str, int]:
+    """Live bytes by category: parameters, gradients, optimizer, buffers.
+
+    Each storage is counted once and in the first category that holds it, as large as it is now:
+    padding and pieces that views do not show are included, freed storages are not.
+    """
+    seen: set[int] = set()
+    flats = engine.flats
+    kept: list[Tensor] = []
+    engine.optimizer.map_state(kept.append)
+    return {
+        "parameters": _bytes([t for f in flats for t in (f.full, f.shard)], seen),
+        "gradients": _bytes([t for f in flats for t in (f.grad, f.gshard) if t is not None], seen),
+        "optimizer": _bytes(kept, seen),
+        "buffers": _bytes(engine.model.buffers(), seen),
+    }
+
+
+def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:
+    total = 0
+    for t in tensors:
+        storage = t.untyped_storage()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            total += storage.nbytes()
+    return total

@@ -1,0 +1,192 @@
+"""this file is the optimizer over shards: any elementwise torch.optim class on this rank's pieces.
+
+    fp32, fp64    the class steps on the user's own parameters at rest (1-D pieces, see flat.py)
+    bf16, fp16    it steps on fp32 masters of the pieces, one unit at a time:
+                      master.grad = p.grad in fp32;  step;  p = master in 16 bits
+                  so that a parameter costs 2 (weight) + 2 (gradient) + 12 (master, two moments)
+                  bytes, and 4 more for one unit at a time
+
+A parameter that had no gradient on any rank has none here, and is left alone, its step count too,
+exactly as one process would.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.core.errors import bad
+from shardwise.parallel.flat import Flat
+
+#: torch.optim classes that treat every element alike, so that a piece is updated as in the whole.
+ELEMENTWISE = "SGD Adam AdamW NAdam RAdam RMSprop Adagrad Adadelta Adamax ASGD Rprop".split()
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A class of torch.optim and its options, before there are parameters to give it.
+
+    groups maps patterns of parameter names ("*norm*", "*.bias") to options of their own; the first
+    pattern that fits wins.
+    """
+
+    kind: type[Optimizer]
+    options: dict[str, Any] = field(default_factory=dict)
+    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def build(self, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
+        """The optimizer over `named`, fused where torch has it."""
+        options = dict(self.options)
+        fusable = "fused" in inspect.signature(self.kind).parameters
+        if fusable and not {"fused", "foreach", "differentiable"} & options.keys():
+            options["fused"] = True
+        members: dict[str, list[nn.Parameter]] = {}
+        for name, p in named:
+            pattern = next((g for g in self.groups if fnmatch(name, g)), "")
+            members.setdefault(pattern, []).append(p)
+        groups = [{"params": ps, **self.groups.get(g, {})} for g, ps in members.items()]
+        return self.kind(groups, **options)
+
+
+def Optim(
+    kind: type[Optimizer], groups: dict[str, dict[str, Any]] | None = None, **options: Any
+) -> Recipe:  # noqa: N802, E501
+    """Any elementwise class of torch.optim with its options: `Optim(torch.optim.RMSprop, lr=1e-3)`.
+
+    Raises:
+        InputError: the class looks at more than one element at a time (Muon, LBFGS, Adafactor).
+    """
+    if kind.__name__ not in ELEMENTWISE and kind.__module__.startswith("torch.optim"):
+        raise bad(
+            f"optimizer torch.optim.{kind.__name__}, which needs whole tensors",
+            f"a class that treats every element alike: {', '.join(ELEMENTWISE)}",
+            "sw.AdamW(lr=3e-4)",
+        )
+    return Recipe(kind, options, groups or {})
+
+
+def AdamW(groups: dict[str, dict[str, Any]] | None = None, **options: Any) -> Recipe:  # noqa: N802
+    """`torch.optim.AdamW` with its own options (Loshchilov and Hutter, arXiv 1711.05101)."""
+    return Recipe(torch.optim.AdamW, options, groups or {})
+
+
+def Adam(groups: dict[str, dict[str, Any]] | None = None, **options: Any) -> Recipe:  # noqa: N802
+    """`torch.optim.Adam` with its own options (Kingma and Ba, arXiv 1412.6980)."""
+    return Recipe(torch.optim.Adam, options, groups or {})
+
+
+def SGD(groups: dict[str, dict[str, Any]] | None = None, **options: Any) -> Recipe:  # noqa: N802
+    """`torch.optim.SGD` with its own options."""
+    return Recipe(torch.optim.SGD, options, groups or {})
+
+
+class ShardedOptimizer:
+    """One torch optimizer over the pieces this rank updates."""
+
+    def __init__(self, recipe: Recipe, flats: Sequence[Flat]) -> None:
+        self.flats = [flat for flat in flats if flat.trained]
+        self.masters: dict[int, Tensor] = {
+            k: flat.shard.float() for k, flat in enumerate(self.flats) if flat.dtype in HALF
+        }
+        self.targets = [self._targets(k, flat) for k, flat in enumerate(self.flats)]
+        named = [
+            pair
+            for flat, targets in zip(self.flats, self.targets, strict=True)
+            for pair in zip(flat.names, targets, strict=True)
+        ]
+        self.names = [name for name, _ in named]
+        self.torch = recipe.build(named)
+        self.base_lr = [group["lr"] for group in self.torch.param_groups]
+
+    def _targets(self, k: int, flat: Flat) -> list[nn.Parameter]:
+        if k not in self.masters:
+            return flat.params
+        master = self.masters[k]
+        if flat.split:
+            return [nn.Parameter(master[low:high]) for low, high in flat.pieces]
+        return [nn.Parameter(view) for view in flat.views(master)]
+
+    def step(self, factor: float = 1.0) -> None:
+        """Update from the gradients on the parameters at rest, each times `factor`."""
+        if factor != 1.0:
+            for k, flat in enumerate(self.flats):
+                if k not in self.masters and flat.gshard is not None:
+                    flat.gshard.mul_(factor)
+        if len(self.masters) < len(self.flats):
+            self.torch.step()
+        for k in self.masters:
+            self._step_masters(k, factor)
+
+    def _step_masters(self, k: int, factor: float) -> None:
+        flat, targets = self.flats[k], self.targets[k]
+        shown = [p.grad for p in flat.params]
+        for p, target, gradient in zip(flat.params, targets, shown, strict=True):
+            target.grad = None if gradient is None else gradient.float().mul_(factor)
+            p.grad = None
+        mine = {id(target) for target in targets}
+        everyone = [group["params"] for group in self.torch.param_groups]
+        for group, params in zip(self.torch.param_groups, everyone, strict=True):
+            group["params"] = [p for p in params if id(p) in mine]
+        self.torch.step()
+        for group, params in zip(self.torch.param_groups, everyone, strict=True):
+            group["params"] = params
+        for target in targets:
+            target.grad = None
+        flat.shard.copy_(self.masters[k])
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate; groups with a rate of their own keep its proportion."""
+        for group, base in zip(self.torch.param_groups, self.base_lr, strict=True):
+            group["lr"] = lr * base / self.torch.defaults["lr"] if self.torch.defaults["lr"] else lr
+
+    @property
+    def lr(self) -> float:
+        """The learning rate of the first group."""
+        return float(self.torch.param_groups[0]["lr"])
+
+    def squared_norm(self) -> Tensor:
+        """The sum of squares of the gradients in this rank's blocks, padding (zeros) included."""
+        norms = [
+            torch.linalg.vector_norm(f.gshard, dtype=torch.promote_types(f.dtype, torch.float32))
+            for f in self.flats
+            if f.gshard is not None
+        ]
+        return torch.stack([norm.double() ** 2 for norm in norms]).sum()
+
+    def prepare(self) -> None:
+        """Make the state an update needs without updating anything, to be loaded into."""
+        rates = [group["lr"] for group in self.torch.param_groups]
+        kept = [(t, t.detach().clone(), t.grad) for ts in self.targets for t in ts]
+        for group in self.torch.param_groups:
+            group["lr"] = 0.0
+        for target, _, _ in kept:
+            target.grad = torch.zeros_like(target)
+        self.torch.step()
+        with torch.no_grad():
+            for target, value, gradient in kept:
+                target.copy_(value)
+                target.grad = gradient
+        for group, lr in zip(self.torch.param_groups, rates, strict=True):
+            group["lr"] = lr
+
+    def state(self) -> Iterator[tuple[Flat, int, str, Tensor]]:
+        """Every state tensor: its flat group, the parameter's index in it, its key, the tensor."""
+        for flat, targets in zip(self.flats, self.targets, strict=True):
+            for index, target in enumerate(targets):
+                for key, value in self.torch.state.get(target, {}).items():
+                    if isinstance(value, Tensor):
+                        yield flat, index, key, value
+
+    def map_state(self, act: Callable[[Tensor], None]) -> None:
+        """Call `act` on every tensor this optimizer keeps, masters included."""
+        for master in self.masters.values():
+            act(master)
+        for _, _, _, value in self.state():
+            act(value)

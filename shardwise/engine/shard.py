@@ -1,0 +1,115 @@
+"""this file is how a model's parameters become units under a row: chosen, laid flat, hooked."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from zlib import crc32
+
+import torch
+from torch import nn
+
+from shardwise.comm.world import Axis
+from shardwise.core.states import Row
+from shardwise.parallel.data import Data, Pace, Unit
+from shardwise.parallel.flat import Fill, Flat
+from shardwise.parallel.units import Rule, UnitSpec, choose
+
+#: Neighbours smaller than this are one unit: below it a message costs more than what it carries.
+LEAST_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How parameters are kept: the row, the axes it lies on, and how units are chosen.
+
+    fill(name, tensor) writes the initial weights of parameters on the meta device, unit by unit.
+    """
+
+    row: Row
+    shard: Axis
+    replicate: Axis
+    units: Rule = "auto"
+    bucket_bytes: int = 25 * 2**20
+    fill: Fill | None = None
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def axes(self) -> tuple[Axis, Axis]:
+        """The two data axes; one of them may have a single rank."""
+        return self.shard, self.replicate
+
+
+def shard(model: nn.Module, how: Sharding, pace: Pace) -> tuple[Data, list[Flat]]:
+    """Lay the parameters of `model` flat, in place, and hook its modules.
+
+    One unit is built and cut before the next is begun, so a model on the meta device never exists
+    whole on any rank.  Returns the hooks' owner and all flat groups in unit order.
+    """
+    units: list[Unit] = []
+    flats: list[Flat] = []
+    for spec in choose(model, how.units, LEAST_BYTES, how.bucket_bytes):
+        groups = [
+            Flat(group, how.row, how.shard, how.replicate, how.fill, how.device)
+            for group in _alike(spec)
+        ]
+        units.append(Unit(spec.name, spec.modules, groups))
+        flats += groups
+    data = Data(model, units, how.axes, pace)
+    data.broadcast_buffers()
+    return data, flats
+
+
+def _alike(spec: UnitSpec) -> Sequence[Sequence[tuple[str, nn.Parameter]]]:
+    """The unit's parameters by dtype and by whether they are trained."""
+    alike: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    for name, p in spec.params:
+        alike[p.dtype, p.requires_grad].append((name, p))
+    return list(alike.values())
+
+
+def materialise(model: nn.Module, device: torch.device) -> None:
+    """Give buffers that are on the meta device memory and their values, module by module.
+
+    A module that has such buffers must be able to make them again: `reset_parameters` (the
+    convention of torch.nn) or `reset_buffers`.
+    """
+    for module in model.modules():
+        if any(b.is_meta for b in module.buffers(recurse=False)):
+            for name, b in list(module.named_buffers(recurse=False)):
+                fresh = torch.zeros_like(b, device=device)
+                module.register_buffer(name, fresh, name not in module._non_persistent_buffers_set)
+            reset = getattr(module, "reset_buffers", getattr(module, "reset_running_stats", None))
+            if reset is not None:
+                reset()
+
+
+def default_fill(model: nn.Module, seed: int) -> Fill:
+    """Initial weights for a model on the meta device that brings no rule of its own.
+
+    The module that owns a parameter is made real with its own `reset_parameters`, under a random
+    state that follows from the seed and the module's name: the same for any layout.
+    """
+    owners = {
+        f"{prefix}.{name}" if prefix else name: (prefix, module)
+        for prefix, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    return partial(_reset_like, owners, seed)
+
+
+def _reset_like(
+    owners: dict[str, tuple[str, nn.Module]], seed: int, name: str, tensor: torch.Tensor
+) -> None:
+    prefix, module = owners[name]
+    local = name.rpartition(".")[2]
+    twin = type(module).__new__(type(module))
+    twin.__dict__ = dict(module.__dict__)
+    twin._parameters = {
+        key: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=torch.float32))
+        for key, p in module._parameters.items()
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(crc32(f"{seed}/{prefix}".encode()))
+        twin.reset_parameters()
+    tensor.copy_(twin._parameters[local])

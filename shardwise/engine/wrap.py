@@ -1,0 +1,157 @@
+"""this file is one technique on its own, in a plain PyTorch loop, under the names people know.
+
+    model = sw.FSDP(model)
+    optim = torch.optim.Adam(model.parameters(), lr=1e-4)      # before or after the wrapping
+    model(x).sum().backward()
+    optim.step()
+
+The module is changed in place and returned: its class, its parameters, their names and identity
+stay.  Between backward and forward the parameters are at rest: 1-D pieces where the row shards.
+Gradients are the mean over the ranks of what each rank's loss gave.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm.world import Axis, World, init
+from shardwise.core.errors import bad
+from shardwise.core.mesh import Mesh
+from shardwise.core.states import ROWS
+from shardwise.engine.shard import Sharding, default_fill, materialise, shard
+from shardwise.engine.whole import keep_keys
+from shardwise.parallel.data import Data, Pace
+from shardwise.parallel.units import Rule
+
+#: FSDP's names for rows (arXiv 2304.11277); the hybrid ones shard inside a group of ranks only.
+STRATEGIES = {
+    "FULL_SHARD": "zero3",
+    "SHARD_GRAD_OP": "zero2",
+    "NO_SHARD": "ddp",
+    "HYBRID_SHARD": "zero3",
+    "_HYBRID_SHARD_ZERO2": "zero2",
+}
+
+
+def DDP(module: nn.Module, world: World | None = None, bucket_bytes: int = 25 * 2**20) -> nn.Module:  # noqa: N802
+    """Replicate `module`: every rank holds all of it, gradients are averaged while backward runs.
+
+    Rank 0's parameters and buffers are everyone's at the start, its buffers before every training
+    forward.  Gradients are reduced in buckets of up to `bucket_bytes`.  (Li et al., "PyTorch
+    Distributed", arXiv 2006.15704.)
+    """
+    world = world or init()
+    world = world.on(Mesh((("dp", world.size),)))
+    return _wrap(module, "ddp", (Axis("none"), world.axis("dp")), world, "auto", bucket_bytes)
+
+
+def FSDP(  # noqa: N802
+    module: nn.Module,
+    sharding_strategy: Any = "FULL_SHARD",
+    units: Rule = "auto",
+    world: World | None = None,
+    shard_size: int | None = None,
+) -> nn.Module:
+    """Shard `module` over the ranks of `world` (Zhao et al., "PyTorch FSDP", arXiv 2304.11277).
+
+    sharding_strategy: "FULL_SHARD" (zero3), "SHARD_GRAD_OP" (zero2), "NO_SHARD" (ddp), or
+    "HYBRID_SHARD" with `shard_size` ranks a group; torch's own enum is understood.
+    units: see parallel/units.py.
+
+    Raises:
+        InputError: an unknown strategy; a shard_size that does not divide the world.
+    """
+    name = getattr(sharding_strategy, "name", sharding_strategy)
+    if name not in STRATEGIES:
+        raise bad(f"sharding_strategy={name!r}", ", ".join(STRATEGIES), '"FULL_SHARD"')
+    world = world or init()
+    inner = shard_size or (world.size if "HYBRID" not in name else 0)
+    if inner < 1 or world.size % inner:
+        raise bad(
+            f"{name} with shard_size={shard_size} in a world of {world.size}",
+            "a shard_size that divides the number of ranks",
+            f"shard_size={world.size}",
+        )
+    if name == "NO_SHARD":
+        return DDP(module, world)
+    world = world.on(Mesh((("dp_replicate", world.size // inner), ("dp_shard", inner))))
+    axes = world.axis("dp_shard"), world.axis("dp_replicate")
+    return _wrap(module, STRATEGIES[name], axes, world, units, 0)
+
+
+def _wrap(
+    module: nn.Module,
+    row: str,
+    axes: tuple[Axis, Axis],
+    world: World,
+    units: Rule,
+    bucket_bytes: int,
+) -> nn.Module:
+    if _found(module) is not None:
+        raise bad(
+            f"a {type(module).__name__} that is wrapped already",
+            "a module that no part of Shardwise drives yet",
+            "wrap the module once",
+        )
+    materialise(module, world.device)
+    for p in module.parameters():
+        if not p.is_meta:
+            p.data = p.data.to(world.device)
+    for b in module.buffers():
+        b.data = b.data.to(world.device)
+    how = Sharding(
+        ROWS[row], *axes, units, bucket_bytes or 2**20, default_fill(module, 0), world.device
+    )
+    data, flats = shard(module, how, Pace(scale=1 / (axes[0].size * axes[1].size)))
+    keep_keys(module, data, flats)
+    if axes[0].size > 1:
+        data.rest()
+    return module
+
+
+def _found(module: nn.Module) -> Data | None:
+    """The Data that drives a wrapped module: the owner of its first hook."""
+    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
+    return next((owner for owner in owners if isinstance(owner, Data)), None)
+
+
+@contextmanager
+def no_sync(module: nn.Module) -> Iterator[None]:
+    """Inside, backward passes of a wrapped module only accumulate; the next one outside reduces.
+
+    Under `zero2` and `zero3`, whose gradients rest sharded, each backward still reduces over the
+    shard axis: only what replicas exchange is put off.
+
+    Raises:
+        InputError: the module is not wrapped.
+    """
+    data = _found(module)
+    if data is None:
+        raise bad(f"a plain {type(module).__name__}", "a wrapped module", "sw.DDP(module) first")
+    data.sync = False
+    try:
+        yield
+    finally:
+        data.sync = True
+
+
+def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
+    """Scale the gradients of a wrapped module so that their global norm is at most `max_norm`.
+
+    Call it between backward and the optimizer's step, on all ranks; returns the norm before.
+    `torch.nn.utils.clip_grad_norm_` would see this rank's pieces only.
+    """
+    data = _found(module)
+    if data is None:
+        return torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
+    grads = [p.grad for p in module.parameters() if p.grad is not None]
+    squares = [torch.linalg.vector_norm(g).double() ** 2 for g in grads if g.numel()]
+    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+    norm = data.agree_on(total.view(1), data.axes[0]).sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for g in grads:
+        g.mul_(factor.to(g.dtype))
+    return norm[0]

@@ -1,0 +1,1 @@
+"""this package is the techniques, one a file; none imports another."""

@@ -1,0 +1,346 @@
+"""this file is when things happen to the units of a model: gathered, used, freed, reduced.
+
+    forward     gather 0 | use 0, gather 1 | free 0, use 1, gather 2 | ...      order 0 1 2 .. k
+    backward    ... | use 2, gather 1, reduce 3 | use 1, gather 0, reduce 2 | ...     k .. 2 1 0
+
+Hooks call four moments of each unit:
+
+    before forward     gather it, begin to gather the next `ahead` ones
+    after forward      free it, unless backward will want it at once
+    before backward    gather it again, begin to gather the ones before it
+    gradients complete free it, begin to reduce its gradients: always in the same order on every
+                       rank, whatever order autograd finishes them in
+
+What is gathered, freed or reduced is the business of the row (flat.py); for `ddp` three of the
+four moments do nothing.  At most `ahead` + 1 units are whole beyond those in use, and at most
+`in_flight` reductions hold buffers.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardwise.comm.collectives import all_reduce, broadcast
+from shardwise.comm.world import Axis
+
+
+class Group(Protocol):
+    """What a unit asks of each flat group of parameters in it."""
+
+    params: list[nn.Parameter]
+    trained: bool
+    temporary: bool
+    scatters: bool
+    got: list[bool]
+
+    def begin_gather(self) -> None: ...
+    def gather(self) -> None: ...
+    def free(self) -> None: ...
+    def rest(self) -> None: ...
+    def collect(self, index: int, scale: float) -> None: ...
+    def begin_reduce(self) -> None: ...
+    def end_reduce(self) -> None: ...
+    def begin_replicate(self) -> None: ...
+    def show_grads(self, used: Sequence[bool]) -> None: ...
+    def hide_grads(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How far communication runs ahead of computation, and what becomes of gradients.
+
+    ahead      units gathered before they are needed
+    in_flight  reductions under way at once, where each holds buffers
+    scale      every gradient is multiplied by it as it is collected (a mean over ranks: 1/n)
+    by_hand    nobody but the user's own loop follows: after each backward pass gradients are
+               on the parameters and parameters at rest
+    """
+
+    ahead: int = 1
+    in_flight: int = 2
+    scale: float = 1.0
+    by_hand: bool = True
+
+
+class Unit:
+    """A unit while it is used: its groups, and where in its life it is."""
+
+    def __init__(self, name: str, modules: Sequence[nn.Module], groups: Sequence[Group]) -> None:
+        self.name, self.modules, self.groups = name, list(modules), list(groups)
+        self.trained = [group for group in groups if group.trained]
+        self.temporary = any(group.temporary for group in groups)
+        # looking a row up in a table needs the table only forward
+        self.wanted_backward = not all(type(m) is nn.Embedding for m in modules)
+        self.keep = False
+        self.depth = 0  # forward passes of its modules that are running
+        self.missing = self.expected = sum(len(group.params) for group in self.trained)
+        self.complete = False
+
+    def begin_gather(self) -> None:
+        for group in self.groups:
+            group.begin_gather()
+
+    def gather(self) -> None:
+        for group in self.groups:
+            group.begin_gather()
+        for group in self.groups:
+            group.gather()
+
+    def free(self) -> None:
+        for group in self.groups:
+            group.free()
+
+
+class Data:
+    """The units of one model on the data axes, and the hooks that drive them."""
+
+    def __init__(
+        self, root: nn.Module, units: Sequence[Unit], axes: Sequence[Axis], pace: Pace
+    ) -> None:
+        self.root, self.axes, self.pace = root, list(axes), pace
+        self.order = list(units)
+        self.seen: list[Unit] = []
+        self.sync = True  # whether this backward pass is the one whose gradients are wanted
+        self.in_backward = False
+        self.next = 0  # how many units, counted from the last, have begun to be reduced
+        self.flying: deque[tuple[Unit, bool]] = deque()  # and whether replicas reduce it too
+        self.landed: list[Unit] = []
+        self.versions: dict[int, int] = {}
+        _mark_kept(self.order)
+        self._hook()
+
+    def _hook(self) -> None:
+        for unit in self.order:
+            for module in unit.modules:
+                module.register_forward_pre_hook(partial(self._before, unit))
+                module.register_forward_hook(partial(self._after, unit), always_call=True)
+            for group in unit.trained:
+                for index, p in enumerate(group.params):
+                    p.register_post_accumulate_grad_hook(partial(self._collect, unit, group, index))
+        self.root.register_forward_pre_hook(self._before_root, prepend=True)
+        self.root.register_forward_hook(self._after_root)
+
+    # --- forward ------------------------------------------------------------------------------
+
+    def _before_root(self, module: nn.Module, args: Any) -> None:
+        if self.in_backward:
+            return
+        self._phase("forward")
+        self.seen = []
+        self.publish()  # where somebody else has updated them
+        if module.training and torch.is_grad_enabled():
+            self.broadcast_buffers()
+
+    def _before(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        unit.depth += 1
+        unit.gather()
+        if unit.depth == 1 and unit.temporary and not self.in_backward:
+            if unit not in self.seen:
+                self.seen.append(unit)
+            place = self.order.index(unit)
+            for following in self.order[place + 1 : place + 1 + self.pace.ahead]:
+                following.begin_gather()
+
+    def _after(self, unit: Unit, module: nn.Module, args: Any, out: Any) -> None:
+        unit.depth -= 1
+        recording = torch.is_grad_enabled()
+        if recording and unit.temporary and not self.in_backward:
+            self._watch(out, partial(self._before_backward, unit))
+        over = unit.depth == 0 and module is unit.modules[-1] and not self.in_backward
+        if over and not (recording and unit.keep):
+            unit.free()
+
+    def _after_root(self, module: nn.Module, args: Any, out: Any) -> None:
+        if self.in_backward:
+            return
+        if len(self.seen) == len(self.order) and self.seen != self.order:
+            self.order = self.seen
+            _mark_kept(self.order)
+        if torch.is_grad_enabled():
+            self._watch(out, self._begin_backward)
+        elif self.pace.by_hand:
+            self.rest()
+
+    def _watch(self, out: Any, act: Callable[[], None]) -> None:
+        leaves = [out] if isinstance(out, Tensor) else tree_leaves(out)
+        for leaf in leaves:
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(partial(_call, act))
+
+    # --- backward -----------------------------------------------------------------------------
+
+    def _begin_backward(self) -> None:
+        if self.in_backward:
+            return
+        self.in_backward, self.next = True, 0
+        self._phase("backward")
+        for unit in self.order:
+            unit.missing, unit.complete = unit.expected, False
+            for group in unit.trained:
+                group.hide_grads()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _before_backward(self, unit: Unit) -> None:
+        self._begin_backward()
+        place = self.order.index(unit)
+        for later in self.order[place + 1 :]:
+            if not later.trained and not later.keep and later.depth == 0:
+                later.free()
+        if not unit.wanted_backward:
+            return
+        unit.gather()
+        for earlier in self.order[max(0, place - self.pace.ahead) : place][::-1]:
+            if earlier.wanted_backward:
+                earlier.begin_gather()
+
+    def _collect(self, unit: Unit, group: Group, index: int, p: nn.Parameter) -> None:
+        self._begin_backward()
+        group.collect(index, self.pace.scale)
+        unit.missing -= 1
+        if unit.missing == 0:
+            unit.complete = True
+            unit.free()
+            self._reduce_complete()
+
+    def _reduces(self, unit: Unit) -> bool:
+        return self.sync or any(group.scatters for group in unit.trained)
+
+    def _reduce_complete(self) -> None:
+        """Begin to reduce the complete units whose turn it is, from the last to the first."""
+        turns = self.order[::-1]
+        while self.next < len(turns) and (
+            turns[self.next].complete or not turns[self.next].trained
+        ):
+            self._reduce(turns[self.next])
+            self.next += 1
+
+    def _reduce(self, unit: Unit) -> None:
+        if not unit.trained or not self._reduces(unit):
+            return
+        while any(unit is flying for flying, _ in self.flying):
+            self._land()  # its sum of the microbatch before
+        for group in unit.trained:
+            group.begin_reduce()
+        self.flying.append((unit, self.sync))
+        holds = any(group.scatters for group in unit.trained)
+        while holds and len(self.flying) > self.pace.in_flight:
+            self._land()
+
+    def _land(self) -> None:
+        unit, sync = self.flying.popleft()
+        for group in unit.trained:
+            group.end_reduce()
+            if sync:
+                group.begin_replicate()
+        if sync:
+            self.landed.append(unit)
+
+    def _end_backward(self) -> None:
+        """Autograd is done: what had no gradient for some parameter is reduced now."""
+        for unit in self.order[::-1][self.next :]:
+            self._reduce(unit)
+        self.next = len(self.order)
+        for unit in self.order:
+            unit.free()
+        self.in_backward = False
+        if self.pace.by_hand and self.sync:
+            self.finish()
+            self.show(self.agree(self.got()))
+
+    # --- after the backward pass --------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Wait until every gradient is summed."""
+        while self.flying:
+            self._land()
+        for unit in self.landed:
+            for group in unit.trained:
+                group.end_reduce()
+        self.landed = []
+
+    def got(self) -> Tensor:
+        """One number a trained parameter: 1 where this rank had a gradient for it, else 0."""
+        flags = [float(got) for group in self._groups() if group.trained for got in group.got]
+        return torch.tensor(flags)
+
+    def agree(self, x: Tensor) -> Tensor:
+        """The sum of a small tensor over all data ranks, every rank's number included."""
+        for axis in self.axes:
+            x = self.agree_on(x, axis)
+        return x
+
+    def show(self, used: Tensor) -> None:
+        """Put parameters at rest with their gradients on them: the optimizer's turn."""
+        flags = iter((used > 0).tolist())
+        for group in self._groups():
+            group.rest()
+            if group.trained:
+                group.show_grads([next(flags) for _ in group.params])
+
+    def rest(self) -> None:
+        """Every parameter at rest, no unit whole."""
+        for unit in self.order:
+            unit.free()
+            for group in unit.groups:
+                group.rest()
+
+    def publish(self) -> None:
+        """After the update: begin to gather what is kept whole, in the order of its next use."""
+        for unit in self.order:
+            if not unit.temporary:
+                unit.begin_gather()
+
+    def agree_on(self, x: Tensor, axis: Axis) -> Tensor:
+        """The sum of a small tensor over one axis."""
+        return x if axis.size == 1 else _summed(x, axis)
+
+    def broadcast_buffers(self) -> None:
+        """Rank 0's buffers on every data rank, where they changed since the last time (batch norm)."""
+        changed = [b for b in self.root.buffers() if self.versions.get(id(b)) != b._version]
+        for axis in self.axes:
+            for dtype in dict.fromkeys(b.dtype for b in changed):
+                _broadcast_together([b for b in changed if b.dtype == dtype], axis)
+        self.versions |= {id(b): b._version for b in changed}
+
+    def _groups(self) -> Iterator[Group]:
+        for unit in self.order:
+            yield from unit.groups
+
+    def _phase(self, name: str) -> None:
+        for axis in self.axes:
+            axis.ledger.now = name
+
+
+def _mark_kept(order: Sequence[Unit]) -> None:
+    """Units that backward wants at once after forward: the last, and those around all others."""
+    for unit in order:
+        mine = {m for module in unit.modules for m in module.modules()}
+        others = [m for other in order if other is not unit for m in other.modules]
+        unit.keep = unit is order[-1] or any(m in mine for m in others)
+
+
+def _call(act: Callable[[], None], grad: Tensor) -> None:
+    act()
+
+
+def _summed(x: Tensor, axis: Axis) -> Tensor:
+    padded = torch.zeros(len(x) + -len(x) % axis.size, dtype=x.dtype, device=x.device)
+    padded[: len(x)] = x
+    return all_reduce(padded, axis)[: len(x)]
+
+
+def _broadcast_together(tensors: Sequence[Tensor], axis: Axis) -> None:
+    if axis.size == 1 or not tensors:
+        return
+    together = torch.cat([t.detach().reshape(-1) for t in tensors])
+    broadcast(together, axis)
+    sizes = [t.numel() for t in tensors]
+    with torch.no_grad():
+        for t, part in zip(tensors, together.split(sizes), strict=True):
+            t.copy_(part.view_as(t))

@@ -1,0 +1,195 @@
+"""this file is the choice of units: which parameters are gathered, freed and reduced together.
+
+    embed | blocks.0 | blocks.1 | ... | norm head        a unit between two bars
+
+By default the blocks are the model's repeated class (the class whose instances in a list hold the
+most parameters), and what stands before, between and after them forms units of its own.  Small
+neighbours are merged.  A parameter shared between units moves to one unit, used by the smallest
+module that holds all its users.
+
+`units=` takes another rule: a class (or several), a pattern of module names ("encoder.layers.*"),
+a size in bytes, or a function `(name, module) -> bool` that says where a unit begins.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatch
+
+from torch import nn
+
+from shardwise.core.errors import bad
+
+Rule = str | int | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]
+
+
+@dataclass
+class UnitSpec:
+    """One unit to be: the modules whose forward uses it, and its parameters by full name."""
+
+    name: str
+    modules: list[nn.Module]
+    shared: bool = False  # its module holds the modules of other units: never merged
+    params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of its parameters, padding apart."""
+        return sum(p.numel() * p.element_size() for _, p in self.params)
+
+
+def choose(root: nn.Module, rule: Rule = "auto", least: int = 0, most: int = 0) -> list[UnitSpec]:
+    """The units of `root`, in the order in which its modules were defined.
+
+    Neighbours below `least` bytes are merged, up to `most` bytes (0: no merging).
+
+    Raises:
+        InputError: the rule fits no module, or the model has no parameters.
+    """
+    tops = _tops(root, rule)
+    specs: list[UnitSpec] = []
+    between: UnitSpec | None = None
+    for name, module in _walk(root, "", tops):
+        if name in tops:
+            specs.append(UnitSpec(name, [module]))
+            between = None
+        elif between is None:
+            between = UnitSpec(name, [module])
+            specs.append(between)
+        else:
+            between.modules.append(module)
+    _share_out(root, specs)
+    specs = [spec for spec in specs if spec.params]
+    if not specs:
+        raise bad(
+            f"a model without parameters ({type(root).__name__})",
+            "a module with at least one parameter",
+            "a model to train",
+        )
+    if isinstance(rule, int):
+        most = least = rule
+    return list(_merged(specs, least, most))
+
+
+def _tops(root: nn.Module, rule: Rule) -> dict[str, nn.Module]:
+    """The modules at which a unit begins, outermost only."""
+    if rule == "auto":
+        fits = _is_block(root)
+    elif isinstance(rule, int):
+        if rule <= 0:
+            raise bad(f"units={rule}", "a positive number of bytes", "units=2**24")
+        return {}
+    elif isinstance(rule, str):
+        pattern = rule
+
+        def fits(name: str, module: nn.Module) -> bool:
+            return fnmatch(name, pattern)
+    elif isinstance(rule, type | tuple):
+        classes = rule
+
+        def fits(name: str, module: nn.Module) -> bool:
+            return isinstance(module, classes)
+    else:
+        fits = rule
+    found: dict[str, nn.Module] = {}
+    for name, module in root.named_modules():
+        inside = any(name.startswith(f"{top}.") for top in found)
+        if name and not inside and fits(name, module):
+            found[name] = module
+    if not found and rule != "auto":
+        names = [name for name, _ in root.named_modules() if name][:6]
+        raise bad(
+            f"units={rule!r}, which fits no module of {type(root).__name__}",
+            f"a class or pattern of its modules: {', '.join(names)}, ...",
+            'units="auto"',
+        )
+    return found
+
+
+def _is_block(root: nn.Module) -> Callable[[str, nn.Module], bool]:
+    """Whether a module is one of the repeated blocks: the heaviest class that stands in a list."""
+    weight: dict[type[nn.Module], int] = defaultdict(int)
+    for _, module in root.named_modules():
+        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+            children = list(module.children())
+            for kind in {type(child) for child in children}:
+                alike = [c for c in children if type(c) is kind]
+                if len(alike) > 1:
+                    weight[kind] += sum(p.numel() for c in alike for p in c.parameters())
+    if not weight or not max(weight.values()):
+        return lambda name, module: False
+    heaviest = max(weight, key=lambda kind: weight[kind])
+    return lambda name, module: type(module) is heaviest
+
+
+def _walk(
+    module: nn.Module, name: str, tops: dict[str, nn.Module]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Blocks, and outside of them the outermost modules that own parameters themselves.
+
+    A module's own parameters may be used by it in any way, those of its children included
+    (nn.MultiheadAttention reads out_proj.weight), so it is not looked into any further, unless
+    there are blocks in it.
+    """
+    owns = next(module.parameters(recurse=False), None) is not None
+    holds = any(top.startswith(f"{name}." if name else "") for top in tops)
+    if name in tops or (owns and not holds):
+        yield name, module
+        return
+    for child_name, child in module.named_children():
+        yield from _walk(child, f"{name}.{child_name}" if name else child_name, tops)
+
+
+def _share_out(root: nn.Module, specs: list[UnitSpec]) -> None:
+    """Give every parameter to one unit; those of several, or of none, to one for their common root."""
+    users: dict[nn.Parameter, list[UnitSpec]] = defaultdict(list)
+    for spec in specs:
+        for module in spec.modules:
+            for p in module.parameters():
+                if spec not in users[p]:
+                    users[p].append(spec)
+    common: dict[str, UnitSpec] = {}
+    for name, p in root.named_parameters():
+        if len(users[p]) == 1:
+            users[p][0].params.append((name, p))
+            continue
+        owners = [owner for owner, m in root.named_modules() if _owns(m, p)]
+        where = _common(owners)
+        spec = common.setdefault(where, UnitSpec(where, [root.get_submodule(where)], True))
+        spec.params.append((name, p))
+    specs[:0] = list(common.values())
+
+
+def _owns(module: nn.Module, p: nn.Parameter) -> bool:
+    return any(own is p for own in module.parameters(recurse=False))
+
+
+def _common(names: list[str]) -> str:
+    """The dotted path of the smallest module that holds all of these."""
+    split = [name.split(".") if name else [] for name in names]
+    shared: list[str] = []
+    for parts in zip(*split, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
+
+def _merged(specs: list[UnitSpec], least: int, most: int) -> Iterator[UnitSpec]:
+    """Join neighbours while one of the two is below `least` and both together are within `most`."""
+    held: UnitSpec | None = None
+    for spec in specs:
+        if held is not None and _joins(held, spec, least, most):
+            held.modules += spec.modules
+            held.params += spec.params
+            continue
+        if held is not None:
+            yield held
+        held = spec
+    if held is not None:
+        yield held
+
+
+def _joins(a: UnitSpec, b: UnitSpec, least: int, most: int) -> bool:
+    small = min(a.stored_bytes, b.stored_bytes) < least
+    return small and not (a.shared or b.shared) and a.stored_bytes + b.stored_bytes <= most

@@ -1,0 +1,110 @@
+"""Worlds for tests: threads for logic, and pools of gloo processes started once and reused.
+
+    run_threads(4, function, *args)    function(world, *args) on four threads
+    run_gloo(4, function, *args)       the same on four processes; function is a module-level name
+
+Both return the results in rank order and raise RankError for the first rank that fails.
+"""
+
+import atexit
+import socket
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from shardwise.comm.threads import on_threads
+from shardwise.comm.torch_links import TorchLinks
+from shardwise.comm.world import world_of
+from shardwise.core.errors import RankError
+
+CPU = torch.device("cpu")
+
+
+def run_threads(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run `function(world, *args)` on each of `ranks` threads."""
+    return on_threads(ranks, lambda rank, links: function(world_of(rank, ranks, CPU, links), *args))
+
+
+def _serve(rank: int, ranks: int, port: int, inbox: Any, outbox: Any) -> None:
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    patience = timedelta(seconds=60)
+    dist.init_process_group(
+        "gloo", init_method=address, rank=rank, world_size=ranks, timeout=patience
+    )
+    world = world_of(rank, ranks, CPU, TorchLinks(ours=True))
+    while (job := inbox.get()) is not None:
+        function, args = job
+        try:
+            outbox.put((rank, True, function(world, *args)))
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
+            outbox.put((rank, False, text))
+    world.close()
+
+
+class Pool:
+    """`ranks` gloo processes that wait for functions to run."""
+
+    def __init__(self, ranks: int) -> None:
+        context = mp.get_context("spawn")
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self.inboxes = [context.Queue() for _ in range(ranks)]
+        self.outbox = context.Queue()
+        self.processes = [
+            context.Process(
+                target=_serve, args=(r, ranks, port, self.inboxes[r], self.outbox), daemon=True
+            )
+            for r in range(ranks)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        """Run `function(world, *args)` on every rank; results in rank order."""
+        for inbox in self.inboxes:
+            inbox.put((function, args))
+        results: list[Any] = [None] * len(self.inboxes)
+        failures: list[tuple[int, str]] = []
+        for _ in self.inboxes:
+            rank, good, value = self.outbox.get(timeout=180)
+            results[rank] = value
+            if not good:
+                failures.append((rank, value))
+        if failures:
+            self.close()  # the ranks may be out of step: the next test gets a new pool
+            raise RankError(*failures[0])
+        return results
+
+    def close(self) -> None:
+        """End the processes."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        POOLS.pop(len(self.inboxes), None)
+
+
+POOLS: dict[int, Pool] = {}
+
+
+def run_gloo(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run `function(world, *args)` on `ranks` gloo processes that outlive the test."""
+    if ranks not in POOLS:
+        POOLS[ranks] = Pool(ranks)
+    return POOLS[ranks].run(function, args)
+
+
+@atexit.register
+def _close_all() -> None:
+    for pool in list(POOLS.values()):
+        for inbox in pool.inboxes:
+            inbox.put(None)
+        pool.close()
