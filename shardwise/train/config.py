@@ -107,11 +107,15 @@ class SampleSection(BaseModel):
 
 
 class RunSection(BaseModel):
-    """[run]: where everything the run leaves behind goes."""
+    """[run]: where everything the run leaves behind goes, and on which device it computes.
+
+    `device = "auto"` is a GPU where every rank on the machine can have one, else the processor.
+    """
 
     model_config = CLOSED
 
     folder: str = Field(default="runs/default", min_length=1)
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     tensorboard: bool = True
 
 

@@ -1,0 +1,166 @@
+"""The command line.
+
+    shardwise train CONFIG     train a model                 0  it holds
+    shardwise verify PLAN      prove a plan                  1  it does not, or the run failed
+    shardwise bench SUITE      measure beside the peers      2  bad input: one paragraph says what
+    shardwise plan             the words of plans
+    shardwise checkpoint       look into checkpoints
+
+Nothing heavy is imported before it is needed: help and answers to bad input do not wait for torch.
+`verify`, `bench` and `checkpoint inspect` live in modules of their own, which are imported only
+when they are asked for.
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import shardwise
+from shardwise.core.errors import InputError, RankError, RunError
+
+# command: where its function is, and its line in the help
+ELSEWHERE = {
+    "verify": ("shardwise.train.verify", "verify_command", "Prove a plan: parity, bytes, memory."),
+    "bench": ("shardwise.bench.cli", "bench_command", "Measure side by side with the peers."),
+    "inspect": ("shardwise.train.inspect", "inspect_command", "What a checkpoint holds."),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The program. Always leaves by SystemExit, with the exit codes of the table above."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    try:
+        code = application(given)(given, standalone_mode=True, prog_name="shardwise")
+    except InputError as error:
+        print(error, file=sys.stderr)
+        code = 2
+    except (RunError, RankError) as error:
+        print(error, file=sys.stderr)
+        code = 1
+    raise SystemExit(code or 0)
+
+
+def application(given: Sequence[str] = ()) -> typer.Typer:
+    """The commands; of those that live elsewhere, only the ones in `given` are imported."""
+    app = typer.Typer(
+        add_completion=False,
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        help="Train one PyTorch model on many devices, and prove what it computes and sends.",
+    )
+    app.callback()(options)
+    app.command("train")(train)
+    app.command("verify")(command("verify", given))
+    app.command("bench")(command("bench", given))
+    app.command("plan")(plan)
+    checkpoint = typer.Typer(no_args_is_help=True, help="Look into checkpoints.")
+    checkpoint.callback()(lambda: None)
+    checkpoint.command("inspect")(command("inspect", given))
+    app.add_typer(checkpoint, name="checkpoint")
+    return app
+
+
+def command(name: str, given: Sequence[str]) -> Callable[..., Any]:
+    """The function of a command that lives elsewhere; for the help alone, a stand-in."""
+    module, function, line = ELSEWHERE[name]
+    if name in given:
+        return getattr(import_module(module), function)
+
+    def named() -> None:
+        return None
+
+    named.__doc__ = line
+    return named
+
+
+def print_version(asked: bool) -> None:
+    """Answer --version, before typer misses a command."""
+    if asked:
+        print(f"shardwise {shardwise.__version__}")
+        raise typer.Exit
+
+
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=print_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    """What may stand before a command."""
+
+
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file.")],
+    plan: Annotated[str | None, typer.Option(help="The plan, instead of the file's.")] = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(help="Processes to start here; without it, as many as the plan needs."),
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Replace a value, e.g. train.steps=100."),
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run.")] = False,
+) -> None:
+    """Train a model; also under torchrun and Slurm."""
+    from shardwise.comm.rendezvous import environment
+    from shardwise.core.plan import Plan
+    from shardwise.train.config import read
+    from shardwise.train.prepare import Start, prepare
+
+    overrides = [*(set_ or ()), *([] if plan is None else [f"plan.text={plan}"])]
+    settings = read(config, overrides)
+    start = Start(resume, overwrite)
+    if environment() is None:
+        wanted = Plan.parse(settings.plan.text).size
+        # a plan for a cluster is not started on a laptop by accident
+        alone = wanted > (os.cpu_count() or 1)
+        ranks = nproc if nproc is not None else 1 if alone else wanted
+        prepare(settings, ranks, start)
+        if ranks > 1:
+            raise typer.Exit(_launch(config, overrides, start, ranks))
+
+    from shardwise.comm.world import init
+    from shardwise.train.loop import train as run
+
+    world = init(None if settings.run.device == "auto" else settings.run.device)
+    try:
+        run(settings, world, start)
+    finally:
+        world.close()
+
+
+def _launch(config: Path, overrides: Sequence[str], start: Any, ranks: int) -> int:
+    """The same command in `ranks` processes; its exit code."""
+    from shardwise.comm.launch import launch
+
+    argv = ["train", str(config)]
+    argv += [part for override in overrides for part in ("--set", override)]
+    argv += ["--resume"] * start.resume + ["--overwrite"] * start.overwrite
+    return launch(argv, ranks)
+
+
+def plan(
+    text: Annotated[str | None, typer.Argument(metavar="[PLAN]", help="A plan to check.")] = None,
+    words: Annotated[bool, typer.Option("--words", help="Print the table of words.")] = False,
+) -> None:
+    """Check a plan and print its canonical text; or print the words plans are written in."""
+    from shardwise.core.check import require
+    from shardwise.core.plan import Plan, words_table
+
+    if words or text is None:
+        print(words_table())
+        return
+    read = Plan.parse(text)
+    require(read)
+    print(f"{read} ({read.size} rank{'s' * (read.size > 1)})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""The training of a model, from checked inputs to the report.
+
+    take the step's share of the global batch
+    step, and stop the run if the loss or the gradient is not finite
+    evaluate, record, show
+    agree on whether anyone was asked to stop
+    save
+
+Everything that decides what happens next (the batch, the rate, when to evaluate and save) is a
+function of the step, so all ranks decide alike, and a resumed run decides as the first would have.
+"""
+
+import math
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+
+import numpy as np
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+
+from shardwise.comm.world import World
+from shardwise.core.errors import RunError
+from shardwise.engine.engine import Engine
+from shardwise.engine.engine import Metrics as StepMetrics
+from shardwise.models.gpt import flops_per_token
+from shardwise.train import folder, metrics, progress, report
+from shardwise.train.config import Config
+from shardwise.train.cost import cost
+from shardwise.train.data import Index, block, unigram_entropy
+from shardwise.train.learning import learning_rate
+from shardwise.train.metrics import Metrics, Record
+from shardwise.train.model import Objective, batch, build, parameter_count
+from shardwise.train.peak import measured_peak
+from shardwise.train.prepare import Prepared, Start, prepare
+from shardwise.train.progress import Progress
+from shardwise.train.report import Summary
+from shardwise.train.sample import sample
+from shardwise.train.saving import Position, load_run, save_run
+from shardwise.train.stop import StopWish, any_rank, ranks_with
+
+MEMORY_EVERY = 20  # steps between two looks at what is held, which costs a walk over all tensors
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a step needs, and what it reports to. `peak_flops` a second is this rank's."""
+
+    prepared: Prepared
+    engine: Engine
+    objective: Objective
+    peak_flops: float
+    unigram: float
+    progress: Progress
+    metrics: Metrics | None
+    wish: StopWish
+
+
+def train(
+    config: Config, world: World, start: Start | None = None, console: Console | None = None
+) -> Summary | None:
+    """Train as the configuration says; the summary on rank 0, None elsewhere.
+
+    Raises InputError for inputs that cannot work, before anything is written, and RunError for a
+    loss or gradient that is not finite; the checkpoints saved before stay.
+    """
+    start = start or Start()
+    prepared = prepare(config, world.size, start)
+    world.barrier()  # every rank has found the folder as it should be before one changes it
+    if world.rank == 0:
+        folder.claim(config, start.overwrite)
+    world.barrier()
+    objective = Objective()
+    engine = build(prepared, world, objective)
+    at = load_run(prepared, engine) if start.resume else Position()
+    with ExitStack() as stack:
+        first = world.rank == 0
+        wish = stack.enter_context(StopWish())
+        peak_flops = measured_peak(world.device, next(engine.model.parameters()).dtype)
+        unigram = unigram_entropy(prepared.corpus) if first else math.nan
+        board = config.run.tensorboard
+        kept = stack.enter_context(metrics.opened(config.folder, at.step, board)) if first else None
+        shown = stack.enter_context(progress.opened(config.train.steps, first, console))
+        run = Run(prepared, engine, objective, peak_flops, unigram, shown, kept, wish)
+        opening(run, at)
+        stopped = steps(run, at)
+    return finish(run, stopped, console)
+
+
+def opening(run: Run, at: Position) -> None:
+    """Say what is about to happen."""
+    packed, config = run.prepared.corpus.packed, run.prepared.config
+    bits = run.unigram / math.log(2) / packed.bytes_per_token
+    run.progress.note(
+        f"{run.prepared.plan} on {run.engine.world.size} ranks, "
+        f"{len(packed.stream):,} tokens of {config.data.source}"
+        + (f", resumed after step {at.step}" if at.step else "")
+    )
+    run.progress.note(
+        f"unigram baseline on validation: {run.unigram:.4f} nats a token, {bits:.3f} bits a byte"
+    )
+
+
+def steps(run: Run, at: Position) -> bool:
+    """Train from there to the last step; True if a signal ended it before."""
+    config = run.prepared.config.train
+    while at.step < config.steps:
+        numbers = run.prepared.batches.numbers(at.consumed)
+        began = time.perf_counter()
+        run.engine.set_lr(learning_rate(at.step, config))
+        done = run.engine.step(share(run, numbers))
+        seconds = time.perf_counter() - began
+        at = Position(at.step + 1, at.consumed + len(numbers))
+        require_finite(run, done, at.step)
+        last = at.step == config.steps
+        validation = evaluate(run) if last or due(at.step, config.eval_every) else None
+        tell(run, replace(record(run, done, at, seconds), validation=validation))
+        stop = any_rank(run.wish.wished, run.engine.world)
+        if last or stop or due(at.step, config.save_every):
+            save_run(run.prepared, run.engine, at)
+        if stop and not last:
+            run.progress.note(f"stopped by a signal after step {at.step}; the checkpoint is saved")
+            return True
+    return False
+
+
+def share(run: Run, numbers: Index) -> dict:
+    """This rank's part of a global batch, as the engine takes it."""
+    mine = block(numbers, run.engine.data_rank, run.engine.data_ranks)
+    rows = run.prepared.corpus.rows(mine)
+    return batch(rows, run.engine.plan.accumulate, run.engine.world.device)
+
+
+def due(step: int, every: int) -> bool:
+    """Whether something done `every` so many steps (0: never) is done after this one."""
+    return every > 0 and step % every == 0
+
+
+def require_finite(run: Run, done: StepMetrics, step: int) -> None:
+    """Raise RunError, on every rank, unless the step's loss and gradient are finite numbers."""
+    own = run.objective.take()
+    norm = 0.0 if done.grad_norm is None else done.grad_norm
+    if math.isfinite(done.loss) and math.isfinite(norm):
+        return
+    ranks = ranks_with(not math.isfinite(own.item()), run.engine.world)
+    where = (
+        f"on rank {', '.join(map(str, ranks))}" if ranks else "where every rank's loss was finite"
+    )
+    what = f"loss is {done.loss}" if not math.isfinite(done.loss) else f"gradient's norm is {norm}"
+    checkpoints = run.prepared.config.folder / folder.CHECKPOINTS
+    latest = checkpoints / "latest"
+    kept = "No checkpoint had been saved yet. A smaller train.lr or a longer train.warmup may help"
+    if latest.exists():
+        slower = f"--resume --set train.lr={run.prepared.config.train.lr / 3:.1g}"
+        good = checkpoints / latest.read_text(encoding="utf-8").strip()
+        kept = f"The last good checkpoint is {good}. To go on from it with a smaller rate: {slower}"
+    raise RunError(f"Step {step}: the {what}, {where}. The run was stopped. {kept}.")
+
+
+def evaluate(run: Run) -> float:
+    """The mean loss over a fixed part of the validation split, spread evenly over it."""
+    config = run.prepared.config.train
+    held = run.prepared.corpus.validation
+    count = min(config.eval_sequences, len(held))
+    chosen = held[np.arange(count) * len(held) // count]
+    total, tokens = 0.0, 0
+    for start in range(0, count, config.batch):
+        loss, asked = run.engine.evaluate(share(run, chosen[start : start + config.batch]))
+        total, tokens = total + loss * asked, tokens + asked
+    run.objective.take()
+    return total / tokens
+
+
+def record(run: Run, done: StepMetrics, at: Position, seconds: float) -> Record:
+    """The step as a record. MFU: this rank's share of the model's operations over its peak."""
+    flops = done.tokens / run.engine.data_ranks * flops_per_token(run.prepared.sizes)
+    look = at.step % MEMORY_EVERY == 0 or at.step in (1, run.prepared.config.train.steps)
+    return Record(
+        step=at.step,
+        consumed=at.consumed,
+        loss=done.loss,
+        lr=done.lr,
+        tokens=done.tokens,
+        seconds=seconds,
+        tokens_per_s=done.tokens / seconds,
+        mfu=flops / seconds / run.peak_flops,
+        sent_bytes=done.bytes,
+        grad_norm=done.grad_norm,
+        skipped=done.skipped,
+        memory_bytes=run.engine.memory() if look else None,
+    )
+
+
+def tell(run: Run, record: Record) -> None:
+    """Record and show a step, on the first rank."""
+    run.progress.step(record)
+    if run.metrics is not None:
+        run.metrics.write(record)
+
+
+def finish(run: Run, stopped: bool, console: Console | None) -> Summary | None:
+    """The sample (all ranks take part), then the report and the table (rank 0)."""
+    prepared, engine = run.prepared, run.engine
+    config = prepared.config
+    text = ""
+    if config.sample.tokens and not stopped:
+        seed, window = config.train.seed, prepared.corpus.sequence
+        text = sample(engine.model, prepared.vocabulary, window, config.sample, seed)
+    if engine.world.rank != 0:
+        return None
+    summary = Summary(
+        config=config,
+        plan=str(prepared.plan),
+        ranks=engine.world.size,
+        parameters=parameter_count(prepared.sizes),
+        packed=prepared.corpus.packed,
+        records=metrics.read(config.folder),
+        unigram=run.unigram,
+        peak_flops=run.peak_flops,
+        cost=cost(engine),
+        sample=text,
+        stopped=stopped,
+    )
+    if text:
+        (config.folder / "sample.txt").write_text(text, encoding="utf-8")
+    path = report.write(summary)
+    screen = console or Console(highlight=False)
+    if text:
+        screen.print(Panel(Text(text), title="sample"))
+    screen.print(report.table(summary))
+    screen.print(f"report: {path}", soft_wrap=True)
+    return summary

@@ -1,0 +1,89 @@
+"""What a run is made from, checked before anything starts: plan, folder, tokens, model sizes.
+
+Everything a user can get wrong is found here, in the order of what it costs to find. Where the
+command starts several ranks it prepares once before them: a bad input is one paragraph and not one
+a rank, and the ranks find the data tokenised.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shardwise.core.check import require
+from shardwise.core.errors import bad
+from shardwise.core.plan import Plan
+from shardwise.train import folder
+from shardwise.train.config import Config
+from shardwise.train.data import Batches, Corpus, split
+from shardwise.train.packed import tokenise
+from shardwise.train.sources import find
+from shardwise.train.tokens import Vocabulary, check_fits
+
+if TYPE_CHECKING:
+    from shardwise.models.gpt import GPTConfig
+
+
+@dataclass(frozen=True)
+class Start:
+    """How the run's folder is entered: continued, replaced, or (neither) expected to be new."""
+
+    resume: bool = False
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Inputs that hold: each value is checked against the others."""
+
+    config: Config
+    plan: Plan
+    corpus: Corpus
+    sizes: "GPTConfig"
+
+    @property
+    def batches(self) -> Batches:
+        """The order of training."""
+        return Batches(self.corpus, self.config.train.batch, self.config.train.seed)
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What the tokens mean."""
+        return self.corpus.packed.vocabulary
+
+    @property
+    def data_mark(self) -> dict[str, object]:
+        """What must be the same for a number of consumed sequences to mean the same place."""
+        return {
+            "tokens": self.corpus.packed.key,
+            "sequence": self.corpus.sequence,
+            "validation": self.config.data.validation,
+            "seed": self.config.train.seed,
+        }
+
+
+def checked_plan(config: Config, ranks: int) -> Plan:
+    """The plan, able to run on that many ranks. Raises InputError."""
+    plan = Plan.parse(config.plan.text)
+    require(plan, ranks)
+    least = plan.accumulate * plan.data_size
+    if least > config.train.batch:
+        raise bad(
+            f"train.batch = {config.train.batch} under the plan '{plan}'",
+            f"{least} or more: one for each rank and microbatch",
+            f"train.batch = {least}",
+        )
+    return plan
+
+
+def prepare(config: Config, ranks: int, start: Start) -> Prepared:
+    """Everything a run on `ranks` ranks needs. Raises InputError for all that cannot work."""
+    plan = checked_plan(config, ranks)
+    folder.check(config.folder, start.resume, start.overwrite)
+    source = find(config.data.source, config.data.field)
+    packed = tokenise(source, config.data.tokens, config.cache)
+
+    # imports torch, which takes seconds: what was refused so far was refused without it
+    from shardwise.train.model import gpt_config
+
+    sizes = gpt_config(config.model, packed.vocabulary.size)
+    check_fits(packed.vocabulary, sizes.vocabulary)
+    return Prepared(config, plan, split(packed, sizes.sequence, config.data.validation), sizes)

@@ -1,0 +1,159 @@
+"""The summary of a run: a table on the screen, and report.md with the numbers and the pictures."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.train import plots
+from shardwise.train.config import Config
+from shardwise.train.folder import PLOTS
+from shardwise.train.metrics import Record
+from shardwise.train.packed import Packed, publish
+from shardwise.train.progress import duration, size_text
+
+BELOW = "below the unigram baseline"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a rank holds by category and sends in a step by kind: measured, and by the formula."""
+
+    memory: dict[str, int]
+    predicted_memory: dict[str, int]
+    sent: dict[str, int]
+    predicted_sent: dict[str, int]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run at its end, as rank 0 saw it. `unigram` is in nats a token, `peak_flops` a second."""
+
+    config: Config
+    plan: str
+    ranks: int
+    parameters: int
+    packed: Packed
+    records: Sequence[Record]
+    unigram: float
+    peak_flops: float
+    cost: Cost
+    sample: str = ""
+    stopped: bool = False
+
+    @property
+    def validation(self) -> float | None:
+        """The last evaluation's loss, nats a token."""
+        return next(
+            (r.validation for r in reversed(self.records) if r.validation is not None), None
+        )
+
+    def bits(self, nats: float) -> float:
+        """Nats a token as bits a byte of text."""
+        return nats / math.log(2) / self.packed.bytes_per_token
+
+
+def rows(summary: Summary) -> list[tuple[str, str]]:
+    """The table: names and values."""
+    records, last = summary.records, summary.records[-1]
+    found = [
+        ("plan", f"{summary.plan} on {summary.ranks} rank{'s' * (summary.ranks > 1)}"),
+        ("model", f"{summary.parameters:,} parameters"),
+        ("data", _data(summary.packed)),
+        ("steps", f"{last.step} of {summary.config.train.steps}, {last.consumed:,} sequences"),
+        ("time in steps", duration(sum(record.seconds for record in records))),
+        ("training loss", f"{plots.smoothed([r.loss for r in records])[-1]:.4f} nats a token"),
+    ]
+    if summary.validation is not None:
+        found.append(("validation loss", _loss(summary, summary.validation)))
+        share = 1 - summary.validation / summary.unigram
+        found.append((BELOW, f"{share:.0%}"))
+    speed = median(record.tokens_per_s for record in records)
+    mfu = median(record.mfu for record in records)
+    peak = f"{summary.peak_flops / 1e9:,.0f} GFLOP/s"
+    found += [
+        ("unigram baseline", _loss(summary, summary.unigram)),
+        ("speed", f"{speed:,.0f} tokens/s (median)"),
+        ("MFU", f"{mfu:.1%} of the {peak} that matrix products reach on this machine, each rank"),
+        ("sent by a rank", f"{_against(summary.cost.sent, summary.cost.predicted_sent)} a step"),
+        ("held by a rank", _against(summary.cost.memory, summary.cost.predicted_memory)),
+    ]
+    return found
+
+
+def table(summary: Summary) -> Table:
+    """The summary for the screen."""
+    grid = Table.grid(padding=(0, 3))
+    for name, value in rows(summary):
+        grid.add_row(Text(name, style="dim"), Text(value))
+    return grid
+
+
+def write(summary: Summary) -> Path:
+    """Draw the pictures and write report.md into the run's folder; the path of the report."""
+    folder = summary.config.folder
+    plots.loss(folder / PLOTS / "loss.png", summary.records, summary.unigram)
+    cost = summary.cost
+    memory = "What rank 0 holds between steps"
+    plots.pairs(folder / PLOTS / "memory.png", cost.memory, cost.predicted_memory, memory)
+    sent = "What rank 0 sends in a step"
+    plots.pairs(folder / PLOTS / "bytes.png", cost.sent, cost.predicted_sent, sent)
+    path = folder / "report.md"
+    publish(path, lambda beside: beside.write_text(text(summary), encoding="utf-8"))
+    return path
+
+
+def text(summary: Summary) -> str:
+    """report.md."""
+    cost = summary.cost
+    lines = [f"# {summary.config.folder.name}", ""]
+    if summary.stopped:
+        lines += ["Stopped by a signal, with a checkpoint; `--resume` goes on from it.", ""]
+    lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows(summary)), ""]
+    lines += ["## Loss", "", "![loss](plots/loss.png)", "", _explained(summary), ""]
+    lines += ["## Memory", "", "![memory](plots/memory.png)", ""]
+    lines += [*_beside(cost.memory, cost.predicted_memory), ""]
+    lines += ["## Bytes", "", "![bytes](plots/bytes.png)", ""]
+    lines += [*_beside(cost.sent, cost.predicted_sent), ""]
+    if summary.sample:
+        quoted = "\n".join(f"    {line}" for line in summary.sample.splitlines())
+        lines += ["## Sample", "", quoted, ""]
+    return "\n".join(lines)
+
+
+def _explained(summary: Summary) -> str:
+    return (
+        f"The baseline ({summary.unigram:.4f} nats a token) is the entropy of the validation "
+        "tokens' own frequencies: the best that can be reached without looking at what came before."
+    )
+
+
+def _beside(measured: dict[str, int], predicted: dict[str, int]) -> list[str]:
+    lines = ["| rank 0, bytes | measured | formula |", "|---|---|---|"]
+    for name in dict.fromkeys([*measured, *predicted]):
+        pair = (f"{sizes[name]:,}" if name in sizes else "-" for sizes in (measured, predicted))
+        lines.append(f"| {name} | {' | '.join(pair)} |")
+    return lines
+
+
+def _against(measured: dict[str, int], predicted: dict[str, int]) -> str:
+    """The sum over what both name, beside the formula's; equality is said in a word."""
+    names = [name for name in measured if name in predicted]
+    ours, theirs = (sum(sizes[name] for name in names) for sizes in (measured, predicted))
+    if not names:
+        return size_text(sum(measured.values()))
+    said = "as predicted" if ours == theirs else f"predicted {size_text(theirs)}, {theirs:,} bytes"
+    return f"{size_text(ours)} ({ours:,} bytes, {said})"
+
+
+def _data(packed: Packed) -> str:
+    tokens = f"{len(packed.stream):,} tokens"
+    return f"{tokens}, {packed.documents:,} documents, {size_text(packed.text_bytes)} of text"
+
+
+def _loss(summary: Summary, nats: float) -> str:
+    return f"{nats:.4f} nats a token, {summary.bits(nats):.3f} bits a byte"

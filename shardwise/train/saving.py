@@ -1,0 +1,84 @@
+"""The state of a run in its checkpoints: saved, found again, and the oldest removed.
+
+A checkpoint holds whole named tensors and a few numbers: the engine's, the step, the sequences
+consumed, and what those sequences were cut from. None of it depends on the plan, so a run goes on
+under another row and another number of ranks.
+"""
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.checkpoint.load import load
+from shardwise.checkpoint.save import save
+from shardwise.core.errors import bad
+from shardwise.engine.engine import Engine
+from shardwise.train.folder import CHECKPOINTS
+from shardwise.train.prepare import Prepared
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run is: steps taken, and sequences consumed by them."""
+
+    step: int = 0
+    consumed: int = 0
+
+
+def save_run(prepared: Prepared, engine: Engine, at: Position) -> None:
+    """Publish a checkpoint of this moment; then keep only the newest. Called by all ranks."""
+    folder = prepared.config.folder / CHECKPOINTS
+    scalars = {
+        "step": at.step,
+        "consumed": at.consumed,
+        "data": prepared.data_mark,
+        "engine": engine.scalars(),
+    }
+    save(folder, engine.boxes(), scalars, engine.world)
+    if engine.world.rank == 0:
+        prune(folder, prepared.config.train.keep)
+
+
+def load_run(prepared: Prepared, engine: Engine) -> Position:
+    """Bring the engine to the latest checkpoint. Called by all ranks.
+
+    Raises InputError where the data or the model is another than the checkpoint's.
+    """
+    engine.prepare()
+    scalars = load(prepared.config.folder / CHECKPOINTS, engine.boxes(), engine.world)
+    _check_data(scalars["data"], prepared.data_mark)
+    engine.load_scalars(scalars["engine"])
+    engine.loaded()
+    return Position(int(scalars["step"]), int(scalars["consumed"]))
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the `keep` newest checkpoints; the one that `latest` names stays."""
+    latest = (folder / "latest").read_text(encoding="utf-8").strip()
+    steps = sorted((path for path in folder.glob("step-*") if path.is_dir()), key=_step)
+    for path in steps[:-keep]:
+        if path.name != latest:
+            shutil.rmtree(path)
+
+
+def _step(path: Path) -> int:
+    digits = path.name.removeprefix("step-")
+    return int(digits) if digits.isdecimal() else -1
+
+
+def _check_data(saved: dict[str, object], here: dict[str, object]) -> None:
+    names = {
+        "tokens": "the data or its tokens",
+        "sequence": "model.sequence",
+        "validation": "data.validation",
+        "seed": "train.seed",
+    }
+    other = [name for name in names if saved.get(name) != here[name]]
+    if other:
+        raise bad(
+            "a checkpoint to resume from that was trained with "
+            + ", ".join(f"{names[n]} = {saved.get(n)} (now {here[n]})" for n in other),
+            "the same data, sequence length, validation share and seed: the run's place in the "
+            "data means nothing without them",
+            "the configuration in the run's folder, or --overwrite for a new run",
+        )

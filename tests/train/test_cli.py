@@ -1,0 +1,92 @@
+"""The command line: its names are frozen, its answers are quick and are paragraphs."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from shardwise.train import cli
+
+# A change here is a change of what people have in their scripts.
+COMMANDS = {
+    "train": {"config", "--plan", "--nproc", "--set", "--resume", "--overwrite", "--help"},
+    "plan": {"text", "--words", "--help"},
+}
+NAMES = ["bench", "checkpoint", "plan", "train", "verify"]
+
+
+def shardwise(*argv: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-W", "error", "-m", "shardwise.train.cli", *argv]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_the_commands_are_frozen() -> None:
+    """The names of the commands, and of the one in checkpoint."""
+    group = typer.main.get_command(cli.application())
+    commands = group.commands  # pyright: ignore[reportAttributeAccessIssue]
+    assert sorted(commands) == NAMES
+    assert sorted(commands["checkpoint"].commands) == ["inspect"]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_options_are_frozen(name: str) -> None:
+    """Every option and argument of a command, by its name on the command line."""
+    group = typer.main.get_command(cli.application([name]))
+    command = group.commands[name]  # pyright: ignore[reportAttributeAccessIssue]
+    found = {text for param in command.get_params(typer.Context(command)) for text in
+             (param.opts if param.param_type_name == "option" else [param.name])}  # fmt: skip
+    assert found == COMMANDS[name]
+
+
+@pytest.mark.parametrize(
+    "argv", [("--help",), ("--version",), ("train", "--help"), ("plan", "--words")]
+)
+def test_help_needs_no_torch(argv: tuple[str, ...]) -> None:
+    """Torch and the other heavy packages are not imported for help, the version, the words."""
+    code = (
+        "import sys\nfrom shardwise.train.cli import main\n"
+        f"try: main({list(argv)!r})\n"
+        "except SystemExit as leaving: assert not leaving.code, leaving.code\n"
+        "heavy = {'torch', 'matplotlib', 'tokenizers', 'tensorboard', 'pyarrow'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "phrase"),
+    [
+        (("train", "absent.toml"), "absent.toml"),
+        (("train", "{example}", "--set", "train.step=3"), "train.steps"),
+        (("train", "{example}", "--plan", "dp2 zero9"), "zero9"),
+        (("train", "{example}", "--nproc", "3"), "needs 2 processes"),
+        (("train", "{example}", "--nproc", "0"), "one rank or more"),
+        (("train", "{example}", "--set", "data.source=absent.txt"), "absent.txt"),
+        (("train", "{example}", "--resume"), "no checkpoint"),
+        (("plan", "dp2 tp2"), "tensor parallelism"),
+    ],
+)
+def test_bad_input_is_a_paragraph_and_exit_code_2(
+    argv: tuple[str, ...], phrase: str, tmp_path: Path
+) -> None:
+    """No traceback, nothing on the output, no run folder left behind."""
+    example = Path(__file__).parents[2] / "examples" / "quickstart.toml"
+    given = [part.format(example=example) for part in argv]
+    if "{example}" in argv:
+        given += ["--set", f"run.folder={tmp_path / 'run'}"]
+    done = shardwise(*given)
+    assert done.returncode == 2, done.stderr
+    assert phrase in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert not (tmp_path / "run" / "config.toml").exists()
+
+
+def test_the_words_are_printed() -> None:
+    """What `shardwise plan --words` prints is the table of plan words."""
+    from shardwise.core.plan import words_table
+
+    assert shardwise("plan", "--words").stdout.strip() == words_table().strip()

@@ -1,0 +1,61 @@
+"""The record of a run: one line a step, whole lines only, no step twice."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from shardwise.train import metrics
+from shardwise.train.metrics import Record
+
+ONE = Record(
+    step=1, consumed=8, loss=3.5, lr=1e-3, tokens=64, seconds=0.5, tokens_per_s=128.0, mfu=0.25,
+    sent_bytes=1000,
+)  # fmt: skip
+
+
+def write(folder: Path, first: int, last: int) -> None:
+    with metrics.opened(folder, first - 1, tensorboard=False) as kept:
+        for step in range(first, last + 1):
+            kept.write(replace(ONE, step=step, consumed=8 * step))
+
+
+def test_what_is_written_reads_back(tmp_path: Path) -> None:
+    """One object a step; what a step does not have is not in its line."""
+    evaluated = replace(ONE, step=2, validation=3.25, memory_bytes={"parameters": 12})
+    with metrics.opened(tmp_path, 0, tensorboard=False) as kept:
+        kept.write(ONE)
+        kept.write(evaluated)
+    assert metrics.read(tmp_path) == [ONE, evaluated]
+    first = (tmp_path / metrics.FILE).read_text().splitlines()[0]
+    assert "validation" not in first
+
+
+def test_a_resumed_run_drops_what_came_after_the_checkpoint(tmp_path: Path) -> None:
+    """Resumed after step 3 of 5, the curve has steps 1 to 7 once each."""
+    write(tmp_path, 1, 5)
+    write(tmp_path, 4, 7)
+    assert [record.step for record in metrics.read(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_line_that_was_cut_short_is_dropped(tmp_path: Path) -> None:
+    """A crash in the middle of a line costs that line only."""
+    write(tmp_path, 1, 3)
+    path = tmp_path / metrics.FILE
+    path.write_text(path.read_text()[:-20])
+    assert [record.step for record in metrics.read(tmp_path)] == [1, 2]
+    write(tmp_path, 3, 4)
+    assert [record.step for record in metrics.read(tmp_path)] == [1, 2, 3, 4]
+
+
+def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
+    """The event file holds every tag of the record at its step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    record = replace(ONE, validation=3.0, memory_bytes={"parameters": 12})
+    with metrics.opened(tmp_path, 0, tensorboard=True) as kept:
+        kept.write(record)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"]}
+    assert found.keys() == metrics.tags(record).keys()
+    assert (found["loss/train"], found["memory/parameters"]) == (3.5, 12.0)
+    assert events.Scalars("loss/train")[0].step == 1
