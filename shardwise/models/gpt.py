@@ -204,3 +204,9 @@ def flops_per_token(config: GPTConfig) -> int:
     weights = config.layers * (attention + 3 * config.width * config.hidden)
     weights += config.vocabulary * config.width
     return 6 * weights + 12 * config.layers * config.width * config.sequence
+
+
+def parameters(config: GPTConfig) -> int:
+    """Ψ: how many parameters the model has, a shared one once."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in GPT(config).parameters())

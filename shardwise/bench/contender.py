@@ -1,0 +1,88 @@
+"""This file is what a contender is: a name, and how it turns a model into something that steps."""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.models.gpt import GPTConfig
+
+Batch = dict[str, Tensor]
+Step = Callable[[Batch], float]  # one whole training step on this rank's rows; its loss
+
+LEARNING_RATE = 3e-4
+WEIGHT_DECAY = 0.01
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every contender is given: the same for all of them."""
+
+    loss: Callable[[nn.Module, Batch], Tensor]
+    block: type[nn.Module]  # the repeated part, for those that wrap it
+    ranks: int
+    device: torch.device
+    precision: str = "fp32"
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One line of the table.
+
+    `row` is what it does in the words of the states table, and so the least it has to send.
+    `package` has to be importable.
+    """
+
+    name: str
+    row: str
+    build: Callable[[nn.Module, Setup], Step]
+    package: str = "torch"
+    note: str = ""
+
+    @property
+    def missing(self) -> bool:
+        """Whether the package it needs is not installed."""
+        return importlib.util.find_spec(self.package) is None
+
+
+@dataclass(frozen=True)
+class Task:
+    """A run: what each rank is told. `interface` is whose bytes are counted."""
+
+    size: str
+    config: GPTConfig
+    contenders: tuple[str, ...]
+    rows: int = 8  # sequences in the global batch
+    rounds: int = 8
+    steps: int = 1  # steps at a stretch, between two barriers
+    warm_up: int = 2
+    interface: str = "lo"
+    shared: bool = True  # the interface carries what all ranks send, not this one alone
+
+
+def adamw(parameters: Any) -> torch.optim.AdamW:
+    """The optimizer everyone gets."""
+    return torch.optim.AdamW(parameters, **adamw_options())
+
+
+def adamw_options() -> dict[str, Any]:
+    """The arguments of torch's AdamW that everyone gets."""
+    return {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "fused": True}
+
+
+def plain_step(
+    model: nn.Module, optimizer: torch.optim.Optimizer, setup: Setup, drop: bool = True
+) -> Step:
+    """The plain loop: forward, backward, step; then gradients are dropped, or only set to zero."""
+
+    def step(batch: Batch) -> float:
+        loss = setup.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=drop)
+        return loss.item()
+
+    return step

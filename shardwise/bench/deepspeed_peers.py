@@ -1,0 +1,59 @@
+"""This file is DeepSpeed's ZeRO, stages 1 to 3, where it is installed (arXiv 1910.02054)."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from shardwise.bench.contender import Batch, Contender, Setup, Step, adamw
+
+
+def deepspeed(stage: int) -> Callable[[nn.Module, Setup], Step]:
+    """The engine of that stage in fp32 around the same fused AdamW, without clipping."""
+
+    def build(model: nn.Module, setup: Setup) -> Step:
+        import deepspeed as library  # an optional peer
+
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        engine: Any
+        engine, *_ = library.initialize(
+            model=model,
+            optimizer=adamw(model.parameters()),
+            config=settings(stage, sum(p.numel() for p in model.parameters())),
+            dist_init_required=False,
+        )
+
+        def step(batch: Batch) -> float:
+            loss = setup.loss(engine, batch)
+            engine.backward(loss)
+            engine.step()
+            return loss.item()
+
+        return step
+
+    return build
+
+
+def settings(stage: int, numel: int) -> dict[str, Any]:
+    """DeepSpeed's configuration: its defaults, but for what has to be said.
+
+    Its bucket is the size of the model: the default of 5e8 elements holds any of these models
+    too, and would only be charged to its peak memory.
+    """
+    return {
+        # it wants to know a batch size and uses it for its own throughput lines alone
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": numel},
+        # torch's fused AdamW, and not a kernel of its own, so that the optimizer is the same
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 1_000_000,
+    }
+
+
+PEERS = tuple(
+    Contender(f"DeepSpeed ZeRO-{stage}", f"zero{stage}", deepspeed(stage), package="deepspeed")
+    for stage in (1, 2, 3)
+)

@@ -1,0 +1,41 @@
+"""This file is fairscale's sharded data parallelism, where it is installed."""
+
+from typing import Any
+
+from torch import nn
+from torch.optim import AdamW
+
+from shardwise.bench.contender import Contender, Setup, Step, adamw, adamw_options, plain_step
+
+
+def sharded_ddp(model: nn.Module, setup: Setup) -> Step:
+    """ShardedDataParallel: gradients reduced to the rank whose optimizer (OSS) owns them."""
+    from fairscale.nn.data_parallel import ShardedDataParallel
+    from fairscale.optim.oss import OSS
+
+    optimizer = OSS(model.parameters(), optim=AdamW, **adamw_options())
+    # its buckets are views of the gradients: dropped, they would be reduced without their values
+    return plain_step(ShardedDataParallel(model, optimizer), optimizer, setup, drop=False)
+
+
+def full_shard(model: nn.Module, setup: Setup) -> Step:
+    """FullyShardedDataParallel as fairscale first had it, a unit for each block."""
+    from fairscale.nn.data_parallel import FullyShardedDataParallel
+    from fairscale.nn.wrap import enable_wrap, wrap
+
+    if setup.device.type == "cpu":
+        raise RuntimeError("it runs on CUDA alone, on whose streams it keeps its order")
+    options: dict[str, Any] = {"compute_device": setup.device}
+    with enable_wrap(wrapper_cls=FullyShardedDataParallel, **options):
+        for name, module in list(model.named_modules()):
+            if isinstance(module, setup.block):
+                parent, _, child = name.rpartition(".")
+                setattr(model.get_submodule(parent), child, wrap(module))
+        whole = wrap(model)
+    return plain_step(whole, adamw(whole.parameters()), setup)
+
+
+PEERS = (
+    Contender("fairscale ShardedDDP", "zero2", sharded_ddp, package="fairscale"),
+    Contender("fairscale FSDP", "zero3", full_shard, package="fairscale"),
+)

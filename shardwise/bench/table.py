@@ -1,0 +1,131 @@
+"""This file is the table of a benchmark: rows from what the ranks measured, as text and as JSON."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardwise.bench.contender import Task
+from shardwise.bench.measure import Record
+from shardwise.bench.roster import REFERENCE, ROSTER
+from shardwise.core.states import ROWS, step_moves
+from shardwise.models.gpt import GPTConfig, parameters
+
+FP32_BYTES = 4
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the JSON: a contender at a size.
+
+    `step_s` is the median over the rounds of the slowest rank's time; `ratio` the median over the
+    rounds of that time over torch DDP's in the same round; `wire_bytes` the median bytes a rank
+    puts on the wire in a step, `wire_ratio` over the least its row of the states table can send;
+    `peak_bytes` the most live tensor bytes of any rank within a step; `loss` the ranks' mean in
+    the last step. None for what was not measured; `note` says why.
+    """
+
+    size: str
+    contender: str
+    ranks: int
+    step_s: float | None
+    ratio: float | None
+    wire_bytes: int | None
+    wire_ratio: float | None
+    peak_bytes: int | None
+    loss: float | None
+    note: str
+
+
+def lines(task: Task, by_rank: Sequence[Sequence[Record]]) -> list[Line]:
+    """The rows of one run, from each rank's records."""
+    by_contender = list(zip(*by_rank, strict=True))
+    slowest = {records[0].name: _slowest(records) for records in by_contender}
+    reference = slowest.get(REFERENCE, [])
+    return [_line(task, records, slowest[records[0].name], reference) for records in by_contender]
+
+
+def _line(task: Task, records: Sequence[Record], step_s: list[float], against: list[float]) -> Line:
+    name, ranks = records[0].name, len(records)
+    finished = len(step_s) == task.rounds
+    blank = Line(task.size, name, ranks, None, None, None, None, None, None, records[0].note)
+    if not finished:
+        return blank
+    wire_bytes = statistics.median(_mean([r.wire[i] for r in records]) for i in range(task.rounds))
+    least = least_bytes(ROSTER[name].row, task.config, ranks)
+    ratios = [own / other for own, other in zip(step_s, against, strict=False)]
+    return Line(
+        size=task.size,
+        contender=name,
+        ranks=ranks,
+        step_s=statistics.median(step_s),
+        ratio=statistics.median(ratios) if ratios else None,
+        wire_bytes=round(wire_bytes),
+        wire_ratio=wire_bytes / least if least else None,
+        peak_bytes=max((r.peak_bytes for r in records if r.peak_bytes is not None), default=None),
+        loss=_mean([r.loss for r in records if r.loss is not None]),
+        note=records[0].note or _suspicion(wire_bytes, least),
+    )
+
+
+def _suspicion(wire_bytes: float, least: int) -> str:
+    """Who sends less than its row has to keeps in memory what the row would not."""
+    return "sends less than its row has to" if wire_bytes < 0.97 * least else ""
+
+
+def _slowest(records: Sequence[Record]) -> list[float]:
+    """For each round the time of the rank that took longest."""
+    return [max(times) for times in zip(*(record.step_s for record in records), strict=True)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def least_bytes(row: str, config: GPTConfig, ranks: int) -> int:
+    """The least a rank sends in a step in fp32: 2Ψ(n-1)/n where parameters stay whole, or 3Ψ."""
+    moves = step_moves(ROWS[row], parameters(config), ranks)
+    return round(sum(move.sent for move in moves) * FP32_BYTES)
+
+
+def as_json(rows: Sequence[Line]) -> dict[str, Any]:
+    """The object that `--json` prints."""
+    return {"rows": [asdict(row) for row in rows]}
+
+
+def as_text(rows: Sequence[Line]) -> str:
+    """The same rows for a reader, a table for each size."""
+    head = ("contender", "step ms", "ratio", "wire MiB", "over least", "peak MiB", "loss", "note")
+    blocks = []
+    for size in dict.fromkeys(row.size for row in rows):
+        cells = [head, *(_cells(row) for row in rows if row.size == size)]
+        widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
+        ranks = next(row.ranks for row in rows if row.size == size)
+        blocks.append(f"{size}, {ranks} ranks")
+        blocks.extend(_aligned(line, widths) for line in cells)
+        blocks.append("")
+    return "\n".join(blocks).rstrip()
+
+
+def _cells(row: Line) -> tuple[str, ...]:
+    return (
+        row.contender,
+        _number(row.step_s, 1, 1000.0),
+        _number(row.ratio, 3),
+        _number(row.wire_bytes, 2, 1 / MIB),
+        _number(row.wire_ratio, 3),
+        _number(row.peak_bytes, 1, 1 / MIB),
+        _number(row.loss, 5),
+        row.note,
+    )
+
+
+def _number(value: float | None, digits: int, scale: float = 1.0) -> str:
+    return "-" if value is None else f"{value * scale:.{digits}f}"
+
+
+def _aligned(line: tuple[str, ...], widths: list[int]) -> str:
+    name, *numbers, note = line
+    middle = (number.rjust(width) for number, width in zip(numbers, widths[1:-1], strict=True))
+    return "  ".join((name.ljust(widths[0]), *middle, note)).rstrip()

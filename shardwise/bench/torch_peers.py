@@ -1,0 +1,70 @@
+"""This file is PyTorch's own data parallelism, each with the settings a user gets by default."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+
+from shardwise.bench.contender import Contender, Setup, Step, adamw, adamw_options, plain_step
+
+
+def ddp(model: nn.Module, setup: Setup) -> Step:
+    """Gradients all-reduced in buckets of 25 MiB while backward runs (arXiv 2006.15704)."""
+    wrapped = DistributedDataParallel(model)
+    return plain_step(wrapped, adamw(wrapped.parameters()), setup)
+
+
+def zero_redundancy(model: nn.Module, setup: Setup) -> Step:
+    """DDP, and an optimizer whose state is divided by whole parameters, which it broadcasts."""
+    wrapped: Any = DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(
+        wrapped.parameters(), optimizer_class=AdamW, **adamw_options()
+    )
+    return plain_step(wrapped, optimizer, setup)
+
+
+def fsdp1(strategy: ShardingStrategy) -> Callable[[nn.Module, Setup], Step]:
+    """FullyShardedDataParallel, a unit for each block (arXiv 2304.11277)."""
+
+    def build(model: nn.Module, setup: Setup) -> Step:
+        wrapped = FSDP1(
+            model,
+            sharding_strategy=strategy,
+            auto_wrap_policy=ModuleWrapPolicy({setup.block}),
+            device_id=setup.device,
+            use_orig_params=True,
+        )
+        return plain_step(wrapped, adamw(wrapped.parameters()), setup)
+
+    return build
+
+
+def fsdp2(reshard: bool) -> Callable[[nn.Module, Setup], Step]:
+    """fully_shard, a unit for each block; `reshard` frees a unit between forward and backward."""
+
+    def build(model: nn.Module, setup: Setup) -> Step:
+        mesh = init_device_mesh(setup.device.type, (setup.ranks,))
+        for module in model.modules():
+            if isinstance(module, setup.block):
+                fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+        return plain_step(model, adamw(model.parameters()), setup)
+
+    return build
+
+
+PEERS = (
+    Contender("torch DDP", "ddp", ddp),
+    Contender("ZeroRedundancyOptimizer", "zero1", zero_redundancy),
+    Contender("FSDP1 SHARD_GRAD_OP", "zero2", fsdp1(ShardingStrategy.SHARD_GRAD_OP)),
+    Contender("FSDP1 FULL_SHARD", "zero3", fsdp1(ShardingStrategy.FULL_SHARD)),
+    Contender("FSDP2 without reshard", "zero2", fsdp2(reshard=False)),
+    Contender("FSDP2", "zero3", fsdp2(reshard=True)),
+)
