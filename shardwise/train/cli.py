@@ -27,7 +27,7 @@ from shardwise.core.errors import InputError, RankError, RunError
 ELSEWHERE = {
     "verify": ("shardwise.train.verify", "verify_command", "Prove a plan: parity, bytes, memory."),
     "bench": ("shardwise.bench.cli", "bench_command", "Measure side by side with the peers."),
-    "inspect": ("shardwise.train.inspect", "inspect_command", "What a checkpoint holds."),
+    "inspect": ("shardwise.checkpoint.command", "inspect_command", "What a checkpoint holds."),
 }
 
 

@@ -13,6 +13,7 @@ A run that is there is never written over by accident: it is continued with --re
 import shutil
 from pathlib import Path
 
+from shardwise.checkpoint.folder import all_in
 from shardwise.core.errors import bad
 from shardwise.train.config import Config, dump
 from shardwise.train.packed import make_folder, publish
@@ -28,7 +29,7 @@ def check(folder: Path, resume: bool, overwrite: bool) -> None:
     if resume and overwrite:
         raise bad("both --resume and --overwrite", "one of the two", "--resume")
     taken = [name for name in OWN if (folder / name).exists()]
-    if resume and not (folder / CHECKPOINTS / "latest").exists():
+    if resume and not all_in(folder / CHECKPOINTS):
         raise bad(
             f"--resume with run.folder = '{folder}', where no checkpoint is",
             "a folder in which a run has saved one",

@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from shardwise.checkpoint.folder import all_in, find
 from shardwise.comm.world import World
 from shardwise.core.errors import RunError
 from shardwise.engine.engine import Engine
@@ -93,7 +94,7 @@ def opening(run: Run, at: Position) -> None:
     packed, config = run.prepared.corpus.packed, run.prepared.config
     bits = run.unigram / math.log(2) / packed.bytes_per_token
     run.progress.note(
-        f"{run.prepared.plan} on {run.engine.world.size} ranks, "
+        f"{run.prepared.plan} on {report.ranks_text(run.engine.world.size)}, "
         f"{len(packed.stream):,} tokens of {config.data.source}"
         + (f", resumed after step {at.step}" if at.step else "")
     )
@@ -149,12 +150,10 @@ def require_finite(run: Run, done: StepMetrics, step: int) -> None:
     )
     what = f"loss is {done.loss}" if not math.isfinite(done.loss) else f"gradient's norm is {norm}"
     checkpoints = run.prepared.config.folder / folder.CHECKPOINTS
-    latest = checkpoints / "latest"
     kept = "No checkpoint had been saved yet. A smaller train.lr or a longer train.warmup may help"
-    if latest.exists():
+    if all_in(checkpoints):
         slower = f"--resume --set train.lr={run.prepared.config.train.lr / 3:.1g}"
-        good = checkpoints / latest.read_text(encoding="utf-8").strip()
-        kept = f"The last good checkpoint is {good}. To go on from it with a smaller rate: {slower}"
+        kept = f"The last good checkpoint is {find(checkpoints)}: go on with {slower}, for example"
     raise RunError(f"Step {step}: the {what}, {where}. The run was stopped. {kept}.")
 
 

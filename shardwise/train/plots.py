@@ -46,7 +46,10 @@ def pairs(path: Path, measured: dict[str, int], predicted: dict[str, int], title
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.set(xlabel="MiB, rank 0", title=title)
-    axes.legend(frameon=False, loc="best")
+    if names:
+        axes.legend(frameon=False, loc="best")
+    else:
+        axes.text(0.5, 0.5, "nothing", transform=axes.transAxes, ha="center")
     figure.savefig(path, dpi=120)
 
 

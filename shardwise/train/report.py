@@ -16,8 +16,6 @@ from shardwise.train.metrics import Record
 from shardwise.train.packed import Packed, publish
 from shardwise.train.progress import duration, size_text
 
-BELOW = "below the unigram baseline"
-
 
 @dataclass(frozen=True)
 class Cost:
@@ -61,7 +59,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
     """The table: names and values."""
     records, last = summary.records, summary.records[-1]
     found = [
-        ("plan", f"{summary.plan} on {summary.ranks} rank{'s' * (summary.ranks > 1)}"),
+        ("plan", f"{summary.plan} on {ranks_text(summary.ranks)}"),
         ("model", f"{summary.parameters:,} parameters"),
         ("data", _data(summary.packed)),
         ("steps", f"{last.step} of {summary.config.train.steps}, {last.consumed:,} sequences"),
@@ -71,7 +69,8 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
     if summary.validation is not None:
         found.append(("validation loss", _loss(summary, summary.validation)))
         share = 1 - summary.validation / summary.unigram
-        found.append((BELOW, f"{share:.0%}"))
+        side = "below" if share > 0 else "above"
+        found.append(("", f"{abs(share):.0%} {side} the unigram baseline"))
     speed = median(record.tokens_per_s for record in records)
     mfu = median(record.mfu for record in records)
     peak = f"{summary.peak_flops / 1e9:,.0f} GFLOP/s"
@@ -123,6 +122,11 @@ def text(summary: Summary) -> str:
         quoted = "\n".join(f"    {line}" for line in summary.sample.splitlines())
         lines += ["## Sample", "", quoted, ""]
     return "\n".join(lines)
+
+
+def ranks_text(ranks: int) -> str:
+    """1 -> '1 rank', 2 -> '2 ranks'."""
+    return f"{ranks} rank{'s' * (ranks > 1)}"
 
 
 def _explained(summary: Summary) -> str:

@@ -5,10 +5,9 @@ consumed, and what those sequences were cut from. None of it depends on the plan
 under another row and another number of ranks.
 """
 
-import shutil
 from dataclasses import dataclass
-from pathlib import Path
 
+from shardwise.checkpoint.folder import prune
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.save import save
 from shardwise.core.errors import bad
@@ -50,20 +49,6 @@ def load_run(prepared: Prepared, engine: Engine) -> Position:
     engine.load_scalars(scalars["engine"])
     engine.loaded()
     return Position(int(scalars["step"]), int(scalars["consumed"]))
-
-
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the `keep` newest checkpoints; the one that `latest` names stays."""
-    latest = (folder / "latest").read_text(encoding="utf-8").strip()
-    steps = sorted((path for path in folder.glob("step-*") if path.is_dir()), key=_step)
-    for path in steps[:-keep]:
-        if path.name != latest:
-            shutil.rmtree(path)
-
-
-def _step(path: Path) -> int:
-    digits = path.name.removeprefix("step-")
-    return int(digits) if digits.isdecimal() else -1
 
 
 def _check_data(saved: dict[str, object], here: dict[str, object]) -> None:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.checkpoint.folder import METADATA, SCALARS
 from shardwise.core.errors import InputError
 from shardwise.train import config, folder
 
@@ -46,8 +47,10 @@ def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
     """Without a checkpoint --resume is refused; with one it is not."""
     with pytest.raises(InputError, match="where no checkpoint is"):
         folder.check(tmp_path, resume=True, overwrite=False)
-    (tmp_path / "checkpoints").mkdir()
-    (tmp_path / "checkpoints" / "latest").write_text("step-000001")
+    saved = tmp_path / "checkpoints" / "step-000001"
+    saved.mkdir(parents=True)
+    for name in (METADATA, SCALARS):
+        (saved / name).write_text("{}")
     folder.check(tmp_path, resume=True, overwrite=False)
     with pytest.raises(InputError, match="both --resume and --overwrite"):
         folder.check(tmp_path, resume=True, overwrite=True)

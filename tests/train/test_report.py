@@ -33,7 +33,12 @@ def test_the_report_holds_the_numbers_and_the_pictures(tmp_path: Path) -> None:
     )
     path = report.write(summary(tmp_path, cost))
     text = path.read_text()
-    for part in ("dp2 zero3 on 2 ranks", "1,234 parameters", "| 50% |", "    def f():"):
+    for part in (
+        "dp2 zero3 on 2 ranks",
+        "1,234 parameters",
+        "50% below the unigram baseline",
+        "    def f():",
+    ):
         assert part in text
     assert "4.0 KiB (4,096 bytes, as predicted)" in text
     assert "10 B (10 bytes, predicted 12 B, 12 bytes)" in text
