@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+import shardwise as sw
 from shardwise.bench.contender import (
     LEARNING_RATE,
     WEIGHT_DECAY,
@@ -16,20 +17,23 @@ from shardwise.core.states import ROWS
 from shardwise.models import gpt
 
 
+def engine_of(model: nn.Module, word: str, setup: Setup) -> sw.Engine:
+    """The engine of that row over all ranks, with the optimizer everyone gets."""
+    return sw.parallelize(
+        model,
+        f"dp{setup.ranks} {word} {setup.precision}",
+        sw.init(setup.device.type),
+        optimizer=sw.AdamW(lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY),
+        loss=setup.loss,
+        tokens=gpt.tokens,
+    )
+
+
 def row(word: str) -> Callable[[nn.Module, Setup], Step]:
     """`sw.parallelize` with that row over all ranks."""
 
     def build(model: nn.Module, setup: Setup) -> Step:
-        import shardwise as sw
-
-        engine = sw.parallelize(
-            model,
-            f"dp{setup.ranks} {word} {setup.precision}",
-            sw.init(setup.device.type),
-            optimizer=sw.AdamW(lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY),
-            loss=setup.loss,
-            tokens=gpt.tokens,
-        )
+        engine = engine_of(model, word, setup)
 
         def step(batch: Batch) -> float:
             return engine.step(batch).loss

@@ -5,8 +5,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -34,7 +33,7 @@ def fsdp1(strategy: ShardingStrategy) -> Callable[[nn.Module, Setup], Step]:
     """FullyShardedDataParallel, a unit for each block (arXiv 2304.11277)."""
 
     def build(model: nn.Module, setup: Setup) -> Step:
-        wrapped = FSDP1(
+        wrapped = FullyShardedDataParallel(
             model,
             sharding_strategy=strategy,
             auto_wrap_policy=ModuleWrapPolicy({setup.block}),

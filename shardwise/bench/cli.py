@@ -1,0 +1,39 @@
+"""This file is `shardwise bench` on the command line."""
+
+import json
+from typing import Annotated
+
+import typer
+
+from shardwise.bench import cuda, data
+from shardwise.bench.table import as_json, as_text
+from shardwise.core.errors import bad
+
+SUITES = ("data",)
+
+
+def bench_command(
+    suite: Annotated[str, typer.Argument(metavar="SUITE", help="data")] = "data",
+    size: Annotated[list[str] | None, typer.Option(help="small, tiny; both by default.")] = None,
+    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 2,
+    repeats: Annotated[int | None, typer.Option(help="Rounds; a median is over them.")] = None,
+    contender: Annotated[
+        list[str] | None, typer.Option(help="Only this one and torch DDP; may be repeated.")
+    ] = None,
+    link: Annotated[str | None, typer.Option(help="Between two hosts at this rate: 1gbit.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, or cuda: one rank on NCCL.")] = "cpu",
+    as_object: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Measure side by side with the peers: step time, bytes on the wire, memory, loss."""
+    if suite not in SUITES:
+        raise bad(f'the suite "{suite}"', ", ".join(SUITES), f"shardwise bench {SUITES[0]}")
+    if device not in ("cpu", "cuda"):
+        raise bad(f'the device "{device}"', "cpu or cuda", "--device cpu")
+    if device == "cuda":
+        rows = cuda.run(repeats)
+        print(json.dumps(cuda.as_json(rows), indent=2) if as_object else cuda.as_text(rows))
+        return
+    if link is not None and ranks != 2:
+        raise bad(f"{ranks} ranks with --link", "one rank on each of two hosts", "--ranks 2")
+    rows = data.run(data.plan_tasks(size or (), ranks, repeats, contender or ()), ranks, link)
+    print(json.dumps(as_json(rows), indent=2) if as_object else as_text(rows))
