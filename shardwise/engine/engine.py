@@ -1,8 +1,7 @@
 """this file is the engine: a model, a plan and a world, and the step that trains them.
 
-    count the tokens of the global batch          (all ranks, beside the first forward pass)
     for each microbatch: forward, backward        (data.py gathers, frees and reduces)
-    finish the reductions; agree on the facts     (which gradients exist; the loss; the norm)
+    finish the reductions; agree on the facts     (loss, tokens, which gradients exist; the norm)
     update this rank's pieces                     (optimizer.py)
     begin to gather what the next step uses
 
@@ -18,11 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.door import start
 from shardwise.comm.ledger import Key, Ledger, Tally
 from shardwise.comm.world import World
 from shardwise.core.check import require
-from shardwise.core.layout import P, R
 from shardwise.core.plan import Plan
 from shardwise.core.states import ROWS
 from shardwise.engine import memory, state
@@ -144,6 +141,7 @@ class Engine:
         self.optimizer = ShardedOptimizer(training.optimizer, self.flats)
         self.scale = LossScale(on=plan.precision == "fp16")
         self.steps = 0
+        self.expected = 0  # tokens of the global batch, of the step before
 
     def _cast(self) -> None:
         """The plan's precision, the plan's device; parameters on meta stay there."""
@@ -175,69 +173,61 @@ class Engine:
         before = self.ledger.copy()
         parts = split(batch, self.plan.accumulate)
         counts = [self._count(part) for part in parts]
-        total = self._begin_total(sum(counts))
+        if not self.expected:
+            self.expected = self._total(sum(counts))
         summed = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for k, (part, count) in enumerate(zip(parts, counts, strict=True)):
             self.data.sync = k == len(parts) - 1
             loss = self.training.loss(self.model, cast(part, self.dtype))
-            weight = count / total() if total() else 0.0
-            (loss * (weight * self.scale.value)).backward()
-            summed += loss.detach() * weight
+            (loss * (self.scale.value * count / self.expected)).backward()
+            summed += loss.detach() * count
         with self.ledger.phase("update"):
-            facts = self._settle(summed)
+            facts = self._settle(summed, sum(counts))
         self.steps += 1
         sent = sum(tally.sent_bytes for tally in self.ledger.since(before).values())
-        return Metrics(facts.loss, total(), facts.norm, facts.skipped, self.optimizer.lr, sent)
+        return Metrics(facts.loss, facts.tokens, facts.norm, facts.skipped, self.optimizer.lr, sent)
 
     def _count(self, part: Any) -> int:
-        if part is None:
-            return 0
         return self.training.tokens(part) if self.training.tokens else rows(part)
 
-    def _begin_total(self, mine: int) -> Callable[[], int]:
-        """Start to add up the tokens of all ranks; the sum is waited for when it is asked for."""
-        total = torch.tensor([float(mine)], dtype=torch.float64, device=self.world.device)
-        waits = []
+    def _total(self, mine: int) -> int:
         with self.ledger.phase("check"):
-            for axis in self.axes:
-                waits.append(start(total, axis, P, R, total))
-                if axis is not self.axes[-1] and self.axes[-1].size > 1:
-                    waits.pop().wait()
+            counted = self.data.agree(torch.tensor([float(mine)], device=self.world.device))
+        return max(1, round(counted.item()))
 
-        def value() -> int:
-            for pending in waits:
-                pending.wait()
-            return round(total.item())
+    def _settle(self, summed: Tensor, count: int) -> "_Facts":
+        """Finish the reductions, agree, update, and begin to gather for the next step.
 
-        return value
-
-    def _settle(self, summed: Tensor) -> "_Facts":
-        """Finish the reductions, agree, update, and begin to gather for the next step."""
-        own = torch.cat([summed.view(1), self.data.got().to(summed)])
+        Gradients were divided by the number of tokens expected, that of the step before: a number
+        every rank has without asking.  Where the true one differs, the update makes up for it.
+        """
+        own = torch.cat([summed.view(1), summed.new_tensor([count]), self.data.got().to(summed)])
+        with self.ledger.phase("check"):
+            agreed = self.data.begin_agree(own)
         self.data.finish()
-        with self.ledger.phase("check"):
-            agreed = self.data.agree(own)
-            norm = self._norm()
-        loss = agreed[0].item()
-        self.data.show(agreed[1:])
+        facts = agreed()
+        total = max(1, round(facts[1].item()))
+        loss, correction = facts[0].item() / total, self.expected / total
+        self.expected = total
+        norm = self._norm(correction)
+        self.data.show(facts[2:])
         skipped = self.scale.on and not math.isfinite(norm or 0.0)
-        self.scale.saw(overflow=skipped)
         if not skipped:
-            self.optimizer.step(self._factor(norm))
+            self.optimizer.step(self._factor(norm) * correction)
+        self.scale.saw(overflow=skipped)
         for flat in self.flats:
             flat.clear()
         self.data.publish()
         asked = self.training.clip is not None
-        return _Facts(loss, norm if asked and not skipped else None, skipped)
+        return _Facts(loss, total, norm if asked and not skipped else None, skipped)
 
-    def _norm(self) -> float | None:
+    def _norm(self, correction: float) -> float | None:
         """The norm of the global gradient, loss scale taken out; None where nothing needs it."""
         if self.training.clip is None and not self.scale.on:
             return None
-        squared = self.optimizer.squared_norm().view(1)
-        if self.flats[0].shard_axis.size > 1:
-            squared = self.data.agree_on(squared, self.axes[0])
-        return math.sqrt(squared.item()) / self.scale.value
+        with self.ledger.phase("check"):
+            squared = self.data.agree_on(self.optimizer.squared_norm().view(1), self.axes[0])
+        return math.sqrt(squared.item()) * correction / self.scale.value
 
     def _factor(self, norm: float | None) -> float:
         """What gradients are multiplied by: loss scale out, clipping in (Pascanu et al., 2013)."""
@@ -253,15 +243,13 @@ class Engine:
         """
         was_training = self.model.training
         self.model.eval()
-        (part,) = split(batch, 1)
-        count = self._count(part)
-        total = self._begin_total(count)
-        loss = self.training.loss(self.model, cast(part, self.dtype))
-        weighted = loss.double().view(1) * (count / max(1, total()))
+        count = self._count(batch)
+        loss = self.training.loss(self.model, cast(batch, self.dtype)).double()
+        own = torch.stack([loss * count, loss.new_tensor(float(count))])
         with self.ledger.phase("check"):
-            mean = self.data.agree(weighted).item()
+            summed, total = self.data.agree(own).tolist()
         self.model.train(was_training)
-        return mean, total()
+        return summed / max(1.0, total), round(total)
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the steps to come."""
@@ -306,5 +294,6 @@ class Engine:
 @dataclass(frozen=True)
 class _Facts:
     loss: float
+    tokens: int
     norm: float | None
     skipped: bool

@@ -48,7 +48,9 @@ def shard(model: nn.Module, how: Sharding, pace: Pace) -> tuple[Data, list[Flat]
     """
     units: list[Unit] = []
     flats: list[Flat] = []
-    for spec in choose(model, how.units, LEAST_BYTES, how.bucket_bytes):
+    # what is gathered for use stays small; what is only reduced may fill a bucket
+    most = 2 * LEAST_BYTES if how.row.param.kind == "S" else how.bucket_bytes
+    for spec in choose(model, how.units, LEAST_BYTES, most):
         groups = [
             Flat(group, how.row, how.shard, how.replicate, how.fill, how.device)
             for group in _alike(spec)

@@ -26,8 +26,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardwise.comm.collectives import all_reduce, broadcast
+from shardwise.comm.collectives import broadcast
+from shardwise.comm.door import start
 from shardwise.comm.world import Axis
+from shardwise.core.layout import R, S
 
 
 class Group(Protocol):
@@ -42,6 +44,7 @@ class Group(Protocol):
     def begin_gather(self) -> None: ...
     def gather(self) -> None: ...
     def free(self) -> None: ...
+    def pretend(self) -> None: ...
     def rest(self) -> None: ...
     def collect(self, index: int, scale: float) -> None: ...
     def begin_reduce(self) -> None: ...
@@ -193,6 +196,8 @@ class Data:
             if not later.trained and not later.keep and later.depth == 0:
                 later.free()
         if not unit.wanted_backward:
+            for group in unit.groups:
+                group.pretend()
             return
         unit.gather()
         for earlier in self.order[max(0, place - self.pace.ahead) : place][::-1]:
@@ -269,11 +274,22 @@ class Data:
         flags = [float(got) for group in self._groups() if group.trained for got in group.got]
         return torch.tensor(flags)
 
+    def begin_agree(self, x: Tensor) -> Callable[[], Tensor]:
+        """Start to add up a small vector over all data ranks; call the result for the sum."""
+        first, *others = [axis for axis in self.axes if axis.size > 1] or self.axes[:1]
+        arriving = _begin_sum(x, first)
+
+        def total() -> Tensor:
+            x = arriving()
+            for axis in others:
+                x = _begin_sum(x, axis)()
+            return x
+
+        return total
+
     def agree(self, x: Tensor) -> Tensor:
-        """The sum of a small tensor over all data ranks, every rank's number included."""
-        for axis in self.axes:
-            x = self.agree_on(x, axis)
-        return x
+        """The sum of a small vector over all data ranks, every rank's own included."""
+        return self.begin_agree(x)()
 
     def show(self, used: Tensor) -> None:
         """Put parameters at rest with their gradients on them: the optimizer's turn."""
@@ -297,8 +313,8 @@ class Data:
                 unit.begin_gather()
 
     def agree_on(self, x: Tensor, axis: Axis) -> Tensor:
-        """The sum of a small tensor over one axis."""
-        return x if axis.size == 1 else _summed(x, axis)
+        """The sum of a small vector over one axis."""
+        return _begin_sum(x, axis)()
 
     def broadcast_buffers(self) -> None:
         """Rank 0's buffers on every data rank, where they changed since the last time (batch norm)."""
@@ -329,10 +345,18 @@ def _call(act: Callable[[], None], grad: Tensor) -> None:
     act()
 
 
-def _summed(x: Tensor, axis: Axis) -> Tensor:
-    padded = torch.zeros(len(x) + -len(x) % axis.size, dtype=x.dtype, device=x.device)
-    padded[: len(x)] = x
-    return all_reduce(padded, axis)[: len(x)]
+def _begin_sum(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
+    """Gather and add: for a few numbers one message each way beats the two of an all-reduce."""
+    if axis.size == 1:
+        return lambda: x
+    everyone = x.new_empty(axis.size * len(x))
+    arriving = start(x, axis, S(0), R, everyone)
+
+    def total() -> Tensor:
+        arriving.wait()
+        return everyone.view(axis.size, -1).sum(0)
+
+    return total
 
 
 def _broadcast_together(tensors: Sequence[Tensor], axis: Axis) -> None:

@@ -153,6 +153,15 @@ class Flat:
             self.rest()
             self.full.untyped_storage().resize_(0)
 
+    def pretend(self) -> None:
+        """Give p.data its own shape and no memory: a gradient of that shape is coming for it.
+
+        For what the backward pass does not read (the rows of an embedding): nothing is gathered.
+        """
+        if self.stage is Stage.REST:
+            for p, shape in zip(self.params, self.shapes, strict=True):
+                p.data = self.shard.new_empty(1).expand(shape)
+
     def keep_block(self) -> None:
         """Somebody has written to the whole parameters: take this rank's block from them."""
         if self.temporary:
