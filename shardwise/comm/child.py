@@ -55,11 +55,11 @@ def run(job: Job) -> bytes:
     torch.set_num_threads(job.threads)
     try:
         packed = _work(job)
+        job.room.finish(rank)
     except SystemExit as error:
         _hold(job.room, rank, f"it ended by sys.exit({error.code!r})", _exit_code(error))
     except BaseException as error:  # noqa: BLE001  whatever ends a rank is reported
         _hold(job.room, rank, _told(error))
-    job.room.finish(rank)
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     return packed
@@ -103,8 +103,11 @@ def _told(error: BaseException) -> str:
 def _hold(room: Room, rank: int, text: str, code: int | None = None) -> Any:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    room.fail(rank, text, code)
-    time.sleep(_HOLD_S)
+    try:
+        room.fail(rank, text, code)
+        time.sleep(_HOLD_S)
+    except OSError:  # no room to write it down: the screen is what is left
+        print(f"rank {rank} failed:\n{text}", file=sys.stderr, flush=True)
     os._exit(1)
 
 

@@ -47,6 +47,7 @@ _LOST = re.compile(
     r"|Failed to recv|ncclRemoteError|remote process exited"
 )
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+_EVENTS = "torchelastic-events-null"  # made when the first event is told
 
 
 @dataclass
@@ -335,7 +336,8 @@ def _variables(changes: dict[str, str]) -> Iterator[None]:
 def _silent() -> Iterator[None]:
     """The elastic launcher's log is kept off the screen: what matters of it is in our error."""
     names = [name for name in logging.root.manager.loggerDict if name.startswith(_LOGGERS)]
-    loud = [logger for logger in map(logging.getLogger, names) if not logger.disabled]
+    loggers = map(logging.getLogger, [*names, _EVENTS])
+    loud = [logger for logger in loggers if not logger.disabled]
     for logger in loud:
         logger.disabled = True
     try:

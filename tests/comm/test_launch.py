@@ -224,7 +224,7 @@ SLURM = {
     ],
 )
 def test_the_environment_tells_how_a_process_was_started(variables: dict, start: Start | None):
-    """The variables of torchrun come first, then those of a Slurm step; a batch script is neither."""
+    """The variables of torchrun come first, then a Slurm step's; a batch script has neither."""
     assert environment(variables) == start
 
 

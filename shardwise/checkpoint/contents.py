@@ -1,0 +1,60 @@
+"""this file is what a checkpoint holds, told without reading its tensors."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from shardwise.checkpoint.folder import find
+from shardwise.checkpoint.storage import read_metadata, read_scalars
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One tensor: its whole shape, its dtype ("float32"), its data's bytes, and its pieces."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    pieces: int
+
+
+@dataclass(frozen=True)
+class Contents:
+    """A checkpoint: its tensors by name, its scalars, and how many ranks saved it."""
+
+    path: Path
+    ranks: int
+    scalars: dict[str, Any]
+    tensors: tuple[Saved, ...]
+
+    @property
+    def bytes(self) -> int:
+        """The data of all tensors, without what the files add."""
+        return sum(tensor.bytes for tensor in self.tensors)
+
+
+def describe(folder: Path) -> Contents:
+    """What the newest checkpoint in `folder` holds; the folder may be one checkpoint's own.
+
+    Raises InputError where there is none, or where it is damaged.
+    """
+    path = find(folder)
+    said = read_scalars(path)
+    tensors = read_metadata(path).state_dict_metadata
+    saved = (
+        _saved(name, tensor)
+        for name, tensor in sorted(tensors.items())
+        if isinstance(tensor, TensorStorageMetadata)
+    )
+    return Contents(path, int(said["ranks"]), said["scalars"], tuple(saved))
+
+
+def _saved(name: str, tensor: TensorStorageMetadata) -> Saved:
+    dtype = tensor.properties.dtype
+    size = math.prod(tensor.size) * dtype.itemsize
+    text = str(dtype).removeprefix("torch.")
+    return Saved(name, tuple(tensor.size), text, size, len(tensor.chunks))

@@ -1,0 +1,142 @@
+"""this file is the folder of checkpoints, in which at every moment there is a whole one.
+
+    step-000100/           a checkpoint: files of tensors, .metadata, scalars.json
+    step-000200/
+    latest                 the name of the newest, a line of text
+    .saving-step-000300/   one being written; becomes step-000300 by one rename when it is complete
+    .removing-.../         one being removed; what is half removed never has a checkpoint's name
+    step-000200.again/     the same step saved a second time, until the first has made room
+
+Whoever reads looks at `latest`, and where that is behind or gone, at the names.  Whoever writes
+first finishes what an earlier writer was stopped in.
+"""
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from shardwise.core.errors import bad
+
+METADATA, SCALARS, LATEST = ".metadata", "scalars.json", "latest"
+_NAME = re.compile(r"step-(\d+)(\.again)?")
+
+
+def name_of(step: int) -> str:
+    """The name of the checkpoint of a step; names sort as steps do up to a million."""
+    return f"step-{step:06d}"
+
+
+def unfinished(folder: Path, step: int) -> Path:
+    """Where the checkpoint of a step is written before it is published."""
+    return folder / f".saving-{name_of(step)}"
+
+
+def is_whole(path: Path) -> bool:
+    """Whether the folder is a checkpoint that was published."""
+    return (path / METADATA).is_file() and (path / SCALARS).is_file()
+
+
+def all_in(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, the oldest first; of a step saved twice the second is newer."""
+    found = [(path, _NAME.fullmatch(path.name)) for path in folder.glob("step-*")]
+    named = [(int(m[1]), m[2] is not None, path) for path, m in found if m and is_whole(path)]
+    return [path for _, _, path in sorted(named)]
+
+
+def find(folder: Path) -> Path:
+    """The newest whole checkpoint in a folder; the folder itself where it is a checkpoint.
+
+    Raises InputError where there is none.
+    """
+    if is_whole(folder):
+        return folder
+    latest = folder / LATEST
+    if latest.is_file():
+        named = folder / latest.read_text(encoding="utf-8").strip()
+        if named.parent == folder and is_whole(named):
+            return named
+    whole = all_in(folder)
+    if not whole:
+        what = "no such folder" if not folder.is_dir() else "no whole checkpoint in it"
+        raise bad(
+            f"the checkpoint folder '{folder}' ({what})",
+            "a folder with step-000100 or the like in it, or such a folder itself",
+            "the path of a run's 'checkpoints' folder",
+        )
+    return whole[-1]
+
+
+def prune(folder: Path, keep: int) -> list[Path]:
+    """Remove all but the `keep` newest checkpoints, for one rank; what was removed.
+
+    What `find` would give stays.  Raises InputError for keep below one.
+    """
+    if keep < 1:
+        raise bad(f"keep={keep}", "one checkpoint or more", "keep=1")
+    whole = all_in(folder)
+    old = [path for path in whole[:-keep] if path != find(folder)]
+    for path in old:
+        _remove(path)
+    return old
+
+
+def clear(path: Path) -> None:
+    """Make an empty folder of that name, for one rank, once nothing of earlier attempts is left."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _settle(path.parent)
+    for left in (*path.parent.glob(".saving-*"), *path.parent.glob(".removing-*")):
+        shutil.rmtree(left)
+    path.mkdir()
+
+
+def publish(path: Path, step: int) -> Path:
+    """Give a complete checkpoint its name, and make it the latest; for one rank."""
+    folder = path.parent
+    final = folder / name_of(step)
+    again = final.with_name(f"{final.name}.again")
+    for entry in path.iterdir():
+        sync(entry)
+    sync(path)
+    path.rename(again if final.exists() else final)
+    sync(folder)
+    if again.exists():
+        _point(folder, again.name)
+        _settle(folder)
+    _point(folder, final.name)
+    return final
+
+
+def sync(path: Path) -> None:
+    """Have a file, or a folder's list of names, on the disk before anything later is."""
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def _settle(folder: Path) -> None:
+    """Let each checkpoint that was saved again take the place of its first version."""
+    for again in folder.glob("step-*.again"):
+        final = again.with_name(again.name.removesuffix(".again"))
+        if final.exists():
+            _remove(final)
+        again.rename(final)
+        sync(folder)
+
+
+def _point(folder: Path, name: str) -> None:
+    written = folder / f".{LATEST}"
+    written.write_text(f"{name}\n", encoding="utf-8")
+    sync(written)
+    written.replace(folder / LATEST)
+    sync(folder)
+
+
+def _remove(path: Path) -> None:
+    aside = path.with_name(f".removing-{path.name}")
+    if aside.exists():
+        shutil.rmtree(aside)
+    path.rename(aside)
+    shutil.rmtree(aside)

@@ -1,0 +1,323 @@
+"""this file is who writes which part of which tensor, and who reads which.
+
+torch.distributed.checkpoint asks every rank for a plan, lets the first rank look at all of them,
+and then has every rank carry out its own.
+
+    save   every rank offers its boxes, cut into pieces of at most PIECE_BYTES.  A piece that
+           several ranks hold is given to the one that has least to write so far.
+    load   every rank asks for the overlaps of its boxes with the pieces on the disk.
+"""
+
+import io
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from shardwise.core.errors import InputError, Problem, refusal
+from shardwise.engine.box import Box
+
+#: What a rank must hold beside its state to write a piece, or to read one.
+PIECE_BYTES = 32 * 2**20
+#: Of all that does not fit, so many tensors are named.
+_NAMED = 6
+
+Block = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes in the whole tensor
+
+
+def cut(offsets: tuple[int, ...], sizes: tuple[int, ...], numel: int) -> Iterator[Block]:
+    """Blocks of at most `numel` elements each, or of one where a dim cannot be cut further.
+
+    A block is cut along its first dim longer than one; what is still too large is cut again.
+    """
+    dim = next((d for d, size in enumerate(sizes) if size > 1), None)
+    if math.prod(sizes) <= numel or dim is None:
+        yield offsets, sizes
+        return
+    length = max(1, numel // math.prod(sizes[dim + 1 :]))
+    for start in range(0, sizes[dim], length):
+        begin = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
+        size = (*sizes[:dim], min(length, sizes[dim] - start), *sizes[dim + 1 :])
+        yield from cut(begin, size, numel)
+
+
+def overlap(a: Block, b: Block) -> Block | None:
+    """The block that two blocks of one tensor share; None where they share no element."""
+    offsets = tuple(map(max, a[0], b[0]))
+    ends = tuple(min(x + m, y + n) for x, m, y, n in zip(a[0], a[1], b[0], b[1], strict=True))
+    sizes = tuple(end - offset for offset, end in zip(offsets, ends, strict=True))
+    return (offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+def part(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """A view of the block of a tensor."""
+    return tensor[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+
+
+class BoxSavePlanner(SavePlanner):
+    """Offers this rank's boxes to be written, and hands them over."""
+
+    def __init__(self, boxes: Sequence[Box], piece_bytes: int = PIECE_BYTES) -> None:
+        self.boxes = boxes
+        self.piece_bytes = piece_bytes
+        self.tensors: dict[MetadataIndex, Tensor] = {}
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Begin anew; torch's state dict is empty, for the boxes are all there is."""
+        self.tensors = {}
+
+    def create_local_plan(self) -> SavePlan:
+        """Every piece of every box, with its replica number."""
+        items: list[WriteItem] = []
+        replicas: list[int] = []
+        for box in self.boxes:
+            if 0 in box.sizes and 0 not in box.shape:
+                continue  # this rank holds nothing of the tensor
+            limit = max(1, self.piece_bytes // box.tensor.element_size())
+            for offsets, sizes in cut(box.offsets, box.sizes, limit):
+                begin = tuple(o - b for o, b in zip(offsets, box.offsets, strict=True))
+                items.append(_write_item(box, offsets, sizes))
+                replicas.append(box.replica)
+                self.tensors[items[-1].index] = part(box.tensor.detach(), begin, sizes)
+        return SavePlan(items, planner_data=replicas)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Give each piece to one rank.
+
+        Raises ValueError where the pieces do not make up their tensors: some element would be
+        written by nobody, or by two that may disagree.
+        """
+        holders: dict[tuple[str, Block], list[int]] = {}
+        first: dict[tuple[str, Block], WriteItem] = {}
+        for rank, plan in enumerate(all_plans):
+            for item, replica in zip(plan.items, plan.planner_data, strict=True):
+                holders.setdefault(_key(item), []).append(rank)
+                if replica == 0:
+                    first.setdefault(_key(item), item)
+        writer = _spread({key: holders[key] for key in first}, first)
+        plans = [
+            replace(
+                plan,
+                items=[item for item in plan.items if writer.get(_key(item)) == rank],
+                planner_data=None,
+            )
+            for rank, plan in enumerate(all_plans)
+        ]
+        items = [item for plan in plans for item in plan.items]
+        return plans, Metadata(_tensors(items, [i for plan in all_plans for i in plan.items]))
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        return self.tensors[write_item.index]
+
+
+class BoxLoadPlanner(LoadPlanner):
+    """Asks for what overlaps this rank's boxes, and says where it goes.
+
+    `create_local_plan` raises InputError for tensors that the checkpoint does not have, or has
+    with another shape or dtype.
+    """
+
+    def __init__(self, boxes: Sequence[Box], checkpoint: str) -> None:
+        self.boxes = boxes
+        self.checkpoint = checkpoint
+        self.tensors: dict[MetadataIndex, Tensor] = {}
+        self.metadata = Metadata({})
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take what is known of the checkpoint. Raises InputError where the reader met one."""
+        self.metadata = metadata or Metadata({})
+        if isinstance(self.metadata.planner_data, InputError):  # the reader could not read it
+            raise self.metadata.planner_data
+
+    def create_local_plan(self) -> LoadPlan:
+        """The overlaps of each box with the pieces on the disk. Raises InputError, see above."""
+        known = self.metadata.state_dict_metadata
+        wrong = {
+            box.name: problem
+            for box in self.boxes
+            if (problem := _problem(box, known.get(box.name), self.checkpoint)) is not None
+        }
+        if wrong:
+            more = f" and {len(wrong) - _NAMED} more tensors" if len(wrong) > _NAMED else ""
+            named = list(wrong.values())[:_NAMED]
+            raise refusal(f"loading '{self.checkpoint}'{more}", named)
+        items: list[ReadItem] = []
+        for box in self.boxes:
+            index = MetadataIndex(box.name, box.offsets)
+            if 0 not in box.sizes:
+                self.tensors[index] = box.tensor.detach()
+            items += _read_items(box, index, known[box.name])
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise ValueError(f"'{read_item.storage_index.fqn}' is no tensor")
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        return part(self.tensors[read_item.dest_index], read_item.dest_offsets, read_item.lengths)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        """Nothing is left to do: `resolve_tensor` gives the live data."""
+
+
+def _write_item(box: Box, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> WriteItem:
+    return WriteItem(
+        MetadataIndex(box.name, offsets),
+        WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)),
+            TensorProperties(dtype=box.tensor.dtype),
+            torch.Size(box.shape),
+        ),
+    )
+
+
+def _data(item: WriteItem) -> TensorWriteData:
+    if item.tensor_data is None:
+        raise ValueError(f"'{item.index.fqn}' is no tensor")
+    return item.tensor_data
+
+
+def _key(item: WriteItem) -> tuple[str, Block]:
+    chunk = _data(item).chunk
+    return item.index.fqn, (tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def _spread(
+    holders: dict[tuple[str, Block], list[int]], first: dict[tuple[str, Block], WriteItem]
+) -> dict[tuple[str, Block], int]:
+    """For each piece the rank that writes it: the largest go first, to the least laden."""
+
+    def weight(key: tuple[str, Block]) -> int:
+        return math.prod(key[1][1]) * _data(first[key]).properties.dtype.itemsize
+
+    laden: dict[int, int] = {}
+    writer: dict[tuple[str, Block], int] = {}
+    # Pieces that only one rank holds leave no choice, so they count before the others are dealt.
+    for key in sorted(holders, key=lambda key: (len(holders[key]) > 1, -weight(key), key)):
+        rank = min(holders[key], key=lambda rank: (laden.get(rank, 0), rank))
+        writer[key] = rank
+        laden[rank] = laden.get(rank, 0) + weight(key)
+    return writer
+
+
+def _tensors(written: Sequence[WriteItem], offered: Sequence[WriteItem]) -> dict[str, Any]:
+    """The tensors that the written pieces make up, checked; `offered` are those of all replicas."""
+    found: dict[str, TensorStorageMetadata] = {}
+    for item in offered:
+        data = _data(item)
+        known = found.setdefault(
+            item.index.fqn, TensorStorageMetadata(data.properties, data.size, [])
+        )
+        if (known.size, known.properties.dtype) != (data.size, data.properties.dtype):
+            raise ValueError(
+                f"ranks disagree on '{item.index.fqn}': {_said(known)} and {_said(data)}"
+            )
+    for item in written:
+        found[item.index.fqn].chunks.append(_data(item).chunk)
+    for name, tensor in found.items():
+        _check_whole(name, tensor)
+    return found
+
+
+def _check_whole(name: str, tensor: TensorStorageMetadata) -> None:
+    """Raise ValueError unless the pieces cover the tensor once, none of it twice."""
+    blocks = sorted((tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks)
+    held = sum(math.prod(sizes) for _, sizes in blocks)
+    near: list[Block] = []  # of the blocks so far, those that reach the present row
+    for block in blocks if tensor.size else ():
+        near = [b for b in near if b[0][0] + b[1][0] > block[0][0]]
+        if any(overlap(b, block) for b in near):
+            raise ValueError(
+                f"'{name}': two boxes hold the element at {block[0]} of {_said(tensor)}"
+            )
+        near.append(block)
+    if held != math.prod(tensor.size):
+        raise ValueError(f"'{name}': boxes hold {held} elements of {_said(tensor)}")
+
+
+def _said(tensor: TensorStorageMetadata | TensorWriteData) -> str:
+    return f"{tuple(tensor.size)} {str(tensor.properties.dtype).removeprefix('torch.')}"
+
+
+def _problem(box: Box, saved: Any, checkpoint: str) -> Problem | None:
+    """What keeps the box from being loaded, if anything."""
+    dtype = str(box.tensor.dtype).removeprefix("torch.")
+    if not isinstance(saved, TensorStorageMetadata):
+        return Problem(
+            f"'{box.name}' of {tuple(box.shape)} {dtype}, which the checkpoint does not have",
+            "tensors that were saved",
+            f"'shardwise checkpoint inspect {checkpoint}' to see their names",
+        )
+    if tuple(saved.size) != tuple(box.shape):
+        return Problem(
+            f"'{box.name}' of shape {tuple(box.shape)}",
+            f"the shape it was saved with, {tuple(saved.size)}",
+            "the model's configuration at the time of saving",
+        )
+    if saved.properties.dtype != box.tensor.dtype:
+        return Problem(
+            f"'{box.name}' in {dtype}",
+            f"the dtype it was saved with, {_said(saved).split()[-1]}",
+            "a plan whose master weights have that dtype",
+        )
+    return None
+
+
+def _read_items(box: Box, index: MetadataIndex, saved: Any) -> Iterator[ReadItem]:
+    """What to read for a box: its overlaps with the pieces of the tensor on the disk."""
+    for chunk in saved.chunks:
+        piece = (tuple(chunk.offsets), tuple(chunk.sizes))
+        if shared := overlap((tuple(box.offsets), tuple(box.sizes)), piece):
+            yield ReadItem(
+                LoadItemType.TENSOR,
+                dest_index=index,
+                dest_offsets=_minus(shared[0], box.offsets),
+                storage_index=MetadataIndex(box.name, chunk.offsets),
+                storage_offsets=_minus(shared[0], chunk.offsets),
+                lengths=torch.Size(shared[1]),
+            )
+
+
+def _minus(a: Sequence[int], b: Sequence[int]) -> torch.Size:
+    return torch.Size(x - y for x, y in zip(a, b, strict=True))

@@ -1,0 +1,56 @@
+"""this file is saving: every rank writes its boxes, and the whole appears at once or not at all."""
+
+import json
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as save_state
+
+from shardwise.checkpoint import folder as folders
+from shardwise.checkpoint.failure import reason
+from shardwise.checkpoint.plans import BoxSavePlanner
+from shardwise.checkpoint.storage import Publisher
+from shardwise.comm.world import World
+from shardwise.core.errors import bad
+from shardwise.engine.box import Box
+
+_ALONE = "torch.distributed is (disabled|unavailable)"
+
+
+def save(folder: Path, boxes: Sequence[Box], scalars: dict[str, Any], world: World) -> Path:
+    """Publish a checkpoint in `folder`, which all ranks see; its path.  Called by all ranks.
+
+    The boxes of all ranks with `replica` 0 make up their tensors, each element once; of those that
+    hold the same box, whoever has least to write writes it.  `scalars` are numbers and text as
+    JSON takes them, the same on every rank, with the "step" that gives the checkpoint its name.
+    Until this returns, and if it fails, the checkpoints of before are what there is.
+
+    Raises:
+        InputError: the scalars have no step, or cannot be written as JSON.
+        RunError: a rank could not write, or the boxes do not make up their tensors.
+    """
+    step = scalars.get("step")
+    if not isinstance(step, int) or step < 0:
+        raise bad(f"a checkpoint of step {step!r}", "a number of steps", 'scalars with "step": 100')
+    try:
+        json.dumps(scalars)
+    except (TypeError, ValueError) as error:
+        raise bad(
+            f"scalars that JSON cannot hold ({error})", "numbers, text, lists and dicts", "int(x)"
+        ) from error
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=_ALONE)
+            save_state(
+                {},
+                storage_writer=Publisher(folder, step, scalars),
+                planner=BoxSavePlanner(boxes),
+                no_dist=world.size == 1,
+            )
+    except CheckpointException as error:
+        what = f"The checkpoint of step {step} could not be saved in '{folder}'"
+        raise reason(error, what) from None
+    return folder / folders.name_of(step)
