@@ -6,4 +6,9 @@ from shardwise.train.report import Cost
 
 def cost(engine: Engine) -> Cost:
     """Measured and predicted: memory by category, bytes of one step by kind of collective."""
-    return Cost(engine.memory(), engine.predicted_memory(), {}, engine.predicted_bytes())
+    return Cost(
+        engine.memory(),
+        getattr(engine, "predicted_memory", dict)(),
+        {},
+        getattr(engine, "predicted_bytes", dict)(),
+    )

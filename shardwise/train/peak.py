@@ -10,7 +10,7 @@ import time
 
 import torch
 
-REPEATS = 5
+REPEATS = 10
 # large enough to reach the peak, small enough to take milliseconds
 SIZES = {"cpu": 1024, "cuda": 8192}
 

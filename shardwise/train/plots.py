@@ -53,7 +53,7 @@ def pairs(path: Path, measured: dict[str, int], predicted: dict[str, int], title
     figure.savefig(path, dpi=120)
 
 
-def smoothed(losses: Sequence[float], weight: float = 0.95) -> list[float]:
+def smoothed(losses: Sequence[float], weight: float = 0.9) -> list[float]:
     """The exponential moving mean, without the pull of its start (as Adam corrects its moments)."""
     result, mean, left = [], 0.0, 1.0
     for value in losses:

@@ -1,0 +1,97 @@
+"""Small runs for the tests of the loop: worlds of one and of several gloo processes."""
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.world import World, alone
+from shardwise.train import config, loop
+from shardwise.train.metrics import Record, read
+from shardwise.train.model import Objective
+from shardwise.train.prepare import Start
+from tests.pool import run_gloo
+
+Change = Callable[[World], None]
+
+
+def settings(folder: Path, plan: str = "fp64", **train: Any) -> config.Config:
+    """A run of seven steps over a text so short that it is read more than once.
+
+    Of 17 sequences an epoch, five a step, the last batch of an epoch has two.
+    """
+    text = folder.parent / "text"
+    text.mkdir(exist_ok=True)
+    (text / "a.txt").write_text("".join(f"{n * n} is the square of {n}. " for n in range(11)))
+    sizes = {"layers": 2, "width": 16, "heads": 2, "hidden": 24, "sequence": 13}
+    steps = {"steps": 7, "batch": 5, "warmup": 2, "lr": 0.01, "eval_every": 3, "save_every": 2}
+    return config.build(
+        {
+            "model": sizes,
+            "data": {"source": str(text), "validation": 0.15},
+            "train": {**steps, **train},
+            "plan": {"text": plan},
+            "sample": {"tokens": 5},
+            "run": {"folder": str(folder), "tensorboard": False, "device": "cpu"},
+        }
+    )
+
+
+def run(given: config.Config, ranks: int = 1, start: Start | None = None) -> list[Record]:
+    """Train; the records of the run's folder."""
+    if ranks == 1:
+        trained(alone(), given, start)
+    else:
+        run_gloo(ranks, trained, given, start)
+    return read(given.folder)
+
+
+def trained(world: World, given: config.Config, start: Start | None) -> str:
+    """Train; the sample on rank 0."""
+    summary = loop.train(given, world, start)
+    return summary.sample if summary else ""
+
+
+def signalled(world: World, given: config.Config, rank: int, step: int) -> bool:
+    """Train, with SIGTERM sent to one rank in one step; whether that rank's run ended with it."""
+    told = loop.tell
+
+    def tell(run: loop.Run, record: Record) -> None:
+        told(run, record)
+        if world.rank == rank and record.step == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    loop.tell = tell
+    try:
+        loop.train(given, world)
+    finally:
+        loop.tell = told
+    return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def poisoned(world: World, given: config.Config, rank: int, step: int) -> str:
+    """Train, with one rank's loss made NaN in one step; the error."""
+    called = Objective.__call__
+    calls = [0]
+
+    def poison(self: Objective, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        loss = called(self, model, batch)
+        calls[0] += torch.is_grad_enabled()
+        bad = world.rank == rank and calls[0] == step
+        if bad:
+            loss = loss * float("nan")
+            self.own = loss.detach()
+        return loss
+
+    Objective.__call__ = poison
+    try:
+        loop.train(given, world)
+    except loop.RunError as error:
+        return str(error)
+    finally:
+        Objective.__call__ = called
+    return ""

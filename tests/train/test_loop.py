@@ -1,0 +1,143 @@
+"""The loop: one curve for any plan and any interruption, and a stop that loses nothing."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+
+from shardwise.checkpoint.folder import all_in
+from shardwise.comm.world import alone
+from shardwise.core.errors import InputError
+from shardwise.train import loop
+from shardwise.train.metrics import Record
+from shardwise.train.prepare import Start
+from tests.pool import run_gloo
+from tests.train import runs
+
+PLANS = {
+    "dp2 ddp fp64": 2,
+    "dp2 zero3 fp64": 2,
+    "dp2 zero2 fp64 accumulate:2": 2,
+    "dp4 zero1 fp64": 4,
+    "dp_replicate2 dp_shard2 zero3 fp64": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[Record]:
+    """The run that nothing interrupts, on one rank: what every other has to equal."""
+    return runs.run(runs.settings(tmp_path_factory.mktemp("whole") / "run"))
+
+
+def same(one: list[Record], other: list[Record]) -> None:
+    assert [record.step for record in one] == [record.step for record in other]
+    for a, b in zip(one, other, strict=True):
+        assert (a.consumed, a.tokens, a.lr) == (b.consumed, b.tokens, b.lr)
+        assert a.loss == pytest.approx(b.loss, rel=1e-10)
+        assert a.grad_norm == pytest.approx(b.grad_norm, rel=1e-9)
+        assert (a.validation is None) == (b.validation is None)
+        assert (a.validation or 0.0) == pytest.approx(b.validation or 0.0, rel=1e-10)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_the_curve_is_that_of_one_rank(plan: str, whole: list[Record], tmp_path: Path) -> None:
+    """Loss, gradient norm and validation loss of every step, uneven shares and epochs' ends too."""
+    same(runs.run(runs.settings(tmp_path / "run", plan), PLANS[plan]), whole)
+
+
+def test_the_run_reads_the_text_more_than_once_and_learns(whole: list[Record]) -> None:
+    """The test above has seen smaller last batches, and a loss that falls."""
+    sizes = [b.consumed - a.consumed for a, b in itertools.pairwise(whole)]
+    assert len(set(sizes)) > 1
+    assert whole[-1].loss < whole[0].loss - 0.1
+    assert [record.step for record in whole if record.validation is not None] == [3, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks"), [("fp64", 1), ("dp4 zero1 fp64", 4), ("dp2 zero2 fp64", 2)]
+)
+def test_a_stopped_run_goes_on_under_another_plan(
+    plan: str, ranks: int, whole: list[Record], tmp_path: Path
+) -> None:
+    """SIGTERM to one of two ranks stops both after that step; the resumed curve has no seam."""
+    given = runs.settings(tmp_path / "run", "dp2 zero3 fp64", save_every=0)
+    restored = run_gloo(2, runs.signalled, given, 1, 3)
+    assert restored == [True, True]
+    assert [path.name for path in all_in(given.folder / "checkpoints")] == ["step-000003"]
+    assert "Stopped by a signal" in (given.folder / "report.md").read_text()
+    resumed = runs.settings(tmp_path / "run", plan)
+    same(runs.run(resumed, ranks, Start(resume=True)), whole)
+
+
+def test_what_was_done_after_the_checkpoint_is_done_again_once(
+    whole: list[Record], tmp_path: Path
+) -> None:
+    """A run killed after step 5 resumes from its checkpoint of step 4: each step once."""
+    given = runs.settings(tmp_path / "run", steps=5, decay="constant", keep=9)
+    runs.run(given)
+    last = given.folder / "checkpoints" / "step-000005"
+    last.rename(tmp_path / "lost")
+    (given.folder / "checkpoints" / "latest").write_text("step-000004\n")
+    again = runs.run(given, start=Start(resume=True))
+    assert [record.step for record in again] == [1, 2, 3, 4, 5]
+
+
+def test_a_loss_that_is_not_a_number_names_step_and_rank(tmp_path: Path) -> None:
+    """Rank 1's loss is NaN in step 4: both ranks stop there, and the checkpoint of step 2 stays."""
+    given = runs.settings(tmp_path / "run", "dp2 zero2 fp64", save_every=2)
+    errors = run_gloo(2, runs.poisoned, given, 1, 4)
+    assert errors[0] == errors[1]
+    assert "Step 4: the loss is nan, on rank 1." in errors[0]
+    assert str(given.folder / "checkpoints" / "step-000002") in errors[0]
+    assert [path.name for path in all_in(given.folder / "checkpoints")] == ["step-000002"]
+
+
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
+    """Saved at 2, 4, 6 and 7; two are kept."""
+    given = runs.settings(tmp_path / "run", keep=2)
+    runs.run(given)
+    names = [path.name for path in all_in(given.folder / "checkpoints")]
+    assert names == ["step-000006", "step-000007"]
+
+
+def test_a_run_leaves_its_report_pictures_and_sample(tmp_path: Path) -> None:
+    """Everything the summary promises is there, and the sample is the same for both ranks."""
+    given = runs.settings(tmp_path / "run", "dp2 zero3")
+    texts = run_gloo(2, runs.trained, given, None)
+    assert texts[0] == (given.folder / "sample.txt").read_text()
+    for name in (
+        "report.md",
+        "config.toml",
+        "plots/loss.png",
+        "plots/memory.png",
+        "plots/bytes.png",
+    ):
+        assert (given.folder / name).stat().st_size > 0
+
+
+def test_other_data_cannot_be_resumed_with(tmp_path: Path) -> None:
+    """Another seed or other text would make the run's place in the data mean nothing."""
+    runs.run(runs.settings(tmp_path / "run", steps=2))
+    other = runs.settings(tmp_path / "run", seed=5)
+    with pytest.raises(InputError, match=r"train\.seed = 0 \(now 5\)"):
+        loop.train(other, alone(), Start(resume=True))
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "phrase"),
+    [
+        ("model", {"vocabulary": 100}, r"model\.vocabulary = 100 for bytes"),
+        ("model", {"name": "smal"}, r"Write instead: model\.name = 'small'"),
+        ("model", {"width": 15, "heads": 2}, "width = 15"),
+        ("train", {"batch": 1}, r"train\.batch = 1 under the plan"),
+    ],
+)
+def test_inputs_that_do_not_fit_are_refused_before_anything_is_written(
+    section: str, values: dict[str, object], phrase: str, tmp_path: Path
+) -> None:
+    """Vocabulary, size's name, widths, a batch with less than a sequence a microbatch."""
+    given = runs.settings(tmp_path / "run", "accumulate:2")
+    part = getattr(given, section).model_copy(update=values)
+    with pytest.raises(InputError, match=phrase):
+        loop.train(given.model_copy(update={section: part}), alone())
+    assert not (tmp_path / "run" / "config.toml").exists()

@@ -1,0 +1,41 @@
+"""The wish to stop: heard, agreed on, counted."""
+
+import os
+import signal
+
+from shardwise.comm.ledger import Key
+from shardwise.comm.world import World
+from shardwise.train.stop import StopWish, any_rank, ranks_with
+from tests.pool import run_threads
+
+
+def agreed(world: World, wishing: list[int]) -> tuple[bool, list[int], dict[Key, int]]:
+    flag = world.rank in wishing
+    found = any_rank(flag, world), ranks_with(flag, world)
+    return *found, {key: tally.sent_bytes for key, tally in world.ledger.lines.items()}
+
+
+def test_one_rank_is_enough() -> None:
+    """All four ranks hear of the one that was asked, and know which it was."""
+    assert [result[:2] for result in run_threads(4, agreed, [2])] == [(True, [2])] * 4
+    assert [result[:2] for result in run_threads(4, agreed, [])] == [(False, [])] * 4
+
+
+def test_agreement_is_in_the_ledger() -> None:
+    """Twice an all-reduce of four bytes over four ranks: 2 * 2 * 4 * 3/4 bytes, phase check."""
+    for *_, lines in run_threads(4, agreed, [0]):
+        assert lines == {Key("world", "all_reduce", "check"): 12}
+
+
+def test_a_signal_is_a_wish_and_a_second_one_is_an_end() -> None:
+    """The first sets the flag and gives the handlers back; so does leaving without any."""
+    before = signal.getsignal(signal.SIGTERM)
+    with StopWish() as wish:
+        assert signal.getsignal(signal.SIGTERM) is not before
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert wish.wished
+        assert signal.getsignal(signal.SIGTERM) is before
+    with StopWish() as wish:
+        pass
+    assert not wish.wished
+    assert signal.getsignal(signal.SIGTERM) is before
