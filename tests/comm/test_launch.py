@@ -24,10 +24,11 @@ sys.exit(launch(sys.argv[1:], 2, "tests.comm.program"))
 """
 
 
-def started(*argv: str) -> "subprocess.Popen[str]":
+def started(what: str, folder: Path) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-c", START, *argv],
+        [sys.executable, "-c", START, what, str(folder)],
         cwd=ROOT,
+        env=os.environ | {"TMPDIR": str(folder)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -178,7 +179,7 @@ def test_launch_shows_the_traceback_of_the_rank_that_failed(
 def test_launch_forwards_signals(what: str, number: int, code: int, tmp_path: Path):
     """A signal reaches every rank: ranks that save and leave give 0, those that do not 128 + n."""
     pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
-    with started(what, str(tmp_path)) as process:
+    with started(what, tmp_path) as process:
         wait_for(*pids)
         process.send_signal(number)
         _, said = process.communicate(timeout=60)
@@ -190,7 +191,7 @@ def test_launch_forwards_signals(what: str, number: int, code: int, tmp_path: Pa
 def test_ranks_do_not_outlive_their_launcher(tmp_path: Path):
     """When the launcher is killed, its ranks leave by themselves."""
     pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
-    with started("saves", str(tmp_path)) as process:
+    with started("saves", tmp_path) as process:
         wait_for(*pids)
         process.kill()
         process.communicate(timeout=60)
