@@ -1,0 +1,56 @@
+"""`shardwise train` as a user runs it: started, interrupted, resumed, and failing."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.train import config
+from shardwise.train.metrics import read
+from tests.train.runs import settings
+
+
+def command(folder: Path, *argv: str, **train: object) -> list[str]:
+    given = settings(folder / "run", "dp2 zero3", **train)
+    file = folder / "config.toml"
+    file.write_text(config.dump(given))
+    return [sys.executable, "-W", "error", "-m", "shardwise.train.cli", "train", str(file), *argv]
+
+
+def test_a_run_is_interrupted_and_resumed_under_another_plan(tmp_path: Path) -> None:
+    """SIGTERM ends two ranks with exit code 0 and a checkpoint; one rank continues the curve."""
+    started = command(tmp_path, "--nproc", "2", steps=100_000, eval_every=0, save_every=0)
+    with subprocess.Popen(started, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        said = [line for line in program.stdout if _sent(line, program)]
+    assert program.returncode == 0
+    stopped = len(read(tmp_path / "run"))
+    assert f"stopped by a signal after step {stopped}" in "".join(said)
+
+    more = ("--resume", "--plan", "fp32", "--set", f"train.steps={stopped + 2}")
+    done = subprocess.run(command(tmp_path, *more), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"resumed after step {stopped}" in done.stdout
+    steps = [record.step for record in read(tmp_path / "run")]
+    assert steps == list(range(1, stopped + 3))
+
+
+def _sent(line: str, program: subprocess.Popen[str]) -> bool:
+    """Ask the program to end once its first step is shown; True of every line."""
+    if line.startswith("step 1/"):
+        program.send_signal(signal.SIGTERM)
+    return True
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_that_is_not_a_number_ends_with_exit_code_1(ranks: int, tmp_path: Path) -> None:
+    """A rate beyond all measure: one paragraph that names the step, no traceback."""
+    plan = "dp2 zero3" if ranks == 2 else "fp32"
+    started = command(tmp_path, "--nproc", str(ranks), "--plan", plan, lr=1e30, warmup=0, clip=0)
+    done = subprocess.run(started, capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("The run was stopped") == 1
+    assert "Step " in done.stderr
+    assert "Traceback" not in done.stderr
