@@ -11,10 +11,22 @@ from torch import Tensor, nn
 from shardwise.models.gpt import GPTConfig
 
 Batch = dict[str, Tensor]
-Step = Callable[[Batch], float]  # one whole training step on this rank's rows; its loss
 
 LEARNING_RATE = 3e-4
 WEIGHT_DECAY = 0.01
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A contender ready to train.
+
+    `step(batch)` is one whole training step on this rank's rows and gives the loss. `settle()`
+    waits for communication that a step leaves to run beside the next: at the end of a turn it
+    belongs on the clock, and would otherwise run beside the next contender.
+    """
+
+    step: Callable[[Batch], float]
+    settle: Callable[[], None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -38,7 +50,7 @@ class Contender:
 
     name: str
     row: str
-    build: Callable[[nn.Module, Setup], Step]
+    build: Callable[[nn.Module, Setup], Loop]
     package: str = "torch"
     note: str = ""
 
@@ -73,9 +85,9 @@ def adamw_options() -> dict[str, Any]:
     return {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "fused": True}
 
 
-def plain_step(
+def plain_loop(
     model: nn.Module, optimizer: torch.optim.Optimizer, setup: Setup, drop: bool = True
-) -> Step:
+) -> Loop:
     """The plain loop: forward, backward, step; then gradients are dropped, or only set to zero."""
 
     def step(batch: Batch) -> float:
@@ -85,4 +97,4 @@ def plain_step(
         optimizer.zero_grad(set_to_none=drop)
         return loss.item()
 
-    return step
+    return Loop(step)

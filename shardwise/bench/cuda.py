@@ -10,7 +10,7 @@ A and B take turns. With one rank every row keeps everything (2 + 2 + 12 bytes a
 import gc
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.bench.contender import Batch, Setup, Step, adamw
+from shardwise.bench.contender import Batch, Loop, Setup, adamw
 from shardwise.bench.ours import engine_of
 from shardwise.comm.launch import spawn
 from shardwise.core.errors import bad
@@ -101,9 +101,9 @@ def compare(pair: Pair) -> DeviceLine:
     trainable = of_gpt(pair.size, pair.config)
     batch = trainable.batch(pair.rows, 0, device)
     setup = Setup(gpt.loss, gpt.Block, 1, device, pair.precision)
-    plain = plain_loop(trainable.build(device), setup)
+    plain = bare_loop(trainable.build(device), setup)
     engine = engine_of(trainable.build(device), pair.row, setup)
-    steps: tuple[Step, Step] = (plain, lambda batch: engine.step(batch).loss)
+    steps = (plain.step, lambda batch: engine.step(batch).loss)
     times: list[tuple[float, float]] = []
     losses = (0.0, 0.0)
     for _ in range(pair.rounds + 2):
@@ -130,7 +130,7 @@ def compare(pair: Pair) -> DeviceLine:
     )
 
 
-def plain_loop(model: nn.Module, setup: Setup) -> Step:
+def bare_loop(model: nn.Module, setup: Setup) -> Loop:
     """The loop without any of Shardwise: in bf16 with fp32 master weights beside the model's."""
     if setup.precision == "fp32":
         optimizer = adamw(model.parameters())
@@ -155,10 +155,12 @@ def plain_loop(model: nn.Module, setup: Setup) -> Step:
                     p.copy_(master)
         return loss.item()
 
-    return step
+    return Loop(step)
 
 
-def _timed(step: Step, batch: Batch, device: torch.device) -> tuple[float, float]:
+def _timed(
+    step: Callable[[Batch], float], batch: Batch, device: torch.device
+) -> tuple[float, float]:
     _settle(device)
     began = time.perf_counter()
     loss = step(batch)

@@ -22,7 +22,7 @@ from shardwise.models.gpt import SIZES
 from shardwise.models.trainable import nearest
 
 #: Rounds, and steps at a stretch within a turn. Short steps need more of both.
-LENGTHS: Final = {"small": (8, 1), "tiny": (16, 5)}
+LENGTHS: Final = {"small": (8, 2), "tiny": (16, 5)}
 
 #: How long a rank waits for another that has failed within a contender's code.
 PATIENCE: Final = timedelta(minutes=3)

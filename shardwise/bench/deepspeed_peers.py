@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.bench.contender import Batch, Contender, Setup, Step, adamw
+from shardwise.bench.contender import Batch, Contender, Loop, Setup, adamw
 
 
-def deepspeed(stage: int) -> Callable[[nn.Module, Setup], Step]:
+def deepspeed(stage: int) -> Callable[[nn.Module, Setup], Loop]:
     """The engine of that stage in fp32 around the same fused AdamW, without clipping."""
 
-    def build(model: nn.Module, setup: Setup) -> Step:
+    def build(model: nn.Module, setup: Setup) -> Loop:
         import deepspeed as library  # an optional peer
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -30,7 +30,7 @@ def deepspeed(stage: int) -> Callable[[nn.Module, Setup], Step]:
             engine.step()
             return loss.item()
 
-        return step
+        return Loop(step)
 
     return build
 

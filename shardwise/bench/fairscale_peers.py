@@ -5,20 +5,20 @@ from typing import Any
 from torch import nn
 from torch.optim import AdamW
 
-from shardwise.bench.contender import Contender, Setup, Step, adamw, adamw_options, plain_step
+from shardwise.bench.contender import Contender, Loop, Setup, adamw, adamw_options, plain_loop
 
 
-def sharded_ddp(model: nn.Module, setup: Setup) -> Step:
+def sharded_ddp(model: nn.Module, setup: Setup) -> Loop:
     """ShardedDataParallel: gradients reduced to the rank whose optimizer (OSS) owns them."""
     from fairscale.nn.data_parallel import ShardedDataParallel
     from fairscale.optim.oss import OSS
 
     optimizer = OSS(model.parameters(), optim=AdamW, **adamw_options())
     # its buckets are views of the gradients: dropped, they would be reduced without their values
-    return plain_step(ShardedDataParallel(model, optimizer), optimizer, setup, drop=False)
+    return plain_loop(ShardedDataParallel(model, optimizer), optimizer, setup, drop=False)
 
 
-def full_shard(model: nn.Module, setup: Setup) -> Step:
+def full_shard(model: nn.Module, setup: Setup) -> Loop:
     """FullyShardedDataParallel as fairscale first had it, a unit for each block."""
     from fairscale.nn.data_parallel import FullyShardedDataParallel
     from fairscale.nn.wrap import enable_wrap, wrap
@@ -32,7 +32,7 @@ def full_shard(model: nn.Module, setup: Setup) -> Step:
                 parent, _, child = name.rpartition(".")
                 setattr(model.get_submodule(parent), child, wrap(module))
         whole = wrap(model)
-    return plain_step(whole, adamw(whole.parameters()), setup)
+    return plain_loop(whole, adamw(whole.parameters()), setup)
 
 
 PEERS = (

@@ -5,8 +5,9 @@
     warm up A, warm up B, ...
     A B C   B C A   C A B   ...               the rounds, each turn between two barriers
 
-A turn's time is from the barrier before it to the barrier after it, so that communication left in
-flight by a step is on the clock. A contender that fails leaves a note and drops out.
+A turn's time is from the barrier before it to the barrier after it, and communication left in
+flight by its last step is waited for on the clock; what moves even later is counted, and said. A
+contender that fails leaves a note and drops out.
 """
 
 import copy
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.bench.contender import Batch, Contender, Setup, Step, Task
+from shardwise.bench.contender import Batch, Contender, Loop, Setup, Task
 from shardwise.bench.live import Live
 from shardwise.bench.roster import ROSTER
 from shardwise.bench.wire import sent_bytes
@@ -31,18 +32,21 @@ from shardwise.models import gpt
 from shardwise.models.registry import of_gpt
 
 BATCHES = 4  # different batches, used in turn
+QUIET_S = 0.03  # how long the wire is watched after a turn
 
 
 @dataclass
 class Record:
     """What one rank measured of one contender: a number for each round, seconds and bytes a step.
 
-    `wire` is bytes that left through the interface, less what a pair of barriers costs.
+    `wire` is bytes that left through the interface, less what a pair of barriers costs; `late` is
+    bytes that left it when the clock had stopped.
     """
 
     name: str
     step_s: list[float] = field(default_factory=list)
     wire: list[float] = field(default_factory=list)
+    late: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
     loss: float | None = None
     note: str = ""
@@ -50,20 +54,21 @@ class Record:
 
 @dataclass
 class Runner:
-    """A contender in the race: its step, and how many steps it has made."""
+    """A contender in the race: its loop, and how many steps it has made."""
 
     contender: Contender
     record: Record
     live: Live = field(default_factory=Live)
-    step: Step | None = None
+    loop: Loop | None = None
     steps: int = 0
 
     def advance(self, batches: list[Batch], steps: int) -> None:
         """Makes that many training steps on the batches in turn."""
-        assert self.step is not None
+        assert self.loop is not None
         for _ in range(steps):
-            self.record.loss = self.step(batches[self.steps % len(batches)])
+            self.record.loss = self.loop.step(batches[self.steps % len(batches)])
             self.steps += 1
+        self.loop.settle()
 
 
 def measure(task: Task) -> list[Record]:
@@ -116,10 +121,14 @@ def _turn(task: Task, runner: Runner, batches: list[Batch], idle: float) -> None
     runner.advance(batches, task.steps)
     dist.barrier()
     elapsed_s = time.perf_counter() - began
-    wire = sent_bytes(task.interface) - sent - idle
+    over = sent_bytes(task.interface)
+    time.sleep(QUIET_S)
+    late = sent_bytes(task.interface) - over
     gc.enable()
+    shares = task.steps * (dist.get_world_size() if task.shared else 1)
     runner.record.step_s.append(elapsed_s / task.steps)
-    runner.record.wire.append(wire / task.steps / (dist.get_world_size() if task.shared else 1))
+    runner.record.wire.append((over - sent - idle) / shares)
+    runner.record.late.append(late / shares)
 
 
 def _barrier_bytes(task: Task) -> float:
@@ -141,7 +150,7 @@ def _build(runner: Runner, original: torch.nn.Module, setup: Setup) -> None:
 
     def build() -> None:
         with runner.live:
-            runner.step = contender.build(copy.deepcopy(original), setup)
+            runner.loop = contender.build(copy.deepcopy(original), setup)
 
     _progress(f"building {contender.name}")
     _attempt(runner, build)
@@ -158,7 +167,7 @@ def _metered(runner: Runner, batches: list[Batch]) -> None:
 
 
 def _racing(runners: list[Runner]) -> list[Runner]:
-    return [runner for runner in runners if runner.step is not None]
+    return [runner for runner in runners if runner.loop is not None]
 
 
 def _attempt(runner: Runner, action: Callable[[], Any]) -> None:
@@ -172,7 +181,7 @@ def _attempt(runner: Runner, action: Callable[[], Any]) -> None:
     failures: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(failures, failure)
     if any(failures):
-        runner.step = None
+        runner.loop = None
         runner.record.note = next(text for text in failures if text)
 
 

@@ -10,8 +10,8 @@ from shardwise.bench.contender import (
     WEIGHT_DECAY,
     Batch,
     Contender,
+    Loop,
     Setup,
-    Step,
 )
 from shardwise.core.states import ROWS
 from shardwise.models import gpt
@@ -29,16 +29,22 @@ def engine_of(model: nn.Module, word: str, setup: Setup) -> sw.Engine:
     )
 
 
-def row(word: str) -> Callable[[nn.Module, Setup], Step]:
+def row(word: str) -> Callable[[nn.Module, Setup], Loop]:
     """`sw.parallelize` with that row over all ranks."""
 
-    def build(model: nn.Module, setup: Setup) -> Step:
+    def build(model: nn.Module, setup: Setup) -> Loop:
         engine = engine_of(model, word, setup)
 
         def step(batch: Batch) -> float:
             return engine.step(batch).loss
 
-        return step
+        def settle() -> None:
+            # whole parameters are gathered beside the next forward pass, as its units need them
+            for unit in engine.data.order:
+                if not unit.temporary:
+                    unit.gather()
+
+        return Loop(step, settle)
 
     return build
 

@@ -13,6 +13,7 @@ from shardwise.models.gpt import GPTConfig, parameters
 
 FP32_BYTES = 4
 MIB = 2**20
+LATE = 0.01  # the share of a contender's bytes that may come after its step without a word
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,18 @@ def _line(task: Task, records: Sequence[Record], step_s: list[float], against: l
         wire_ratio=wire_bytes / least if least else None,
         peak_bytes=max((r.peak_bytes for r in records if r.peak_bytes is not None), default=None),
         loss=_mean([r.loss for r in records if r.loss is not None]),
-        note=records[0].note or _suspicion(wire_bytes, least),
+        note=records[0].note or _late(records, wire_bytes),
     )
 
 
-def _suspicion(wire_bytes: float, least: int) -> str:
-    """Who sends less than its row has to keeps in memory what the row would not."""
-    return "sends less than its row has to" if wire_bytes < 0.97 * least else ""
+def _late(records: Sequence[Record], wire_bytes: float) -> str:
+    """What to say of communication that a contender leaves behind the end of its step."""
+    late = statistics.median(
+        _mean(moment) for moment in zip(*(r.late for r in records), strict=True)
+    )
+    if late < LATE * wire_bytes:
+        return ""
+    return f"{late / MIB:.1f} MiB moved after its time was taken"
 
 
 def _slowest(records: Sequence[Record]) -> list[float]:

@@ -11,28 +11,28 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from shardwise.bench.contender import Contender, Setup, Step, adamw, adamw_options, plain_step
+from shardwise.bench.contender import Contender, Loop, Setup, adamw, adamw_options, plain_loop
 
 
-def ddp(model: nn.Module, setup: Setup) -> Step:
+def ddp(model: nn.Module, setup: Setup) -> Loop:
     """Gradients all-reduced in buckets of 25 MiB while backward runs (arXiv 2006.15704)."""
     wrapped = DistributedDataParallel(model)
-    return plain_step(wrapped, adamw(wrapped.parameters()), setup)
+    return plain_loop(wrapped, adamw(wrapped.parameters()), setup)
 
 
-def zero_redundancy(model: nn.Module, setup: Setup) -> Step:
+def zero_redundancy(model: nn.Module, setup: Setup) -> Loop:
     """DDP, and an optimizer whose state is divided by whole parameters, which it broadcasts."""
     wrapped: Any = DistributedDataParallel(model)
     optimizer = ZeroRedundancyOptimizer(
         wrapped.parameters(), optimizer_class=AdamW, **adamw_options()
     )
-    return plain_step(wrapped, optimizer, setup)
+    return plain_loop(wrapped, optimizer, setup)
 
 
-def fsdp1(strategy: ShardingStrategy) -> Callable[[nn.Module, Setup], Step]:
+def fsdp1(strategy: ShardingStrategy) -> Callable[[nn.Module, Setup], Loop]:
     """FullyShardedDataParallel, a unit for each block (arXiv 2304.11277)."""
 
-    def build(model: nn.Module, setup: Setup) -> Step:
+    def build(model: nn.Module, setup: Setup) -> Loop:
         wrapped = FullyShardedDataParallel(
             model,
             sharding_strategy=strategy,
@@ -40,21 +40,21 @@ def fsdp1(strategy: ShardingStrategy) -> Callable[[nn.Module, Setup], Step]:
             device_id=setup.device,
             use_orig_params=True,
         )
-        return plain_step(wrapped, adamw(wrapped.parameters()), setup)
+        return plain_loop(wrapped, adamw(wrapped.parameters()), setup)
 
     return build
 
 
-def fsdp2(reshard: bool) -> Callable[[nn.Module, Setup], Step]:
+def fsdp2(reshard: bool) -> Callable[[nn.Module, Setup], Loop]:
     """fully_shard, a unit for each block; `reshard` frees a unit between forward and backward."""
 
-    def build(model: nn.Module, setup: Setup) -> Step:
+    def build(model: nn.Module, setup: Setup) -> Loop:
         mesh = init_device_mesh(setup.device.type, (setup.ranks,))
         for module in model.modules():
             if isinstance(module, setup.block):
                 fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
         fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-        return plain_step(model, adamw(model.parameters()), setup)
+        return plain_loop(model, adamw(model.parameters()), setup)
 
     return build
 
