@@ -1,0 +1,129 @@
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.core.errors import InputError
+from shardwise.models.registry import find
+
+THREE = """
+import torch
+from dataclasses import dataclass
+from beside import WIDTH
+
+@dataclass
+class Sizes:
+    width: int = WIDTH
+
+def build():
+    model = torch.nn.Linear(Sizes().width, 2)
+    def loss(model, batch):
+        return model(batch["x"]).pow(2).mean()
+    def make_batch(rows, seed):
+        return {"x": torch.full((rows, WIDTH), float(seed))}
+    return model, loss, make_batch
+
+def alone():
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU())
+
+def words():
+    return torch.nn.Sequential(torch.nn.Embedding(9, 4), torch.nn.Linear(4, 1))
+
+def convolution():
+    return torch.nn.Conv2d(3, 4, 1)
+
+def broken():
+    raise KeyError("no such thing")
+
+def nothing():
+    return 3
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    (tmp_path / "beside.py").write_text("WIDTH = 5\n")
+    path = tmp_path / "net.py"
+    path.write_text(THREE)
+    return str(path)
+
+
+@pytest.mark.parametrize("name", ["gpt", "gpt:tiny"])
+def test_a_gpt_by_name(name: str) -> None:
+    """The name gpt is its tiny size; model and batch are the same on every call, and the loss is ln V."""
+    found = find(name)
+    first, second = found.build(), found.build()
+    assert all(map(torch.equal, first.parameters(), second.parameters()))
+    batch = found.batch(2, seed=5)
+    assert torch.equal(batch["inputs"], found.batch(2, seed=5)["inputs"])
+    assert not torch.equal(batch["inputs"], found.batch(2, seed=6)["inputs"])
+    assert found.loss(first, batch).item() == pytest.approx(6.93, abs=0.2)
+    assert found.tokens is not None and found.tokens(batch) == 2 * 64
+
+
+def test_on_meta_nothing_is_filled() -> None:
+    """A model can be had as shapes alone, with the function that fills it later."""
+    found = find("gpt:small")
+    assert all(p.is_meta for p in found.build("meta").parameters())
+    assert found.initial is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("gtp", "Write instead: gpt."),
+        ("gpt:smal", "Write instead: gpt:small."),
+        ("hf", "Write instead: hf:"),
+        ("missing.py:build", "does not exist"),
+        ("net.py", "Write instead: net.py:build."),
+    ],
+)
+def test_a_name_that_is_none_gets_the_nearest(name: str, instead: str) -> None:
+    """A misspelt model is answered with what to write."""
+    with pytest.raises(InputError, match="Allowed:") as caught:
+        find(name)
+    assert instead in str(caught.value)
+
+
+def test_the_users_file_gives_model_loss_and_batch(file: str) -> None:
+    """A user's build() is used as it is; files beside it can be imported, dataclasses defined."""
+    found = find(f"{file}:build")
+    batch = found.batch(3, seed=2)
+    assert batch["x"].shape == (3, 5) and batch["x"][0, 0] == 2
+    first, second = found.build(), found.build()
+    assert torch.equal(found.loss(first, batch), found.loss(second, batch))
+
+
+@pytest.mark.parametrize(("function", "shape"), [("alone", (2, 3)), ("words", (2, 16))])
+def test_a_module_alone_gets_input_for_its_first_layer(
+    file: str, function: str, shape: tuple[int, int]
+) -> None:
+    """From a module alone, input is made for the first layer and the loss can be trained on."""
+    found = find(f"{file}:{function}")
+    model, batch = found.build(), found.batch(2, seed=0)
+    assert batch.shape == shape
+    found.loss(model, batch).backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        ("biuld", "build"),
+        ("broken", "KeyError"),
+        ("nothing", "returns a int"),
+        ("convolution", "first layer is a Conv2d"),
+    ],
+)
+def test_the_users_mistakes_are_named(file: str, function: str, said: str) -> None:
+    """A function that is missing, fails or returns something else is answered in a paragraph."""
+    with pytest.raises(InputError, match=said):
+        find(f"{file}:{function}").build()
+
+
+def test_a_file_that_cannot_be_read_names_the_line(tmp_path: Path) -> None:
+    """An error in the user's file is told with its file and line."""
+    path = tmp_path / "bad.py"
+    path.write_text("x = 1\ny = 1 / 0\n")
+    with pytest.raises(InputError, match=r"ZeroDivisionError.*bad\.py, line 2"):
+        find(f"{path}:build")
