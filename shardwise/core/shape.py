@@ -45,11 +45,31 @@ class ParamShape:
 
 
 @dataclass(frozen=True)
+class BufferShape:
+    """One buffer: full name in the model, dims, element type; whether training changes it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str = "float32"
+    changes: bool = False
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all its elements."""
+        return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
 class UnitShape:
-    """The parameters that are gathered and freed together, in the order they are laid out."""
+    """The parameters that are gathered and freed together, in the order they are laid out.
+
+    `uses` is how often a pass forward and backward finds it freed and needs it whole: 2, once each
+    way; 1 where backward wants it while it is still whole, or does not read it at all.
+    """
 
     name: str
     params: tuple[ParamShape, ...]
+    uses: int = 2
 
     @property
     def numel(self) -> int:
@@ -59,9 +79,10 @@ class UnitShape:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The units of a model, in the order of its forward pass."""
+    """The units of a model, in the order of its forward pass, and its buffers."""
 
     units: tuple[UnitShape, ...]
+    buffers: tuple[BufferShape, ...] = ()
 
     @property
     def params(self) -> tuple[ParamShape, ...]:

@@ -21,8 +21,9 @@ from shardwise.comm.ledger import Key, Ledger, Tally
 from shardwise.comm.world import World
 from shardwise.core.check import require
 from shardwise.core.plan import Plan
+from shardwise.core.shape import ModelShape
 from shardwise.core.states import ROWS
-from shardwise.engine import memory, state
+from shardwise.engine import memory, shape, state
 from shardwise.engine.batch import cast, rows, split
 from shardwise.engine.optimizer import AdamW, Recipe, ShardedOptimizer
 from shardwise.engine.scale import LossScale
@@ -30,6 +31,8 @@ from shardwise.engine.shard import Sharding, default_fill, materialise, shard
 from shardwise.parallel.data import Pace
 from shardwise.parallel.flat import Fill
 from shardwise.parallel.units import Rule
+from shardwise.predict import traffic
+from shardwise.predict.traffic import Line
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Count = Callable[[Any], int]
@@ -47,7 +50,8 @@ DTYPES = {
 class Metrics:
     """What one step was: the mean loss over the global batch's tokens, their number, the norm of
     the gradient before clipping (None where nobody asked), whether fp16 overflowed and the update
-    was skipped, the learning rate, and the bytes this rank sent."""
+    was skipped, the learning rate, and the bytes this rank sent.
+    """
 
     loss: float
     tokens: int
@@ -61,7 +65,8 @@ class Metrics:
 class Training:
     """How an engine trains: `loss(model, batch)` is the mean over the batch's own tokens,
     `tokens(batch)` their number (None: the rows of the batch); gradients are clipped to norm
-    `clip` (None: not)."""
+    `clip` (None: not).
+    """
 
     optimizer: Recipe
     loss: Loss
@@ -142,6 +147,7 @@ class Engine:
         self.scale = LossScale(on=plan.precision == "fp16")
         self.steps = 0
         self.expected = 0  # tokens of the global batch, of the step before
+        self.last: dict[Key, Tally] = {}  # what the last step sent
 
     def _cast(self) -> None:
         """The plan's precision, the plan's device; parameters on meta stay there."""
@@ -184,7 +190,8 @@ class Engine:
         with self.ledger.phase("update"):
             facts = self._settle(summed, sum(counts))
         self.steps += 1
-        sent = sum(tally.sent_bytes for tally in self.ledger.since(before).values())
+        self.last = self.ledger.since(before)
+        sent = sum(tally.sent_bytes for tally in self.last.values())
         return Metrics(facts.loss, facts.tokens, facts.norm, facts.skipped, self.optimizer.lr, sent)
 
     def _count(self, part: Any) -> int:
@@ -204,8 +211,10 @@ class Engine:
         own = torch.cat([summed.view(1), summed.new_tensor([count]), self.data.got().to(summed)])
         with self.ledger.phase("check"):
             agreed = self.data.begin_agree(own)
-        self.data.finish()
-        facts = agreed()
+        with self.ledger.phase("backward"):  # sums that begin late are still backward's
+            self.data.finish()
+        with self.ledger.phase("check"):
+            facts = agreed()
         total = max(1, round(facts[1].item()))
         loss, correction = facts[0].item() / total, self.expected / total
         self.expected = total
@@ -282,13 +291,42 @@ class Engine:
         self.scale.value, self.scale.good = float(saved["loss_scale"]), int(saved["since"])
         self.scale.value = self.scale.value if self.scale.on else 1.0
 
+    def gradients(self) -> list[state.Box]:
+        """The gradients of the last update, as it used them: summed, unscaled, clipped.
+
+        Boxes of this rank's pieces, valid until the next step; zeros for a parameter without one.
+        """
+        return state.gradients(self)
+
     def memory(self) -> dict[str, int]:
         """Live bytes of this rank by category, read from the tensors' storages."""
         return memory.measured(self)
 
+    def predicted_memory(self) -> dict[str, int]:
+        """The same by the formula of the plan: what `memory` reads after a step."""
+        return memory.predicted(self)
+
     def sent(self) -> dict[Key, Tally]:
         """The ledger so far, by axis, kind and phase."""
         return self.ledger.copy()
+
+    def step_bytes(self, first: bool = False) -> dict[Line, int]:
+        """What this rank's steps send by the formula of the plan; the first one a little more."""
+        clips = self.training.clip is not None
+        rank, plan = self.world.rank, self.plan
+        return traffic.step_bytes(plan, self.model_shape(), rank, norm=clips, first=first)
+
+    def measured_bytes(self) -> dict[str, int]:
+        """The bytes this rank sent in the last step, by axis and kind."""
+        return traffic.by_kind({Line(*k): t.sent_bytes for k, t in self.last.items()})
+
+    def predicted_bytes(self) -> dict[str, int]:
+        """The same by the formula, for the step that was the last, or else the first."""
+        return traffic.by_kind(self.step_bytes(first=self.steps <= 1))
+
+    def model_shape(self) -> ModelShape:
+        """The model as numbers, in the units of this engine."""
+        return shape.model_shape(self)
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,12 @@
-"""this file is the bytes an engine keeps between steps, by category, read from tensor storages."""
+"""this file is the bytes an engine keeps between steps, by category: read from storages, predicted."""
 
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
+
+from shardwise.engine.shape import model_shape, optimizer_shape
+from shardwise.predict.memory import PLAIN, held_bytes
 
 
 def measured(engine: Any) -> dict[str, int]:
@@ -22,6 +25,13 @@ def measured(engine: Any) -> dict[str, int]:
         "optimizer": _bytes(kept, seen),
         "buffers": _bytes(engine.model.buffers(), seen),
     }
+
+
+def predicted(engine: Any) -> dict[str, int]:
+    """The same categories by formula, after a step that gave every trained parameter a gradient."""
+    dtypes = [f.dtype for f in engine.optimizer.flats]
+    keeps = optimizer_shape(engine.training.optimizer, dtypes[0]) if dtypes else PLAIN
+    return held_bytes(engine.plan, model_shape(engine), keeps, engine.world.rank)
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:

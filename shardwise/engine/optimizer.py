@@ -24,7 +24,10 @@ from shardwise.core.errors import bad
 from shardwise.parallel.flat import Flat
 
 #: torch.optim classes that treat every element alike, so that a piece is updated as in the whole.
-ELEMENTWISE = "SGD Adam AdamW NAdam RAdam RMSprop Adagrad Adadelta Adamax ASGD Rprop".split()
+ELEMENTWISE = (
+    *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax"),
+    *("ASGD", "Rprop"),
+)
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -55,9 +58,9 @@ class Recipe:
         return self.kind(groups, **options)
 
 
-def Optim(
+def Optim(  # noqa: N802
     kind: type[Optimizer], groups: dict[str, dict[str, Any]] | None = None, **options: Any
-) -> Recipe:  # noqa: N802, E501
+) -> Recipe:
     """Any elementwise class of torch.optim with its options: `Optim(torch.optim.RMSprop, lr=1e-3)`.
 
     Raises:
@@ -103,6 +106,7 @@ class ShardedOptimizer:
         ]
         self.names = [name for name, _ in named]
         self.torch = recipe.build(named)
+        self.factor = 1.0  # of the last step
         self.base_lr = [group["lr"] for group in self.torch.param_groups]
 
     def _targets(self, k: int, flat: Flat) -> list[nn.Parameter]:
@@ -115,6 +119,7 @@ class ShardedOptimizer:
 
     def step(self, factor: float = 1.0) -> None:
         """Update from the gradients on the parameters at rest, each times `factor`."""
+        self.factor = factor
         if factor != 1.0:
             for k, flat in enumerate(self.flats):
                 if k not in self.masters and flat.gshard is not None:
@@ -180,9 +185,8 @@ class ShardedOptimizer:
         """Every state tensor: its flat group, the parameter's index in it, its key, the tensor."""
         for flat, targets in zip(self.flats, self.targets, strict=True):
             for index, target in enumerate(targets):
-                for key, value in self.torch.state.get(target, {}).items():
-                    if isinstance(value, Tensor):
-                        yield flat, index, key, value
+                state = self.torch.state.get(target, {}).items()
+                yield from ((flat, index, k, v) for k, v in state if isinstance(v, Tensor))
 
     def map_state(self, act: Callable[[Tensor], None]) -> None:
         """Call `act` on every tensor this optimizer keeps, masters included."""

@@ -1,6 +1,6 @@
 """this file is what an engine keeps, as boxes of whole named tensors, for a checkpoint.
 
-    model/NAME           the weight, as precise as this rank has it (the fp32 master where there is one)
+    model/NAME           the weight, as precise as there is one (the fp32 master of a 16-bit one)
     optim/KEY/NAME       a state tensor of the optimizer, in the shape of the weight, or 0-d
     buffer/NAME          a buffer of the model
 
@@ -40,6 +40,21 @@ def boxes(engine: Any) -> list[Box]:
         found.append(
             Box(f"buffer/{name}", tuple(b.shape), zeros, tuple(b.shape), b, engine.data_rank)
         )
+    return found
+
+
+def gradients(engine: Any) -> list[Box]:
+    """This rank's pieces of the gradients, named "grad/NAME", as the last update used them."""
+    found: list[Box] = []
+    for k, flat in enumerate(engine.optimizer.flats):
+        if flat.gshard is None:
+            continue
+        # 16-bit gradients are multiplied on their way to the master, others in place
+        factor = engine.optimizer.factor if k in engine.optimizer.masters else 1.0
+        used = flat.gshard.float() * factor if factor != 1.0 else flat.gshard
+        for index, name in enumerate(flat.names):
+            piece = _piece(flat, index, used)
+            found += _pieces(flat, index, f"grad/{name}", piece, _copy_of(engine, flat))
     return found
 
 

@@ -80,6 +80,7 @@ class Unit:
         self.temporary = any(group.temporary for group in groups)
         # looking a row up in a table needs the table only forward
         self.wanted_backward = not all(type(m) is nn.Embedding for m in modules)
+        self.reached = True  # gradients arrive at what it gave
         self.keep = False
         self.depth = 0  # forward passes of its modules that are running
         self.missing = self.expected = sum(len(group.params) for group in self.trained)
@@ -154,7 +155,7 @@ class Data:
         unit.depth -= 1
         recording = torch.is_grad_enabled()
         if recording and unit.temporary and not self.in_backward:
-            self._watch(out, partial(self._before_backward, unit))
+            unit.reached = self._watch(out, partial(self._before_backward, unit))
         over = unit.depth == 0 and module is unit.modules[-1] and not self.in_backward
         if over and not (recording and unit.keep):
             unit.free()
@@ -170,11 +171,13 @@ class Data:
         elif self.pace.by_hand:
             self.rest()
 
-    def _watch(self, out: Any, act: Callable[[], None]) -> None:
+    def _watch(self, out: Any, act: Callable[[], None]) -> bool:
+        """Call `act` when a gradient of `out` arrives; whether one ever will."""
         leaves = [out] if isinstance(out, Tensor) else tree_leaves(out)
-        for leaf in leaves:
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(partial(_call, act))
+        watched = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        for leaf in watched:
+            leaf.register_hook(partial(_call, act))
+        return bool(watched)
 
     # --- backward -----------------------------------------------------------------------------
 
@@ -201,7 +204,7 @@ class Data:
             return
         unit.gather()
         for earlier in self.order[max(0, place - self.pace.ahead) : place][::-1]:
-            if earlier.wanted_backward:
+            if earlier.wanted_backward and earlier.reached:
                 earlier.begin_gather()
 
     def _collect(self, unit: Unit, group: Group, index: int, p: nn.Parameter) -> None:
@@ -317,7 +320,7 @@ class Data:
         return _begin_sum(x, axis)()
 
     def broadcast_buffers(self) -> None:
-        """Rank 0's buffers on every data rank, where they changed since the last time (batch norm)."""
+        """Rank 0's buffers on every data rank, where they changed since the last time."""
         changed = [b for b in self.root.buffers() if self.versions.get(id(b)) != b._version]
         for axis in self.axes:
             for dtype in dict.fromkeys(b.dtype for b in changed):
@@ -341,7 +344,7 @@ def _mark_kept(order: Sequence[Unit]) -> None:
         unit.keep = unit is order[-1] or any(m in mine for m in others)
 
 
-def _call(act: Callable[[], None], grad: Tensor) -> None:
+def _call(act: Callable[[], None], _: Tensor) -> None:
     act()
 
 

@@ -1,0 +1,67 @@
+"""this file is an engine as numbers: its model's shape and its optimizer's, for predictions."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from shardwise.core.shape import BufferShape, ModelShape, ParamShape, UnitShape
+from shardwise.engine.optimizer import HALF, Recipe
+from shardwise.parallel.data import Unit
+from shardwise.predict.memory import OptimizerShape
+
+
+def model_shape(engine: Any) -> ModelShape:
+    """The units in the order in which they are used, and the buffers.
+
+    The order is learnt in the first forward pass of a model whose modules run in another order
+    than they were defined in.
+    """
+    units: list[UnitShape] = []
+    trained_before = False  # whether the backward pass gets as far as here
+    for unit in engine.data.order:
+        trained_before = trained_before or bool(unit.trained)
+        again = trained_before and unit.wanted_backward and not unit.keep
+        units.append(UnitShape(unit.name, _params(unit), 2 if again else 1))
+    return ModelShape(tuple(units), _buffers(engine.model))
+
+
+def _params(unit: Unit) -> tuple[ParamShape, ...]:
+    return tuple(
+        ParamShape(name, tuple(shape), _name(group.dtype), group.trained)
+        for group in unit.groups
+        for name, shape in zip(group.names, group.shapes, strict=True)
+    )
+
+
+def _buffers(model: nn.Module) -> tuple[BufferShape, ...]:
+    """Every buffer; running statistics of normalisation layers are what training changes."""
+    changing = {
+        id(b)
+        for module in model.modules()
+        if isinstance(module, _NormBase) and module.training and module.track_running_stats
+        for b in module.buffers(recurse=False)
+    }
+    return tuple(
+        BufferShape(name, tuple(b.shape), _name(b.dtype), id(b) in changing)
+        for name, b in model.named_buffers()
+    )
+
+
+def optimizer_shape(recipe: Recipe, dtype: torch.dtype) -> OptimizerShape:
+    """What the optimizer keeps of weights of `dtype`, learnt from one parameter of two elements.
+
+    So any class is known, with its options. (Options of single groups are taken to keep alike.)
+    """
+    probe = nn.Parameter(torch.zeros(2, dtype=torch.float32 if dtype in HALF else dtype))
+    optimizer = recipe.build([("", probe)])
+    probe.grad = torch.ones_like(probe)
+    optimizer.step()
+    kept = [value for value in optimizer.state[probe].values() if isinstance(value, Tensor)]
+    scalars = [value for value in kept if value.dim() == 0]
+    return OptimizerShape(len(kept) - len(scalars), sum(value.nbytes for value in scalars))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,68 @@
+"""This file is the bytes a rank holds between two steps, by category.
+
+    parameters   the row's column `param`: all of a group (R), or this rank's block (S)
+    gradients    its column `grad`: all (P), or the block (S); their memory stays for the next step
+    optimizer    its column `optim`, as in the table below
+    buffers      all, on every rank
+
+Padding is stored with parameters and gradients, and with the fp32 masters of 16-bit weights. The
+optimizer's states have the shape of this rank's piece of each parameter: no padding there. With
+Adam, of a group with K elements in pieces here and B in the block:
+
+    fp32    4 B + 4 B + 8 K              bf16, fp16    2 B + 2 B + (4 B + 8 K)
+
+and a step count of 4 bytes for each parameter. (ZeRO, arXiv 1910.02054, section 3.1: 2 + 2 + 12.)
+"""
+
+from dataclasses import dataclass
+
+from shardwise.core.plan import Plan
+from shardwise.core.shape import ModelShape
+from shardwise.predict.group import Group, groups
+
+HALF = ("bfloat16", "float16")
+MASTER_BYTES = 4
+
+
+@dataclass(frozen=True)
+class OptimizerShape:
+    """An optimizer as numbers: state tensors the size of the weight, bytes a parameter besides."""
+
+    states: int
+    scalar_bytes: int
+
+
+ADAM = OptimizerShape(states=2, scalar_bytes=4)
+MOMENTUM = OptimizerShape(states=1, scalar_bytes=0)
+PLAIN = OptimizerShape(states=0, scalar_bytes=0)
+
+
+def held_bytes(
+    plan: Plan, model: ModelShape, optimizer: OptimizerShape = ADAM, rank: int = 0
+) -> dict[str, int]:
+    """The bytes `rank` holds after a step in which every trained parameter had a gradient."""
+    place = plan.mesh.coordinate(rank).get(plan.shard_axis or "none", 0)
+    found = groups(plan, model)
+    trained = [group for group in found if group.trained]
+    return {
+        "parameters": sum(_block_bytes(group, group.row.param.kind == "S") for group in found),
+        "gradients": sum(_block_bytes(group, group.row.grad.kind == "S") for group in trained),
+        "optimizer": sum(_optimizer_bytes(group, optimizer, place) for group in trained),
+        "buffers": sum(buffer.stored_bytes for buffer in model.buffers),
+    }
+
+
+def _block_bytes(group: Group, sharded: bool) -> int:
+    flat = group.flat
+    return group.element_bytes * (flat.share if sharded else flat.padded)
+
+
+def _optimizer_bytes(group: Group, optimizer: OptimizerShape, place: int) -> int:
+    """Masters of the block, where weights have 16 bits; states of the pieces; scalars."""
+    flat, half = group.flat, group.params[0].dtype in HALF
+    state_bytes = optimizer.states * (MASTER_BYTES if half else group.element_bytes)
+    rank = place if group.shard > 1 else 0
+    pieces = [flat.piece(index, rank) for index in range(len(group.params))]
+    kept = sum(stop - start for start, stop in pieces)
+    masters = MASTER_BYTES * flat.share if half else 0
+    return masters + state_bytes * kept + optimizer.scalar_bytes * len(pieces)

@@ -1,0 +1,147 @@
+"""This file is the bytes each rank sends in one training step, by axis, kind and phase.
+
+Of a group of N elements (padding included) on n shard ranks and m replicas, in each microbatch and
+then once, with the placements of its row of the states table:
+
+    forward    param -> R                      on the shard axis
+    backward   param -> R, where freed since;  P -> grad
+    backward   P -> optim (once)               what grad has not done yet
+    backward   P -> R (once)                   on the replicate axis: the block that each rank has
+    update     optim -> param (once)
+
+and, whatever the model's size:
+
+    check      the facts: loss, tokens, and for each trained parameter whether it had a gradient,
+               as doubles that every rank gathers; one double more where the norm is wanted
+    forward    the buffers that training changes, from the first rank of each axis
+
+Prices are those of `core.moves`, the table that of `core.states`. Nothing here is measured.
+"""
+
+from typing import NamedTuple
+
+from shardwise.core.layout import P, Placement, R, S
+from shardwise.core.moves import price
+from shardwise.core.plan import Plan
+from shardwise.core.shape import ModelShape
+from shardwise.predict.group import Group, groups
+
+FACT_BYTES = 8  # facts are added as doubles: a count of tokens must not be rounded
+COUNT_BYTES = 4  # the first step asks for its number of tokens beforehand
+
+
+class Line(NamedTuple):
+    """What bytes are counted by; the same three words as in the ledger."""
+
+    axis: str
+    kind: str
+    phase: str
+
+
+class Tariff:
+    """The data axes of a plan, seen from one rank, and what has been sent along them so far."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan, self.sent_bytes = plan, dict[Line, int]()
+        self.shard, self.replicate = plan.shard_axis or "none", plan.replicate_axis or "none"
+        self.here = plan.mesh.coordinate(rank)
+
+    def size(self, axis: str) -> int:
+        """How many ranks the axis has."""
+        return self.plan.mesh.size_of(axis)
+
+    def move(
+        self, axis: str, src: Placement, dst: Placement, numel: int, element_bytes: int, phase: str
+    ) -> None:
+        """One move of a tensor of `numel` elements in the whole."""
+        step = price(src, dst, numel, self.size(axis))
+        self._add(Line(axis, step.what, phase), round(step.sent) * element_bytes)
+
+    def broadcast(self, stored_bytes: int, phase: str) -> None:
+        """The first rank of each data axis hands so many bytes to each of the others."""
+        for axis in (self.shard, self.replicate):
+            others = self.size(axis) - 1 if self.here.get(axis, 0) == 0 else 0
+            self._add(Line(axis, "broadcast", phase), stored_bytes * others)
+
+    def agree(self, numbers: int, number_bytes: int) -> None:
+        """Every rank gathers a few numbers of all others, one axis after the other."""
+        for axis in (self.shard, self.replicate):
+            self.move(axis, S(0), R, numbers * self.size(axis), number_bytes, "check")
+
+    def _add(self, line: Line, sent_bytes: int) -> None:
+        if sent_bytes:
+            self.sent_bytes[line] = self.sent_bytes.get(line, 0) + sent_bytes
+
+
+def step_bytes(
+    plan: Plan, model: ModelShape, rank: int = 0, *, norm: bool = False, first: bool = False
+) -> dict[Line, int]:
+    """The bytes `rank` sends in one step; lines without any are left out.
+
+    `norm`: gradients are clipped (under fp16 their norm is wanted in any case). `first`: the first
+    step of a run, which asks for its number of tokens beforehand, and finds buffers unchanged.
+    """
+    tariff = Tariff(plan, rank)
+    for group in groups(plan, model):
+        _use(tariff, group)
+        if group.trained:
+            _collect(tariff, group)
+            _publish(tariff, group)
+    changing = sum(buffer.stored_bytes for buffer in model.buffers if buffer.changes)
+    tariff.broadcast(changing * (plan.accumulate - first), "forward")
+    tariff.agree(2 + sum(param.trainable for param in model.params), FACT_BYTES)
+    if norm or plan.precision == "fp16":
+        tariff.move(tariff.shard, S(0), R, tariff.size(tariff.shard), FACT_BYTES, "check")
+    if first:
+        tariff.agree(1, COUNT_BYTES)
+    return tariff.sent_bytes
+
+
+def start_bytes(plan: Plan, model: ModelShape, rank: int = 0) -> dict[Line, int]:
+    """The bytes `rank` sends before the first step: rank 0's parameters and buffers are everyone's.
+
+    Of a model made on the meta device only the buffers are sent: its weights follow from the seed.
+    """
+    tariff = Tariff(plan, rank)
+    for group in groups(plan, model):
+        tariff.broadcast(group.flat.padded * group.element_bytes, "start")
+    tariff.broadcast(sum(buffer.stored_bytes for buffer in model.buffers), "start")
+    return tariff.sent_bytes
+
+
+def by_kind(sent_bytes: dict[Line, int]) -> dict[str, int]:
+    """The same by axis and kind, as "dp all_gather", phases added up."""
+    total: dict[str, int] = {}
+    for line, count in sent_bytes.items():
+        name = f"{line.axis} {line.kind}"
+        total[name] = total.get(name, 0) + count
+    return dict(sorted(total.items()))
+
+
+def _use(tariff: Tariff, group: Group) -> None:
+    """Whole for the forward pass, and again for the backward pass."""
+    for phase in ("forward", "backward")[: group.unit.uses]:
+        for _ in range(tariff.plan.accumulate):
+            _inside(tariff, group, group.row.param, R, phase)
+
+
+def _collect(tariff: Tariff, group: Group) -> None:
+    """From what each rank has of the gradient to the sum that the update needs."""
+    element_bytes = group.element_bytes
+    for _ in range(tariff.plan.accumulate):
+        _inside(tariff, group, P, group.row.grad, "backward")
+    if group.shard > 1:
+        _inside(tariff, group, group.row.grad, group.row.optim, "backward")
+    # what each rank holds of the sum, it adds up with its replicas
+    share = group.flat.share
+    tariff.move(tariff.replicate, P, R, share, element_bytes, "backward")
+
+
+def _publish(tariff: Tariff, group: Group) -> None:
+    _inside(tariff, group, group.row.optim, group.row.param, "update")
+
+
+def _inside(tariff: Tariff, group: Group, src: Placement, dst: Placement, phase: str) -> None:
+    """A move on the shard axis; there is none for a group that is not split."""
+    if group.shard > 1:
+        tariff.move(tariff.shard, src, dst, group.flat.padded, group.element_bytes, phase)
