@@ -196,8 +196,11 @@ class Data:
         self._begin_backward()
         place = self.order.index(unit)
         for later in self.order[place + 1 :]:
-            if not later.trained and not later.keep and later.depth == 0:
+            over = later.complete or not later.trained
+            if over and not later.keep and later.depth == 0:
                 later.free()
+        if unit.complete:
+            return
         if not unit.wanted_backward:
             for group in unit.groups:
                 group.pretend()
@@ -213,7 +216,8 @@ class Data:
         unit.missing -= 1
         if unit.missing == 0:
             unit.complete = True
-            unit.free()
+            if len(unit.trained) == len(unit.groups):  # what is frozen may still be read
+                unit.free()
             self._reduce_complete()
 
     def _reduces(self, unit: Unit) -> bool:
