@@ -1,1 +1,1 @@
-"""this package is everything that passes between ranks: worlds, the door, transports, the ledger."""
+"""this package is what passes between ranks: worlds, the door, transports, the ledger."""

@@ -56,3 +56,6 @@ class AloneLinks(Links):
         if longest > 1:
             raise ValueError(f"axis {axis} has {longest} ranks, the world has one")
         return Alone()
+
+    def close(self) -> None:
+        """Nothing stays open."""

@@ -5,6 +5,7 @@ the ledger.  `root`, `to` and `source` are ranks on the axis.  For tensors that 
 use `move`.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -33,7 +34,7 @@ def reduce(x: Tensor, axis: Axis, root: int = 0, op: str = "sum") -> Tensor:
 
 
 def broadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
-    """Overwrite `x` with that of rank `root`; returns `x`.  Counted: the root sends it n-1 times."""
+    """Overwrite `x` with that of rank `root`, which sends it n-1 times; returns `x`."""
     axis.transport.broadcast(x.view(-1), root).wait()
     _count(axis, "broadcast", x.numel() * (axis.size - 1) if axis.rank == root else 0, x)
     return x
@@ -81,7 +82,7 @@ def all_to_all(
     x: Tensor, axis: Axis, out_counts: Sequence[int], in_counts: Sequence[int]
 ) -> Tensor:
     """Send `in_counts[r]` rows of `x` to rank r; return the rows received, by rank of origin."""
-    row = x[0].numel() if len(x) else max(1, x.numel())
+    row = math.prod(x.shape[1:])  # not x[0].numel(): a rank may have no rows to send
     out = x.new_empty((sum(out_counts), *x.shape[1:]))
     elements = [c * row for c in out_counts], [c * row for c in in_counts]
     axis.transport.all_to_all(out.view(-1), x.contiguous().view(-1), *elements).wait()

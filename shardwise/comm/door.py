@@ -70,7 +70,7 @@ def move(x: Tensor, axis: Axis, src: Placement, dst: Placement) -> Tensor:
     """
     if src == dst or axis.size == 1:
         return x
-    return _Move.apply(x, axis, src, dst)  # pyright: ignore[reportReturnType]
+    return _Move.apply(x, axis, src, dst)
 
 
 class _Move(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""this file is the gloo transport: every rank hands its blocks straight to the ranks that need them.
+"""this file is the gloo transport: ranks hand blocks straight to the ranks that need them.
 
 Gloo's own reduce-scatter is an all-reduce inside (2N(n-1)/n elements on the wire where N(n-1)/n
 would do), and its all-gather copies every block once more than it must.  Both are therefore built
@@ -51,6 +51,10 @@ class Gloo(Transport):
         return [work.wait for work in works]
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
+        """Large: gloo's own.  Small: its second half begins when somebody waits for it.
+
+        So ranks must wait for small ones in one order.
+        """
         if op != "sum" or x.nbytes > SMALL_BYTES or x.numel() % self.size:
             return _pending(dist.all_reduce(x, OPS[op], self.group, async_op=True))
         block = x.view(self.size, -1)[self.rank]
@@ -91,6 +95,7 @@ class Gloo(Transport):
     def all_to_all(
         self, out: Tensor, x: Tensor, out_counts: Sequence[int], in_counts: Sequence[int]
     ) -> Pending:
+        """Straight to each peer; what is empty is not sent."""
         theirs, mine = out.split(list(out_counts)), x.split(list(in_counts))
         ends = self._exchange([mine[p] for p in self.peers], [theirs[p] for p in self.peers])
         theirs[self.rank].copy_(mine[self.rank])
@@ -107,7 +112,7 @@ class Gloo(Transport):
 
 
 def add_all(out: Tensor, own: Tensor, others: Tensor) -> None:
-    """Write `own` plus the rows of `others` in `out`; more than two 16-bit terms are summed in fp32."""
+    """Write `own` plus the rows of `others` in `out`; many 16-bit terms are summed in fp32."""
     if len(others) == 1:
         torch.add(own, others[0], out=out)
     elif own.dtype in (torch.bfloat16, torch.float16):

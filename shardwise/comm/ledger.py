@@ -1,8 +1,8 @@
 """this file is the ledger: what every move sent, by axis, kind and phase.
 
     axis     the mesh axis the move went along ("dp", "tp", ...)
-    kind     what was done (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send, ...)
-    phase    when it was done (start, forward, backward, update, check, ...), set by the engine
+    kind     what was done (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send)
+    phase    when it was done (start, forward, backward, update, check): the engine says
 
 A rank counts what *it* hands to other ranks.  Nothing is sampled or estimated: the door writes a
 line for each call, from the tensor it was given.
@@ -73,7 +73,7 @@ class Ledger:
         return dict(self.lines)
 
     def since(self, before: dict[Key, Tally]) -> dict[Key, Tally]:
-        """What was written after `before = ledger.copy()`; lines that did not change are left out."""
+        """What was written after `before = ledger.copy()`, without lines that did not change."""
         gone = {key: tally - before.get(key, Tally()) for key, tally in self.lines.items()}
         return {key: tally for key, tally in gone.items() if tally != Tally()}
 

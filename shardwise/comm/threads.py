@@ -103,6 +103,7 @@ class Threads(Transport):
     def all_to_all(
         self, out: Tensor, x: Tensor, out_counts: Sequence[int], in_counts: Sequence[int]
     ) -> Pending:
+        """Every rank reads its own part of what the others brought."""
         parts = [
             whole.split(list(counts))[self.rank] for whole, counts in self._swap((x, in_counts))
         ]
@@ -134,6 +135,9 @@ class ThreadLinks(Links):
         board = self.hub.board((self.opened, axis, tuple(line)), len(line))
         return Threads(list(line).index(rank), board)
 
+    def close(self) -> None:
+        """Nothing stays open."""
+
 
 def on_threads(ranks: int, body: Callable[[int, Links], Any]) -> list[Any]:
     """Run `body(rank, links)` on each of `ranks` threads; return the results in rank order.
@@ -147,7 +151,7 @@ def on_threads(ranks: int, body: Callable[[int, Links], Any]) -> list[Any]:
     def run(rank: int) -> None:
         try:
             results[rank] = body(rank, ThreadLinks(hub))
-        except BaseException as error:  # whatever it is, the others must be released
+        except BaseException as error:  # noqa: BLE001  # whatever it is, release the others
             failures.append((rank, error))
             hub.abort()
 

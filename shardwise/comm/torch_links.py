@@ -16,6 +16,7 @@ class TorchLinks(Links):
         self.ours = ours
 
     def transport(self, axis: str, lines: Sequence[Sequence[int]], rank: int) -> Transport:
+        """A new process group for each line, gloo or NCCL as the world is; ours is returned."""
         mine = None
         for line in lines:  # every rank makes every group, in one order: torch asks for it
             group = dist.new_group(list(line), group_desc=axis)

@@ -1,4 +1,4 @@
-"""this file is the transport that moves no data: what a world of any size would send, on one machine.
+"""this file is the transport that moves no data: what a world of any size would send.
 
 Outputs keep whatever their memory holds (zeros where the caller asked for zeros), so values mean
 nothing under it; shapes, the order of moves and the ledger are those of the real world.
@@ -56,3 +56,6 @@ class TraceLinks(Links):
     def transport(self, axis: str, lines: Sequence[Sequence[int]], rank: int) -> Transport:
         line = next(line for line in lines if rank in line)
         return Trace(list(line).index(rank), len(line))
+
+    def close(self) -> None:
+        """Nothing stays open."""

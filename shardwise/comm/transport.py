@@ -84,5 +84,6 @@ class Links(ABC):
         channel of its own: work on one never waits in the queue of another.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Give back what was opened."""

@@ -86,8 +86,9 @@ class World:
         for name, size in mesh.axes:
             if size > 1:
                 lines = mesh.lines(name)
-                pair = [self.links.transport(name, lines, self.rank) for _ in range(2)]
-                opened.append(Axis(name, *pair, ledger))
+                now = self.links.transport(name, lines, self.rank)
+                behind = self.links.transport(name, lines, self.rank)
+                opened.append(Axis(name, now, behind, ledger))
         everyone = replace(self.everyone, ledger=ledger)
         return replace(self, mesh=mesh, axes=tuple(opened), everyone=everyone, ledger=ledger)
 
@@ -134,7 +135,7 @@ def init(device: str | None = None) -> World:
     local = start.local_rank if start else 0
     where = _device(device, local)
     if not dist.is_initialized():
-        if start is None or start.size == 1 and start.rank == 0 and start.address is None:
+        if start is None or (start.size == 1 and start.rank == 0 and start.address is None):
             return alone(where)
         _begin(start.rank, start.size, start.address, where)
         links = TorchLinks(ours=True)

@@ -1,4 +1,4 @@
-"""this file is the box: a rectangle of a whole named tensor, and the live local data that fills it."""
+"""this file is the box: a rectangle of a whole named tensor, and the live data that fills it."""
 
 from dataclasses import dataclass
 

@@ -10,19 +10,21 @@ import torch
 from torch import nn
 
 from shardwise.comm.world import Axis
+from shardwise.core.errors import bad
 from shardwise.core.states import Row
 from shardwise.parallel.data import Data, Pace, Unit
 from shardwise.parallel.flat import Fill, Flat
 from shardwise.parallel.units import Rule, UnitSpec, choose
 
 #: Neighbours smaller than this are one unit: below it a message costs more than what it carries.
-LEAST_BYTES = 2**20
+LEAST_BYTES = 2**21
 
 
 @dataclass(frozen=True)
 class Sharding:
     """How parameters are kept: the row, the axes it lies on, and how units are chosen.
 
+    device: where they are kept; None leaves them where they are.
     fill(name, tensor) writes the initial weights of parameters on the meta device, unit by unit.
     """
 
@@ -32,7 +34,7 @@ class Sharding:
     units: Rule = "auto"
     bucket_bytes: int = 25 * 2**20
     fill: Fill | None = None
-    device: torch.device = torch.device("cpu")
+    device: torch.device | None = None
 
     @property
     def axes(self) -> tuple[Axis, Axis]:
@@ -97,21 +99,38 @@ def default_fill(model: nn.Module, seed: int) -> Fill:
         for prefix, module in model.named_modules()
         for name, _ in module.named_parameters(recurse=False)
     }
-    return partial(_reset_like, owners, seed)
+    # whole shapes, noted before any parameter is cut
+    shapes = {
+        prefix: {name: p.shape for name, p in module.named_parameters(recurse=False)}
+        for prefix, module in owners.values()
+    }
+    return partial(_reset_like, owners, shapes, seed)
 
 
 def _reset_like(
-    owners: dict[str, tuple[str, nn.Module]], seed: int, name: str, tensor: torch.Tensor
+    owners: dict[str, tuple[str, nn.Module]],
+    shapes: dict[str, dict[str, torch.Size]],
+    seed: int,
+    name: str,
+    tensor: torch.Tensor,
 ) -> None:
     prefix, module = owners[name]
-    local = name.rpartition(".")[2]
     twin = type(module).__new__(type(module))
     twin.__dict__ = dict(module.__dict__)
-    twin._parameters = {
-        key: None if p is None else nn.Parameter(torch.empty(p.shape, dtype=torch.float32))
-        for key, p in module._parameters.items()
+    made = {
+        key: nn.Parameter(torch.empty(shape, dtype=torch.float32))
+        for key, shape in shapes[prefix].items()
     }
+    twin._parameters = {key: made.get(key) for key in module._parameters}
+    reset = getattr(twin, "reset_parameters", getattr(twin, "_reset_parameters", None))
+    if reset is None:
+        raise bad(
+            f"parameter {name} on the meta device, whose {type(module).__name__} has no "
+            "reset_parameters",
+            "modules that can make their own initial weights, or a fill for all of them",
+            "parallelize(..., fill=lambda name, tensor: tensor.normal_(0, 0.02))",
+        )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(crc32(f"{seed}/{prefix}".encode()))
-        twin.reset_parameters()
-    tensor.copy_(twin._parameters[local])
+        reset()
+    tensor.copy_(made[name.rpartition(".")[2]])

@@ -30,7 +30,7 @@ def _gather_all(flats: Sequence[Flat], *_: Any) -> None:
 
 
 @torch.no_grad()
-def _copy_whole(data: Data, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _copy_whole(data: Data, _: nn.Module, state: dict[str, Any], *_more: Any) -> None:
     for key, value in list(state.items()):
         if isinstance(value, Tensor):
             state[key] = value.detach().clone()

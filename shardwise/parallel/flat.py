@@ -1,4 +1,4 @@
-"""this file is the flat group: parameters laid end to end, kept and moved as a row of the table says.
+"""this file is the flat group: parameters end to end, kept and moved as a row of the table says.
 
 Five tensors, all one-dimensional (n ranks on the shard axis, m on the replicate axis):
 
@@ -15,8 +15,8 @@ and the equations between them:
     REST     p.data is this rank's piece of p, a view of `shard` (1-D, perhaps empty), and
              p.grad the same piece of `gshard`: what an elementwise optimizer works on
 
-              gather              free / rest                       REST   full      memory given back
-    REST ----------------> WHOLE ------------> REST       (zero3)   WHOLE  full      memory there
+              gather              free / rest
+    REST ----------------> WHOLE ------------> REST     (zero3: `full` has memory in WHOLE only)
 
     backward:  p.grad --copy--> grad --P -> S on shard--> gshard --P -> R on replicate--> gshard
 
@@ -94,21 +94,26 @@ class Flat:
 
     # --- the parameters -----------------------------------------------------------------------
 
+    @torch.no_grad()
     def _assemble(self, fill: Fill | None, device: torch.device) -> Tensor:
         """The whole flat parameter: filled by name where it has no data yet, else rank 0's."""
         full = torch.zeros(self.plan.padded, dtype=self.dtype, device=device)
+        given = [not p.is_meta for p in self.params]
         for name, p, view in zip(self.names, self.params, self.views(full), strict=True):
             if not p.is_meta:
                 view.copy_(p.detach())
-            elif fill is not None:
+                continue
+            if fill is not None:
                 fill(name, view)
-        if not self.params[0].is_meta:
+            # a tensor's device changes only as a whole; the object the user holds stays
+            torch.utils.swap_tensors(p, nn.Parameter(view, requires_grad=self.trained))
+        if any(given):
             broadcast(full, self.shard_axis)
             broadcast(full, self.replicate_axis)
         return full
 
     def _block(self, flat: Tensor) -> Tensor:
-        return flat.view(self.plan.ranks, -1)[self.rank]
+        return flat.view(self.plan.ranks, self.plan.share)[self.rank]
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's place in `flat`, in its own shape."""

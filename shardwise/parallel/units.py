@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from shardwise.core.errors import bad
 
@@ -72,54 +73,66 @@ def choose(root: nn.Module, rule: Rule = "auto", least: int = 0, most: int = 0) 
 
 
 def _tops(root: nn.Module, rule: Rule) -> dict[str, nn.Module]:
-    """The modules at which a unit begins, outermost only."""
-    if rule == "auto":
-        fits = _is_block(root)
-    elif isinstance(rule, int):
+    """The modules at which a unit begins, outermost only; by size, nowhere in particular."""
+    if isinstance(rule, int):
         if rule <= 0:
             raise bad(f"units={rule}", "a positive number of bytes", "units=2**24")
         return {}
-    elif isinstance(rule, str):
-        pattern = rule
-
-        def fits(name: str, module: nn.Module) -> bool:
-            return fnmatch(name, pattern)
-    elif isinstance(rule, type | tuple):
-        classes = rule
-
-        def fits(name: str, module: nn.Module) -> bool:
-            return isinstance(module, classes)
-    else:
-        fits = rule
+    fits = _fits(root, rule)
     found: dict[str, nn.Module] = {}
     for name, module in root.named_modules():
         inside = any(name.startswith(f"{top}.") for top in found)
-        if name and not inside and fits(name, module):
+        if name and not inside and _runs(module) and fits(name, module):
             found[name] = module
     if not found and rule != "auto":
-        names = [name for name, _ in root.named_modules() if name][:6]
+        names = [name for name, module in root.named_modules() if name and _runs(module)][:6]
         raise bad(
-            f"units={rule!r}, which fits no module of {type(root).__name__}",
+            f"units={rule!r}, which fits no module that {type(root).__name__} calls",
             f"a class or pattern of its modules: {', '.join(names)}, ...",
             'units="auto"',
         )
     return found
 
 
-def _is_block(root: nn.Module) -> Callable[[str, nn.Module], bool]:
-    """Whether a module is one of the repeated blocks: the heaviest class that stands in a list."""
+def _fits(root: nn.Module, rule: Rule) -> Callable[[str, nn.Module], bool]:
+    """The rule as a question to ask of each module."""
+    if rule == "auto":
+        kind = _block_class(root)
+        return lambda _, module: type(module) is kind
+    if isinstance(rule, str):
+        return lambda name, _: fnmatch(name, rule)
+    if isinstance(rule, type | tuple):
+        return lambda _, module: isinstance(module, rule)
+    if isinstance(rule, int) or not callable(rule):
+        raise bad(f"units={rule!r}", "a class, a pattern, a size or a function", 'units="auto"')
+    return rule
+
+
+def _block_class(root: nn.Module) -> type[nn.Module] | None:
+    """The class of the repeated blocks: the heaviest one that stands several times in a list."""
     weight: dict[type[nn.Module], int] = defaultdict(int)
-    for _, module in root.named_modules():
-        if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
-            children = list(module.children())
-            for kind in {type(child) for child in children}:
-                alike = [c for c in children if type(c) is kind]
-                if len(alike) > 1:
-                    weight[kind] += sum(p.numel() for c in alike for p in c.parameters())
-    if not weight or not max(weight.values()):
-        return lambda name, module: False
-    heaviest = max(weight, key=lambda kind: weight[kind])
-    return lambda name, module: type(module) is heaviest
+    lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+    for held in [list(m.children()) for m in root.modules() if isinstance(m, lists)]:
+        kinds = [type(child) for child in held]
+        for child in [c for c in held if _runs(c) and kinds.count(type(c)) > 1]:
+            weight[type(child)] += sum(p.numel() for p in child.parameters())
+    heaviest = max(weight, key=lambda kind: weight[kind], default=None)
+    return heaviest if heaviest and weight[heaviest] else None
+
+
+def _runs(module: nn.Module) -> bool:
+    """Whether it has a forward of its own: lists of modules or parameters are never called."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _read(module: nn.Module) -> Iterator[nn.Parameter]:
+    """What it reads itself: its own parameters, and those in what it holds but never calls."""
+    yield from module.parameters(recurse=False)
+    for child in module.children():
+        if not _runs(child):
+            yield from _read(child)
+    if is_parametrized(module):
+        yield from module.get_submodule("parametrizations").parameters()
 
 
 def _walk(
@@ -131,7 +144,7 @@ def _walk(
     (nn.MultiheadAttention reads out_proj.weight), so it is not looked into any further, unless
     there are blocks in it.
     """
-    owns = next(module.parameters(recurse=False), None) is not None
+    owns = next(_read(module), None) is not None and _runs(module)
     holds = any(top.startswith(f"{name}." if name else "") for top in tops)
     if name in tops or (owns and not holds):
         yield name, module
@@ -141,13 +154,11 @@ def _walk(
 
 
 def _share_out(root: nn.Module, specs: list[UnitSpec]) -> None:
-    """Give every parameter to one unit; those of several, or of none, to one for their common root."""
+    """Give every parameter to one unit; those of several or none to one for their common root."""
     users: dict[nn.Parameter, list[UnitSpec]] = defaultdict(list)
     for spec in specs:
-        for module in spec.modules:
-            for p in module.parameters():
-                if spec not in users[p]:
-                    users[p].append(spec)
+        for p in dict.fromkeys(p for module in spec.modules for p in module.parameters()):
+            users[p].append(spec)
     common: dict[str, UnitSpec] = {}
     for name, p in root.named_parameters():
         if len(users[p]) == 1:
@@ -155,6 +166,8 @@ def _share_out(root: nn.Module, specs: list[UnitSpec]) -> None:
             continue
         owners = [owner for owner, m in root.named_modules() if _owns(m, p)]
         where = _common(owners)
+        while where and not _runs(root.get_submodule(where)):  # nobody calls it: no hook would fire
+            where = where.rpartition(".")[0]
         spec = common.setdefault(where, UnitSpec(where, [root.get_submodule(where)], True))
         spec.params.append((name, p))
     specs[:0] = list(common.values())
