@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from shardwise.comm.alone import Alone, AloneLinks
 from shardwise.comm.ledger import Ledger
+from shardwise.comm.malloc import keep_freed_memory
 from shardwise.comm.rendezvous import environment
 from shardwise.comm.torch_links import TorchLinks
 from shardwise.comm.trace import TraceLinks
@@ -134,6 +135,8 @@ def init(device: str | None = None) -> World:
     start = environment()
     local = start.local_rank if start else 0
     where = _device(device, local)
+    if where.type == "cpu":
+        keep_freed_memory()
     if not dist.is_initialized():
         if start is None or (start.size == 1 and start.rank == 0 and start.address is None):
             return alone(where)

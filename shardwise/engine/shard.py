@@ -12,6 +12,7 @@ from torch import nn
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.states import Row
+from shardwise.parallel.buffers import Buffers
 from shardwise.parallel.data import Data, Pace, Unit
 from shardwise.parallel.flat import Fill, Flat
 from shardwise.parallel.units import Rule, UnitSpec, choose
@@ -59,9 +60,7 @@ def shard(model: nn.Module, how: Sharding, pace: Pace) -> tuple[Data, list[Flat]
         ]
         units.append(Unit(spec.name, spec.modules, groups))
         flats += groups
-    data = Data(model, units, how.axes, pace)
-    data.broadcast_buffers()
-    return data, flats
+    return Data(model, units, how.axes, pace, Buffers(model, how.axes)), flats
 
 
 def _alike(spec: UnitSpec) -> Sequence[Sequence[tuple[str, nn.Parameter]]]:

@@ -18,7 +18,7 @@ four moments do nothing.  At most `ahead` + 1 units are whole beyond those in us
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardwise.comm.collectives import broadcast
 from shardwise.comm.door import start
 from shardwise.comm.world import Axis
+from shardwise.core.errors import bad
 from shardwise.core.layout import R, S
 
 
@@ -52,6 +52,15 @@ class Group(Protocol):
     def begin_replicate(self) -> None: ...
     def show_grads(self, used: Sequence[bool]) -> None: ...
     def hide_grads(self) -> None: ...
+    def clear(self) -> None: ...
+
+
+class Buffers(Protocol):
+    """What keeps the buffers of the model alike (buffers.py)."""
+
+    def forward_begins(self) -> None: ...
+    def changed(self) -> list[float]: ...
+    def heard(self, flags: Sequence[bool]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -105,9 +114,14 @@ class Data:
     """The units of one model on the data axes, and the hooks that drive them."""
 
     def __init__(
-        self, root: nn.Module, units: Sequence[Unit], axes: Sequence[Axis], pace: Pace
+        self,
+        root: nn.Module,
+        units: Sequence[Unit],
+        axes: Sequence[Axis],
+        pace: Pace,
+        buffers: Buffers,
     ) -> None:
-        self.root, self.axes, self.pace = root, list(axes), pace
+        self.root, self.axes, self.pace, self.buffers = root, list(axes), pace, buffers
         self.order = list(units)
         self.seen: list[Unit] = []
         self.sync = True  # whether this backward pass is the one whose gradients are wanted
@@ -115,7 +129,8 @@ class Data:
         self.next = 0  # how many units, counted from the last, have begun to be reduced
         self.flying: deque[tuple[Unit, bool]] = deque()  # and whether replicas reduce it too
         self.landed: list[Unit] = []
-        self.versions: dict[int, int] = {}
+        self.mute = False  # whether gradients of this backward pass count for nothing
+        self.frozen = [p for u in units for g in u.groups if not g.trained for p in g.params]
         _mark_kept(self.order)
         self._hook()
 
@@ -133,13 +148,20 @@ class Data:
     # --- forward ------------------------------------------------------------------------------
 
     def _before_root(self, module: nn.Module, args: Any) -> None:
-        if self.in_backward:
+        if self._in_backward():
             return
+        if any(p.requires_grad for p in self.frozen):
+            raise bad(
+                f"a {type(module).__name__} with a parameter that was frozen when it was laid out "
+                "and is trained now",
+                "the same parameters trained for as long as the layout lasts",
+                "requires_grad_(True) before the wrapping, and lr=0 for a group until it is wanted",
+            )
         self._phase("forward")
         self.seen = []
         self.publish()  # where somebody else has updated them
         if module.training and torch.is_grad_enabled():
-            self.broadcast_buffers()
+            self.buffers.forward_begins()
 
     def _before(self, unit: Unit, module: nn.Module, args: Any) -> None:
         unit.depth += 1
@@ -173,13 +195,27 @@ class Data:
 
     def _watch(self, out: Any, act: Callable[[], None]) -> bool:
         """Call `act` when a gradient of `out` arrives; whether one ever will."""
-        leaves = [out] if isinstance(out, Tensor) else tree_leaves(out)
-        watched = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        watched = [leaf for leaf in _tensors(out) if leaf.requires_grad]
         for leaf in watched:
             leaf.register_hook(partial(_call, act))
         return bool(watched)
 
     # --- backward -----------------------------------------------------------------------------
+
+    def _in_backward(self) -> bool:
+        """Whether a backward pass is going on; one that raised has left without saying so."""
+        if self.in_backward and torch._C._current_graph_task_id() == -1:
+            self.abandon()
+        return self.in_backward
+
+    def abandon(self) -> None:
+        """A step broke off: what it left of gradients is dropped, so that the next begins clean."""
+        self.finish()
+        self.in_backward = False
+        for unit in self.order:
+            unit.free()
+            for group in unit.trained:
+                group.clear()
 
     def _begin_backward(self) -> None:
         if self.in_backward:
@@ -212,7 +248,10 @@ class Data:
 
     def _collect(self, unit: Unit, group: Group, index: int, p: nn.Parameter) -> None:
         self._begin_backward()
-        group.collect(index, self.pace.scale)
+        if self.mute:
+            p.grad = None
+        else:
+            group.collect(index, self.pace.scale)
         unit.missing -= 1
         if unit.missing == 0:
             unit.complete = True
@@ -277,9 +316,12 @@ class Data:
         self.landed = []
 
     def got(self) -> Tensor:
-        """One number a trained parameter: 1 where this rank had a gradient for it, else 0."""
+        """One number a trained parameter: 1 where this rank had a gradient for it, else 0.
+
+        Behind them, where there are buffers, whether this rank has changed one.
+        """
         flags = [float(got) for group in self._groups() if group.trained for got in group.got]
-        return torch.tensor(flags)
+        return torch.tensor(flags + self.buffers.changed())
 
     def begin_agree(self, x: Tensor) -> Callable[[], Tensor]:
         """Start to add up a small vector over all data ranks; call the result for the sum."""
@@ -305,6 +347,7 @@ class Data:
             group.rest()
             if group.trained:
                 group.show_grads([next(flags) for _ in group.params])
+        self.buffers.heard(list(flags))
 
     def rest(self) -> None:
         """Every parameter at rest, no unit whole."""
@@ -323,14 +366,6 @@ class Data:
         """The sum of a small vector over one axis."""
         return _begin_sum(x, axis)()
 
-    def broadcast_buffers(self) -> None:
-        """Rank 0's buffers on every data rank, where they changed since the last time."""
-        changed = [b for b in self.root.buffers() if self.versions.get(id(b)) != b._version]
-        for axis in self.axes:
-            for dtype in dict.fromkeys(b.dtype for b in changed):
-                _broadcast_together([b for b in changed if b.dtype == dtype], axis)
-        self.versions |= {id(b): b._version for b in changed}
-
     def _groups(self) -> Iterator[Group]:
         for unit in self.order:
             yield from unit.groups
@@ -346,6 +381,20 @@ def _mark_kept(order: Sequence[Unit]) -> None:
         mine = {m for module in unit.modules for m in module.modules()}
         others = [m for other in order if other is not unit for m in other.modules]
         unit.keep = unit is order[-1] or any(m in mine for m in others)
+
+
+def _tensors(out: Any, deep: int = 2) -> Iterator[Tensor]:
+    """The tensors of a module's output, in containers, dataclasses and plain objects."""
+    if isinstance(out, Tensor):
+        yield out
+        return
+    for leaf in tree_leaves(out):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif deep and is_dataclass(leaf):
+            yield from _tensors([getattr(leaf, field.name) for field in fields(leaf)], deep - 1)
+        elif deep and not isinstance(leaf, nn.Module | type):
+            yield from _tensors(list(getattr(leaf, "__dict__", {}).values()), deep - 1)
 
 
 def _call(act: Callable[[], None], _: Tensor) -> None:
@@ -364,14 +413,3 @@ def _begin_sum(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
         return everyone.view(axis.size, -1).sum(0)
 
     return total
-
-
-def _broadcast_together(tensors: Sequence[Tensor], axis: Axis) -> None:
-    if axis.size == 1 or not tensors:
-        return
-    together = torch.cat([t.detach().reshape(-1) for t in tensors])
-    broadcast(together, axis)
-    sizes = [t.numel() for t in tensors]
-    with torch.no_grad():
-        for t, part in zip(tensors, together.split(sizes), strict=True):
-            t.copy_(part.view_as(t))
