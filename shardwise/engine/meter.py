@@ -1,0 +1,165 @@
+"""this file is the meter: live tensor bytes by category and unit, and their peak during a step.
+
+    with Meter(engine) as meter:
+        engine.step(batch)
+    meter.peak                 {"parameters": ..., "gradients": ..., "activations": ..., ...}
+    meter.leaks()              what the step left behind: nothing, from the second step on
+
+Every operation under it hands its results to the meter, which follows their storages weakly:
+not the process's size, not the allocator's, on any device. At each operation what is live is
+added up, each storage as large as it is then (units shrink theirs to nothing and grow them back).
+
+    parameters, gradients, optimizer, buffers    the engine's own; a gradient on its way stays one
+    activations                                  everything else that was made under the meter:
+                                                 what autograd saves, and what messages land in
+
+What a kernel takes and returns inside one operation is not seen.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor, UntypedStorage
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwise.parallel.data import Unit
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "buffers", "activations")
+
+
+class Place(NamedTuple):
+    """What bytes are counted by; the unit is "" for what belongs to none."""
+
+    category: str
+    unit: str
+
+
+@dataclass(frozen=True)
+class Leak:
+    """A storage that outlived its step: its bytes, the operation that made it, where it was."""
+
+    stored_bytes: int
+    made_by: str
+    place: Place
+
+
+class _Storage:
+    """A storage, followed weakly. The weak reference keeps its address from being used again."""
+
+    def __init__(self, storage: UntypedStorage, place: Place, made_by: str) -> None:
+        self.weak, self.place, self.made_by = StorageWeakRef(storage), place, made_by
+
+    def nbytes(self) -> int | None:
+        """How large it is now; None when it is no more."""
+        storage = UntypedStorage._new_with_weak_ptr(self.weak.cdata)
+        return None if storage is None else storage.nbytes()
+
+
+class Meter(TorchDispatchMode):
+    """Watches one engine while it is entered; it may be entered again for a later step."""
+
+    def __init__(self, engine: Any) -> None:
+        super().__init__()
+        self.engine = engine
+        self.storages: dict[int, _Storage] = {}
+        self.before: set[int] = set()
+        self.peak_bytes = 0
+        self.peak_places: dict[Place, int] = {}
+
+    def __enter__(self) -> Self:
+        self._claim()
+        self.before = {key for key, held in self.storages.items() if held.nbytes() is not None}
+        self.peak_bytes, self.peak_places = 0, {}
+        self._look()
+        return super().__enter__()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        place = Place("activations", self._running())
+        for leaf in pytree.tree_leaves(made):
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+                self._follow(leaf, place, str(func))
+        self._look()
+        return made
+
+    # --- what was seen ------------------------------------------------------------------------
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """Bytes by category at the moment when most bytes were live."""
+        return _by_category(self.peak_places)
+
+    def now(self) -> dict[Place, int]:
+        """Bytes by category and unit that are live now."""
+        self._claim()
+        total: dict[Place, int] = {}
+        for key, held in list(self.storages.items()):
+            nbytes = held.nbytes()
+            if nbytes is None:
+                del self.storages[key]
+            elif nbytes:
+                total[held.place] = total.get(held.place, 0) + nbytes
+        return total
+
+    def leaks(self) -> list[Leak]:
+        """Storages that are alive and were not when the meter was last entered.
+
+        The first step of an engine leaves its optimizer's state and the room for gradients; later
+        ones leave nothing.
+        """
+        self._claim()
+        new = [held for key, held in self.storages.items() if key not in self.before]
+        alive = [(held, held.nbytes()) for held in new]
+        return [Leak(n, held.made_by, held.place) for held, n in alive if n is not None]
+
+    # --- how it is seen -----------------------------------------------------------------------
+
+    def _look(self) -> None:
+        places = self.now()
+        total = sum(places.values())
+        if total > self.peak_bytes:
+            self.peak_bytes, self.peak_places = total, places
+
+    def _follow(self, tensor: Tensor, place: Place, made_by: str) -> None:
+        storage = tensor.untyped_storage()
+        if storage.device.type != "meta":
+            self.storages.setdefault(storage._cdata, _Storage(storage, place, made_by))
+
+    def _claim(self) -> None:
+        """Give the engine's own storages their category, in the order of precedence."""
+        for place, tensor in self._owned():
+            key = tensor.untyped_storage()._cdata
+            held = self.storages.get(key)
+            if held is None:
+                self._follow(tensor, place, "the engine")
+            elif held.place.category == "activations":
+                held.place = place
+
+    def _owned(self) -> Iterator[tuple[Place, Tensor]]:
+        engine = self.engine
+        unit_of = {id(group): unit.name for unit in engine.data.order for group in unit.groups}
+        for flat in engine.flats:
+            unit = unit_of[id(flat)]
+            yield from ((Place("parameters", unit), t) for t in (flat.full, flat.shard))
+            grads = [t for t in (flat.grad, flat.gshard) if t is not None]
+            yield from ((Place("gradients", unit), t) for t in grads)
+        for k, master in engine.optimizer.masters.items():
+            yield Place("optimizer", unit_of[id(engine.optimizer.flats[k])]), master
+        for flat, _, _, value in engine.optimizer.state():
+            yield Place("optimizer", unit_of[id(flat)]), value
+        yield from ((Place("buffers", ""), b) for b in engine.model.buffers())
+
+    def _running(self) -> str:
+        """The innermost unit whose forward pass is running; "" in the backward pass."""
+        inside: list[Unit] = [unit for unit in self.engine.data.order if unit.depth > 0]
+        return inside[-1].name if inside else ""
+
+
+def _by_category(places: dict[Place, int]) -> dict[str, int]:
+    return {c: sum(n for place, n in places.items() if place.category == c) for c in CATEGORIES}
