@@ -13,18 +13,19 @@ SUITES = ("data",)
 
 
 def bench_command(
-    suite: Annotated[str, typer.Argument(metavar="SUITE", help="data")] = "data",
+    words: Annotated[
+        list[str],
+        typer.Argument(metavar="SUITE", help="data; after it the contenders, or all."),
+    ],
     size: Annotated[list[str] | None, typer.Option(help="small, tiny; both by default.")] = None,
     ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 2,
     repeats: Annotated[int | None, typer.Option(help="Rounds; a median is over them.")] = None,
-    contender: Annotated[
-        list[str] | None, typer.Option(help="Only this one and torch DDP; may be repeated.")
-    ] = None,
     link: Annotated[str | None, typer.Option(help="Between two hosts at this rate: 1gbit.")] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda: one rank on NCCL.")] = "cpu",
     as_object: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Measure side by side with the peers: step time, bytes on the wire, memory, loss."""
+    suite, *contenders = words
     if suite not in SUITES:
         raise bad(f'the suite "{suite}"', ", ".join(SUITES), f"shardwise bench {SUITES[0]}")
     if device not in ("cpu", "cuda"):
@@ -35,5 +36,5 @@ def bench_command(
         return
     if link is not None and ranks != 2:
         raise bad(f"{ranks} ranks with --link", "one rank on each of two hosts", "--ranks 2")
-    rows = data.run(data.plan_tasks(size or (), ranks, repeats, contender or ()), ranks, link)
+    rows = data.run(data.plan_tasks(size or (), ranks, repeats, contenders), ranks, link)
     print(json.dumps(as_json(rows), indent=2) if as_object else as_text(rows))

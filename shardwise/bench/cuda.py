@@ -54,7 +54,8 @@ class DeviceLine:
     """One comparison: medians of B, its ratio to A, its MFU against large matrix products here.
 
     `state_bytes` are the engine's parameters, gradients and optimizer state between steps;
-    `predicted_bytes` the formula's.
+    `predicted_bytes` the formula's, which leaves out the optimizer's step counts (4 bytes for each
+    tensor).
     """
 
     size: str
@@ -141,6 +142,7 @@ def bare_loop(model: nn.Module, setup: Setup) -> Loop:
         model = model.to(DTYPES[setup.precision])
 
     def step(batch: Batch) -> float:
+        """One step; the optimizer works on the masters where there are any."""
         loss = setup.loss(model, batch)
         loss.backward()
         for master, p in zip(masters, model.parameters(), strict=False):

@@ -13,6 +13,7 @@ def deepspeed(stage: int) -> Callable[[nn.Module, Setup], Loop]:
     """The engine of that stage in fp32 around the same fused AdamW, without clipping."""
 
     def build(model: nn.Module, setup: Setup) -> Loop:
+        """The model as an engine of this stage."""
         import deepspeed as library  # an optional peer
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

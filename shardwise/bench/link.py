@@ -41,8 +41,6 @@ def between_hosts(task: Task, rate: str) -> list[list[Record]]:
     `rate` is as tc writes it, "1gbit". Raises InputError where the hosts cannot be made, RankError
     with the end of its error output when a rank fails.
     """
-    if not RATE.fullmatch(rate):
-        raise bad(f'the link "{rate}"', "a whole number and kbit, mbit or gbit", "--link 1gbit")
     with hosts(rate) as names, tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "task").write_text(json.dumps(asdict(task)))
         ranks: list[subprocess.Popen[bytes]] = []
@@ -59,6 +57,8 @@ def between_hosts(task: Task, rate: str) -> list[list[Record]]:
 @contextmanager
 def hosts(rate: str) -> Iterator[tuple[str, str]]:
     """The names of two network namespaces, joined at `rate`; both are gone afterwards."""
+    if not RATE.fullmatch(rate):
+        raise bad(f'the link "{rate}"', "a whole number and kbit, mbit or gbit", "--link 1gbit")
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if missing:
         raise _refused(f"the commands {', '.join(missing)} of iproute2 are not installed")

@@ -118,13 +118,19 @@ def _turn(task: Task, runner: Runner, batches: list[Batch], idle: float) -> None
     gc.disable()
     dist.barrier()
     sent, began = sent_bytes(task.interface), time.perf_counter()
-    runner.advance(batches, task.steps)
+    failure: Exception | None = None
+    try:
+        runner.advance(batches, task.steps)
+    except Exception as error:  # noqa: BLE001 - raised below: the other ranks come to the barrier
+        failure = error
     dist.barrier()
     elapsed_s = time.perf_counter() - began
     over = sent_bytes(task.interface)
     time.sleep(QUIET_S)
     late = sent_bytes(task.interface) - over
     gc.enable()
+    if failure is not None:
+        raise failure
     shares = task.steps * (dist.get_world_size() if task.shared else 1)
     runner.record.step_s.append(elapsed_s / task.steps)
     runner.record.wire.append((over - sent - idle) / shares)
@@ -182,6 +188,7 @@ def _attempt(runner: Runner, action: Callable[[], Any]) -> None:
     dist.all_gather_object(failures, failure)
     if any(failures):
         runner.loop = None
+        runner.record.step_s, runner.record.wire, runner.record.late = [], [], []
         runner.record.note = next(text for text in failures if text)
 
 

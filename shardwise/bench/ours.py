@@ -33,6 +33,7 @@ def row(word: str) -> Callable[[nn.Module, Setup], Loop]:
     """`sw.parallelize` with that row over all ranks."""
 
     def build(model: nn.Module, setup: Setup) -> Loop:
+        """The model laid out by this row."""
         engine = engine_of(model, word, setup)
 
         def step(batch: Batch) -> float:

@@ -34,7 +34,9 @@ def choose(words: list[str]) -> tuple[str, ...]:
         fits = _fits(word, names)
         if not fits:
             close = nearest(word, names, 1)
-            raise bad(f'the contender "{word}"', ", ".join(names), f'--contender "{close[0]}"')
+            raise bad(
+                f'the contender "{word}"', ", ".join(names), f'shardwise bench data "{close[0]}"'
+            )
         chosen.update(fits)
     return tuple(name for name in names if name in chosen)
 

@@ -7,7 +7,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
@@ -22,6 +21,9 @@ def ddp(model: nn.Module, setup: Setup) -> Loop:
 
 def zero_redundancy(model: nn.Module, setup: Setup) -> Loop:
     """DDP, and an optimizer whose state is divided by whole parameters, which it broadcasts."""
+    # here, where the peers' deprecations are kept quiet: this module warns when it is imported
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
     wrapped: Any = DistributedDataParallel(model)
     optimizer = ZeroRedundancyOptimizer(
         wrapped.parameters(), optimizer_class=AdamW, **adamw_options()
@@ -33,6 +35,7 @@ def fsdp1(strategy: ShardingStrategy) -> Callable[[nn.Module, Setup], Loop]:
     """FullyShardedDataParallel, a unit for each block (arXiv 2304.11277)."""
 
     def build(model: nn.Module, setup: Setup) -> Loop:
+        """The model wrapped with this strategy."""
         wrapped = FullyShardedDataParallel(
             model,
             sharding_strategy=strategy,
@@ -49,6 +52,7 @@ def fsdp2(reshard: bool) -> Callable[[nn.Module, Setup], Loop]:
     """fully_shard, a unit for each block; `reshard` frees a unit between forward and backward."""
 
     def build(model: nn.Module, setup: Setup) -> Loop:
+        """The model with every block, and then itself, sharded in place."""
         mesh = init_device_mesh(setup.device.type, (setup.ranks,))
         for module in model.modules():
             if isinstance(module, setup.block):

@@ -18,6 +18,7 @@ from shardwise.models.gpt import GPTConfig
 
 
 def main() -> None:
+    """One rank, from torchrun's variables. Both files are named on the command line."""
     task_file, result_file = sys.argv[1:]
     fields = json.loads(Path(task_file).read_text())
     fields["config"] = GPTConfig(**fields["config"])

@@ -129,6 +129,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.heads * config.head_width, config.width, bias=False)
 
     def forward(self, x_BTD: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
+        """From x [B, T, D] to [B, T, D]; `turn` is the rotation of every position."""
         q_BTHE = rotate(self.q(x_BTD).unflatten(-1, (-1, self.head_width)), turn)
         k_BTKE = rotate(self.k(x_BTD).unflatten(-1, (-1, self.head_width)), turn)
         v_BTKE = self.v(x_BTD).unflatten(-1, (-1, self.head_width))

@@ -50,7 +50,7 @@ def file(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("name", ["gpt", "gpt:tiny"])
 def test_a_gpt_by_name(name: str) -> None:
-    """The name gpt is its tiny size; model and batch are the same on every call, and the loss is ln V."""
+    """The size of gpt is tiny; model and batch are the same on every call; the loss is ln V."""
     found = find(name)
     first, second = found.build(), found.build()
     assert all(map(torch.equal, first.parameters(), second.parameters()))
