@@ -26,10 +26,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardwise.comm.door import start
+from shardwise.comm.collectives import begin_sum
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
-from shardwise.core.layout import R, S
 
 
 class Group(Protocol):
@@ -326,12 +325,12 @@ class Data:
     def begin_agree(self, x: Tensor) -> Callable[[], Tensor]:
         """Start to add up a small vector over all data ranks; call the result for the sum."""
         first, *others = [axis for axis in self.axes if axis.size > 1] or self.axes[:1]
-        arriving = _begin_sum(x, first)
+        arriving = begin_sum(x, first)
 
         def total() -> Tensor:
             x = arriving()
             for axis in others:
-                x = _begin_sum(x, axis)()
+                x = begin_sum(x, axis)()
             return x
 
         return total
@@ -364,7 +363,7 @@ class Data:
 
     def agree_on(self, x: Tensor, axis: Axis) -> Tensor:
         """The sum of a small vector over one axis."""
-        return _begin_sum(x, axis)()
+        return begin_sum(x, axis)()
 
     def _groups(self) -> Iterator[Group]:
         for unit in self.order:
@@ -399,17 +398,3 @@ def _tensors(out: Any, deep: int = 2) -> Iterator[Tensor]:
 
 def _call(act: Callable[[], None], _: Tensor) -> None:
     act()
-
-
-def _begin_sum(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Gather and add: for a few numbers one message each way beats the two of an all-reduce."""
-    if axis.size == 1:
-        return lambda: x
-    everyone = x.new_empty(axis.size * len(x))
-    arriving = start(x, axis, S(0), R, everyone)
-
-    def total() -> Tensor:
-        arriving.wait()
-        return everyone.view(axis.size, -1).sum(0)
-
-    return total
