@@ -28,7 +28,6 @@ from shardwise.engine.engine import Metrics as StepMetrics
 from shardwise.models.gpt import flops_per_token
 from shardwise.train import folder, metrics, progress, report
 from shardwise.train.config import Config
-from shardwise.train.cost import cost
 from shardwise.train.data import Index, block, unigram_entropy
 from shardwise.train.learning import learning_rate
 from shardwise.train.metrics import Metrics, Record
@@ -36,7 +35,7 @@ from shardwise.train.model import Objective, batch, build, parameter_count
 from shardwise.train.peak import measured_peak
 from shardwise.train.prepare import Prepared, Start, prepare
 from shardwise.train.progress import Progress
-from shardwise.train.report import Summary
+from shardwise.train.report import Cost, Summary
 from shardwise.train.sample import sample
 from shardwise.train.saving import Position, load_run, save_run
 from shardwise.train.stop import StopWish, any_rank, ranks_with
@@ -208,6 +207,12 @@ def finish(run: Run, stopped: bool, console: Console | None) -> Summary | None:
         text = sample(engine.model, prepared.vocabulary, window, config.sample, seed)
     if engine.world.rank != 0:
         return None
+    cost = Cost(
+        engine.memory(),
+        engine.predicted_memory(),
+        engine.measured_bytes(),
+        engine.predicted_bytes(),
+    )
     summary = Summary(
         config=config,
         plan=str(prepared.plan),
@@ -217,7 +222,7 @@ def finish(run: Run, stopped: bool, console: Console | None) -> Summary | None:
         records=metrics.read(config.folder),
         unigram=run.unigram,
         peak_flops=run.peak_flops,
-        cost=cost(engine),
+        cost=cost,
         sample=text,
         stopped=stopped,
     )

@@ -1,5 +1,6 @@
 """The batches: nothing lost, shuffled, resumable, and the same for any number of ranks."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,25 @@ def test_the_second_reading_comes_from_the_cache(
 
 def _never(_: Any) -> None:
     raise AssertionError("read again")
+
+
+def test_of_several_that_ask_at_once_one_does_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four ranks of a machine start together: the text is tokenised once, and all four have it."""
+    source = source_in(tmp_path / "in", "some text " * 50)
+    write, calls = packed._write, []
+
+    def counted(*args: Any) -> None:
+        calls.append(args)
+        write(*args)
+
+    monkeypatch.setattr(packed, "_write", counted)
+    with ThreadPoolExecutor(4) as ranks:
+        asked = [ranks.submit(packed.tokenise, source, "bytes", tmp_path / "c") for _ in range(4)]
+        streams = [job.result().stream.tolist() for job in asked]
+    assert len(calls) == 1
+    assert streams == [streams[0]] * 4
 
 
 def test_a_broken_off_writing_leaves_nothing_that_is_taken_for_whole(

@@ -8,8 +8,10 @@ import pytest
 from shardwise.checkpoint.folder import all_in
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError
+from shardwise.models.gpt import flops_per_token
 from shardwise.train import loop
 from shardwise.train.metrics import Record
+from shardwise.train.model import gpt_config
 from shardwise.train.prepare import Start
 from tests.pool import run_gloo
 from tests.train import runs
@@ -113,6 +115,17 @@ def test_a_run_leaves_its_report_pictures_and_sample(tmp_path: Path) -> None:
         "plots/bytes.png",
     ):
         assert (given.folder / name).stat().st_size > 0
+
+
+def test_mfu_is_the_models_operations_over_what_the_peak_allows(tmp_path: Path) -> None:
+    """Tokens times operations a token, over the step's seconds times the measured peak."""
+    given = runs.settings(tmp_path / "run", steps=2)
+    summary = loop.train(given, alone())
+    assert summary is not None
+    sizes = gpt_config(given.model, 257)
+    for record in summary.records:
+        possible = record.seconds * summary.peak_flops
+        assert record.mfu == pytest.approx(record.tokens * flops_per_token(sizes) / possible)
 
 
 def test_other_data_cannot_be_resumed_with(tmp_path: Path) -> None:
