@@ -8,34 +8,51 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.core.errors import bad
 
+#: Rows of a stand-in: normalisation over a batch asks for more than one.
+STAND_IN_ROWS = 2
+
 
 def rows(batch: Any) -> int:
-    """How many rows a batch has: dim 0 of its tensors, 0 for a stand-in."""
-    return next((len(x) for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim()), 0)
+    """How many rows a batch has: dim 0 of its tensors."""
+    return next((len(x) for x in tree_leaves(batch) if _has_rows(x)), 0)
 
 
 def split(batch: Any, parts: int) -> list[Any]:
     """`batch` in `parts` microbatches along dim 0, the first ones larger where it is uneven.
 
+    With fewer rows than microbatches the last ones have none.  Numbers (0-d) go to every part.
+
     Raises:
-        InputError: tensors that disagree on the number of rows, or fewer rows than microbatches.
+        InputError: tensors that disagree on the number of rows.
     """
     if parts == 1:
         return [batch]
-    tensors = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
-    found = {len(x) if x.dim() else 0 for x in tensors}
-    if len(found) != 1 or min(found) < parts:
+    tensors = [x for x in tree_leaves(batch) if _has_rows(x)]
+    found = sorted({len(x) for x in tensors})
+    if len(found) != 1:
         raise bad(
-            f"a batch of {sorted(found)} rows on this rank under accumulate:{parts}",
-            "tensors with the same number of rows, at least one a microbatch",
-            f"accumulate:{max(1, min(found, default=1))}",
+            f"a batch with tensors of {found or 'no'} rows under accumulate:{parts}",
+            "tensors that all have the same number of rows",
+            "one row a sample in every tensor",
         )
     cut = [torch.tensor_split(x, parts) for x in tensors]
     out = []
     for k in range(parts):
         pieces = iter([c[k] for c in cut])
-        out.append(tree_map(lambda x, it=pieces: next(it) if isinstance(x, Tensor) else x, batch))
+        out.append(tree_map(lambda x, it=pieces: next(it) if _has_rows(x) else x, batch))
     return out
+
+
+def filled(batch: Any) -> Any:
+    """`batch`, or where it has no rows a stand-in of zeros, to be counted with weight zero.
+
+    A rank that runs out of data takes part in every collective of the step all the same.
+    """
+    if rows(batch) or not any(_has_rows(x) for x in tree_leaves(batch)):
+        return batch
+    return tree_map(
+        lambda x: x.new_zeros((STAND_IN_ROWS, *x.shape[1:])) if _has_rows(x) else x, batch
+    )
 
 
 def cast(batch: Any, dtype: torch.dtype | None) -> Any:
@@ -45,3 +62,7 @@ def cast(batch: Any, dtype: torch.dtype | None) -> Any:
     return tree_map(
         lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, batch
     )
+
+
+def _has_rows(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0

@@ -24,7 +24,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.shape import ModelShape
 from shardwise.core.states import ROWS
 from shardwise.engine import memory, shape, state
-from shardwise.engine.batch import cast, rows, split
+from shardwise.engine.batch import cast, filled, rows, split
 from shardwise.engine.optimizer import AdamW, Recipe, ShardedOptimizer
 from shardwise.engine.scale import LossScale
 from shardwise.engine.shard import Sharding, default_fill, materialise, shard
@@ -146,6 +146,7 @@ class Engine:
         self.optimizer = ShardedOptimizer(training.optimizer, self.flats)
         self.scale = LossScale(on=plan.precision == "fp16")
         self.steps = 0
+        self.broken = False  # whether a step has begun and not ended
         self.expected = 0  # tokens of the global batch, of the step before
         self.last: dict[Key, Tally] = {}  # what the last step sent
 
@@ -175,21 +176,30 @@ class Engine:
     # --- training -----------------------------------------------------------------------------
 
     def step(self, batch: Any) -> Metrics:
-        """Train on this rank's share of the global batch: tensors in any nesting, rows first."""
+        """Train on this rank's share of the global batch: tensors in any nesting, rows first.
+
+        A share without rows, or without tokens, takes part with weight zero.
+        """
         before = self.ledger.copy()
+        if self.broken:  # the step before raised
+            self.data.abandon()
+        self.broken = True
         parts = split(batch, self.plan.accumulate)
         counts = [self._count(part) for part in parts]
+        parts = [filled(part) for part in parts]
         if not self.expected:
             self.expected = self._total(sum(counts))
         summed = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for k, (part, count) in enumerate(zip(parts, counts, strict=True)):
-            self.data.sync = k == len(parts) - 1
+            self.data.sync, self.data.mute = k == len(parts) - 1, count == 0
             loss = self.training.loss(self.model, cast(part, self.dtype))
             (loss * (self.scale.value * count / self.expected)).backward()
-            summed += loss.detach() * count
+            if count:  # the mean over no tokens may be NaN
+                summed += loss.detach() * count
         with self.ledger.phase("update"):
             facts = self._settle(summed, sum(counts))
         self.steps += 1
+        self.broken = False
         self.last = self.ledger.since(before)
         sent = sum(tally.sent_bytes for tally in self.last.values())
         return Metrics(facts.loss, facts.tokens, facts.norm, facts.skipped, self.optimizer.lr, sent)
@@ -217,7 +227,7 @@ class Engine:
             facts = agreed()
         total = max(1, round(facts[1].item()))
         loss, correction = facts[0].item() / total, self.expected / total
-        self.expected = total
+        self.expected = total if facts[1] else self.expected
         norm = self._norm(correction)
         self.data.show(facts[2:])
         skipped = self.scale.on and not math.isfinite(norm or 0.0)
@@ -253,11 +263,17 @@ class Engine:
         was_training = self.model.training
         self.model.eval()
         count = self._count(batch)
-        loss = self.training.loss(self.model, cast(batch, self.dtype)).double()
-        own = torch.stack([loss * count, loss.new_tensor(float(count))])
+        with self.ledger.phase("check"):
+            self.data.buffers.refresh()
+        try:
+            loss = self.training.loss(self.model, cast(filled(batch), self.dtype)).double()
+        finally:
+            self.model.train(was_training)
+        own = torch.stack(
+            [loss * count if count else torch.zeros_like(loss), loss.new_tensor(count)]
+        )
         with self.ledger.phase("check"):
             summed, total = self.data.agree(own).tolist()
-        self.model.train(was_training)
         return summed / max(1.0, total), round(total)
 
     def set_lr(self, lr: float) -> None:

@@ -48,7 +48,16 @@ def shard(model: nn.Module, how: Sharding, pace: Pace) -> tuple[Data, list[Flat]
 
     One unit is built and cut before the next is begun, so a model on the meta device never exists
     whole on any rank.  Returns the hooks' owner and all flat groups in unit order.
+
+    Raises:
+        InputError: a part of the model is laid out already; there is nothing to lay out.
     """
+    if any(drivers(module) for module in model.modules()):
+        raise bad(
+            f"a {type(model).__name__} that is wrapped already, or has a part that is",
+            "a module that no part of Shardwise drives yet",
+            "wrap the outermost module, once; units= says how it is divided",
+        )
     units: list[Unit] = []
     flats: list[Flat] = []
     # what is gathered for use stays small; what is only reduced may fill a bucket
@@ -61,6 +70,13 @@ def shard(model: nn.Module, how: Sharding, pace: Pace) -> tuple[Data, list[Flat]
         units.append(Unit(spec.name, spec.modules, groups))
         flats += groups
     return Data(model, units, how.axes, pace, Buffers(model, how.axes)), flats
+
+
+def drivers(module: nn.Module) -> list[Data]:
+    """The owners of the hooks on `module` that lay parameters out."""
+    hooks = module._forward_pre_hooks.values()
+    owners = [getattr(getattr(hook, "func", hook), "__self__", None) for hook in hooks]
+    return [owner for owner in owners if isinstance(owner, Data)]
 
 
 def _alike(spec: UnitSpec) -> Sequence[Sequence[tuple[str, nn.Parameter]]]:

@@ -21,7 +21,7 @@ from shardwise.comm.world import Axis, World, init
 from shardwise.core.errors import bad
 from shardwise.core.mesh import Mesh
 from shardwise.core.states import ROWS
-from shardwise.engine.shard import Sharding, default_fill, materialise, shard
+from shardwise.engine.shard import Sharding, default_fill, drivers, materialise, shard
 from shardwise.engine.whole import keep_keys
 from shardwise.parallel.data import Data, Pace
 from shardwise.parallel.units import Rule
@@ -90,12 +90,6 @@ def _wrap(
     units: Rule,
     bucket_bytes: int,
 ) -> nn.Module:
-    if _found(module) is not None:
-        raise bad(
-            f"a {type(module).__name__} that is wrapped already",
-            "a module that no part of Shardwise drives yet",
-            "wrap the module once",
-        )
     materialise(module, world.device)
     for p in module.parameters():
         if not p.is_meta:
@@ -114,8 +108,7 @@ def _wrap(
 
 def _found(module: nn.Module) -> Data | None:
     """The Data that drives a wrapped module: the owner of its first hook."""
-    owners = (getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values())
-    return next((owner for owner in owners if isinstance(owner, Data)), None)
+    return next((data for data in drivers(module) if data.root is module), None)
 
 
 @contextmanager
@@ -148,7 +141,11 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
     if data is None:
         return torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
     grads = [p.grad for p in module.parameters() if p.grad is not None]
-    squares = [torch.linalg.vector_norm(g).double() ** 2 for g in grads if g.numel()]
+    squares = [
+        torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)).double() ** 2
+        for g in grads
+        if g.numel()
+    ]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
     norm = data.agree_on(total.view(1), data.axes[0]).sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -12,7 +12,8 @@ then once, with the placements of its row of the states table:
 and, whatever the model's size:
 
     check      the facts: loss, tokens, and for each trained parameter whether it had a gradient,
-               as doubles that every rank gathers; one double more where the norm is wanted
+               and for all other buffers together whether one has changed, as doubles that every
+               rank gathers; one double more where the norm is wanted
     forward    the buffers that training changes, from the first rank of each axis
 
 Prices are those of `core.moves`, the table that of `core.states`. Nothing here is measured.
@@ -89,7 +90,8 @@ def step_bytes(
             _publish(tariff, group)
     changing = sum(buffer.stored_bytes for buffer in model.buffers if buffer.changes)
     tariff.broadcast(changing * (plan.accumulate - first), "forward")
-    tariff.agree(2 + sum(param.trainable for param in model.params), FACT_BYTES)
+    others = any(not buffer.changes for buffer in model.buffers)  # has one of them changed?
+    tariff.agree(2 + sum(param.trainable for param in model.params) + others, FACT_BYTES)
     if norm or plan.precision == "fp16":
         tariff.move(tariff.shard, S(0), R, tariff.size(tariff.shard), FACT_BYTES, "check")
     if first:
