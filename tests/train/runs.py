@@ -14,6 +14,7 @@ from shardwise.train import config, loop
 from shardwise.train.metrics import Record, read
 from shardwise.train.model import Objective
 from shardwise.train.prepare import Start
+from shardwise.train.report import Cost
 from tests.pool import run_gloo
 
 Change = Callable[[World], None]
@@ -54,6 +55,12 @@ def trained(world: World, given: config.Config, start: Start | None) -> str:
     """Train; the sample on rank 0."""
     summary = loop.train(given, world, start)
     return summary.sample if summary else ""
+
+
+def costed(world: World, given: config.Config, start: Start | None) -> Cost | None:
+    """Train; what a rank held and sent in the last step, on rank 0."""
+    summary = loop.train(given, world, start)
+    return summary.cost if summary else None
 
 
 def signalled(world: World, given: config.Config, rank: int, step: int) -> bool:

@@ -9,7 +9,7 @@ from shardwise.checkpoint.folder import all_in
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError
 from shardwise.models.gpt import flops_per_token
-from shardwise.train import loop
+from shardwise.train import config, loop
 from shardwise.train.metrics import Record
 from shardwise.train.model import gpt_config
 from shardwise.train.prepare import Start
@@ -115,6 +115,17 @@ def test_a_run_leaves_its_report_pictures_and_sample(tmp_path: Path) -> None:
         "plots/bytes.png",
     ):
         assert (given.folder / name).stat().st_size > 0
+
+
+def test_the_quickstart_holds_and_sends_what_the_formulas_say(tmp_path: Path) -> None:
+    """Three short steps of the example: units that are gathered and freed, each category equal."""
+    example = Path(__file__).parents[2] / "examples" / "quickstart.toml"
+    changed = ("train.steps=3", "train.batch=2", "train.eval_every=0", "sample.tokens=2")
+    given = config.read(example, [*changed, "model.sequence=32", f"run.folder={tmp_path / 'run'}"])
+    cost, _ = run_gloo(2, runs.costed, given, None)
+    assert cost.memory == cost.predicted_memory
+    assert cost.sent == cost.predicted_sent
+    assert sum(cost.sent.values()) > 2 * cost.memory["parameters"]
 
 
 def test_mfu_is_the_models_operations_over_what_the_peak_allows(tmp_path: Path) -> None:
