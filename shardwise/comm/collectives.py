@@ -108,7 +108,10 @@ def all_to_all(
 
 
 def send(x: Tensor, axis: Axis, to: int) -> None:
-    """Hand `x` to rank `to`."""
+    """Hand `x` to rank `to`.
+
+    It may return only when that rank receives: of two that send to each other, one receives first.
+    """
     axis.transport.send(x.contiguous(), to).wait()
     _count(axis, "send", x.numel(), x)
 

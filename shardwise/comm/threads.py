@@ -12,6 +12,7 @@ It proves logic, not transports.  A rank that fails breaks every gate, so the ot
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from shardwise.comm.transport import Links, Pending, Transport
 from shardwise.core.errors import RankError
 
 PATIENCE_S = 60.0  # no thread of a healthy test is ever this late; a hang becomes an error
+
+GLANCE_S = 0.1  # how soon a rank that waits for a message sees that its sender has failed
 
 
 class Board:
@@ -115,8 +118,16 @@ class Threads(Transport):
         return Pending()
 
     def receive(self, x: Tensor, source: int) -> Pending:
-        wire = self.board.wires[source, self.rank]
-        return Pending([lambda: x.copy_(wire.get(timeout=PATIENCE_S))])
+        return Pending([lambda: x.copy_(self._taken(source))])
+
+    def _taken(self, source: int) -> Tensor:
+        """The next message from `source`; a look now and then at whether somebody has failed."""
+        for _ in range(round(PATIENCE_S / GLANCE_S)):
+            if self.board.gate.broken:
+                raise threading.BrokenBarrierError
+            with suppress(queue.Empty):
+                return self.board.wires[source, self.rank].get(timeout=GLANCE_S)
+        raise TimeoutError(f"rank {source} sent nothing to rank {self.rank}")
 
     def barrier(self) -> None:
         self.board.gate.wait(PATIENCE_S)

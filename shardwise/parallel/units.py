@@ -3,7 +3,7 @@
     embed | blocks.0 | blocks.1 | ... | norm head        a unit between two bars
 
 By default the blocks are the model's repeated class (the class whose instances in a list hold the
-most parameters), and what stands before, between and after them forms units of its own.  Small
+most parameters), and each module that owns parameters outside of them is a unit of its own.  Small
 neighbours are merged.  A parameter shared between units moves to one unit, used by the smallest
 module that holds all its users.
 
@@ -31,6 +31,7 @@ class UnitSpec:
     name: str
     modules: list[nn.Module]
     shared: bool = False  # its module holds the modules of other units: never merged
+    block: bool = False  # asked for by the rule: merged within bounds only
     params: list[tuple[str, nn.Parameter]] = field(default_factory=list)
 
     @property
@@ -48,17 +49,8 @@ def choose(root: nn.Module, rule: Rule = "auto", least: int = 0, most: int = 0) 
         InputError: the rule fits no module, or the model has no parameters.
     """
     tops = _tops(root, rule)
-    specs: list[UnitSpec] = []
-    between: UnitSpec | None = None
-    for name, module in _walk(root, "", tops):
-        if name in tops:
-            specs.append(UnitSpec(name, [module]))
-            between = None
-        elif between is None:
-            between = UnitSpec(name, [module])
-            specs.append(between)
-        else:
-            between.modules.append(module)
+    by_size = isinstance(rule, int)
+    specs = [UnitSpec(n, [m], block=n in tops or by_size) for n, m in _walk(root, "", tops)]
     _share_out(root, specs)
     specs = [spec for spec in specs if spec.params]
     if not specs:
@@ -67,7 +59,7 @@ def choose(root: nn.Module, rule: Rule = "auto", least: int = 0, most: int = 0) 
             "a module with at least one parameter",
             "a model to train",
         )
-    if isinstance(rule, int):
+    if by_size:
         most = least = rule
     return list(_merged(specs, least, most))
 
@@ -189,10 +181,11 @@ def _common(names: list[str]) -> str:
 
 
 def _merged(specs: list[UnitSpec], least: int, most: int) -> Iterator[UnitSpec]:
-    """Join neighbours while one of the two is below `least` and both together are within `most`."""
+    """Join neighbours while one is below `least` and both together are within `most`."""
     held: UnitSpec | None = None
     for spec in specs:
         if held is not None and _joins(held, spec, least, most):
+            held.block |= spec.block
             held.modules += spec.modules
             held.params += spec.params
             continue
@@ -204,5 +197,7 @@ def _merged(specs: list[UnitSpec], least: int, most: int) -> Iterator[UnitSpec]:
 
 
 def _joins(a: UnitSpec, b: UnitSpec, least: int, most: int) -> bool:
-    small = min(a.stored_bytes, b.stored_bytes) < least
-    return small and not (a.shared or b.shared) and a.stored_bytes + b.stored_bytes <= most
+    small = min(a.stored_bytes, b.stored_bytes) < least and not (a.shared or b.shared)
+    # a norm beside a large head costs a message, and no memory to speak of
+    pair = len(a.modules) == len(b.modules) == 1 and not (a.block or b.block)
+    return small and (pair or a.stored_bytes + b.stored_bytes <= most)

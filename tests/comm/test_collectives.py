@@ -1,0 +1,203 @@
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.comm import collectives as c
+from shardwise.comm.ledger import Tally
+from shardwise.comm.world import World, alone
+from shardwise.core.errors import RankError
+from shardwise.core.mesh import Mesh
+from tests.pool import run_gloo, run_threads
+
+WORLDS = [(run_threads, 2), (run_threads, 4), (run_gloo, 2), (run_gloo, 4)]
+IDS = ["threads2", "threads4", "gloo2", "gloo4"]
+on_worlds = pytest.mark.parametrize(("run", "ranks"), WORLDS, ids=IDS)
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8]
+on_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+
+
+def mine(rank: int, dtype: torch.dtype, *shape: int) -> Tensor:
+    """Small whole numbers, other ones on each rank: sums are exact in every dtype."""
+    own = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 8, shape, generator=own).to(dtype)
+
+
+def reductions(world: World, dtype: torch.dtype) -> list[bool]:
+    axis, n = world.everyone, world.size
+    all_ = torch.stack([mine(r, dtype, 3, 2 * n) for r in range(n)])
+    x = mine(world.rank, dtype, 3, 2 * n)
+    good = []
+    for op, expected in (("sum", all_.sum(0)), ("max", all_.amax(0)), ("min", all_.amin(0))):
+        out = x.clone()
+        good.append(c.all_reduce(out, axis, op) is out)
+        good.append(torch.equal(out, expected.to(dtype)))
+        for root in range(n):
+            out = c.reduce(x.clone(), axis, root, op)
+            good.append(world.rank != root or torch.equal(out, expected.to(dtype)))
+    total = all_.sum(0).to(dtype)
+    rows, columns = torch.cat([total] * n), total
+    block = c.reduce_scatter(torch.cat([x] * n), axis)
+    good.append(torch.equal(block, rows.chunk(n)[world.rank]))
+    block = c.reduce_scatter(x, axis, dim=1)
+    good.append(torch.equal(block, columns.chunk(n, 1)[world.rank]))
+    return good
+
+
+def copies(world: World, dtype: torch.dtype) -> list[bool]:
+    axis, n = world.everyone, world.size
+    all_ = [mine(r, dtype, 3, 5) for r in range(n)]
+    x = all_[world.rank].clone()
+    good = [all(map(torch.equal, c.all_gather(x, axis), all_))]
+    good.append(all(map(torch.equal, c.all_gather(x.t(), axis), [a.t() for a in all_])))
+    for root in range(n):
+        out = x.clone()
+        good.append(c.broadcast(out, axis, root) is out)
+        good.append(torch.equal(out, all_[root]))
+        gathered = c.gather(x, axis, root)
+        good.append(all(map(torch.equal, gathered or all_, all_)))
+        good.append((gathered is None) == (world.rank != root))
+        out = torch.empty_like(x)
+        c.scatter([a + 1 for a in all_] if world.rank == root else None, out, axis, root)
+        good.append(torch.equal(out, x + 1))
+    return good
+
+
+def exchanges(world: World, dtype: torch.dtype) -> list[bool]:
+    """Rank r sends (r + 2 to) % 3 rows to rank `to`: some pairs exchange nothing."""
+    axis, n, rank = world.everyone, world.size, world.rank
+    good = []
+    for shape in ((), (4,), (2, 3)):
+        sends = [[(r + 2 * to) % 3 for to in range(n)] for r in range(n)]
+        xs = [mine(r, dtype, sum(sends[r]), *shape) for r in range(n)]
+        expected = torch.cat([xs[r].split(sends[r])[rank] for r in range(n)])
+        out = c.all_to_all(xs[rank], axis, [sends[r][rank] for r in range(n)], sends[rank])
+        good.append(torch.equal(out, expected))
+    right, left = (rank + 1) % n, (rank - 1) % n
+    for turn in range(6):  # in the order they were sent; every other rank receives first
+        if turn % 2 == rank % 2:
+            c.send(mine(rank + turn, dtype, 7), axis, right)
+        else:
+            out = c.receive(torch.empty(7, dtype=dtype), axis, left)
+            good.append(torch.equal(out, mine(left + turn, dtype, 7)))
+    c.barrier(axis)
+    return good
+
+
+@on_worlds
+@on_dtypes
+@pytest.mark.parametrize("function", [reductions, copies, exchanges], ids=lambda f: f.__name__)
+def test_collectives_give_what_one_process_computes(run, ranks, function, dtype):
+    """Every collective by name, on every dtype, equals the same worked out from all parts."""
+    assert all(all(good) for good in run(ranks, function, dtype))
+
+
+def one_rank_only(world: World, sender: int) -> Tensor:
+    """Rows of width 3 from `sender` to everyone else; the others have no row to send."""
+    n, rows = world.size, torch.arange(6.0).view(2, 3)
+    x = torch.cat([rows + r for r in range(n)]) if world.rank == sender else torch.empty(0, 3)
+    sent = [2] * n if world.rank == sender else [0] * n
+    received = [2 if r == sender else 0 for r in range(n)]
+    return c.all_to_all(x, world.everyone, received, sent)
+
+
+@on_worlds
+def test_a_rank_with_nothing_to_send_still_receives(run, ranks):
+    """The width of a row is known where there are no rows."""
+    for rank, out in enumerate(run(ranks, one_rank_only, 1)):
+        assert torch.equal(out, torch.arange(6.0).view(2, 3) + rank)
+
+
+def counted(world: World) -> dict[str, tuple[int, int]]:
+    """Elements and bytes that this rank has sent, by collective."""
+    here = world.on(Mesh((("dp", world.size),)))
+    axis, n = here.axis("dp"), world.size
+    x = torch.zeros(4 * n, dtype=torch.float16)
+    calls = {
+        "all_reduce": lambda: c.all_reduce(x, axis),
+        "max": lambda: c.all_reduce(x, axis, "max"),
+        "reduce": lambda: c.reduce(x, axis, 1),
+        "broadcast": lambda: c.broadcast(x, axis, 1),
+        "all_gather": lambda: c.all_gather(x, axis),
+        "reduce_scatter": lambda: c.reduce_scatter(x, axis),
+        "gather": lambda: c.gather(x, axis, 1),
+        "scatter": lambda: c.scatter([x] * n if axis.rank == 1 else None, x.clone(), axis, 1),
+        "all_to_all": lambda: c.all_to_all(x, axis, [4] * n, [4] * n),
+    }
+    found = {}
+    for name, call in calls.items():
+        before = here.ledger.copy()
+        call()
+        told = sum(here.ledger.since(before).values(), start=Tally())
+        found[name] = (told.elements, told.sent_bytes)
+    return found
+
+
+@on_worlds
+def test_the_ledger_counts_what_each_rank_hands_on(run, ranks):
+    """Elements by rank and collective, as the algorithms of the door send them; bytes are twice."""
+    n = ranks
+    for rank, found in enumerate(run(ranks, counted)):
+        root = rank == 1
+        expected = {
+            "all_reduce": 8 * (n - 1),
+            "max": 8 * (n - 1),
+            "reduce": 0 if root else 4 * n,
+            "broadcast": 4 * n * (n - 1) if root else 0,
+            "all_gather": 4 * n * (n - 1),
+            "reduce_scatter": 4 * (n - 1),
+            "gather": 0 if root else 4 * n,
+            "scatter": 4 * n * (n - 1) if root else 0,
+            "all_to_all": 4 * (n - 1),
+        }
+        assert found == {name: (count, 2 * count) for name, count in expected.items()}
+
+
+def test_in_a_world_of_one_every_collective_is_the_identity_and_uncounted():
+    """One rank gets back what it gave, and its ledger stays empty."""
+    world = alone()
+    axis, x = world.everyone, torch.arange(6.0).view(3, 2)
+    assert torch.equal(c.all_reduce(x.clone(), axis), x)
+    assert torch.equal(c.all_reduce(x.clone(), axis, "max"), x)
+    assert torch.equal(c.reduce(x.clone(), axis), x)
+    assert torch.equal(c.broadcast(x.clone(), axis), x)
+    assert torch.equal(c.reduce_scatter(x, axis), x)
+    assert torch.equal(c.all_to_all(x, axis, [3], [3]), x)
+    assert torch.equal(c.scatter([x], torch.empty(3, 2), axis), x)
+    assert [t.tolist() for t in c.all_gather(x, axis)] == [x.tolist()]
+    gathered = c.gather(x, axis)
+    assert gathered is not None and torch.equal(gathered[0], x)
+    c.barrier(axis)
+    with pytest.raises(ValueError, match="no other rank"):
+        c.send(x, axis, 1)
+    with pytest.raises(ValueError, match="there is none"):
+        c.receive(x, axis, 1)
+    assert world.ledger.lines == {}
+
+
+def bad_scatter(world: World) -> None:
+    c.scatter([torch.zeros(1)], torch.zeros(1), world.everyone)
+
+
+def test_scatter_asks_for_one_tensor_a_rank():
+    """A list of the wrong length is refused on the root, and the others do not wait."""
+    with pytest.raises(RankError, match="takes 2 tensors"):
+        run_threads(2, bad_scatter)
+
+
+def grid(world: World) -> tuple[list[float], list[float], int, int]:
+    here = world.on(Mesh.parse("dp_replicate2 dp_shard2"))
+    inner, outer = here.axis("dp_shard"), here.axis("dp_replicate")
+    own = torch.tensor([float(world.rank)])
+    inside = [t.item() for t in c.all_gather(own, inner)]
+    across = [t.item() for t in c.all_gather(own, outer)]
+    return inside, across, inner.rank, outer.rank
+
+
+@pytest.mark.parametrize("run", [run_threads, run_gloo], ids=["threads", "gloo"])
+def test_each_axis_of_a_grid_meets_its_own_line(run):
+    """Of four ranks in a 2 by 2 grid, the inner axis joins neighbours and the outer one columns."""
+    for rank, (inside, across, inner, outer) in enumerate(run(4, grid)):
+        first = rank // 2 * 2
+        assert inside == [first, first + 1]
+        assert across == [rank % 2, rank % 2 + 2]
+        assert (inner, outer) == (rank % 2, rank // 2)

@@ -1,0 +1,219 @@
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.comm.door import move, start
+from shardwise.comm.world import Axis, World, alone, traced
+from shardwise.core.errors import InputError, RankError
+from shardwise.core.layout import I, P, Placement, R, S
+from shardwise.core.mesh import Mesh
+from shardwise.core.moves import price
+from tests.pool import run_gloo, run_threads
+
+PLACEMENTS = [R, I, P, S(0), S(1)]
+SHAPE = (12, 24)
+WORLDS = [(run_threads, 2), (run_threads, 3), (run_gloo, 2), (run_gloo, 4)]
+IDS = ["threads2", "threads3", "gloo2", "gloo4"]
+on_worlds = pytest.mark.parametrize(("run", "ranks"), WORLDS, ids=IDS)
+
+
+def is_move(src: Placement, dst: Placement) -> bool:
+    try:
+        price(src, dst, 1, 2)
+    except ValueError:
+        return False
+    return True
+
+
+MOVES = [pair for pair in product(PLACEMENTS, PLACEMENTS) if is_move(*pair)]
+
+
+def part(placement: Placement, axis: Axis, seed: int) -> Tensor:
+    """This rank's part of a random tensor of SHAPE in that placement."""
+    own = torch.Generator().manual_seed(100 * seed + (axis.rank if placement.kind == "P" else 99))
+    whole = torch.randn(SHAPE, generator=own, dtype=torch.float64)
+    if placement.dim is None:
+        return whole
+    return whole.chunk(axis.size, placement.dim)[axis.rank].clone()
+
+
+def total(x: Tensor, y: Tensor, placement: Placement, axis: Axis) -> float:
+    """<x, y> of a value in `placement` and a gradient in its dual, over all ranks."""
+    products = [torch.empty((), dtype=torch.float64) for _ in range(axis.size)]
+    gathered = torch.empty(axis.size, dtype=torch.float64)
+    axis.transport.all_gather(gathered, (x * y).sum().view(1)).wait()
+    products = gathered.tolist()
+    return products[0] if placement.kind == "I" else sum(products)
+
+
+def whole_of(x: Tensor, placement: Placement, axis: Axis) -> Tensor:
+    """The value that the ranks' parts stand for."""
+    parts = torch.empty(axis.size * x.numel(), dtype=x.dtype)
+    axis.transport.all_gather(parts, x.contiguous().view(-1)).wait()
+    every = list(parts.view(axis.size, *x.shape))
+    if placement.kind == "P":
+        return torch.stack(every).sum(0)
+    return every[axis.rank] if placement.dim is None else torch.cat(every, placement.dim)
+
+
+def all_moves(world: World) -> list[tuple[str, float, float, bool]]:
+    """For each move: its name, <Ax, y>, <x, A*y>, and whether A left the value what it was."""
+    axis = world.on(Mesh((("dp", world.size),))).axis("dp")
+    found = []
+    for src, dst in MOVES:
+        x = part(src, axis, 1).requires_grad_()
+        out = move(x, axis, src, dst)
+        y = part(dst.dual, axis, 2)
+        same = torch.allclose(whole_of(out.detach(), dst, axis), whole_of(x.detach(), src, axis))
+        (back,) = torch.autograd.grad(out, x, y, allow_unused=True)
+        forth, back_ = total(out.detach(), y, dst, axis), total(x.detach(), back, src, axis)
+        found.append((f"{src} -> {dst}", forth, back_, same))
+    return found
+
+
+@on_worlds
+def test_the_backward_of_every_move_is_its_adjoint(run, ranks):
+    """A move keeps the value that the parts stand for, and <Ax, y> = <x, A*y> for its backward."""
+    results = run(ranks, all_moves)
+    assert len(results[0]) == len(MOVES) == 22
+    for rank in results:
+        for name, forth, back, same in rank:
+            assert forth == pytest.approx(back, rel=1e-12), name
+            assert same, name
+
+
+def lines_of_moves(world: World) -> list[tuple[str, dict, float]]:
+    found = []
+    for src, dst in MOVES:
+        here = world.on(Mesh((("dp", world.size),)))
+        axis = here.axis("dp")
+        x = part(src, axis, 1).requires_grad_()
+        out = move(x, axis, src, dst)
+        forth = {key.kind: tally.elements for key, tally in here.ledger.lines.items()}
+        expected = price(src, dst, SHAPE[0] * SHAPE[1], world.size)
+        before = here.ledger.copy()
+        out.backward(part(dst.dual, axis, 2))
+        back = {k.kind: t.elements for k, t in here.ledger.since(before).items()}
+        adjoint = price(*expected.adjoint, SHAPE[0] * SHAPE[1], world.size)
+        found.append((f"{src} -> {dst}", (forth, expected), (back, adjoint)))
+    return found
+
+
+@on_worlds
+def test_the_ledger_of_a_move_is_its_price(run, ranks):
+    """What each rank writes for a move and for its backward is the table's kind and elements."""
+    for rank in run(ranks, lines_of_moves):
+        for name, *ways in rank:
+            for written, expected in ways:
+                said = {expected.what: expected.sent} if expected.sent else {}
+                assert written == said, name
+
+
+def test_on_one_rank_every_move_is_free():
+    """With one rank a move returns the tensor it was given and nothing is written."""
+    world = alone()
+    x = torch.randn(4, 6)
+    assert all(move(x, world.axis("dp"), src, dst) is x for src, dst in MOVES)
+    assert world.ledger.lines == {}
+
+
+@pytest.mark.parametrize(("src", "dst"), [(R, P), (I, P), (R, I)], ids=str)
+def test_there_is_no_move_that_would_count_a_value_twice(src, dst):
+    """R -> P, I -> P and R -> I are refused."""
+    axis = traced(0, 2).everyone
+    with pytest.raises(ValueError, match="no move"):
+        move(torch.zeros(4), axis, src, dst)
+
+
+def test_a_dim_that_does_not_divide_is_refused_with_its_padding():
+    """Splitting 5 rows over 2 ranks says which size would do."""
+    axis = traced(0, 2).everyone
+    with pytest.raises(InputError, match="pad the dim to 6"):
+        move(torch.zeros(5, 2), axis, R, S(0))
+
+
+def test_start_has_no_all_to_all():
+    """Flat tensors have one dim: S(0) -> S(1) is refused before anything is sent."""
+    axis = traced(0, 2).everyone
+    with pytest.raises(ValueError, match="use move"):
+        start(torch.zeros(4), axis, S(0), S(1), torch.zeros(4))
+    assert axis.ledger.lines == {}
+
+
+def second_derivative(world: World) -> None:
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    y = (move(x * x, world.everyone, P, R) ** 2).sum()
+    (first,) = torch.autograd.grad(y, x, create_graph=True)
+    first.sum().backward()
+
+
+def test_a_second_derivative_is_refused():
+    """Backward through a move's backward raises instead of being wrong."""
+    with pytest.raises(RankError, match="once_differentiable"):
+        run_threads(2, second_derivative)
+
+
+def in_place(world: World, numel: int, dtype: torch.dtype) -> list[bool]:
+    """start() with `out` a block of `x` and `x` a block of `out`; both queues; ended in order."""
+    axis, n, good = world.everyone, world.size, []
+    ranks = [torch.arange(n * numel).remainder(5).add(r).to(dtype) for r in range(n)]
+    summed = torch.stack(ranks).double().sum(0)
+    for behind in (False, True):
+        x = ranks[world.rank].clone()
+        block = x.view(n, -1)[world.rank]
+        start(x, axis, P, S(0), block, behind).wait()
+        good.append(torch.equal(block.double(), summed.view(n, -1)[world.rank]))
+        pending = start(block, axis, S(0), R, x, behind)
+        pending.wait()
+        pending.wait()  # a second time is nothing
+        good.append(torch.equal(x.double(), summed))
+        y = ranks[world.rank].clone()
+        start(y, axis, P, R, y, behind).wait()
+        good.append(torch.equal(y.double(), summed))
+    return good
+
+
+@on_worlds
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64])
+def test_flat_moves_work_in_place(run, ranks, dtype):
+    """A block may be reduced into the whole it is part of, and gathered back into it."""
+    for numel in (1, 1000):
+        assert all(all(good) for good in run(ranks, in_place, numel, dtype))
+
+
+def large_beside_small(world: World) -> list[bool]:
+    """Several moves under way at once, large and small all-reduces among them, ended in order."""
+    axis, n = world.everyone, world.size
+    sizes = [16 * n, 2**19 * n, 16 * n + 1, 24 * n]
+    xs = [torch.full((size,), float(world.rank + 1)) for size in sizes]
+    waits = [start(x, axis, P, R, x, behind=k % 2 == 0) for k, x in enumerate(xs)]
+    block = torch.full((8,), float(world.rank))
+    out = torch.empty(8 * n)
+    waits.append(start(block, axis, S(0), R, out))
+    for wait in waits:
+        wait.wait()
+    expected = n * (n + 1) / 2
+    ranks = torch.arange(n).repeat_interleave(8)
+    return [*(bool((x == expected).all()) for x in xs), torch.equal(out, ranks.float())]
+
+
+@on_worlds
+def test_moves_under_way_at_once_do_not_mix(run, ranks):
+    """Large all-reduces (one call), small ones (two halves), odd ones and a gather, all pending."""
+    assert all(all(good) for good in run(ranks, large_beside_small))
+
+
+def empty(world: World) -> tuple[int, int]:
+    axis = world.everyone
+    nothing = torch.empty(0)
+    out = move(nothing, axis, P, R)
+    rows = move(torch.empty(0, 4), axis, S(0), R)
+    return out.numel(), rows.numel()
+
+
+@pytest.mark.parametrize(("run", "ranks"), [(run_threads, 2), (run_gloo, 2)], ids=["t", "gloo"])
+def test_tensors_without_elements_move(run, ranks):
+    """Nothing to send is normal input."""
+    assert run(ranks, empty) == [(0, 0)] * ranks

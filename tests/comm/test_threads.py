@@ -1,0 +1,72 @@
+import threading
+import time
+
+import pytest
+import torch
+
+from shardwise.comm.collectives import all_reduce, receive
+from shardwise.comm.world import World
+from shardwise.core.errors import RankError
+from tests.pool import run_threads
+
+
+def lopsided(world: World) -> None:
+    if world.rank == 1:
+        raise ArithmeticError("one of three")
+    all_reduce(torch.zeros(4), world.everyone)
+
+
+def test_a_thread_that_fails_ends_the_others():
+    """Those that wait in a collective are released, and the first error is the one that is told."""
+    alive = threading.active_count()
+    with pytest.raises(RankError, match="ArithmeticError: one of three") as caught:
+        run_threads(3, lopsided)
+    assert caught.value.rank == 1
+    assert isinstance(caught.value.__cause__, ArithmeticError)
+    assert threading.active_count() == alive
+
+
+def late(world: World) -> None:
+    if world.rank == 0:
+        raise ArithmeticError("before anybody came")
+    time.sleep(0.05)
+    all_reduce(torch.zeros(4), world.everyone)
+
+
+def test_a_rank_that_comes_after_the_failure_is_ended_too():
+    """A gate that was broken before a rank came to it stays broken."""
+    with pytest.raises(RankError, match="before anybody came"):
+        run_threads(2, late)
+
+
+def waits_for_a_message(world: World) -> None:
+    if world.rank == 0:
+        raise ArithmeticError("no message will come")
+    receive(torch.zeros(4), world.everyone, 0)
+
+
+def test_a_rank_that_waits_for_a_message_is_ended_too():
+    """The receiver of a message whose sender has failed does not wait for its patience to end."""
+    started = threading.Event()
+
+    def run() -> None:
+        with pytest.raises(RankError, match="no message will come"):
+            run_threads(2, waits_for_a_message)
+        started.set()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert started.wait(20)
+
+
+def own_copy(world: World) -> list[float]:
+    x = torch.full((2,), float(world.rank))
+    for _ in range(50):
+        all_reduce(x, world.everyone)
+        x.div_(world.size)
+    return x.tolist()
+
+
+def test_ranks_do_not_write_into_each_others_tensors():
+    """Fifty rounds of sums in place, without a lock in sight, stay exact."""
+    assert run_threads(4, own_copy) == [[1.5, 1.5]] * 4

@@ -1,0 +1,86 @@
+import pytest
+import torch
+
+from shardwise.comm.collectives import all_reduce
+from shardwise.comm.transport import Links
+from shardwise.comm.world import World, alone, init, traced
+from shardwise.core.errors import InputError
+from shardwise.core.mesh import Mesh
+from tests.pool import run_gloo, run_threads
+
+
+def test_an_axis_that_the_mesh_has_not_is_one_of_one_rank():
+    """Nobody asks whether a parallelism is on: the axis is there, and free."""
+    world = alone()
+    axis = world.axis("tp")
+    assert (axis.name, axis.rank, axis.size) == ("tp", 0, 1)
+    x = torch.ones(3)
+    assert all_reduce(x, axis) is x
+    assert world.ledger.lines == {}
+
+
+def test_without_any_environment_the_world_has_one_rank(monkeypatch: pytest.MonkeyPatch):
+    """`init()` in a plain Python process is a world of one on the processor or its first GPU."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    world = init()
+    assert (world.rank, world.size, str(world.everyone.name)) == (0, 1, "world")
+    world.barrier()
+    world.close()
+
+
+def test_a_device_that_does_not_exist_is_refused():
+    """An unknown device, and CUDA where there is none, name what may be written."""
+    with pytest.raises(InputError, match="cpu or cuda"):
+        init("tpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(InputError, match='device = "cpu"'):
+            init("cuda")
+
+
+def test_a_mesh_of_another_size_is_refused():
+    """A mesh of 4 on a world of 1 names both numbers and the mesh that fits."""
+    with pytest.raises(InputError, match=r"mesh 'dp4' of 4 ranks in a world of 1.*'dp1'"):
+        alone().on(Mesh.parse("dp4"))
+
+
+def test_a_mesh_gets_a_ledger_of_its_own():
+    """Two engines on one world do not count each other's bytes."""
+    world = traced(0, 4)
+    one, two = world.on(Mesh.parse("dp4")), world.on(Mesh.parse("dp4"))
+    all_reduce(torch.zeros(8), one.axis("dp"))
+    assert one.ledger.sent_bytes() == 48 and two.ledger.sent_bytes() == 0
+    assert one.everyone.ledger is one.ledger
+
+
+@pytest.mark.parametrize("rank", [0, 3, 5])
+def test_a_traced_world_knows_the_place_of_any_rank(rank: int):
+    """Without any process the axes of rank 5 of 2 x 3 are where the mesh says."""
+    mesh = Mesh.parse("dp_replicate2 dp_shard3")
+    world = traced(rank, 6).on(mesh)
+    here = {name: world.axis(name).rank for name, _ in mesh.axes}
+    assert here == mesh.coordinate(rank)
+
+
+def joined(world: World) -> tuple[int, int, int, int]:
+    """Inside a process where torch.distributed runs already, `init` joins it."""
+    found = init("cpu")
+    found.barrier()
+    x = all_reduce(torch.ones(1), found.everyone)
+    found.close()  # begun by somebody else: left alone
+    y = all_reduce(torch.ones(1), world.everyone)
+    return found.rank, found.size, int(x.item()), int(y.item())
+
+
+def test_init_uses_torch_distributed_as_it_finds_it():
+    """The ranks are those of the group that runs already, which outlives the world."""
+    assert run_gloo(2, joined) == [(0, 2, 2, 2), (1, 2, 2, 2)]
+
+
+def own_links(world: World) -> bool:
+    return isinstance(world.links, Links) and world.size == 3
+
+
+def test_a_world_of_threads_is_a_world():
+    """Threads are ranks like any other."""
+    assert run_threads(3, own_links) == [True] * 3

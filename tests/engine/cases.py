@@ -1,0 +1,201 @@
+"""Small models, batches that do not divide, and the oracle: the same training in plain PyTorch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._pytree import tree_map
+
+import shardwise as sw
+from shardwise.comm.collectives import all_gather
+from shardwise.comm.world import World
+from shardwise.engine.engine import Engine
+from shardwise.engine.whole import whole
+from shardwise.models import gpt
+from shardwise.models.initial import fill
+
+ROWS = ["ddp", "zero1", "zero2", "zero3"]
+HYBRID = [f"dp_replicate2 dp_shard2 {row}" for row in ROWS[1:]]
+PLANS = [*(f"dp{n} {row}" for n in (2, 4) for row in ROWS), *HYBRID]
+
+CONFIG = gpt.GPTConfig(
+    vocabulary=37, layers=2, width=20, heads=2, kv_heads=1, hidden=27, sequence=9, tied=False
+)
+
+
+def small_gpt(tied: bool = False) -> nn.Module:
+    """A GPT whose sizes divide by nothing convenient."""
+    model = gpt.GPT(gpt.GPTConfig(**{**CONFIG.__dict__, "tied": tied}))
+    fill(model, seed=3)
+    return model
+
+
+def tied_gpt() -> nn.Module:
+    return small_gpt(tied=True)
+
+
+def text(step: int, rows: int = 7) -> dict[str, Tensor]:
+    """A global batch of `rows` sequences, with targets that do not count here and there."""
+    own = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(0, CONFIG.vocabulary, (rows, CONFIG.sequence + 1), generator=own)
+    targets = tokens[:, 1:].clone()
+    targets[torch.rand(targets.shape, generator=own) < 0.3] = -100
+    return {"inputs": tokens[:, :-1], "targets": targets}
+
+
+def regression(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The mean square error over rows."""
+    return functional.mse_loss(model(batch[0]), batch[1])
+
+
+def vectors(step: int, rows: int = 7, width: int = 6) -> tuple[Tensor, Tensor]:
+    own = torch.Generator().manual_seed(2000 + step)
+    x = torch.randn(rows, width, generator=own, dtype=torch.float64)
+    return x, x.cumsum(1).sin()
+
+
+@dataclass(frozen=True)
+class Task:
+    """What to train: made by `make`, on `batch(step)`, with the loss and the count of `batch`."""
+
+    make: Callable[[], nn.Module] = small_gpt
+    batch: Callable[[int], Any] = text
+    loss: Callable[[nn.Module, Any], Tensor] = gpt.loss
+    tokens: Callable[[Any], int] | None = gpt.tokens
+
+
+def rows_task(make: Callable[[], nn.Module], batch: Callable[[int], Any] = vectors) -> Task:
+    """A task whose rows weigh the same."""
+    return Task(make, batch, regression, None)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A way to train a task: the plan's text, the optimizer, the rest."""
+
+    plan: str
+    kind: type[torch.optim.Optimizer] = torch.optim.AdamW
+    options: dict[str, Any] = field(default_factory=lambda: {"lr": 0.01})
+    clip: float | None = None
+    steps: int = 3
+    units: Any = 1  # bytes: every module that owns parameters is a unit
+    prefetch: int = 1
+    seeds: bool = False  # whether ranks begin with different weights
+
+
+@dataclass
+class Run:
+    """What a training gave: losses, norms, gradients of every step by name, weights at the end."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    grads: list[dict[str, Tensor | None]] = field(default_factory=list)
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+
+
+def share(batch: Any, rank: int, ranks: int) -> Any:
+    """A rank's rows of the global batch; none where there are more ranks than rows."""
+    return tree_map(lambda x: x.tensor_split(ranks)[rank], batch)
+
+
+def build(world: World, task: Task, case: Case) -> Engine:
+    """The engine of the case, on a model of its own."""
+    model = task.make()
+    if case.seeds:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(world.rank)
+    return sw.parallelize(
+        model,
+        case.plan,
+        world,
+        optimizer=sw.Optim(case.kind, **case.options),
+        loss=task.loss,
+        tokens=task.tokens,
+        clip=case.clip,
+        units=case.units,
+        prefetch=case.prefetch,
+    )
+
+
+def gradients(engine: Engine) -> dict[str, Tensor | None]:
+    """Every gradient whole, by name, as the optimizer is about to see it, or None."""
+    found: dict[str, Tensor | None] = {}
+    for flat in engine.optimizer.flats:
+        assert flat.gshard is not None
+        block = flat.gshard.detach()
+        full = torch.cat(all_gather(block, flat.shard_axis)) if flat.split else block
+        for name, view, p in zip(flat.names, flat.views(full), flat.params, strict=True):
+            found[name] = view.clone() if p.grad is not None else None
+    return found
+
+
+def train(world: World, task: Task, case: Case) -> Run:
+    """The case on this world, step by step."""
+    engine, run = build(world, task, case), Run()
+    engine.optimizer.torch.register_step_pre_hook(lambda *_: run.grads.append(gradients(engine)))
+    for step in range(case.steps):
+        batch = share(task.batch(step), engine.data_rank, engine.data_ranks)
+        metrics = engine.step(batch)
+        run.losses.append(metrics.loss)
+        run.norms.append(metrics.grad_norm)
+    run.weights = whole(engine.flats)
+    run.buffers = {name: b.clone() for name, b in engine.model.named_buffers()}
+    return run
+
+
+def oracle(task: Task, case: Case, dtype: torch.dtype = torch.float64) -> Run:
+    """The same in one process and plain PyTorch, the global batch in one piece."""
+    model, run = task.make().to(dtype), Run()
+    optimizer = case.kind(model.parameters(), **case.options)
+    for step in range(case.steps):
+        batch = tree_map(lambda x: x.to(dtype) if x.is_floating_point() else x, task.batch(step))
+        optimizer.zero_grad()
+        loss = task.loss(model, batch)
+        loss.backward()
+        norm = None
+        if case.clip is not None:
+            norm = float(nn.utils.clip_grad_norm_(model.parameters(), case.clip))
+        run.grads.append(
+            {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+        )
+        optimizer.step()
+        run.losses.append(loss.item())
+        run.norms.append(norm)
+    run.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+    run.buffers = {name: b.clone() for name, b in model.named_buffers()}
+    return run
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """The largest difference relative to the largest element."""
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) if a.numel() else 0.0
+
+
+def assert_same(runs: list[Run], expected: Run, tolerance: float) -> None:
+    """Every rank has the oracle's losses, norms, gradients and weights."""
+    for run in runs:
+        assert run.losses == expected_near(expected.losses, tolerance)
+        assert run.norms == expected_near(expected.norms, tolerance)
+        assert len(run.grads) == len(expected.grads)
+        for found, wanted in zip(run.grads, expected.grads, strict=True):
+            assert {n for n, g in found.items() if g is None} == {
+                n for n, g in wanted.items() if g is None
+            }
+            for name, gradient in found.items():
+                want = wanted[name]
+                if gradient is not None and want is not None:
+                    assert difference(gradient, want) <= tolerance, f"gradient of {name}"
+        assert run.weights.keys() == expected.weights.keys()
+        for name, weight in run.weights.items():
+            assert difference(weight, expected.weights[name]) <= tolerance, f"weight {name}"
+
+
+def expected_near(values: list[Any], tolerance: float) -> list[Any]:
+    """The values as pytest compares numbers; None stays None."""
+    return [v if v is None else pytest.approx(v, rel=tolerance) for v in values]

@@ -1,0 +1,89 @@
+import pytest
+import torch
+
+from tests.engine.cases import PLANS, Case, Task, assert_same, oracle, tied_gpt, train
+from tests.pool import run_gloo, run_threads
+
+TASK = Task()
+TIED = Task(tied_gpt)
+
+
+def ranks_of(plan: str) -> int:
+    return 2 if "dp2" in plan else 4
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_parity(plan):
+    """fp64: 3 steps on real processes are one process's: losses, gradients, norms, weights, 1e-10.
+
+    The batch has 7 rows and tokens that do not count, ranks begin with different weights, and
+    gradients are clipped.
+    """
+    case = Case(f"{plan} fp64", clip=0.5, seeds=True)
+    results = run_gloo(ranks_of(plan), train, TASK, case)
+    assert_same(results, oracle(TASK, case), 1e-10)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_parity_in_fp32(plan):
+    """fp32: the same within 1e-5, units chosen automatically."""
+    case = Case(f"{plan} fp32", kind=torch.optim.SGD, options={"lr": 0.1}, units="auto")
+    results = run_gloo(ranks_of(plan), train, TASK, case)
+    assert_same(results, oracle(TASK, case, torch.float32), 1e-5)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_parity_with_accumulation(plan):
+    """Three uneven microbatches a step, tied embeddings: the mean is over all their tokens."""
+    case = Case(f"{plan} fp64 accumulate:3", clip=0.5)
+    results = run_gloo(ranks_of(plan), train, TIED, case)
+    assert_same(results, oracle(TIED, case), 1e-10)
+
+
+OPTIMIZERS = {
+    "SGD momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    "SGD dampening": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+    "Adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1, "amsgrad": True}),
+    "AdamW": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "foreach": True}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.01}),
+    "RAdam": (torch.optim.RAdam, {"lr": 0.01}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.01}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 0.1}),
+    "Adamax": (torch.optim.Adamax, {"lr": 0.01}),
+    "ASGD": (torch.optim.ASGD, {"lr": 0.01}),
+    "Rprop": (torch.optim.Rprop, {"lr": 0.01}),
+}
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("plan", ["dp2 zero1", "dp2 zero3"])
+def test_every_elementwise_optimizer_works_on_pieces(plan, optimizer):
+    """Each class of torch.optim updates pieces (some of them empty) as it updates the whole."""
+    kind, options = OPTIMIZERS[optimizer]
+    case = Case(f"{plan} fp64", kind=kind, options=options)
+    # Rprop and amsgrad look at signs and maxima: what is equal to 1e-12 stays equal
+    assert_same(run_threads(2, train, TASK, case), oracle(TASK, case), 1e-8)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("plan", ["dp2 zero2", "dp2 zero3"])
+def test_how_far_gathering_runs_ahead_changes_no_number(plan, prefetch):
+    """Prefetching 0, 1 or 3 units gives the same training."""
+    case = Case(f"{plan} fp64", prefetch=prefetch)
+    assert_same(run_gloo(2, train, TASK, case), oracle(TASK, case), 1e-10)
+
+
+@pytest.mark.parametrize("bucket", ["64B", "4KiB", "1MiB"])
+def test_the_size_of_buckets_changes_no_number(bucket):
+    """Units of one parameter each, a few, or all of them: the same training."""
+    case = Case(f"dp2 fp64 bucket:{bucket}", units="auto")
+    assert_same(run_gloo(2, train, TASK, case), oracle(TASK, case), 1e-10)
+
+
+@pytest.mark.parametrize("plan", ["ddp", "zero1", "zero2", "zero3", "zero3 accumulate:2"])
+def test_on_one_rank_every_row_is_the_plain_loop_and_sends_nothing(plan):
+    """The same code alone computes the same, with an empty ledger."""
+    case = Case(f"{plan} fp64", clip=0.5)
+    runs = run_threads(1, train, TASK, case)
+    assert_same(runs, oracle(TASK, case), 1e-10)
