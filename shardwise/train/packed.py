@@ -11,6 +11,7 @@ do the work; the others wait and then find it done.
 import hashlib
 import json
 import os
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,9 +71,8 @@ def make_folder(folder: Path, what: str) -> None:
     """Make the folder and try to write in it. Raises InputError, naming `what` asked for it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".writable-{os.getpid()}"
-        probe.write_bytes(b"")
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=folder):  # a name of its own: others may try as well
+            pass
     except OSError as error:
         raise bad(
             f"{what} = '{folder}', where nothing can be written ({error.strerror})",
