@@ -291,7 +291,9 @@ class Engine:
 
     def prepare(self) -> None:
         """Make the optimizer's state, so that `boxes` has it before the first step."""
+        self.data.rest()
         self.optimizer.prepare()
+        self.data.publish()
 
     def loaded(self) -> None:
         """Boxes were written to from outside: bring every copy in line with them."""

@@ -105,8 +105,10 @@ class Flat:
                 continue
             if fill is not None:
                 fill(name, view)
-            # a tensor's device changes only as a whole; the object the user holds stays
-            torch.utils.swap_tensors(p, nn.Parameter(view, requires_grad=self.trained))
+            # a tensor's device changes only as a whole; the object the user holds stays. Not with
+            # a view of full: autograd would count every write to full as one to the parameter
+            real = torch.empty(0, dtype=self.dtype, device=device)
+            torch.utils.swap_tensors(p, nn.Parameter(real, requires_grad=self.trained))
         if any(given):
             broadcast(full, self.shard_axis)
             broadcast(full, self.replicate_axis)

@@ -2,6 +2,7 @@
 
 import difflib
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from shardwise.engine.engine import Engine, parallelize
 from shardwise.engine.optimizer import AdamW
 from shardwise.models import gpt
 from shardwise.models.gpt import GPT, SIZES, GPTConfig
-from shardwise.models.initial import fill
+from shardwise.models.initial import initial
 from shardwise.train.config import ModelSection
 from shardwise.train.data import Rows, padded
 from shardwise.train.prepare import Prepared
@@ -62,10 +63,10 @@ class Objective:
 
 
 def build(prepared: Prepared, world: World, objective: Objective) -> Engine:
-    """The engine: a GPT whose weights depend on the seed alone, the same on every rank."""
+    """The engine: a GPT whose weights depend on the seed alone, made unit by unit on its ranks."""
     train = prepared.config.train
-    model = GPT(prepared.sizes)
-    fill(model, train.seed)
+    with torch.device("meta"):
+        model = GPT(prepared.sizes)
     return parallelize(
         model,
         prepared.plan,
@@ -76,6 +77,7 @@ def build(prepared: Prepared, world: World, objective: Objective) -> Engine:
         # an infinite bound clips nothing, and still gives the norm, which shows a bad gradient
         # before it becomes a bad weight
         clip=train.clip or float("inf"),
+        fill=partial(initial, seed=train.seed),
     )
 
 
