@@ -1,4 +1,4 @@
-"""this file is the bytes an engine keeps between steps, by category: read from storages, predicted."""
+"""this file is the bytes an engine keeps between steps, by category: measured and predicted."""
 
 from collections.abc import Iterable
 from typing import Any

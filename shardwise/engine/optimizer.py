@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
+from shardwise.engine.norm import squared_norm
 from shardwise.parallel.flat import Flat
 
 #: torch.optim classes that treat every element alike, so that a piece is updated as in the whole.
@@ -158,12 +159,8 @@ class ShardedOptimizer:
 
     def squared_norm(self) -> Tensor:
         """The sum of squares of the gradients in this rank's blocks, padding (zeros) included."""
-        norms = [
-            torch.linalg.vector_norm(f.gshard, dtype=torch.promote_types(f.dtype, torch.float32))
-            for f in self.flats
-            if f.gshard is not None
-        ]
-        return torch.stack([norm.double() ** 2 for norm in norms]).sum()
+        squares = [squared_norm(flat.gshard) for flat in self.flats if flat.gshard is not None]
+        return torch.stack(squares).sum()
 
     def prepare(self) -> None:
         """Make the state an update needs without updating anything, to be loaded into."""

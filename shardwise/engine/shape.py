@@ -1,6 +1,7 @@
 """this file is an engine as numbers: its model's shape and its optimizer's, for predictions."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -8,7 +9,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from shardwise.core.shape import BufferShape, ModelShape, ParamShape, UnitShape
 from shardwise.engine.optimizer import HALF, Recipe
-from shardwise.parallel.data import Unit
+from shardwise.parallel.flat import Flat
 from shardwise.predict.memory import OptimizerShape
 
 
@@ -23,14 +24,16 @@ def model_shape(engine: Any) -> ModelShape:
     for unit in engine.data.order:
         trained_before = trained_before or bool(unit.trained)
         again = trained_before and unit.wanted_backward and not unit.keep
-        units.append(UnitShape(unit.name, _params(unit), 2 if again else 1))
+        units.append(
+            UnitShape(unit.name, _params(cast("list[Flat]", unit.groups)), 2 if again else 1)
+        )
     return ModelShape(tuple(units), _buffers(engine.model))
 
 
-def _params(unit: Unit) -> tuple[ParamShape, ...]:
+def _params(groups: Sequence[Flat]) -> tuple[ParamShape, ...]:
     return tuple(
         ParamShape(name, tuple(shape), _name(group.dtype), group.trained)
-        for group in unit.groups
+        for group in groups
         for name, shape in zip(group.names, group.shapes, strict=True)
     )
 

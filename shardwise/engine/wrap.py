@@ -21,6 +21,7 @@ from shardwise.comm.world import Axis, World, init
 from shardwise.core.errors import bad
 from shardwise.core.mesh import Mesh
 from shardwise.core.states import ROWS
+from shardwise.engine.norm import squared_norm
 from shardwise.engine.shard import Sharding, default_fill, drivers, materialise, shard
 from shardwise.engine.whole import keep_keys
 from shardwise.parallel.data import Data, Pace
@@ -141,11 +142,7 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
     if data is None:
         return torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
     grads = [p.grad for p in module.parameters() if p.grad is not None]
-    squares = [
-        torch.linalg.vector_norm(g, dtype=torch.promote_types(g.dtype, torch.float32)).double() ** 2
-        for g in grads
-        if g.numel()
-    ]
+    squares = [squared_norm(g.reshape(-1)) for g in grads]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
     norm = data.agree_on(total.view(1), data.axes[0]).sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)

@@ -16,6 +16,7 @@ The optimizer is AdamW with an epsilon of 1e-4, which makes the update a smooth 
 gradient: with the usual 1e-8 the sign of such a zero would be a whole step.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -178,4 +179,4 @@ def _ratio(difference: float, scale: float) -> float:
     if difference == 0.0:
         return 0.0
     ratio = difference / scale if scale else NEVER
-    return min(ratio, NEVER) if ratio == ratio else NEVER
+    return NEVER if math.isnan(ratio) else min(ratio, NEVER)
