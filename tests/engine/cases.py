@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
@@ -31,6 +32,14 @@ def small_gpt(tied: bool = False) -> nn.Module:
     """A GPT whose sizes divide by nothing convenient."""
     model = gpt.GPT(gpt.GPTConfig(**{**CONFIG.__dict__, "tied": tied}))
     fill(model, seed=3)
+    return model
+
+
+def settled(model: nn.Module) -> nn.Module:
+    """The model with weights that follow from their names, whichever thread makes it."""
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.normal_(0, 0.4, generator=torch.Generator().manual_seed(crc32(name.encode())))
     return model
 
 
@@ -149,21 +158,25 @@ def train(world: World, task: Task, case: Case) -> Run:
     return run
 
 
-def oracle(task: Task, case: Case, dtype: torch.dtype = torch.float64) -> Run:
+def oracle(task: Task, case: Case, dtype: torch.dtype | None = torch.float64) -> Run:
     """The same in one process and plain PyTorch, the global batch in one piece."""
     model, run = task.make().to(dtype), Run()
+    model.train()
     optimizer = case.kind(model.parameters(), **case.options)
     for step in range(case.steps):
-        batch = tree_map(lambda x: x.to(dtype) if x.is_floating_point() else x, task.batch(step))
+        batch = tree_map(
+            lambda x: x.to(dtype) if x.is_floating_point() and dtype else x, task.batch(step)
+        )
         optimizer.zero_grad()
         loss = task.loss(model, batch)
         loss.backward()
+        for p in model.parameters():  # torch does not clip sparse gradients
+            p.grad = None if p.grad is None else p.grad.to_dense().clone()
         norm = None
         if case.clip is not None:
             norm = float(nn.utils.clip_grad_norm_(model.parameters(), case.clip))
-        run.grads.append(
-            {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
-        )
+        trained = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+        run.grads.append({n: None if g is None else g.clone() for n, g in trained.items()})
         optimizer.step()
         run.losses.append(loss.item())
         run.norms.append(norm)

@@ -1,0 +1,273 @@
+"""Models that do what models do: share, freeze, skip, recompute, return what they like.
+
+Each takes vectors of width 6 and gives vectors of width 6, in fp64 unless it says otherwise.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributions import Normal
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+from tests.engine.cases import settled
+
+
+class Block(nn.Module):
+    """x + a little network of x."""
+
+    def __init__(self, hidden: int = 9) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, hidden), nn.Linear(hidden, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Stack(nn.Module):
+    """Blocks one after the other."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Twice(nn.Module):
+    """One block, used twice; one module of it registered in a second place and used there too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+        self.again = self.block.up
+        self.out = nn.Linear(9, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.again(self.block(self.block(x))))
+
+
+class ClassToken(nn.Module):
+    """A parameter of the root that is put before the sequence; attention inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(1, 1, 8))
+        self.embed = nn.Linear(1, 8)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True) for _ in range(2)
+        )
+        self.head = nn.Linear(8, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        sequence = self.embed(x.unsqueeze(-1))
+        sequence = torch.cat([self.token.expand(len(x), -1, -1), sequence], 1)
+        for layer in self.layers:
+            sequence = layer(sequence)
+        return self.head(sequence[:, 0])
+
+
+class Encoder(nn.Module):
+    """nn.TransformerEncoder between two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+        self.embed, self.head = nn.Linear(1, 8), nn.Linear(8, 1)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(x.unsqueeze(-1)))).squeeze(-1)
+
+
+class Lists(nn.Module):
+    """Parameters in lists and dicts, and one that is a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.zeros(6, 6) for _ in range(3))
+        self.named = nn.ParameterDict({"shift": torch.zeros(6)})
+        self.scale = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for w in self.weights:
+            x = torch.tanh(x @ w + self.named["shift"])
+        return x * self.scale
+
+
+class Mixed(nn.Module):
+    """fp64 and fp32 parameters in one module, and a trained table looked up sparsely."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.zeros(6, 6, dtype=torch.float64))
+        self.narrow = nn.Parameter(torch.zeros(6, dtype=torch.float32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.wide + torch.sin(x.float() * self.narrow).double()
+
+
+class Sparse(nn.Module):
+    """An embedding whose gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, 6, sparse=True)
+        self.out = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(x + self.table((x[:, 0].abs() * 2).long() % 5))
+
+
+@dataclass
+class Output:
+    """What some models return."""
+
+    value: Tensor
+    note: str = "a number beside it"
+
+
+class Speaks(nn.Module):
+    """A block whose output is wrapped, inside and outside, in the same way."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+        self.blocks = nn.ModuleList(Wrapped(how) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = unwrapped(block(x), self.how)
+        return wrapped(x, self.how)
+
+
+class Wrapped(nn.Module):
+    """One block of Speaks."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.inner = how, Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return wrapped(self.inner(x), self.how)
+
+
+def wrapped(x: Tensor, how: str) -> Any:
+    """`x` as a dataclass, a dict, ..."""
+    outputs = {
+        "dataclass": lambda: Output(x),
+        "dict": lambda: {"value": x, "note": "none"},
+        "tuple": lambda: (None, [x]),
+        "object": lambda: Normal(x, 1.0),
+    }
+    return outputs[how]()
+
+
+def unwrapped(out: Any, how: str) -> Tensor:
+    """What `wrapped` was given."""
+    inputs = {
+        "dataclass": lambda: out.value,
+        "dict": lambda: out["value"],
+        "tuple": lambda: out[1][0],
+        "object": lambda: out.loc,
+    }
+    return inputs[how]()
+
+
+class Recomputed(nn.Module):
+    """Checkpointing: around each block, around a part of each, or around all of them."""
+
+    def __init__(self, where: str, reentrant: bool) -> None:
+        super().__init__()
+        self.where, self.reentrant = where, reentrant
+        self.first = nn.Linear(6, 6)
+        inner = Block if where != "inside" else lambda: Inside(reentrant)
+        self.blocks = nn.ModuleList(inner() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.where == "all":
+            return checkpoint(self.run, x, use_reentrant=self.reentrant)
+        for block in self.blocks:
+            around = self.where == "around"
+            x = checkpoint(block, x, use_reentrant=self.reentrant) if around else block(x)
+        return x
+
+    def run(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Inside(nn.Module):
+    """A unit that recomputes a part of itself."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.reentrant = Block(), nn.Linear(6, 6), reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(checkpoint(self.a, x, use_reentrant=self.reentrant))
+
+
+class Gated(nn.Module):
+    """`side` is used for rows that begin above 1 only, `never` for none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.side, self.never = Block(), nn.Linear(6, 6), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out, chosen = self.main(x), x[:, 0] > 1
+        if chosen.any():
+            out = out + chosen.unsqueeze(1) * self.side(x)
+        return out
+
+
+def frozen(which: str) -> nn.Module:
+    """Three blocks of which some parts are not trained."""
+    model = Stack(*[Block() for _ in range(3)])
+    for name, p in model.named_parameters():
+        p.requires_grad_(which not in name)
+    return model
+
+
+ZOO = {
+    "sequential": lambda: nn.Sequential(nn.Linear(6, 11), nn.GELU(), nn.Linear(11, 6)),
+    "one layer": lambda: nn.Linear(6, 6),
+    "stack": lambda: Stack(*[Block() for _ in range(3)]),
+    "twice": Twice,
+    "same block three times": lambda: Stack(*[Block()] * 3),
+    "class token": ClassToken,
+    "encoder": Encoder,
+    "lists": Lists,
+    "weight norm": lambda: Stack(
+        parametrizations.weight_norm(nn.Linear(6, 6)),
+        parametrizations.weight_norm(nn.Linear(6, 6, bias=False)),
+    ),
+    "sparse": Sparse,
+    "first frozen": lambda: frozen("blocks.0"),
+    "middle frozen": lambda: frozen("blocks.1"),
+    "last frozen": lambda: frozen("blocks.2"),
+    "part of each frozen": lambda: frozen("up.weight"),
+    "biases only": lambda: frozen("weight"),
+    **{f"returns a {how}": lambda how=how: Speaks(how) for how in ("dataclass", "dict", "tuple")},
+    "returns an object": lambda: Speaks("object"),
+    **{
+        f"checkpoint {where}{' reentrant' * reentrant}": lambda w=where, r=reentrant: Recomputed(
+            w, r
+        )
+        for where in ("inside", "around", "all")
+        for reentrant in (False, True)
+    },
+}
+
+
+def make(name: str) -> nn.Module:
+    """A model of the zoo with its own weights."""
+    return settled(ZOO[name]())
