@@ -1,7 +1,7 @@
 """this file is the transport that moves no data: what a world of any size would send.
 
-Outputs keep whatever their memory holds (zeros where the caller asked for zeros), so values mean
-nothing under it; shapes, the order of moves and the ledger are those of the real world.
+The other ranks are taken to bring what this one brings, or nothing: values are finite where they
+were, and mean nothing; shapes, the order of moves and the ledger are those of the real world.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ class Trace(Transport):
         return Pending()
 
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
-        out.view(self.size, -1)[self.rank].copy_(x)
+        out.view(self.size, -1).copy_(x.clone())  # as if every rank brought the same
         return Pending()
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:

@@ -12,6 +12,7 @@ exactly as one process would.
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any
@@ -91,6 +92,20 @@ def SGD(groups: dict[str, dict[str, Any]] | None = None, **options: Any) -> Reci
     return Recipe(torch.optim.SGD, options, groups or {})
 
 
+@contextmanager
+def _pieces(flats: Sequence[Flat]) -> Iterator[None]:
+    """Parameters are this rank's pieces inside: some classes (Adagrad) make their state at once."""
+    shown = [(p, p.data) for flat in flats for p in flat.params]
+    for flat in (flat for flat in flats if flat.split):
+        for p, (low, high) in zip(flat.params, flat.pieces, strict=True):
+            p.data = flat.shard[low:high]
+    try:
+        yield
+    finally:
+        for p, data in shown:
+            p.data = data
+
+
 class ShardedOptimizer:
     """One torch optimizer over the pieces this rank updates."""
 
@@ -106,7 +121,8 @@ class ShardedOptimizer:
             for pair in zip(flat.names, targets, strict=True)
         ]
         self.names = [name for name, _ in named]
-        self.torch = recipe.build(named)
+        with _pieces(self.flats):
+            self.torch = recipe.build(named)
         self.factor = 1.0  # of the last step
         self.base_lr = [group["lr"] for group in self.torch.param_groups]
 

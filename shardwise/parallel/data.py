@@ -243,7 +243,7 @@ class Data:
             return
         unit.gather()
         for earlier in self.order[max(0, place - self.pace.ahead) : place][::-1]:
-            if earlier.wanted_backward and earlier.reached:
+            if earlier.wanted_backward and earlier.reached and not earlier.complete:
                 earlier.begin_gather()
 
     def _collect(self, unit: Unit, group: Group, index: int, p: nn.Parameter) -> None:

@@ -112,9 +112,9 @@ def start_bytes(plan: Plan, model: ModelShape, rank: int = 0) -> dict[Line, int]
 
 
 def by_kind(sent_bytes: dict[Line, int]) -> dict[str, int]:
-    """The same by axis and kind, as "dp all_gather", phases added up."""
+    """The same by axis and kind, as "dp all_gather", phases added up; none of nothing."""
     total: dict[str, int] = {}
-    for line, count in sent_bytes.items():
+    for line, count in ((line, count) for line, count in sent_bytes.items() if count):
         name = f"{line.axis} {line.kind}"
         total[name] = total.get(name, 0) + count
     return dict(sorted(total.items()))

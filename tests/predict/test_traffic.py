@@ -1,0 +1,100 @@
+"""The bytes a step sends are those of the table, to the byte."""
+
+from typing import Any
+
+import pytest
+
+from shardwise.comm.world import World, traced
+from shardwise.core.plan import Plan
+from shardwise.core.shape import ModelShape, ParamShape, UnitShape
+from shardwise.core.states import ROWS, step_moves
+from shardwise.predict.traffic import Line, start_bytes, step_bytes
+from tests.pool import run_gloo, run_threads
+from tests.predict.model import batch, engine
+
+PLANS = [
+    *("dp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "dp4 zero3 bf16", "dp2 zero3 fp16"),
+    *("dp2 zero2 accumulate:2", "dp2 accumulate:2", "dp4 zero3 accumulate:3"),
+    *(f"dp_replicate2 dp_shard2 {row}" for row in ("zero1", "zero2 accumulate:2", "zero3 fp16")),
+    "dp1 zero3",
+]
+# batch norm has no form for 16-bit weights beside fp32 statistics on a processor
+WIDE = [plan for plan in PLANS if not plan.endswith(("bf16", "fp16"))]
+CASES = [
+    *((plan, kind) for plan in PLANS for kind in ("gpt", "tied")),
+    *((plan, "mixed") for plan in WIDE),
+]
+
+
+def lines(tally: Any) -> dict[Line, int]:
+    return {Line(*key): t.sent_bytes for key, t in tally.items() if t.sent_bytes}
+
+
+def differing(world: World, plan: str, kind: str, clip: float | None) -> list[Any]:
+    """What one rank sent and what was predicted, where they are not the same."""
+    ours = engine(world, plan, kind, clip=clip)
+    pairs = [(lines(ours.sent()), start_bytes(ours.plan, ours.model_shape(), world.rank))]
+    for step in range(3):
+        metrics = ours.step(batch(ours, kind, step))
+        pairs.append((lines(ours.last), ours.step_bytes(first=step == 0)))
+        assert metrics.bytes == sum(pairs[-1][1].values())
+        assert ours.measured_bytes() == ours.predicted_bytes()
+    return [pair for pair in pairs if pair[0] != pair[1]]
+
+
+@pytest.mark.parametrize(("plan", "kind"), CASES)
+def test_ledger_equals_prediction(plan: str, kind: str):
+    """Before the first step and in each, every rank sends what is predicted, on every line."""
+    found = run_threads(Plan.parse(plan).size, differing, plan, kind, 1.0)
+    assert found == [[]] * len(found)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("row", ROWS)
+def test_ledger_equals_prediction_on_gloo(row: str, ranks: int):
+    """The same on real processes, without clipping."""
+    found = run_gloo(ranks, differing, f"dp{ranks} {row}", "gpt", None)
+    assert found == [[]] * ranks
+
+
+@pytest.mark.parametrize("ranks", [64, 1024])
+@pytest.mark.parametrize("row", ROWS)
+def test_large_worlds_send_what_is_predicted(row: str, ranks: int):
+    """A rank of a large world, traced, sends what is predicted of it."""
+    ours = engine(traced(3, ranks), f"dp{ranks} {row} fp64")
+    started = ours.sent()
+    ours.step(batch(ours, "gpt", 0))
+    assert lines(started) == start_bytes(ours.plan, ours.model_shape(), 3)
+    assert lines(ours.last) == ours.step_bytes(first=True)
+
+
+def plain(blocks: int = 4) -> ModelShape:
+    units = (UnitShape(f"b{k}", (ParamShape(f"b{k}.w", (64, 64)),)) for k in range(blocks))
+    return ModelShape(tuple(units))
+
+
+@pytest.mark.parametrize(("row", "volumes"), [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 3)])
+@pytest.mark.parametrize("n", [2, 4, 64])
+def test_volumes_of_the_paper(row: str, volumes: int, n: int):
+    """A step sends 2, 2, 2 and 3 times the model, (n-1)/n of it a rank (ZeRO, section 7)."""
+    sent = step_bytes(Plan.parse(f"dp{n} {row}"), plain())
+    states = sum(count for line, count in sent.items() if line.phase != "check")
+    assert states == volumes * plain().numel * 4 * (n - 1) // n
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_step_moves_are_the_same_sum(row: str, microbatches: int):
+    """Units used twice send what the table's own list of moves says."""
+    sent = step_bytes(Plan.parse(f"dp4 {row} accumulate:{microbatches}"), plain())
+    states = sum(count for line, count in sent.items() if line.phase != "check")
+    moves = step_moves(ROWS[row], plain().numel, 4, microbatches)
+    assert states == 4 * sum(move.sent for move in moves)
+
+
+def test_a_unit_that_stays_whole_is_sent_once():
+    """Where backward wants a unit at once, or does not read it, a third of its bytes are saved."""
+    once = ModelShape(tuple(UnitShape(u.name, u.params, uses=1) for u in plain().units))
+    plan = Plan.parse("dp2 zero3")
+    gather = Line("dp", "all_gather", "backward")
+    assert gather in step_bytes(plan, plain()) and gather not in step_bytes(plan, once)
