@@ -232,8 +232,7 @@ class Data:
         self._begin_backward()
         place = self.order.index(unit)
         for later in self.order[place + 1 :]:
-            over = later.complete or not later.trained
-            if over and not later.keep and later.depth == 0:
+            if (later.complete or not later.trained) and not later.keep and later.depth == 0:
                 later.free()
         if unit.complete:
             return

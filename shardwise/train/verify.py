@@ -124,10 +124,13 @@ def report(plan: Plan, model: str, findings: Sequence[Finding]) -> Report:
     tolerance = TOLERANCES[plan.precision or "fp64"]
     parity: dict[str, float] = {}
     differences: list[Difference] = []
+    later: list[Difference] = []  # a loss, which a wrong gradient makes wrong a step later
     for by_rank in zip(*(finding.errors for finding in findings), strict=True):  # one kind each
         parity[by_rank[0].kind] = max(errors.largest for errors in by_rank)
         for errors, finding in zip(by_rank, findings, strict=True):
-            differences += _first(errors, finding.rank, tolerance)
+            found = later if errors.kind == "loss" else differences
+            found += _first(errors, finding.rank, tolerance)
+    differences += later
     bytes_off = [f for f in findings if not f.bytes_hold]
     memory_off = [f for f in findings if f.memory_measured != f.memory_predicted]
     sent, held = [*bytes_off, findings[0]][0], [*memory_off, findings[0]][0]
