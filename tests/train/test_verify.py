@@ -54,7 +54,7 @@ def broken(world: World, name: str) -> Finding:
 def break_gradient(engine: Engine, name: str) -> None:
     update, param = engine.optimizer.step, engine.model.get_parameter(name)
 
-    def step(factor: float) -> None:
+    def step(factor: float = 1.0) -> None:
         assert param.grad is not None
         param.grad.mul_(2)
         update(factor)
