@@ -7,6 +7,7 @@ Both return the results in rank order and raise RankError for the first rank tha
 """
 
 import atexit
+import pickle
 import socket
 import traceback
 from collections.abc import Callable
@@ -69,6 +70,7 @@ class Pool:
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
         """Run `function(world, *args)` on every rank; results in rank order."""
+        pickle.dumps((function, args))  # here an error is seen; in the queue's thread it is lost
         for inbox in self.inboxes:
             inbox.put((function, args))
         results: list[Any] = [None] * len(self.inboxes)

@@ -225,9 +225,10 @@ class Engine:
             self.data.finish()
         with self.ledger.phase("check"):
             facts = agreed()
-        total = max(1, round(facts[1].item()))
+        counted = round(facts[1].item())
+        total = max(1, counted)
         loss, correction = facts[0].item() / total, self.expected / total
-        self.expected = total if facts[1] else self.expected
+        self.expected = counted or self.expected
         norm = self._norm(correction)
         self.data.show(facts[2:])
         skipped = self.scale.on and not math.isfinite(norm or 0.0)
@@ -238,7 +239,7 @@ class Engine:
             flat.clear()
         self.data.publish()
         asked = self.training.clip is not None
-        return _Facts(loss, total, norm if asked and not skipped else None, skipped)
+        return _Facts(loss, counted, norm if asked and not skipped else None, skipped)
 
     def _norm(self, correction: float) -> float | None:
         """The norm of the global gradient, loss scale taken out; None where nothing needs it."""

@@ -1,0 +1,347 @@
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.nn import functional
+
+from shardwise.comm.world import World
+from shardwise.core.errors import InputError, RankError
+from shardwise.engine.whole import whole
+from shardwise.parallel.flat import Flat, Stage
+from tests.engine.cases import (
+    ROWS,
+    Case,
+    Run,
+    Task,
+    assert_same,
+    build,
+    gradients,
+    oracle,
+    regression,
+    rows_task,
+    settled,
+    share,
+    train,
+    vectors,
+)
+from tests.engine.zoo import Block, Stack, make
+from tests.pool import run_gloo, run_threads
+
+STACK = rows_task(partial(make, "stack"))
+PLANS = [*(f"dp2 {row}" for row in ROWS), "dp2 zero2 accumulate:2", "dp2 zero3 accumulate:2"]
+SGD = {"kind": torch.optim.SGD, "options": {"lr": 0.1, "momentum": 0.9}}
+
+
+def with_looks_in_between(world: World, task: Task, case: Case) -> Run:
+    """Between steps the model is evaluated, and run in eval, no_grad and inference modes."""
+    engine, run = build(world, task, case), Run()
+    engine.optimizer.torch.register_step_pre_hook(lambda *_: run.grads.append(gradients(engine)))
+    x, _ = vectors(99)
+    for step in range(case.steps):
+        batch = share(task.batch(step), engine.data_rank, engine.data_ranks)
+        before = engine.evaluate(batch)
+        outs = []
+        for mode in (torch.no_grad, torch.inference_mode):
+            for training in (True, False):
+                engine.model.train(training)
+                with mode():
+                    outs.append(engine.model(x))
+        engine.model.train()
+        outs.append(engine.model(x).detach())  # recorded, and never used
+        assert all(torch.equal(out, outs[0]) for out in outs)
+        metrics = engine.step(batch)
+        assert metrics.loss == pytest.approx(before[0])
+        run.losses.append(metrics.loss)
+        run.norms.append(metrics.grad_norm)
+    run.weights = whole(engine.flats)
+    return run
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_looking_at_the_model_between_steps_changes_nothing(plan):
+    """evaluate, eval(), no_grad, inference_mode and a forward without backward leave no trace."""
+    case = Case(f"{plan} fp64", clip=1.0)
+    assert_same(run_threads(2, with_looks_in_between, STACK, case), oracle(STACK, case), 1e-10)
+
+
+class Trap(Function):
+    """Raises in backward when it is set."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, go_off: bool) -> Tensor:
+        ctx.go_off = go_off
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None]:
+        if ctx.go_off:
+            raise ArithmeticError("in the middle of backward")
+        return grads[0], None
+
+
+class Fragile(nn.Module):
+    """Blocks with a trap between them; `goes_off` says where, for so many more forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = Block(), Block(), Block()
+        self.goes_off, self.forwards = "", 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards -= 1
+        now = self.goes_off if self.forwards == 0 else ""
+        x = self.second(self.first(x))
+        if now == "forward":
+            raise ArithmeticError("in the middle of forward")
+        return self.third(Trap.apply(x, now == "backward"))
+
+
+def with_failures(world: World, task: Task, case: Case, where: str, microbatch: int) -> Run:
+    """Before every step there is one that raises, in its given microbatch, and is caught."""
+    engine, run = build(world, task, case), Run()
+    model = engine.model
+    assert isinstance(model, Fragile)
+    engine.optimizer.torch.register_step_pre_hook(lambda *_: run.grads.append(gradients(engine)))
+    for step in range(case.steps):
+        model.goes_off, model.forwards = where, microbatch
+        with pytest.raises(ArithmeticError, match=f"middle of {where}"):
+            engine.step(share(task.batch(step + 50), engine.data_rank, engine.data_ranks))
+        metrics = engine.step(share(task.batch(step), engine.data_rank, engine.data_ranks))
+        run.losses.append(metrics.loss)
+        run.norms.append(metrics.grad_norm)
+    run.weights = whole(engine.flats)
+    return run
+
+
+@pytest.mark.parametrize("microbatch", [1, 2])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("row", ROWS)
+def test_a_step_that_raises_and_is_caught_leaves_nothing_behind(row, where, microbatch):
+    """The step after it is the step that would have been without it, gradients and all."""
+    task = rows_task(lambda: settled(Fragile()))
+    case = Case(f"dp2 {row} fp64{' accumulate:2' if microbatch == 2 else ''}", clip=1.0)
+    runs = run_threads(2, with_failures, task, case, where, microbatch)
+    assert_same(runs, oracle(task, case), 1e-10)
+
+
+def whole_at_once(world: World, plan: str, prefetch: int) -> tuple[int, int, int, bool]:
+    """The most units whole or coming, the most reductions under way, units, none left over."""
+    make_deep = partial(settled, Stack(*[Block(40) for _ in range(8)]))
+    task = Task(make_deep, vectors, regression, None)
+    engine = build(world, task, Case(plan, units=Block, prefetch=prefetch))
+    data, most, flying = engine.data, [0], [0]
+
+    def look(*_: object) -> None:
+        most[0] = max(most[0], sum(flat.stage is not Stage.REST for flat in engine.flats))
+        flying[0] = max(flying[0], len(data.flying))
+
+    for module in engine.model.modules():
+        module.register_forward_hook(look)
+    for p in engine.model.parameters():
+        p.register_post_accumulate_grad_hook(look)
+    for step in range(2):
+        engine.step(share(vectors(step), engine.data_rank, engine.data_ranks))
+    left = any(flat.full.untyped_storage().nbytes() for flat in engine.flats)
+    return most[0], flying[0], len(data.order), left
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_few_units_are_whole_at_once(prefetch, monkeypatch: pytest.MonkeyPatch):
+    """zero3: the unit in use, those gathered ahead, the last one kept; two reductions in flight."""
+    monkeypatch.setattr("shardwise.engine.shard.LEAST_BYTES", 0)
+    for most, flying, units, left in run_threads(2, whole_at_once, "dp2 zero3 fp64", prefetch):
+        assert units == 8
+        assert most <= prefetch + 2
+        assert flying <= 3  # a third one begins before the first of the two others is waited for
+        assert not left
+
+
+class Normed(nn.Module):
+    """Batch norm, a counter, and a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6)
+        self.count = nn.Buffer(torch.zeros(2))
+        self.table = nn.Buffer(torch.ones(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.norm(self.up(x)))
+
+
+Seen = list[dict[str, Tensor]]
+
+
+def buffers_of(world: World, plan: str, lopsided: bool) -> tuple[Seen, Seen]:
+    """The buffers before and after the norm of each forward: three steps and an evaluation."""
+    model = settled(Normed())
+    assert isinstance(model, Normed)
+    with torch.no_grad():
+        for b in model.buffers():
+            b.add_(world.rank)
+    engine = build(world, Task(lambda: model, vectors, regression, None), Case(plan))
+    before: Seen = []
+    after: Seen = []
+
+    def look(seen: Seen, *_: object) -> None:
+        seen.append({name: b.clone() for name, b in model.named_buffers()})
+
+    model.norm.register_forward_pre_hook(partial(look, before))
+    model.norm.register_forward_hook(partial(look, after))
+    for step in range(3):
+        engine.step(share(vectors(step, rows=8), engine.data_rank, engine.data_ranks))
+        if lopsided and world.rank == 0:
+            model.count.add_(1)
+    engine.evaluate(share(vectors(9, rows=8), engine.data_rank, engine.data_ranks))
+    return before, after
+
+
+@pytest.mark.parametrize("lopsided", [False, True])
+@pytest.mark.parametrize("plan", ["dp4 fp64", "dp_replicate2 dp_shard2 zero3 fp64"])
+def test_buffers_are_those_of_rank_0(plan, lopsided):
+    """At the start all of them, then running statistics before every forward, evaluation included.
+
+    A buffer that only rank 0 has changed follows a step later, and no rank waits for another.
+    """
+    runs = run_gloo(4, buffers_of, plan, lopsided)
+    rank0 = runs[0][1]
+    for before, _ in runs:
+        assert before[0]["norm.running_mean"].tolist() == [0.0] * 6
+        assert before[0]["table"].tolist() == [1.0] * 3
+        for step in (1, 2, 3):
+            for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"):
+                assert torch.equal(before[step][name], rank0[step - 1][name]), (step, name)
+        # changed after step 0, told with the facts of step 1, sent before step 2
+        assert before[2]["count"].tolist()[0] >= 1.0 * lopsided
+    own = [after[2]["norm.running_mean"] for _, after in runs]
+    assert not any(torch.equal(own[0], other) for other in own[1:])
+
+
+def two_passes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    x, y = batch
+    return functional.mse_loss(model(x), y) + functional.mse_loss(model(-x), y)
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_two_forward_passes_through_batch_norm(row):
+    """Bringing running statistics in line does not invalidate the graph of the pass before."""
+    task = Task(lambda: settled(Normed()), partial(vectors, rows=8), two_passes, None)
+    runs = run_threads(2, train, task, Case(f"dp2 {row} fp64"))
+    assert runs[0].losses == runs[1].losses and len(runs[0].losses) == 3
+
+
+def thawed(world: World) -> None:
+    task = rows_task(partial(make, "first frozen"))
+    engine = build(world, task, Case("dp2 fp64"))
+    engine.model.requires_grad_(True)
+    engine.step(share(vectors(0), engine.data_rank, engine.data_ranks))
+
+
+def test_a_parameter_that_is_unfrozen_later_is_refused():
+    """Its gradient would be summed over no rank: the step says so before anything is computed."""
+    with pytest.raises(RankError, match="was frozen when it was laid out") as caught:
+        run_threads(2, thawed)
+    assert isinstance(caught.value.__cause__, InputError)
+
+
+def one_fails(world: World, where: str) -> None:
+    task = rows_task(lambda: settled(Fragile()))
+    engine = build(world, task, Case("dp4 zero3 fp64"))
+    assert isinstance(engine.model, Fragile)
+    for step in range(3):
+        if world.rank == 2 and step == 1:
+            engine.model.goes_off, engine.model.forwards = where, 1
+        engine.step(share(vectors(step), engine.data_rank, engine.data_ranks))
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_rank_that_raises_inside_a_step_ends_the_others(where):
+    """Nobody waits for it, and its own error is the one that is told."""
+    with pytest.raises(RankError, match=f"in the middle of {where}") as caught:
+        run_threads(4, one_fails, where)
+    assert caught.value.rank == 2
+
+
+def leftovers(world: World, plan: str) -> list[dict[str, int]]:
+    engine = build(world, STACK, Case(plan, **SGD))
+    found = []
+    for step in range(4):
+        engine.step(share(vectors(step), engine.data_rank, engine.data_ranks))
+        found.append(engine.memory())
+    return found
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_what_is_kept_does_not_grow(plan):
+    """After every step from the first on the live bytes of each category are the same."""
+    for found in run_threads(2, leftovers, f"{plan} fp64"):
+        assert found[1:] == found[:-1]
+
+
+class Backwards(nn.Module):
+    """The last of its blocks comes first."""
+
+    def __init__(self, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in reversed(self.blocks):
+            x = block(x)
+        return x
+
+
+def orders(world: World) -> list[str]:
+    """The order of units after a step of a model that runs them in another than it defines."""
+    task = rows_task(lambda: settled(Backwards(*[Block() for _ in range(3)])))
+    engine = build(world, task, Case("dp2 zero3 fp64"))
+    engine.step(share(vectors(0), engine.data_rank, engine.data_ranks))
+    return [unit.name for unit in engine.data.order]
+
+
+def test_the_order_of_units_is_learnt_from_the_first_forward():
+    """Prefetching follows the order in which modules run, not that of their definition."""
+    names = [f"blocks.{k}.{part}" for k in (2, 1, 0) for part in ("up", "down")]
+    assert run_threads(2, orders) == [names] * 2
+
+
+def identities(world: World, plan: str) -> bool:
+    """Class, names, parameter objects and their order are what they were."""
+    model = make("stack")
+    before = (type(model), [(n, id(p)) for n, p in model.named_parameters()])
+    engine = build(world, Task(lambda: model, vectors, regression, None), Case(plan))
+    engine.step(share(vectors(0), engine.data_rank, engine.data_ranks))
+    after = (type(engine.model), [(n, id(p)) for n, p in engine.model.named_parameters()])
+    return engine.model is model and before == after
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_the_users_parameters_stay_the_users(row):
+    """The model keeps its class; its parameters keep names, order and identity."""
+    assert run_threads(2, identities, f"dp2 {row} fp64") == [True, True]
+
+
+def test_pieces_cover_every_parameter_once():
+    """Over all ranks the pieces of each parameter are its elements, each once, padding aside."""
+
+    def pieces(world: World) -> list[tuple[str, int, int]]:
+        engine = build(world, STACK, Case("dp4 zero3 fp64"))
+        found = []
+        for flat in engine.flats:
+            assert isinstance(flat, Flat)
+            for i, (low, high) in enumerate(flat.pieces):
+                found.append((flat.names[i], flat.plan.origin(i, flat.rank), high - low))
+        return found
+
+    counted: dict[str, list[tuple[int, int]]] = {}
+    for rank in run_threads(4, pieces):
+        for name, origin, size in rank:
+            counted.setdefault(name, []).append((origin, size))
+    for name, p in make("stack").named_parameters():
+        end = 0
+        for origin, size in counted[name]:
+            assert origin == end
+            end += size
+        assert end == p.numel()
