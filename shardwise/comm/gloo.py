@@ -59,17 +59,7 @@ class Gloo(Transport):
             return _pending(dist.all_reduce(x, OPS[op], self.group, async_op=True))
         block = x.view(self.size, -1)[self.rank]
         first = self.reduce_scatter(block, x)
-
-        def second() -> None:
-            first.wait()
-            ends.extend(self.all_gather(x, block)._ends)
-
-        def third() -> None:
-            for end in ends:
-                end()
-
-        ends: list[Callable[[], object]] = []
-        return Pending([second, third])
+        return Pending([first.wait], lambda: self.all_gather(x, block))
 
     def reduce(self, x: Tensor, root: int, op: str = "sum") -> Pending:
         to = dist.get_global_rank(self.group, root)

@@ -16,13 +16,32 @@ from torch import Tensor
 
 
 class Pending:
-    """Work under way.  `wait` ends it; the tensors it reads or writes are left alone until then."""
+    """Work under way.  `wait` ends it; the tensors it reads or writes are left alone until then.
 
-    def __init__(self, ends: Sequence[Callable[[], object]] = ()) -> None:
-        self._ends = ends
+    Work of two halves, each a message, has `then`, which starts the second once the first is there.
+    """
+
+    def __init__(
+        self,
+        ends: Sequence[Callable[[], object]] = (),
+        then: Callable[[], "Pending"] | None = None,
+    ) -> None:
+        self._ends, self._then = ends, then
+
+    def proceed(self) -> None:
+        """Where there is a second half: wait for the first, and start it."""
+        then, self._then = self._then, None
+        if then is not None:
+            self._end()
+            second = then()
+            self._ends, self._then = second._ends, second._then
 
     def wait(self) -> None:
         """Return when the result is there (on CUDA: when the current stream is made to wait)."""
+        self.proceed()
+        self._end()
+
+    def _end(self) -> None:
         ends, self._ends = self._ends, ()
         for end in ends:
             end()
