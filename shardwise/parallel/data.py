@@ -197,7 +197,7 @@ class Data:
         """Call `act` when a gradient of `out` arrives; whether one ever will."""
         watched = [leaf for leaf in _tensors(out) if leaf.requires_grad]
         for leaf in watched:
-            leaf.register_hook(partial(_call, act))
+            leaf.register_hook(lambda _: act())
         return bool(watched)
 
     # --- backward -----------------------------------------------------------------------------
@@ -224,6 +224,8 @@ class Data:
         self._phase("backward")
         for unit in self.order:
             unit.missing, unit.complete = unit.expected, False
+            if not unit.temporary:
+                unit.gather()  # at rest only where this graph is gone through a second time
             for group in unit.trained:
                 group.hide_grads()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -394,7 +396,3 @@ def _tensors(out: Any, deep: int = 2) -> Iterator[Tensor]:
             yield from _tensors([getattr(leaf, field.name) for field in fields(leaf)], deep - 1)
         elif deep and not isinstance(leaf, nn.Module | type):
             yield from _tensors(list(getattr(leaf, "__dict__", {}).values()), deep - 1)
-
-
-def _call(act: Callable[[], None], _: Tensor) -> None:
-    act()

@@ -1,0 +1,206 @@
+"""Plain PyTorch loops, for a wrapped module and, the ranks' losses averaged, a plain one."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.world import World
+from tests.engine.zoo import make
+
+Loop = Callable[["Side"], None]
+
+
+@dataclass
+class Side:
+    """One of the two: the module, this rank's share of a step's rows, and what may differ.
+
+    `backward(loss_of)` runs the loss of every share this side is responsible for.
+    """
+
+    model: nn.Module
+    shares: list[int]
+    ranks: int
+    wrapped: bool
+    seen: list[float] = field(default_factory=list)
+
+    def backward(self, step: int, again: bool = False) -> None:
+        """Forward and backward on the shares of `step`; gradients are the mean over all ranks."""
+        for rank in self.shares:
+            scale = 1.0 if self.wrapped else 1.0 / self.ranks
+            loss = self.model(rows(step, rank)).square().mean()
+            (loss * scale).backward(retain_graph=again)
+            if again:
+                (loss * scale).backward()
+
+    def clip(self, norm: float) -> None:
+        """Clip, and note the norm before."""
+        clipped = sw.clip_grad_norm if self.wrapped else torch_clip
+        self.seen.append(float(clipped(self.model, norm)))
+
+
+def torch_clip(model: nn.Module, norm: float) -> Tensor:
+    return nn.utils.clip_grad_norm_(model.parameters(), norm)
+
+
+def rows(step: int, rank: int) -> Tensor:
+    own = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(3, 6, generator=own, dtype=torch.float64)
+
+
+def wrap(how: str, model: nn.Module, world: World) -> nn.Module:
+    """DDP, or FSDP under a strategy; hybrid with two ranks a group."""
+    if how == "DDP":
+        return sw.DDP(model, world)
+    size = 2 if "HYBRID" in how else None
+    return sw.FSDP(model, how, units=1, world=world, shard_size=size)
+
+
+def adam(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=0.05, **options)
+
+
+def on_ranks(
+    world: World, how: str, loop: Loop, name: str
+) -> tuple[dict[str, Tensor], list[float]]:
+    """The loop on this rank's side: the whole weights at the end, and what it noted."""
+    model = wrap(how, make(name).double(), world)
+    side = Side(model, [world.rank], world.size, True)
+    loop(side)
+    return model.state_dict(), side.seen
+
+
+def alone(ranks: int, loop: Loop, name: str) -> tuple[dict[str, Tensor], list[float]]:
+    """The loop on a plain module and the shares of all ranks."""
+    side = Side(make(name).double(), list(range(ranks)), ranks, False)
+    loop(side)
+    return side.model.state_dict(), side.seen
+
+
+def as_written(side: Side) -> None:
+    """The loop of the first page."""
+    optim = adam(side.model)
+    for step in range(3):
+        side.backward(step)
+        optim.step()
+        optim.zero_grad()
+
+
+def zero_first(side: Side) -> None:
+    """zero_grad before the forward pass, in place."""
+    optim = adam(side.model)
+    for step in range(3):
+        optim.zero_grad(set_to_none=False)
+        side.backward(step)
+        optim.step()
+
+
+def zero_between(side: Side) -> None:
+    """zero_grad by the module, each way in turn."""
+    optim = adam(side.model)
+    for step in range(4):
+        side.model.zero_grad(set_to_none=step % 2 == 0)
+        side.backward(step)
+        optim.step()
+
+
+def accumulating(side: Side) -> None:
+    """Three backward passes a step without zero_grad, and a step that keeps the gradients."""
+    optim = adam(side.model)
+    for step in range(3):
+        for micro in range(3):
+            side.backward(3 * step + micro)
+        optim.step()
+        if step != 1:
+            optim.zero_grad()
+
+
+def unsynced(side: Side) -> None:
+    """Two backward passes under no_sync and one that reduces."""
+    optim = adam(side.model)
+    for step in range(3):
+        for micro in range(2):
+            if side.wrapped:
+                with sw.no_sync(side.model):
+                    side.backward(3 * step + micro)
+            else:
+                side.backward(3 * step + micro)
+        side.backward(3 * step + 2)
+        optim.step()
+        optim.zero_grad()
+
+
+def clipping(side: Side) -> None:
+    """Clipping, weight decay, a schedule."""
+    optim = torch.optim.AdamW(side.model.parameters(), lr=0.05, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optim, max_lr=0.1, total_steps=5)
+    for step in range(4):
+        side.backward(step)
+        side.clip(0.3)
+        optim.step()
+        schedule.step()
+        optim.zero_grad()
+
+
+def groups(side: Side) -> None:
+    """A group for names, as people write it: no decay for biases."""
+    named = list(side.model.named_parameters())
+    biases = [p for n, p in named if n.endswith("bias")]
+    others = [p for n, p in named if not n.endswith("bias")]
+    optim = torch.optim.SGD(
+        [{"params": biases, "lr": 0.01}, {"params": others, "weight_decay": 0.5}],
+        lr=0.1,
+        momentum=0.9,
+    )
+    for step in range(3):
+        optim.zero_grad()
+        side.backward(step)
+        optim.step()
+
+
+def twice_backward(side: Side) -> None:
+    """retain_graph and a second backward through the same graph."""
+    optim = adam(side.model)
+    for step in range(2):
+        side.backward(step, again=True)
+        optim.step()
+        optim.zero_grad()
+
+
+def looking(side: Side) -> None:
+    """Evaluation between backward and step, state_dict there too, a loss that is thrown away."""
+    optim = adam(side.model)
+    for step in range(3):
+        side.backward(step)
+        side.model.eval()
+        with torch.no_grad():
+            side.seen.append(float(side.model(rows(9, 9)).sum()))
+        side.model.train()
+        side.seen.append(float(sum(v.sum() for v in side.model.state_dict().values())))
+        optim.step()
+        optim.zero_grad()
+        side.seen.append(float(side.model(rows(8, 8)).detach().sum()))
+
+
+def gradient_norms(side: Side) -> None:
+    """torch.autograd.grad in between, which accumulates nothing."""
+    optim = adam(side.model)
+    for step in range(2):
+        x = rows(step + 20, 0).requires_grad_()
+        (gradient,) = torch.autograd.grad(side.model(x).square().sum(), x)
+        side.seen.append(float(gradient.norm()))
+        side.backward(step)
+        optim.step()
+        optim.zero_grad()
+
+
+LOOPS: dict[str, Loop] = {
+    loop.__name__: loop
+    for loop in (
+        *(as_written, zero_first, zero_between, accumulating, unsynced, clipping, groups),
+        *(twice_backward, looking, gradient_norms),
+    )
+}

@@ -1,0 +1,284 @@
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.world import World, alone
+from shardwise.core.errors import InputError
+from shardwise.engine.wrap import STRATEGIES, _found
+from shardwise.parallel.data import Data
+from tests.engine import loops
+from tests.engine.cases import difference
+from tests.engine.loops import LOOPS, adam, on_ranks, rows, wrap
+from tests.engine.zoo import Block, make
+from tests.pool import run_gloo, run_threads
+
+WAYS = ["DDP", *STRATEGIES]
+
+
+def ranks_of(how: str) -> int:
+    return 4 if "HYBRID" in how else 2
+
+
+def assert_equal(found: list[Any], expected: tuple[dict[str, Tensor], list[float]]) -> None:
+    """Every rank has the plain loop's weights and noted what it noted."""
+    weights, seen = expected
+    for own, noted in found:
+        assert noted == pytest.approx(seen, rel=1e-10)
+        assert list(own) == list(weights)
+        for name, weight in own.items():
+            assert difference(weight, weights[name]) <= 1e-10, name
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_a_plain_loop_does_what_it_does_on_a_plain_module(loop, how):
+    """The user's own loop and optimizer: weights as if all ranks' losses had been averaged."""
+    ranks = ranks_of(how)
+    found = run_threads(ranks, on_ranks, how, LOOPS[loop], "stack")
+    assert_equal(found, loops.alone(ranks, LOOPS[loop], "stack"))
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("loop", ["as_written", "unsynced", "clipping"])
+def test_plain_loops_on_processes(loop, how):
+    """The same on gloo."""
+    ranks = ranks_of(how)
+    found = run_gloo(ranks, on_ranks, how, LOOPS[loop], "twice")
+    assert_equal(found, loops.alone(ranks, LOOPS[loop], "twice"))
+
+
+@pytest.mark.parametrize("model", ["part of each frozen", "checkpoint around", "returns a dict"])
+@pytest.mark.parametrize("how", ["DDP", "SHARD_GRAD_OP", "FULL_SHARD"])
+def test_plain_loops_of_other_models(how, model):
+    """Frozen parameters, recomputation; outputs that are no tensors have their own loss."""
+
+    def loop(side: loops.Side) -> None:
+        optim = adam(side.model)
+        for step in range(3):
+            for rank in side.shares:
+                out = side.model(rows(step, rank))
+                out = out["value"] if isinstance(out, dict) else out
+                (out.square().mean() / (1 if side.wrapped else side.ranks)).backward()
+            optim.step()
+            optim.zero_grad()
+
+    assert_equal(run_threads(2, on_ranks, how, loop, model), loops.alone(2, loop, model))
+
+
+def made_before(world: World, how: str) -> dict[str, Tensor]:
+    """The optimizer exists before the module is wrapped."""
+    model = make("stack").double()
+    optim = adam(model)
+    model = wrap(how, model, world)
+    for step in range(3):
+        model(rows(step, world.rank)).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_an_optimizer_made_before_the_wrapping_works(how):
+    """It holds the same parameter objects afterwards."""
+    expected, _ = loops.alone(ranks_of(how), loops.as_written, "stack")
+    for found in run_threads(ranks_of(how), made_before, how):
+        assert all(difference(found[name], expected[name]) <= 1e-10 for name in expected)
+
+
+class Sum(nn.Module):
+    """As in the first example of the documentation: fp32, two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def first_page(world: World) -> list[float]:
+    my_module, x = Sum(), torch.full((2, 6), world.rank + 1.0)
+    with torch.no_grad():
+        for p in my_module.parameters():
+            p.fill_(0.01)
+    sharded_module = sw.FSDP(my_module, world=world)
+    optim = torch.optim.Adam(sharded_module.parameters(), lr=0.0001)
+    sharded_module(x).sum().backward()
+    optim.step()
+    return [float(p.sum()) for p in sharded_module.state_dict().values()]
+
+
+def test_the_loop_of_the_design_runs_as_written():
+    """FSDP(module), Adam over its parameters, sum, backward, step: the same on every rank."""
+    one, two = run_gloo(2, first_page)
+    assert one == two
+    assert one[0] == pytest.approx(192 * (0.01 - 0.0001), rel=1e-5)
+
+
+def kept(world: World, how: str) -> list[bool]:
+    """Class, identity, names and keys through wrapping and training; shapes in forward."""
+    model = make("twice").double()
+    before = [(n, id(p)) for n, p in model.named_parameters()], list(model.state_dict())
+    kind, shapes = type(model), {n: v.shape for n, v in model.state_dict().items()}
+    out = wrap(how, model, world)
+    inside: list[bool] = []
+    hook = model.get_submodule("out").register_forward_pre_hook(
+        lambda module, _: inside.append(module.weight.shape == shapes["out.weight"])
+    )
+    out(rows(0, world.rank)).sum().backward()
+    hook.remove()
+    after = [(n, id(p)) for n, p in out.named_parameters()], list(out.state_dict())
+    state = {n: v.shape for n, v in out.state_dict().items()}
+    return [out is model, type(out) is kind, before == after, state == shapes, inside == [True]]
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_class_names_identities_and_keys_are_kept(how):
+    """Inside forward parameters have their own shape; state_dict is whole, under the old keys."""
+    for found in run_threads(ranks_of(how), kept, how):
+        assert found == [True] * 5
+
+
+def loaded(world: World, how: str) -> list[bool]:
+    source = make("stack").double().state_dict()
+    model = make("stack").double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.zero_()
+    model = wrap(how, model, world)
+    optim = adam(model)
+    model(rows(0, 0)).sum().backward()
+    optim.step()
+    result = model.load_state_dict(source)
+    good = [not result.missing_keys and not result.unexpected_keys]
+    good += [torch.equal(v, source[n]) for n, v in model.state_dict().items()]
+    plain = make("stack").double()
+    good.append(torch.allclose(model(rows(1, 1)), plain(rows(1, 1)), rtol=1e-12))
+    held = model.state_dict()
+    optim.step()
+    if how not in ("DDP", "NO_SHARD"):  # a copy; unsharded it is views, as of any module
+        good.append(all(torch.equal(v, source[n]) for n, v in held.items()))
+    return good
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_load_state_dict_takes_whole_tensors(how):
+    """What a single process saved is loaded, used in forward, and given back unchanged."""
+    for good in run_threads(ranks_of(how), loaded, how):
+        assert all(good)
+
+
+def different_starts(world: World, how: str) -> dict[str, Tensor]:
+    model = make("stack").double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(world.rank)
+    return dict(wrap(how, model, world).state_dict())
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_every_rank_begins_with_the_weights_of_rank_0(how):
+    """Whatever the others had."""
+    expected = make("stack").double().state_dict()
+    for found in run_gloo(ranks_of(how), different_starts, how):
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_torchs_own_enum_is_understood():
+    """ShardingStrategy.SHARD_GRAD_OP means what the name means."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed.fsdp import ShardingStrategy
+    for strategy in ShardingStrategy:
+        assert strategy.name in STRATEGIES
+    model = sw.FSDP(make("stack"), ShardingStrategy.SHARD_GRAD_OP, world=alone())
+    assert isinstance(model, nn.Module)
+
+
+def volumes(world: World, how: str) -> int:
+    """Bytes a rank sends from one training forward up to the next, the facts included."""
+    model = make("stack").double()
+    model = wrap(how, model, world)
+    data = loops_data(model)
+    ledger = data.axes[0].ledger if data.axes[0].size > 1 else data.axes[1].ledger
+    before = ledger.copy()
+    model(rows(0, 0)).sum().backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(0.9)
+    model(rows(1, 0))
+    return sum(t.sent_bytes for t in ledger.since(before).values())
+
+
+def loops_data(model: nn.Module) -> Data:
+    found = _found(model)
+    assert found is not None
+    return found
+
+
+def test_sharding_the_gradient_only_sends_less_than_sharding_all():
+    """NO_SHARD and DDP send 2 N, SHARD_GRAD_OP 2 N, FULL_SHARD more: it gathers twice."""
+    sent = {how: run_threads(2, volumes, how)[0] for how in WAYS if "HYBRID" not in how}
+    assert sent["DDP"] == sent["NO_SHARD"] <= sent["SHARD_GRAD_OP"] < sent["FULL_SHARD"]
+
+
+@pytest.mark.parametrize("how", ["DDP", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_a_world_of_one_is_the_plain_module_and_free(how, monkeypatch: pytest.MonkeyPatch):
+    """Without a world there is one rank: shapes stay, nothing is sent, results are the same."""
+    calls: list[float] = []
+    monkeypatch.setattr("shardwise.comm.ledger.Ledger.write", lambda *args: calls.append(args[3]))
+    model = make("stack").double()
+    model = sw.DDP(model) if how == "DDP" else sw.FSDP(model, how)
+    shapes = [p.shape for p in model.parameters()]
+    assert shapes == [p.shape for p in make("stack").parameters()]
+    side = loops.Side(model, [0], 1, True)
+    loops.clipping(side)
+    expected, seen = loops.alone(1, loops.clipping, "stack")
+    assert side.seen == pytest.approx(seen, rel=1e-12)
+    assert all(difference(v, expected[n]) <= 1e-12 for n, v in model.state_dict().items())
+    assert calls == []
+
+
+BAD = {
+    "strategy": (lambda m: sw.FSDP(m, "SOME_SHARD", world=alone()), "FULL_SHARD"),
+    "hybrid without a size": (lambda m: sw.FSDP(m, "HYBRID_SHARD", world=alone()), "shard_size"),
+    "size": (lambda m: sw.FSDP(m, shard_size=3, world=alone()), "divides the number of ranks"),
+    "twice": (lambda m: sw.DDP(sw.DDP(m, alone()), alone()), "wrapped already"),
+    "a part first": (
+        lambda m: (sw.FSDP(m.blocks[0], world=alone()), sw.FSDP(m, world=alone())),
+        "wrapped already",
+    ),
+    "a part later": (
+        lambda m: (sw.FSDP(m, units=Block, world=alone()), sw.FSDP(m.blocks[0], world=alone())),
+        "wrapped already",
+    ),
+    "plain no_sync": (lambda m: sw.no_sync(m).__enter__(), "a wrapped module"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_cannot_be_wrapped_is_refused(what):
+    """The error says what would do."""
+    act, text = BAD[what]
+    with pytest.raises(InputError, match=text):
+        act(make("stack"))
+
+
+def half_norm(world: World) -> float:
+    model = sw.FSDP(make("stack").bfloat16(), world=world)
+    model(torch.ones(2, 6, dtype=torch.bfloat16)).sum().backward()
+    squares = 0.0
+    for p in model.parameters():
+        assert p.grad is not None
+        squares += float(p.grad.double().square().sum())
+    norm = float(sw.clip_grad_norm(model, 1e9))
+    return norm - squares**0.5
+
+
+def test_the_norm_of_half_precision_gradients_is_taken_in_fp32():
+    """A norm rounded to bf16 would be off by up to 1 in 256."""
+    assert abs(run_threads(1, half_norm)[0]) < 1e-3
