@@ -146,6 +146,7 @@ class Engine:
         self.optimizer = ShardedOptimizer(training.optimizer, self.flats)
         self.scale = LossScale(on=plan.precision == "fp16")
         self.steps = 0
+        self.idle: list[str] = []  # names that had no gradient before the checkpoint now loaded
         self.broken = False  # whether a step has begun and not ended
         self.expected = 0  # tokens of the global batch, of the step before
         self.last: dict[Key, Tally] = {}  # what the last step sent
@@ -287,7 +288,10 @@ class Engine:
         """Everything a checkpoint holds, as boxes of whole named tensors; live, to load into.
 
         Before loading, call with the optimizer prepared (`engine.prepare()`), then `loaded()`.
+        Called by all ranks.
         """
+        if not self.optimizer.complete:
+            self.prepare()  # some parameter has never had a gradient
         return state.boxes(self)
 
     def prepare(self) -> None:
@@ -298,15 +302,24 @@ class Engine:
 
     def loaded(self) -> None:
         """Boxes were written to from outside: bring every copy in line with them."""
+        self.optimizer.idle = set(self.idle)
+        self.data.buffers.loaded()
         state.refresh(self)
 
     def scalars(self) -> dict[str, Any]:
         """What else a checkpoint holds: numbers, as JSON takes them."""
-        return {"step": self.steps, "loss_scale": self.scale.value, "since": self.scale.good}
+        return {
+            "step": self.steps,
+            "loss_scale": self.scale.value,
+            "since": self.scale.good,
+            "tokens": self.expected,
+            "idle": self.optimizer.unused(),
+        }
 
     def load_scalars(self, saved: dict[str, Any]) -> None:
-        """Take the numbers of `scalars` back."""
-        self.steps = int(saved["step"])
+        """Take the numbers of `scalars` back; before `loaded()`."""
+        self.steps, self.idle = int(saved["step"]), list(saved.get("idle", ()))
+        self.expected = int(saved.get("tokens", 0))  # so that gradients are rounded as they were
         self.scale.value, self.scale.good = float(saved["loss_scale"]), int(saved["since"])
         self.scale.value = self.scale.value if self.scale.on else 1.0
 

@@ -50,7 +50,8 @@ class Recipe:
         """The optimizer over `named`, fused where torch has it."""
         options = dict(self.options)
         fusable = "fused" in inspect.signature(self.kind).parameters
-        if fusable and not {"fused", "foreach", "differentiable"} & options.keys():
+        damped = any(o.get("dampening") for o in (options, *self.groups.values()))  # see _even_out
+        if fusable and not damped and not {"fused", "foreach", "differentiable"} & options.keys():
             options["fused"] = True
         members: dict[str, list[nn.Parameter]] = {}
         for name, p in named:
@@ -124,6 +125,7 @@ class ShardedOptimizer:
         with _pieces(self.flats):
             self.torch = recipe.build(named)
         self.factor = 1.0  # of the last step
+        self.idle: set[str] = set()  # names whose state was made for a checkpoint, by no gradient
         self.base_lr = [group["lr"] for group in self.torch.param_groups]
 
     def _targets(self, k: int, flat: Flat) -> list[nn.Parameter]:
@@ -137,6 +139,8 @@ class ShardedOptimizer:
     def step(self, factor: float = 1.0) -> None:
         """Update from the gradients on the parameters at rest, each times `factor`."""
         self.factor = factor
+        self._wake()
+        self._even_out()
         if factor != 1.0:
             for k, flat in enumerate(self.flats):
                 if k not in self.masters and flat.gshard is not None:
@@ -145,6 +149,28 @@ class ShardedOptimizer:
             self.torch.step()
         for k in self.masters:
             self._step_masters(k, factor)
+
+    def _wake(self) -> None:
+        """A parameter that gets its first gradient begins with a state of its own."""
+        for flat, targets in zip(self.flats if self.idle else [], self.targets, strict=False):
+            for name, p, target in zip(flat.names, flat.params, targets, strict=True):
+                if name in self.idle and p.grad is not None:
+                    self.torch.state.pop(target, None)
+                    self.idle.discard(name)
+
+    def _even_out(self) -> None:
+        """Give all momenta of a fused SGD their zeros, which is how they begin in any case.
+
+        The kernel takes a list with all of them or none; which parameters have had a gradient
+        differs.  (With dampening the first momentum is not the damped sum with zero: not fused.)
+        """
+        if not isinstance(self.torch, torch.optim.SGD) or not self.torch.defaults.get("fused"):
+            return
+        for group in self.torch.param_groups:
+            for p in [p for p in group["params"] if group["momentum"]]:
+                state = self.torch.state[p]
+                if state.get("momentum_buffer") is None:
+                    state["momentum_buffer"] = torch.zeros_like(p)
 
     def _step_masters(self, k: int, factor: float) -> None:
         flat, targets = self.flats[k], self.targets[k]
@@ -179,20 +205,40 @@ class ShardedOptimizer:
         return torch.stack(squares).sum()
 
     def prepare(self) -> None:
-        """Make the state an update needs without updating anything, to be loaded into."""
+        """Make the state an update needs without updating anything, where there is none yet.
+
+        To be loaded into; and so that a checkpoint has one shape whatever has had a gradient.
+        """
+        everything = [t for targets in self.targets for t in targets]
+        fresh = {id(t): t.detach().clone() for t in everything if not self.torch.state.get(t)}
+        gradients = [t.grad for t in everything]
         rates = [group["lr"] for group in self.torch.param_groups]
-        kept = [(t, t.detach().clone(), t.grad) for ts in self.targets for t in ts]
         for group in self.torch.param_groups:
             group["lr"] = 0.0
-        for target, _, _ in kept:
-            target.grad = torch.zeros_like(target)
+        for target in everything:
+            target.grad = torch.zeros_like(target) if id(target) in fresh else None
         self.torch.step()
         with torch.no_grad():
-            for target, value, gradient in kept:
-                target.copy_(value)
+            for target, gradient in zip(everything, gradients, strict=True):
+                target.copy_(fresh.get(id(target), target))
                 target.grad = gradient
+        self.idle |= {n for n, t in zip(self.names, everything, strict=True) if id(t) in fresh}
         for group, lr in zip(self.torch.param_groups, rates, strict=True):
             group["lr"] = lr
+
+    def unused(self) -> list[str]:
+        """Names of parameters that have never had a gradient, where others have."""
+        everything = [t for targets in self.targets for t in targets]
+        has = {
+            n: bool(self.torch.state.get(t)) for n, t in zip(self.names, everything, strict=True)
+        }
+        return sorted(n for n in has if n in self.idle or (any(has.values()) and not has[n]))
+
+    @property
+    def complete(self) -> bool:
+        """Whether every parameter has its state, or none has any."""
+        has = [bool(self.torch.state.get(t)) for targets in self.targets for t in targets]
+        return all(has) or not any(has)
 
     def state(self) -> Iterator[tuple[Flat, int, str, Tensor]]:
         """Every state tensor: its flat group, the parameter's index in it, its key, the tensor."""

@@ -46,6 +46,11 @@ class Buffers:
         if self.trained:
             self._broadcast(_of(self.norms))
 
+    def loaded(self) -> None:
+        """Every rank has been given the same buffers from outside."""
+        self.trained = True
+        self._note()
+
     def changed(self) -> list[float]:
         """One number, 1 where this rank has changed a buffer that is no running statistic."""
         return [float(self._seen() != self.versions)] if self.others else []

@@ -58,16 +58,23 @@ def gated(step: int) -> tuple[Tensor, Tensor]:
     return x, y
 
 
+DECAY = {
+    "AdamW": {"kind": torch.optim.AdamW, "options": {"lr": 0.1, "weight_decay": 0.5}},
+    "SGD": {"kind": torch.optim.SGD, "options": {"lr": 0.1, "weight_decay": 0.5, "momentum": 0.9}},
+}
+
+
+@pytest.mark.parametrize("optimizer", DECAY)
 @pytest.mark.parametrize("accumulate", ["", " accumulate:2"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_parameters_without_gradient(plan, accumulate):
+def test_parameters_without_gradient(plan, accumulate, optimizer):
     """Used on one rank: updated on all.  Used on none: untouched, its step count too.
 
-    AdamW with decay would move an unused weight, and corrects by step count.
+    Decay would move an unused weight; AdamW corrects by step count, momentum carries on.
     """
     task = rows_task(lambda: settled(Gated()), gated)
     whole = 2**20 if "zero3" in plan else 1  # a unit that one rank skips must be whole on all
-    case = Case(f"{plan} fp64{accumulate}", options={"lr": 0.1, "weight_decay": 0.5}, units=whole)
+    case = Case(f"{plan} fp64{accumulate}", units=whole, **DECAY[optimizer])
     expected = oracle(task, case)
     assert [g["side.weight"] is None for g in expected.grads] == [False, True, False]
     assert expected.grads[0]["never.weight"] is None

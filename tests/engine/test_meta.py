@@ -1,0 +1,201 @@
+import gc
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.world import World, alone, traced
+from shardwise.core.errors import InputError
+from shardwise.engine.engine import Engine
+from shardwise.engine.whole import whole
+from shardwise.models import gpt
+from shardwise.models.initial import fill, initial
+from tests.engine.cases import CONFIG, PLANS, Case, Task, oracle, share, text
+from tests.engine.zoo import Block, Recomputed, Stack
+from tests.pool import run_gloo, run_threads
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def on_meta(plan: str, world: World, **options: object) -> Engine:
+    with torch.device("meta"):
+        model = gpt.GPT(CONFIG)
+    assert all(p.is_meta for p in model.parameters())
+    return sw.parallelize(
+        model, plan, world, sw.AdamW(lr=0.01), gpt.loss, tokens=gpt.tokens, **options
+    )
+
+
+def filled_weights(world: World, plan: str, units: object) -> dict[str, Tensor]:
+    return whole(on_meta(plan, world, fill=partial(initial, seed=5), units=units).flats)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("plan", ["ddp", *PLANS])
+def test_weights_of_a_meta_model_do_not_depend_on_the_layout(plan, precision):
+    """Any row on 1, 2 or 4 ranks begins with the weights that one process would have made."""
+    expected = gpt.GPT(CONFIG)
+    fill(expected, seed=5)
+    ranks = 1 if plan == "ddp" else 2 if "dp2" in plan else 4
+    for units in ("auto", 1):
+        for found in run_threads(ranks, filled_weights, f"{plan} {precision}", units):
+            for name, p in expected.named_parameters():
+                assert torch.equal(found[name], p.detach().to(PRECISIONS[precision])), name
+
+
+def trained(world: World, plan: str) -> list[float]:
+    engine = on_meta(plan, world, fill=partial(initial, seed=5))
+    assert not any(p.is_meta for p in engine.model.parameters())
+    return [engine.step(share(text(s), engine.data_rank, engine.data_ranks)).loss for s in range(3)]
+
+
+@pytest.mark.parametrize("plan", ["dp2 ddp", "dp2 zero1", "dp4 zero3"])
+def test_a_meta_model_trains(plan):
+    """Its losses are those of the model that was made whole."""
+
+    def made() -> nn.Module:
+        model = gpt.GPT(CONFIG)
+        fill(model, seed=5)
+        return model
+
+    expected = oracle(Task(made), Case("fp64")).losses
+    for losses in run_gloo(2 if "dp2" in plan else 4, trained, f"{plan} fp64"):
+        assert losses == pytest.approx(expected, rel=1e-6)  # drawn in fp32 on both sides
+
+
+class Mixture(nn.Module):
+    """Modules of torch.nn that make their own weights, and buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(7, 8)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(8, 2, 12, batch_first=True) for _ in range(2)
+        )
+        self.conv = nn.Conv1d(8, 8, 3)
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.table(x).mean(1)))
+
+
+def own_weights(world: World, plan: str, seed: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    state = torch.random.get_rng_state()
+    with torch.device("meta"):
+        model = Mixture()
+    engine = sw.parallelize(model, plan, world, seed=seed)
+    same = world.size > 1 or torch.equal(state, torch.random.get_rng_state())
+    assert same
+    return whole(engine.flats), dict(model.named_buffers())
+
+
+def test_modules_make_their_own_weights_the_same_on_any_layout():
+    """Without a fill, each module's reset_parameters, keyed by seed and name, on 1, 2, 4 ranks."""
+    expected, _ = own_weights(alone(), "fp32", 1)
+    for ranks, plan in ((2, "dp2"), (2, "dp2 zero3"), (4, "dp4 zero1")):
+        for found, buffers in run_gloo(ranks, own_weights, plan, 1):
+            assert all(torch.equal(found[name], expected[name]) for name in expected)
+            assert torch.equal(buffers["norm.running_var"], torch.ones(8))
+            assert buffers["norm.num_batches_tracked"] == 0
+    other, _ = own_weights(alone(), "fp32", 2)
+    assert not torch.equal(other["head.weight"], expected["head.weight"])
+
+
+def test_the_weights_modules_make_are_those_of_their_class():
+    """Norms are ones, biases of attention zeros, matrices within torch's bounds, none alike."""
+    found, _ = own_weights(alone(), "fp32", 1)
+    assert torch.equal(found["norm.weight"], torch.ones(8))
+    assert torch.equal(found["layers.0.self_attn.in_proj_bias"], torch.zeros(24))
+    bound = 8**-0.5
+    assert 0.5 * bound < found["head.weight"].abs().max() <= bound
+    assert found["table.weight"].std() > 0.7
+    assert not torch.equal(found["layers.0.linear1.weight"], found["layers.1.linear1.weight"])
+
+
+class Bare(nn.Module):
+    """A parameter, and no rule for its value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.token
+
+
+def test_a_meta_parameter_without_a_rule_is_refused():
+    """The error names the parameter and the option that would fill it."""
+    with torch.device("meta"):
+        model = Stack(Bare(), Bare())
+    with pytest.raises(InputError, match=r"blocks.0.token .* Bare has no reset_parameters.*fill="):
+        sw.parallelize(model, "fp32", alone())
+    sw.parallelize(model, "fp32", alone(), fill=lambda _, tensor: tensor.fill_(2.0))
+    assert model.get_parameter("blocks.1.token").tolist() == [2.0] * 3
+
+
+def live_bytes() -> int:
+    """Bytes of every tensor that Python holds, each storage once."""
+    storages = {}
+    for held in gc.get_objects():
+        if issubclass(type(held), Tensor) and not held.is_meta:
+            storage = held.untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("row", ["zero3", "ddp"])
+def test_a_model_is_built_one_unit_at_a_time(
+    row, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+):
+    """Under zero3 on 8 ranks never more than this rank's part and one unit; the whole under ddp."""
+    monkeypatch.setattr("shardwise.engine.shard.LEAST_BYTES", 0)
+    with torch.device("meta"):
+        model = Stack(*[Block(2000) for _ in range(16)])
+    whole_bytes = 4 * sum(p.numel() for p in model.parameters())
+    unit_bytes = whole_bytes // 16
+    gc.collect()
+    request.addfinalizer(gc.unfreeze)
+    gc.freeze()  # what there is already is not looked through again and again
+    peak = [0]
+
+    def watched(name: str, tensor: Tensor) -> None:
+        peak[0] = max(peak[0], live_bytes())
+        tensor.fill_(len(name))
+
+    engine = sw.parallelize(model, f"dp8 {row} fp32", traced(3, 8), fill=watched, units=Block)
+    assert len(engine.flats) == 16
+    bound = whole_bytes / 8 + 1.2 * unit_bytes
+    assert (peak[0] <= bound) == (row == "zero3")
+    assert live_bytes() <= (whole_bytes / 8 * 1.1 if row == "zero3" else whole_bytes * 1.1)
+
+
+def wrapped(world: World, how: str) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        model = Mixture()
+    model = sw.DDP(model, world) if how == "DDP" else sw.FSDP(model, how, world=world)
+    return {name: value.clone() for name, value in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("how", ["DDP", "FULL_SHARD", "SHARD_GRAD_OP"])
+def test_wrapping_a_meta_module_makes_it_real(how):
+    """DDP and FSDP fill it like the engine does, for any number of ranks."""
+    one = wrapped(alone(), how)
+    for found in run_gloo(2, wrapped, how):
+        assert all(torch.equal(found[name], one[name]) for name in one)
+
+
+def recomputed(world: World, plan: str) -> float:
+    with torch.device("meta"):
+        model = Recomputed("around", reentrant=False)
+    engine = sw.parallelize(model, plan, world, loss=lambda m, x: m(x).square().mean())
+    engine.step(torch.ones(2, 6))
+    return engine.step(torch.ones(2, 6)).loss
+
+
+def test_recomputation_and_meta_go_together():
+    """A model that is neither simple nor real trains on two ranks as on one."""
+    expected = pytest.approx(recomputed(alone(), "fp32"), rel=1e-5)
+    assert run_gloo(2, recomputed, "dp2 zero3 fp32") == [expected, expected]
