@@ -2,11 +2,14 @@
 
 from collections.abc import Sequence
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.gloo import Gloo
 from shardwise.comm.nccl import Nccl
 from shardwise.comm.transport import Links, Transport
+from shardwise.core.mesh import Mesh
 
 
 class TorchLinks(Links):
@@ -28,3 +31,20 @@ class TorchLinks(Links):
     def close(self) -> None:
         if self.ours and dist.is_initialized():
             dist.destroy_process_group()
+
+
+def device_mesh(mesh: Mesh, transports: Sequence[Transport], device_type: str) -> DeviceMesh:
+    """Torch's own mesh over the process groups of ours, for what else speaks it (DTensor, FSDP2).
+
+    `transports` are one an axis of `mesh`, in its order.
+
+    Raises:
+        ValueError: a transport that has no process group (threads, traces).
+    """
+    groups = [t.group for t in transports if isinstance(t, Gloo | Nccl)]
+    if len(groups) != len(mesh.axes):
+        raise ValueError(f"mesh '{mesh}' has axes without a process group of torch.distributed")
+    names, sizes = zip(*mesh.axes, strict=True)
+    ranks = torch.arange(mesh.size).view(sizes)
+    given = groups if len(groups) > 1 else groups[0]
+    return DeviceMesh.from_group(given, device_type, ranks, mesh_dim_names=names)

@@ -13,12 +13,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.alone import Alone, AloneLinks
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.malloc import keep_freed_memory
 from shardwise.comm.rendezvous import environment
-from shardwise.comm.torch_links import TorchLinks
+from shardwise.comm.torch_links import TorchLinks, device_mesh
 from shardwise.comm.trace import TraceLinks
 from shardwise.comm.transport import Links, Transport
 from shardwise.core.errors import bad
@@ -92,6 +93,15 @@ class World:
                 opened.append(Axis(name, now, behind, ledger))
         everyone = replace(self.everyone, ledger=ledger)
         return replace(self, mesh=mesh, axes=tuple(opened), everyone=everyone, ledger=ledger)
+
+    def device_mesh(self) -> DeviceMesh:
+        """These axes as torch's DeviceMesh, on the same process groups; axes of one rank left out.
+
+        Raises:
+            ValueError: the world's ranks are not processes of torch.distributed.
+        """
+        wide = Mesh(tuple((axis.name, axis.size) for axis in self.axes))
+        return device_mesh(wide, [axis.transport for axis in self.axes], self.device.type)
 
     def barrier(self) -> None:
         """Return when every rank has come here."""
