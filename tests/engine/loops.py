@@ -1,6 +1,7 @@
 """Plain PyTorch loops, for a wrapped module and, the ranks' losses averaged, a plain one."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -122,12 +123,9 @@ def unsynced(side: Side) -> None:
     """Two backward passes under no_sync and one that reduces."""
     optim = adam(side.model)
     for step in range(3):
-        for micro in range(2):
-            if side.wrapped:
-                with sw.no_sync(side.model):
-                    side.backward(3 * step + micro)
-            else:
-                side.backward(3 * step + micro)
+        with sw.no_sync(side.model) if side.wrapped else nullcontext():
+            side.backward(3 * step)
+            side.backward(3 * step + 1)
         side.backward(3 * step + 2)
         optim.step()
         optim.zero_grad()

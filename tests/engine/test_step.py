@@ -1,4 +1,5 @@
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -43,12 +44,10 @@ def with_looks_in_between(world: World, task: Task, case: Case) -> Run:
         batch = share(task.batch(step), engine.data_rank, engine.data_ranks)
         before = engine.evaluate(batch)
         outs = []
-        for mode in (torch.no_grad, torch.inference_mode):
-            for training in (True, False):
-                engine.model.train(training)
-                with mode():
-                    outs.append(engine.model(x))
-        engine.model.train()
+        for mode, training in product((torch.no_grad, torch.inference_mode), (False, True)):
+            engine.model.train(training)
+            with mode():
+                outs.append(engine.model(x))
         outs.append(engine.model(x).detach())  # recorded, and never used
         assert all(torch.equal(out, outs[0]) for out in outs)
         metrics = engine.step(batch)
