@@ -7,10 +7,12 @@ Both return the results in rank order and raise RankError for the first rank tha
 """
 
 import atexit
+import gc
 import pickle
 import socket
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -41,8 +43,13 @@ def _serve(rank: int, ranks: int, port: int, inbox: Any, outbox: Any) -> None:
     world = world_of(rank, ranks, CPU, TorchLinks(ours=True))
     while (job := inbox.get()) is not None:
         function, args = job
+        links = TorchLinks(ours=False)  # of this test alone, and gone with it
         try:
-            outbox.put((rank, True, function(world, *args)))
+            value = function(replace(world, links=links), *args)
+            world.barrier()
+            gc.collect()
+            links.close()
+            outbox.put((rank, True, value))
         except BaseException as error:  # noqa: BLE001 - whatever it is, the test is told
             text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
             outbox.put((rank, False, text))

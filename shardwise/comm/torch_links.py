@@ -13,10 +13,15 @@ from shardwise.core.mesh import Mesh
 
 
 class TorchLinks(Links):
-    """Opens a process group for every line; `close` destroys them all where we began them."""
+    """Opens a process group for every line; `close` gives them back.
+
+    A group of gloo holds threads and sockets for as long as it lives.  `ours` says that
+    torch.distributed itself was started by us, and ends with us.
+    """
 
     def __init__(self, *, ours: bool) -> None:
         self.ours = ours
+        self.opened: list[dist.ProcessGroup] = []
 
     def transport(self, axis: str, lines: Sequence[Sequence[int]], rank: int) -> Transport:
         """A new process group for each line, gloo or NCCL as the world is; ours is returned."""
@@ -26,10 +31,17 @@ class TorchLinks(Links):
             mine = group if rank in line else mine
         if not isinstance(mine, dist.ProcessGroup):
             raise ValueError(f"rank {rank} is on no line of axis {axis}: {lines}")
+        self.opened.append(mine)
         return Gloo(mine) if dist.get_backend(mine) == "gloo" else Nccl(mine)
 
     def close(self) -> None:
-        if self.ours and dist.is_initialized():
+        """Destroy what was opened.  All ranks have come to the end of what they did on it."""
+        if not dist.is_initialized():
+            return
+        for group in self.opened:
+            dist.destroy_process_group(group)
+        self.opened = []
+        if self.ours:
             dist.destroy_process_group()
 
 
