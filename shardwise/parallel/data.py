@@ -250,10 +250,10 @@ class Data:
 
     def _collect(self, unit: Unit, group: Group, index: int, p: nn.Parameter) -> None:
         self._begin_backward()
-        if self.mute:
-            p.grad = None
-        else:
-            group.collect(index, self.pace.scale)
+        if unit.complete:  # reentrant checkpointing of a unit used twice: its sum has begun
+            raise bad(f"two gradients of {unit.name} in one pass", "one", "use_reentrant=False")
+        p.grad = None if self.mute else p.grad
+        group.collect(index, self.pace.scale)
         unit.missing -= 1
         if unit.missing == 0:
             unit.complete = True

@@ -261,11 +261,15 @@ class Flat:
 
     def show_grads(self, used: Sequence[bool]) -> None:
         """Put each piece of `gshard` on its parameter; None where no rank had a gradient for it."""
-        assert self.gshard is not None
-        for i, (p, (low, high)) in enumerate(zip(self.params, self.pieces, strict=True)):
-            piece = self.gshard[low:high] if self.split else self.grad_views[i]
-            p.grad = piece if used[i] else None
+        for i, p in enumerate(self.params):
+            p.grad = self._shown_piece(i) if used[i] else None
         self.shown = True
+
+    def _shown_piece(self, index: int) -> Tensor:
+        """The gradient of parameter `index` at rest."""
+        assert self.gshard is not None
+        low, high = self.pieces[index]
+        return self.gshard[low:high] if self.split else self.grad_views[index]
 
     def hide_grads(self) -> None:
         """Before a backward pass: take the pieces back; what the user has dropped is dropped.
@@ -277,7 +281,10 @@ class Flat:
             return
         self.shown = False
         kept = [p.grad is not None for p in self.params]
-        for p in self.params:
+        for i, p in enumerate(self.params):
+            piece = self._shown_piece(i)
+            if p.grad is not None and p.grad.data_ptr() != piece.data_ptr():
+                piece.copy_(p.grad)  # the user has put another there
             p.grad = None
         self.got = list(kept)
         assert self.gshard is not None

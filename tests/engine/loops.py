@@ -168,6 +168,18 @@ def twice_backward(side: Side) -> None:
         optim.zero_grad()
 
 
+def replacing(side: Side) -> None:
+    """Gradients replaced by the user's own tensors between two backward passes."""
+    optim = adam(side.model)
+    for step in range(3):
+        side.backward(2 * step)
+        for p in side.model.parameters():
+            p.grad = None if p.grad is None else p.grad * 0.25
+        side.backward(2 * step + 1)
+        optim.step()
+        optim.zero_grad()
+
+
 def looking(side: Side) -> None:
     """Evaluation between backward and step, state_dict there too, a loss that is thrown away."""
     optim = adam(side.model)
@@ -199,6 +211,6 @@ LOOPS: dict[str, Loop] = {
     loop.__name__: loop
     for loop in (
         *(as_written, zero_first, zero_between, accumulating, unsynced, clipping, groups),
-        *(twice_backward, looking, gradient_norms),
+        *(twice_backward, replacing, looking, gradient_norms),
     )
 }

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RankError
@@ -243,6 +244,28 @@ def test_a_parameter_that_is_unfrozen_later_is_refused():
     with pytest.raises(RankError, match="was frozen when it was laid out") as caught:
         run_threads(2, thawed)
     assert isinstance(caught.value.__cause__, InputError)
+
+
+class Reused(nn.Module):
+    """One block three times, each recomputed in a backward pass of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block = nn.Linear(6, 6), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = checkpoint(self.block, x, use_reentrant=True)
+        return x
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_two_gradients_of_a_unit_in_one_pass_are_refused(row):
+    """A sum that has begun cannot take another term: the remedy is named, nothing is wrong."""
+    task, case = rows_task(lambda: settled(Reused())), Case(f"dp2 {row} fp64")
+    with pytest.raises(RankError, match="Write instead: use_reentrant=False"):
+        run_threads(2, train, task, case)
 
 
 def one_fails(world: World, where: str) -> None:
