@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shardwise.comm.ledger import Key, Ledger, Tally
 from shardwise.comm.world import World
 from shardwise.core.check import require
+from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.shape import ModelShape
 from shardwise.core.states import ROWS
@@ -96,7 +97,13 @@ def parallelize(
     known = {"tokens", "clip", "units", "fill", "seed", "prefetch"}
     if options.keys() - known:
         unknown = ", ".join(sorted(options.keys() - known))
-        raise TypeError(f"parallelize has no option {unknown}; it has {', '.join(sorted(known))}")
+        raise bad(f"parallelize with the option {unknown}", ", ".join(sorted(known)), "clip=1.0")
+    if isinstance(loss, nn.Module):
+        raise bad(
+            f"loss={type(loss).__name__}(), a module",
+            "a function of model and batch that returns the mean loss of the batch",
+            "loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])",
+        )
     training = Training(
         optimizer or AdamW(lr=3e-4), loss or _own_loss, options.get("tokens"), options.get("clip")
     )
