@@ -77,7 +77,8 @@ def test_everyone_trains_the_same_model(by_rank: list[list[Record]]) -> None:
     """After as many steps from the same weights on the same data, the losses agree."""
     rows = {row.contender: row for row in table.lines(TASK, by_rank)}
     for name in (REFERENCE, "FSDP2", *ROWS):
-        assert rows[name].note == ""
+        # what else uses the interface may be noted; a contender that failed has no loss
+        assert rows[name].note == "" or rows[name].note.endswith("after its time was taken")
         assert rows[name].loss == pytest.approx(rows[REFERENCE].loss, rel=1e-5)
 
 
