@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from shardwise.core.errors import Problem, refusal
 from shardwise.core.plan import Plan
-from shardwise.core.words import size_text
+from shardwise.core.words import WORDS, size_text
 
-__all__ = ["Problem", "problems", "require"]
+__all__ = ["Problem", "problems", "require", "runnable_forms"]
 
 #: Axes that plans can be written with and this version cannot divide anything along.
 _LATER_AXES = {
@@ -32,8 +32,28 @@ def require(plan: Plan, world_size: int | None = None) -> None:
         raise refusal(f"the plan '{plan}'", found)
 
 
+def runnable_forms() -> list[str]:
+    """The forms of the plan words that this version runs, in the order of the table of words."""
+    return [word.form for word in WORDS if not _later(Plan.parse(word.example))]
+
+
 def _not_yet(plan: Plan) -> list[Problem]:
-    """What the words can say and this version cannot do. An axis of one rank divides nothing."""
+    """A problem for each thing that the words can say and this version cannot do."""
+    return [
+        Problem(
+            f"'{word}', but {what} not in this version",
+            f"the plan words {' '.join(runnable_forms())}",
+            f"'{_runnable(plan)}'",
+        )
+        for word, what in _later(plan)
+    ]
+
+
+def _later(plan: Plan) -> list[tuple[str, str]]:
+    """Words of the plan that this version cannot run, and what they ask for, as in "pipelines are".
+
+    An axis of one rank divides nothing, and asks for nothing.
+    """
     said = [
         (f"{name}{size}", _LATER_AXES[name])
         for name, size in plan.axes
@@ -45,11 +65,7 @@ def _not_yet(plan: Plan) -> list[Problem]:
     said += [(f"offload:{plan.offload}", "offload is")] if plan.offload else []
     if plan.buffers_bytes is not None:
         said.append((f"buffers:{size_text(plan.buffers_bytes)}", "a bound on buffers is"))
-    allowed = "dpN, dp_replicateN with dp_shardN, a row, a precision, accumulate:N and bucket:SIZE"
-    return [
-        Problem(f"'{word}', but {what} not in this version", allowed, f"'{_runnable(plan)}'")
-        for word, what in said
-    ]
+    return said
 
 
 def _data_axes(plan: Plan) -> list[Problem]:

@@ -7,7 +7,7 @@ that cannot be read is answered at once, with the nearest one that can.
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -232,8 +232,10 @@ def _twice(what: str, first: str, second: str) -> Problem:
 
 def _unknown(words: list[str]) -> Problem:
     """One answer to all words that are no plan words: the list of those that are is long."""
+    from shardwise.core.check import runnable_forms  # which stands on plans, and so on this file
+
     given = " and ".join(f"'{word}'" for word in words)
-    allowed = f"the plan words, with spaces between them: {' '.join(w.form for w in WORDS)}"
+    allowed = f"the plan words, with spaces between them: {' '.join(runnable_forms())}"
     near = {word: _nearest(word) for word in words}
     instead = ", ".join(f"{near[word]} for '{word}'" for word in words if near[word])
     given += ", which is no plan word" if len(words) == 1 else ", which are no plan words"
@@ -272,6 +274,21 @@ def _nearest(word: str) -> str:
     whole |= {w.example.partition(":")[0]: w.example for w in WORDS}
     axes = {name: f"{name}{size}" for name in AXES}
     for text, known, cutoff in ((parts[0], whole, 0.65), (base.rstrip("-_=:"), axes, 0.5)):
-        if close := difflib.get_close_matches(text, known, n=1, cutoff=cutoff):
-            return known[close[0]]
+        if close := _closest(text, known, cutoff):
+            return known[close]
     return ""
+
+
+def _closest(text: str, known: Iterable[str], cutoff: float) -> str:
+    """The one of `known` most like `text`, empty where none is like it by `cutoff`.
+
+    Of two that are equally like, the one that begins as `text` does: a slip of the fingers is
+    rarely at the first letter ("dpp2" is dp2 and not pp2).
+    """
+    likeness = difflib.SequenceMatcher(b=text)
+    found: list[tuple[float, bool, str]] = []
+    for word in known:
+        likeness.set_seq1(word)
+        found.append((likeness.ratio(), word[:1] == text[:1], word))
+    best = max(found)
+    return best[2] if best[0] >= cutoff else ""

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from shardwise.core.check import problems, require
 from shardwise.core.errors import InputError
-from shardwise.core.plan import Plan
+from shardwise.core.plan import WORDS, Plan
 from tests.core.test_plan import PLANS
 
 
@@ -73,6 +73,19 @@ def test_one_problem(text: str, world: int | None, given: str, instead: str):
     assert instead in problem.instead
     with pytest.raises(InputError, match=re.escape(str(problem))):
         require(Plan.parse(text), world)
+
+
+@pytest.mark.parametrize("wrong", ["hello", "dp2 recompute:full"])
+def test_only_words_that_run_are_offered(wrong: str):
+    """Whether a word is unknown or for later, what is allowed is what has no problem of its own."""
+    with pytest.raises(InputError) as caught:
+        require(Plan.parse(wrong))
+    offered = str(caught.value).partition(". Allowed: ")[2].partition(". Write")[0].split()
+    for word in WORDS:
+        said = [problem.given for problem in problems(Plan.parse(word.example))]
+        assert (word.form in offered) != any("not in this version" in given for given in said)
+    assert {"dpN", "zero3", "bucket:SIZE"} <= set(offered)
+    assert "offload:WHAT" not in offered
 
 
 def test_every_problem_at_once():
