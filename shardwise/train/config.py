@@ -4,8 +4,10 @@
     [data]    text and tokens          [sample]  what is generated at the end
     [train]   steps, batch, optimizer  [run]     the folder
 
-Every key has a default, so an empty file is a run. A key that does not exist is answered with the
-nearest one that does. Nothing here needs torch: a bad file is answered at once.
+Every key has a default; a file that sets none at all is refused, for it is most likely the wrong
+one. A key that does not exist is answered with the nearest one that does, and a value is never
+bent into another type: true is no number, and "8" no batch. Nothing here needs torch: a bad file
+is answered at once.
 """
 
 import difflib
@@ -13,13 +15,20 @@ import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from shardwise.core.errors import Problem, bad, refusal
 
-CLOSED: Final = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+CLOSED: Final = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
+MOST: Final = 10**9  # of anything that is counted
+WARMUP: Final = 50
+
+Count = Annotated[int, Field(ge=0, le=MOST)]
+Size = Annotated[int, Field(ge=1, le=MOST)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 
 
 class ModelSection(BaseModel):
@@ -28,13 +37,13 @@ class ModelSection(BaseModel):
     model_config = CLOSED
 
     name: str = "quickstart"
-    vocabulary: int | None = Field(default=None, ge=1)
-    layers: int | None = Field(default=None, ge=1)
-    width: int | None = Field(default=None, ge=1)
-    heads: int | None = Field(default=None, ge=1)
-    kv_heads: int | None = Field(default=None, ge=1)
-    hidden: int | None = Field(default=None, ge=1)
-    sequence: int | None = Field(default=None, ge=1)
+    vocabulary: Size | None = None
+    layers: Size | None = None
+    width: Size | None = None
+    heads: Size | None = None
+    kv_heads: Size | None = None
+    hidden: Size | None = None
+    sequence: Size | None = None
     tied: bool | None = None
 
     def sizes(self) -> dict[str, int | bool]:
@@ -54,37 +63,47 @@ class DataSection(BaseModel):
 
     model_config = CLOSED
 
-    source: str = Field(default="stdlib", min_length=1)
-    field: str = Field(default="text", min_length=1)
-    tokens: str = Field(default="bytes", min_length=1)
+    source: Text = "stdlib"
+    field: Text = "text"
+    tokens: Text = "bytes"
     validation: float = Field(default=0.05, gt=0, lt=1)
-    cache: str | None = None
+    cache: Text | None = None
 
 
 class TrainSection(BaseModel):
     """[train]: `batch` is the global batch in sequences, whatever the number of ranks.
 
-    `warmup` counts steps; `final` is the share of `lr` that is left at the end of the decay;
-    `clip` bounds the gradient's norm, 0 for none; `eval_every` and `save_every` count steps, 0 for
-    the end only; `keep` is how many checkpoints are kept.
+    `warmup` counts steps, at most all of them; `final` is the share of `lr` that is left at the end
+    of the decay; `clip` bounds the gradient's norm, 0 for none; `eval_every` and `save_every` count
+    steps, 0 for the end only; `keep` is how many checkpoints are kept.
     """
 
     model_config = CLOSED
 
-    steps: int = Field(default=1000, ge=1)
-    batch: int = Field(default=16, ge=1)
+    steps: Size = 1000
+    batch: Size = 16
     lr: float = Field(default=1e-3, gt=0)
-    warmup: int = Field(default=50, ge=0)
+    warmup: Count = WARMUP
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     final: float = Field(default=0.1, ge=0, le=1)
     weight_decay: float = Field(default=0.1, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    # TOML has lists and no tuples
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
     clip: float = Field(default=1.0, ge=0)
-    seed: int = Field(default=0, ge=0)
-    eval_every: int = Field(default=100, ge=0)
-    eval_sequences: int = Field(default=64, ge=1)
-    save_every: int = Field(default=200, ge=0)
-    keep: int = Field(default=2, ge=1)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    eval_every: Count = 100
+    eval_sequences: Size = 64
+    save_every: Count = 200
+    keep: Size = 2
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rise(cls, given: Any) -> Any:
+        """Where no warmup is given, a run shorter than the usual one rises to its end."""
+        steps = given.get("steps") if isinstance(given, dict) else None
+        if isinstance(steps, int) and not isinstance(steps, bool) and 0 < steps < WARMUP:
+            return {"warmup": steps, **given}
+        return given
 
 
 class PlanSection(BaseModel):
@@ -100,10 +119,10 @@ class SampleSection(BaseModel):
 
     model_config = CLOSED
 
-    tokens: int = Field(default=240, ge=0)
+    tokens: Count = 240
     prompt: str = ""
     temperature: float = Field(default=0.8, ge=0)
-    top_k: int = Field(default=40, ge=0)
+    top_k: Count = 40
 
 
 class RunSection(BaseModel):
@@ -114,7 +133,7 @@ class RunSection(BaseModel):
 
     model_config = CLOSED
 
-    folder: str = Field(default="runs/default", min_length=1)
+    folder: Text = "runs/default"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     tensorboard: bool = True
 
@@ -145,7 +164,8 @@ class Config(BaseModel):
 def read(path: Path, overrides: Sequence[str] = ()) -> Config:
     """The configuration in the TOML file `path`, with `section.key=value` overrides applied.
 
-    Raises InputError for a file that is missing or is not TOML, and for every bad value in it.
+    Raises InputError for a file that is missing, is not TOML or says nothing, and for every bad
+    value in it.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -163,19 +183,37 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
             'sections in brackets and lines key = value, text in "quotes"',
             "[train] and under it steps = 1000, for example",
         ) from None
+    if not values:
+        raise bad(
+            f"the configuration {path}, which is empty",
+            "a TOML file with at least one key: every key has a default, but a file without any "
+            "is more likely the wrong one",
+            "[train] and under it steps = 1000, for example",
+        )
     return build(override(values, overrides), str(path))
 
 
 def build(values: Mapping[str, Any], where: str = "the configuration") -> Config:
     """The configuration with these sections. Raises InputError that answers all that is wrong."""
     try:
-        return Config.model_validate(values)
+        config = Config.model_validate(values)
     except ValidationError as error:
-        raise refusal(where, [_problem(dict(found)) for found in error.errors()]) from None
+        found = [_problem(dict(found), values) for found in error.errors()]
+        raise refusal(where, list(dict.fromkeys(found))) from None
+    if config.train.warmup > config.train.steps:
+        raise bad(
+            f"train.warmup = {config.train.warmup} with train.steps = {config.train.steps}",
+            "a warmup of at most all steps, or train.lr would never be reached",
+            f"train.warmup = {config.train.steps // 10}",
+        )
+    return config
 
 
 def override(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """`values` with each `section.key=value` set; a value that is no TOML value is text."""
+    """`values` with each `section.key=value` set.
+
+    A value that is no TOML value is text, and so is any value where the key takes only text.
+    """
     merged = {name: dict(part) if isinstance(part, dict) else part for name, part in values.items()}
     for text in overrides:
         key, equals, value = text.partition("=")
@@ -184,7 +222,7 @@ def override(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
             raise bad(f"--set {text}", "section.key=value", "--set train.steps=100, for example")
         part = merged.setdefault(section, {})
         if isinstance(part, dict):
-            part[name] = _value(value.strip())
+            part[name] = _value(value.strip(), _takes_text(section, name))
     return merged
 
 
@@ -205,24 +243,47 @@ def _toml(value: Any) -> str:
     return json.dumps(value)
 
 
-def _value(text: str) -> Any:
+def _value(text: str, only_text: bool = False) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        values = tomllib.loads(f"value = {text}")
+    except (tomllib.TOMLDecodeError, RecursionError):
         return text
+    value = values.pop("value")
+    return text if values or (only_text and not isinstance(value, str)) else value
 
 
-def _problem(found: dict[str, Any]) -> Problem:
+def _takes_text(section: str, name: str) -> bool:
+    field = _fields(section).get(name)
+    return field is not None and isinstance(field.default, str)
+
+
+def _problem(found: dict[str, Any], values: Mapping[str, Any]) -> Problem:
     """One of pydantic's findings as what was given, what is allowed, what to write instead."""
     path = [str(part) for part in found["loc"]]
     key, given = ".".join(path), found["input"]
+    if len(path) > 2:  # an item of a list: the whole list is what can be written
+        section, name = path[:2]
+        key, given = f"{section}.{name}", values[section][name]
     if found["type"] == "extra_forbidden":
         return _unknown(path)
     if found["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return Problem(f"{key} = {given!r}", f"a section [{key}] of keys", f"[{key}]")
-    default = _default(path)
-    instead = f"{key} = {_toml(default)}" if default is not None else f"leave {key} out"
-    return Problem(f"{key} = {_shown(given)}", _allowed(found), instead)
+    remedy = _meant(path, given)
+    instead = f"{key} = {_toml(remedy)}" if remedy is not None else f"leave {key} out"
+    return Problem(f"{key} = {_shown(given)}", _PAIR if len(path) > 2 else _allowed(found), instead)
+
+
+def _meant(path: Sequence[str], given: Any) -> Any:
+    """The same value in the type that is wanted (8 for "8" and for 8.0); else the default."""
+    found = [_value(given)] if isinstance(given, str) else [str(given)]
+    found += [int(given)] if isinstance(given, float) and given.is_integer() else []
+    for value in found if len(path) == 2 else ():
+        try:
+            Config.model_validate({path[0]: {path[1]: value}})
+        except ValidationError:
+            continue
+        return value
+    return _default(path)
 
 
 def _allowed(found: dict[str, Any]) -> str:
@@ -230,8 +291,21 @@ def _allowed(found: dict[str, Any]) -> str:
     message = str(found["msg"])
     for opening in ("Input should be ", "Value should be ", "String should have "):
         message = message.removeprefix(opening)
-    message = message.split(", unable to parse")[0].split(", got a number")[0]
-    return message.replace("at least 1 character", "some text in it")
+    return _WORDS.get(str(found["type"]), message)
+
+
+#: The one list there is: train.betas.
+_PAIR: Final = "two numbers in brackets, each from 0 up and below 1"
+#: What a person would say, by the kind of pydantic's finding.
+_WORDS: Final = {
+    "bool_type": "true or false",
+    "int_type": "a whole number",
+    "string_too_short": "some text",
+    "string_type": "text in quotes",
+    "string_pattern_mismatch": "text without the character NUL",
+    "tuple_type": _PAIR,
+    "too_long": _PAIR,
+}
 
 
 def _unknown(path: list[str]) -> Problem:
@@ -254,7 +328,7 @@ def _fields(section: str) -> dict[str, Any]:
     return dict(type(field.default).model_fields) if field is not None else {}
 
 
-def _default(path: list[str]) -> Any:
+def _default(path: Sequence[str]) -> Any:
     field = _fields(path[0]).get(path[1]) if len(path) > 1 else None
     return field.default if field is not None else None
 

@@ -1,5 +1,6 @@
 """The configuration: what it accepts, how overrides apply, and what its errors say."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,22 @@ from shardwise.train.learning import learning_rate
 EXAMPLE = Path(__file__).parents[2] / "examples" / "quickstart.toml"
 
 
-def test_an_empty_file_is_a_run() -> None:
-    """Every key has a default."""
+def test_every_key_has_a_default(tmp_path: Path) -> None:
+    """A file says only what it wants otherwise: a section without keys is enough."""
     assert config.build({}) == config.Config()
+    file = tmp_path / "short.toml"
+    file.write_text("[train]\n")
+    assert config.read(file) == config.Config()
+
+
+@pytest.mark.parametrize("text", ["", "# nothing but a remark\n", None])
+def test_a_file_that_sets_nothing_is_refused(text: str | None, tmp_path: Path) -> None:
+    """An empty file (/dev/null too) is the wrong one, whatever the command line adds to it."""
+    file = tmp_path / "empty.toml" if text is not None else Path("/dev/null")
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(InputError, match="which is empty"):
+        config.read(file, ["train.steps=3"])
 
 
 def test_the_quickstart_is_sharded_over_two_ranks() -> None:
@@ -40,7 +54,8 @@ def test_what_is_written_reads_back(
     import tomllib
 
     given_values = {
-        "run": {"folder": text},
+        "run": {"folder": text.replace("\0", "0")},  # no file's name has it
+        "sample": {"prompt": text},
         "train": {"lr": lr},
         "model": {"layers": layers, "tied": tied},
     }
@@ -57,6 +72,10 @@ def test_what_is_written_reads_back(
         ("plan.text=dp2 zero3", "dp2 zero3"),
         ("train.betas=[0.8, 0.9]", (0.8, 0.9)),
         ("run.folder=a=b", "a=b"),
+        ("run.folder=2024", "2024"),
+        ('run.folder="2024"', "2024"),
+        ("plan.text=2", "2"),
+        ("train.lr=1", 1.0),
     ],
 )
 def test_an_override_sets_one_key(override: str, expected: object) -> None:
@@ -78,6 +97,20 @@ def test_an_override_sets_one_key(override: str, expected: object) -> None:
         ({"train": {"decay": "step"}}, ["'cosine', 'linear' or 'constant'"]),
         ({"train": {"lr": float("nan")}}, ["train.lr = NaN", "finite"]),
         ({"train": 3}, ["train = 3", "[train]"]),
+        ({"train": []}, ["train = []", "[train]"]),
+        ({"train": {"steps": 7.0}}, ["train.steps = 7.0", "whole number", "train.steps = 7."]),
+        ({"train": {"batch": "8"}}, ['train.batch = "8"', "whole number", "train.batch = 8."]),
+        ({"run": {"folder": 8}}, ["run.folder = 8", "text in quotes", 'run.folder = "8"']),
+        ({"run": {"folder": "a\0b"}}, ["run.folder", "the character NUL"]),
+        ({"run": {"tensorboard": 1}}, ["run.tensorboard = 1", "true or false"]),
+        ({"model": {"layers": 10**30}}, ["model.layers", "less than or equal to 1000000000"]),
+        ({"train": {"betas": [1.5, 2]}}, ["train.betas = [1.5, 2]", "below 1", "[0.9, 0.95]"]),
+        ({"train": {"betas": [0.9]}}, ["train.betas = [0.9]", "two numbers"]),
+        ({"train": {"betas": [0.9, -0.1]}}, ["train.betas = [0.9, -0.1]", "two numbers"]),
+        ({"train": {"betas": [0.9, 0.9, 0.9]}}, ["train.betas", "two numbers"]),
+        ({"train": {"betas": 0.9}}, ["train.betas = 0.9", "two numbers"]),
+        ({"train": {"warmup": 60, "steps": 50}}, ["train.steps = 50", "train.warmup = 5."]),
+        ({"train": {"warmup": 1001}}, ["train.steps = 1000", "train.warmup = 100."]),
     ],
 )
 def test_a_bad_value_is_answered_with_its_remedy(
@@ -88,6 +121,37 @@ def test_a_bad_value_is_answered_with_its_remedy(
         config.build(values)
     assert all(phrase in str(error.value) for phrase in phrases), str(error.value)
     assert "pydantic" not in str(error.value)
+
+
+NUMBERS = [
+    (section, name)
+    for section, part in config.Config.model_fields.items()
+    for name, field in type(part.default).model_fields.items()
+    if re.search(r"\b(int|float)\b", str(field.annotation))
+]
+
+
+@pytest.mark.parametrize(("section", "name"), NUMBERS, ids=".".join)
+@pytest.mark.parametrize("value", [True, -1, float("nan"), float("inf"), 10**400, "x", [1], {}])
+def test_a_number_is_a_number_in_its_range(section: str, name: str, value: object) -> None:
+    """No numeric key takes true, a negative or an infinite number, or what is no number at all."""
+    with pytest.raises(InputError) as error:
+        config.build({section: {name: value}})
+    assert str(error.value).startswith(f"Given: {section}.{name} = ")
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_all_numeric_keys_are_held_to_it() -> None:
+    """The test above goes through sizes, counts, rates, shares and the pair of betas."""
+    assert len(NUMBERS) == 24
+    assert {("train", "betas"), ("model", "layers"), ("train", "lr")} <= set(NUMBERS)
+
+
+def test_without_a_warmup_a_short_run_rises_to_its_end() -> None:
+    """The default is 50 steps, or all of them; one that is given is never changed."""
+    assert config.build({"train": {"steps": 10}}).train.warmup == 10
+    assert config.build({"train": {"steps": 60}}).train.warmup == 50
+    assert config.build({"train": {"steps": 10, "warmup": 3}}).train.warmup == 3
 
 
 def test_everything_wrong_is_said_at_once() -> None:

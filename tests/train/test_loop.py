@@ -120,8 +120,9 @@ def test_a_run_leaves_its_report_pictures_and_sample(tmp_path: Path) -> None:
 def test_the_quickstart_holds_and_sends_what_the_formulas_say(tmp_path: Path) -> None:
     """Three short steps of the example: units that are gathered and freed, each category equal."""
     example = Path(__file__).parents[2] / "examples" / "quickstart.toml"
-    changed = ("train.steps=3", "train.batch=2", "train.eval_every=0", "sample.tokens=2")
-    given = config.read(example, [*changed, "model.sequence=32", f"run.folder={tmp_path / 'run'}"])
+    changed = ("train.steps=3", "train.warmup=1", "train.batch=2", "train.eval_every=0")
+    shorter = ("model.sequence=32", "sample.tokens=2", f"run.folder={tmp_path / 'run'}")
+    given = config.read(example, [*changed, *shorter])
     cost, _ = run_gloo(2, runs.costed, given, None)
     assert cost.memory == cost.predicted_memory
     assert cost.sent == cost.predicted_sent
