@@ -20,6 +20,7 @@ from shardwise.core.errors import InputError, bad
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 FORMS = "'stdlib', or a .txt, .jsonl or .parquet file, a folder of them, or a glob"
+TEXT_COLUMNS = ("string", "large_string", "dictionary<values=string")  # as pyarrow prints types
 # what is not the library's own program text: installed packages, tests, and tables of data
 LEFT_OUT = frozenset(
     (
@@ -45,20 +46,25 @@ class Source:
 
     def digest(self) -> str:
         """A hash of what the files contain, in their order; not of where they lie."""
-        total = hashlib.blake2b(self.field.encode(), digest_size=16)
+        total = hashlib.blake2b(self.field.encode(errors="replace"), digest_size=16)
         for file in self.files:
-            with file.open("rb") as stream:
-                total.update(hashlib.file_digest(stream, "blake2b").digest())
+            try:
+                with file.open("rb") as stream:
+                    total.update(hashlib.file_digest(stream, "blake2b").digest())
+            except OSError as error:
+                raise _unreadable(file, error) from None
             total.update(file.suffix.encode())
         return total.hexdigest()
 
 
 def find(source: str, field: str) -> Source:
     """The files that `source` stands for. Raises InputError where there is none with content."""
-    files = _standard_library() if source == "stdlib" else _user_files(source)
-    if not files:
-        raise bad(f"data.source = '{source}', where no such file is", FORMS, _instead())
-    if not any(file.stat().st_size for file in files):
+    try:
+        files = _standard_library() if source == "stdlib" else _user_files(source)
+        written = any(file.stat().st_size for file in files)
+    except OSError as error:  # a folder that may not be looked into, a name that is too long
+        raise _unreadable(source, error) from None
+    if not written:
         raise bad(
             f"data.source = '{source}', where every file is empty ({len(files)} files)",
             "files with text in them",
@@ -76,7 +82,7 @@ def _standard_library() -> list[Path]:
 
 
 def _user_files(source: str) -> list[Path]:
-    path = Path(source).expanduser()
+    path = _at_home(source)
     if path.is_file():
         if path.suffix not in SUFFIXES:
             given = f"data.source = '{source}', whose name ends in none of {', '.join(SUFFIXES)}"
@@ -84,10 +90,37 @@ def _user_files(source: str) -> list[Path]:
         return [path]
     pattern = f"{glob.escape(str(path))}/**/*" if path.is_dir() else str(path)
     found = map(Path, glob.glob(pattern, recursive=True))  # noqa: PTH207 (absolute globs too)
-    return sorted(
-        (file for file in found if file.suffix in SUFFIXES and file.is_file()),
-        key=lambda file: file.parts,
-    )
+    there = sorted((file for file in found if file.is_file()), key=lambda file: file.parts)
+    files = [file for file in there if file.suffix in SUFFIXES]
+    if not files:
+        raise _nothing_fits(source, path, there)
+    return files
+
+
+def _at_home(source: str) -> Path:
+    try:
+        return Path(source).expanduser()
+    except RuntimeError:  # ~NAME of nobody on this machine
+        return Path(source)
+
+
+def _nothing_fits(source: str, path: Path, there: list[Path]) -> InputError:
+    """The answer to a path without a file that can be read; `there` are the files it leads to."""
+    ends = ", ".join(SUFFIXES[:-1]) + f" or {SUFFIXES[-1]}"
+    if path.is_dir():
+        what = f"a folder with no {ends} file in it"
+        what += f" (but {there[0].name}, for example)" if there else ", nor any other"
+    elif there:
+        what = f"which fits no {ends} file (but {there[0].name}, for example)"
+    elif path.exists():
+        what = "which is neither a file nor a folder"
+    else:
+        what = "where no such file is"
+    return bad(f"data.source = '{source}', {what}", FORMS, _instead())
+
+
+def _unreadable(what: str | Path, error: OSError) -> InputError:
+    return bad(f"{what}, which cannot be read ({error.strerror or error})", FORMS, _instead())
 
 
 def _read(file: Path, field: str) -> Iterator[str]:
@@ -99,7 +132,7 @@ def _read(file: Path, field: str) -> Iterator[str]:
         else:
             yield file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
-        raise bad(f"{file}, which cannot be read ({error.strerror})", FORMS, _instead()) from None
+        raise _unreadable(file, error) from None
 
 
 def _jsonl(file: Path, field: str) -> Iterator[str]:
@@ -112,21 +145,29 @@ def _jsonl(file: Path, field: str) -> Iterator[str]:
 def _field(line: str, field: str, where: str) -> str:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise bad(
             f"{where}, which is not JSON ({error})", "one object a line", '{"text": "..."}'
         ) from None
-    if not isinstance(row, dict) or not isinstance(row.get(field), str):
-        raise _no_field(where, field, list(row) if isinstance(row, dict) else [])
-    return row[field]
+    values = row if isinstance(row, dict) else {}
+    if not isinstance(values.get(field), str):
+        raise _no_text(where, field, [key for key, value in values.items() if _is_text(value)])
+    return values[field]
 
 
-def _no_field(where: str, field: str, there: list[str]) -> InputError:
-    return bad(
-        f"{where}, which has no text in the field '{field}'",
-        f"data.field names one of its fields: {', '.join(there) or 'it has none'}",
-        f"data.field = '{there[0]}'" if there else '{"text": "..."} on each line',
-    )
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _no_text(where: str, field: str, others: list[str]) -> InputError:
+    """The answer to a row whose `field` is missing or no text; `others` are its fields of text."""
+    allowed = "data.field names a field that has text in every row"
+    if others:
+        allowed += f", of those with text here: {', '.join(others[:8])}"
+        instead = f"data.field = '{others[0]}'"
+    else:
+        instead = f"{json.dumps({field: '...'}, ensure_ascii=False)}, the text in quotes"
+    return bad(f"{where}, which has no text in the field '{field}'", allowed, instead)
 
 
 def _parquet(file: Path, field: str) -> Iterator[str]:
@@ -135,13 +176,15 @@ def _parquet(file: Path, field: str) -> Iterator[str]:
         table = pq.ParquetFile(file)
     except ValueError as error:  # pyarrow's ArrowInvalid is a ValueError
         raise bad(f"{file}, which is not Parquet ({error})", FORMS, _instead()) from None
-    if field not in table.schema_arrow.names:
-        raise _no_field(str(file), field, table.schema_arrow.names)
-    for rows in table.iter_batches(columns=[field]):
-        for text in rows.column(0).to_pylist():
-            if text is not None and not isinstance(text, str):
-                raise _no_field(str(file), field, table.schema_arrow.names)
-            yield text or ""
+    columns = table.schema_arrow
+    textual = [column.name for column in columns if str(column.type).startswith(TEXT_COLUMNS)]
+    if field not in textual:
+        raise _no_text(str(file), field, textual)
+    try:
+        for rows in table.iter_batches(columns=[field]):
+            yield from (text or "" for text in rows.column(0).to_pylist())
+    except ValueError as error:
+        raise bad(f"{file}, which is damaged ({error})", FORMS, _instead()) from None
 
 
 def _pyarrow(file: Path) -> Any:

@@ -1,6 +1,7 @@
 """Where text comes from: every kind of file, in a fixed order, and what is refused."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -41,12 +42,18 @@ def test_parquet_is_read_by_column(tmp_path: Path) -> None:
     pa = pytest.importorskip("pyarrow")
     pq = pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "rows.parquet"
-    pq.write_table(pa.table({"body": ["one", None, "two"], "n": [1, 2, 3]}), path)
+    words = {"words": [["one"], [], ["two"]]}  # lists of text are no text
+    pq.write_table(pa.table({**words, "n": [1, 2, 3], "body": ["one", None, "two"]}), path)
     assert texts(str(path), "body") == ["one", "two"]
     with pytest.raises(InputError, match=r"data\.field = 'body'"):
         texts(str(path), "text")
-    with pytest.raises(InputError, match="no text in the field 'n'"):
+    with pytest.raises(InputError, match=r"no text in the field 'n'.*data\.field = 'body'"):
         texts(str(path), "n")
+    with pytest.raises(InputError, match="no text in the field 'words'"):
+        texts(str(path), "words")
+    path.write_bytes(path.read_bytes()[:-9] + b"?" * 5 + b"PAR1")
+    with pytest.raises(InputError, match="Parquet|cannot be read"):
+        texts(str(path), "body")
 
 
 def test_parquet_without_pyarrow_names_the_extra(
@@ -77,8 +84,13 @@ def test_the_digest_is_of_content_and_not_of_place(tmp_path: Path) -> None:
         ("empty.txt", "", "empty"),
         ("a.csv", "x", ".jsonl"),
         ("a.jsonl", "{nonsense", "line 1, which is not JSON"),
-        ("a.jsonl", json.dumps({"body": "x"}), "data.field = 'body'"),
+        ("a.jsonl", json.dumps({"n": 1, "body": "x"}), "data.field = 'body'"),
         ("a.jsonl", "[]", "no text in the field 'text'"),
+        ("a.jsonl", '{"text": 3}', 'Write instead: {"text": "..."}'),
+        ("a.jsonl", '{"text": 3, "id": 4, "body": "x"}', "Write instead: data.field = 'body'"),
+        ("a.jsonl", '{"text": null}', 'Write instead: {"text": "..."}'),
+        ("a.jsonl", "[" * 100_000, "line 1, which is not JSON"),
+        ("a" * 300 + ".txt", None, "cannot be read (File name too long)"),
     ],
 )
 def test_bad_data_is_refused(tmp_path: Path, name: str, content: str | None, phrase: str) -> None:
@@ -88,3 +100,39 @@ def test_bad_data_is_refused(tmp_path: Path, name: str, content: str | None, phr
     with pytest.raises(InputError) as error:
         texts(str(tmp_path / name))
     assert phrase in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("source", "phrase"),
+    [
+        ("empty", "a folder with no .txt, .jsonl or .parquet file in it, nor any other"),
+        ("other", "in it (but a.csv, for example)"),
+        ("other/*.csv", "which fits no .txt, .jsonl or .parquet file (but a.csv, for example)"),
+        ("other/*.txt", "where no such file is"),
+        ("absent", "where no such file is"),
+        ("pipe", "which is neither a file nor a folder"),
+        ("~nobody-of-that-name/a.txt", "where no such file is"),
+    ],
+)
+def test_a_path_without_text_is_told_from_one_that_is_not_there(
+    tmp_path: Path, source: str, phrase: str
+) -> None:
+    """An empty folder, other files, a pattern nothing fits, a pipe: what there is, is said."""
+    (tmp_path / "empty" / "deep").mkdir(parents=True)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a.csv").write_text("x")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(InputError) as error:
+        texts(source if source.startswith("~") else str(tmp_path / source))
+    assert phrase in str(error.value)
+
+
+def test_a_file_that_is_gone_when_it_is_read_is_named(tmp_path: Path) -> None:
+    """Between the look at the folder and the reading: an answer, by the hash and by the text."""
+    (tmp_path / "a.txt").write_text("one")
+    found = sources.find(str(tmp_path), "text")
+    (tmp_path / "a.txt").unlink()
+    with pytest.raises(InputError, match=r"a\.txt, which cannot be read \(No such file"):
+        found.digest()
+    with pytest.raises(InputError, match=r"a\.txt, which cannot be read \(No such file"):
+        list(found.documents())
