@@ -52,7 +52,7 @@ def test_parquet_is_read_by_column(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no text in the field 'words'"):
         texts(str(path), "words")
     path.write_bytes(path.read_bytes()[:-9] + b"?" * 5 + b"PAR1")
-    with pytest.raises(InputError, match="Parquet|cannot be read"):
+    with pytest.raises(InputError, match=r"Parquet|cannot be read"):
         texts(str(path), "body")
 
 
