@@ -12,7 +12,9 @@ from shardwise.checkpoint.contents import Contents, describe
 
 
 def inspect_command(
-    path: Annotated[Path, typer.Argument(help="A checkpoint, or a folder of checkpoints.")],
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A checkpoint, or a folder of checkpoints.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what a checkpoint holds: tensors with shapes, dtypes and bytes, and its scalars."""

@@ -19,9 +19,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.main import get_command
 
 import shardwise
 from shardwise.core.errors import InputError, RankError, RunError
+from shardwise.train.usage import UsageError, answer
 
 # command: where its function is, and its line in the help
 ELSEWHERE = {
@@ -34,8 +36,14 @@ ELSEWHERE = {
 def main(argv: Sequence[str] | None = None) -> None:
     """The program. Always leaves by SystemExit, with the exit codes of the table above."""
     given = list(sys.argv[1:] if argv is None else argv)
+    app = application(given)
     try:
-        code = application(given)(given, standalone_mode=True, prog_name="shardwise")
+        code = app(given, standalone_mode=False, prog_name="shardwise")
+    except UsageError as error:
+        print(answer(error, get_command(app), given), file=sys.stderr)
+        code = 2
+    except typer.Abort:
+        code = 130
     except InputError as error:
         print(error, file=sys.stderr)
         code = 2

@@ -3,18 +3,33 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
 from shardwise.train import cli
+from shardwise.train.usage import EXAMPLES, VALUES
 
 # A change here is a change of what people have in their scripts.
 COMMANDS = {
     "train": {"config", "--plan", "--nproc", "--set", "--resume", "--overwrite", "--help"},
     "plan": {"text", "--words", "--help"},
+    "verify": {"plan", "--model", "--steps", "--json", "--help"},
+    "bench": {
+        *("words", "--size", "--ranks", "--repeats", "--link", "--device", "--json", "--help"),
+    },
+    "checkpoint inspect": {"path", "--json", "--help"},
 }
 NAMES = ["bench", "checkpoint", "plan", "train", "verify"]
+
+
+def named(name: str) -> Any:
+    """A command by its name, with what it takes."""
+    command: Any = typer.main.get_command(cli.application(name.split()))
+    for word in name.split():
+        command = command.commands[word]
+    return command
 
 
 def shardwise(*argv: str) -> subprocess.CompletedProcess[str]:
@@ -33,11 +48,56 @@ def test_the_commands_are_frozen() -> None:
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_options_are_frozen(name: str) -> None:
     """Every option and argument of a command, by its name on the command line."""
-    group = typer.main.get_command(cli.application([name]))
-    command = group.commands[name]  # pyright: ignore[reportAttributeAccessIssue]
+    command = named(name)
     found = {text for param in command.get_params(typer.Context(command)) for text in
              (param.opts if param.param_type_name == "option" else [param.name])}  # fmt: skip
     assert found == COMMANDS[name]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_has_a_value_to_write(name: str) -> None:
+    """An option that was given badly, or nearly, is answered with a value that it takes."""
+    options = [param for param in named(name).params if param.param_type_name == "option"]
+    valued = {text for param in options if not param.is_flag for text in param.opts}
+    assert valued <= set(VALUES)
+    assert name.rpartition(" ")[2] in EXAMPLES
+
+
+@pytest.mark.parametrize(
+    ("argv", "instead"),
+    [
+        ("--nope", "Write instead: shardwise --help"),
+        ("trian x.toml", "Write instead: shardwise train examples/quickstart.toml"),
+        ("train", "Write instead: shardwise train examples/quickstart.toml"),
+        ("train x.toml --nproc x", "Write instead: --nproc 2"),
+        ("train x.toml --nproc", "Write instead: --nproc 2"),
+        ("train x.toml --nprc 2", "Write instead: --nproc 2"),
+        ("train x.toml --plan dp2 zero3", "stands in quotes"),
+        ("train x.toml --resume=3", "Write instead: --resume"),
+        ("train x.toml --zzz", "Write instead: shardwise train --help"),
+        ("verify", 'Write instead: shardwise verify "dp2 zero3"'),
+        ("verify dp2 zero3", 'Write instead: shardwise verify "dp2 zero3"; an argument'),
+        ("verify dp2 --step 3", "Write instead: --steps 3"),
+        ("bench", "Write instead: shardwise bench data"),
+        ("bench data --ranks x", "Write instead: --ranks 2"),
+        ("plan dp2 zero3", 'Write instead: shardwise plan "dp2 zero3"'),
+        ("checkpoint inspect", "Write instead: shardwise checkpoint inspect runs/"),
+        ("checkpoint inspct x", "Write instead: shardwise checkpoint inspect runs/"),
+    ],
+)
+def test_a_command_line_that_cannot_be_read_is_a_paragraph(
+    argv: str, instead: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unknown options and commands, values of the wrong kind, too few or too many arguments."""
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(argv.split())
+    assert leaving.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"Given: shardwise {argv} (")
+    assert ". Allowed: shardwise" in err
+    assert instead in err
+    assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

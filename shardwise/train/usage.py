@@ -1,0 +1,109 @@
+"""This file is the answer to a command line that cannot be read: a paragraph, as to any bad input.
+
+What the library for command lines finds (an option there is not, a value of the wrong kind, an
+argument too few or too many) becomes what was given, what is allowed, and what to write instead.
+"""
+
+import difflib
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import typer
+
+from shardwise.core.errors import Problem
+
+#: The library's error of this kind; typer brings its own click or uses the one that is installed.
+UsageError: Final[type[Exception]] = typer.BadParameter.__mro__[1]
+
+#: A line that works, for each command.
+EXAMPLES: Final[Mapping[str, str]] = {
+    "train": "shardwise train examples/quickstart.toml",
+    "verify": 'shardwise verify "dp2 zero3"',
+    "bench": "shardwise bench data",
+    "plan": 'shardwise plan "dp2 zero3"',
+    "checkpoint": "shardwise checkpoint inspect runs/default/checkpoints",
+    "inspect": "shardwise checkpoint inspect runs/default/checkpoints",
+}
+#: A value that works, for each option that takes one.
+VALUES: Final[Mapping[str, str]] = {
+    "--plan": '"dp2 zero3"',
+    "--nproc": "2",
+    "--set": "train.steps=100",
+    "--model": "gpt",
+    "--steps": "3",
+    "--size": "tiny",
+    "--ranks": "2",
+    "--repeats": "5",
+    "--link": "1gbit",
+    "--device": "cpu",
+}
+LONGEST: Final = 120  # of a command line that is quoted
+
+
+def answer(error: Any, group: Any, given: Sequence[str]) -> str:
+    """The paragraph for a UsageError of the command line `given`; `group` has all commands.
+
+    Where nothing was given, the help, which the library may have shown already.
+    """
+    if type(error).__name__ == "NoArgsIsHelpError":
+        return str(error.format_message())
+    path, command = _asked(group, given)
+    line = " ".join(shlex.join(["shardwise", *given]).split())
+    line = line if len(line) < LONGEST else line[:LONGEST] + "..."
+    instead = _instead(error, path, command)
+    return str(Problem(f"{line} ({_what(error)})", _allowed(path, command), instead))
+
+
+def _asked(group: Any, given: Sequence[str]) -> tuple[str, Any]:
+    """The command that was meant, and how it is called."""
+    path, command = "shardwise", group
+    for word in given:
+        if word in getattr(command, "commands", {}):
+            path, command = f"{path} {word}", command.commands[word]
+    return path, command
+
+
+def _what(error: Any) -> str:
+    """The library's finding as part of a sentence."""
+    message = " ".join(str(error.format_message()).split()).rstrip(".")
+    message = re.sub(r": Input should be ([^,]*).*", r", which should be \1", message)
+    message = re.sub(r"(\. Did you mean .*|\(Possible options: .*\))$", "", message).strip()
+    return message[:1].lower() + message[1:]
+
+
+def _allowed(path: str, command: Any) -> str:
+    commands = getattr(command, "commands", {})
+    if commands:
+        return f"{path} and one of {', '.join(commands)}"
+    arguments = [p.metavar or p.name for p in command.params if p.param_type_name == "argument"]
+    return f"{' '.join([path, *arguments])}, with {', '.join(_options(command))}"
+
+
+def _options(command: Any) -> list[str]:
+    named = [p.opts[-1] for p in command.params if p.param_type_name == "option"]
+    return [*named, "--help"]
+
+
+def _instead(error: Any, path: str, command: Any) -> str:
+    """The nearest that can be read."""
+    message = str(error.format_message())
+    if option := getattr(error, "option_name", None):
+        known = {name.lstrip("-"): name for name in _options(command)}
+        if close := difflib.get_close_matches(option.lstrip("-"), known, n=1, cutoff=0.5):
+            return f"{known[close[0]]} {VALUES.get(known[close[0]], '')}".rstrip()
+        return f"{path} --help, to see what each option does"
+    if found := re.match(r"No such command '(.*?)'", message):
+        close = difflib.get_close_matches(found[1], command.commands, n=1, cutoff=0.5)
+        return EXAMPLES[close[0]] if close else f"{path} --help, to see what each command does"
+    if "unexpected extra argument" in message:
+        return f"{_example(path)}; an argument with spaces in it stands in quotes"
+    param = getattr(error, "param", None)
+    if param is not None and param.param_type_name == "option":
+        return f"{param.opts[-1]} {VALUES[param.opts[-1]]}"
+    return _example(path)
+
+
+def _example(path: str) -> str:
+    return EXAMPLES.get(path.rpartition(" ")[2], EXAMPLES["train"])
