@@ -1,0 +1,45 @@
+"""The public names of the package: a change here is a change of what people have in their programs.
+
+What a name does is tested where it lives.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+import shardwise as sw
+
+NAMES = [
+    *("DDP", "FSDP", "SGD", "Adam", "AdamW", "Engine", "I", "InputError", "Mesh", "Metrics"),
+    *("Optim", "P", "Plan", "R", "RankError", "RunError", "S", "World"),
+    *("clip_grad_norm", "init", "move", "no_sync", "parallelize", "spawn"),
+]
+
+
+def test_the_public_names_are_frozen() -> None:
+    """`from shardwise import *` and `dir` give these names, and the version."""
+    assert sorted(sw.__all__) == sorted(NAMES)
+    assert sorted(dir(sw)) == sorted([*NAMES, "__version__"])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_public_name_is_there(name: str) -> None:
+    """A name is found where the table says that it lives, with a word about what it is."""
+    assert getattr(sw, name).__doc__
+
+
+def test_a_name_that_is_none_is_an_attribute_error() -> None:
+    """As of any module: `hasattr` works."""
+    assert not hasattr(sw, "DataParallelism")
+
+
+def test_importing_the_package_does_not_import_torch() -> None:
+    """Torch takes seconds, and plans, meshes and errors need none of it."""
+    code = (
+        "import sys, shardwise as sw\n"
+        "sw.Plan.parse('dp2 zero3'), sw.Mesh.parse('dp2'), sw.S(0), sw.InputError\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
