@@ -17,8 +17,9 @@ if TYPE_CHECKING:
     from shardwise.core.layout import I, P, R, S
     from shardwise.core.mesh import Mesh
     from shardwise.core.plan import Plan
-    from shardwise.engine.engine import Engine, Metrics, parallelize
+    from shardwise.engine.engine import Engine, Metrics
     from shardwise.engine.optimizer import SGD, Adam, AdamW, Optim
+    from shardwise.engine.parallelize import parallelize
     from shardwise.engine.wrap import DDP, FSDP, clip_grad_norm, no_sync
 
 __version__ = "0.1.0"
@@ -32,7 +33,7 @@ _HOMES = {
     "no_sync": "engine.wrap",
     "Engine": "engine.engine",
     "Metrics": "engine.engine",
-    "parallelize": "engine.engine",
+    "parallelize": "engine.parallelize",
     "Adam": "engine.optimizer",
     "AdamW": "engine.optimizer",
     "Optim": "engine.optimizer",

@@ -41,9 +41,7 @@ def row(word: str) -> Callable[[nn.Module, Setup], Loop]:
 
         def settle() -> None:
             # whole parameters are gathered beside the next forward pass, as its units need them
-            for unit in engine.data.order:
-                if not unit.temporary:
-                    unit.gather()
+            engine.wait()
 
         return Loop(step, settle)
 

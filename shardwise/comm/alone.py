@@ -51,7 +51,10 @@ def _copied(out: Tensor, x: Tensor) -> Pending:
 class AloneLinks(Links):
     """Only lines of one rank can be opened."""
 
-    def transport(self, axis: str, lines: Sequence[Sequence[int]], rank: int) -> Transport:
+    def transport(
+        self, axis: str, lines: Sequence[Sequence[int]], rank: int, queue: str = "now"
+    ) -> Transport:
+        """The transport that moves nothing; a line of more than this rank is an error."""
         longest = max(map(len, lines))
         if longest > 1:
             raise ValueError(f"axis {axis} has {longest} ranks, the world has one")

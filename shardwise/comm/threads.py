@@ -140,7 +140,10 @@ class ThreadLinks(Links):
         self.hub = hub
         self.opened = 0
 
-    def transport(self, axis: str, lines: Sequence[Sequence[int]], rank: int) -> Transport:
+    def transport(
+        self, axis: str, lines: Sequence[Sequence[int]], rank: int, queue: str = "now"
+    ) -> Transport:
+        """A board of its own for this queue of the line."""
         line = next(line for line in lines if rank in line)
         self.opened += 1
         board = self.hub.board((self.opened, axis, tuple(line)), len(line))

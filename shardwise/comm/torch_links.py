@@ -13,7 +13,7 @@ from shardwise.core.mesh import Mesh
 
 
 class TorchLinks(Links):
-    """Opens a process group for every line; `close` gives them back.
+    """Opens a process group for every queue of every line, once; `close` gives them back.
 
     A group of gloo holds threads and sockets for as long as it lives.  `ours` says that
     torch.distributed itself was started by us, and ends with us.
@@ -21,26 +21,35 @@ class TorchLinks(Links):
 
     def __init__(self, *, ours: bool) -> None:
         self.ours = ours
-        self.opened: list[dist.ProcessGroup] = []
+        self.opened: dict[tuple[tuple[tuple[int, ...], ...], str], Gloo | Nccl] = {}
 
-    def transport(self, axis: str, lines: Sequence[Sequence[int]], rank: int) -> Transport:
-        """A new process group for each line, gloo or NCCL as the world is; ours is returned."""
+    def transport(
+        self, axis: str, lines: Sequence[Sequence[int]], rank: int, queue: str = "now"
+    ) -> Transport:
+        """A process group for each line, gloo or NCCL as the world is; ours is returned.
+
+        Every rank asks for the same lines in the same order, and so finds the same ones opened.
+        """
+        key = (tuple(map(tuple, lines)), queue)
+        if key in self.opened:
+            return self.opened[key]
         mine = None
         for line in lines:  # every rank makes every group, in one order: torch asks for it
             group = dist.new_group(list(line), group_desc=axis)
             mine = group if rank in line else mine
         if not isinstance(mine, dist.ProcessGroup):
             raise ValueError(f"rank {rank} is on no line of axis {axis}: {lines}")
-        self.opened.append(mine)
-        return Gloo(mine) if dist.get_backend(mine) == "gloo" else Nccl(mine)
+        kind = Gloo if dist.get_backend(mine) == "gloo" else Nccl
+        self.opened[key] = kind(mine)
+        return self.opened[key]
 
     def close(self) -> None:
         """Destroy what was opened.  All ranks have come to the end of what they did on it."""
         if not dist.is_initialized():
             return
-        for group in self.opened:
-            dist.destroy_process_group(group)
-        self.opened = []
+        for transport in self.opened.values():
+            dist.destroy_process_group(transport.group)
+        self.opened = {}
         if self.ours:
             dist.destroy_process_group()
 

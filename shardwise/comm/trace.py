@@ -53,7 +53,9 @@ class Trace(Transport):
 class TraceLinks(Links):
     """Opens lines to nowhere."""
 
-    def transport(self, axis: str, lines: Sequence[Sequence[int]], rank: int) -> Transport:
+    def transport(
+        self, axis: str, lines: Sequence[Sequence[int]], rank: int, queue: str = "now"
+    ) -> Transport:
         line = next(line for line in lines if rank in line)
         return Trace(list(line).index(rank), len(line))
 

@@ -96,11 +96,13 @@ class Links(ABC):
     """Who can make a transport for a group of ranks of this world."""
 
     @abstractmethod
-    def transport(self, axis: str, lines: Sequence[Sequence[int]], rank: int) -> Transport:
+    def transport(
+        self, axis: str, lines: Sequence[Sequence[int]], rank: int, queue: str = "now"
+    ) -> Transport:
         """The transport of the line that holds `rank`.  Called by all ranks in the same order.
 
-        `lines` are all groups of the axis, each a list of ranks of the world.  Each call opens a
-        channel of its own: work on one never waits in the queue of another.
+        `lines` are all groups of the axis, each a list of ranks of the world.  Work on one
+        queue of a line never waits for work on another; asked for again, a queue may be the same.
         """
 
     @abstractmethod

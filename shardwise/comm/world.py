@@ -89,7 +89,7 @@ class World:
             if size > 1:
                 lines = mesh.lines(name)
                 now = self.links.transport(name, lines, self.rank)
-                behind = self.links.transport(name, lines, self.rank)
+                behind = self.links.transport(name, lines, self.rank, "behind")
                 opened.append(Axis(name, now, behind, ledger))
         everyone = replace(self.everyone, ledger=ledger)
         return replace(self, mesh=mesh, axes=tuple(opened), everyone=everyone, ledger=ledger)
@@ -116,7 +116,8 @@ def world_of(rank: int, size: int, device: torch.device, links: Links) -> World:
     """A world over `links`.  Called by all ranks."""
     ledger = Ledger()
     lines = [list(range(size))]
-    pair = [links.transport("world", lines, rank) for _ in range(2)] if size > 1 else []
+    queues = ("now", "behind") if size > 1 else ()
+    pair = [links.transport("world", lines, rank, queue) for queue in queues]
     return World(
         rank, size, device, links, everyone=Axis("world", *pair, ledger=ledger), ledger=ledger
     )

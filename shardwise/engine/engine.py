@@ -10,7 +10,7 @@ share of the tokens it has, whichever rank holds it, however uneven.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +19,15 @@ from torch import Tensor, nn
 
 from shardwise.comm.ledger import Key, Ledger, Tally
 from shardwise.comm.world import World
-from shardwise.core.check import require
-from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.shape import ModelShape
 from shardwise.core.states import ROWS
 from shardwise.engine import memory, shape, state
 from shardwise.engine.batch import cast, filled, rows, split
-from shardwise.engine.optimizer import AdamW, Recipe, ShardedOptimizer
+from shardwise.engine.optimizer import Recipe, ShardedOptimizer
 from shardwise.engine.scale import LossScale
-from shardwise.engine.shard import Sharding, default_fill, materialise, shard
-from shardwise.parallel.data import Pace
+from shardwise.engine.shard import Sharding, materialise, shard
+from shardwise.parallel.data import Pace, Unit
 from shardwise.parallel.flat import Fill
 from shardwise.parallel.units import Rule
 from shardwise.predict import traffic
@@ -75,52 +73,10 @@ class Training:
     clip: float | None = None
 
 
-def parallelize(
-    model: nn.Module,
-    plan: Plan | str,
-    world: World,
-    optimizer: Recipe | None = None,
-    loss: Loss | None = None,
-    **options: Any,
-) -> "Engine":
-    """Lay `model` out as `plan` says, in place, and return the engine that trains it.
-
-    Options: `tokens`, `clip` (see Training); `units` (see parallel/units.py); `fill(name, tensor)`
-    for the weights of a model on the meta device; `seed` where it has no fill; `prefetch`, the
-    units gathered ahead.
-
-    Raises:
-        InputError: the plan cannot work, with every problem and its remedy; an unknown option.
-    """
-    plan = Plan.parse(plan) if isinstance(plan, str) else plan
-    require(plan, world.size)
-    known = {"tokens", "clip", "units", "fill", "seed", "prefetch"}
-    if options.keys() - known:
-        unknown = ", ".join(sorted(options.keys() - known))
-        raise bad(f"parallelize with the option {unknown}", ", ".join(sorted(known)), "clip=1.0")
-    if isinstance(loss, nn.Module):
-        raise bad(
-            f"loss={type(loss).__name__}(), a module",
-            "a function of model and batch that returns the mean loss of the batch",
-            "loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])",
-        )
-    training = Training(
-        optimizer or AdamW(lr=3e-4), loss or _own_loss, options.get("tokens"), options.get("clip")
-    )
-    world = world.on(plan.mesh)
-    fill = options.get("fill") or default_fill(model, options.get("seed", 0))
-    layout = _Build(plan, world, options.get("units", "auto"), fill, options.get("prefetch", 1))
-    return Engine(model, layout, training)
-
-
-def _own_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The loss of a model that returns it: a scalar, or an output with `.loss` (transformers)."""
-    out = model(**batch) if isinstance(batch, dict) else model(batch)
-    return out if isinstance(out, Tensor) else out.loss
-
-
 @dataclass(frozen=True)
-class _Build:
+class Build:
+    """What the user asked for: the plan, the world it lies on, units, initial weights, prefetch."""
+
     plan: Plan
     world: World
     units: Rule
@@ -131,7 +87,7 @@ class _Build:
 class Engine:
     """A model laid out as a plan says, and its training step.  Made by `parallelize`."""
 
-    def __init__(self, model: nn.Module, build: _Build, training: Training) -> None:
+    def __init__(self, model: nn.Module, build: Build, training: Training) -> None:
         self.model, self.plan, self.world, self.training = model, build.plan, build.world, training
         self.ledger: Ledger = build.world.ledger
         self.dtype = DTYPES[build.plan.precision]
@@ -199,7 +155,7 @@ class Engine:
             self.expected = self._total(sum(counts))
         summed = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for k, (part, count) in enumerate(zip(parts, counts, strict=True)):
-            self.data.sync, self.data.mute = k == len(parts) - 1, count == 0
+            self.data.sums.sync, self.data.mute = k == len(parts) - 1, count == 0
             loss = self.training.loss(self.model, cast(part, self.dtype))
             (loss * (self.scale.value * count / self.expected)).backward()
             if count:  # the mean over no tokens may be NaN
@@ -228,39 +184,66 @@ class Engine:
         """
         own = torch.cat([summed.view(1), summed.new_tensor([count]), self.data.got().to(summed)])
         with self.ledger.phase("check"):
-            agreed = self.data.begin_agree(own)
-        with self.ledger.phase("backward"):  # sums that begin late are still backward's
-            self.data.finish()
-        with self.ledger.phase("check"):
-            facts = agreed()
+            facts = self.data.agree(own)
         counted = round(facts[1].item())
         total = max(1, counted)
         loss, correction = facts[0].item() / total, self.expected / total
         self.expected = counted or self.expected
+        self.data.hear(facts[2:])
+        asked = self.training.clip is not None
+        norm, skipped = None, False
+        if asked or self.scale.on:
+            norm, skipped = self._update(correction)
+        else:
+            self._update_early(correction)
+        self.data.publish()
+        return _Facts(loss, counted, norm if asked and not skipped else None, skipped)
+
+    def _update_early(self, correction: float) -> None:
+        """Update each unit as soon as its gradients are summed, while others are on their way."""
+        for unit in self._arrivals():
+            unit.show()
+            trained = [flat for flat in self.flats if flat in unit.trained]
+            self.optimizer.step(trained, correction)
+            for flat in trained:
+                flat.clear()
+
+    def _arrivals(self) -> Iterator[Unit]:
+        arriving = self.data.sums.arrivals()
+        while True:
+            with self.ledger.phase("backward"):  # sums that begin late are still backward's
+                unit = next(arriving, None)
+            if unit is None:
+                return
+            yield unit
+
+    def _update(self, correction: float) -> tuple[float, bool]:
+        """Update all units at once, where the norm of all gradients decides by how much.
+
+        Returns the norm, and whether it has no finite value and the update was skipped (fp16).
+        """
+        with self.ledger.phase("backward"):
+            self.data.sums.finish()
         norm = self._norm(correction)
-        self.data.show(facts[2:])
-        skipped = self.scale.on and not math.isfinite(norm or 0.0)
+        self.data.show()
+        skipped = self.scale.on and not math.isfinite(norm)
         if not skipped:
-            self.optimizer.step(self._factor(norm) * correction)
+            self.optimizer.step(self.flats, self._factor(norm) * correction)
         self.scale.saw(overflow=skipped)
         for flat in self.flats:
             flat.clear()
-        self.data.publish()
-        asked = self.training.clip is not None
-        return _Facts(loss, counted, norm if asked and not skipped else None, skipped)
+        return norm, skipped
 
-    def _norm(self, correction: float) -> float | None:
-        """The norm of the global gradient, loss scale taken out; None where nothing needs it."""
-        if self.training.clip is None and not self.scale.on:
-            return None
+    def _norm(self, correction: float) -> float:
+        """The norm of the global gradient, loss scale taken out."""
         with self.ledger.phase("check"):
             squared = self.data.agree_on(self.optimizer.squared_norm().view(1), self.axes[0])
         return math.sqrt(squared.item()) * correction / self.scale.value
 
-    def _factor(self, norm: float | None) -> float:
+    def _factor(self, norm: float) -> float:
         """What gradients are multiplied by: loss scale out, clipping in (Pascanu et al., 2013)."""
         clip = self.training.clip
-        shrink = 1.0 if clip is None or norm is None else min(1.0, clip / (norm + 1e-6))
+        shrink = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
         return shrink / self.scale.value
 
     @torch.no_grad()
@@ -284,6 +267,10 @@ class Engine:
         with self.ledger.phase("check"):
             summed, total = self.data.agree(own).tolist()
         return summed / max(1.0, total), round(total)
+
+    def wait(self) -> None:
+        """Return when parameters that are kept whole have come (they come beside the next step)."""
+        self.data.wait()
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the steps to come."""

@@ -124,6 +124,10 @@ class ShardedOptimizer:
         self.names = [name for name, _ in named]
         with _pieces(self.flats):
             self.torch = recipe.build(named)
+        places = [{id(p) for p in group["params"]} for group in self.torch.param_groups]
+        self.members = [  # of each flat group in each group of the optimizer
+            [[t for t in targets if id(t) in place] for place in places] for targets in self.targets
+        ]
         self.factor = 1.0  # of the last step
         self.idle: set[str] = set()  # names whose state was made for a checkpoint, by no gradient
         self.base_lr = [group["lr"] for group in self.torch.param_groups]
@@ -136,23 +140,36 @@ class ShardedOptimizer:
             return [nn.Parameter(master[low:high]) for low, high in flat.pieces]
         return [nn.Parameter(view) for view in flat.views(master)]
 
-    def step(self, factor: float = 1.0) -> None:
-        """Update from the gradients on the parameters at rest, each times `factor`."""
+    def step(self, flats: Sequence[Flat], factor: float = 1.0) -> None:
+        """Update `flats` from the gradients on their parameters at rest, each times `factor`."""
         self.factor = factor
-        self._wake()
+        chosen = [k for k, flat in enumerate(self.flats) if flat in flats]
+        self._wake(chosen)
         self._even_out()
-        if factor != 1.0:
-            for k, flat in enumerate(self.flats):
-                if k not in self.masters and flat.gshard is not None:
-                    flat.gshard.mul_(factor)
-        if len(self.masters) < len(self.flats):
-            self.torch.step()
-        for k in self.masters:
-            self._step_masters(k, factor)
+        plain = [k for k in chosen if k not in self.masters]
+        for k in plain:
+            gshard = self.flats[k].gshard
+            if factor != 1.0 and gshard is not None:
+                gshard.mul_(factor)
+        if plain:
+            self._step_only(plain)
+        for k in chosen:
+            if k in self.masters:
+                self._step_masters(k, factor)
 
-    def _wake(self) -> None:
+    def _step_only(self, chosen: Sequence[int]) -> None:
+        """Torch's own step over the parameters of some flat groups."""
+        everyone = [group["params"] for group in self.torch.param_groups]
+        for g, group in enumerate(self.torch.param_groups):
+            group["params"] = [p for k in chosen for p in self.members[k][g]]
+        self.torch.step()
+        for group, params in zip(self.torch.param_groups, everyone, strict=True):
+            group["params"] = params
+
+    def _wake(self, chosen: Sequence[int]) -> None:
         """A parameter that gets its first gradient begins with a state of its own."""
-        for flat, targets in zip(self.flats if self.idle else [], self.targets, strict=False):
+        for k in chosen if self.idle else []:
+            flat, targets = self.flats[k], self.targets[k]
             for name, p, target in zip(flat.names, flat.params, targets, strict=True):
                 if name in self.idle and p.grad is not None:
                     self.torch.state.pop(target, None)
@@ -178,13 +195,7 @@ class ShardedOptimizer:
         for p, target, gradient in zip(flat.params, targets, shown, strict=True):
             target.grad = None if gradient is None else gradient.float().mul_(factor)
             p.grad = None
-        mine = {id(target) for target in targets}
-        everyone = [group["params"] for group in self.torch.param_groups]
-        for group, params in zip(self.torch.param_groups, everyone, strict=True):
-            group["params"] = [p for p in params if id(p) in mine]
-        self.torch.step()
-        for group, params in zip(self.torch.param_groups, everyone, strict=True):
-            group["params"] = params
+        self._step_only([k])
         for target in targets:
             target.grad = None
         flat.shard.copy_(self.masters[k])

@@ -15,6 +15,7 @@ from shardwise.core.states import Row
 from shardwise.parallel.buffers import Buffers
 from shardwise.parallel.data import Data, Pace, Unit
 from shardwise.parallel.flat import Fill, Flat
+from shardwise.parallel.reductions import Reductions
 from shardwise.parallel.units import Rule, UnitSpec, choose
 
 #: Neighbours smaller than this are one unit: below it a message costs more than what it carries.
@@ -69,7 +70,9 @@ def shard(model: nn.Module, how: Sharding, pace: Pace) -> tuple[Data, list[Flat]
         ]
         units.append(Unit(spec.name, spec.modules, groups))
         flats += groups
-    return Data(model, units, how.axes, pace, Buffers(model, how.axes)), flats
+    repeated = how.shard.size > 1 and how.replicate.size > 1
+    sums = Reductions[Unit](pace.in_flight, repeated)
+    return Data(model, units, how.axes, pace, sums, Buffers(model, how.axes)), flats
 
 
 def drivers(module: nn.Module) -> list[Data]:

@@ -125,11 +125,11 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     data = _found(module)
     if data is None:
         raise bad(f"a plain {type(module).__name__}", "a wrapped module", "sw.DDP(module) first")
-    data.sync = False
+    data.sums.sync = False
     try:
         yield
     finally:
-        data.sync = True
+        data.sums.sync = True
 
 
 def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:

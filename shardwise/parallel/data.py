@@ -8,16 +8,13 @@ Hooks call four moments of each unit:
     before forward     gather it, begin to gather the next `ahead` ones
     after forward      free it, unless backward will want it at once
     before backward    gather it again, begin to gather the ones before it
-    gradients complete free it, begin to reduce its gradients: always in the same order on every
-                       rank, whatever order autograd finishes them in
+    gradients complete free it, begin to sum its gradients (reductions.py)
 
 What is gathered, freed or reduced is the business of the row (flat.py); for `ddp` three of the
-four moments do nothing.  At most `ahead` + 1 units are whole beyond those in use, and at most
-`in_flight` reductions hold buffers.
+four moments do nothing.  At most `ahead` + 1 units are whole beyond those in use.
 """
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -39,6 +36,7 @@ class Group(Protocol):
     temporary: bool
     scatters: bool
     got: list[bool]
+    used: list[bool]
 
     def begin_gather(self) -> None: ...
     def gather(self) -> None: ...
@@ -49,9 +47,23 @@ class Group(Protocol):
     def begin_reduce(self) -> None: ...
     def end_reduce(self) -> None: ...
     def begin_replicate(self) -> None: ...
-    def show_grads(self, used: Sequence[bool]) -> None: ...
+    def show_grads(self) -> None: ...
     def hide_grads(self) -> None: ...
     def clear(self) -> None: ...
+
+
+class Sums(Protocol):
+    """What sums the gradients of complete units (reductions.py)."""
+
+    sync: bool
+
+    @property
+    def flying(self) -> Collection[Any]: ...
+    def begin(self) -> None: ...
+    def go_on(self, order: Sequence["Unit"]) -> None: ...
+    def end(self, order: Sequence["Unit"]) -> None: ...
+    def arrivals(self) -> Iterator["Unit"]: ...
+    def finish(self) -> None: ...
 
 
 class Buffers(Protocol):
@@ -69,7 +81,7 @@ class Pace:
     """How far communication runs ahead of computation, and what becomes of gradients.
 
     ahead      units gathered before they are needed
-    in_flight  reductions under way at once, where each holds buffers
+    in_flight  sums of gradients under way at once, where each holds buffers
     scale      every gradient is multiplied by it as it is collected (a mean over ranks: 1/n)
     by_hand    nobody but the user's own loop follows: after each backward pass gradients are
                on the parameters and parameters at rest
@@ -110,6 +122,12 @@ class Unit:
         for group in self.groups:
             group.free()
 
+    def show(self) -> None:
+        for group in self.groups:
+            group.rest()
+            if group.trained:
+                group.show_grads()
+
 
 class Data:
     """The units of one model on the data axes, and the hooks that drive them."""
@@ -120,16 +138,14 @@ class Data:
         units: Sequence[Unit],
         axes: Sequence[Axis],
         pace: Pace,
+        sums: Sums,
         buffers: Buffers,
     ) -> None:
-        self.root, self.axes, self.pace, self.buffers = root, list(axes), pace, buffers
+        self.root, self.axes, self.pace = root, list(axes), pace
+        self.sums, self.buffers = sums, buffers
         self.order = list(units)
         self.seen: list[Unit] = []
-        self.sync = True  # whether this backward pass is the one whose gradients are wanted
         self.in_backward = False
-        self.next = 0  # how many units, counted from the last, have begun to be reduced
-        self.flying: deque[tuple[Unit, bool]] = deque()  # and whether replicas reduce it too
-        self.landed: list[Unit] = []
         self.mute = False  # whether gradients of this backward pass count for nothing
         self.frozen = [p for u in units for g in u.groups if not g.trained for p in g.params]
         _mark_kept(self.order)
@@ -211,7 +227,7 @@ class Data:
 
     def abandon(self) -> None:
         """A step broke off: what it left of gradients is dropped, so that the next begins clean."""
-        self.finish()
+        self.sums.finish()
         self.in_backward = False
         for unit in self.order:
             unit.free()
@@ -221,7 +237,8 @@ class Data:
     def _begin_backward(self) -> None:
         if self.in_backward:
             return
-        self.in_backward, self.next = True, 0
+        self.in_backward = True
+        self.sums.begin()
         self._phase("backward")
         for unit in self.order:
             unit.missing, unit.complete = unit.expected, False
@@ -259,63 +276,20 @@ class Data:
             unit.complete = True
             if len(unit.trained) == len(unit.groups):  # what is frozen may still be read
                 unit.free()
-            self._reduce_complete()
-
-    def _reduces(self, unit: Unit) -> bool:
-        return self.sync or any(group.scatters for group in unit.trained)
-
-    def _reduce_complete(self) -> None:
-        """Begin to reduce the complete units whose turn it is, from the last to the first."""
-        turns = self.order[::-1]
-        while self.next < len(turns) and (
-            turns[self.next].complete or not turns[self.next].trained
-        ):
-            self._reduce(turns[self.next])
-            self.next += 1
-
-    def _reduce(self, unit: Unit) -> None:
-        if not unit.trained or not self._reduces(unit):
-            return
-        while any(unit is flying for flying, _ in self.flying):
-            self._land()  # its sum of the microbatch before
-        for group in unit.trained:
-            group.begin_reduce()
-        self.flying.append((unit, self.sync))
-        holds = any(group.scatters for group in unit.trained)
-        while holds and len(self.flying) > self.pace.in_flight:
-            self._land()
-
-    def _land(self) -> None:
-        unit, sync = self.flying.popleft()
-        for group in unit.trained:
-            group.end_reduce()
-            if sync:
-                group.begin_replicate()
-        if sync:
-            self.landed.append(unit)
+            self.sums.go_on(self.order)
 
     def _end_backward(self) -> None:
         """Autograd is done: what had no gradient for some parameter is reduced now."""
-        for unit in self.order[::-1][self.next :]:
-            self._reduce(unit)
-        self.next = len(self.order)
+        self.sums.end(self.order)
         for unit in self.order:
             unit.free()
         self.in_backward = False
-        if self.pace.by_hand and self.sync:
-            self.finish()
-            self.show(self.agree(self.got()))
+        if self.pace.by_hand and self.sums.sync:
+            self.sums.finish()
+            self.hear(self.agree(self.got()))
+            self.show()
 
     # --- after the backward pass --------------------------------------------------------------
-
-    def finish(self) -> None:
-        """Wait until every gradient is summed."""
-        while self.flying:
-            self._land()
-        for unit in self.landed:
-            for group in unit.trained:
-                group.end_reduce()
-        self.landed = []
 
     def got(self) -> Tensor:
         """One number a trained parameter: 1 where this rank had a gradient for it, else 0.
@@ -342,14 +316,18 @@ class Data:
         """The sum of a small vector over all data ranks, every rank's own included."""
         return self.begin_agree(x)()
 
-    def show(self, used: Tensor) -> None:
-        """Put parameters at rest with their gradients on them: the optimizer's turn."""
+    def hear(self, used: Tensor) -> None:
+        """Take the sum of `got` over the ranks: which parameters have a gradient anywhere."""
         flags = iter((used > 0).tolist())
         for group in self._groups():
-            group.rest()
             if group.trained:
-                group.show_grads([next(flags) for _ in group.params])
+                group.used = [next(flags) for _ in group.params]
         self.buffers.heard(list(flags))
+
+    def show(self) -> None:
+        """Put parameters at rest with their gradients on them: the optimizer's turn."""
+        for unit in self.order:
+            unit.show()
 
     def rest(self) -> None:
         """Every parameter at rest, no unit whole."""
@@ -357,6 +335,12 @@ class Data:
             unit.free()
             for group in unit.groups:
                 group.rest()
+
+    def wait(self) -> None:
+        """End what `publish` began."""
+        for unit in self.order:
+            if not unit.temporary:
+                unit.gather()
 
     def publish(self) -> None:
         """After the update: begin to gather what is kept whole, in the order of its next use."""

@@ -85,6 +85,7 @@ class Flat:
         self.filled = list(none)  # grad holds something of parameter i
         self.valid = list(none)  # gshard holds something of parameter i (where the row scatters)
         self.got = list(none)  # this rank has had a gradient for parameter i since `clear`
+        self.used = list(none)  # and so has any rank, as far as has been heard
         self.shown = False  # the pieces of gshard are on the parameters
         self.coming, self.going = Pending(), Pending()
         self.stage = Stage.WHOLE
@@ -259,10 +260,10 @@ class Flat:
         if self.split and self.gshard is not None and self.replicate_axis.size > 1:
             self.going = start(self.gshard, self.replicate_axis, P, R, self.gshard, behind=True)
 
-    def show_grads(self, used: Sequence[bool]) -> None:
+    def show_grads(self) -> None:
         """Put each piece of `gshard` on its parameter; None where no rank had a gradient for it."""
         for i, p in enumerate(self.params):
-            p.grad = self._shown_piece(i) if used[i] else None
+            p.grad = self._shown_piece(i) if self.used[i] else None
         self.shown = True
 
     def _shown_piece(self, index: int) -> Tensor:

@@ -133,9 +133,9 @@ def build(world: World, task: Task, case: Case) -> Engine:
 
 
 def gradients(engine: Engine) -> dict[str, Tensor | None]:
-    """Every gradient whole, by name, as the optimizer is about to see it, or None."""
+    """The gradients the optimizer is about to use, whole, by name; None where there is none."""
     found: dict[str, Tensor | None] = {}
-    for flat in engine.optimizer.flats:
+    for flat in [flat for flat in engine.optimizer.flats if flat.shown]:
         assert flat.gshard is not None
         block = flat.gshard.detach()
         full = torch.cat(all_gather(block, flat.shard_axis)) if flat.split else block
@@ -147,8 +147,11 @@ def gradients(engine: Engine) -> dict[str, Tensor | None]:
 def train(world: World, task: Task, case: Case) -> Run:
     """The case on this world, step by step."""
     engine, run = build(world, task, case), Run()
-    engine.optimizer.torch.register_step_pre_hook(lambda *_: run.grads.append(gradients(engine)))
+    # units are updated as their sums arrive: each call sees some of the gradients
+    see = engine.optimizer.torch.register_step_pre_hook
+    see(lambda *_: run.grads[-1].update(gradients(engine)))
     for step in range(case.steps):
+        run.grads.append({})
         batch = share(task.batch(step), engine.data_rank, engine.data_ranks)
         metrics = engine.step(batch)
         run.losses.append(metrics.loss)

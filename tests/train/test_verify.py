@@ -1,17 +1,20 @@
 """verify proves what holds, and names what does not."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.models.registry import find
+from shardwise.parallel.flat import Flat
 from shardwise.train.proof import Finding, compare, engine_of, prove
 from shardwise.train.verify import Report, report, show, verify
 from tests.pool import run_gloo, run_threads
@@ -54,10 +57,11 @@ def broken(world: World, name: str) -> Finding:
 def break_gradient(engine: Engine, name: str) -> None:
     update, param = engine.optimizer.step, engine.model.get_parameter(name)
 
-    def step(factor: float = 1.0) -> None:
-        assert param.grad is not None
-        param.grad.mul_(2)
-        update(factor)
+    def step(flats: Sequence[Flat], factor: float = 1.0) -> None:
+        if any(param is p for flat in flats for p in flat.params):
+            assert param.grad is not None
+            param.grad.mul_(2)
+        update(flats, factor)
 
     engine.optimizer.step = step
 
@@ -79,13 +83,13 @@ def miscounted(world: World) -> Finding:
     """A rank that sends eight bytes more than it should."""
     plan, trainable = Plan.parse("dp2 fp64"), find("gpt")
     ours = engine_of(trainable, plan, world)
-    finish = ours.data.finish
+    hear = ours.data.hear
 
-    def talkative() -> None:
-        finish()
+    def talkative(used: Tensor) -> None:
+        hear(used)
         ours.data.agree_on(torch.zeros(1, dtype=torch.float64), ours.axes[1])
 
-    ours.data.finish = talkative
+    ours.data.hear = talkative
     return compare(ours, engine_of(trainable, Plan.parse("fp64"), alone()), trainable.batch, 1)
 
 

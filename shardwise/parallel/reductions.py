@@ -1,0 +1,102 @@
+"""this file is the order in which gradients are summed: the same on every rank.
+
+    autograd completes    5 4 . 2 3 . 1 0         in whatever order it likes, each rank its own
+    sums begin            5 4 . . 3 2 1 0         from the last unit to the first
+    sums are awaited        5 4 . . 3 2 1 0       in the order they began
+
+At most `in_flight` sums hold buffers at once.  Where replicas repeat the shards (hybrid sharding) a
+second sum, over the replicas, begins when the first is there.
+"""
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
+
+
+class Summed(Protocol):
+    """What a sum asks of a flat group of parameters."""
+
+    scatters: bool
+
+    def begin_reduce(self) -> None: ...
+    def end_reduce(self) -> None: ...
+    def begin_replicate(self) -> None: ...
+
+
+class Turn(Protocol):
+    """What a sum asks of a unit: whether its gradients are complete, and the groups they are in."""
+
+    complete: bool
+
+    @property
+    def trained(self) -> Sequence[Summed]: ...
+
+
+U = TypeVar("U", bound=Turn)
+
+
+class Reductions(Generic[U]):
+    """The sums of one model's gradients."""
+
+    def __init__(self, in_flight: int, repeated: bool) -> None:
+        self.in_flight, self.repeated = in_flight, repeated
+        self.sync = True  # whether the gradients of this backward pass are the last of the step
+        self.next = 0  # how many units, counted from the last, have had their turn
+        self.flying: deque[tuple[U, bool]] = deque()  # and whether the update waits for it
+        self.landed: deque[U] = deque()
+
+    def begin(self) -> None:
+        """A backward pass begins."""
+        self.next = 0
+
+    def go_on(self, order: Sequence[U]) -> None:
+        """Begin the sums of the complete units whose turn it is; `order` is that of the forward."""
+        turns = order[::-1]
+        while self.next < len(turns) and (
+            turns[self.next].complete or not turns[self.next].trained
+        ):
+            self._reduce(turns[self.next])
+            self.next += 1
+
+    def end(self, order: Sequence[U]) -> None:
+        """Autograd is done: begin those of units that had no gradient for some parameter."""
+        for unit in order[::-1][self.next :]:
+            self._reduce(unit)
+        self.next = len(order)
+
+    def _reduce(self, unit: U) -> None:
+        scatters = any(group.scatters for group in unit.trained)
+        if not unit.trained or not (self.sync or scatters):
+            return
+        while any(unit is flying for flying, _ in self.flying):
+            self._land()  # its sum of the microbatch before
+        for group in unit.trained:
+            group.begin_reduce()
+        self.flying.append((unit, self.sync))
+        while scatters and len(self.flying) > self.in_flight:
+            self._land()
+
+    def _land(self) -> None:
+        unit, sync = self.flying.popleft()
+        for group in unit.trained:
+            group.end_reduce()
+            if sync:
+                group.begin_replicate()
+        if sync:
+            self.landed.append(unit)
+
+    def arrivals(self) -> Iterator[U]:
+        """Each unit whose gradients the update waits for, once they are summed."""
+        while self.flying or self.landed:
+            while self.flying and (self.repeated or not self.landed):
+                self._land()  # all of them where a second sum is to begin
+            if self.landed:
+                unit = self.landed.popleft()
+                for group in unit.trained:
+                    group.end_reduce()
+                yield unit
+
+    def finish(self) -> None:
+        """Wait until every gradient is summed."""
+        for _ in self.arrivals():
+            pass
