@@ -4,11 +4,12 @@
     shardwise verify PLAN      prove a plan                  1  it does not, or the run failed
     shardwise bench SUITE      measure beside the peers      2  bad input: one paragraph says what
     shardwise plan             the words of plans
+    shardwise schedule NAME    draw a pipeline schedule
     shardwise checkpoint       look into checkpoints
 
 Nothing heavy is imported before it is needed: help and answers to bad input do not wait for torch.
-`verify`, `bench` and `checkpoint inspect` live in modules of their own, which are imported only
-when they are asked for.
+`verify`, `bench`, `schedule` and `checkpoint inspect` live in modules of their own, which are
+imported only when they are asked for.
 """
 
 import os
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.main import get_command
@@ -25,10 +26,15 @@ import shardwise
 from shardwise.core.errors import InputError, RankError, RunError
 from shardwise.train.usage import UsageError, answer
 
+if TYPE_CHECKING:
+    from shardwise.train.prepare import Start
+    from shardwise.train.wish import StopWish
+
 # command: where its function is, and its line in the help
 ELSEWHERE = {
     "verify": ("shardwise.train.verify", "verify_command", "Prove a plan: parity, bytes, memory."),
     "bench": ("shardwise.bench.cli", "bench_command", "Measure side by side with the peers."),
+    "schedule": ("shardwise.train.schedule", "schedule_command", "Draw and price a schedule."),
     "inspect": ("shardwise.checkpoint.command", "inspect_command", "What a checkpoint holds."),
 }
 
@@ -66,6 +72,7 @@ def application(given: Sequence[str] = ()) -> typer.Typer:
     app.command("verify")(command("verify", given))
     app.command("bench")(command("bench", given))
     app.command("plan")(plan)
+    app.command("schedule")(command("schedule", given))
     checkpoint = typer.Typer(no_args_is_help=True, help="Look into checkpoints.")
     checkpoint.callback()(lambda: None)
     checkpoint.command("inspect")(command("inspect", given))
@@ -118,13 +125,32 @@ def train(
 ) -> None:
     """Train a model; also under torchrun and Slurm."""
     from shardwise.comm.rendezvous import environment
-    from shardwise.core.plan import Plan
-    from shardwise.train.config import read
-    from shardwise.train.prepare import Start, prepare
+    from shardwise.train.prepare import Start
+    from shardwise.train.wish import NOTHING, StopWish
 
     overrides = [*(set_ or ()), *([] if plan is None else [f"plan.text={plan}"])]
+    # one of several ranks must not leave the others alone
+    with StopWish(leaving=environment() is None) as wish:
+        try:
+            code = _train(config, overrides, Start(resume, overwrite), nproc, wish)
+        except KeyboardInterrupt:
+            if not wish.leaving:  # asked a second time
+                raise
+            print(NOTHING)
+            code = 0
+    raise typer.Exit(code)
+
+
+def _train(
+    config: Path, overrides: Sequence[str], start: "Start", nproc: int | None, wish: "StopWish"
+) -> int:
+    """Train here, or start the ranks that do; the exit code."""
+    from shardwise.comm.rendezvous import environment
+    from shardwise.core.plan import Plan
+    from shardwise.train.config import read
+    from shardwise.train.prepare import prepare
+
     settings = read(config, overrides)
-    start = Start(resume, overwrite)
     if environment() is None:
         wanted = Plan.parse(settings.plan.text).size
         # a plan for a cluster is not started on a laptop by accident
@@ -132,19 +158,32 @@ def train(
         ranks = nproc if nproc is not None else 1 if alone else wanted
         prepare(settings, ranks, start)
         if ranks > 1:
-            raise typer.Exit(_launch(config, overrides, start, ranks))
+            before = _trained(settings.folder)
+            code = _launch(config, overrides, start, ranks)
+            # a signal may have ended ranks that had not begun to listen
+            wish.leaving = code > 128 and _trained(settings.folder) == before
+            if wish.leaving:
+                raise KeyboardInterrupt
+            return code
 
     from shardwise.comm.world import init
     from shardwise.train.loop import train as run
 
     world = init(None if settings.run.device == "auto" else settings.run.device)
     try:
-        run(settings, world, start)
+        run(settings, world, start, wish=wish)
     finally:
         world.close()
+    return 0
 
 
-def _launch(config: Path, overrides: Sequence[str], start: Any, ranks: int) -> int:
+def _trained(folder: Path) -> int:
+    """A mark of the steps that a run has recorded."""
+    file = folder / "metrics.jsonl"
+    return file.stat().st_mtime_ns if file.exists() else 0
+
+
+def _launch(config: Path, overrides: Sequence[str], start: "Start", ranks: int) -> int:
     """The same command in `ranks` processes; its exit code."""
     from shardwise.comm.launch import launch
 

@@ -46,12 +46,18 @@ def check(folder: Path, resume: bool, overwrite: bool) -> None:
 
 def claim(config: Config, overwrite: bool) -> None:
     """Make the folder ready and leave the configuration there. For one rank, after `check`."""
-    for name in OWN if overwrite else ():
-        path = config.folder / name
+    if overwrite:
+        clear(config.folder)
+    (config.folder / PLOTS).mkdir(parents=True, exist_ok=True)
+    text = dump(config)
+    publish(config.folder / "config.toml", lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def clear(folder: Path) -> None:
+    """Remove what a run writes, and nothing else."""
+    for name in OWN:
+        path = folder / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    (config.folder / PLOTS).mkdir(parents=True, exist_ok=True)
-    text = dump(config)
-    publish(config.folder / "config.toml", lambda path: path.write_text(text, encoding="utf-8"))

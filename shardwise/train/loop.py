@@ -38,7 +38,8 @@ from shardwise.train.progress import Progress
 from shardwise.train.report import Cost, Summary
 from shardwise.train.sample import sample
 from shardwise.train.saving import Position, load_run, save_run
-from shardwise.train.stop import StopWish, any_rank, ranks_with
+from shardwise.train.stop import any_rank, ranks_with
+from shardwise.train.wish import NOTHING, StopWish
 
 MEMORY_EVERY = 20  # steps between two looks at what is held, which costs a walk over all tensors
 
@@ -58,25 +59,35 @@ class Run:
 
 
 def train(
-    config: Config, world: World, start: Start | None = None, console: Console | None = None
+    config: Config,
+    world: World,
+    start: Start | None = None,
+    console: Console | None = None,
+    wish: StopWish | None = None,
 ) -> Summary | None:
     """Train as the configuration says; the summary on rank 0, None elsewhere.
+
+    `wish` hears the signals since before this was called; without it they are heard in here. One
+    that comes before the first step ends the run without a trace of it.
 
     Raises InputError for inputs that cannot work, before anything is written, and RunError for a
     loss or gradient that is not finite; the checkpoints saved before stay.
     """
     start = start or Start()
-    prepared = prepare(config, world.size, start)
-    world.barrier()  # every rank has found the folder as it should be before one changes it
-    if world.rank == 0:
-        folder.claim(config, start.overwrite)
-    world.barrier()
-    objective = Objective()
-    engine = build(prepared, world, objective)
-    at = load_run(prepared, engine) if start.resume else Position()
     with ExitStack() as stack:
         first = world.rank == 0
-        wish = stack.enter_context(StopWish())
+        wish = wish or stack.enter_context(StopWish())
+        prepared = prepare(config, world.size, start)
+        wish.leaving = False  # from here on no rank leaves alone
+        # every rank has found the folder as it should be before one changes it
+        if any_rank(wish.wished, world):
+            return nothing(world, console)
+        if first:
+            folder.claim(config, start.overwrite)
+        world.barrier()
+        objective = Objective()
+        engine = build(prepared, world, objective)
+        at = load_run(prepared, engine) if start.resume else Position()
         peak_flops = measured_peak(world.device, next(engine.model.parameters()).dtype)
         unigram = unigram_entropy(prepared.corpus) if first else math.nan
         board = config.run.tensorboard
@@ -84,8 +95,19 @@ def train(
         shown = stack.enter_context(progress.opened(config.train.steps, first, console))
         run = Run(prepared, engine, objective, peak_flops, unigram, shown, kept, wish)
         opening(run, at)
-        stopped = steps(run, at)
+        early = any_rank(wish.wished, world)
+        stopped = early or steps(run, at)
+    if early:
+        if first and not start.resume:
+            folder.clear(config.folder)  # so that the same command can be given again
+        return nothing(world, console)
     return finish(run, stopped, console)
+
+
+def nothing(world: World, console: Console | None) -> None:
+    """Say that the run was stopped before its first step."""
+    if world.rank == 0:
+        (console or Console(highlight=False)).print(NOTHING, soft_wrap=True)
 
 
 def opening(run: Run, at: Position) -> None:

@@ -1,5 +1,6 @@
 """Small runs for the tests of the loop: worlds of one and of several gloo processes."""
 
+import io
 import os
 import signal
 from collections.abc import Callable
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 
 from shardwise.comm.world import World, alone
@@ -102,3 +104,23 @@ def poisoned(world: World, given: config.Config, rank: int, step: int) -> str:
     finally:
         Objective.__call__ = called
     return ""
+
+
+def stopped_early(
+    world: World, given: config.Config, rank: int, where: str, start: Start | None
+) -> tuple[bool, str]:
+    """Train, with SIGTERM sent to one rank in a function of the loop; no summary, what was said."""
+    called = getattr(loop, where)
+
+    def signalled_in(*args: Any) -> Any:
+        if world.rank == rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return called(*args)
+
+    said = io.StringIO()
+    setattr(loop, where, signalled_in)
+    try:
+        summary = loop.train(given, world, start, Console(file=said, width=200))
+    finally:
+        setattr(loop, where, called)
+    return summary is None, said.getvalue()

@@ -1,5 +1,6 @@
 """`shardwise train` as a user runs it: started, interrupted, resumed, and failing."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -7,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.train import config
+from shardwise.train import cli, config
 from shardwise.train.metrics import read
+from shardwise.train.wish import NOTHING
 from tests.train.runs import settings
 
 
@@ -35,6 +37,51 @@ def test_a_run_is_interrupted_and_resumed_under_another_plan(tmp_path: Path) -> 
     assert f"resumed after step {stopped}" in done.stdout
     steps = [record.step for record in read(tmp_path / "run")]
     assert steps == list(range(1, stopped + 3))
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_signal_in_start_up_ends_the_command_with_exit_code_0(
+    ranks: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """While the data is being prepared, before any rank is started: a line, and no run folder."""
+    started = command(tmp_path, "--nproc", ranks, "--plan", f"dp{ranks}")
+
+    def interrupted(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("the signal was not heard")
+
+    monkeypatch.setattr("shardwise.train.prepare.prepare", interrupted)
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(started[started.index("train") :])
+    assert leaving.value.code == 0
+    assert capsys.readouterr() == (f"{NOTHING}\n", "")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("trained", "code"), [(False, 0), (True, 143)])
+def test_ranks_that_a_signal_ended_before_they_listened_have_trained_nothing(
+    trained: bool,
+    code: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The launcher's 128 + 15 is a clean end where no step was recorded, and only there."""
+    started = command(tmp_path, "--nproc", "2")
+
+    def launched(*_: object) -> int:
+        if trained:
+            (tmp_path / "run" / "metrics.jsonl").write_text("{}")
+        return 143
+
+    monkeypatch.setattr("shardwise.comm.launch.launch", launched)
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(started[started.index("train") :])
+    assert leaving.value.code == code
+    assert (NOTHING in capsys.readouterr().out) != trained
 
 
 def _sent(line: str, program: subprocess.Popen[str]) -> bool:

@@ -13,6 +13,7 @@ from shardwise.train import config, loop
 from shardwise.train.metrics import Record
 from shardwise.train.model import gpt_config
 from shardwise.train.prepare import Start
+from shardwise.train.wish import NOTHING
 from tests.pool import run_gloo
 from tests.train import runs
 
@@ -69,6 +70,28 @@ def test_a_stopped_run_goes_on_under_another_plan(
     assert "Stopped by a signal" in (given.folder / "report.md").read_text()
     resumed = runs.settings(tmp_path / "run", plan)
     same(runs.run(resumed, ranks, Start(resume=True)), whole)
+
+
+@pytest.mark.parametrize("where", ["prepare", "build", "opening"])
+def test_a_signal_before_the_first_step_leaves_no_trace(where: str, tmp_path: Path) -> None:
+    """Heard by one of two ranks in start-up, it ends both; the same command can be given again."""
+    given = runs.settings(tmp_path / "run", "dp2 zero3 fp64")
+    found = run_gloo(2, runs.stopped_early, given, 1, where, None)
+    assert [left for left, _ in found] == [True, True]
+    assert found[0][1].endswith(f"{NOTHING}\n")
+    assert list((tmp_path / "run").iterdir()) == []
+    assert len(runs.run(given, 2)) == 7
+
+
+def test_a_signal_before_a_resumed_run_goes_on_keeps_it(
+    whole: list[Record], tmp_path: Path
+) -> None:
+    """What was trained and saved stays, and can be resumed as before."""
+    given = runs.settings(tmp_path / "run", save_every=0)
+    assert run_gloo(1, runs.signalled, given, 0, 3) == [True]
+    [(left, said)] = run_gloo(1, runs.stopped_early, given, 0, "build", Start(resume=True))
+    assert left and said.endswith(f"{NOTHING}\n")
+    same(runs.run(given, start=Start(resume=True)), whole)
 
 
 def test_what_was_done_after_the_checkpoint_is_done_again_once(

@@ -3,9 +3,12 @@
 import os
 import signal
 
+import pytest
+
 from shardwise.comm.ledger import Key
 from shardwise.comm.world import World
-from shardwise.train.stop import StopWish, any_rank, ranks_with
+from shardwise.train.stop import any_rank, ranks_with
+from shardwise.train.wish import StopWish
 from tests.pool import run_threads
 
 
@@ -39,3 +42,13 @@ def test_a_signal_is_a_wish_and_a_second_one_is_an_end() -> None:
         pass
     assert not wish.wished
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_process_that_nobody_waits_for_leaves_at_once() -> None:
+    """While it may leave alone, the signal ends what it is doing, and is remembered."""
+    before = signal.getsignal(signal.SIGTERM)
+    with StopWish(leaving=True) as wish:
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert wish.wished
+        assert signal.getsignal(signal.SIGTERM) is before
