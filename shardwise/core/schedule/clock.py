@@ -1,0 +1,91 @@
+"""This file is the clock: when each step of a schedule happens, if every action costs what is said.
+
+Messages travel beside computation: a tensor arrives one `hop` after it was made on another rank,
+and a rank waits only where it needs one that has not arrived. The bubble is the share of the time
+of all ranks in which they wait; a rank that is done waits for the others until the step is over.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardwise.core.schedule.action import Action, Op, Token
+from shardwise.core.schedule.lower import lower
+from shardwise.core.schedule.schedule import Schedule
+from shardwise.core.schedule.walk import walk
+
+Cost = float | tuple[float, ...]  # of every stage, or of each
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What an action takes, in any one unit of time: a number, or one for each stage.
+
+    B is I and W together where it is not given. What is left out beside them takes no time.
+    """
+
+    F: Cost = 1.0
+    I: Cost = 1.0
+    W: Cost = 1.0
+    B: Cost | None = None
+    U: Cost = 0.0
+    GATHER: Cost = 0.0
+    REDUCE: Cost = 0.0
+    hop: float = 0.0
+
+    def of(self, op: Op, stage: int) -> float:
+        """The time of one action."""
+        cost: Cost | None = 0.0 if op == "FREE" else getattr(self, op)
+        if cost is None:
+            return self.of("I", stage) + self.of("W", stage)
+        return cost[stage] if isinstance(cost, tuple) else cost
+
+
+class Span(NamedTuple):
+    """An action and its time."""
+
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """`spans[rank]` are the actions of a rank with their times; transfers are left out."""
+
+    schedule: Schedule
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def makespan(self) -> float:
+        """From the first action's start to the last one's end."""
+        return max((row[-1].end for row in self.spans if row), default=0.0)
+
+    @property
+    def idle(self) -> tuple[float, ...]:
+        """How long each rank waits."""
+        busy = (sum(span.end - span.start for span in row) for row in self.spans)
+        return tuple(self.makespan - time for time in busy)
+
+    @property
+    def bubble(self) -> float:
+        """The idle share of the time of all ranks."""
+        return sum(self.idle) / (self.makespan * len(self.spans)) if self.makespan else 0.0
+
+
+def clock(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """When everything happens. Raises InputError where the schedule deadlocks."""
+    costs = costs or Costs()
+    whole = lower(schedule)
+    now = [0.0] * whole.ranks
+    sent: dict[Token, float] = {}
+    spans: list[list[Span]] = [[] for _ in whole.rows]
+    for rank, step in walk(whole):
+        if isinstance(step, Action):
+            start = now[rank]
+            now[rank] += costs.of(step.op, step.stage)
+            spans[rank].append(Span(step, start, now[rank]))
+        elif step.op == "SEND":
+            sent[step.token] = now[rank]
+        else:
+            now[rank] = max(now[rank], sent[step.token] + costs.hop)
+    return Timeline(whole, tuple(tuple(row) for row in spans))

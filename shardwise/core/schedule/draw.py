@@ -1,0 +1,113 @@
+"""This file is the drawings of a schedule on its clock, as in the papers: one row a rank.
+
+    rank 0  F0 F1 F2 .. .. .. B0 -- B1 -- B2 --       time runs to the right, a column a unit
+    rank 1  .. F0 F1 F2 B0 -- ...                     dots are waiting, dashes an action going on
+
+A cell names the microbatch. On ranks with two stages the second one's letters are small, with more
+the stage is named too: F2.0.
+"""
+
+from html import escape
+
+from shardwise.core.schedule.action import Action
+from shardwise.core.schedule.clock import Span, Timeline
+from shardwise.core.schedule.schedule import Schedule
+
+#: The most columns a drawing has; a finer unit of time than this allows is not drawn.
+COLUMNS = 1200
+
+#: op: its colour, for a rank's even and odd stages.
+COLOURS: dict[str, tuple[str, str]] = {
+    "F": ("#4c78a8", "#9ecae9"),
+    "B": ("#54a24b", "#a1d99b"),
+    "I": ("#f2a93b", "#fbd690"),
+    "W": ("#b07aa1", "#dcc1d6"),
+    "U": ("#e45756", "#f2aeae"),
+    "REDUCE": ("#888888", "#bbbbbb"),
+    "GATHER": ("#888888", "#bbbbbb"),
+}
+NAMES = {"F": "forward", "B": "backward", "I": "input", "W": "weights", "U": "update"} | {
+    "REDUCE": "reduce",
+    "GATHER": "gather",
+}
+_FONT = 'font-family="sans-serif" font-size="11"'
+
+
+def label(action: Action, schedule: Schedule) -> str:
+    """What an action is called in a cell of its rank's row."""
+    stages = schedule.stages(schedule.home[action.stage])
+    if len(stages) > 2:
+        return str(action)
+    name = f"{action.op[0]}{action.microbatch}"
+    return name.lower() if stages.index(action.stage) else name
+
+
+def as_text(timeline: Timeline) -> str:
+    """The drawing in letters; its unit of time is what the shortest action takes."""
+    rows, shortest = _shown(timeline)
+    unit = max(shortest, timeline.makespan / COLUMNS)
+    names = {span: label(span.action, timeline.schedule) for row in rows for span in row}
+    width = max(map(len, names.values()), default=2)
+    lines: list[str] = []
+    for rank, row in enumerate(rows):
+        cells = ["." * width] * _column(timeline.makespan, unit)
+        for span in row:
+            first, last = _column(span.start, unit), _column(span.end, unit)
+            cells[first:last] = ["-" * width] * (last - first)
+            cells[first : first + 1] = [names[span]] * (first < last)
+        lines.append(f"rank {rank:<3}" + " ".join(cell.ljust(width) for cell in cells))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def as_svg(timeline: Timeline, title: str) -> str:
+    """The drawing as SVG, to scale. A cell tells its action and times when pointed at."""
+    rows, shortest = _shown(timeline)
+    scale = min(26 / shortest, COLUMNS / (timeline.makespan or 1.0))
+    wide, high = 60 + timeline.makespan * scale + 10, 34 + 26 * len(rows) + 34
+    ops = [op for op in COLOURS if any(span.action.op == op for row in rows for span in row)]
+    styles = "".join(
+        f".{op}{shade}{{fill:{colour}}}" for op in ops for shade, colour in enumerate(COLOURS[op])
+    )
+    size = f'width="{wide:.0f}" height="{high}"'
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:.0f} {high}" {size} {_FONT}>',
+        f"<style>{styles}.m{{text-anchor:middle}}</style>",
+        f'<rect {size} fill="#fff"/>',
+        f'<text x="10" y="20" font-size="13">{escape(title)}</text>',
+    ]
+    for rank, row in enumerate(rows):
+        y = 34 + 26 * rank
+        waiting = f'width="{timeline.makespan * scale:.2f}" height="22" fill="#eee"'
+        parts.append(f'<text x="10" y="{y + 15}">rank {rank}</text>')
+        parts.append(f'<rect x="60" y="{y}" {waiting}/>')
+        parts += [_cell(span, timeline.schedule, y, scale) for span in row]
+    for k, op in enumerate(ops):
+        x, y = 60 + 90 * k, 34 + 26 * len(rows) + 8
+        parts.append(f'<rect class="{op}0" x="{x}" y="{y}" width="14" height="14"/>')
+        parts.append(f'<text x="{x + 19}" y="{y + 11}">{NAMES[op]}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _cell(span: Span, schedule: Schedule, y: int, scale: float) -> str:
+    """One action of an SVG drawing."""
+    action, start, end = span
+    shade = schedule.stages(schedule.home[action.stage]).index(action.stage) % 2
+    x, wide = 60 + start * scale, (end - start) * scale
+    name = str(action.microbatch) if action.op in ("F", "B", "I", "W") else ""
+    text = f'<text class="m" x="{x + wide / 2:.2f}" y="{y + 15}">{name}</text>'
+    return (
+        f'<g><title>{action} {start:g} to {end:g}</title><rect class="{action.op}{shade}" '
+        f'x="{x:.2f}" y="{y}" width="{wide:.2f}" height="22" stroke="#fff"/>'
+        f"{text if name and 7 * len(name) <= wide else ''}</g>"
+    )
+
+
+def _shown(timeline: Timeline) -> tuple[list[list[Span]], float]:
+    """The actions that take time, and the least time that one takes."""
+    rows = [[span for span in row if span.end > span.start] for row in timeline.spans]
+    return rows, min((span.end - span.start for row in rows for span in row), default=1.0)
+
+
+def _column(time: float, unit: float) -> int:
+    """The column at which something at `time` begins; sums of costs are not exact."""
+    return int(time / unit + 0.5 + 1e-6)

@@ -1,0 +1,204 @@
+"""This file is the library: every schedule by its plan word, with its paper and its closed forms.
+
+A form is a function of n: n.p ranks, n.m microbatches, n.v chunks a rank. Spans are in units of one
+action with F = I = W = 1 (B = 2) and no hop; tapes are the activations that each rank holds at
+most, one for each microbatch and stage. The tests hold every form against the clock.
+"""
+
+import difflib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardwise.core.errors import bad
+from shardwise.core.schedule import classic, looped, stale, zero_bubble
+from shardwise.core.schedule.schedule import Schedule
+
+
+class Size(NamedTuple):
+    """p ranks, m microbatches, v chunks a rank; with 2BW, so many batches of m microbatches."""
+
+    p: int
+    m: int
+    v: int = 1
+    batches: int = 1
+
+    @property
+    def work(self) -> int:
+        """What each rank has to do, in units of one action."""
+        return 3 * self.m * self.v * self.batches
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One schedule: how it is built, and what its paper says of it.
+
+    `span` is the makespan as a form, `tapes` the most activations each rank holds; `bubble_text`
+    and `tapes_text` say them in the papers' letters, and `versions_text` how many versions of its
+    weights stage s keeps. `chunks` a rank, None where they are chosen.
+    """
+
+    title: str
+    paper: str
+    build: Callable[[Size], Schedule]
+    span: Callable[[Size], int]
+    tapes: Callable[[Size], tuple[int, ...]]
+    bubble_text: str
+    tapes_text: str
+    chunks: int | None = 1
+    versions_text: str = "1"
+
+    def bubble(self, n: Size) -> float:
+        """The idle share of all ranks' time, by the closed form."""
+        return 1 - n.work / self.span(n)
+
+
+def _plain(n: Size) -> int:
+    return n.work + 3 * (n.p - 1)
+
+
+def _first(n: Size) -> tuple[int, ...]:
+    return tuple(min(n.p - r, n.m * n.batches) for r in range(n.p))
+
+
+def _deep(n: Size) -> tuple[int, ...]:
+    step = 2 if n.v > 1 else 1
+    return tuple(min(step * (n.p - r - 1) + (n.v - 1) * n.p + 1, n.v * n.m) for r in range(n.p))
+
+
+_1F1B = "(p-1)/(m+p-1)", "min(p-r, m)"
+
+LIBRARY: dict[str, Entry] = {
+    "naive": Entry(
+        "naive model parallelism: layers over ranks",
+        "no paper",
+        lambda n: classic.naive(n.p, n.m),
+        span=_plain,
+        tapes=lambda n: (1,) * n.p,
+        bubble_text="(p-1)/p",
+        tapes_text="1",
+    ),
+    "gpipe": Entry(
+        "GPipe",
+        "arXiv 1811.06965",
+        lambda n: classic.gpipe(n.p, n.m),
+        span=_plain,
+        tapes=lambda n: (n.m,) * n.p,
+        bubble_text="(p-1)/(m+p-1)",
+        tapes_text="m",
+    ),
+    "1f1b": Entry(
+        "1F1B (PipeDream-flush)",
+        "arXiv 2006.09503, 2104.04473",
+        lambda n: classic.one_f_one_b(n.p, n.m),
+        *(_plain, _first, *_1F1B),
+    ),
+    "dapple": Entry(
+        "DAPPLE",
+        "arXiv 2007.01045",
+        lambda n: classic.dapple(n.p, n.m),
+        *(_plain, _first, *_1F1B),
+    ),
+    "pipedream": Entry(
+        "PipeDream",
+        "arXiv 1806.03377, SOSP 2019",
+        lambda n: stale.pipedream(n.p, n.m),
+        *(_plain, _first, *_1F1B),
+        versions_text="p-s where m >= 2(p-1)",
+    ),
+    "2bw": Entry(
+        "PipeDream-2BW",
+        "arXiv 2006.09503",
+        lambda n: stale.two_buffered(n.p, n.m, n.batches),
+        *(_plain, _first, *_1F1B),
+        versions_text="2 from the second batch on",
+    ),
+    "interleaved": Entry(
+        "interleaved 1F1B",
+        "arXiv 2104.04473",
+        lambda n: looped.interleaved(n.p, n.m, n.v),
+        span=_plain,
+        tapes=_deep,
+        bubble_text="(p-1)/(v·m+p-1)",
+        tapes_text="min(2(p-r-1)+(v-1)p+1, v·m)",
+        chunks=None,
+    ),
+    "bfs": Entry(
+        "breadth-first",
+        "arXiv 2211.05953",
+        lambda n: looped.breadth_first(n.p, n.m, n.v),
+        span=lambda n: 3 * ((n.v - 1) * max(n.m, n.p) + n.m + n.p - 1),
+        tapes=lambda n: (n.v * n.m,) * n.p,
+        bubble_text="(p-1)/(v·m+p-1) where m >= p",
+        tapes_text="v·m",
+        chunks=None,
+    ),
+    "zb-h1": Entry(
+        "ZB-H1",
+        "arXiv 2401.10241",
+        lambda n: zero_bubble.zb_h1(n.p, n.m),
+        span=lambda n: 2 * n.m + n.p - 1 + max(n.m, n.p),
+        tapes=lambda n: (min(n.p, n.m),) * n.p,
+        bubble_text="(p-1)/(3m+p-1) where m >= p",
+        tapes_text="min(p, m)",
+    ),
+    "zb-v": Entry(
+        "ZB-V",
+        "arXiv 2401.10241, 2405.15362",
+        lambda n: zero_bubble.zb_v(n.p, n.m),
+        span=lambda n: max(6 * n.m + n.p - 1, 4 * n.m + 3 * n.p - 1, 2 * n.m + 4 * n.p - 1),
+        tapes=lambda n: (2 * min(n.p, n.m),) * n.p,
+        bubble_text="(p-1)/(6m+p-1) where m >= p",
+        tapes_text="2·min(p, m)",
+        chunks=2,
+    ),
+    "dualpipe-v": Entry(
+        "DualPipe-V",
+        "arXiv 2412.19437",
+        lambda n: zero_bubble.dualpipe_v(n.p, n.m),
+        span=lambda n: 6 * n.m + n.p - 1,
+        tapes=lambda n: (2 * n.p + 1,) * n.p,
+        bubble_text="(p-1)/(6m+p-1)",
+        tapes_text="2p+1",
+        chunks=2,
+    ),
+}
+
+
+def entry(name: str) -> Entry:
+    """The schedule of that name. Raises InputError with the nearest if there is none."""
+    if name not in LIBRARY:
+        near = difflib.get_close_matches(name.lower(), LIBRARY, n=1, cutoff=0.3)
+        raise bad(f"the schedule '{name}'", ", ".join(LIBRARY), (near or ["1f1b"])[0])
+    return LIBRARY[name]
+
+
+def size(name: str, p: int, m: int, v: int | None = None, batches: int = 1) -> Size:
+    """The size of the schedule of that name, chunks filled in (2 where they are to be chosen).
+
+    Raises InputError for an unknown name, a number below one, or chunks it does not have.
+    """
+    chunks = entry(name).chunks
+    n = Size(p, m, chunks or 2 if v is None else v, batches)
+    for number, what in zip(n, ("stages", "microbatches", "chunks", "batches"), strict=True):
+        if number < 1:
+            raise bad(f"{number} {what} for {name}", "a whole number from 1 up", f"--{what} 2")
+    if chunks not in (None, n.v):
+        free = " or ".join(name for name, one in LIBRARY.items() if one.chunks is None)
+        allowed = f"{chunks} of them with {name}, any number with {free}"
+        raise bad(f"{v} chunks a rank for {name}", allowed, f"--chunks {chunks}")
+    if batches > 1 and name != "2bw":
+        raise bad(f"{batches} batches for {name}", "more than one with 2bw alone", "--batches 1")
+    return n
+
+
+def build(word: str, p: int) -> Schedule:
+    """The schedule of a plan's word on p ranks: build("interleaved:8x2", 4).
+
+    Raises InputError for an unknown name, numbers below one, and what the schedule forbids.
+    """
+    name, _, numbers = word.partition(":")
+    m, _, v = (numbers or "1").partition("x")
+    if not m.isdecimal() or not (v or "1").isdecimal():
+        raise bad(f"the schedule '{word}'", "a name, a colon, and M or MxV", f"{name}:8")
+    return entry(name).build(size(name, p, int(m), int(v) if v else None))

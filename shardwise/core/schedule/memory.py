@@ -1,0 +1,64 @@
+"""This file is the memory of a schedule: what is alive on a rank at once, counted or in bytes."""
+
+from collections.abc import Callable
+
+from shardwise.core.schedule.action import COMPUTE_OPS, Token
+from shardwise.core.schedule.lower import lower
+from shardwise.core.schedule.relation import makes, takes
+from shardwise.core.schedule.schedule import Schedule
+
+
+def activations(token: Token) -> float:
+    """One for each microbatch whose forward on a stage is not yet wholly gone back through."""
+    return float(token.kind in ("tape", "rest"))
+
+
+def sizes(**stage_bytes: tuple[float, ...]) -> Callable[[Token], float]:
+    """Bytes of tokens by kind, for each stage: sizes(tape=(4e9, 3e9), act=(1e6, 1e6))."""
+    return lambda token: stage_bytes[token.kind][token.stage] if token.kind in stage_bytes else 0.0
+
+
+def peaks(schedule: Schedule, size: Callable[[Token], float] = activations) -> tuple[float, ...]:
+    """The most that is alive on each rank between two steps, as `size` counts: tapes, or bytes."""
+    whole = lower(schedule)
+    found: list[float] = []
+    for row in whole.rows:
+        alive = peak = 0.0
+        for step in row:
+            alive -= sum(map(size, takes(step, whole)))
+            alive += sum(map(size, makes(step, whole)))
+            peak = max(peak, alive)
+        found.append(peak)
+    return tuple(found)
+
+
+def leftovers(schedule: Schedule) -> tuple[frozenset[Token], ...]:
+    """The tokens each rank has after its last step. Weights are not among them: they stay."""
+    whole = lower(schedule)
+    found: list[frozenset[Token]] = []
+    for row in whole.rows:
+        alive: set[Token] = set()
+        for step in row:
+            alive.difference_update(takes(step, whole))
+            alive.update(makes(step, whole))
+        found.append(frozenset(token for token in alive if token.kind != "weights"))
+    return tuple(found)
+
+
+def versions(schedule: Schedule) -> tuple[int, ...]:
+    """The most versions of its weights that each stage has at once.
+
+    A version is kept while it is the newest, and while an action is still to come that uses it.
+    """
+    return tuple(_versions(schedule, stage) for stage in range(len(schedule.home)))
+
+
+def _versions(schedule: Schedule, stage: int) -> int:
+    row = list(enumerate(schedule.actions(schedule.home[stage])))
+    mine = [(k, action) for k, action in row if action.stage == stage]
+    born = {0: -1} | {a.microbatch // schedule.update + 1: k for k, a in mine if a.op == "U"}
+    used = {schedule.version(*a[1:]): k for k, a in mine if a.op in COMPUTE_OPS}  # the last time
+    return max(
+        sum(v == newest or used.get(v, -1) > k for v in range(newest + 1))
+        for newest, k in born.items()
+    )

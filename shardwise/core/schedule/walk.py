@@ -1,0 +1,100 @@
+"""This file is the walk: a lowered schedule done step by step, as its ranks do it side by side.
+
+Sends do not block; a receive waits for the next message of its channel. The order in which a walk
+does the steps is one in which they can be done. A schedule that has none is a deadlock.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+
+from shardwise.core.errors import InputError, bad
+from shardwise.core.schedule.action import Action, Step, Token, Transfer
+from shardwise.core.schedule.relation import makes, needs, takes
+from shardwise.core.schedule.schedule import Schedule
+
+
+def walk(schedule: Schedule) -> Iterator[tuple[int, Step]]:
+    """The steps of a lowered schedule with their ranks, in an order in which they can be done.
+
+    Raises InputError at a deadlock, once nothing can go on: it names what every rank waits for.
+    """
+    state = _State(schedule)
+    ready = deque(range(schedule.ranks))
+    while ready:
+        rank = ready.popleft()
+        while (step := state.next(rank)) is not None and state.can(rank, step):
+            state.do(rank, step)
+            if isinstance(step, Transfer) and step.op == "SEND":
+                ready.append(step.peer)
+            yield rank, step
+    if any(state.next(rank) is not None for rank in range(schedule.ranks)):
+        raise _deadlock(state)
+
+
+class _State:
+    """Where each rank is in its row, the tokens it has, and the messages under way."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.at = [0] * schedule.ranks
+        self.here: list[set[Token]] = [set() for _ in schedule.rows]
+        self.wire: dict[tuple[int, int], deque[Token]] = {}
+
+    def next(self, rank: int) -> Step | None:
+        row = self.schedule.rows[rank]
+        return row[self.at[rank]] if self.at[rank] < len(row) else None
+
+    def can(self, rank: int, step: Step) -> bool:
+        if isinstance(step, Transfer) and step.op == "RECV":
+            inbox = self.wire.get((step.peer, rank))
+            return bool(inbox) and inbox[0] == step.token
+        return self.here[rank].issuperset(needs(step, self.schedule))
+
+    def do(self, rank: int, step: Step) -> None:
+        """The step, on its rank and on the way between ranks."""
+        self.at[rank] += 1
+        if isinstance(step, Transfer) and step.op == "SEND":
+            self.wire.setdefault((rank, step.peer), deque()).append(step.token)
+        elif isinstance(step, Transfer):
+            self.wire[step.peer, rank].popleft()
+        self.here[rank].difference_update(takes(step, self.schedule))
+        self.here[rank].update(makes(step, self.schedule))
+
+
+def _deadlock(state: _State) -> InputError:
+    """What every rank waits for, and an action that had better come before another."""
+    schedule, ranks = state.schedule, range(state.schedule.ranks)
+    home = {t: (r, a) for r in ranks for a in schedule.actions(r) for t in makes(a, schedule)}
+    made = {t for r in ranks for step in _done(state, r) for t in makes(step, schedule)}
+    stuck = {rank: step for rank in ranks if (step := _stuck(state, rank)) is not None}
+    said: list[str] = []
+    remedies: list[tuple[bool, str]] = []
+    for rank, step in stuck.items():
+        head = state.next(rank)
+        wanted = sorted(set(needs(step, schedule)) - made)
+        if not wanted and isinstance(head, Transfer):
+            wanted = [head.token]
+        names: list[str] = []
+        for token in wanted:
+            owner, maker = home.get(token, (rank, None))
+            where = "its own row" if owner == rank else f"rank {owner}"
+            names.append(
+                f"{token} of {maker} on {where}" if maker else f"{token}, which nobody makes"
+            )
+            if maker and maker != stuck[owner]:
+                late = bool(set(needs(maker, schedule)) - made)
+                remedies.append((late, f"{maker} before {stuck[owner]} on rank {owner}"))
+        said.append(f"rank {rank} waits to do {step} for {' and '.join(names)}")
+    instead = min(remedies, key=lambda r: r[0], default=(True, "what is missing, before its use"))
+    allowed = "rows in which no action waits for one that waits for it"
+    return bad(f"a schedule that deadlocks: {'; '.join(said)}", allowed, instead[1])
+
+
+def _done(state: _State, rank: int) -> tuple[Step, ...]:
+    return state.schedule.rows[rank][: state.at[rank]]
+
+
+def _stuck(state: _State, rank: int) -> Step | None:
+    """The action that a rank is at, or is receiving for."""
+    ahead = state.schedule.rows[rank][state.at[rank] :]
+    return next((step for step in ahead if isinstance(step, Action)), next(iter(ahead), None))
