@@ -23,6 +23,7 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "verify": 'shardwise verify "dp2 zero3"',
     "bench": "shardwise bench data",
     "plan": 'shardwise plan "dp2 zero3"',
+    "schedule": "shardwise schedule 1f1b --stages 4 --microbatches 8",
     "checkpoint": "shardwise checkpoint inspect runs/default/checkpoints",
     "inspect": "shardwise checkpoint inspect runs/default/checkpoints",
 }
@@ -38,6 +39,14 @@ VALUES: Final[Mapping[str, str]] = {
     "--repeats": "5",
     "--link": "1gbit",
     "--device": "cpu",
+    "--stages": "4",
+    "--microbatches": "8",
+    "--chunks": "2",
+    "--batches": "2",
+    "--costs": "F=1,I=1,W=1",
+    "--hop": "0.1",
+    "--svg": "pipeline.svg",
+    "--png": "pipeline.png",
 }
 LONGEST: Final = 120  # of a command line that is quoted
 

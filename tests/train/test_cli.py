@@ -20,8 +20,12 @@ COMMANDS = {
         *("words", "--size", "--ranks", "--repeats", "--link", "--device", "--json", "--help"),
     },
     "checkpoint inspect": {"path", "--json", "--help"},
+    "schedule": {
+        *("name", "--stages", "--microbatches", "--chunks", "--batches", "--costs", "--hop"),
+        *("--svg", "--png", "--text", "--lowered", "--json", "--help"),
+    },
 }
-NAMES = ["bench", "checkpoint", "plan", "train", "verify"]
+NAMES = ["bench", "checkpoint", "plan", "schedule", "train", "verify"]
 
 
 def named(name: str) -> Any:
@@ -101,7 +105,8 @@ def test_a_command_line_that_cannot_be_read_is_a_paragraph(
 
 
 @pytest.mark.parametrize(
-    "argv", [("--help",), ("--version",), ("train", "--help"), ("plan", "--words")]
+    "argv",
+    [("--help",), ("--version",), ("train", "--help"), ("plan", "--words"), ("schedule", "1f1b")],
 )
 def test_help_needs_no_torch(argv: tuple[str, ...]) -> None:
     """Torch and the other heavy packages are not imported for help, the version, the words."""

@@ -1,0 +1,131 @@
+"""`shardwise schedule`: what it prints, writes and refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from shardwise.core.errors import InputError
+from shardwise.core.schedule.library import LIBRARY, build
+from shardwise.core.schedule.lower import lower
+from shardwise.core.schedule.text import read, write
+from shardwise.train.schedule import schedule_command
+
+
+def shown(*argv: str) -> str:
+    app = typer.Typer()
+    app.command()(schedule_command)
+    result = CliRunner().invoke(app, argv)
+    if isinstance(result.exception, InputError):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_the_drawing_stands_above_the_numbers() -> None:
+    """1F1B on two ranks: the figure, then clock and formula side by side."""
+    said = [line.split() for line in shown("1f1b:2", "--stages", "2").splitlines()]
+    assert said[2][2:] == "F0 F1 .. .. B0 -- .. B1 --".split()
+    assert said[3][2:] == ".. F0 B0 -- F1 B1 -- .. ..".split()
+    numbers = {line[0]: line[1:] for line in said[5:] if line}
+    assert numbers["makespan"] == ["9", "9"]
+    assert numbers["bubble"] == ["33.33%", "33.33%", "(p-1)/(m+p-1)"]
+    assert numbers["activations"] == ["2", "1", "2", "1", "min(p-r,", "m)"]
+    assert numbers["transfers"] == ["4", "-", "2", "act,", "2", "grad"]
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_json_is_one_object_with_clock_and_formula(name: str) -> None:
+    """For every schedule of the library the two agree, by default and at other costs of F and B."""
+    said = json.loads(shown(name, "--stages", "2", "--json"))
+    for number in ("makespan", "bubble", "activations"):
+        assert said[number] == pytest.approx(said["formula"][number])
+    assert said["costs"]["F"] == 1 and said["ranks"] == 2
+    assert sum(said["transfers"].values()) > 0
+
+
+def test_formulas_are_held_back_where_they_do_not_hold() -> None:
+    """With hops, stages that differ, or halves that do, only the clock speaks of time."""
+    for argv in (
+        ("1f1b", "--hop", "0.1"),
+        ("1f1b", "--costs", "F=1/2/1/1"),
+        ("zb-h1", "--costs", "F=2,I=1,W=1"),
+        ("1f1b", "--costs", "U=1"),
+    ):
+        said = json.loads(shown(*argv, "--json"))
+        assert (said["formula"]["makespan"], said["formula"]["bubble"]) == (None, None)
+        assert said["activations"] == said["formula"]["activations"]
+    said = json.loads(shown("1f1b:8", "--costs", "F=2,B=3", "--json"))
+    assert said["makespan"] == said["formula"]["makespan"] == 5 * 11
+
+
+def test_costs_and_hops_reach_the_clock() -> None:
+    """The last rank's one forward is late by the hop, the first's backward by both."""
+    said = json.loads(
+        shown("naive", "--stages", "2", "--costs", "F=1/2,B=3/5", "--hop=0.5", "--json")
+    )
+    assert (said["makespan"], said["idle"]) == (12, [8, 5])
+    assert json.loads(shown("1f1b:1", "--stages=1", "--costs=GATHER=2", "--json"))["makespan"] == 5
+
+
+def test_a_schedule_goes_out_as_text_and_comes_back(tmp_path: Path) -> None:
+    """What --text prints is the schedule; edited or not it is drawn and priced as a file."""
+    text = shown("zb-h1:3", "--stages", "2", "--text")
+    assert read(text) == build("zb-h1:3", 2)
+    assert shown("zb-h1:3", "--stages", "2", "--lowered") == write(lower(build("zb-h1:3", 2)))
+    file = tmp_path / "mine"
+    file.write_text(text)
+    said = json.loads(shown(str(file), "--json"))
+    assert (said["makespan"], said["formula"]) == (10, None)
+    assert "rank 1  .. F0 I0" in shown(str(file))
+
+
+def test_batches_of_2bw_are_drawn_without_a_drain() -> None:
+    """Two batches of four: two updates a rank, two versions of the weights."""
+    said = json.loads(shown("2bw:4", "--stages=2", "--batches=2", "--json"))
+    assert said["versions"] == [2, 2]
+    assert said["makespan"] == said["formula"]["makespan"] == 3 * 9
+
+
+def test_pictures_are_written_over(tmp_path: Path) -> None:
+    """SVG and PNG files, of the schedule that is asked for, where there was one before."""
+    for name in ("gpipe", "zb-v"):
+        svg, png = tmp_path / "a.svg", tmp_path / "a.png"
+        shown(name, "--svg", str(svg), "--png", str(png), "--costs", "U=0")
+        assert svg.read_text().startswith("<svg ")
+        assert LIBRARY[name].title in svg.read_text()
+        assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("argv", "phrase"),
+    [
+        (("1f1b", "--stages", "0"), "0 stages for 1f1b"),
+        (("1f1b", "--microbatches", "0"), "0 microbatches for 1f1b"),
+        (("interleaved", "--microbatches", "6"), "multiples of 4: 4, 8, 12"),
+        (("dualpipe-v", "--microbatches", "4"), "from 8 up"),
+        (("naive", "--microbatches", "4"), "one microbatch"),
+        (("interleafed",), "Write instead: interleaved"),
+        (("zb-v", "--chunks", "3"), "2 of them with zb-v"),
+        (("1f1b", "--batches", "2"), "2bw alone"),
+        (("1f1b:x",), "M or MxV"),
+        (("1f1b:8", "--microbatches", "4"), "its numbers again"),
+        (("1f1b", "--costs", "X=1"), "the costs 'X=1'"),
+        (("1f1b", "--costs", "F=-1"), "the costs 'F=-1'"),
+        (("1f1b", "--costs", "F=1/2"), "one for each of 4 stages"),
+        (("1f1b", "--hop", "nan"), "a hop of nan"),
+        (("absent.txt",), "absent.txt"),
+        (("{file}", "--stages", "2"), "its rows say its size"),
+        (("{file}",), "rank 0 waits to do B0.0 for tape0.0"),
+        (("1f1b", "--svg", "{folder}/absent/a.svg"), "cannot be written"),
+    ],
+)
+def test_bad_input_is_answered(argv: tuple[str, ...], phrase: str, tmp_path: Path) -> None:
+    """Each with what is allowed and what to write instead, for the command line to end with 2."""
+    file = tmp_path / "deadlock.txt"
+    file.write_text("rank 0 B0 F0")
+    with pytest.raises(InputError, match="Write instead: ") as refused:
+        shown(*(part.format(file=file, folder=tmp_path) for part in argv))
+    assert phrase in str(refused.value)
