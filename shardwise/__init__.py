@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from shardwise.core.mesh import Mesh
     from shardwise.core.plan import Plan
     from shardwise.engine.engine import Engine, Metrics
-    from shardwise.engine.optimizer import SGD, Adam, AdamW, Optim
     from shardwise.engine.parallelize import parallelize
+    from shardwise.engine.recipe import SGD, Adam, AdamW, Optim
     from shardwise.engine.wrap import DDP, FSDP, clip_grad_norm, no_sync
 
 __version__ = "0.1.0"
@@ -34,10 +34,10 @@ _HOMES = {
     "Engine": "engine.engine",
     "Metrics": "engine.engine",
     "parallelize": "engine.parallelize",
-    "Adam": "engine.optimizer",
-    "AdamW": "engine.optimizer",
-    "Optim": "engine.optimizer",
-    "SGD": "engine.optimizer",
+    "Adam": "engine.recipe",
+    "AdamW": "engine.recipe",
+    "Optim": "engine.recipe",
+    "SGD": "engine.recipe",
     "I": "core.layout",
     "P": "core.layout",
     "R": "core.layout",

@@ -13,8 +13,20 @@ STAND_IN_ROWS = 2
 
 
 def rows(batch: Any) -> int:
-    """How many rows a batch has: dim 0 of its tensors."""
-    return next((len(x) for x in tree_leaves(batch) if _has_rows(x)), 0)
+    """How many rows a batch has: dim 0 of its tensors.
+
+    Raises:
+        InputError: no tensor in it has rows, so that a step would train on nothing.
+    """
+    found = next((len(x) for x in tree_leaves(batch) if _has_rows(x)), None)
+    if found is None:
+        raise bad(
+            f"a batch without a tensor that has rows ({type(batch).__name__})",
+            "tensors in tuples, lists and dicts, in any nesting, whose dim 0 are the rows",
+            "dict(batch) of what only looks like a dict, torch.as_tensor(batch) of an array, or "
+            "tokens=, a function that counts what is in a batch",
+        )
+    return found
 
 
 def split(batch: Any, parts: int) -> list[Any]:
@@ -48,7 +60,7 @@ def filled(batch: Any) -> Any:
 
     A rank that runs out of data takes part in every collective of the step all the same.
     """
-    if rows(batch) or not any(_has_rows(x) for x in tree_leaves(batch)):
+    if not any(_has_rows(x) for x in tree_leaves(batch)) or rows(batch):
         return batch
     return tree_map(
         lambda x: x.new_zeros((STAND_IN_ROWS, *x.shape[1:])) if _has_rows(x) else x, batch

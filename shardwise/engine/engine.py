@@ -24,7 +24,8 @@ from shardwise.core.shape import ModelShape
 from shardwise.core.states import ROWS
 from shardwise.engine import memory, shape, state
 from shardwise.engine.batch import cast, filled, rows, split
-from shardwise.engine.optimizer import Recipe, ShardedOptimizer
+from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.recipe import Recipe
 from shardwise.engine.scale import LossScale
 from shardwise.engine.shard import Sharding, materialise, shard
 from shardwise.parallel.data import Pace, Unit

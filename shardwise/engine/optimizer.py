@@ -10,87 +10,17 @@ A parameter that had no gradient on any rank has none here, and is left alone, i
 exactly as one process would.
 """
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from fnmatch import fnmatch
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from shardwise.core.errors import bad
 from shardwise.engine.norm import squared_norm
+from shardwise.engine.recipe import Recipe
 from shardwise.parallel.flat import Flat
 
-#: torch.optim classes that treat every element alike, so that a piece is updated as in the whole.
-ELEMENTWISE = (
-    *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax"),
-    *("ASGD", "Rprop"),
-)
-
 HALF = (torch.bfloat16, torch.float16)
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """A class of torch.optim and its options, before there are parameters to give it.
-
-    groups maps patterns of parameter names ("*norm*", "*.bias") to options of their own; the first
-    pattern that fits wins.
-    """
-
-    kind: type[Optimizer]
-    options: dict[str, Any] = field(default_factory=dict)
-    groups: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def build(self, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-        """The optimizer over `named`, fused where torch has it."""
-        options = dict(self.options)
-        fusable = "fused" in inspect.signature(self.kind).parameters
-        damped = any(o.get("dampening") for o in (options, *self.groups.values()))  # see _even_out
-        if fusable and not damped and not {"fused", "foreach", "differentiable"} & options.keys():
-            options["fused"] = True
-        members: dict[str, list[nn.Parameter]] = {}
-        for name, p in named:
-            pattern = next((g for g in self.groups if fnmatch(name, g)), "")
-            members.setdefault(pattern, []).append(p)
-        groups = [{"params": ps, **self.groups.get(g, {})} for g, ps in members.items()]
-        return self.kind(groups, **options)
-
-
-def Optim(  # noqa: N802
-    kind: type[Optimizer], groups: dict[str, dict[str, Any]] | None = None, **options: Any
-) -> Recipe:
-    """Any elementwise class of torch.optim with its options: `Optim(torch.optim.RMSprop, lr=1e-3)`.
-
-    Raises:
-        InputError: the class looks at more than one element at a time (Muon, LBFGS, Adafactor).
-    """
-    if kind.__name__ not in ELEMENTWISE and kind.__module__.startswith("torch.optim"):
-        raise bad(
-            f"optimizer torch.optim.{kind.__name__}, which needs whole tensors",
-            f"a class that treats every element alike: {', '.join(ELEMENTWISE)}",
-            "sw.AdamW(lr=3e-4)",
-        )
-    return Recipe(kind, options, groups or {})
-
-
-def AdamW(groups: dict[str, dict[str, Any]] | None = None, **options: Any) -> Recipe:  # noqa: N802
-    """`torch.optim.AdamW` with its own options (Loshchilov and Hutter, arXiv 1711.05101)."""
-    return Recipe(torch.optim.AdamW, options, groups or {})
-
-
-def Adam(groups: dict[str, dict[str, Any]] | None = None, **options: Any) -> Recipe:  # noqa: N802
-    """`torch.optim.Adam` with its own options (Kingma and Ba, arXiv 1412.6980)."""
-    return Recipe(torch.optim.Adam, options, groups or {})
-
-
-def SGD(groups: dict[str, dict[str, Any]] | None = None, **options: Any) -> Recipe:  # noqa: N802
-    """`torch.optim.SGD` with its own options."""
-    return Recipe(torch.optim.SGD, options, groups or {})
 
 
 @contextmanager

@@ -1,16 +1,19 @@
 """this file is what a user may ask of the engine, checked before anything is changed."""
 
+from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardwise.comm.world import World
 from shardwise.core.check import require
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
+from shardwise.engine import given
 from shardwise.engine.engine import Build, Engine, Loss, Training
-from shardwise.engine.optimizer import AdamW, Recipe
-from shardwise.engine.shard import default_fill
+from shardwise.engine.recipe import AdamW, Recipe
+from shardwise.engine.shard import default_fill, layable
 
 
 def parallelize(
@@ -28,30 +31,87 @@ def parallelize(
     units gathered ahead.
 
     Raises:
-        InputError: the plan cannot work, with every problem and its remedy; an unknown option.
+        InputError: the plan cannot work, with every problem and its remedy; what is given is of
+            the wrong kind; an unknown option. The model is as it was then.
     """
-    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    given.module(model, "sw.parallelize")
+    given.world(world)
+    plan = _plan(plan)
     require(plan, world.size)
-    known = {"tokens", "clip", "units", "fill", "seed", "prefetch"}
-    if options.keys() - known:
-        unknown = ", ".join(sorted(options.keys() - known))
-        raise bad(f"parallelize with the option {unknown}", ", ".join(sorted(known)), "clip=1.0")
-    if isinstance(loss, nn.Module):
-        raise bad(
-            f"loss={type(loss).__name__}(), a module",
-            "a function of model and batch that returns the mean loss of the batch",
-            "loss=lambda model, batch: cross_entropy(model(batch[0]), batch[1])",
-        )
+    options = USUAL | _known(options)
     training = Training(
-        optimizer or AdamW(lr=3e-4), loss or _own_loss, options.get("tokens"), options.get("clip")
+        _recipe(optimizer),
+        given.loss(_own_loss if loss is None else loss),
+        None if options["tokens"] is None else given.tokens(options["tokens"]),
+        options["clip"],
     )
+    fill = options["fill"]
+    fill = default_fill(model, options["seed"]) if fill is None else given.fill(fill)
+    given.trained(model)
+    layable(model, options["units"])
     world = world.on(plan.mesh)
-    fill = options.get("fill") or default_fill(model, options.get("seed", 0))
-    build = Build(plan, world, options.get("units", "auto"), fill, options.get("prefetch", 1))
-    return Engine(model, build, training)
+    return Engine(model, Build(plan, world, options["units"], fill, options["prefetch"]), training)
+
+
+#: The options, and what each is where it is not given.
+USUAL: dict[str, Any] = {
+    "tokens": None,
+    "clip": None,
+    "units": "auto",
+    "fill": None,
+    "seed": 0,
+    "prefetch": 1,
+}
+
+
+def _plan(plan: Any) -> Plan:
+    if isinstance(plan, Plan):
+        return plan
+    if not isinstance(plan, str):
+        raise bad(f"the plan {given.shown(plan)}", "a text of plan words, or a Plan", '"dp2 zero3"')
+    return Plan.parse(plan)
+
+
+def _known(options: dict[str, Any]) -> dict[str, Any]:
+    """The options, each of the kind it should be."""
+    unknown = sorted(options.keys() - USUAL.keys())
+    if unknown:
+        close = get_close_matches(unknown[0], USUAL, n=1, cutoff=0.5)
+        instead = f"{close[0]}=..." if close else "clip=1.0"
+        named = ", ".join(unknown)
+        raise bad(f"parallelize with the option {named}", ", ".join(sorted(USUAL)), instead)
+    given.positive("clip", options.get("clip"))
+    given.whole("seed", options.get("seed", 0), 0, 0)
+    given.whole("prefetch", options.get("prefetch", 1), 0, 1)
+    return options
+
+
+def _recipe(optimizer: Any) -> Recipe:
+    """The optimizer as a recipe: torch's own come too late or too early."""
+    if optimizer is None:
+        return AdamW(lr=3e-4)
+    if isinstance(optimizer, Recipe):
+        return optimizer
+    instead = "optimizer=sw.AdamW(lr=3e-4)"
+    if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
+        instead = f"optimizer=sw.Optim(torch.optim.{optimizer.__name__}, lr=3e-4)"
+    elif isinstance(optimizer, Optimizer):
+        options = f"torch.optim.{type(optimizer).__name__}, lr={optimizer.defaults.get('lr')}"
+        instead = f"optimizer=sw.Optim({options}), without the model's parameters"
+    shown = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else given.shown(optimizer)
+    allowed = "sw.AdamW, sw.Adam, sw.SGD or sw.Optim with options; parameters are found by the plan"
+    raise bad(f"optimizer={shown}", allowed, instead)
 
 
 def _own_loss(model: nn.Module, batch: Any) -> Tensor:
     """The loss of a model that returns it: a scalar, or an output with `.loss` (transformers)."""
     out = model(**batch) if isinstance(batch, dict) else model(batch)
-    return out if isinstance(out, Tensor) else out.loss
+    found = out if isinstance(out, Tensor) else getattr(out, "loss", None)
+    if found is None:
+        raise bad(
+            f"a model ({type(model).__name__}) that returns a {type(out).__name__} without a loss, "
+            "and no loss= to make one",
+            "a model that returns its loss (transformers: with labels in the batch), or a loss",
+            given.LOSS,
+        )
+    return found

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from shardwise.core.shape import BufferShape, ModelShape, ParamShape, UnitShape
-from shardwise.engine.optimizer import HALF, Recipe
+from shardwise.engine.optimizer import HALF
+from shardwise.engine.recipe import Recipe
 from shardwise.parallel.flat import Flat
 from shardwise.predict.memory import OptimizerShape
 

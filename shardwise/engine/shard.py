@@ -53,12 +53,7 @@ def shard(model: nn.Module, how: Sharding, pace: Pace) -> tuple[Data, list[Flat]
     Raises:
         InputError: a part of the model is laid out already; there is nothing to lay out.
     """
-    if any(drivers(module) for module in model.modules()):
-        raise bad(
-            f"a {type(model).__name__} that is wrapped already, or has a part that is",
-            "a module that no part of Shardwise drives yet",
-            "wrap the outermost module, once; units= says how it is divided",
-        )
+    layable(model, how.units)
     units: list[Unit] = []
     flats: list[Flat] = []
     # what is gathered for use stays small; what is only reduced may fill a bucket
@@ -73,6 +68,17 @@ def shard(model: nn.Module, how: Sharding, pace: Pace) -> tuple[Data, list[Flat]
     repeated = how.shard.size > 1 and how.replicate.size > 1
     sums = Reductions[Unit](pace.in_flight, repeated)
     return Data(model, units, how.axes, pace, sums, Buffers(model, how.axes)), flats
+
+
+def layable(model: nn.Module, rule: Rule) -> None:
+    """Raise InputError, with the model untouched, where `shard` would."""
+    if any(drivers(module) for module in model.modules()):
+        raise bad(
+            f"a {type(model).__name__} that is wrapped already, or has a part that is",
+            "a module that no part of Shardwise drives yet",
+            "wrap the outermost module, once; units= says how it is divided",
+        )
+    choose(model, rule)
 
 
 def drivers(module: nn.Module) -> list[Data]:

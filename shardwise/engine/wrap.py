@@ -21,8 +21,9 @@ from shardwise.comm.world import Axis, World, init
 from shardwise.core.errors import bad
 from shardwise.core.mesh import Mesh
 from shardwise.core.states import ROWS
+from shardwise.engine import given
 from shardwise.engine.norm import squared_norm
-from shardwise.engine.shard import Sharding, default_fill, drivers, materialise, shard
+from shardwise.engine.shard import Sharding, default_fill, drivers, layable, materialise, shard
 from shardwise.engine.whole import keep_keys
 from shardwise.parallel.data import Data, Pace
 from shardwise.parallel.units import Rule
@@ -44,7 +45,10 @@ def DDP(module: nn.Module, world: World | None = None, bucket_bytes: int = 25 * 
     forward.  Gradients are reduced in buckets of up to `bucket_bytes`.  (Li et al., "PyTorch
     Distributed", arXiv 2006.15704.)
     """
-    world = world or init()
+    given.module(module, "sw.DDP")
+    given.whole("bucket_bytes", bucket_bytes, 1, 25 * 2**20)
+    layable(module, "auto")
+    world = _world(world)
     world = world.on(Mesh((("dp", world.size),)))
     return _wrap(module, "ddp", (Axis("none"), world.axis("dp")), world, "auto", bucket_bytes)
 
@@ -65,22 +69,45 @@ def FSDP(  # noqa: N802
     Raises:
         InputError: an unknown strategy; a shard_size that does not divide the world.
     """
+    given.module(module, "sw.FSDP")
+    layable(module, units)
     name = getattr(sharding_strategy, "name", sharding_strategy)
-    if name not in STRATEGIES:
-        raise bad(f"sharding_strategy={name!r}", ", ".join(STRATEGIES), '"FULL_SHARD"')
-    world = world or init()
-    inner = shard_size or (world.size if "HYBRID" not in name else 0)
-    if inner < 1 or world.size % inner:
-        raise bad(
-            f"{name} with shard_size={shard_size} in a world of {world.size}",
-            "a shard_size that divides the number of ranks",
-            f"shard_size={world.size}",
-        )
+    if not isinstance(name, str) or name not in STRATEGIES:
+        what = f"sharding_strategy={given.shown(name)}"
+        raise bad(what, ", ".join(STRATEGIES), 'sharding_strategy="FULL_SHARD"')
+    world = _world(world)
+    inner = _shard_size(name, shard_size, world.size)
     if name == "NO_SHARD":
         return DDP(module, world)
     world = world.on(Mesh((("dp_replicate", world.size // inner), ("dp_shard", inner))))
     axes = world.axis("dp_shard"), world.axis("dp_replicate")
     return _wrap(module, STRATEGIES[name], axes, world, units, 0)
+
+
+def _world(world: World | None) -> World:
+    if world is None:
+        return init()
+    given.world(world)
+    return world
+
+
+def _shard_size(name: str, asked: int | None, ranks: int) -> int:
+    """How many ranks share one copy of the states: all, unless there are to be several copies."""
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    if asked is None and "HYBRID" not in name:
+        return ranks
+    if not isinstance(asked, int) or asked not in divisors:
+        usual = next(
+            (n for n in divisors[::-1] if n < ranks), ranks
+        )  # the fewest copies, above one
+        what = "without shard_size" if asked is None else f"with shard_size={given.shown(asked)}"
+        raise bad(
+            f"{name} {what} in a world of {ranks}",
+            "shard_size, the number of ranks that share one copy, which divides the number of "
+            f"ranks: {', '.join(map(str, divisors))}",
+            f'sw.FSDP(module, "{name}", shard_size={usual})',
+        )
+    return asked
 
 
 def _wrap(
@@ -122,6 +149,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     Raises:
         InputError: the module is not wrapped.
     """
+    given.module(module, "sw.no_sync")
     data = _found(module)
     if data is None:
         raise bad(f"a plain {type(module).__name__}", "a wrapped module", "sw.DDP(module) first")
@@ -138,6 +166,8 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
     Call it between backward and the optimizer's step, on all ranks; returns the norm before.
     `torch.nn.utils.clip_grad_norm_` would see this rank's pieces only.
     """
+    given.module(module, "sw.clip_grad_norm")
+    given.positive("max_norm", max_norm)
     data = _found(module)
     if data is None:
         return torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)

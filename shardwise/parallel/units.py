@@ -11,6 +11,7 @@ module that holds all its users.
 a size in bytes, or a function `(name, module) -> bool` that says where a unit begins.
 """
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ from fnmatch import fnmatch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from shardwise.core.errors import bad
+from shardwise.core.errors import InputError, bad
 
 Rule = str | int | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]
 
@@ -46,8 +47,10 @@ def choose(root: nn.Module, rule: Rule = "auto", least: int = 0, most: int = 0) 
     Neighbours below `least` bytes are merged, up to `most` bytes (0: no merging).
 
     Raises:
-        InputError: the rule fits no module, or the model has no parameters.
+        InputError: the rule is none, or fits no module; the model has no parameters.
     """
+    if isinstance(rule, bool):  # an int to Python, and no number of bytes
+        raise _no_rule(rule)
     tops = _tops(root, rule)
     by_size = isinstance(rule, int)
     specs = [UnitSpec(n, [m], block=n in tops or by_size) for n, m in _walk(root, "", tops)]
@@ -79,7 +82,7 @@ def _tops(root: nn.Module, rule: Rule) -> dict[str, nn.Module]:
     if not found and rule != "auto":
         names = [name for name, module in root.named_modules() if name and _runs(module)][:6]
         raise bad(
-            f"units={rule!r}, which fits no module that {type(root).__name__} calls",
+            f"units={_shown(rule)}, which fits no module that {type(root).__name__} calls",
             f"a class or pattern of its modules: {', '.join(names)}, ...",
             'units="auto"',
         )
@@ -93,11 +96,43 @@ def _fits(root: nn.Module, rule: Rule) -> Callable[[str, nn.Module], bool]:
         return lambda _, module: type(module) is kind
     if isinstance(rule, str):
         return lambda name, _: fnmatch(name, rule)
-    if isinstance(rule, type | tuple):
+    if isinstance(rule, type):
         return lambda _, module: isinstance(module, rule)
-    if isinstance(rule, int) or not callable(rule):
-        raise bad(f"units={rule!r}", "a class, a pattern, a size or a function", 'units="auto"')
-    return rule
+    if isinstance(rule, tuple) and all(isinstance(kind, type) for kind in rule):
+        return lambda _, module: isinstance(module, rule)
+    if isinstance(rule, int | tuple) or not callable(rule):
+        raise _no_rule(rule)
+    return _asked(rule)
+
+
+_INSTEAD = 'units="auto", or units=lambda name, module: name.startswith("blocks.")'
+
+
+def _asked(rule: Callable[[str, nn.Module], bool]) -> Callable[[str, nn.Module], bool]:
+    """The user's function, held to what it is called with and to an answer of yes or no."""
+    allowed = "a function of a module's full name and the module that returns True or False"
+    try:
+        inspect.signature(rule).bind("name", "module")
+    except TypeError as error:
+        raise bad(f"units={_shown(rule)}, which fits not ({error})", allowed, _INSTEAD) from None
+
+    def answer(name: str, module: nn.Module) -> bool:
+        """Whether a unit begins there."""
+        found = rule(name, module)
+        if not isinstance(found, bool):
+            what = f"units={_shown(rule)}, which returns {_shown(found)} for the module {name}"
+            raise bad(what, allowed, _INSTEAD)
+        return found
+
+    return answer
+
+
+def _no_rule(rule: object) -> InputError:
+    return bad(f"units={_shown(rule)}", "a class, a pattern, a size or a function", _INSTEAD)
+
+
+def _shown(value: object) -> str:
+    return getattr(value, "__name__", None) or repr(value)[:60]
 
 
 def _block_class(root: nn.Module) -> type[nn.Module] | None:

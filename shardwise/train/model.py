@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from shardwise.comm.world import World
 from shardwise.core.errors import bad
 from shardwise.engine.engine import Engine
-from shardwise.engine.optimizer import AdamW
 from shardwise.engine.parallelize import parallelize
+from shardwise.engine.recipe import AdamW
 from shardwise.models import gpt
 from shardwise.models.gpt import GPT, SIZES, GPTConfig
 from shardwise.models.initial import initial

@@ -29,8 +29,8 @@ from shardwise.comm.world import World, alone
 from shardwise.core.plan import Plan
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
-from shardwise.engine.optimizer import AdamW
 from shardwise.engine.parallelize import parallelize
+from shardwise.engine.recipe import AdamW
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.predict.traffic import Line, by_kind

@@ -9,7 +9,7 @@ import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.plan import Plan
 from shardwise.core.shape import BufferShape, ModelShape, ParamShape, UnitShape
-from shardwise.engine.optimizer import ELEMENTWISE
+from shardwise.engine.recipe import ELEMENTWISE
 from shardwise.engine.shape import optimizer_shape
 from shardwise.predict.memory import ADAM, MOMENTUM, PLAIN, OptimizerShape, held_bytes
 from tests.pool import run_gloo, run_threads

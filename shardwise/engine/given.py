@@ -1,0 +1,159 @@
+"""this file is what a user hands over, looked at before anything is changed: modules, functions.
+
+Functions of the user's (loss, tokens, fill) are wrapped, so that what they return is looked at too:
+an answer that cannot be used is an InputError that says what can, and not an error of torch's from
+somewhere inside a step.
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from functools import wraps
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.world import World
+from shardwise.core.errors import InputError, bad
+
+SHOWN = 60  # characters of a value in an error
+LOSS = "loss=lambda model, batch: mse_loss(model(batch[0]), batch[1])"
+
+
+def shown(value: Any) -> str:
+    """A value as an error shows it: short, and a function or class by its name."""
+    text = getattr(value, "__name__", None) or " ".join(repr(value).split())
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
+
+
+def module(value: Any, caller: str) -> None:
+    """Raise InputError unless `value` is a module, as `caller` wants it."""
+    if isinstance(value, nn.Module):
+        return
+    if isinstance(value, type) and issubclass(value, nn.Module):
+        given, instead = f"the class {value.__name__}", f"{caller}({value.__name__}(...), ...)"
+    else:
+        given, instead = shown(value), f"{caller}(nn.Linear(8, 8), ...)"
+    raise bad(f"{caller} of {given}", "an nn.Module, made", instead)
+
+
+def trained(model: nn.Module) -> None:
+    """Raise InputError for a model that has parameters and trains none of them."""
+    parameters = list(model.parameters())
+    if parameters and not any(p.requires_grad for p in parameters):
+        raise bad(
+            f"a {type(model).__name__} whose parameters are all frozen",
+            "a model with at least one parameter to train",
+            "model.requires_grad_(True), or of the part that is to be trained",
+        )
+
+
+def world(value: Any) -> None:
+    """Raise InputError unless `value` is a world."""
+    if not isinstance(value, World):
+        raise bad(f"world={shown(value)}", "the world that sw.init() returns", "sw.init()")
+
+
+def whole(name: str, value: Any, least: int, example: int) -> None:
+    """Raise InputError unless `value` is a whole number from `least` up."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        allowed = f"a whole number from {least} up"
+        raise bad(f"{name}={shown(value)}", allowed, f"{name}={example}")
+
+
+def positive(name: str, value: Any) -> None:
+    """Raise InputError unless `value` is None or a number above 0; infinity is one."""
+    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    if value is not None and not number > 0:
+        allowed = "a number above 0, or None for no bound"
+        raise bad(f"{name}={shown(value)}", allowed, f"{name}=1.0")
+
+
+def function(name: str, value: Any, takes: tuple[str, ...], example: str) -> None:
+    """Raise InputError unless `value` can be called with as many arguments as `takes` names."""
+    allowed = f"a function of {' and '.join(takes)}"
+    if not callable(value) or isinstance(value, nn.Module):
+        what = f"{type(value).__name__}(), a module" if callable(value) else shown(value)
+        raise bad(f"{name}={what}", allowed, example)
+    try:
+        inspect.signature(value).bind(*takes)
+    except TypeError as error:
+        raise bad(f"{name}={shown(value)}, which fits not ({error})", allowed, example) from None
+    except ValueError:  # a function in C may have no signature to look at
+        return
+
+
+def loss(value: Callable[[nn.Module, Any], Any]) -> Callable[[nn.Module, Any], Tensor]:
+    """The loss, held to one number with a gradient. Raises InputError: now, or when called."""
+    function("loss", value, ("model", "batch"), LOSS)
+    if str(getattr(value, "__module__", "")).startswith("torch.nn"):
+        given = f"loss={shown(value)}, which takes an output and a target"
+        raise bad(given, "a function of model and batch", LOSS)
+
+    @wraps(value)
+    def held(model: nn.Module, batch: Any) -> Tensor:
+        """One number with a gradient."""
+        found = value(model, batch)
+        problem = _unusable(found)
+        if problem:
+            allowed = "one number that gradients flow from: a scalar tensor, the mean of the batch"
+            raise bad(f"a loss that returns {problem}", allowed, LOSS)
+        return found.reshape(())
+
+    return held
+
+
+def _unusable(found: Any) -> str:
+    """What is wrong with the result of a loss; nothing of one that will do."""
+    if not isinstance(found, Tensor):
+        return f"a {type(found).__name__} ({shown(found)})"
+    if found.numel() != 1:
+        return f"a tensor of shape {tuple(found.shape)}"
+    if not found.is_floating_point():
+        return f"a tensor of {str(found.dtype).removeprefix('torch.')}"
+    if torch.is_grad_enabled() and not found.requires_grad:
+        return "a tensor without a gradient, as after .item() or .detach() or under no_grad()"
+    return ""
+
+
+def tokens(value: Callable[[Any], Any]) -> Callable[[Any], int]:
+    """The count of a batch, held to a whole number from 0 up. Raises InputError, as `loss` does."""
+    example = "tokens=lambda batch: batch[0].numel()"
+    function("tokens", value, ("batch",), example)
+
+    @wraps(value)
+    def held(batch: Any) -> int:
+        """A whole number from 0 up."""
+        found = value(batch)
+        count = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
+        number = float(count) if isinstance(count, Real) else math.nan
+        if not (number >= 0 and number.is_integer()):  # neither infinity nor NaN is
+            given = f"tokens, which returns {shown(found)}"
+            raise bad(given, "a function that returns a whole number from 0 up", example)
+        return int(number)
+
+    return held
+
+
+def fill(value: Callable[[str, Tensor], Any]) -> Callable[[str, Tensor], None]:
+    """The initial weights, held to being written in place. Raises InputError, as `loss` does."""
+    example = "fill=lambda name, tensor: tensor.normal_(0, 0.02)"
+    function("fill", value, ("name", "tensor"), example)
+    allowed = "a function that writes the initial weights into the tensor it is given"
+
+    def held(name: str, tensor: Tensor) -> None:
+        """Written in place."""
+        try:
+            found = value(name, tensor)
+        except InputError:
+            raise
+        except Exception as error:
+            given = f"fill, which raises {type(error).__name__} ({error}) for the parameter {name}"
+            raise bad(given, allowed, example) from error
+        if isinstance(found, Tensor) and found.data_ptr() != tensor.data_ptr():
+            given = f"fill, which returns another tensor for the parameter {name}"
+            raise bad(given, allowed, example)
+
+    return held
