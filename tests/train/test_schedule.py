@@ -27,8 +27,8 @@ def shown(*argv: str) -> str:
 def test_the_drawing_stands_above_the_numbers() -> None:
     """1F1B on two ranks: the figure, then clock and formula side by side."""
     said = [line.split() for line in shown("1f1b:2", "--stages", "2").splitlines()]
-    assert said[2][2:] == "F0 F1 .. .. B0 -- .. B1 --".split()
-    assert said[3][2:] == ".. F0 B0 -- F1 B1 -- .. ..".split()
+    assert said[2][2:] == ["F0", "F1", "..", "..", "B0", "--", "..", "B1", "--"]
+    assert said[3][2:] == ["..", "F0", "B0", "--", "F1", "B1", "--", "..", ".."]
     numbers = {line[0]: line[1:] for line in said[5:] if line}
     assert numbers["makespan"] == ["9", "9"]
     assert numbers["bubble"] == ["33.33%", "33.33%", "(p-1)/(m+p-1)"]

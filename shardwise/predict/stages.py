@@ -1,0 +1,173 @@
+"""This file is DAPPLE's planner: where to cut a model into stages, and how often to replicate each.
+
+From measured times of the layers, bytes and link speeds it finds the stages and replicas with the
+least latency of one step (arXiv 2007.01045, section 4). A stage's r replicas split each microbatch,
+so F and B are an r-th of its layers' sums; before the update they all-reduce its gradients (AR).
+Between two stages stands a stage of its own, the message: F = B = its time.
+
+Each stage Q that never waits from its first forward to its last backward gives a latency,
+
+    F_0 + .. + F_Q  +  (m-1)(F_Q + B_Q)  +  max over s <= Q of (B_Q + .. + B_s + AR_s)
+    first forward      steady state          the last backward on its way back
+
+and the step takes the longest of them. The paper picks Q, its pivot, by a rule of thumb; here it is
+the maximum, which no schedule can undercut and which 1F1B meets where stages are alike.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardwise.core.errors import bad
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer as measured on one device with a whole microbatch."""
+
+    forward_s: float
+    backward_s: float
+    output_bytes: float
+    param_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Links:
+    """Bytes a second between two stages, and among the replicas of one; a message's latency."""
+
+    between_bytes_s: float = math.inf
+    among_bytes_s: float = math.inf
+    latency_s: float = 0.0
+
+
+class Stage(NamedTuple):
+    """Layers `first` to `last`, exclusive, on `replicas` devices."""
+
+    first: int
+    last: int
+    replicas: int
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Stages along the model, and the latency of a step in seconds."""
+
+    stages: tuple[Stage, ...]
+    latency_s: float
+
+
+class _Cost(NamedTuple):
+    """Forward, backward and all-reduce of a stage, or of the message between two."""
+
+    F: float
+    B: float
+    AR: float = 0.0
+
+
+class _Rest(NamedTuple):
+    """The end of a model, seen from its first stage: stages, and what its step takes.
+
+    `latency` is the formula above; `turn` the same up to its first stage's last backward, without
+    all-reduce. Both are the least for these layers and devices, each at the price of the other.
+    """
+
+    latency: float
+    turn: float
+    stages: tuple[Stage, ...]
+
+
+def partition(
+    layers: Sequence[Layer], devices: int, microbatches: int, links: Links | None = None
+) -> Partition:
+    """The stages and replicas, on exactly so many devices, with the least latency of a step.
+
+    A dynamic programme from the last layer to the first: of each end of the model on each number of
+    devices, every partition is kept that is not worse than another in both latency and turn. Exact.
+    Raises InputError for numbers that cannot be.
+    """
+    links = links or Links()
+    _require(layers, devices, microbatches, links)
+    n = len(layers)
+    ends: dict[tuple[int, int], list[_Rest]] = {(n, 0): [_Rest(0.0, 0.0, ())]}
+    for first in reversed(range(n)):
+        for devices_left in range(1, devices + 1):
+            found = [
+                _before(stage, rest, layers, microbatches, links)
+                for last in range(first + 1, n + 1)
+                for replicas in range(1, devices_left + 1)
+                for stage in (Stage(first, last, replicas),)
+                for rest in ends.get((last, devices_left - replicas), ())
+            ]
+            ends[first, devices_left] = _best(found)
+    best = min(ends[0, devices])
+    return Partition(best.stages, best.latency)
+
+
+def latency(
+    stages: Sequence[Stage], layers: Sequence[Layer], microbatches: int, links: Links | None = None
+) -> float:
+    """Seconds that a step takes with these stages, by the formula above."""
+    links = links or Links()
+    costs: list[_Cost] = []
+    for stage in stages:
+        costs += [_message(layers[stage.first - 1], links)] if stage.first else []
+        costs.append(_cost(stage, layers, links))
+    return max(
+        sum(cost.F for cost in costs[: q + 1])
+        + (microbatches - 1) * (pivot.F + pivot.B)
+        + max(sum(cost.B for cost in costs[s : q + 1]) + costs[s].AR for s in range(q + 1))
+        for q, pivot in enumerate(costs)
+    )
+
+
+def _before(
+    stage: Stage, rest: _Rest, layers: Sequence[Layer], microbatches: int, links: Links
+) -> _Rest:
+    """The end of a model with one stage more in front of it, and the message between them."""
+    late, turn = rest.latency, rest.turn
+    costs = [_cost(stage, layers, links)]
+    costs += [_message(layers[stage.last - 1], links)] if rest.stages else []
+    for F, B, AR in reversed(costs):
+        steady = (microbatches - 1) * (F + B)
+        turn = F + B + max(steady, turn)
+        late = max(F + late, turn + AR)
+    return _Rest(late, turn, (stage, *rest.stages))
+
+
+def _best(found: list[_Rest]) -> list[_Rest]:
+    """Those that no other beats in latency and turn."""
+    kept: list[_Rest] = []
+    for rest in sorted(found):
+        if not kept or rest.turn < kept[-1].turn:
+            kept.append(rest)
+    return kept
+
+
+def _cost(stage: Stage, layers: Sequence[Layer], links: Links) -> _Cost:
+    run, r = layers[stage.first : stage.last], stage.replicas
+    reduced_bytes = 2 * (r - 1) / r * sum(layer.param_bytes for layer in run)
+    forward_s, backward_s = (sum(x.forward_s for x in run), sum(x.backward_s for x in run))
+    return _Cost(forward_s / r, backward_s / r, reduced_bytes / links.among_bytes_s)
+
+
+def _message(layer: Layer, links: Links) -> _Cost:
+    time_s = links.latency_s + layer.output_bytes / links.between_bytes_s
+    return _Cost(time_s, time_s)
+
+
+def _require(layers: Sequence[Layer], devices: int, microbatches: int, links: Links) -> None:
+    """Return if the numbers can be; else raise InputError."""
+    if not layers or devices < 1 or microbatches < 1:
+        given = f"{len(layers)} layers, {devices} devices, {microbatches} microbatches"
+        raise bad(given, "one or more of each", "partition(layers, devices=4, microbatches=8)")
+    for number, layer in enumerate(layers):
+        found = (layer.forward_s, layer.backward_s, layer.output_bytes, layer.param_bytes)
+        if not all(math.isfinite(value) and value >= 0 for value in found):
+            raise bad(
+                f"layer {number}: {layer}", "times and bytes from 0 up", "Layer(1e-3, 2e-3, 1e6)"
+            )
+    if not (
+        links.between_bytes_s > 0 and links.among_bytes_s > 0 and 0 <= links.latency_s < math.inf
+    ):
+        raise bad(str(links), "speeds above 0 and a latency from 0 up", "Links(1e9, 1e10, 1e-5)")
