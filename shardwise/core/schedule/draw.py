@@ -26,7 +26,12 @@ COLOURS: dict[str, tuple[str, str]] = {
     "REDUCE": ("#888888", "#bbbbbb"),
     "GATHER": ("#888888", "#bbbbbb"),
 }
-NAMES = {"F": "forward", "B": "backward", "I": "input", "W": "weights", "U": "update"} | {
+NAMES: dict[str, str] = {
+    "F": "forward",
+    "B": "backward",
+    "I": "input gradient",
+    "W": "weight gradient",
+    "U": "update",
     "REDUCE": "reduce",
     "GATHER": "gather",
 }
@@ -82,7 +87,7 @@ def as_svg(timeline: Timeline, title: str) -> str:
         parts.append(f'<rect x="60" y="{y}" {waiting}/>')
         parts += [_cell(span, timeline.schedule, y, scale) for span in row]
     for k, op in enumerate(ops):
-        x, y = 60 + 90 * k, 34 + 26 * len(rows) + 8
+        x, y = 60 + 130 * k, 34 + 26 * len(rows) + 8
         parts.append(f'<rect class="{op}0" x="{x}" y="{y}" width="14" height="14"/>')
         parts.append(f'<text x="{x + 19}" y="{y + 11}">{NAMES[op]}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"

@@ -26,7 +26,7 @@ Phase = tuple[int, str]  # how often, and what: op and chunk, as in (3, "F0 I0 F
 def zb_h1(p: int, m: int) -> Schedule:
     """1F1B with W put off by r microbatches on rank r (arXiv 2401.10241, section 2.1).
 
-    Makespan 3m+p-1 where m >= p, and 2m+2p-1 where m < p. Nothing is shorter in 1F1B's memory:
+    Makespan 3m+p-1 where m >= p, and 2m+2p-1 where m < p. With one stage a rank none is shorter:
     the last rank starts at p-1 and has 3m to do; rank 0 has the first gradient at 2p-1 and 2m to
     do after it. Every rank holds the activations of min(p, m) microbatches, the first rank's
     share in 1F1B.
