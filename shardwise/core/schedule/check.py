@@ -43,6 +43,8 @@ def _places(schedule: Schedule) -> None:
     if not home or not set(home) <= set(range(schedule.ranks)):
         given = f"stages at home on the ranks {', '.join(map(str, home))}"
         raise bad(given, f"ranks that have a row: 0 to {schedule.ranks - 1}", "home 0")
+    if last < 0:
+        raise bad("a schedule of no microbatches", "one microbatch or more", "microbatches 1")
     for rank in range(schedule.ranks):
         for action in schedule.actions(rank):
             if action.stage >= len(home) or action.microbatch > last:
@@ -74,9 +76,9 @@ def _once(schedule: Schedule) -> None:
 def _updates(schedule: Schedule) -> None:
     """U after every so many microbatches on every stage, where the schedule updates by itself."""
     every, m, stages = schedule.update, schedule.microbatches, len(schedule.home)
-    if every and (m % every or len(schedule.lag) != stages):
+    if len(schedule.lag) != stages * bool(every) or (every and m % every):
         given = f"an update every {every} of {m} microbatches, and {len(schedule.lag)} lags"
-        allowed = f"updates every so many that {m} is a multiple, and a lag for each of the stages"
+        allowed = f"updates every so many that {m} is a multiple, and then a lag for each stage"
         raise bad(given, allowed, f"update {m} and lag {' '.join('0' * stages)}")
     ends = range(every - 1, m, every) if every else ()
     due = Counter(Action("U", stage, i) for stage in range(stages) for i in ends)

@@ -48,40 +48,31 @@ def read(text: str) -> Schedule:
     Whether it can be run is the question of check.py.
     """
     fields: dict[str, tuple[int, ...]] = {}
-    rows: dict[int, list[str]] = {}
+    rows: list[tuple[int, list[str]]] = []
     for line in filter(None, (line.partition("#")[0].split() for line in text.splitlines())):
         name, *words = line
         if name == "rank" and words and _NUMBER.fullmatch(words[0].rstrip(":")):
-            rank = int(words[0].rstrip(":"))
-            if rank in rows:
-                raise bad(
-                    f"two lines for rank {rank}", "one line for each rank", f"rank {rank + 1}"
-                )
-            rows[rank] = words[1:]
-        elif (
-            name in _FIELDS and words and all(map(_NUMBER.fullmatch, words)) and name not in fields
-        ):
+            rows.append((int(words[0].rstrip(":")), words[1:]))
+        elif name in _FIELDS and name not in fields and all(map(_NUMBER.fullmatch, words or "-")):
             fields[name] = tuple(map(int, words))
         else:
             allowed = f"rank N and its actions, or once: {', '.join(_FIELDS)} with whole numbers"
             raise bad(f"the line '{' '.join(line)}' of a schedule", allowed, _EXAMPLE)
-    if sorted(rows) != list(range(len(rows))) or not rows:
-        given = (
-            f"a schedule with rows for the ranks {', '.join(map(str, sorted(rows))) or '(none)'}"
-        )
-        raise bad(given, "a line for each rank from 0 up", _EXAMPLE)
-    return _schedule([rows[rank] for rank in range(len(rows))], fields)
+    rows.sort()
+    ranks = [rank for rank, _ in rows]
+    if ranks != list(range(len(ranks))) or not ranks:
+        given = f"a schedule with lines for the ranks {', '.join(map(str, ranks)) or '(none)'}"
+        raise bad(given, "one line for each rank, from 0 up", _EXAMPLE)
+    return _schedule([row for _, row in rows], fields)
 
 
 def _schedule(rows: list[list[str]], fields: Mapping[str, tuple[int, ...]]) -> Schedule:
     home = fields.get("home") or _home(rows)
-    steps = tuple(
-        tuple(_step(word, [s for s, owner in enumerate(home) if owner == rank]) for word in row)
-        for rank, row in enumerate(rows)
-    )
+    own = [[s for s, owner in enumerate(home) if owner == rank] for rank in range(len(rows))]
+    steps = tuple(tuple(_step(word, own[r]) for word in row) for r, row in enumerate(rows))
     last = max((s.microbatch for row in steps for s in row if isinstance(s, Action)), default=0)
-    (microbatches,) = fields.get("microbatches", (last + 1,))[:1]
-    (update,) = fields.get("update", (0,))[:1]
+    microbatches, *_ = fields.get("microbatches", (last + 1,))
+    update, *_ = fields.get("update", (0,))
     return Schedule(steps, home, microbatches, update, fields.get("lag", ()))
 
 

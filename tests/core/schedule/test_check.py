@@ -63,6 +63,8 @@ BAD = {
     "an update too few": ("update 1\nlag 0\nrank 0 F0 B0", "U0.0 never"),
     "uneven updates": ("update 2\nlag 0\nrank 0 F0 B0", "an update every 2 of 1 microbatches"),
     "a lag too few": ("update 1\nrank 0 F0 B0 U0", "Write instead: update 1 and lag 0"),
+    "a lag without updates": ("lag 0\nrank 0 F0 B0", "and 1 lags"),
+    "no microbatches": ("microbatches 0\nrank 0", "one microbatch or more"),
     "weights before they are made": (
         "update 1\nlag 0\nrank 0 F0 F1 B0 U0 B1 U1",
         "rank 0 waits to do F0.1 for weights0.1 of U0.0 on its own row",

@@ -41,9 +41,10 @@ def test_homes_follow_from_the_rows():
 @pytest.mark.parametrize(
     ("text", "phrase"),
     [
-        ("", "a line for each rank from 0 up"),
-        ("rank 1 F0 B0", "rows for the ranks 1"),
-        ("rank 0 F0\nrank 0 B0", "two lines for rank 0"),
+        ("", "one line for each rank, from 0 up"),
+        ("rank 1 F0 B0", "lines for the ranks 1"),
+        ("rank 0 F0\nrank 0 B0", "lines for the ranks 0, 0"),
+        ("microbatches\nrank 0 F0 B0", "the line 'microbatches'"),
         ("rnk 0 F0 B0", "the line 'rnk 0 F0 B0'"),
         ("home x\nrank 0 F0 B0", "the line 'home x'"),
         ("home 0\nhome 0\nrank 0 F0 B0", "the line 'home 0'"),
