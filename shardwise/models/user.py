@@ -70,7 +70,7 @@ def _load(path: Path, name: str) -> ModuleType:
     with _beside(path):
         try:
             spec.loader.exec_module(module)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             del sys.modules[module_name]
             raise _failed(name, "running the file", error) from error
     return module
@@ -108,7 +108,7 @@ def _call(
             made = build()
         except InputError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise _failed(name, "calling the function", error) from error
     if isinstance(made, nn.Module):
         return made, mean_square, _guess(made, name)
@@ -143,7 +143,7 @@ def _guess(model: nn.Module, name: str) -> Callable[[int, int], Tensor]:
     return make_batch
 
 
-def _failed(name: str, doing: str, error: Exception) -> InputError:
+def _failed(name: str, doing: str, error: BaseException) -> InputError:
     """The user's own error, with the line of their file that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return bad(

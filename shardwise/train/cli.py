@@ -148,6 +148,7 @@ def _train(
     from shardwise.comm.rendezvous import environment
     from shardwise.core.plan import Plan
     from shardwise.train.config import read
+    from shardwise.train.local import require_local
     from shardwise.train.prepare import prepare
 
     settings = read(config, overrides)
@@ -156,6 +157,7 @@ def _train(
         # a plan for a cluster is not started on a laptop by accident
         alone = wanted > (os.cpu_count() or 1)
         ranks = nproc if nproc is not None else 1 if alone else wanted
+        require_local(wanted if nproc is None else nproc)
         prepare(settings, ranks, start)
         if ranks > 1:
             before = _trained(settings.folder)

@@ -15,6 +15,7 @@ order of 100. A gradient that is missing, doubled or another rank's is wrong by 
 
 import json
 import pickle
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
@@ -29,11 +30,14 @@ from shardwise.comm.launch import spawn
 from shardwise.comm.rendezvous import environment
 from shardwise.comm.world import World, init
 from shardwise.core.check import require
-from shardwise.core.errors import bad
+from shardwise.core.errors import RankError, RunError, bad
 from shardwise.core.plan import Plan
-from shardwise.models.registry import find
+from shardwise.train.local import require_local
 from shardwise.train.proof import Errors, Finding, prove
+from shardwise.train.trial import tried
+from shardwise.train.unlike import unlike_one_process
 
+MOST_MICROBATCHES = 512  # of two rows each
 TOLERANCES = {"fp64": 1e-10, "fp32": 1e-5, "bf16": 8 * 2.0**-7, "fp16": 8 * 2.0**-10}
 
 
@@ -52,6 +56,7 @@ class Report:
     """What all ranks found.
 
     Bytes and memory are of the first rank whose numbers disagree with the formula, or of rank 0.
+    `note` is why such a model cannot match one process (see unlike.py), where that is so.
     """
 
     plan: str
@@ -61,6 +66,7 @@ class Report:
     sent: dict[str, dict[str, int]]
     memory: dict[str, dict[str, int]]
     first_difference: Difference | None
+    note: str = ""
 
     def json(self) -> str:
         """One JSON object: plan, model, holds, parity, bytes, memory, first_difference."""
@@ -89,14 +95,40 @@ def verify(plan: Plan | str, model: str = "gpt", steps: int = 3) -> Report:
         raise bad(f"--steps {steps}", "one step or more", "--steps 3")
     started = environment() is not None
     require(plan)
+    _require_small(plan)
     if not started:
-        find(model).build()  # a bad name is answered here, once, before anything starts
-        findings = spawn(_on_rank, plan.size, (plan, model, steps))
+        require_local(plan.size)
+    # a bad name or model is answered here, before anything starts
+    note = unlike_one_process(tried(model, plan))
+    if not started:
+        findings = _on_new_ranks(plan, model, steps, note)
     else:
         world = init()
         require(plan, world.size)
         findings = _gathered(prove(world, plan, model, steps), world)
-    return report(plan, model, findings)
+    return replace(report(plan, model, findings), note=note)
+
+
+def _require_small(plan: Plan) -> None:
+    """Raise InputError where the one process beside the plan would need a huge batch."""
+    most = MOST_MICROBATCHES // plan.data_size
+    if plan.accumulate > max(1, most):
+        raise bad(
+            f"accumulate:{plan.accumulate} in a proof of the plan '{plan}'",
+            f"at most {MOST_MICROBATCHES} microbatches in all, which one process computes at once",
+            f"'{replace(plan, accumulate=min(2, max(1, most)))}', which proves the same",
+        )
+
+
+def _on_new_ranks(plan: Plan, model: str, steps: int, note: str) -> list[Finding]:
+    try:
+        return spawn(_on_rank, plan.size, (plan, model, steps))
+    except RankError as error:
+        if not note:
+            raise
+        # batch norm refuses a rank that has a single row, for example
+        why = error.text.splitlines()[-1]
+        raise RunError(f"{note} Rank {error.rank} could not go on: {why}") from None
 
 
 def _on_rank(plan: Plan, model: str, steps: int) -> Finding:
@@ -165,6 +197,8 @@ def verify_command(
     if start is None or start.rank == 0:
         if as_json:
             print(found.json())
+            if found.note and not found.holds:
+                print(found.note, file=sys.stderr)
         else:
             show(found, Console())
     raise typer.Exit(0 if found.holds else 1)
@@ -192,6 +226,8 @@ def show(found: Report, console: Console) -> None:
             f"The first that differs: {first.kind}, {first.name}, on rank {first.rank}; {error}"
         )
     console.print("It holds." if found.holds else "It does not hold.")
+    if found.note and not found.holds:
+        console.print(found.note)
 
 
 def _mark(good: bool) -> str:

@@ -37,6 +37,9 @@ def broken():
 
 def nothing():
     return 3
+
+def leaving():
+    raise SystemExit(3)
 """
 
 
@@ -112,6 +115,7 @@ def test_a_module_alone_gets_input_for_its_first_layer(
         ("biuld", "build"),
         ("broken", "KeyError"),
         ("nothing", "returns a int"),
+        ("leaving", "SystemExit: 3"),
         ("convolution", "first layer is a Conv2d"),
     ],
 )

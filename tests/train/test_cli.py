@@ -129,6 +129,8 @@ def test_help_needs_no_torch(argv: tuple[str, ...]) -> None:
         (("train", "{example}", "--plan", "dp2 zero9"), "zero9"),
         (("train", "{example}", "--nproc", "3"), "needs 2 processes"),
         (("train", "{example}", "--nproc", "0"), "one rank or more"),
+        (("train", "{example}", "--plan", "dp99999999"), "99999999 processes on this machine"),
+        (("train", "{example}", "--nproc", "99999999"), "99999999 processes on this machine"),
         (("train", "{example}", "--set", "data.source=absent.txt"), "absent.txt"),
         (("train", "{example}", "--resume"), "no checkpoint"),
         (("plan", "dp2 tp2"), "tensor parallelism"),

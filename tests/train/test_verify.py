@@ -2,21 +2,24 @@
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import typer
 from rich.console import Console
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.comm.world import World, alone
-from shardwise.core.errors import InputError
+from shardwise.core.errors import InputError, RunError
 from shardwise.core.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.models.registry import find
 from shardwise.parallel.flat import Flat
 from shardwise.train.proof import Finding, compare, engine_of, prove
-from shardwise.train.verify import Report, report, show, verify
+from shardwise.train.unlike import unlike_one_process
+from shardwise.train.verify import Report, report, show, verify, verify_command
 from tests.pool import run_gloo, run_threads
 
 PLANS = [
@@ -112,10 +115,126 @@ def test_json_has_exactly_these_keys():
 
 
 @pytest.mark.parametrize(
-    ("plan", "model", "steps"),
-    [("dp2 zero9", "gpt", 3), ("dp2", "hf:lama", 3), ("dp2", "gpt", 0), ("tp2", "gpt", 3)],
+    ("plan", "model", "steps", "phrase"),
+    [
+        ("dp2 zero9", "gpt", 3, "no plan word"),
+        ("dp2", "hf:lama", 3, "hf:llama"),
+        ("dp2", "gpt", 0, "one step or more"),
+        ("dp2 offload:optim", "gpt", 3, "not in this version"),
+        ("dp99999999", "gpt", 3, "99999999 processes on this machine"),
+        ("accumulate:99999999", "gpt", 3, "at most 512 microbatches"),
+        ("dp2 accumulate:257", "gpt", 3, "'dp2 fp64 accumulate:2', which proves the same"),
+    ],
 )
-def test_bad_input_is_refused_before_anything_starts(plan: str, model: str, steps: int):
-    """An unknown word, an unknown model, no steps, a plan that cannot run yet."""
-    with pytest.raises(InputError):
+def test_bad_input_is_refused_before_anything_starts(
+    plan: str, model: str, steps: int, phrase: str
+):
+    """An unknown word or model, no steps, a plan for later, one no machine could prove."""
+    with pytest.raises(InputError, match=phrase):
         verify(plan, model, steps)
+
+
+OWN = """
+import torch
+from torch import nn
+
+def linear():
+    return nn.Linear(6, 6)
+
+def batch(rows, seed):
+    return torch.ones(rows, 6)
+
+def mean(model, x):
+    return model(x).mean()
+
+def fixed():
+    return linear(), lambda model, x: mean(model, x.float()), batch
+
+def narrow():
+    return linear(), mean, lambda rows, seed: torch.ones(rows, 7)
+
+def a_row_each():
+    return linear(), lambda model, x: model(x).sum(1), batch
+
+def number():
+    return linear(), lambda model, x: mean(model, x).item(), batch
+
+def words():
+    return linear(), mean, lambda rows, seed: "words"
+
+def frozen():
+    return linear().requires_grad_(False)
+
+def norm():
+    return nn.Sequential(linear(), nn.BatchNorm1d(6), linear())
+
+def drop():
+    return nn.Sequential(linear(), nn.Dropout(0.5), linear())
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> str:
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("build", "phrase"),
+    [
+        ("fixed", r"step in fp64 .* must have the same dtype.*\(own\.py, line \d+\)"),
+        ("narrow", r"shapes cannot be multiplied \(2x7 and 6x6\) \(own\.py, line 12\)"),
+        ("a_row_each", r"a loss that returns a tensor of shape \(2,\)"),
+        ("number", r"a loss that returns a float"),
+        ("words", r"a batch without a tensor that has rows \(str\)"),
+        ("frozen", r"all frozen"),
+    ],
+)
+def test_a_model_that_cannot_be_trained_is_answered_once(own: str, build: str, phrase: str):
+    """Its own error, with the line of its file, before any rank is started."""
+    with pytest.raises(InputError, match=phrase) as error:
+        verify("dp2", f"{own}:{build}")
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_model_with_dropout_is_told_why_it_does_not_hold(
+    own: str, capsys: pytest.CaptureFixture[str]
+):
+    """The layer and the reason stand under the table, and beside the JSON."""
+    said = "it has dropout (1), of which each rank draws its own. To prove the rest"
+    for json_too in (False, True):
+        with pytest.raises(typer.Exit) as leaving:
+            verify_command("dp2", f"{own}:drop", 1, json_too)
+        out, err = capsys.readouterr()
+        assert leaving.value.exit_code == 1
+        assert said in " ".join((err if json_too else out).split())
+        assert ("It does not hold." in out) != json_too
+
+
+def test_a_rank_that_batch_norm_refuses_is_told_why(own: str):
+    """With one row on a rank torch has no statistics: the reason is given, and no traceback."""
+    with pytest.raises(RunError, match=r"has batch norm \(1\), whose statistics") as error:
+        verify("dp2", f"{own}:norm", 1)
+    assert "Rank 1 could not go on: ValueError: Expected more than 1 value" in str(error.value)
+    assert "Traceback" not in str(error.value)
+
+
+ALIKE = {
+    "": nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Dropout(0.0), nn.LSTM(2, 2)),
+    "batch norm (the model itself)": nn.BatchNorm2d(3),
+    "dropout (0, 1, 2 and 1 more)": nn.Sequential(*[nn.Dropout(0.1) for _ in range(4)]),
+    "dropout (attention)": nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2, 0.25)}),
+    "dropout (rnn)": nn.ModuleDict({"rnn": nn.GRU(2, 2, 2, dropout=0.5)}),
+    "batch norm (0), whose": nn.Sequential(nn.BatchNorm1d(2), nn.Dropout()),
+    "; and dropout (1), of which": nn.Sequential(nn.BatchNorm1d(2), nn.Dropout()),
+}
+
+
+@pytest.mark.parametrize("said", ALIKE)
+def test_what_no_plan_can_match_is_named(said: str):
+    """Batch norm and dropout, in layers of their own or as a rate; nothing where there is none."""
+    note = unlike_one_process(ALIKE[said].train())
+    assert said in note
+    assert bool(note) == bool(said)
+    assert unlike_one_process(ALIKE[said].eval()) == ""

@@ -1,0 +1,50 @@
+"""This file is the trial of a model before a proof: one step of it, in this process alone.
+
+A model of the user's own may fail anywhere between its first layer and its loss. Here it fails
+once, with the line of the user's file, and not in every rank at once.
+"""
+
+import traceback
+from pathlib import Path
+
+from torch import nn
+
+from shardwise.comm.world import alone
+from shardwise.core.errors import InputError, bad
+from shardwise.core.plan import Plan
+from shardwise.models.registry import find
+from shardwise.train.proof import SEED, engine_of
+
+ROWS = 2  # normalisation over a batch asks for more than one
+
+
+def tried(model: str, plan: Plan) -> nn.Module:
+    """The model named `model`, which has trained one step in the plan's precision.
+
+    Raises InputError for a name that is none, and for a model that cannot be trained.
+    """
+    trainable = find(model)
+    if model.partition(":")[0] == "gpt":  # ours, and the larger ones take their time
+        return trainable.build()
+    try:
+        engine = engine_of(trainable, Plan(precision=plan.precision), alone())
+        engine.step(trainable.batch(ROWS, SEED))
+    except InputError:
+        raise
+    except Exception as error:
+        raise bad(
+            f'the model "{model}", whose step in {plan.precision} on one process gives '
+            f"{type(error).__name__}: {' '.join(str(error).split())} ({_place(error, model)})",
+            "a model that trains on its own batches, in the precision of the plan",
+            "the same command, once it does; fp32 in the plan where the model fixes its types",
+        ) from error
+    return engine.model
+
+
+def _place(error: Exception, model: str) -> str:
+    """The innermost line of the user's file, or else of any."""
+    frames = traceback.extract_tb(error.__traceback__)
+    file = Path(model.rpartition(":")[0]).name
+    own = [frame for frame in frames if Path(frame.filename).name == file]
+    last = (own or frames)[-1]
+    return f"{Path(last.filename).name}, line {last.lineno}"

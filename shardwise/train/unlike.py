@@ -1,0 +1,53 @@
+"""This file is what a model may have in it that no data-parallel run computes as one process does.
+
+    batch norm   in training, its statistics are of the rows that a rank has, not of the whole batch
+    dropout      each rank draws its own
+
+A proof of such a model fails by the nature of the model, whatever the plan; it is told so.
+"""
+
+from collections.abc import Iterator
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+NAMED = 3  # modules of each kind that are named
+
+
+def unlike_one_process(model: nn.Module) -> str:
+    """Why the model cannot match one process, and what to prove instead; empty where it can."""
+    norms = [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
+    drops = [name for name, m in model.named_modules() if m.training and _draws(m)]
+    reasons = []
+    if norms:
+        whose = "whose statistics in training are of each rank's own rows, not of the whole batch"
+        reasons.append(f"batch norm ({_listed(norms)}), {whose}")
+    if drops:
+        reasons.append(f"dropout ({_listed(drops)}), of which each rank draws its own")
+    if not reasons:
+        return ""
+    has = "; and ".join(reasons)
+    return (
+        f"This model cannot match one process under any plan: it has {has}. To prove the rest, "
+        "build it with dropout of 0, and with GroupNorm or LayerNorm in place of batch norm."
+    )
+
+
+def _draws(module: nn.Module) -> bool:
+    """Whether it drops something at random: a layer for it, or a rate that it applies itself."""
+    if isinstance(module, _DropoutNd):
+        return module.p > 0
+    return any(rate > 0 for rate in _rates(module))
+
+
+def _rates(module: nn.Module) -> Iterator[float]:
+    """Rates of dropout among its attributes: attention and recurrent layers keep theirs so."""
+    for name, value in vars(module).items():
+        if "drop" in name and isinstance(value, float):
+            yield value
+
+
+def _listed(names: list[str]) -> str:
+    named = ", ".join(name or "the model itself" for name in names[:NAMED])
+    return f"{named} and {len(names) - NAMED} more" if len(names) > NAMED else named
