@@ -34,4 +34,4 @@ def as_png(path: Path, timeline: Timeline, title: str) -> None:
     ops = {span.action.op for _, span in spans if span.end > span.start}
     handles = [Patch(color=COLOURS[op][0], label=NAMES[op]) for op in COLOURS if op in ops]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path, dpi=120, format="png")

@@ -93,7 +93,7 @@ def test_batches_of_2bw_are_drawn_without_a_drain() -> None:
 def test_pictures_are_written_over(tmp_path: Path) -> None:
     """SVG and PNG files, of the schedule that is asked for, where there was one before."""
     for name in ("gpipe", "zb-v"):
-        svg, png = tmp_path / "a.svg", tmp_path / "a.png"
+        svg, png = tmp_path / "a.svg", tmp_path / "a.picture"
         shown(name, "--svg", str(svg), "--png", str(png), "--costs", "U=0")
         assert svg.read_text().startswith("<svg ")
         assert LIBRARY[name].title in svg.read_text()

@@ -81,7 +81,7 @@ def _deadlock(state: _State) -> InputError:
             names.append(
                 f"{token} of {maker} on {where}" if maker else f"{token}, which nobody makes"
             )
-            if maker and maker != stuck[owner]:
+            if maker and stuck.get(owner, maker) != maker:
                 late = bool(set(needs(maker, schedule)) - made)
                 remedies.append((late, f"{maker} before {stuck[owner]} on rank {owner}"))
         said.append(f"rank {rank} waits to do {step} for {' and '.join(names)}")

@@ -58,6 +58,13 @@ def test_a_schedule_that_deadlocks_has_no_times():
         clock(read("rank 0 B0 F0"))
 
 
+def test_messages_that_cross_are_not_walked_past():
+    """A receive takes the next message of its channel, and waits for ever for another."""
+    rows = "rank 0 F0.0 SEND:act0.0>1 F0.1 SEND:act0.1>1\nrank 1 RECV:act0.1<0 F1.1"
+    with pytest.raises(InputError, match=r"rank 1 waits to do F1.1 for act0.1 of F0.1 on rank 0"):
+        clock(read(rows))
+
+
 def test_memory_in_bytes():
     """Tapes of 4 and 3 bytes, messages of 1: what each rank of 1F1B holds between two steps."""
     schedule = build("1f1b:4", 2)

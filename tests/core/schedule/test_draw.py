@@ -50,6 +50,7 @@ def test_a_column_is_the_shortest_action():
         "F0 .. .. .. .. B0 -- --",
         ".. F0 B0 -- -- .. .. ..",
     ]
+    assert drawn("naive", 2, Costs(F=1, B=1, hop=0.6))[1] == ".. .. F0 B0 .."
     assert drawn("naive", 1, Costs(0, 0, 0)) == [""]
 
 
