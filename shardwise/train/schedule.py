@@ -72,11 +72,11 @@ def show(request: Request) -> None:
     subject = _subject(request)
     costs = read_costs(request.costs, request.hop, len(subject.schedule.home))
     whole = lower(subject.schedule, gather=bool(costs.GATHER))
+    timeline = clock(whole, costs)
+    _pictures(request, timeline, subject.title)
     if request.text or request.lowered:
         typer.echo(text.write(whole if request.lowered else subject.schedule), nl=False)
         return
-    timeline = clock(whole, costs)
-    _pictures(request, timeline, subject.title)
     numbers = _numbers(subject, timeline, costs)
     if request.as_json:
         typer.echo(json.dumps(numbers))
@@ -130,8 +130,12 @@ def _subject(request: Request) -> Subject:
     n = size(name, stages, microbatches, int(v) if v else request.chunks, request.batches)
     found = entry(name)
     chunks = f", {n.v} chunks a rank" * (n.v > 1) + f", {n.batches} batches" * (n.batches > 1)
-    title = f"{found.title}: {n.p} ranks, {n.m} microbatches{chunks}"
+    title = f"{found.title}: {_count(n.p, 'rank')}, {_count(n.m, 'microbatch', 'es')}{chunks}"
     return Subject(title, found.build(n), (found, n))
+
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural * (number != 1)}"
 
 
 def _own(request: Request) -> Subject:
@@ -147,8 +151,8 @@ def _own(request: Request) -> Subject:
         ) from error
     schedule = text.read(written)
     check(schedule)
-    title = f"{request.name}: {schedule.ranks} ranks, {schedule.microbatches} microbatches"
-    return Subject(title, schedule)
+    sizes = _count(schedule.ranks, "rank"), _count(schedule.microbatches, "microbatch", "es")
+    return Subject(f"{request.name}: {', '.join(sizes)}", schedule)
 
 
 def _pictures(request: Request, timeline: Timeline, title: str) -> None:
