@@ -16,7 +16,7 @@ import re
 import shutil
 from pathlib import Path
 
-from shardwise.core.errors import bad
+from shardwise.core.errors import InputError, bad
 
 METADATA, SCALARS, LATEST = ".metadata", "scalars.json", "latest"
 _NAME = re.compile(r"step-(\d+)(\.again)?")
@@ -47,24 +47,35 @@ def all_in(folder: Path) -> list[Path]:
 def find(folder: Path) -> Path:
     """The newest whole checkpoint in a folder; the folder itself where it is a checkpoint.
 
-    Raises InputError where there is none.
+    Raises InputError where there is none, or where the folder cannot be read.
     """
-    if is_whole(folder):
-        return folder
-    latest = folder / LATEST
-    if latest.is_file():
-        named = folder / latest.read_text(encoding="utf-8").strip()
-        if named.parent == folder and is_whole(named):
-            return named
-    whole = all_in(folder)
+    try:
+        if is_whole(folder):
+            return folder
+        whole = all_in(folder)
+        latest = _latest(folder)
+        there = folder.is_dir(), folder.exists()
+    except (OSError, ValueError) as error:  # no right to look; a name that cannot be one
+        raise _none(folder, getattr(error, "strerror", None) or str(error)) from None
     if not whole:
-        what = "no such folder" if not folder.is_dir() else "no whole checkpoint in it"
-        raise bad(
-            f"the checkpoint folder '{folder}' ({what})",
-            "a folder with step-000100 or the like in it, or such a folder itself",
-            "the path of a run's 'checkpoints' folder",
-        )
-    return whole[-1]
+        what = {(True, True): "no whole checkpoint in it", (False, True): "a file, not a folder"}
+        raise _none(folder, what.get(there, "no such folder"))
+    return latest if latest in whole else whole[-1]
+
+
+def _latest(folder: Path) -> Path:
+    """What `latest` names, whether it is there or not: the file may be damaged, or gone."""
+    file = folder / LATEST
+    name = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
+    return folder / name
+
+
+def _none(folder: Path, what: str) -> InputError:
+    return bad(
+        f"the checkpoint folder '{folder}' ({what})",
+        "a folder with step-000100 or the like in it, or such a folder itself",
+        "the path of a run's 'checkpoints' folder",
+    )
 
 
 def prune(folder: Path, keep: int) -> list[Path]:

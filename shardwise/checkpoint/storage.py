@@ -137,7 +137,7 @@ def read_metadata(path: Path) -> Metadata:
     """The names, shapes and places of a checkpoint's tensors. Raises InputError if damaged."""
     try:
         metadata = FileSystemReader(path).read_metadata()
-    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, ValueError) as error:
+    except Exception as error:  # what a pickle of nonsense raises depends on the nonsense
         raise _damaged(path / folders.METADATA, repr(error)) from error
     if not isinstance(metadata, Metadata) or metadata.storage_data is None:
         raise _damaged(path / folders.METADATA, "it describes no tensors")
@@ -157,6 +157,8 @@ def read_scalars(path: Path) -> dict[str, Any]:
             "checkpoints of this version",
             "a checkpoint that 'shardwise train' saved",
         )
+    if not isinstance(said.get("ranks"), int) or not isinstance(said.get("scalars"), dict):
+        raise _damaged(file, "its ranks or scalars are missing")
     return said
 
 

@@ -44,7 +44,15 @@ def load_run(prepared: Prepared, engine: Engine) -> Position:
     Raises InputError where the data or the model is another than the checkpoint's.
     """
     engine.prepare()
-    scalars = load(prepared.config.folder / CHECKPOINTS, engine.boxes(), engine.world)
+    folder = prepared.config.folder / CHECKPOINTS
+    scalars = load(folder, engine.boxes(), engine.world)
+    missing = [name for name in ("step", "consumed", "data", "engine") if name not in scalars]
+    if missing:
+        raise bad(
+            f"a checkpoint in '{folder}' without {', '.join(missing)}",
+            "a checkpoint that a run has saved, which says where in its data it was",
+            "--overwrite for a new run",
+        )
     _check_data(scalars["data"], prepared.data_mark)
     engine.load_scalars(scalars["engine"])
     engine.loaded()
