@@ -14,14 +14,15 @@ import shutil
 from pathlib import Path
 
 from shardwise.checkpoint.folder import all_in
-from shardwise.core.errors import bad
-from shardwise.train.config import Config, dump
+from shardwise.core.errors import InputError, bad
+from shardwise.train.config import Config, dump, read
 from shardwise.train.packed import make_folder, publish
 
+CONFIG = "config.toml"
 CHECKPOINTS = "checkpoints"
 PLOTS = "plots"
 # what a run writes, which is all that --overwrite removes
-OWN = ("config.toml", "metrics.jsonl", "tensorboard", CHECKPOINTS, PLOTS, "report.md", "sample.txt")
+OWN = (CONFIG, "metrics.jsonl", "tensorboard", CHECKPOINTS, PLOTS, "report.md", "sample.txt")
 
 
 def check(folder: Path, resume: bool, overwrite: bool) -> None:
@@ -50,7 +51,15 @@ def claim(config: Config, overwrite: bool) -> None:
         clear(config.folder)
     (config.folder / PLOTS).mkdir(parents=True, exist_ok=True)
     text = dump(config)
-    publish(config.folder / "config.toml", lambda path: path.write_text(text, encoding="utf-8"))
+    publish(config.folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def configured(folder: Path) -> Config | None:
+    """The configuration of the run in a folder; None where there is none that can be read."""
+    try:
+        return read(folder / CONFIG)
+    except InputError:
+        return None
 
 
 def clear(folder: Path) -> None:

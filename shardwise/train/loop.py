@@ -82,12 +82,14 @@ def train(
         # every rank has found the folder as it should be before one changes it
         if any_rank(wish.wished, world):
             return nothing(world, console)
-        if first:
+        if first and not start.resume:
             folder.claim(config, start.overwrite)
         world.barrier()
         objective = Objective()
         engine = build(prepared, world, objective)
         at = load_run(prepared, engine) if start.resume else Position()
+        if first and start.resume:  # the checkpoint fits: what it was trained with may be replaced
+            folder.claim(config, overwrite=False)
         peak_flops = measured_peak(world.device, next(engine.model.parameters()).dtype)
         unigram = unigram_entropy(prepared.corpus) if first else math.nan
         board = config.run.tensorboard
@@ -119,6 +121,8 @@ def opening(run: Run, at: Position) -> None:
         f"{len(packed.stream):,} tokens of {config.data.source}"
         + (f", resumed after step {at.step}" if at.step else "")
     )
+    if at.step >= config.train.steps:
+        run.progress.note(f"nothing is left to train: train.steps = {config.train.steps}")
     run.progress.note(
         f"unigram baseline on validation: {run.unigram:.4f} nats a token, {bits:.3f} bits a byte"
     )

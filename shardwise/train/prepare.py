@@ -5,7 +5,7 @@ command starts several ranks it prepares once before them: a bad input is one pa
 a rank, and the ranks find the data tokenised.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
 from shardwise.core.check import require
@@ -74,6 +74,18 @@ def checked_plan(config: Config, ranks: int) -> Plan:
     return plan
 
 
+def check_same(before: "GPTConfig", now: "GPTConfig") -> None:
+    """Raise InputError unless the model to resume with has the sizes of the one that was saved."""
+    saved, given = asdict(before), asdict(now)
+    other = [name for name in saved if saved[name] != given[name]]
+    if other:
+        raise bad(
+            "--resume with " + ", ".join(f"model.{n} = {given[n]} (was {saved[n]})" for n in other),
+            "the sizes that the run's checkpoints have",
+            ", ".join(f"model.{n} = {saved[n]}" for n in other) + ", or --overwrite for a new run",
+        )
+
+
 def prepare(config: Config, ranks: int, start: Start) -> Prepared:
     """Everything a run on `ranks` ranks needs. Raises InputError for all that cannot work."""
     plan = checked_plan(config, ranks)
@@ -86,4 +98,7 @@ def prepare(config: Config, ranks: int, start: Start) -> Prepared:
 
     sizes = gpt_config(config.model, packed.vocabulary.size)
     check_fits(packed.vocabulary, sizes.vocabulary)
+    before = folder.configured(config.folder) if start.resume else None
+    if before is not None:
+        check_same(gpt_config(before.model, packed.vocabulary.size), sizes)
     return Prepared(config, plan, split(packed, sizes.sequence, config.data.validation), sizes)

@@ -7,6 +7,7 @@ is imported only where it is used.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 SEPARATOR = "<|document|>"
 KNOWN_SEPARATORS = (SEPARATOR, "<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 BYTES = 256
+MOST_TOKENS = 2**20  # several times the largest vocabulary in use
 
 Numbers = NDArray[np.uint32]
 
@@ -117,13 +119,15 @@ def load_tokenizer(path: Path) -> TokenizerVocabulary:
 def bpe_size(text: str) -> int:
     """The SIZE of `bpe:SIZE`. Raises InputError for one that cannot hold all bytes."""
     digits = text.removeprefix("bpe:")
-    if not digits.isdecimal() or int(digits) <= BYTES:
+    size = int(digits) if re.fullmatch("[0-9]{1,9}", digits) else 0
+    if not BYTES < size <= MOST_TOKENS:
         raise bad(
             f"tokens = '{text}'",
-            f"bpe: and a whole number above {BYTES}: all bytes, the separator, and merges",
+            f"bpe: and a whole number above {BYTES} (all bytes, the separator, and merges) and up "
+            f"to {MOST_TOKENS}",
             "tokens = 'bpe:4096'",
         )
-    return int(digits)
+    return size
 
 
 def train_bpe(documents: Iterable[str], size: int) -> TokenizerVocabulary:

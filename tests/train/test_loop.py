@@ -1,16 +1,18 @@
 """The loop: one curve for any plan and any interruption, and a stop that loses nothing."""
 
+import io
 import itertools
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from shardwise.checkpoint.folder import all_in
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError
 from shardwise.models.gpt import flops_per_token
 from shardwise.train import config, loop
-from shardwise.train.metrics import Record
+from shardwise.train.metrics import Record, read
 from shardwise.train.model import gpt_config
 from shardwise.train.prepare import Start
 from shardwise.train.wish import NOTHING
@@ -169,6 +171,39 @@ def test_other_data_cannot_be_resumed_with(tmp_path: Path) -> None:
     other = runs.settings(tmp_path / "run", seed=5)
     with pytest.raises(InputError, match=r"train\.seed = 0 \(now 5\)"):
         loop.train(other, alone(), Start(resume=True))
+    assert config.read(tmp_path / "run" / "config.toml").train.seed == 0
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_another_model_cannot_be_resumed_with(told: bool, tmp_path: Path) -> None:
+    """The sizes that differ are named where the run says its own; the run stays as it was."""
+    given = runs.settings(tmp_path / "run", steps=2)
+    runs.run(given)
+    file = tmp_path / "run" / "config.toml"
+    if not told:
+        file.unlink()
+    phrase = (
+        r"--resume with model\.layers = 1 \(was 2\), model\.width = 24 \(was 16\)\..*"
+        r"Write instead: model\.layers = 2, model\.width = 16, or --overwrite"
+        if told
+        else r"'model/embed\.weight' of shape \(257, 24\)"
+    )
+    sizes = given.model.model_copy(update={"width": 24, "layers": 1})
+    with pytest.raises(InputError, match=phrase):
+        loop.train(given.model_copy(update={"model": sizes}), alone(), Start(resume=True))
+    assert file.exists() == told
+    if told:
+        assert config.read(file) == given
+
+
+def test_a_run_that_has_made_its_steps_says_so(tmp_path: Path) -> None:
+    """Resumed once more it trains nothing, loses nothing, and ends well."""
+    given = runs.settings(tmp_path / "run", steps=2)
+    before = runs.run(given)
+    said = io.StringIO()
+    loop.train(given, alone(), Start(resume=True), Console(file=said, width=200))
+    assert "nothing is left to train: train.steps = 2" in said.getvalue()
+    assert read(given.folder) == before
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,9 @@ def test_a_saved_tokenizer_loads_to_the_same_vocabulary(tmp_path: Path) -> None:
     assert loaded.separator == TRAINED.separator
 
 
-@pytest.mark.parametrize("text", ["bpe:", "bpe:256", "bpe:many", "bpe:-3"])
+@pytest.mark.parametrize(
+    "text", ["bpe:", "bpe:256", "bpe:many", "bpe:-3", "bpe:1048577", "bpe:" + "9" * 5000]
+)
 def test_a_bpe_that_cannot_hold_the_bytes_is_refused(text: str) -> None:
     """256 bytes and a separator are the least."""
     with pytest.raises(InputError, match="a whole number above 256"):
