@@ -120,7 +120,7 @@ class SampleSection(BaseModel):
     model_config = CLOSED
 
     tokens: Count = 240
-    prompt: str = ""
+    prompt: Annotated[str, Field(min_length=0)] = ""  # a bound, so that UTF-8 is looked at
     temperature: float = Field(default=0.8, ge=0)
     top_k: Count = 40
 
@@ -302,6 +302,7 @@ _WORDS: Final = {
     "int_type": "a whole number",
     "string_too_short": "some text",
     "string_type": "text in quotes",
+    "string_unicode": "text in UTF-8",
     "string_pattern_mismatch": "text without the character NUL",
     "tuple_type": _PAIR,
     "too_long": _PAIR,

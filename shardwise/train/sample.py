@@ -44,5 +44,6 @@ def draw(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Gene
     if 0 < top_k < len(logits_V):
         least = logits_V.topk(top_k).values[-1]
         logits_V = logits_V.masked_fill(logits_V < least, float("-inf"))
-    share_V = torch.softmax(logits_V / temperature, 0)
+    # from the likeliest, and in fp64: a temperature near 0 then makes its share 1, and not NaN
+    share_V = torch.softmax((logits_V.double() - logits_V.max()) / temperature, 0)
     return int(torch.multinomial(share_V, 1, generator=generator))

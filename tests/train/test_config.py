@@ -102,6 +102,8 @@ def test_an_override_sets_one_key(override: str, expected: object) -> None:
         ({"train": {"batch": "8"}}, ['train.batch = "8"', "whole number", "train.batch = 8."]),
         ({"run": {"folder": 8}}, ["run.folder = 8", "text in quotes", 'run.folder = "8"']),
         ({"run": {"folder": "a\0b"}}, ["run.folder", "the character NUL"]),
+        ({"run": {"folder": "\udcff"}}, ['run.folder = "\\udcff"', "text in UTF-8"]),
+        ({"sample": {"prompt": "\udcff"}}, ["sample.prompt", "text in UTF-8"]),
         ({"run": {"tensorboard": 1}}, ["run.tensorboard = 1", "true or false"]),
         ({"model": {"layers": 10**30}}, ["model.layers", "less than or equal to 1000000000"]),
         ({"train": {"betas": [1.5, 2]}}, ["train.betas = [1.5, 2]", "below 1", "[0.9, 0.95]"]),

@@ -1,5 +1,6 @@
 """The sample: deterministic, within the vocabulary, within the window."""
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -70,3 +71,12 @@ def test_top_k_draws_among_the_k_likeliest() -> None:
     logits = torch.tensor([0.0, 3.0, 1.0, 3.1])
     assert {sampling.draw(logits, 5.0, 2, generator) for _ in range(200)} == {1, 3}
     assert {sampling.draw(logits, 5.0, 0, generator) for _ in range(400)} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("temperature", [1e-3, 1e-45, 1e-300, 1e-320])
+def test_a_temperature_near_zero_draws_the_likeliest(temperature: float) -> None:
+    """However near: no share is infinite, and none is no number."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.tensor([0.0, 30.0, -1e30, 31.0])
+    assert {sampling.draw(logits, temperature, 2, generator) for _ in range(20)} == {3}
+    assert {sampling.draw(logits, temperature, 0, generator) for _ in range(20)} == {3}
