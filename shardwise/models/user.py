@@ -51,7 +51,11 @@ def _split(name: str) -> tuple[Path, str]:
     if not path.endswith(".py") or not function:
         file = name[: name.index(".py") + 3]
         raise bad(f'the model "{name}"', "a file and a function in it", f"{file}:build")
-    if not Path(path).is_file():
+    try:
+        there = Path(path).is_file()
+    except OSError:  # a name that is too long
+        there = False
+    if not there:
         raise bad(
             f'the model "{name}", whose file does not exist',
             "a Python file, its path from the folder you are in",

@@ -177,7 +177,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
         ) from None
     try:
         values = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # a number of 5000 digits, 5000 brackets
         raise bad(
             f"the configuration {path}, which is not TOML: {error}",
             'sections in brackets and lines key = value, text in "quotes"',
@@ -246,7 +246,7 @@ def _toml(value: Any) -> str:
 def _value(text: str, only_text: bool = False) -> Any:
     try:
         values = tomllib.loads(f"value = {text}")
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         return text
     value = values.pop("value")
     return text if values or (only_text and not isinstance(value, str)) else value

@@ -16,7 +16,7 @@ from pathlib import Path
 from shardwise.checkpoint.folder import all_in
 from shardwise.core.errors import InputError, bad
 from shardwise.train.config import Config, dump, read
-from shardwise.train.packed import make_folder, publish
+from shardwise.train.packed import make_folder, publish, unwritable
 
 CONFIG = "config.toml"
 CHECKPOINTS = "checkpoints"
@@ -29,8 +29,12 @@ def check(folder: Path, resume: bool, overwrite: bool) -> None:
     """Raise InputError unless a run can start in the folder in this way. Writes nothing lasting."""
     if resume and overwrite:
         raise bad("both --resume and --overwrite", "one of the two", "--resume")
-    taken = [name for name in OWN if (folder / name).exists()]
-    if resume and not all_in(folder / CHECKPOINTS):
+    try:
+        taken = [name for name in OWN if (folder / name).exists()]
+        saved = all_in(folder / CHECKPOINTS)
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        raise unwritable(folder, "run.folder", error) from None
+    if resume and not saved:
         raise bad(
             f"--resume with run.folder = '{folder}', where no checkpoint is",
             "a folder in which a run has saved one",

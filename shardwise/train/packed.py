@@ -20,7 +20,7 @@ import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from shardwise.core.errors import bad
+from shardwise.core.errors import InputError, bad
 from shardwise.train.sources import Source
 from shardwise.train.tokens import (
     ByteVocabulary,
@@ -74,11 +74,16 @@ def make_folder(folder: Path, what: str) -> None:
         with tempfile.TemporaryFile(dir=folder):  # a name of its own: others may try as well
             pass
     except OSError as error:
-        raise bad(
-            f"{what} = '{folder}', where nothing can be written ({error.strerror})",
-            "a folder that you may write to",
-            f"--set {what}=runs/NAME",
-        ) from None
+        raise unwritable(folder, what, error) from None
+
+
+def unwritable(folder: Path, what: str, error: OSError) -> InputError:
+    """The answer where `what` asks for a folder that cannot be made, looked into or written to."""
+    return bad(
+        f"{what} = '{folder}', where nothing can be written ({error.strerror})",
+        "a folder that you may write to",
+        f"--set {what}=runs/NAME",
+    )
 
 
 def publish(path: Path, write: Callable[[Path], object]) -> None:

@@ -99,7 +99,11 @@ def load_tokenizer(path: Path) -> TokenizerVocabulary:
     """The vocabulary of a tokenizer.json. Raises InputError for a file that is not one."""
     import tokenizers
 
-    if not path.is_file():
+    try:
+        there = path.is_file()
+    except OSError:  # a name that is too long
+        there = False
+    if not there:
         raise bad(
             f"tokens = '{path}', where there is no file",
             "'bytes', 'bpe:SIZE', or the path of a tokenizer.json",

@@ -78,6 +78,7 @@ def test_on_meta_nothing_is_filled() -> None:
         ("gpt:smal", "Write instead: gpt:small."),
         ("hf", "Write instead: hf:"),
         ("missing.py:build", "does not exist"),
+        ("m" * 300 + ".py:build", "does not exist"),
         ("net.py", "Write instead: net.py:build."),
     ],
 )

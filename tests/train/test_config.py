@@ -173,9 +173,14 @@ def test_a_file_that_is_missing_or_not_toml_is_refused(tmp_path: Path) -> None:
     """The file's name is in the answer."""
     with pytest.raises(InputError, match=r"absent\.toml"):
         config.read(tmp_path / "absent.toml")
-    (tmp_path / "broken.toml").write_text("[train\nsteps")
-    with pytest.raises(InputError, match=r"broken\.toml, which is not TOML"):
-        config.read(tmp_path / "broken.toml")
+    for broken in ("[train\nsteps", "a = " + "9" * 5000, "a = " + "[" * 5000):
+        (tmp_path / "broken.toml").write_text(broken)
+        with pytest.raises(InputError, match=r"broken\.toml, which is not TOML"):
+            config.read(tmp_path / "broken.toml")
+        assert config.override({}, [f"train.steps={broken[4:]}"])["train"]["steps"] == broken[4:]
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match=r"bytes\.toml, which cannot be read"):
+        config.read(tmp_path / "bytes.toml")
 
 
 @pytest.mark.parametrize("decay", ["cosine", "linear", "constant"])

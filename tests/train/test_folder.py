@@ -57,7 +57,8 @@ def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    """A file is in the way: the key to change is named, and nothing is left behind."""
+    """A file is in the way, a name is too long: the key is named, and nothing is left behind."""
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"run\.folder = .*nothing can be written"):
-        folder.check(tmp_path / "file" / "run", resume=False, overwrite=False)
+    for name in ("file", "file/run", "a" * 300):
+        with pytest.raises(InputError, match=r"run\.folder = .*nothing can be written"):
+            folder.check(tmp_path / name, resume=False, overwrite=False)
