@@ -5,17 +5,18 @@ from typing import Annotated
 
 import typer
 
-from shardwise.bench import cuda, data
+from shardwise.bench import cuda
+from shardwise.bench.roster import SUITES
+from shardwise.bench.suite import plan_tasks, run
 from shardwise.bench.table import as_json, as_text
 from shardwise.core.errors import bad
-
-SUITES = ("data",)
+from shardwise.models.trainable import nearest
 
 
 def bench_command(
     words: Annotated[
         list[str],
-        typer.Argument(metavar="SUITE", help="data; after it the contenders, or all."),
+        typer.Argument(metavar="SUITE", help="data, tensor; after it the contenders, or all."),
     ],
     size: Annotated[list[str] | None, typer.Option(help="small, tiny; both by default.")] = None,
     ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 2,
@@ -27,14 +28,18 @@ def bench_command(
     """Measure side by side with the peers: step time, bytes on the wire, memory, loss."""
     suite, *contenders = words
     if suite not in SUITES:
-        raise bad(f'the suite "{suite}"', ", ".join(SUITES), f"shardwise bench {SUITES[0]}")
+        close = nearest(suite, list(SUITES), 1)[0]
+        raise bad(f'the suite "{suite}"', ", ".join(SUITES), f"shardwise bench {close}")
     if device not in ("cpu", "cuda"):
         raise bad(f'the device "{device}"', "cpu or cuda", "--device cpu")
+    if device == "cuda" and suite != "data":
+        allowed = "the suite data, as one rank has no tensor to share"
+        raise bad(f"--device cuda with the suite {suite}", allowed, f"bench {suite} --device cpu")
     if device == "cuda":
         rows = cuda.run(repeats)
         print(json.dumps(cuda.as_json(rows), indent=2) if as_object else cuda.as_text(rows))
         return
     if link is not None and ranks != 2:
         raise bad(f"{ranks} ranks with --link", "one rank on each of two hosts", "--ranks 2")
-    rows = data.run(data.plan_tasks(size or (), ranks, repeats, contenders), ranks, link)
+    rows = run(plan_tasks(suite, size or (), ranks, repeats, contenders), ranks, link)
     print(json.dumps(as_json(rows), indent=2) if as_object else as_text(rows))

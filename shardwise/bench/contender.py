@@ -44,7 +44,8 @@ class Setup:
 class Contender:
     """One line of the table.
 
-    `row` is what it does in the words of the states table, and so the least it has to send.
+    `row` is what it does in plan words, `zero1` or `tp sp`, and so the least it has to send. With
+    `whole_batch` every rank steps on the whole global batch, else on its part of the sequences.
     `package` has to be importable.
     """
 
@@ -53,6 +54,7 @@ class Contender:
     build: Callable[[nn.Module, Setup], Loop]
     package: str = "torch"
     note: str = ""
+    whole_batch: bool = False
 
     @property
     def missing(self) -> bool:
@@ -73,6 +75,11 @@ class Task:
     warm_up: int = 2
     interface: str = "lo"
     shared: bool = True  # the interface carries what all ranks send, not this one alone
+
+    @property
+    def reference(self) -> str:
+        """The contender that every ratio is to: the first."""
+        return self.contenders[0]
 
 
 def adamw(parameters: Any) -> torch.optim.AdamW:

@@ -103,7 +103,7 @@ def compare(pair: Pair) -> DeviceLine:
     batch = trainable.batch(pair.rows, 0, device)
     setup = Setup(gpt.loss, gpt.Block, 1, device, pair.precision)
     plain = bare_loop(trainable.build(device), setup)
-    engine = engine_of(trainable.build(device), pair.row, setup)
+    engine = engine_of(trainable.build(device), f"dp{{n}} {pair.row}", setup)
     steps = (plain.step, lambda batch: engine.step(batch).loss)
     times: list[tuple[float, float]] = []
     losses = (0.0, 0.0)

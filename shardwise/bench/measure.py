@@ -54,19 +54,20 @@ class Record:
 
 @dataclass
 class Runner:
-    """A contender in the race: its loop, and how many steps it has made."""
+    """A contender in the race: its loop, and how many steps it has made on the batches in turn."""
 
     contender: Contender
     record: Record
+    batches: list[Batch]
     live: Live = field(default_factory=Live)
     loop: Loop | None = None
     steps: int = 0
 
-    def advance(self, batches: list[Batch], steps: int) -> None:
-        """Makes that many training steps on the batches in turn."""
+    def advance(self, steps: int) -> None:
+        """Makes that many training steps."""
         assert self.loop is not None
         for _ in range(steps):
-            self.record.loss = self.loop.step(batches[self.steps % len(batches)])
+            self.record.loss = self.loop.step(self.batches[self.steps % len(self.batches)])
             self.steps += 1
         self.loop.settle()
 
@@ -79,40 +80,40 @@ def measure(task: Task) -> list[Record]:
     torch.set_num_threads(1)
     rank, ranks = dist.get_rank(), dist.get_world_size()
     trainable = of_gpt(task.size, task.config)
-    share = task.rows // ranks
-    batches = [
-        {
-            key: value[rank * share : (rank + 1) * share]
-            for key, value in trainable.batch(task.rows, seed).items()
-        }
-        for seed in range(BATCHES)
-    ]
+    batches = [trainable.batch(task.rows, seed) for seed in range(BATCHES)]
     original = trainable.build()
     setup = Setup(gpt.loss, gpt.Block, ranks, torch.device("cpu"))
-    runners = [
-        Runner(ROSTER[name], Record(name, note=ROSTER[name].note)) for name in task.contenders
-    ]
+    runners: list[Runner] = []
+    for name in task.contenders:
+        contender = ROSTER[name]
+        own = batches if contender.whole_batch else [_part(each, rank, ranks) for each in batches]
+        runners.append(Runner(contender, Record(name, note=contender.note), own))
     for runner in runners:
         _build(runner, original, setup)
     for runner in _racing(runners):
-        _attempt(runner, lambda runner=runner: _metered(runner, batches))
+        _attempt(runner, lambda runner=runner: _metered(runner))
     for runner in _racing(runners):
-        _attempt(runner, lambda runner=runner: runner.advance(batches, task.warm_up))
-    _race(task, runners, batches)
+        _attempt(runner, lambda runner=runner: runner.advance(task.warm_up))
+    _race(task, runners)
     return [runner.record for runner in runners]
 
 
-def _race(task: Task, runners: list[Runner], batches: list[Batch]) -> None:
+def _part(batch: Batch, rank: int, ranks: int) -> Batch:
+    """A rank's sequences of a batch, in storage of their own, for storages are what is counted."""
+    return {key: value.chunk(ranks)[rank].clone() for key, value in batch.items()}
+
+
+def _race(task: Task, runners: list[Runner]) -> None:
     idle = _barrier_bytes(task)
     for index in range(task.rounds):
         _progress(f"{task.size}: round {index + 1} of {task.rounds}")
         racing = _racing(runners)
         start = index % max(1, len(racing))
         for runner in racing[start:] + racing[:start]:
-            _attempt(runner, lambda runner=runner: _turn(task, runner, batches, idle))
+            _attempt(runner, lambda runner=runner: _turn(task, runner, idle))
 
 
-def _turn(task: Task, runner: Runner, batches: list[Batch], idle: float) -> None:
+def _turn(task: Task, runner: Runner, idle: float) -> None:
     """One contender's turn of a round."""
     gc.collect()  # cycles left by one contender are not collected on another's clock
     gc.disable()
@@ -120,7 +121,7 @@ def _turn(task: Task, runner: Runner, batches: list[Batch], idle: float) -> None
     sent, began = sent_bytes(task.interface), time.perf_counter()
     failure: Exception | None = None
     try:
-        runner.advance(batches, task.steps)
+        runner.advance(task.steps)
     except Exception as error:  # noqa: BLE001 - raised below: the other ranks come to the barrier
         failure = error
     dist.barrier()
@@ -162,13 +163,13 @@ def _build(runner: Runner, original: torch.nn.Module, setup: Setup) -> None:
     _attempt(runner, build)
 
 
-def _metered(runner: Runner, batches: list[Batch]) -> None:
+def _metered(runner: Runner) -> None:
     """Two steps under the meter: the second has the optimizer's state from its start."""
-    runner.live.watch(batches)
+    runner.live.watch(runner.batches)
     with runner.live:
-        runner.advance(batches, 1)
+        runner.advance(1)
         runner.live.peak_bytes = 0
-        runner.advance(batches, 1)
+        runner.advance(1)
     runner.record.peak_bytes = runner.live.peak_bytes
 
 

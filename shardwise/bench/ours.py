@@ -1,4 +1,4 @@
-"""This file is Shardwise among the contenders: the rows of its states table, by plan word."""
+"""This file is Shardwise among the contenders, by plan words."""
 
 from collections.abc import Callable
 
@@ -17,11 +17,11 @@ from shardwise.core.states import ROWS
 from shardwise.models import gpt
 
 
-def engine_of(model: nn.Module, word: str, setup: Setup) -> sw.Engine:
-    """The engine of that row over all ranks, with the optimizer everyone gets."""
+def engine_of(model: nn.Module, plan: str, setup: Setup) -> sw.Engine:
+    """The engine of that plan, "dp{n} zero1", for n ranks, with the optimizer everyone gets."""
     return sw.parallelize(
         model,
-        f"dp{setup.ranks} {word} {setup.precision}",
+        f"{plan.format(n=setup.ranks)} {setup.precision}",
         sw.init(setup.device.type),
         optimizer=sw.AdamW(lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY),
         loss=setup.loss,
@@ -29,12 +29,12 @@ def engine_of(model: nn.Module, word: str, setup: Setup) -> sw.Engine:
     )
 
 
-def row(word: str) -> Callable[[nn.Module, Setup], Loop]:
-    """`sw.parallelize` with that row over all ranks."""
+def planned(plan: str) -> Callable[[nn.Module, Setup], Loop]:
+    """`sw.parallelize` with that plan over all ranks."""
 
     def build(model: nn.Module, setup: Setup) -> Loop:
-        """The model laid out by this row."""
-        engine = engine_of(model, word, setup)
+        """The model laid out by this plan."""
+        engine = engine_of(model, plan, setup)
 
         def step(batch: Batch) -> float:
             return engine.step(batch).loss
@@ -48,4 +48,8 @@ def row(word: str) -> Callable[[nn.Module, Setup], Loop]:
     return build
 
 
-OURS = tuple(Contender(word, word, row(word)) for word in ROWS)
+DATA = tuple(Contender(word, word, planned(f"dp{{n}} {word}")) for word in ROWS)
+TENSOR = (
+    Contender("tp", "tp", planned("tp{n}"), whole_batch=True),
+    Contender("tp sp", "tp sp", planned("tp{n} sp"), whole_batch=True),
+)

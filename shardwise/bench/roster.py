@@ -1,42 +1,45 @@
-"""This file is the list of all contenders, in the order of the table, and how one is named."""
+"""This file is the list of all contenders, the suites they run in, and how one is named."""
 
 from typing import Final
 
-from shardwise.bench import deepspeed_peers, fairscale_peers, ours, torch_peers
+from shardwise.bench import deepspeed_peers, fairscale_peers, ours, torch_peers, torch_tensor
 from shardwise.bench.contender import Contender
 from shardwise.core.errors import bad
 from shardwise.models.trainable import nearest
 
-REFERENCE: Final = "torch DDP"  # every ratio is to this one
+_DATA: Final = (
+    *torch_peers.PEERS,
+    *deepspeed_peers.PEERS,
+    *fairscale_peers.PEERS,
+    *ours.DATA,
+)
+_TENSOR: Final = (*torch_tensor.PEERS, torch_peers.DDP, *ours.TENSOR)
 
-ROSTER: Final[dict[str, Contender]] = {
-    contender.name: contender
-    for contender in (
-        *torch_peers.PEERS,
-        *deepspeed_peers.PEERS,
-        *fairscale_peers.PEERS,
-        *ours.OURS,
-    )
+ROSTER: Final[dict[str, Contender]] = {each.name: each for each in (*_DATA, *_TENSOR)}
+
+#: The contenders of a suite in the order of its table; every ratio is to the first of them.
+SUITES: Final[dict[str, tuple[str, ...]]] = {
+    "data": tuple(each.name for each in _DATA),
+    "tensor": tuple(each.name for each in _TENSOR),
 }
 
 
-def choose(words: list[str]) -> tuple[str, ...]:
-    """The contenders that `words` name, all of them for none; the reference always runs.
+def choose(suite: str, words: list[str]) -> tuple[str, ...]:
+    """The contenders of the suite that `words` name, all for none; the first always runs.
 
     Capitals, spaces and dashes do not count, and the beginning of a name stands for all that begin
     so: "deepspeed", "fsdp2-without-reshard". Raises InputError for a word that fits none.
     """
-    names = list(ROSTER)
+    names = list(SUITES[suite])
     if not words:
         return tuple(names)
-    chosen = {REFERENCE}
+    chosen = {names[0]}
     for word in words:
         fits = _fits(word, names)
         if not fits:
             close = nearest(word, names, 1)
-            raise bad(
-                f'the contender "{word}"', ", ".join(names), f'shardwise bench data "{close[0]}"'
-            )
+            instead = f'shardwise bench {suite} "{close[0]}"'
+            raise bad(f'the contender "{word}"', ", ".join(names), instead)
         chosen.update(fits)
     return tuple(name for name in names if name in chosen)
 

@@ -6,12 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardwise.bench.contender import Task
+from shardwise.bench.least import least_bytes
 from shardwise.bench.measure import Record
-from shardwise.bench.roster import REFERENCE, ROSTER
-from shardwise.core.states import ROWS, step_moves
-from shardwise.models.gpt import GPTConfig, parameters
+from shardwise.bench.roster import ROSTER
 
-FP32_BYTES = 4
 MIB = 2**20
 LATE = 0.01  # the share of a contender's bytes that may come after its step without a word
 
@@ -21,10 +19,10 @@ class Line:
     """One row of the JSON: a contender at a size.
 
     `step_s` is the median over the rounds of the slowest rank's time; `ratio` the median over the
-    rounds of that time over torch DDP's in the same round; `wire_bytes` the median bytes a rank
-    puts on the wire in a step, `wire_ratio` over the least its row of the states table can send;
-    `peak_bytes` the most live tensor bytes of any rank within a step; `loss` the ranks' mean in
-    the last step. None for what was not measured; `note` says why.
+    rounds of that time over the time of the task's first contender in the same round; `wire_bytes`
+    the median bytes a rank puts on the wire in a step, `wire_ratio` over the least its row can
+    send; `peak_bytes` the most live tensor bytes of any rank within a step; `loss` the ranks' mean
+    in the last step. None for what was not measured; `note` says why.
     """
 
     size: str
@@ -43,7 +41,7 @@ def lines(task: Task, by_rank: Sequence[Sequence[Record]]) -> list[Line]:
     """The rows of one run, from each rank's records."""
     by_contender = list(zip(*by_rank, strict=True))
     slowest = {records[0].name: _slowest(records) for records in by_contender}
-    reference = slowest.get(REFERENCE, [])
+    reference = slowest[task.reference]
     return [_line(task, records, slowest[records[0].name], reference) for records in by_contender]
 
 
@@ -54,7 +52,7 @@ def _line(task: Task, records: Sequence[Record], step_s: list[float], against: l
     if not finished:
         return blank
     wire_bytes = statistics.median(_mean([r.wire[i] for r in records]) for i in range(task.rounds))
-    least = least_bytes(ROSTER[name].row, task.config, ranks)
+    least = least_bytes(ROSTER[name].row, task, ranks)
     ratios = [own / other for own, other in zip(step_s, against, strict=False)]
     return Line(
         size=task.size,
@@ -87,12 +85,6 @@ def _slowest(records: Sequence[Record]) -> list[float]:
 
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
-
-
-def least_bytes(row: str, config: GPTConfig, ranks: int) -> int:
-    """The least a rank sends in a step in fp32: 2Ψ(n-1)/n where parameters stay whole, or 3Ψ."""
-    moves = step_moves(ROWS[row], parameters(config), ranks)
-    return round(sum(move.sent for move in moves) * FP32_BYTES)
 
 
 def as_json(rows: Sequence[Line]) -> dict[str, Any]:

@@ -63,8 +63,9 @@ def fsdp2(reshard: bool) -> Callable[[nn.Module, Setup], Loop]:
     return build
 
 
+DDP = Contender("torch DDP", "ddp", ddp)
 PEERS = (
-    Contender("torch DDP", "ddp", ddp),
+    DDP,
     Contender("ZeroRedundancyOptimizer", "zero1", zero_redundancy),
     Contender("FSDP1 SHARD_GRAD_OP", "zero2", fsdp1(ShardingStrategy.SHARD_GRAD_OP)),
     Contender("FSDP1 FULL_SHARD", "zero3", fsdp1(ShardingStrategy.FULL_SHARD)),

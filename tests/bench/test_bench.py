@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.bench import data, link, table
+from shardwise.bench import link, suite, table
 from shardwise.bench.contender import Contender, Loop, Setup, Task
 from shardwise.bench.cuda import Pair, compare
+from shardwise.bench.least import least_bytes
 from shardwise.bench.live import Live
 from shardwise.bench.measure import Record, measure
-from shardwise.bench.roster import REFERENCE, ROSTER, choose
+from shardwise.bench.roster import ROSTER, SUITES, choose
 from shardwise.bench.wire import sent_bytes
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
@@ -21,6 +22,7 @@ from shardwise.models.gpt import GPTConfig, parameters
 from tests.pool import run_gloo
 
 MICRO = GPTConfig(vocabulary=64, layers=2, width=32, heads=2, kv_heads=2, hidden=48, sequence=8)
+REFERENCE = SUITES["data"][0]
 NAMES = (REFERENCE, "FSDP2", "DeepSpeed ZeRO-1", *ROWS)
 TASK = Task("micro", MICRO, NAMES, rows=4, rounds=2, steps=2, warm_up=1)
 KEYS = [
@@ -90,7 +92,7 @@ def test_the_numbers_of_a_row_are_consistent(by_rank: list[list[Record]]) -> Non
         row = rows[name]
         assert row.step_s is not None and row.step_s > 0
         assert row.wire_bytes is not None and row.wire_ratio is not None
-        least = table.least_bytes(ROSTER[name].row, MICRO, 2)
+        least = least_bytes(ROSTER[name].row, TASK, 2)
         assert row.wire_bytes / row.wire_ratio == pytest.approx(least, rel=1e-3)
     states = 12 * parameters(MICRO)  # fp32 weights and two moments
     peak = rows["ddp"].peak_bytes
@@ -131,7 +133,7 @@ def test_medians_are_of_the_slowest_rank_and_of_rounds() -> None:
 @pytest.mark.parametrize(("row", "volume"), [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 3)])
 def test_the_least_bytes_are_the_tables(row: str, volume: int) -> None:
     """The least a rank sends is 2Ψ(n-1)/n in fp32, and 3Ψ(n-1)/n for zero3."""
-    assert table.least_bytes(row, MICRO, 4) == volume * parameters(MICRO) * 4 * 3 // 4
+    assert least_bytes(row, TASK, 4) == volume * parameters(MICRO) * 4 * 3 // 4
 
 
 def test_live_bytes_follow_storages() -> None:
@@ -153,13 +155,13 @@ def test_live_bytes_follow_storages() -> None:
 
 def test_contenders_are_found_by_the_beginning_of_their_names() -> None:
     """Capitals and spaces do not count; torch DDP always runs; none means all."""
-    assert choose([]) == tuple(ROSTER)
-    assert choose(["zero1", "deepspeed"]) == (
+    assert choose("data", []) == SUITES["data"]
+    assert choose("data", ["zero1", "deepspeed"]) == (
         *("torch DDP", "DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3", "zero1"),
     )
-    assert choose(["fsdp2-without-reshard"]) == ("torch DDP", "FSDP2 without reshard")
+    assert choose("data", ["fsdp2-without-reshard"]) == ("torch DDP", "FSDP2 without reshard")
     with pytest.raises(InputError, match='bench data "zero3"'):
-        choose(["zero4"])
+        choose("data", ["zero4"])
 
 
 @pytest.mark.parametrize(
@@ -174,7 +176,7 @@ def test_contenders_are_found_by_the_beginning_of_their_names() -> None:
 def test_runs_that_cannot_be_are_refused(arguments: Any, instead: str) -> None:
     """A size, a world or a number of repeats that cannot work is answered before any starts."""
     with pytest.raises(InputError, match=instead):
-        data.plan_tasks(*arguments)
+        suite.plan_tasks("data", *arguments)
 
 
 def test_an_interface_that_is_not_there_is_named() -> None:

@@ -1,4 +1,4 @@
-"""This file is the suite `data`: every way to keep the states of data-parallel training, in a run.
+"""This file is how a suite is run: its contenders at each size, on so many ranks.
 
 tiny     1M parameters: what is around the computation shows
 small    33M parameters: computation and communication weigh about the same
@@ -29,10 +29,10 @@ PATIENCE: Final = timedelta(minutes=3)
 
 
 def plan_tasks(
-    sizes: Sequence[str], ranks: int, rounds: int | None, contenders: Sequence[str]
+    suite: str, sizes: Sequence[str], ranks: int, rounds: int | None, contenders: Sequence[str]
 ) -> list[Task]:
     """What is to be run, checked. Raises InputError for what cannot be."""
-    chosen = choose(list(contenders))
+    chosen = choose(suite, list(contenders))
     tasks: list[Task] = []
     for size in sizes or LENGTHS:
         if size not in LENGTHS:

@@ -1,0 +1,48 @@
+"""This file is the least that a rank sends in a step, by what a contender does.
+
+With n ranks, Ψ parameters, L layers, and activations of N = B·T·D elements:
+
+    ddp zero1 zero2    2Ψ(n-1)/n
+    zero3              3Ψ(n-1)/n
+    tp                 2N(n-1)/n for each of 4L + 2 all-reduces: two forward and two backward in
+                       each layer (arXiv 1909.08053, figure 4), forward out of the embedding,
+                       backward out of the head; and for three of B·T numbers in the loss:
+                       maximum, sum of exponentials, the target's logit
+    tp sp              as much, as gathers and reduce-scatters (arXiv 2205.05198, section 4.2.2);
+                       and an all-reduce of the gradients of the 2L + 1 norms' weights
+"""
+
+from shardwise.bench.contender import Task
+from shardwise.core.layout import I, P, Placement, R, S
+from shardwise.core.moves import Move, price
+from shardwise.core.states import ROWS, step_moves
+from shardwise.models.gpt import GPTConfig, parameters
+
+FP32_BYTES = 4
+LOSS_SUMS = 3
+
+
+def least_bytes(row: str, task: Task, ranks: int) -> int:
+    """The least a rank sends in a step of this task in fp32; `row` is in plan words."""
+    if row in ROWS:
+        moves = step_moves(ROWS[row], parameters(task.config), ranks)
+    else:
+        moves = tensor_moves(task.config, task.rows, ranks, sequence="sp" in row.split())
+    return round(sum(move.sent for move in moves) * FP32_BYTES)
+
+
+def tensor_moves(config: GPTConfig, rows: int, ranks: int, sequence: bool) -> list[Move]:
+    """The moves of one step on `rows` sequences, forward and then, by duality, backward.
+
+    With `sequence` the residual stream is in shards of the sequence, else whole on every rank.
+    """
+    stream: Placement = S(1) if sequence else I
+    numel = rows * config.sequence * config.width
+    # out of the embedding and of both halves of a layer; into both halves and into the head
+    forward = [price(P, stream, numel, ranks), price(stream, R, numel, ranks)]
+    backward = [price(*move.adjoint, numel, ranks) for move in forward]
+    moves = [*forward, *backward] * (2 * config.layers + 1)
+    moves += [price(P, I, rows * config.sequence, ranks)] * LOSS_SUMS
+    if sequence:
+        moves.append(price(P, I, (2 * config.layers + 1) * config.width, ranks))
+    return moves
