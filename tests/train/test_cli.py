@@ -152,6 +152,40 @@ def test_bad_input_is_a_paragraph_and_exit_code_2(
     assert not (tmp_path / "run" / "config.toml").exists()
 
 
+@pytest.mark.parametrize(
+    ("argv", "phrase"),
+    [
+        ("verify dp2 --model nonsense", "Write instead: gpt"),
+        ("verify dp2 --model hf:nonsense", "transformers"),
+        ("verify dp2 --model absent.py:build", "whose file does not exist"),
+        ("verify dp2 --model absent.py", "Write instead: absent.py:build"),
+        ("verify dpp2", "dp2 for 'dpp2'"),
+        ("verify dp99999999", "99999999 processes on this machine"),
+        ("verify dp2 --steps 0", "Write instead: --steps 3"),
+        ("bench nothing", "Write instead: shardwise bench data"),
+        ("bench data nobody", "torch DDP"),
+        ("bench data --ranks 0", "Write instead: --ranks 2"),
+        ("bench data --link 3parsec", "Write instead: --link 1gbit"),
+        ("bench data --device tpu", "Write instead: --device cpu"),
+        ("checkpoint inspect absent", "no such folder"),
+        ("plan dpp2", "dp2 for 'dpp2'"),
+        ("train /dev/null", "which is empty"),
+    ],
+)
+def test_every_command_answers_bad_input_in_a_paragraph(
+    argv: str, phrase: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, one paragraph, nothing on the output."""
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(argv.split())
+    assert leaving.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert phrase in err
+    assert [line for line in err.splitlines() if line.startswith("Given: ")]
+    assert "Traceback" not in err
+
+
 def test_the_words_are_printed() -> None:
     """What `shardwise plan --words` prints is the table of plan words."""
     from shardwise.core.plan import words_table
