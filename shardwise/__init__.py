@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from shardwise.core.layout import I, P, R, S
     from shardwise.core.mesh import Mesh
     from shardwise.core.plan import Plan
+    from shardwise.core.table import Table
     from shardwise.engine.engine import Engine, Metrics
     from shardwise.engine.parallelize import parallelize
     from shardwise.engine.recipe import SGD, Adam, AdamW, Optim
@@ -47,6 +48,7 @@ _HOMES = {
     "RunError": "core.errors",
     "Mesh": "core.mesh",
     "Plan": "core.plan",
+    "Table": "core.table",
     "World": "comm.world",
     "init": "comm.world",
     "move": "comm.door",
@@ -71,6 +73,7 @@ __all__ = [
     "RankError",
     "RunError",
     "S",
+    "Table",
     "World",
     "clip_grad_norm",
     "init",

@@ -12,7 +12,7 @@ import shardwise as sw
 
 NAMES = [
     *("DDP", "FSDP", "SGD", "Adam", "AdamW", "Engine", "I", "InputError", "Mesh", "Metrics"),
-    *("Optim", "P", "Plan", "R", "RankError", "RunError", "S", "World"),
+    *("Optim", "P", "Plan", "R", "RankError", "RunError", "S", "Table", "World"),
     *("clip_grad_norm", "init", "move", "no_sync", "parallelize", "spawn"),
 ]
 
@@ -39,6 +39,7 @@ def test_importing_the_package_does_not_import_torch() -> None:
     code = (
         "import sys, shardwise as sw\n"
         "sw.Plan.parse('dp2 zero3'), sw.Mesh.parse('dp2'), sw.S(0), sw.InputError\n"
+        "sw.Table.of({})\n"
         "assert 'torch' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.core.errors import bad
+from shardwise.core.table import Table
 
 ROTARY_BASE: Final = 10_000.0
 NORM_EPS: Final = 1e-6
@@ -99,6 +100,30 @@ class GPT(nn.Module):
         for block in self.blocks:
             x_BTD = block(x_BTD, turn)
         return self.head(self.norm(x_BTD))
+
+    @property
+    def tensor_table(self) -> Table:
+        """How tensor parallelism cuts it: attention by heads, feed-forward by F, both ends by V."""
+        return Table.of(
+            {
+                "embed": "vocabulary",
+                "blocks.*.attn.q": "colwise:heads",
+                "blocks.*.attn.[kv]": "colwise:kv_heads",
+                "blocks.*.attn.out": "rowwise:heads",
+                "blocks.*.mlp.gate": "colwise",
+                "blocks.*.mlp.up": "colwise",
+                "blocks.*.mlp.down": "rowwise",
+                "head": "vocabulary",
+            },
+            heads=self.config.heads,
+            kv_heads=self.config.kv_heads,
+            sequence={
+                "embed": "vocabulary:sequence",
+                "blocks.*.attn_norm": "sequence",
+                "blocks.*.mlp_norm": "sequence",
+                "norm": "sequence",
+            },
+        )
 
 
 class Block(nn.Module):

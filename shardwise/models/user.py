@@ -9,6 +9,10 @@
 
 For a module alone whose first layer is an `nn.Linear` or an `nn.Embedding`, the batch is random
 input for that layer and the loss is the mean square of the output.
+
+For tensor parallelism the module carries its table of styles, as an attribute or a property:
+
+    model.tensor_table = sw.Table.of({"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
 """
 
 import importlib.util

@@ -1,0 +1,307 @@
+"""Where tables come from, and that by them the parts of a layer sum up to the layer."""
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.cut import Cut
+from shardwise.core.errors import InputError
+from shardwise.core.fit import check
+from shardwise.core.style import ModuleShape
+from shardwise.core.table import Table, assign, bias_cut, cuts, numbers
+from shardwise.engine.plans import _STYLES
+from shardwise.engine.table import shapes, table_of
+from shardwise.models import hf
+from shardwise.models.gpt import GPT, GPTConfig
+from shardwise.models.registry import find
+
+transformers = pytest.importorskip("transformers")
+
+NAMES = ["llama", "qwen3", "mistral", "gemma2", "phi3", "gpt2", "mixtral"]
+CONFIG = GPTConfig(vocabulary=37, layers=2, width=48, heads=6, kv_heads=2, hidden=50, sequence=8)
+
+
+def made(name: str, **changes: Any) -> Any:
+    """The small model of a type of transformers, without weights."""
+    config = hf.small_config(name)
+    for key, value in changes.items():
+        setattr(config, key, value)
+    with torch.device("meta"):
+        return transformers.AutoModelForCausalLM.from_config(config)
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["tp", "tp sp"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_tables_of_transformers_fit(name: str, ranks: int, sp: bool):
+    """Each named type has a table, from its configuration or ours; 4 ranks share 2 key heads."""
+    model = made(name)
+    table, modules = table_of(model), shapes(model)
+    assert check(table, modules, sp, ranks) == []
+    styles = assign(table, list(modules), sp)
+    cut = {key for key, style in styles.items() if cuts(style, modules[key], table, ranks)}
+    whole = {key for key, shape in modules.items() if shape.kind == "linear"} - cut
+    assert whole == set()
+
+
+# What the shape of each layer's weight is on the second of 3 ranks (4 query heads: 0 | 1 | 2 3).
+LOCAL = {
+    "mistral": {
+        "model.embed_tokens": (43, 64),
+        "model.layers.1.self_attn.q_proj": (16, 64),
+        "model.layers.1.self_attn.k_proj": (16, 64),
+        "model.layers.1.self_attn.o_proj": (64, 16),
+        "model.layers.1.mlp.up_proj": (32, 64),
+        "model.layers.1.mlp.down_proj": (64, 32),
+        "lm_head": (43, 64),
+    },
+    "gpt2": {
+        "transformer.wte": (43, 64),
+        "transformer.h.0.attn.c_attn": (64, 48),
+        "transformer.h.0.attn.c_proj": (16, 64),
+        "transformer.h.0.mlp.c_fc": (64, 85),
+        "transformer.h.0.mlp.c_proj": (85, 64),
+        "lm_head": (43, 64),
+    },
+    "phi3": {
+        "model.layers.0.self_attn.qkv_proj": (64, 64),
+        "model.layers.0.self_attn.o_proj": (64, 21),
+    },
+}
+
+
+@pytest.mark.parametrize("name", LOCAL)
+def test_the_shapes_on_a_rank(name: str):
+    """Attention is cut between heads, both ends by the vocabulary, a Conv1D the other way round."""
+    model = made(name)
+    table, modules = table_of(model), shapes(model)
+    styles = assign(table, list(modules), sp=False)
+    for key, shape in LOCAL[name].items():
+        cut = cuts(styles[key], modules[key], table, 3)
+        assert cut is not None, key
+        assert cut.shape(model.get_submodule(key).weight.shape, 1) == shape, key
+
+
+def test_what_works_on_the_sequence_in_a_decoder():
+    """Norms of the residual stream, not those in attention; experts token by token."""
+    entries = dict(table_of(made("mixtral")).sequence)
+    assert entries == {
+        "model.layers.0": "split",
+        "model.layers.*.self_attn": "gather",
+        "model.layers.*.mlp.gate": "sequence",
+        "model.layers.*.mlp.experts": "sequence",
+        "model.layers.*.input_layernorm": "sequence",
+        "model.layers.*.post_attention_layernorm": "sequence",
+        "model.norm": "sequence",
+    }
+    qwen = dict(table_of(made("qwen3")).sequence)
+    assert "model.layers.*.self_attn.q_norm" not in qwen
+    mixed = dict(table_of(made("qwen3_moe", mlp_only_layers=[1])).sequence)
+    assert mixed["model.layers.1.mlp"] == "gather"
+    assert mixed["model.layers.0.mlp.gate"] == "sequence"
+    assert "model.layers.*.mlp" not in mixed
+
+
+def test_this_transformers_has_no_plan_for_the_sequence():
+    """No configuration's plan has its style `sequence_parallel`; one that had it would be read."""
+    model = made("llama")
+    assert not [key for key in dir(model.config) if "sequence" in key and "plan" in key]
+    assert "sequence_parallel" not in model._tp_plan.values()
+    model._tp_plan = model._tp_plan | {"model.norm": "sequence_parallel"}
+    model.config.model_type = "unheard of"
+    assert table_of(model).sequence == (("model.norm?", "sequence"),)
+
+
+def test_a_style_that_we_do_not_have_is_refused():
+    """A plan is not run without an entry that it needs: the style and the module are named."""
+    with pytest.raises(InputError, match=r'"mla_kv_a_proj" for model.layers.\*.self_attn.kv_a'):
+        table_of(made("deepseek_v2"))
+
+
+def test_a_model_without_its_head_has_the_same_table():
+    """The plan of the configuration is the base model's, and its names begin there."""
+    model = made("mistral").model
+    table, modules = table_of(model), shapes(model)
+    assert dict(table.styles)["layers.*.self_attn.q_proj?"] == "colwise:heads"
+    assert check(table, modules, sp=True, ranks=4) == []
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_our_gpt_has_a_table(tied: bool):
+    """On any number of ranks up to its heads, with the sequence cut or not; not on more."""
+    model = GPT(replace(CONFIG, tied=tied))
+    table, modules = table_of(model), shapes(model)
+    for ranks in range(1, 7):
+        assert check(table, modules, False, ranks) == check(table, modules, True, ranks) == []
+    (problem,) = check(table, modules, sp=False, ranks=7)
+    assert problem.instead == "tp6"
+    assert modules["head"].tied == ("embed" if tied else "")
+
+
+# --- parts that sum up to the whole ------------------------------------------------------------
+
+
+def held(tensor: Tensor, cut: Cut, rank: int) -> Tensor:
+    """What `rank` holds of a tensor."""
+    pieces = [tensor.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges[rank]]
+    return torch.cat(pieces, cut.dim)
+
+
+def part(model: nn.Module, table: Table, rank: int, ranks: int) -> nn.Module:
+    """A copy of the model as `rank` holds it; the bias of a rowwise is the first rank's."""
+    modules = shapes(model)
+    styles = assign(table, list(modules), sp=False)
+    mine = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, style in styles.items():
+            module: Any = mine.get_submodule(name)
+            weight = cuts(style, modules[name], table, ranks)
+            bias = bias_cut(style, modules[name], table, ranks)
+            if weight is not None:
+                module.weight = nn.Parameter(held(module.weight, weight, rank))
+            if bias is not None:
+                module.bias = nn.Parameter(held(module.bias, bias, rank))
+            elif weight is not None and modules[name].bias and rank:
+                module.bias.zero_()
+    for name, changes in numbers(table, styles, modules, rank, ranks).items():
+        for attribute, value in changes.items():
+            assert hasattr(mine.get_submodule(name), attribute)
+            setattr(mine.get_submodule(name), attribute, value)
+    return mine
+
+
+def first(output: Any) -> Tensor:
+    return output if isinstance(output, Tensor) else output[0]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", ["gpt", *(name for name in NAMES if name != "phi3")])
+def test_the_parts_of_a_block_sum_up_to_the_block(name: str, ranks: int):
+    """In fp64, each rank's attention and feed-forward layer of the same input, cut by the table."""
+    blocks = ["blocks.1.attn", "blocks.1.mlp"]
+    if name == "gpt":
+        model: Any = GPT(CONFIG).double()
+        tokens = torch.arange(16).view(2, 8)
+        run = lambda: model(tokens)  # noqa: E731
+    else:
+        found = find(f"hf:{name}")
+        model, batch = found.build().double(), found.batch(2, seed=1)
+        run = lambda: found.loss(model, batch)  # noqa: E731
+        blocks = [
+            key for key, _ in model.named_modules() if key.endswith((".1.self_attn", ".1.attn"))
+        ]
+        blocks += [key for key, _ in model.named_modules() if key.endswith(".1.mlp")]
+        blocks = blocks[:1] if name == "mixtral" else blocks
+    for parameter in model.parameters():  # biases and norms are no zeros and ones
+        nn.init.normal_(parameter, std=0.2)
+    seen: dict[str, tuple[Any, Any, Tensor]] = {}
+    for block in blocks:
+        model.get_submodule(block).register_forward_hook(
+            lambda _, args, kwargs, out, block=block: seen.update(
+                {block: (args, kwargs, first(out))}
+            ),
+            with_kwargs=True,
+        )
+    with torch.no_grad():
+        run()
+    table = table_of(model)
+    parts = [part(model, table, rank, ranks) for rank in range(ranks)]
+    for block in blocks:
+        args, kwargs, whole = seen[block]
+        with torch.no_grad(), hf.Wide():
+            ours = sum(first(mine.get_submodule(block)(*args, **kwargs)) for mine in parts)
+        torch.testing.assert_close(ours, whole, rtol=1e-10, atol=1e-10)
+
+
+# --- models of the user's ----------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 24), nn.Linear(24, 8)
+
+
+def test_what_the_user_gives_comes_first():
+    """A Table as it is; a dict with the model's own number of heads, if it has one."""
+    given = Table.of({"up": "colwise"}, heads=2)
+    model: Any = Two()
+    assert table_of(model, given) is given
+    assert table_of(model, {"up": "colwise"}) == Table.of({"up": "colwise"})
+    model.tensor_table = {"down": "colwise"}
+    assert table_of(model) == Table.of({"down": "colwise"})
+    assert table_of(model, {"up": "colwise"}) == Table.of({"up": "colwise"})
+    assert table_of(GPT(CONFIG), {"blocks.*.attn.q": "colwise:heads"}).kv_heads == 2
+
+
+def test_a_part_of_a_model_brings_its_table():
+    """A wrapper around a model with a table has it too, under the name of the part."""
+    outer = nn.ModuleDict({"policy": GPT(CONFIG), "value": nn.Linear(48, 1)})
+    assert ("policy.blocks.*.attn.q", "colwise:heads") in table_of(outer).styles
+    assert check(table_of(outer), shapes(outer), sp=False, ranks=2) == []
+
+
+@pytest.mark.parametrize("given", ["colwise", 3, [("up", "colwise")]])
+def test_what_is_no_table_is_refused(given: Any):
+    """Given to `table=` or as the model's attribute."""
+    model: Any = Two()
+    with pytest.raises(InputError, match="Given: table="):
+        table_of(model, given)
+    model.tensor_table = given
+    with pytest.raises(InputError, match=r"Given: tensor_table = .* of the model"):
+        table_of(model)
+
+
+@pytest.mark.parametrize(
+    ("model", "instead"),
+    [
+        (Two(), "table={'up': 'colwise', 'down': 'rowwise'}"),
+        (nn.Sequential(Two(), Two()), "table={'*.up': 'colwise', '*.down': 'rowwise'}"),
+        (
+            nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)),
+            "table={'0': 'colwise', '2': 'rowwise'}",
+        ),
+        (nn.Conv2d(3, 3, 3), "a plan without tp"),
+    ],
+)
+def test_a_model_without_a_table_is_shown_how_to_write_one(model: nn.Module, instead: str):
+    """With its own linear layers, those that repeat where some do."""
+    with pytest.raises(InputError) as error:
+        table_of(model)
+    assert instead in str(error.value)
+
+
+def test_modules_as_a_table_sees_them():
+    """Kinds, features, biases, ties and numbers; what nn.MultiheadAttention never calls is none."""
+    model = nn.ModuleDict(
+        {
+            "embed": nn.Embedding(10, 8),
+            "norm": nn.LayerNorm(8),
+            "attn": nn.MultiheadAttention(8, 2),
+            "drop": nn.Dropout(),
+            "head": nn.Linear(8, 10),
+        }
+    )
+    model["head"].weight = model["embed"].weight
+    seen = shapes(model)
+    assert list(seen) == ["embed", "norm", "attn", "attn.out_proj", "drop", "head"]
+    numbers = (("num_embeddings", 10), ("embedding_dim", 8))
+    embed = ModuleShape("embedding", 10, 8, type_name="Embedding", numbers=numbers)
+    assert seen["embed"] == embed
+    assert (seen["norm"].kind, seen["norm"].in_features) == ("other", 8)
+    assert seen["attn.out_proj"].kind == "other"
+    assert ("num_heads", 2) in seen["attn"].numbers
+    assert not seen["drop"].parameters
+    assert (seen["head"].kind, seen["head"].bias, seen["head"].tied) == ("linear", True, "embed")
+    (problem, *_) = check(Table.of({"attn.out_proj": "rowwise"}), seen, sp=False, ranks=2)
+    assert "NonDynamicallyQuantizableLinear" in problem.given
+
+
+def test_every_style_of_the_library_is_one_of_ours_or_whole():
+    """What plans of transformers say is translated to styles that a table takes."""
+    for style in filter(None, _STYLES.values()):
+        assert Table.of({}, sequence={"a": style}).sequence == (("a", style),)
