@@ -179,13 +179,13 @@ def _together(job: Job, device: str | None, signals: list[int]) -> _Ended:
 
 def _watch(room: Room, agent: threading.Thread, ended: _Ended, signals: list[int]) -> None:
     """Return when the agent has ended, or when the time has come to end the ranks."""
-    deadline, forwarded = float("inf"), False
+    deadline = float("inf")
+    told: set[int] = set()  # ranks that the signal was passed on to; others may yet begin
     while agent.is_alive() and time.monotonic() < deadline:
         agent.join(_GLANCE_S)
-        if signals and not forwarded:
-            forwarded = True
-            _send(room, signal.SIGTERM)
-            deadline = time.monotonic() + _SAVE_S
+        if signals:
+            deadline = min(deadline, time.monotonic() + _SAVE_S)
+            told |= _send(room, signal.SIGTERM, besides=told)
         if len(signals) > 1:  # asked twice: now
             return
         if len(room.finished()) == room.ranks:
@@ -195,7 +195,8 @@ def _watch(room: Room, agent: threading.Thread, ended: _Ended, signals: list[int
             deadline = min(deadline, time.monotonic() + _GRACE_S)
         if len(room.notes()) == room.ranks:
             return
-    ended.overdue = forwarded and agent.is_alive() and not room.notes() and ended.missing is None
+    told_all = bool(signals) and ended.missing is None
+    ended.overdue = told_all and agent.is_alive() and not room.notes()
 
 
 def _gone(room: Room) -> int | None:
@@ -213,9 +214,12 @@ def _is_over(pid: int) -> bool:
         return True
 
 
-def _send(room: Room, number: int) -> set[int]:
+def _send(room: Room, number: int, besides: set[int] | frozenset[int] = frozenset()) -> set[int]:
+    """Signal the ranks that have begun, but for some; those that were reached."""
     reached = set()
     for rank, pid in room.pids().items():
+        if rank in besides:
+            continue
         try:
             os.kill(pid, number)
             reached.add(rank)

@@ -8,6 +8,7 @@ The world is a value that is passed along; nothing in Shardwise asks for "the cu
 """
 
 import atexit
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -93,6 +94,26 @@ class World:
                 opened.append(Axis(name, now, behind, ledger))
         everyone = replace(self.everyone, ledger=ledger)
         return replace(self, mesh=mesh, axes=tuple(opened), everyone=everyone, ledger=ledger)
+
+    def within(self, name: str, groups: Sequence[Sequence[int]]) -> Axis:
+        """The ranks of axis `name` that are in one group with this one; called by all ranks.
+
+        `groups` are ranks on the axis, each in one group.  What is sent counts as the axis's.
+        """
+        here = self.axis(name)
+        mine = next(group for group in groups if here.rank in group)
+        lines = [
+            [line[r] for r in group]
+            for line in self.mesh.lines(name)
+            for group in groups
+            if len(group) > 1
+        ]
+        opened = (
+            [self.links.transport(name, lines, self.rank, q) for q in ("now", "behind")]
+            if len(mine) > 1
+            else []
+        )
+        return Axis(name, *opened, ledger=self.ledger)
 
     def device_mesh(self) -> DeviceMesh:
         """These axes as torch's DeviceMesh, on the same process groups; axes of one rank left out.

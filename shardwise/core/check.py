@@ -13,7 +13,6 @@ _LATER_AXES = {
     "pp": "pipelines are",
     "cp": "context parallelism is",
     "ep": "expert parallelism is",
-    "tp": "tensor parallelism is",
 }
 
 
@@ -59,7 +58,6 @@ def _later(plan: Plan) -> list[tuple[str, str]]:
         for name, size in plan.axes
         if name in _LATER_AXES and size > 1
     ]
-    said += [("sp", "sequence parallelism is")] if plan.sp else []
     said += [(plan.schedule, "pipeline schedules are")] if plan.schedule else []
     said += [(f"recompute:{plan.recompute}", "recomputation is")] if plan.recompute else []
     said += [(f"offload:{plan.offload}", "offload is")] if plan.offload else []
@@ -105,14 +103,16 @@ def _world(plan: Plan, world_size: int | None) -> list[Problem]:
 
 
 def _runnable(plan: Plan) -> Plan:
-    """The nearest plan that this version runs: the same data ranks and row, without the rest."""
+    """The nearest plan that this version runs: the same data and tensor ranks, the same row."""
     sizes = {name: size for name, size in plan.axes if name.startswith("dp")}
     whole = plan.row != "ddp" and "dp_shard" in sizes and "dp" not in sizes
     axes = tuple(sizes.items()) if whole else (("dp", plan.data_size),)
     if not sizes:
         axes = ()
+    tensor = tuple((name, size) for name, size in plan.axes if name == "tp")
     return Plan(
-        axes=axes,
+        axes=(*axes, *tensor),
+        sp=plan.sp,
         row=plan.row,
         precision=plan.precision,
         accumulate=plan.accumulate,
@@ -123,9 +123,15 @@ def _runnable(plan: Plan) -> Plan:
 def _fit(plan: Plan, world_size: int) -> Plan:
     """The nearest plan that this version runs on `world_size` ranks."""
     near = _runnable(plan)
-    shard = near.mesh.size_of("dp_shard")
+    shard, tensor = near.mesh.size_of("dp_shard"), near.mesh.size_of("tp")
     if world_size == 1:
-        return replace(near, axes=())
-    if near.mesh.size_of("dp_replicate") > 1 and world_size % shard == 0 and world_size > shard:
-        return replace(near, axes=(("dp_replicate", world_size // shard), ("dp_shard", shard)))
-    return replace(near, axes=(("dp", world_size),))
+        return replace(near, axes=(), sp=False)
+    if world_size % tensor:  # not so many tensor ranks, then
+        return replace(near, axes=(("dp", world_size),), sp=False)
+    kept = (("tp", tensor),) if tensor > 1 else ()
+    ranks = world_size // tensor
+    if near.mesh.size_of("dp_replicate") > 1 and ranks % shard == 0 and ranks > shard:
+        hybrid = (("dp_replicate", ranks // shard), ("dp_shard", shard))
+        return replace(near, axes=(*hybrid, *kept))
+    data = (("dp", ranks),) if ranks > 1 else ()
+    return replace(near, axes=(*data, *kept))

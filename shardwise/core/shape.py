@@ -7,6 +7,8 @@ several modules share appears once, in the unit that owns it.
 import math
 from dataclasses import dataclass
 
+from shardwise.core.layout import Placement
+
 #: Bytes of one element, by torch's name of the type.
 ELEMENT_BYTES: dict[str, int] = {
     "float64": 8,
@@ -26,12 +28,19 @@ ELEMENT_BYTES: dict[str, int] = {
 
 @dataclass(frozen=True)
 class ParamShape:
-    """One parameter: full name in the model, dims, element type by torch's name, trainability."""
+    """One parameter: full name in the model, dims, element type by torch's name, trainability.
+
+    On a tensor axis `shape` is of this rank's part, `whole` the elements of all of it (0: as many),
+    `kept` a word for how ranks hold it, and `sums` the ranks that each have a part of its gradient.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
     trainable: bool = True
+    whole: int = 0
+    kept: str = ""
+    sums: int = 1
 
     @property
     def numel(self) -> int:
@@ -42,6 +51,20 @@ class ParamShape:
     def element_bytes(self) -> int:
         """Bytes of one element. Raises KeyError for a type that is not in `ELEMENT_BYTES`."""
         return ELEMENT_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """One move of an activation on the tensor axis in a forward pass.
+
+    `numel` elements in the whole, padding included; `returns` says that a gradient comes back.
+    """
+
+    src: Placement
+    dst: Placement
+    numel: int
+    element_bytes: int
+    returns: bool = True
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,9 @@ share of the tokens it has, whichever rank holds it, however uneven.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -22,12 +23,13 @@ from shardwise.comm.world import World
 from shardwise.core.plan import Plan
 from shardwise.core.shape import ModelShape
 from shardwise.core.states import ROWS
-from shardwise.engine import memory, shape, state
+from shardwise.core.table import Table
+from shardwise.engine import memory, shape, state, tensor
 from shardwise.engine.batch import cast, filled, rows, split
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.recipe import Recipe
 from shardwise.engine.scale import LossScale
-from shardwise.engine.shard import Sharding, materialise, shard
+from shardwise.engine.shard import Sharding, materialise, shard, units_of
 from shardwise.parallel.data import Pace, Unit
 from shardwise.parallel.flat import Fill
 from shardwise.parallel.units import Rule
@@ -83,6 +85,7 @@ class Build:
     units: Rule
     fill: Fill
     prefetch: int
+    table: Table | None
 
 
 class Engine:
@@ -104,8 +107,10 @@ class Engine:
             device=world.device,
         )
         pace = Pace(ahead=build.prefetch, by_hand=False)
+        specs = units_of(model, how, world.axis(tensor.AXIS).size)
         with self.ledger.phase("start"):
-            self.data, self.flats = shard(model, how, pace)
+            self.tensors = tensor.lay_out(model, world, plan.sp, build.table)
+            self.data, self.flats = shard(model, how, pace, specs, self.tensors)
         self.axes = how.axes
         self.optimizer = ShardedOptimizer(training.optimizer, self.flats)
         self.scale = LossScale(on=plan.precision == "fp16")
@@ -146,6 +151,7 @@ class Engine:
         A share without rows, or without tokens, takes part with weight zero.
         """
         before = self.ledger.copy()
+        self.tensors.begin()
         if self.broken:  # the step before raised
             self.data.abandon()
         self.broken = True
@@ -185,7 +191,11 @@ class Engine:
         """
         own = torch.cat([summed.view(1), summed.new_tensor([count]), self.data.got().to(summed)])
         with self.ledger.phase("check"):
-            facts = self.data.agree(own)
+            agreed = self.data.begin_agree(own)
+        arriving = self._arrivals()
+        first = [unit for unit in (next(arriving, None),) if unit is not None]
+        with self.ledger.phase("check"):
+            facts = agreed()
         counted = round(facts[1].item())
         total = max(1, counted)
         loss, correction = facts[0].item() / total, self.expected / total
@@ -196,13 +206,13 @@ class Engine:
         if asked or self.scale.on:
             norm, skipped = self._update(correction)
         else:
-            self._update_early(correction)
+            self._update_early(chain(first, arriving), correction)
         self.data.publish()
         return _Facts(loss, counted, norm if asked and not skipped else None, skipped)
 
-    def _update_early(self, correction: float) -> None:
+    def _update_early(self, arriving: Iterable[Unit], correction: float) -> None:
         """Update each unit as soon as its gradients are summed, while others are on their way."""
-        for unit in self._arrivals():
+        for unit in arriving:
             unit.show()
             trained = [flat for flat in self.flats if flat in unit.trained]
             self.optimizer.step(trained, correction)
@@ -238,7 +248,9 @@ class Engine:
     def _norm(self, correction: float) -> float:
         """The norm of the global gradient, loss scale taken out."""
         with self.ledger.phase("check"):
-            squared = self.data.agree_on(self.optimizer.squared_norm().view(1), self.axes[0])
+            squared = self.optimizer.squared_norm().view(1)
+            for axis in (self.axes[0], self.tensors.axis):
+                squared = self.data.agree_on(squared, axis)
         return math.sqrt(squared.item()) * correction / self.scale.value
 
     def _factor(self, norm: float) -> float:
@@ -338,10 +350,17 @@ class Engine:
         return self.ledger.copy()
 
     def step_bytes(self, first: bool = False) -> dict[Line, int]:
-        """What this rank's steps send by the formula of the plan; the first one a little more."""
+        """What this rank's steps send by the formula of the plan; the first one a little more.
+
+        Activations on the tensor axis are those of the last step, by their shapes.
+        """
         clips = self.training.clip is not None
         rank, plan = self.world.rank, self.plan
-        return traffic.step_bytes(plan, self.model_shape(), rank, norm=clips, first=first)
+        states = traffic.step_bytes(plan, self.model_shape(), rank, norm=clips, first=first)
+        size = 8 if self.dtype is torch.float64 else 4  # a loss is summed in fp32 at least
+        stream, losses = self.tensors.stream, self.tensors.logits
+        moved = traffic.activation_bytes(plan, stream.crossings, losses, size)
+        return {k: states.get(k, 0) + moved.get(k, 0) for k in {**states, **moved}}
 
     def measured_bytes(self) -> dict[str, int]:
         """The bytes this rank sent in the last step, by axis and kind."""

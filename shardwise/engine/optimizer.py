@@ -141,9 +141,14 @@ class ShardedOptimizer:
         return float(self.torch.param_groups[0]["lr"])
 
     def squared_norm(self) -> Tensor:
-        """The sum of squares of the gradients in this rank's blocks, padding (zeros) included."""
-        squares = [squared_norm(flat.gshard) for flat in self.flats if flat.gshard is not None]
-        return torch.stack(squares).sum()
+        """The sum of squares of the gradients in this rank's blocks, padding (zeros) included.
+
+        Of ranks that hold the same on another axis than the data's, one counts it.
+        """
+        mine = [flat.gshard for flat in self.flats if flat.gshard is not None and flat.counts]
+        if not mine:
+            return torch.zeros((), dtype=torch.float64, device=self.flats[0].shard.device)
+        return torch.stack([squared_norm(gshard) for gshard in mine]).sum()
 
     def prepare(self) -> None:
         """Make the state an update needs without updating anything, where there is none yet.

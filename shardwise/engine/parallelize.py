@@ -14,6 +14,7 @@ from shardwise.engine import given
 from shardwise.engine.engine import Build, Engine, Loss, Training
 from shardwise.engine.recipe import AdamW, Recipe
 from shardwise.engine.shard import default_fill, layable
+from shardwise.engine.tensor import fitting
 
 
 def parallelize(
@@ -28,7 +29,7 @@ def parallelize(
 
     Options: `tokens`, `clip` (see Training); `units` (see parallel/units.py); `fill(name, tensor)`
     for the weights of a model on the meta device; `seed` where it has no fill; `prefetch`, the
-    units gathered ahead.
+    units gathered ahead; `table`, the styles of tensor parallelism (docs/tensor-tables.md).
 
     Raises:
         InputError: the plan cannot work, with every problem and its remedy; what is given is of
@@ -49,8 +50,10 @@ def parallelize(
     fill = default_fill(model, options["seed"]) if fill is None else given.fill(fill)
     given.trained(model)
     layable(model, options["units"])
+    table = fitting(model, plan, options["table"])
     world = world.on(plan.mesh)
-    return Engine(model, Build(plan, world, options["units"], fill, options["prefetch"]), training)
+    build = Build(plan, world, options["units"], fill, options["prefetch"], table)
+    return Engine(model, build, training)
 
 
 #: The options, and what each is where it is not given.
@@ -61,6 +64,7 @@ USUAL: dict[str, Any] = {
     "fill": None,
     "seed": 0,
     "prefetch": 1,
+    "table": None,
 }
 
 

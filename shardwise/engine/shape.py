@@ -1,5 +1,6 @@
 """this file is an engine as numbers: its model's shape and its optimizer's, for predictions."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -26,17 +27,22 @@ def model_shape(engine: Any) -> ModelShape:
         trained_before = trained_before or bool(unit.trained)
         again = trained_before and unit.wanted_backward and not unit.keep
         units.append(
-            UnitShape(unit.name, _params(cast("list[Flat]", unit.groups)), 2 if again else 1)
+            UnitShape(
+                unit.name, _params(engine, cast("list[Flat]", unit.groups)), 2 if again else 1
+            )
         )
     return ModelShape(tuple(units), _buffers(engine.model))
 
 
-def _params(groups: Sequence[Flat]) -> tuple[ParamShape, ...]:
-    return tuple(
-        ParamShape(name, tuple(shape), _name(group.dtype), group.trained)
-        for group in groups
-        for name, shape in zip(group.names, group.shapes, strict=True)
-    )
+def _params(engine: Any, groups: Sequence[Flat]) -> tuple[ParamShape, ...]:
+    found: list[ParamShape] = []
+    for group in groups:
+        for name, shape in zip(group.names, group.shapes, strict=True):
+            held = engine.tensors.of(name)
+            whole = math.prod(held.cut.whole_shape(shape)) if held.cut else 0
+            how = whole, held.kind, held.sums.size
+            found.append(ParamShape(name, tuple(shape), _name(group.dtype), group.trained, *how))
+    return tuple(found)
 
 
 def _buffers(model: nn.Module) -> tuple[BufferShape, ...]:

@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -12,9 +13,10 @@ from torch import nn
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.states import Row
+from shardwise.engine.held import Tensors, nowhere
 from shardwise.parallel.buffers import Buffers
 from shardwise.parallel.data import Data, Pace, Unit
-from shardwise.parallel.flat import Fill, Flat
+from shardwise.parallel.flat import Fill, Flat, Kept
 from shardwise.parallel.reductions import Reductions
 from shardwise.parallel.units import Rule, UnitSpec, choose
 
@@ -44,29 +46,44 @@ class Sharding:
         return self.shard, self.replicate
 
 
-def shard(model: nn.Module, how: Sharding, pace: Pace) -> tuple[Data, list[Flat]]:
-    """Lay the parameters of `model` flat, in place, and hook its modules.
+def units_of(model: nn.Module, how: Sharding, parts: int = 1) -> list[UnitSpec]:
+    """The units of a model whose parameters are about to be cut in `parts`, as a rule.
+
+    Chosen by the whole sizes: ranks whose parts differ a little must not choose differently.
+    """
+    # what is gathered for use stays small; what is only reduced may fill a bucket
+    most = 2 * LEAST_BYTES if how.row.param.kind == "S" else how.bucket_bytes
+    return choose(model, how.units, LEAST_BYTES * parts, most * parts)
+
+
+def shard(
+    model: nn.Module,
+    how: Sharding,
+    pace: Pace,
+    specs: Sequence[UnitSpec],
+    tensors: Tensors | None = None,
+) -> tuple[Data, list[Flat]]:
+    """Lay the parameters of `model` flat, unit by unit, in place, and hook its modules.
 
     One unit is built and cut before the next is begun, so a model on the meta device never exists
     whole on any rank.  Returns the hooks' owner and all flat groups in unit order.
 
-    Raises:
-        InputError: a part of the model is laid out already; there is nothing to lay out.
+    `tensors` says what other ranks than those of the data axes hold of each parameter.
     """
-    layable(model, how.units)
+    tensors = tensors or nowhere()
+    fill = None if how.fill is None else partial(tensors.part, how.fill)
     units: list[Unit] = []
     flats: list[Flat] = []
-    # what is gathered for use stays small; what is only reduced may fill a bucket
-    most = 2 * LEAST_BYTES if how.row.param.kind == "S" else how.bucket_bytes
-    for spec in choose(model, how.units, LEAST_BYTES, most):
-        groups = [
-            Flat(group, how.row, how.shard, how.replicate, how.fill, how.device)
-            for group in _alike(spec)
-        ]
+    for spec in specs:
+        groups: list[Flat] = []
+        for group in _alike(spec, tensors):
+            held = tensors.of(group[0][0])
+            kept = Kept(how.row, how.shard, how.replicate, held.sums, held.replica == 0)
+            groups.append(Flat(group, kept, fill, how.device))
         units.append(Unit(spec.name, spec.modules, groups))
         flats += groups
-    repeated = how.shard.size > 1 and how.replicate.size > 1
-    sums = Reductions[Unit](pace.in_flight, repeated)
+    further = any(flat.further for flat in flats)
+    sums = Reductions[Unit](pace.in_flight, further)
     return Data(model, units, how.axes, pace, sums, Buffers(model, how.axes)), flats
 
 
@@ -88,11 +105,11 @@ def drivers(module: nn.Module) -> list[Data]:
     return [owner for owner in owners if isinstance(owner, Data)]
 
 
-def _alike(spec: UnitSpec) -> Sequence[Sequence[tuple[str, nn.Parameter]]]:
-    """The unit's parameters by dtype and by whether they are trained."""
-    alike: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = defaultdict(list)
+def _alike(spec: UnitSpec, tensors: Tensors) -> Sequence[Sequence[tuple[str, nn.Parameter]]]:
+    """The unit's parameters by dtype, by whether they are trained, by what tensor ranks hold."""
+    alike: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, p in spec.params:
-        alike[p.dtype, p.requires_grad].append((name, p))
+        alike[p.dtype, p.requires_grad, tensors.of(name).kind].append((name, p))
     return list(alike.values())
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.boxes import boxes as cut
+from shardwise.core.cut import Cut
 from shardwise.engine.box import Box
 from shardwise.parallel.flat import Flat
 
@@ -28,18 +29,18 @@ def boxes(engine: Any) -> list[Box]:
         values = flat.shard if values is None else values
         copy = _copy_of(engine, flat)
         for index, name in enumerate(flat.names):
-            found += _pieces(flat, index, f"model/{name}", _piece(flat, index, values), copy)
+            found += _pieces(
+                engine, flat, index, f"model/{name}", _piece(flat, index, values), copy
+            )
     for flat, index, key, value in engine.optimizer.state():
         name = f"optim/{key}/{flat.names[index]}"
         if value.dim() == 0:
-            found.append(Box(name, (), (), (), value, engine.data_rank))
+            found.append(Box(name, (), (), (), value, _copy(engine)))
         else:
-            found += _pieces(flat, index, name, value.view(-1), _copy_of(engine, flat))
+            found += _pieces(engine, flat, index, name, value.view(-1), _copy_of(engine, flat))
     for name, b in engine.model.named_buffers():
         zeros = (0,) * b.dim()
-        found.append(
-            Box(f"buffer/{name}", tuple(b.shape), zeros, tuple(b.shape), b, engine.data_rank)
-        )
+        found.append(Box(f"buffer/{name}", tuple(b.shape), zeros, tuple(b.shape), b, _copy(engine)))
     return found
 
 
@@ -54,7 +55,7 @@ def gradients(engine: Any) -> list[Box]:
         used = flat.gshard.float() * factor if factor != 1.0 else flat.gshard
         for index, name in enumerate(flat.names):
             piece = _piece(flat, index, used)
-            found += _pieces(flat, index, f"grad/{name}", piece, _copy_of(engine, flat))
+            found += _pieces(engine, flat, index, f"grad/{name}", piece, _copy_of(engine, flat))
     return found
 
 
@@ -68,14 +69,35 @@ def _piece(flat: Flat, index: int, block: Tensor) -> Tensor:
     return block[low:high]
 
 
-def _pieces(flat: Flat, index: int, name: str, piece: Tensor, copy: int) -> Iterator[Box]:
+def _copy(engine: Any) -> int:
+    """Which of all ranks this one is, as far as they hold the same."""
+    return engine.data_rank + engine.data_ranks * engine.tensors.axis.rank
+
+
+def _pieces(
+    engine: Any, flat: Flat, index: int, name: str, piece: Tensor, copy: int
+) -> Iterator[Box]:
     """One parameter's piece in this rank's block, cut into boxes of the whole parameter."""
-    shape = tuple(flat.shapes[index])
+    here, held = tuple(flat.shapes[index]), engine.tensors.of(flat.names[index])
+    whole = held.cut.whole_shape(here) if held.cut else here
     origin = flat.plan.origin(index, flat.rank)
-    for box in cut(shape, origin, origin + piece.numel()):
+    for box in cut(here, origin, origin + piece.numel()):
         low = box.start - origin
-        part = piece[low : low + box.numel]
-        yield Box(name, shape, box.offsets, box.sizes, part.view(box.sizes), copy)
+        values = piece[low : low + box.numel].view(box.sizes)
+        for offsets, part in _spread(held.cut, engine.tensors.axis.rank, box.offsets, values):
+            yield Box(name, whole, offsets, tuple(part.shape), part, copy + held.replica)
+
+
+def _spread(
+    cut: Cut | None, rank: int, offsets: tuple[int, ...], values: Tensor
+) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """A box of a tensor rank's part as boxes of the whole: where each begins, and its values."""
+    if cut is None:
+        yield offsets, values
+        return
+    low, dim = offsets[cut.dim], cut.dim
+    for here, there, length in cut.spans(rank, low, low + values.shape[dim]):
+        yield (*offsets[:dim], there, *offsets[dim + 1 :]), values.narrow(dim, here - low, length)
 
 
 @torch.no_grad()

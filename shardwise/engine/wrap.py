@@ -23,7 +23,15 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.states import ROWS
 from shardwise.engine import given
 from shardwise.engine.norm import squared_norm
-from shardwise.engine.shard import Sharding, default_fill, drivers, layable, materialise, shard
+from shardwise.engine.shard import (
+    Sharding,
+    default_fill,
+    drivers,
+    layable,
+    materialise,
+    shard,
+    units_of,
+)
 from shardwise.engine.whole import keep_keys
 from shardwise.parallel.data import Data, Pace
 from shardwise.parallel.units import Rule
@@ -127,7 +135,8 @@ def _wrap(
     how = Sharding(
         ROWS[row], *axes, units, bucket_bytes or 2**20, default_fill(module, 0), world.device
     )
-    data, flats = shard(module, how, Pace(scale=1 / (axes[0].size * axes[1].size)))
+    pace = Pace(scale=1 / (axes[0].size * axes[1].size))
+    data, flats = shard(module, how, pace, units_of(module, how))
     keep_keys(module, data, flats)
     if axes[0].size > 1:
         data.rest()

@@ -26,6 +26,7 @@ and p.data keeps its shape; that is the row `ddp`, and any row on one rank.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 import torch
@@ -42,6 +43,21 @@ from shardwise.core.states import Row
 Fill = Callable[[str, Tensor], None]
 
 
+@dataclass(frozen=True)
+class Kept:
+    """How a flat group is kept: its row, the axes of the row, and what other axes make of it.
+
+    sums    ranks over which each has only a part of the gradient, whatever the row
+    counts  whether the squares of this rank's gradient enter the norm (one of equal copies does)
+    """
+
+    row: Row
+    shard: Axis
+    replicate: Axis
+    sums: Axis
+    counts: bool
+
+
 class Stage(Enum):
     """Which of the tensors exist, and what p.data is a view of."""
 
@@ -56,16 +72,16 @@ class Flat:
     def __init__(
         self,
         params: Sequence[tuple[str, nn.Parameter]],
-        row: Row,
-        shard: Axis,
-        replicate: Axis,
+        kept: Kept,
         fill: Fill | None = None,
         device: torch.device | None = None,
     ) -> None:
+        row, shard, replicate = kept.row, kept.shard, kept.replicate
         self.names = [name for name, _ in params]
         self.params = [p for _, p in params]
         self.shapes = [p.shape for p in self.params]
         self.row, self.shard_axis, self.replicate_axis = row, shard, replicate
+        self.counts = kept.counts
         first = self.params[0]
         self.trained, self.dtype = first.requires_grad, first.dtype
         # what is neither trained nor kept S is the same everywhere, for good
@@ -73,6 +89,9 @@ class Flat:
         self.temporary = self.split and row.param.kind == "S"
         self.scatters = self.split and row.grad.kind == "S"
         self.rank, ranks = (shard.rank, shard.size) if self.split else (0, 1)
+        # where a sum over the shard axis is not the end of it
+        further = [replicate if self.split else Axis("none"), kept.sums]
+        self.further = [axis for axis in further if axis.size > 1]
         self.plan = flatten([s.numel() for s in self.shapes], first.element_size(), ranks)
         self.pieces = [self.plan.piece(i, self.rank) for i in range(len(self.params))]
         self.full = self._assemble(fill, device or first.device)
@@ -255,10 +274,16 @@ class Flat:
         """Wait for the sum that is under way."""
         self.going.wait()
 
-    def begin_replicate(self) -> None:
-        """Start the sum of `gshard` over the replicas of this shard (hybrid sharding)."""
-        if self.split and self.gshard is not None and self.replicate_axis.size > 1:
-            self.going = start(self.gshard, self.replicate_axis, P, R, self.gshard, behind=True)
+    def begin_further(self) -> None:
+        """Start the sum of `gshard` over replicas of this shard, then where it is still partial."""
+        self.going = self._sum_over(self.further)
+
+    def _sum_over(self, axes: Sequence[Axis]) -> Pending:
+        if not axes or self.gshard is None:
+            return Pending()
+        first, *others = axes
+        going = start(self.gshard, first, P, R, self.gshard, behind=True)
+        return Pending([going.wait], lambda: self._sum_over(others)) if others else going
 
     def show_grads(self) -> None:
         """Put each piece of `gshard` on its parameter; None where no rank had a gradient for it."""

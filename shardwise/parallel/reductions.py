@@ -4,8 +4,8 @@
     sums begin            5 4 . . 3 2 1 0         from the last unit to the first
     sums are awaited        5 4 . . 3 2 1 0       in the order they began
 
-At most `in_flight` sums hold buffers at once.  Where replicas repeat the shards (hybrid sharding) a
-second sum, over the replicas, begins when the first is there.
+At most `in_flight` sums hold buffers at once.  Where it takes further sums (over the replicas, in
+hybrid sharding; over tensor ranks that each have a part) they begin when the first is there.
 """
 
 from collections import deque
@@ -20,7 +20,7 @@ class Summed(Protocol):
 
     def begin_reduce(self) -> None: ...
     def end_reduce(self) -> None: ...
-    def begin_replicate(self) -> None: ...
+    def begin_further(self) -> None: ...
 
 
 class Turn(Protocol):
@@ -81,7 +81,7 @@ class Reductions(Generic[U]):
         for group in unit.trained:
             group.end_reduce()
             if sync:
-                group.begin_replicate()
+                group.begin_further()
         if sync:
             self.landed.append(unit)
 

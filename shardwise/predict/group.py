@@ -16,6 +16,8 @@ from shardwise.core.states import ROWS, Row
 class Group:
     """Parameters of one element type, all trained or all frozen, under a row of the table.
 
+    Tensor ranks hold all of them in one way, too.
+
     `shard` is the number of ranks over which they are split: 1 where they are not.
     """
 
@@ -45,10 +47,10 @@ def groups(plan: Plan, model: ModelShape) -> list[Group]:
     row, ranks = ROWS[plan.row], plan.mesh.size_of(plan.shard_axis or "none")
     found: list[Group] = []
     for unit in model.units:
-        alike: dict[tuple[str, bool], list[ParamShape]] = {}
+        alike: dict[tuple[str, bool, str], list[ParamShape]] = {}
         for param in unit.params:
-            alike.setdefault((param.dtype, param.trainable), []).append(param)
-        for (_, trained), params in alike.items():
+            alike.setdefault((param.dtype, param.trainable, param.kept), []).append(param)
+        for (_, trained, _), params in alike.items():
             split = trained or row.param.kind == "S"
             found.append(Group(unit, tuple(params), row, ranks if split else 1))
     return found

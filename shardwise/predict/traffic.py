@@ -19,14 +19,16 @@ and, whatever the model's size:
 Prices are those of `core.moves`, the table that of `core.states`. Nothing here is measured.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from shardwise.core.layout import P, Placement, R, S
 from shardwise.core.moves import price
 from shardwise.core.plan import Plan
-from shardwise.core.shape import ModelShape
+from shardwise.core.shape import Crossing, ModelShape
 from shardwise.predict.group import Group, groups
 
+TENSOR = "tp"  # the axis of tensor parallelism
 FACT_BYTES = 8  # facts are added as doubles: a count of tokens must not be rounded
 COUNT_BYTES = 4  # the first step asks for its number of tokens beforehand
 
@@ -58,6 +60,11 @@ class Tariff:
         step = price(src, dst, numel, self.size(axis))
         self._add(Line(axis, step.what, phase), round(step.sent) * element_bytes)
 
+    def sum_parts(self, numel: int, ranks: int, element_bytes: int) -> None:
+        """The sum of gradients of which so many tensor ranks each have a part."""
+        step = price(P, R, numel, ranks)
+        self._add(Line(TENSOR, step.what, "backward"), round(step.sent) * element_bytes)
+
     def broadcast(self, stored_bytes: int, phase: str) -> None:
         """The first rank of each data axis hands so many bytes to each of the others."""
         for axis in (self.shard, self.replicate):
@@ -77,7 +84,7 @@ class Tariff:
 def step_bytes(
     plan: Plan, model: ModelShape, rank: int = 0, *, norm: bool = False, first: bool = False
 ) -> dict[Line, int]:
-    """The bytes `rank` sends in one step; lines without any are left out.
+    """The bytes `rank` sends in one step, activations apart; lines without any are left out.
 
     `norm`: gradients are clipped (under fp16 their norm is wanted in any case). `first`: the first
     step of a run, which asks for its number of tokens beforehand, and finds buffers unchanged.
@@ -93,9 +100,31 @@ def step_bytes(
     others = any(not buffer.changes for buffer in model.buffers)  # has one of them changed?
     tariff.agree(2 + sum(param.trainable for param in model.params) + others, FACT_BYTES)
     if norm or plan.precision == "fp16":
-        tariff.move(tariff.shard, S(0), R, tariff.size(tariff.shard), FACT_BYTES, "check")
+        for axis in (tariff.shard, TENSOR):
+            tariff.move(axis, S(0), R, tariff.size(axis), FACT_BYTES, "check")
     if first:
         tariff.agree(1, COUNT_BYTES)
+    return tariff.sent_bytes
+
+
+def activation_bytes(
+    plan: Plan, crossings: Sequence[Crossing], losses: Sequence[int], loss_bytes: int = 4
+) -> dict[Line, int]:
+    """The bytes a rank sends along the tensor axis for the activations of a step.
+
+    Each crossing moves forward as it says, and its gradient the other way between the duals. Of a
+    cross-entropy over `losses` positions whose logits stay cut, the largest logit of each position
+    is agreed on, then two sums, `loss_bytes` each. (arXiv 1909.08053, section 3.)
+    """
+    tariff = Tariff(plan, 0)
+    for one in crossings:
+        tariff.move(TENSOR, one.src, one.dst, one.numel, one.element_bytes, "forward")
+        if one.returns:
+            back = one.dst.dual, one.src.dual
+            tariff.move(TENSOR, *back, one.numel, one.element_bytes, "backward")
+    for positions in losses:
+        tariff.move(TENSOR, P, R, positions, loss_bytes, "forward")
+        tariff.move(TENSOR, P, R, 2 * positions, loss_bytes, "forward")
     return tariff.sent_bytes
 
 
@@ -137,6 +166,7 @@ def _collect(tariff: Tariff, group: Group) -> None:
     # what each rank holds of the sum, it adds up with its replicas
     share = group.flat.share
     tariff.move(tariff.replicate, P, R, share, element_bytes, "backward")
+    tariff.sum_parts(share, group.params[0].sums, element_bytes)
 
 
 def _publish(tariff: Tariff, group: Group) -> None:

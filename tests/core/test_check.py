@@ -55,11 +55,11 @@ def test_plans_that_run(text: str, world: int | None):
         ("dp_replicate2", None, "'dp_replicate2' under the row ddp", "'dp2'"),
         ("dp_shard2", None, "'dp_shard2' under the row ddp", "'dp2'"),
         ("dp_replicate2 dp_shard2", None, "under the row ddp", "'dp4'"),
-        ("dp2 tp2", None, "'tp2', but tensor parallelism is not in this version", "'dp2'"),
+        ("dp2 tp2", 6, "the plan 'dp2 tp2', which needs 4 processes", "'dp3 tp2', or start 4"),
+        ("dp2 tp2 sp", 3, "needs 4 processes (dp2*tp2), where 3 run", "'dp3', or start 4"),
         ("pp2", None, "'pp2', but pipelines are not", "'ddp'"),
         ("cp2 zero1", None, "'cp2', but context parallelism is not", "'zero1'"),
         ("ep2", None, "'ep2', but expert parallelism is not", "'ddp'"),
-        ("dp2 sp", None, "'sp', but sequence parallelism is not", "'dp2'"),
         ("dp2 gpipe:8", None, "'gpipe:8', but pipeline schedules are not", "'dp2'"),
         ("dp2 recompute:full", None, "'recompute:full', but recomputation is not", "'dp2'"),
         ("dp2 offload:optim", None, "'offload:optim', but offload is not", "'dp2'"),
@@ -92,10 +92,10 @@ def test_every_problem_at_once():
     """All problems are told together; the remedy of each is a plan without any of them."""
     plan = Plan.parse("dp2 tp2 pp2 zero1 1f1b:8 bf16 sp recompute:full")
     found = problems(plan, 4)
-    words = ["'pp2'", "'tp2'", "'sp'", "'1f1b:8'", "'recompute:full'", "the plan"]
+    words = ["'pp2'", "'1f1b:8'", "'recompute:full'", "the plan"]
     assert [problem.given.partition(",")[0].partition(" 'pp")[0] for problem in found] == words
-    assert found[-1].instead == "'dp4 zero1 bf16'"
-    with pytest.raises(InputError, match="6 things are wrong with the plan 'pp2 dp2 tp2"):
+    assert found[-1].instead == "'dp2 tp2 sp zero1 bf16'"
+    with pytest.raises(InputError, match="4 things are wrong with the plan 'pp2 dp2 tp2"):
         require(plan, 4)
 
 

@@ -1,0 +1,71 @@
+"""this file is what tensor ranks hold of each parameter, by name."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from shardwise.comm.uneven import part
+from shardwise.comm.world import Axis
+from shardwise.core.cut import Cut
+from shardwise.parallel.tensor import Stream
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Held:
+    """How this rank holds one parameter on the tensor axis.
+
+    cut      what part of it; None: all
+    groups   the ranks over which its gradient is a sum still to be taken; none: it is whole
+    sums     those of them that are this rank's
+    replica  which of the ranks that hold the same this one is
+    """
+
+    cut: Cut | None = None
+    groups: Groups = ()
+    sums: Axis = field(default_factory=lambda: Axis("none"))
+    replica: int = 0
+
+    @property
+    def kind(self) -> str:
+        """The same word on every rank: parameters of one kind are summed and counted together."""
+        return f"{'part' if self.cut else 'whole'} {self.groups}"
+
+
+@dataclass
+class Tensors:
+    """A model on the tensor axis; on an axis of one rank nothing is held and nothing moves.
+
+    logits    positions of each parallel loss of this step, in the order of its forward passes
+    """
+
+    axis: Axis
+    stream: Stream
+    held: dict[str, Held] = field(default_factory=dict)
+    logits: list[int] = field(default_factory=list)
+
+    def of(self, name: str) -> Held:
+        """How parameter `name` is held; alike on all ranks where nothing else is said."""
+        return self.held.get(name, Held(replica=self.axis.rank))
+
+    def part(self, fill: Callable[[str, Tensor], None], name: str, tensor: Tensor) -> None:
+        """Fill this rank's part of parameter `name` by a rule for the whole."""
+        cut = self.of(name).cut
+        if cut is None:
+            fill(name, tensor)
+            return
+        whole = tensor.new_empty(cut.whole_shape(tensor.shape))
+        fill(name, whole)
+        tensor.copy_(part(whole, cut, self.axis.rank))
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.stream.crossings.clear()
+        self.logits.clear()
+
+
+def nowhere() -> Tensors:
+    """A model that is on no tensor axis."""
+    return Tensors(Axis("none"), Stream(Axis("none"), split=False))

@@ -1,0 +1,150 @@
+"""this file is how a model is laid out on the tensor axis: its table, carried out.
+
+For every module the table names: its parameters are cut (or found to have partial gradients), its
+hooks are set (parallel/tensor.py, parallel/vocabulary.py), and the numbers by which it knows its
+own sizes become this rank's.  Everything else stays whole and alike on every rank of the axis.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import broadcast
+from shardwise.comm.uneven import part
+from shardwise.comm.world import Axis, World
+from shardwise.core.cut import Cut
+from shardwise.core.errors import refusal
+from shardwise.core.fit import check
+from shardwise.core.plan import Plan
+from shardwise.core.style import ModuleShape, Style
+from shardwise.core.table import Table, assign, bias_cut, cuts, numbers
+from shardwise.engine.held import Groups, Held, Tensors, nowhere
+from shardwise.engine.table import shapes, table_of
+from shardwise.parallel import tensor, vocabulary
+from shardwise.parallel.cross_entropy import cross_entropy
+from shardwise.parallel.logits import Logits
+
+AXIS = "tp"
+
+
+def fitting(model: nn.Module, plan: Plan, given: Table | Mapping[str, str] | None) -> Table | None:
+    """The table by which `plan` lays `model` out; None where it has no tensor axis.
+
+    Raises InputError where there is none or it does not fit, with every problem and its remedy.
+    """
+    ranks = plan.mesh.size_of(AXIS)
+    if ranks == 1:
+        return None
+    table = table_of(model, given)
+    if problems := check(table, shapes(model), plan.sp, ranks):
+        raise refusal(f"the table of the {type(model).__name__} under '{plan}'", problems)
+    return table
+
+
+def lay_out(model: nn.Module, world: World, sp: bool, table: Table | None) -> Tensors:
+    """Cut `model` on the tensor axis of `world` as `table` says, in place."""
+    axis = world.axis(AXIS)
+    if table is None or axis.size == 1:
+        return nowhere()
+    _agree(model, axis)
+    tensors = Tensors(axis, tensor.Stream(axis, sp))
+    known = shapes(model)
+    styles = assign(table, list(known), sp)
+    layout = _Layout(model, world, tensors)
+    layout.entered = [name for name, style in styles.items() if style.name == "gather"]
+    for name, style in styles.items():
+        sizes = cuts(style, known[name], table, axis.size)
+        layout.hook(name, style, sizes, known[name])
+        layout.hold(name, style, sizes, bias_cut(style, known[name], table, axis.size))
+    for name, changed in numbers(table, styles, known, axis.rank, axis.size).items():
+        for attribute, number in changed.items():
+            setattr(model.get_submodule(name), attribute, number)
+    layout.cut()
+    model.register_forward_hook(lambda *_: tensors.stream.end())
+    return tensors
+
+
+def _agree(model: nn.Module, axis: Axis) -> None:
+    """The first rank's weights and buffers are everyone's."""
+    for t in [*model.parameters(), *model.buffers()]:
+        if not t.is_meta and t.numel():
+            together = t.data.contiguous()
+            broadcast(together, axis)
+            t.data.copy_(together)
+
+
+class _Layout:
+    """One model being laid out: what was decided of each of its parameters so far."""
+
+    def __init__(self, model: nn.Module, world: World, tensors: Tensors) -> None:
+        self.model, self.world, self.tensors = model, world, tensors
+        self.stream, self.axis = tensors.stream, tensors.axis
+        self.names = {id(p): name for name, p in model.named_parameters()}
+        self.wanted: dict[str, tuple[nn.Parameter, Cut]] = {}
+        self.entered: list[str] = []  # modules whose inputs are gathered
+
+    def hook(self, name: str, style: Style, cut: Cut | None, shape: ModuleShape) -> None:
+        """Set the hooks of one module."""
+        module, stream = self.model.get_submodule(name), self.stream
+        entered = any(name.startswith(f"{outer}.") for outer in self.entered)
+        match style.name, cut:
+            case "vocabulary", Cut() if isinstance(module, nn.Embedding):
+                straight = style.by == "sequence" or not stream.split
+                vocabulary.embed(module, self.axis, cut, stream.leave if straight else stream.sum)
+            case "vocabulary", Cut():
+                tensor.columns(module, stream, shape.transposed, entered)
+                self._keep_cut(module, cut)
+            case "colwise", _:
+                tensor.columns(module, stream, shape.transposed, entered)
+            case "colwise_gather_output", Cut():
+                tensor.columns(module, stream, shape.transposed, entered)
+                tensor.gather_output(module, stream, cut)
+            case "rowwise", _:
+                tensor.rows(module, stream)
+            case "rowwise_split_input", Cut():
+                tensor.split_input(module, stream, cut)
+                tensor.rows(module, stream)
+            case "gather", _:
+                tensor.change_input(module, stream.gather)
+            case "split", _:
+                tensor.change_input(module, stream.scatter)
+            case _:
+                pass
+
+    def _keep_cut(self, module: nn.Module, cut: Cut) -> None:
+        def logits(_: nn.Module, __: object, y: Tensor) -> Tensor:
+            if torch.is_grad_enabled():
+                self.tensors.logits.append(y.shape[:-1].numel())
+            return Logits.of(y, self.axis, cut, cross_entropy)
+
+        module.register_forward_hook(logits)
+
+    def hold(self, name: str, style: Style, weight: Cut | None, bias: Cut | None) -> None:
+        """Note what becomes of the module's own parameters."""
+        everyone = (tuple(range(self.axis.size)),)
+        partial = style.name in ("replicated", "sequence")
+        row = style.name.startswith("rowwise") and self.stream.split  # its bias is added to shards
+        module = self.model.get_submodule(name)
+        for key, p in module.named_parameters(recurse=partial):
+            full = self.names[id(p)]
+            cut = {"weight": weight, "bias": bias}.get(key)
+            if cut is not None:
+                self.wanted[full] = (p, cut)
+            elif partial or (key == "bias" and row):
+                self.tensors.held[full] = Held(None, everyone, self.axis, self.axis.rank)
+
+    def cut(self) -> None:
+        """Cut the parameters, and open the lines on which shared parts are summed."""
+        rank = self.axis.rank
+        lines: dict[Groups, Axis] = {(): Axis(AXIS)}
+        for name, (p, cut) in self.wanted.items():
+            groups = tuple(dict.fromkeys(map(cut.holders, range(cut.ranks)))) if cut.shared else ()
+            if groups not in lines:
+                lines[groups] = self.world.within(AXIS, groups)
+            replica = cut.holders(rank).index(rank)
+            self.tensors.held[name] = Held(cut, groups, lines[groups], replica)
+            if p.is_meta:
+                p.data = torch.empty(cut.shape(p.shape, rank), dtype=p.dtype, device="meta")
+            else:
+                p.data = part(p.data, cut, rank)

@@ -1,0 +1,318 @@
+"""this file is tensor parallelism: one layer over several ranks, by columns and by rows.
+
+    x ----> [ columns ] ----> gelu ----> [ rows ] ----> y          W1 cut by output, W2 by input
+      I -> R          S(-1)        S(-1)          P -> I           forward: one all-reduce
+      P -> I          S(-1)        S(-1)          I -> R           backward: one all-reduce
+
+    x ----> [ columns ] ----> gelu ----> [ rows ] ----> y          under sequence parallelism
+      S(T) -> R       S(-1)        S(-1)          P -> S(T)        all-gather, reduce-scatter
+      P -> S(T)       S(-1)        S(-1)          S(T) -> R        reduce-scatter, all-gather
+
+`Stream` is where the residual stream lives between the two: whole and alike on every rank (I), or
+split along the sequence (S(T), T being the last dim but one).  Several layers of columns that read
+one x (queries, keys, values; gate and up) share an `Entry`: x moves once, and the gradients they
+send back are added up before they are summed over the ranks, once, beside the weight gradients.
+
+Nothing here knows a model: modules keep their class, names and forward; hooks move what goes in
+and what comes out.  (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; Korthikanti et
+al., arXiv 2205.05198, section 4.2.2.)
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from shardwise.comm.door import carry_out, move, start
+from shardwise.comm.transport import Pending
+from shardwise.comm.uneven import join, take
+from shardwise.comm.world import Axis
+from shardwise.core.cut import Cut
+from shardwise.core.layout import I, P, Placement, R, S
+from shardwise.core.shape import Crossing
+
+
+class Stream:
+    """The residual stream on the tensor axis; `split` says that it is split along the sequence."""
+
+    def __init__(self, axis: Axis, split: bool) -> None:
+        self.axis, self.split = axis, split
+        self.whole = 0  # positions of the sequence now in the stream, where it is split
+        self.slot: tuple[Tensor, Tensor, Entry] | None = None  # what was entered last
+        self.crossings: list[Crossing] = []  # of this step, in the order of its forward passes
+
+    def enter(self, x: Tensor) -> tuple[Tensor, "Entry"]:
+        """`x` of the stream as all of every rank's columns read it, moved once for all readers."""
+        if self.slot is None or self.slot[0] is not x:
+            entry = Entry(self)
+            self._note(x, S(0) if self.split else I, R, x.numel() * self._parts)
+            self.slot = (x, _Enter.apply(x, entry), entry)
+        return self.slot[1], self.slot[2]
+
+    def leave(self, y: Tensor) -> Tensor:
+        """The sum over the ranks of their partial `y`, back in the stream."""
+        self.slot = None
+        if not self.split:
+            return self.sum(y)
+        dim, self.whole = y.dim() - 2, y.shape[-2]
+        y = _padded(y, dim, self.axis.size)
+        self._note(y, P, S(0), y.numel())
+        return move(y, self.axis, P, S(dim))
+
+    def sum(self, y: Tensor) -> Tensor:
+        """The sum over the ranks of their partial `y`, whole and alike on every rank."""
+        self._note(y, P, I, y.numel())
+        return move(y, self.axis, P, I)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The whole sequence of `x`, which ranks go on to use differently."""
+        if not self.split:
+            return x
+        dim = x.dim() - 2
+        self._note(x, S(0), R, x.numel() * self.axis.size)
+        return move(x, self.axis, S(dim), R).narrow(dim, 0, self.whole)
+
+    def scatter(self, x: Tensor) -> Tensor:
+        """This rank's part of the sequence of `x`, which is the same on every rank."""
+        if not self.split:
+            return x
+        dim, self.whole = x.dim() - 2, x.shape[-2]
+        x = _padded(x, dim, self.axis.size)
+        self._note(x, I, S(0), x.numel())
+        return move(x, self.axis, I, S(dim))
+
+    def note_cut(self, x: Tensor, cut: Cut, src: Placement, dst: Placement) -> None:
+        """Take note of a move between whole and cut features; blocks go as wide as the widest."""
+        widest = max(cut.size(rank) for rank in range(cut.ranks))
+        self._note(x, src, dst, x.numel() // x.shape[-1] * widest * cut.ranks)
+
+    def end(self) -> None:
+        """The forward pass is over: nothing more reads what was entered."""
+        self.slot = None
+
+    @property
+    def _parts(self) -> int:
+        return self.axis.size if self.split else 1
+
+    def _note(self, x: Tensor, src: Placement, dst: Placement, numel: int) -> None:
+        if torch.is_grad_enabled():
+            size = x.element_size()
+            self.crossings.append(Crossing(src, dst, numel, size, x.requires_grad))
+
+
+def _padded(x: Tensor, dim: int, ranks: int) -> Tensor:
+    short = -x.shape[dim] % ranks
+    return functional.pad(x, (0, 0, 0, short)) if short else x
+
+
+class Entry:
+    """The gradient of one input, added up over the layers that read it, then over the ranks."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self.readers = self.waiting = 0
+        self.mixed = False  # whether somebody sends a gradient by other ways than `add`
+        self.grad: Tensor | None = None
+        self.out: Tensor | None = None
+        self.going = Pending()
+
+    def read(self) -> None:
+        """One more layer reads it."""
+        self.readers += 1
+        self.waiting += 1
+
+    def add(self, grad: Tensor, weight: Tensor) -> Tensor | None:
+        """Take what one reader [out, in] sends back; the sum of all, when it is on its way."""
+        if self.grad is None:
+            self.grad = grad @ weight
+        else:
+            width = weight.shape[1]
+            self.grad.view(-1, width).addmm_(grad.reshape(-1, weight.shape[0]), weight)
+        self.waiting -= 1
+        if self.waiting or self.mixed:
+            return None
+        self.begin()
+        return self.grad
+
+    def begin(self) -> None:
+        """Start the sum over the ranks, beside whatever is computed next."""
+        grad, axis = self.grad, self.stream.axis
+        assert grad is not None
+        if self.stream.split:
+            dim = grad.dim() - 2
+            grad = _padded(grad, dim, axis.size)
+            blocks = torch.stack(grad.chunk(axis.size, dim))
+            self.out = torch.empty_like(blocks[0])
+            self.going = start(blocks.view(-1), axis, P, S(dim), self.out.view(-1))
+            self.going = Pending([self.going.wait, lambda: blocks])  # alive until it is sent
+        else:
+            self.grad = self.out = grad.contiguous()
+            self.going = start(self.out.view(-1), axis, P, I, self.out.view(-1))
+
+    def end(self, rest: Tensor | None) -> Tensor | None:
+        """The gradient in the stream.  `rest` came by other ways than `add`."""
+        if self.out is None and rest is not None:
+            self.grad = rest.clone() if self.grad is None else self.grad.add_(rest)
+        if self.out is None and self.grad is not None:  # some reader was not in this pass
+            self.begin()
+        self.going.wait()
+        out, self.grad, self.out, self.going = self.out, None, None, Pending()
+        self.waiting = self.readers
+        return out
+
+
+class _Enter(torch.autograd.Function):
+    """From the stream to R; the way back is the entry's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, entry: Entry) -> Tensor:
+        """`x` as the readers take it: itself, or the whole sequence of it."""
+        ctx.entry = entry
+        ctx.set_materialize_grads(False)
+        stream = entry.stream
+        if not stream.split:
+            return x.view_as(x)
+        dim = x.dim() - 2
+        return carry_out(x, stream.axis, S(dim), R).narrow(dim, 0, stream.whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
+        return ctx.entry.end(grad), None
+
+
+class _Columns(torch.autograd.Function):
+    """Between a layer of columns and its reader: takes the input's gradient ahead of the weight's.
+
+    The layer itself was given its input detached, so that its own node makes only the weight
+    gradients; autograd runs it after this one, while the input's gradient is on its way.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, _moved: Tensor, entry: Entry, weight: Callable[[], Tensor]
+    ) -> Tensor:
+        """`y` as it is, one more reader of the entry."""
+        ctx.entry, ctx.weight = entry, weight
+        entry.read()
+        return y.view_as(y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        weight = ctx.weight()
+        own = grad if ctx.needs_input_grad[0] else None
+        return own, ctx.entry.add(grad, weight), None, None
+
+
+def columns(module: nn.Module, stream: Stream, transposed: bool, entered: bool) -> None:
+    """Hook a layer whose outputs are cut.  `transposed`: its weight is [in, out].
+
+    `entered`: its input is whole on every rank already (an outer module gathers it).
+    """
+    plain = type(module) is nn.Linear or transposed
+    module.register_forward_pre_hook(partial(_before_columns, stream, plain, entered))
+    if plain and not entered:
+        module.register_forward_hook(partial(_after_columns, stream, transposed))
+
+
+def _before_columns(stream: Stream, plain: bool, entered: bool, _: nn.Module, args: Any) -> Any:
+    if entered:
+        return None
+    moved, entry = stream.enter(args[0])
+    # the weight gradients of a plain layer are made apart from its input's, see _Columns
+    apart = plain and torch.is_grad_enabled() and moved.requires_grad
+    entry.mixed |= not plain
+    return (moved.detach() if apart else moved, *args[1:])
+
+
+def _after_columns(
+    stream: Stream, transposed: bool, module: nn.Module, _: Any, y: Tensor
+) -> Tensor | None:
+    if stream.slot is None:
+        return None
+    _, moved, entry = stream.slot
+    if not (torch.is_grad_enabled() and moved.requires_grad):
+        return None
+    return _Columns.apply(y, moved, entry, partial(_weight, module, transposed))
+
+
+def _weight(module: nn.Module, transposed: bool) -> Tensor:
+    """The weight [out, in] as it is when backward comes by: gathered then, under zero3."""
+    weight = module.get_parameter("weight").detach()
+    return weight.t() if transposed else weight
+
+
+def rows(module: nn.Module, stream: Stream) -> None:
+    """Hook a layer whose inputs are cut: its outputs are summed, then the bias is added, once."""
+    held = _Bias()
+    module.register_forward_pre_hook(held.put_aside)
+    module.register_forward_hook(partial(_after_rows, stream, held), always_call=True)
+
+
+class _Bias:
+    """A layer's bias, replaced by nothing while each rank computes a part of the sum."""
+
+    def __init__(self) -> None:
+        self.bias: nn.Parameter | None = None
+
+    def put_aside(self, module: nn.Module, args: Any) -> None:
+        bias = module._parameters.get("bias")
+        if bias is None:
+            return
+        self.bias = bias
+        # not every class of layer can do without one (transformers' Conv1D)
+        nothing = None if isinstance(module, nn.Linear) else torch.zeros_like(bias.detach())
+        module._parameters["bias"] = nothing  # pyright: ignore[reportArgumentType]
+
+    def put_back(self, module: nn.Module) -> nn.Parameter | None:
+        bias, self.bias = self.bias, None
+        if bias is not None:
+            module._parameters["bias"] = bias
+        return bias
+
+
+def _after_rows(
+    stream: Stream, held: _Bias, module: nn.Module, _: Any, y: Tensor | None
+) -> Tensor | None:
+    bias = held.put_back(module)
+    if y is None:  # it raised
+        return None
+    y = stream.leave(y)
+    return y if bias is None else y + bias
+
+
+def gather_output(module: nn.Module, stream: Stream, cut: Cut) -> None:
+    """Hook a layer of columns so that its outputs are whole again, alike on every rank."""
+
+    def after(_: nn.Module, __: Any, y: Tensor) -> Tensor:
+        stream.note_cut(y, cut, S(0), I)
+        return join(y, stream.axis, cut.on(y.dim() - 1))
+
+    module.register_forward_hook(after)
+
+
+def split_input(module: nn.Module, stream: Stream, cut: Cut) -> None:
+    """Hook a layer of rows so that it takes its part of inputs that are whole on every rank."""
+
+    def before(_: nn.Module, args: Any) -> Any:
+        stream.note_cut(args[0], cut, I, S(0))
+        return (take(args[0], stream.axis, cut.on(args[0].dim() - 1)), *args[1:])
+
+    module.register_forward_pre_hook(before)
+
+
+def change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Hook a module so that `change` is made to its first tensor argument."""
+
+    def before(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if args:
+            return (change(args[0]), *args[1:]), kwargs
+        name = next(k for k, value in kwargs.items() if isinstance(value, Tensor))
+        return args, kwargs | {name: change(kwargs[name])}
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
