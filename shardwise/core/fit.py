@@ -23,6 +23,8 @@ from shardwise.core.table import Table, counted, matches, unmatched
 
 __all__ = ["check"]
 
+#: Styles that are said of all that is in a module.
+_INSIDE = ("gather", "sequence", "replicated", "whole")
 _LINEAR = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input")
 
 
@@ -65,21 +67,14 @@ def _kinds(laid: Laid) -> Iterator[Fault]:
         elif style.name in ("gather", "split") and shape.kind != "other":
             instead = '"{name}": "colwise"' if shape.kind == "linear" else '"{name}": "whole"'
             yield Fault(name, what, f"{style} for a block, not for one layer in it", instead)
-        elif style.name in ("replicated", "sequence") and _holds_none(laid, name):
-            allowed = f"{style} for the modules that hold parameters themselves"
-            yield Fault(name, f"{what}, which holds none itself", allowed, _holder(laid, name))
-
-
-def _holds_none(laid: Laid, name: str) -> bool:
-    """Whether only the modules in this one have parameters; a layer may have none at all."""
-    return name in laid.parents and not laid.modules[name].parameters
-
-
-def _holder(laid: Laid, name: str) -> str:
-    """The entry for the first module below `name` that holds parameters."""
-    below = (key for key in laid.modules if key.startswith(f"{name}."))
-    held = next((key for key in below if laid.modules[key].parameters), name)
-    return f'"{general(held)}": "{laid.style(name)}"'
+        elif style.name in ("replicated", "sequence") and name in laid.blocks:
+            inside = next(key for key in laid.styles if key.startswith(f"{name}."))
+            inner = inside.removeprefix(f"{name}.")
+            given = f'{what}, of all that is in it, and {inner} in it is "{laid.style(inside)}"'
+            allowed = f"{style} for a module that no other entry looks into"
+            yield Fault(
+                name, given, allowed, f'"{{name}}.norm": "{style}", each module by its name'
+            )
 
 
 def _heads(laid: Laid) -> Iterator[Problem]:
@@ -168,10 +163,11 @@ def _sequence(laid: Laid) -> Iterator[Fault]:
         return
     gathers = dict.fromkeys(laid.named("gather"), False)
     for name, shape in laid.modules.items():
-        around = gathers.keys() & _around(name)
+        around = [key for key in _around(name) if key in laid.styles]
         if laid.style(name).name.startswith("rowwise"):
-            gathers |= dict.fromkeys(around, True)
-        if name in laid.styles or shape.kind == "embedding" or not shape.parameters or around:
+            gathers |= {key: True for key in around if key in gathers}
+        told = any(laid.style(key).name in _INSIDE for key in around)
+        if name in laid.styles or shape.kind == "embedding" or not shape.parameters or told:
             continue
         what = "without an entry under sp, so that nothing sums its gradient over the shards"
         allowed = "an entry for all that has parameters and is not below a gather"

@@ -37,9 +37,13 @@ class Laid:
         return (key for key in self.modules if self.style(key).name == name)
 
     @cached_property
-    def parents(self) -> frozenset[str]:
-        """The modules that have others in them."""
-        return frozenset(parent(name) for name in self.modules if name)
+    def blocks(self) -> frozenset[str]:
+        """The modules that have others with an entry in them."""
+        found: set[str] = set()
+        for name in self.styles:
+            while name := parent(name):
+                found.add(name)
+        return frozenset(found)
 
     @cached_property
     def _children(self) -> dict[str, list[str]]:

@@ -70,7 +70,7 @@ def test_a_table_that_fits_has_no_problem(sp: bool, ranks: int):
         (table({"blocks.*.mlp": "rowwise"}), "blocks.0.mlp (and 2 more", '.mlp.up": "rowwise"'),
         (table({"norm": "vocabulary"}), "norm, of type LayerNorm", '"norm": "whole"'),
         (table({"embed": "colwise"}), 'embed, of type embedding, as "colwise"', '"embed": "whole"'),
-        (table({"blocks.*.attn": "replicated"}), "holds none itself", '.attn.q": "replicated"'),
+        (table({"blocks.*.attn": "replicated"}), "of all that is in it", '.attn.norm": "rep'),
         # heads
         (table(heads=None, kv_heads=None), "without a number of heads", "heads=8, kv_heads=2"),
         (table(kv_heads=3), "heads=8, kv_heads=3", "kv_heads=2"),
@@ -131,6 +131,7 @@ NO_SHARDS = {"*norm": "sequence", "*attn": "gather"}
         (table(sequence=NO_SHARDS), "nothing makes shards", '{"blocks.0": "split"}'),
         (table(sequence=NO_SHARDS | {"blocks.0": "split"}), "", ""),
         (table(sequence=SEQUENCE | {"norm": "whole"}), "", ""),
+        (table(sequence=SEQUENCE | {"blocks.*.mlp": "dropout"}), "", ""),
         (
             table(sequence={"embed": "vocabulary:sequence", "norm": "sequence"}),
             "blocks.0.norm",
@@ -252,3 +253,13 @@ def test_a_norm_as_long_as_what_is_cut_is_told():
     (problem,) = check(table, modules, sp=False, ranks=2)
     assert problem.given == "mid, without an entry, and as long (96) as what up cuts"
     assert problem.instead == '"up": "colwise_gather_output"; or "mid": "whole"'
+
+
+def test_an_entry_for_a_module_is_for_all_that_is_in_it():
+    """Experts that are whole work on shards together, and gradients of all of them are summed."""
+    experts = {f"blocks.0.moe{name}": LAYER[".mlp" + name] for name in ("", ".up", ".down")}
+    (problem, *_) = check(table(), MODEL | experts, sp=True, ranks=2)
+    assert problem.given.startswith("blocks.0.moe.up, without an entry under sp")
+    for style in ("sequence", "whole"):
+        entries = SEQUENCE | {"blocks.*.moe": style}
+        assert check(table(sequence=entries), MODEL | experts, sp=True, ranks=2) == []
