@@ -1,7 +1,10 @@
 """Where tables come from, and that by them the parts of a layer sum up to the layer."""
 
 import copy
+import re
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +14,9 @@ from torch import Tensor, nn
 from shardwise.core.cut import Cut
 from shardwise.core.errors import InputError
 from shardwise.core.fit import check
-from shardwise.core.style import ModuleShape
+from shardwise.core.style import STYLES, ModuleShape
 from shardwise.core.table import Table, assign, bias_cut, cuts, numbers
-from shardwise.engine.plans import _STYLES
+from shardwise.engine.plans import _DECODERS, _STYLES
 from shardwise.engine.table import shapes, table_of
 from shardwise.models import hf
 from shardwise.models.gpt import GPT, GPTConfig
@@ -178,24 +181,9 @@ def first(output: Any) -> Tensor:
     return output if isinstance(output, Tensor) else output[0]
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("name", ["gpt", *(name for name in NAMES if name != "phi3")])
-def test_the_parts_of_a_block_sum_up_to_the_block(name: str, ranks: int):
-    """In fp64, each rank's attention and feed-forward layer of the same input, cut by the table."""
-    blocks = ["blocks.1.attn", "blocks.1.mlp"]
-    if name == "gpt":
-        model: Any = GPT(CONFIG).double()
-        tokens = torch.arange(16).view(2, 8)
-        run = lambda: model(tokens)  # noqa: E731
-    else:
-        found = find(f"hf:{name}")
-        model, batch = found.build().double(), found.batch(2, seed=1)
-        run = lambda: found.loss(model, batch)  # noqa: E731
-        blocks = [
-            key for key, _ in model.named_modules() if key.endswith((".1.self_attn", ".1.attn"))
-        ]
-        blocks += [key for key, _ in model.named_modules() if key.endswith(".1.mlp")]
-        blocks = blocks[:1] if name == "mixtral" else blocks
+def summed(model: Any, blocks: list[str], run: Callable[[], object], ranks: int) -> None:
+    """Assert that what each rank's copy of a block makes of its input sums up to what it made."""
+    assert blocks
     for parameter in model.parameters():  # biases and norms are no zeros and ones
         nn.init.normal_(parameter, std=0.2)
     seen: dict[str, tuple[Any, Any, Tensor]] = {}
@@ -206,15 +194,34 @@ def test_the_parts_of_a_block_sum_up_to_the_block(name: str, ranks: int):
             ),
             with_kwargs=True,
         )
-    with torch.no_grad():
+    with torch.no_grad(), hf.Wide():
         run()
-    table = table_of(model)
-    parts = [part(model, table, rank, ranks) for rank in range(ranks)]
-    for block in blocks:
-        args, kwargs, whole = seen[block]
-        with torch.no_grad(), hf.Wide():
+        parts = [part(model, table_of(model), rank, ranks) for rank in range(ranks)]
+        for block in blocks:
+            args, kwargs, whole = seen[block]
             ours = sum(first(mine.get_submodule(block)(*args, **kwargs)) for mine in parts)
-        torch.testing.assert_close(ours, whole, rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(ours, whole, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "phi3"])
+def test_the_parts_of_a_block_sum_up_to_the_block(name: str, ranks: int):
+    """In fp64, each rank's attention and feed-forward layer of the same input, cut by the table."""
+    found = find(f"hf:{name}")
+    model, batch = found.build().double(), found.batch(2, seed=1)
+    ends = (
+        (".1.self_attn", ".1.attn") if name == "mixtral" else (".1.self_attn", ".1.attn", ".1.mlp")
+    )
+    blocks = [key for key, _ in model.named_modules() if key.endswith(ends)]
+    summed(model, blocks, lambda: found.loss(model, batch), ranks)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 5])
+def test_the_parts_of_our_gpts_blocks_sum_up(ranks: int):
+    """Ours too, 6 query heads and 2 key heads on 4 and on 5 ranks."""
+    model = GPT(CONFIG).double()
+    blocks = ["blocks.1.attn", "blocks.1.mlp"]
+    summed(model, blocks, lambda: model(torch.arange(16).view(2, 8)), ranks)
 
 
 # --- models of the user's ----------------------------------------------------------------------
@@ -305,3 +312,29 @@ def test_every_style_of_the_library_is_one_of_ours_or_whole():
     """What plans of transformers say is translated to styles that a table takes."""
     for style in filter(None, _STYLES.values()):
         assert Table.of({}, sequence={"a": style}).sequence == (("a", style),)
+
+
+# --- the page ----------------------------------------------------------------------------------
+
+PAGE = (Path(__file__).parents[2] / "docs" / "tensor-tables.md").read_text()
+
+
+def test_the_model_on_the_page_has_a_table_that_fits():
+    """Its table is for any number of ranks up to its heads, and its attention sums up to itself."""
+    (code,) = [
+        text for text in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "class" in text
+    ]
+    names: dict[str, Any] = {}
+    exec(code, names)  # noqa: S102
+    model = names["Model"]().double()
+    for ranks in range(1, 9):
+        for sp in (False, True):
+            assert check(table_of(model), shapes(model), sp, ranks) == []
+    summed(model, ["blocks.1.attn"], lambda: model(torch.arange(16).view(2, 8)), 3)
+
+
+def test_the_page_has_every_style():
+    """Each style that a table takes has its row on the page, and each decoder its name."""
+    written = re.findall(r"`([a-z_]+(?::[a-z_]+|:2)?)`", PAGE)
+    assert {style.replace("colwise:N", "colwise:2") for style in STYLES} <= set(written)
+    assert all(kind in PAGE for kind in _DECODERS)
