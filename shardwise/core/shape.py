@@ -53,18 +53,23 @@ class ParamShape:
         return ELEMENT_BYTES[self.dtype]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Crossing:
-    """One move of an activation on the tensor axis in a forward pass.
+    """One move of an activation on the tensor axis, in the forward pass or made again in backward.
 
-    `numel` elements in the whole, padding included; `returns` says that a gradient comes back.
+    `numel` elements in the whole, padding included; `returns` counts the gradients that came back.
     """
 
     src: Placement
     dst: Placement
     numel: int
     element_bytes: int
-    returns: bool = True
+    phase: str = "forward"
+    returns: int = 0
+
+    def come_back(self) -> None:
+        """A gradient goes back the way that the activation came."""
+        self.returns += 1
 
 
 @dataclass(frozen=True)

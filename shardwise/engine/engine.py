@@ -167,6 +167,7 @@ class Engine:
             (loss * (self.scale.value * count / self.expected)).backward()
             if count:  # the mean over no tokens may be NaN
                 summed += loss.detach() * count
+        self.tensors.end()
         with self.ledger.phase("update"):
             facts = self._settle(summed, sum(counts))
         self.steps += 1

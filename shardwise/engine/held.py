@@ -61,9 +61,15 @@ class Tensors:
         tensor.copy_(part(whole, cut, self.axis.rank))
 
     def begin(self) -> None:
-        """A step begins."""
+        """A step begins: its moves are counted."""
+        self.stream.counting = True
         self.stream.crossings.clear()
         self.logits.clear()
+
+    def end(self) -> None:
+        """The last backward pass of the step is over."""
+        self.stream.counting = False
+        self.stream.end()
 
 
 def nowhere() -> Tensors:

@@ -20,7 +20,7 @@ al., arXiv 2205.05198, section 4.2.2.)
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,16 +42,18 @@ class Stream:
     def __init__(self, axis: Axis, split: bool) -> None:
         self.axis, self.split = axis, split
         self.whole = 0  # positions of the sequence now in the stream, where it is split
-        self.slot: tuple[Tensor, Tensor, Entry] | None = None  # what was entered last
+        self.slot: _Entered | None = None  # what was entered last
+        self.counting = False  # whether a step is going on
         self.crossings: list[Crossing] = []  # of this step, in the order of its forward passes
 
     def enter(self, x: Tensor) -> tuple[Tensor, "Entry"]:
         """`x` of the stream as all of every rank's columns read it, moved once for all readers."""
-        if self.slot is None or self.slot[0] is not x:
-            entry = Entry(self)
-            self._note(x, S(0) if self.split else I, R, x.numel() * self._parts)
-            self.slot = (x, _Enter.apply(x, entry), entry)
-        return self.slot[1], self.slot[2]
+        now = _now(x)
+        if self.slot is None or self.slot.x is not x or self.slot.when != now:
+            numel = x.numel() * self._parts
+            entry = Entry(self, self._note(x, S(0) if self.split else I, R, numel))
+            self.slot = _Entered(x, now, _Enter.apply(x, entry), entry)
+        return self.slot.moved, self.slot.entry
 
     def leave(self, y: Tensor) -> Tensor:
         """The sum over the ranks of their partial `y`, back in the stream."""
@@ -60,8 +62,8 @@ class Stream:
             return self.sum(y)
         dim, self.whole = y.dim() - 2, y.shape[-2]
         y = _padded(y, dim, self.axis.size)
-        self._note(y, P, S(0), y.numel())
-        return move(y, self.axis, P, S(dim))
+        crossing = self._note(y, P, S(0), y.numel())
+        return _heard(move(y, self.axis, P, S(dim)), crossing)
 
     def sum(self, y: Tensor) -> Tensor:
         """The sum over the ranks of their partial `y`, whole and alike on every rank."""
@@ -73,8 +75,8 @@ class Stream:
         if not self.split:
             return x
         dim = x.dim() - 2
-        self._note(x, S(0), R, x.numel() * self.axis.size)
-        return move(x, self.axis, S(dim), R).narrow(dim, 0, self.whole)
+        crossing = self._note(x, S(0), R, x.numel() * self.axis.size)
+        return _heard(move(x, self.axis, S(dim), R), crossing).narrow(dim, 0, self.whole)
 
     def scatter(self, x: Tensor) -> Tensor:
         """This rank's part of the sequence of `x`, which is the same on every rank."""
@@ -82,13 +84,18 @@ class Stream:
             return x
         dim, self.whole = x.dim() - 2, x.shape[-2]
         x = _padded(x, dim, self.axis.size)
-        self._note(x, I, S(0), x.numel())
-        return move(x, self.axis, I, S(dim))
+        crossing = self._note(x, I, S(0), x.numel())
+        return _heard(move(x, self.axis, I, S(dim)), crossing)
 
-    def note_cut(self, x: Tensor, cut: Cut, src: Placement, dst: Placement) -> None:
-        """Take note of a move between whole and cut features; blocks go as wide as the widest."""
-        widest = max(cut.size(rank) for rank in range(cut.ranks))
-        self._note(x, src, dst, x.numel() // x.shape[-1] * widest * cut.ranks)
+    def join(self, x: Tensor, cut: Cut) -> Tensor:
+        """The whole features of which `x` are this rank's, alike on every rank."""
+        self._note(x, S(0), I, x.shape[:-1].numel() * _padded_features(cut))
+        return join(x, self.axis, cut.on(x.dim() - 1))
+
+    def take(self, x: Tensor, cut: Cut) -> Tensor:
+        """This rank's features of `x`, which is whole and alike on every rank."""
+        crossing = self._note(x, I, S(0), x.shape[:-1].numel() * _padded_features(cut))
+        return _heard(take(x, self.axis, cut.on(x.dim() - 1)), crossing)
 
     def end(self) -> None:
         """The forward pass is over: nothing more reads what was entered."""
@@ -98,10 +105,38 @@ class Stream:
     def _parts(self) -> int:
         return self.axis.size if self.split else 1
 
-    def _note(self, x: Tensor, src: Placement, dst: Placement, numel: int) -> None:
-        if torch.is_grad_enabled():
-            size = x.element_size()
-            self.crossings.append(Crossing(src, dst, numel, size, x.requires_grad))
+    def _note(self, x: Tensor, src: Placement, dst: Placement, numel: int) -> Crossing:
+        # activations that are made again are in the backward pass
+        phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        crossing = Crossing(src, dst, numel, x.element_size(), phase)
+        if self.counting:
+            self.crossings.append(crossing)
+        return crossing
+
+
+class _Entered(NamedTuple):
+    """What was entered, when (a change in place makes it another), as its readers take it."""
+
+    x: Tensor
+    when: tuple[int, bool]
+    moved: Tensor
+    entry: "Entry"
+
+
+def _now(x: Tensor) -> tuple[int, bool]:
+    return 0 if x.is_inference() else x._version, torch.is_grad_enabled()
+
+
+def _heard(x: Tensor, crossing: Crossing) -> Tensor:
+    """`x`, which came by the crossing; its gradient goes back the same way, if there is one."""
+    if x.requires_grad:
+        x.register_hook(lambda _: crossing.come_back())
+    return x
+
+
+def _padded_features(cut: Cut) -> int:
+    """All features, with every rank's block as wide as the widest."""
+    return cut.ranks * max(cut.size(rank) for rank in range(cut.ranks))
 
 
 def _padded(x: Tensor, dim: int, ranks: int) -> Tensor:
@@ -112,8 +147,8 @@ def _padded(x: Tensor, dim: int, ranks: int) -> Tensor:
 class Entry:
     """The gradient of one input, added up over the layers that read it, then over the ranks."""
 
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
+    def __init__(self, stream: Stream, crossing: Crossing) -> None:
+        self.stream, self.crossing = stream, crossing
         self.readers = self.waiting = 0
         self.mixed = False  # whether somebody sends a gradient by other ways than `add`
         self.grad: Tensor | None = None
@@ -160,6 +195,8 @@ class Entry:
         if self.out is None and self.grad is not None:  # some reader was not in this pass
             self.begin()
         self.going.wait()
+        if self.out is not None:
+            self.crossing.come_back()
         out, self.grad, self.out, self.going = self.out, None, None, Pending()
         self.waiting = self.readers
         return out
@@ -235,7 +272,7 @@ def _after_columns(
 ) -> Tensor | None:
     if stream.slot is None:
         return None
-    _, moved, entry = stream.slot
+    moved, entry = stream.slot.moved, stream.slot.entry
     if not (torch.is_grad_enabled() and moved.requires_grad):
         return None
     return _Columns.apply(y, moved, entry, partial(_weight, module, transposed))
@@ -290,8 +327,7 @@ def gather_output(module: nn.Module, stream: Stream, cut: Cut) -> None:
     """Hook a layer of columns so that its outputs are whole again, alike on every rank."""
 
     def after(_: nn.Module, __: Any, y: Tensor) -> Tensor:
-        stream.note_cut(y, cut, S(0), I)
-        return join(y, stream.axis, cut.on(y.dim() - 1))
+        return stream.join(y, cut)
 
     module.register_forward_hook(after)
 
@@ -300,8 +336,7 @@ def split_input(module: nn.Module, stream: Stream, cut: Cut) -> None:
     """Hook a layer of rows so that it takes its part of inputs that are whole on every rank."""
 
     def before(_: nn.Module, args: Any) -> Any:
-        stream.note_cut(args[0], cut, I, S(0))
-        return (take(args[0], stream.axis, cut.on(args[0].dim() - 1)), *args[1:])
+        return (stream.take(args[0], cut), *args[1:])
 
     module.register_forward_pre_hook(before)
 

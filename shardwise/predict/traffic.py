@@ -118,8 +118,8 @@ def activation_bytes(
     """
     tariff = Tariff(plan, 0)
     for one in crossings:
-        tariff.move(TENSOR, one.src, one.dst, one.numel, one.element_bytes, "forward")
-        if one.returns:
+        tariff.move(TENSOR, one.src, one.dst, one.numel, one.element_bytes, one.phase)
+        for _ in range(one.returns):
             back = one.dst.dual, one.src.dual
             tariff.move(TENSOR, *back, one.numel, one.element_bytes, "backward")
     for positions in losses:

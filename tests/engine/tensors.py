@@ -1,0 +1,149 @@
+"""Training on a tensor axis, and the comparison of every rank's pieces with one process's whole."""
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.ledger import Key, Tally
+from shardwise.comm.world import World
+from shardwise.core.plan import Plan
+from shardwise.engine.box import Box
+from shardwise.engine.engine import Engine
+from shardwise.models import gpt
+from shardwise.models.initial import fill
+from shardwise.predict.traffic import Line
+from tests.engine.cases import CONFIG, Case, Run, Task, build, expected_near, oracle, share, text
+
+#: Half the heads share keys and values; nothing divides by 2 but the heads, nothing by 4.
+SMALL = replace(CONFIG, heads=4, kv_heads=2, width=24)
+SHAPES = {
+    "untied": SMALL,
+    "tied": replace(SMALL, tied=True),
+    "3 heads": replace(SMALL, width=18, heads=3, kv_heads=3),
+    "6 heads, 2 for keys": replace(SMALL, heads=6),
+}
+#: An update that is a smooth function of the gradient, so that rounding stays rounding.
+ADAMW: dict[str, Any] = {"options": {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-4}}
+
+
+def made(shape: str) -> nn.Module:
+    """A GPT of the shape."""
+    model = gpt.GPT(SHAPES[shape])
+    fill(model, seed=3)
+    return model
+
+
+def gpt_task(shape: str = "untied", rows: int = 7) -> Task:
+    """Text for a GPT of the shape."""
+    return Task(partial(made, shape), partial(text, rows=rows))
+
+
+class Piece(NamedTuple):
+    """What a rank holds of one tensor, and where it lies in the whole."""
+
+    name: str
+    offsets: tuple[int, ...]
+    values: Tensor
+    replica: int
+
+
+@dataclass
+class Held:
+    """What one rank saw of a training: `bytes` and `memory` are pairs, measured and predicted."""
+
+    losses: list[float] = field(default_factory=list)
+    norms: list[float | None] = field(default_factory=list)
+    grads: list[list[Piece]] = field(default_factory=list)
+    weights: list[Piece] = field(default_factory=list)
+    bytes: list[tuple[dict[Line, int], dict[Line, int]]] = field(default_factory=list)
+    memory: tuple[dict[str, int], dict[str, int]] = ({}, {})
+    lines: dict[Key, Tally] = field(default_factory=dict)
+
+
+def pieces(boxes: list[Box], kind: str) -> list[Piece]:
+    """Copies of the boxes of a kind, by the names of parameters."""
+    found = [b for b in boxes if b.name.startswith(kind)]
+    return [
+        Piece(b.name.removeprefix(kind), b.offsets, b.tensor.detach().clone(), b.replica)
+        for b in found
+    ]
+
+
+def sent(engine: Engine) -> dict[Line, int]:
+    """The bytes of the last step, by the ledger."""
+    return {Line(*key): t.sent_bytes for key, t in engine.last.items() if t.sent_bytes}
+
+
+def mine(engine: Engine, batch: Any) -> Any:
+    """This rank's share of the global batch."""
+    return share(batch, engine.data_rank, engine.data_ranks)
+
+
+def train(world: World, task: Task, case: Case) -> Held:
+    """The case on this world, step by step."""
+    engine, held = build(world, task, case), Held()
+    for step in range(case.steps):
+        metrics = engine.step(mine(engine, task.batch(step)))
+        held.losses.append(metrics.loss)
+        held.norms.append(metrics.grad_norm)
+        held.grads.append(pieces(engine.gradients(), "grad/"))
+        held.bytes.append((sent(engine), engine.step_bytes(first=step == 0)))
+    held.lines = dict(engine.last)
+    held.memory = engine.memory(), engine.predicted_memory()
+    held.weights = pieces(engine.boxes(), "model/")
+    return held
+
+
+def ranks_of(plan: str) -> int:
+    """How many ranks the plan is for."""
+    return Plan.parse(plan).size
+
+
+def whole_run(task: Task, case: Case, dtype: torch.dtype = torch.float64) -> Run:
+    """The same in one process and plain PyTorch."""
+    return oracle(task, case, dtype)
+
+
+def assert_parity(ranks: list[Held], expected: Run, tolerance: float) -> None:
+    """Losses, norms, gradients of every step, weights; each element is some rank's own, once."""
+    for held in ranks:
+        assert held.losses == expected_near(expected.losses, tolerance)
+        assert held.norms == expected_near(expected.norms, tolerance)
+    for step, wanted in enumerate(expected.grads):
+        wholes = {
+            n: torch.zeros_like(expected.weights[n]) if g is None else g for n, g in wanted.items()
+        }
+        assert_pieces([held.grads[step] for held in ranks], wholes, tolerance)
+    assert_pieces([held.weights for held in ranks], expected.weights, tolerance)
+
+
+def assert_pieces(ranks: list[list[Piece]], wholes: dict[str, Tensor], tolerance: float) -> None:
+    """Every rank's pieces are those of the wholes, relative to the largest element.
+
+    Where that is less than a thousandth of the largest of all tensors, to the thousandth: a
+    gradient that is zero but for rounding has no digits.
+    """
+    largest = max(float(w.abs().max()) for w in wholes.values())
+    times = {name: torch.zeros(whole.shape) for name, whole in wholes.items()}
+    for piece in (piece for rank in ranks for piece in rank):
+        whole = wholes[piece.name]
+        sizes = piece.values.shape
+        at = tuple(slice(o, o + s) for o, s in zip(piece.offsets, sizes, strict=True))
+        scale = max(float(whole.abs().max()), 1e-3 * largest)
+        if piece.values.numel():
+            worst = float((piece.values.double() - whole[at].double()).abs().max())
+            assert worst <= tolerance * scale, piece.name
+        if piece.replica == 0:
+            times[piece.name][at] += 1
+    assert all((count == 1).all() for count in times.values())
+
+
+def assert_counted(ranks: list[Held]) -> None:
+    """The ledger has what was predicted, of every step, line by line; and so has memory."""
+    for held in ranks:
+        for measured, predicted in held.bytes:
+            assert measured == predicted
+        assert held.memory[0] == held.memory[1]
