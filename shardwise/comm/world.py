@@ -102,17 +102,12 @@ class World:
         """
         here = self.axis(name)
         mine = next(group for group in groups if here.rank in group)
-        lines = [
-            [line[r] for r in group]
-            for line in self.mesh.lines(name)
-            for group in groups
-            if len(group) > 1
-        ]
-        opened = (
-            [self.links.transport(name, lines, self.rank, q) for q in ("now", "behind")]
-            if len(mine) > 1
-            else []
-        )
+        if all(len(group) == 1 for group in groups):
+            return Axis(name, ledger=self.ledger)
+        lines = [[line[r] for r in group] for line in self.mesh.lines(name) for group in groups]
+        # opened by ranks that are alone too: every rank opens the same, in one order
+        pair = [self.links.transport(name, lines, self.rank, queue) for queue in ("now", "behind")]
+        opened = pair if len(mine) > 1 else []
         return Axis(name, *opened, ledger=self.ledger)
 
     def device_mesh(self) -> DeviceMesh:

@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -84,3 +86,19 @@ def own_links(world: World) -> bool:
 def test_a_world_of_threads_is_a_world():
     """Threads are ranks like any other."""
     assert run_threads(3, own_links) == [True] * 3
+
+
+def grouped(world: World) -> list[float]:
+    """Sums over a group of the axis, and over an axis opened afterwards, twice."""
+    found: list[float] = []
+    for _ in range(2):
+        here = world.on(Mesh.parse("tp4"))
+        axes = here.within("tp", ((0,), (1,), (2, 3))), here.axis("tp")
+        found += [all_reduce(torch.full((1,), 1.0 + world.rank), axis).item() for axis in axes]
+    return found
+
+
+@pytest.mark.parametrize("run", [run_threads, run_gloo])
+def test_ranks_that_are_alone_open_the_groups_of_others_too(run: Callable[..., list[list[float]]]):
+    """Groups of one axis may differ in size, and what is opened after them still fits together."""
+    assert run(4, grouped) == [[own, 10, own, 10] for own in (1, 2, 7, 7)]
