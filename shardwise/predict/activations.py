@@ -1,0 +1,106 @@
+"""this file is the bytes of activations that one layer holds between its forward and its backward.
+
+Of B sequences of T positions, on t tensor ranks, for a layer of width D with H heads. Published
+(Korthikanti et al., arXiv 2205.05198, table 2), 16-bit, with dropout, GELU, an explicit softmax:
+
+    one rank             T B D (34 + 5 H T / D)
+    tp                   T B D (10 + 24 / t + 5 H T / (D t))    the stream is whole on every rank
+    tp sp                T B D (34 + 5 H T / D) / t
+    selective            without the term 5 H T / D: scores are computed again
+    full                 2 T B D: only the layer's input is kept
+
+Of our Block (models/gpt.py), with s bytes an element and w = max(s, 4) for what norms and softmax
+keep, on a rank with h query heads and k key heads of width E, f of the feed-forward's F, and N of
+the B T positions in its stream (all, or under sp its shard):
+
+    two norms            2 N (2 D + 1) w       the input, it normalised, the reciprocal root
+    two column inputs    2 B T D s             q, k, v read one; gate and up the other
+    attention            B T ((2 h + 2 k) E s + h w)     q and k turned, v, the result; log-sum-exp
+    feed-forward         4 B T f s             gate, silu of it, up, their product
+
+There is no term in T squared: torch's attention kernel computes the scores again. The column inputs
+are whole under sp too: they are gathered once, in forward, and kept for the weight gradients, where
+the paper keeps a shard of each and gathers it again.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+from shardwise.core.cut import even, heads
+from shardwise.core.errors import bad
+
+WIDE_BYTES: Final = 4  # norms and log-sum-exps are taken in fp32 at least
+
+
+@dataclass(frozen=True)
+class PaperLayer:
+    """A layer as in arXiv 2205.05198, section 4: sequence s, microbatch b, width h, heads a."""
+
+    sequence: int
+    batch: int
+    width: int
+    heads: int
+
+
+def paper_bytes(
+    layer: PaperLayer, ranks: int = 1, sp: bool = False, recompute: str = "none"
+) -> float:
+    """Bytes of a layer's activations on each of `ranks`, 16-bit, with dropout (table 2).
+
+    `recompute` is "none", "selective" (the attention's scores are computed again) or "full".
+    Raises InputError for another word.
+    """
+    if recompute not in ("none", "selective", "full"):
+        raise bad(f"recompute={recompute!r}", "none, selective or full", 'recompute="selective"')
+    stream = layer.sequence * layer.batch * layer.width
+    if recompute == "full":
+        return 2 * stream
+    scores = 5 * layer.heads * layer.sequence**2 * layer.batch if recompute == "none" else 0
+    whole, cut = (0, 34) if sp or ranks == 1 else (10, 24)
+    return whole * stream + (cut * stream + scores) / ranks
+
+
+def first_stage_layers(layers: int, stages: int = 1, chunks: int = 1) -> float:
+    """How many layers' activations the first stage holds under 1F1B (arXiv 2205.05198, 4.2.3).
+
+    All of them, as many microbatches being under way as there are stages; interleaved over `chunks`
+    stages a rank, 1 + (p-1) / (p m) times as many.
+    """
+    return layers * (1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1)
+
+
+@dataclass(frozen=True)
+class BlockShape:
+    """A Block of models/gpt.py as numbers; see there for the names."""
+
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+
+
+def block_bytes(
+    block: BlockShape,
+    tokens: tuple[int, int],
+    element_bytes: int,
+    ranks: int = 1,
+    sp: bool = False,
+    rank: int = 0,
+) -> int:
+    """Bytes that one Block holds on `rank` of `ranks` between its forward and its backward.
+
+    `tokens` are B sequences of T positions. What is counted is what autograd keeps alive, each
+    storage once: the block's input and not its output, on a CPU, whose norms keep their input and
+    the normalised one in fp32 at least. Raises ValueError where the heads cannot be shared.
+    """
+    batch, positions = tokens
+    wide = max(element_bytes, WIDE_BYTES)
+    shard = -(-positions // ranks) if sp else positions  # padded where they do not divide
+    queries, keys = (cut.size(rank) for cut in heads(block.heads, block.kv_heads, ranks))
+    features = even(0, block.hidden, ranks).size(rank)
+    head_width = block.width // block.heads
+    norms = 2 * shard * (2 * block.width + 1) * wide
+    inputs = 2 * block.width * element_bytes
+    attention = 2 * (queries + keys) * head_width * element_bytes + queries * wide
+    forward = 4 * features * element_bytes
+    return batch * (norms + positions * (inputs + attention + forward))

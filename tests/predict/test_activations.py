@@ -1,0 +1,142 @@
+"""The bytes of activations that a layer holds are the formula's: published, and measured here."""
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.comm.world import World
+from shardwise.core.errors import InputError
+from shardwise.engine.meter import Meter
+from shardwise.models import gpt
+from shardwise.models.initial import fill
+from shardwise.models.registry import random_text
+from shardwise.predict.activations import (
+    BlockShape,
+    PaperLayer,
+    block_bytes,
+    first_stage_layers,
+    paper_bytes,
+)
+from tests.pool import run_gloo, run_threads
+
+GIB = 2**30
+BIG_22B = PaperLayer(sequence=2048, batch=4, width=6144, heads=64)
+BIG_175B = PaperLayer(sequence=2048, batch=1, width=12288, heads=96)
+
+# arXiv 2205.05198: model, layers, (stages, chunks), GiB on the first stage under tp, and under
+# tp and sp with selective recomputation; t = 8
+PUBLISHED = [(BIG_22B, 48, (1, 1), 59.25, 9.5625), (BIG_175B, 96, (8, 3), 66.84375, 12.3515625)]
+
+
+@pytest.mark.parametrize(("layer", "layers", "stages", "tp", "sp"), PUBLISHED)
+def test_the_papers_models(
+    layer: PaperLayer, layers: int, stages: tuple[int, int], tp: float, sp: float
+):
+    """The published GiB of the 22B and the 175B model are met to the last digit."""
+    held = first_stage_layers(layers, *stages)
+    assert held * paper_bytes(layer, 8) / GIB == pytest.approx(tp, rel=1e-14)
+    assert held * paper_bytes(layer, 8, True, "selective") / GIB == pytest.approx(sp, rel=1e-14)
+
+
+# (t, sp, recompute), and the factor of s b h that stands in table 2, with 5 a s / h = 5
+TABLE_2 = [
+    (1, False, "none", 34 + 5),
+    (4, False, "none", 10 + 24 / 4 + 5 / 4),
+    (4, True, "none", 34 / 4 + 5 / 4),
+    (4, False, "selective", 10 + 24 / 4),
+    (4, True, "selective", 34 / 4),
+    (4, True, "full", 2),
+]
+
+
+@pytest.mark.parametrize(("ranks", "sp", "recompute", "factor"), TABLE_2)
+def test_the_papers_table(ranks: int, sp: bool, recompute: str, factor: float):
+    """Every row of table 2, for a layer whose heads times positions are its width."""
+    layer = PaperLayer(sequence=128, batch=3, width=1024, heads=8)
+    assert paper_bytes(layer, ranks, sp, recompute) == 128 * 3 * 1024 * factor
+
+
+def test_an_unknown_recomputation_is_refused():
+    """Another word is answered with those that there are."""
+    with pytest.raises(InputError, match="none, selective or full"):
+        paper_bytes(BIG_22B, recompute="some")
+
+
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+#: Sizes that divide by 2 and 4, with grouped heads; and sizes that do not, with shared key heads.
+ROUND = BlockShape(width=64, heads=8, kv_heads=4, hidden=96)
+UNEVEN = BlockShape(width=60, heads=6, kv_heads=3, hidden=50)
+SHARED = BlockShape(width=32, heads=4, kv_heads=1, hidden=37)
+BLOCKS = {"round": ROUND, "uneven": UNEVEN, "shared": SHARED}
+
+
+def live(world: World, plan: str, block: BlockShape, tokens: tuple[int, int]) -> list[int]:
+    """Live bytes of activations after a forward pass through one, two and three blocks."""
+    found: list[int] = []
+    for layers in (1, 2, 3):
+        config = gpt.GPTConfig(vocabulary=61, layers=layers, sequence=tokens[1], **vars(block))
+        model = gpt.GPT(config)
+        fill(model, 0)
+        engine = sw.parallelize(model, plan, world, loss=gpt.loss, tokens=gpt.tokens)
+        meter = Meter(engine)
+        with meter:
+            logits = engine.model(random_text(*tokens, 61, 0)["inputs"])
+        held = sum(n for place, n in meter.now().items() if place.category == "activations")
+        assert logits.requires_grad
+        found.append(held)
+    return found
+
+
+def check(found: list[list[int]], plan: str, block: BlockShape, tokens: tuple[int, int]) -> None:
+    words = plan.split()
+    for rank, (one, two, three) in enumerate(found):
+        size = BYTES[words[-1]]
+        formula = block_bytes(block, tokens, size, len(found), "sp" in words, rank)
+        assert (two - one, three - one) == (formula, 2 * formula)
+
+
+PLANS = [
+    *BYTES,
+    *("tp2 fp64", "tp2 bf16", "tp2 sp fp64", "tp2 sp bf16"),
+    *("tp4 fp32", "tp4 sp fp32", "tp4 sp fp16"),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("shape", BLOCKS)
+def test_live_bytes_equal_the_formula(shape: str, plan: str):
+    """Each further block adds its formula's bytes on every rank, exactly, with and without sp."""
+    ranks = int(plan[2]) if plan.startswith("tp") else 1
+    block, tokens = BLOCKS[shape], (3, 8 if shape == "round" else 9)
+    check(run_threads(ranks, live, plan, block, tokens), plan, block, tokens)
+
+
+@pytest.mark.parametrize("plan", ["tp2 bf16", "tp4 sp fp32"])
+def test_live_bytes_equal_the_formula_on_gloo(plan: str):
+    """The same on real processes."""
+    check(run_gloo(int(plan[2]), live, plan, UNEVEN, (2, 9)), plan, UNEVEN, (2, 9))
+
+
+def step(world: World, plan: str) -> list[list[str]]:
+    """What outlives each of two steps, by the operation that made it."""
+    model = gpt.GPT(gpt.GPTConfig(vocabulary=61, layers=2, sequence=9, **vars(UNEVEN)))
+    fill(model, 0)
+    engine = sw.parallelize(model, plan, world, loss=gpt.loss, tokens=gpt.tokens)
+    meter, found = Meter(engine), []
+    for number in range(2):
+        with meter:
+            engine.step(random_text(2, 9, 61, number))
+        found.append([leak.made_by for leak in meter.leaks()])
+    return found
+
+
+@pytest.mark.parametrize("plan", ["tp2", "tp2 sp"])
+def test_a_step_leaves_no_activation_behind(plan: str):
+    """What was entered, gathered or is on its way back is gone when the second step is over."""
+    assert [later for _, later in run_gloo(2, step, plan)] == [[], []]
+
+
+def test_sequence_parallelism_divides_the_stream():
+    """What sp saves of a block is the norms' share of the other ranks, and nothing else."""
+    whole, cut = (block_bytes(ROUND, (3, 8), 2, 4, sp) for sp in (False, True))
+    assert whole - cut == 3 * 8 * 2 * (2 * 64 + 1) * torch.float32.itemsize * 3 // 4
