@@ -14,6 +14,7 @@ from torch import Tensor
 from shardwise.comm.door import carry_out, start
 from shardwise.comm.world import Axis
 from shardwise.core.layout import P, R, S
+from shardwise.core.moves import price
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -22,7 +23,7 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
         start(x.view(-1), axis, P, R, x.view(-1)).wait()
     elif axis.size > 1:
         axis.transport.all_reduce(x.view(-1), op).wait()
-        _count(axis, "all_reduce", 2 * x.numel() * (axis.size - 1) // axis.size, x)
+        _count(axis, "all_reduce", round(price(P, R, x.numel(), axis.size).sent), x)
     return x
 
 

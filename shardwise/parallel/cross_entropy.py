@@ -148,6 +148,7 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, words: Tensor, ignored: Tensor, terms: _Terms) -> Tensor:
+        """The letters are those of the formulas above; all values of a position are [N, 1]."""
         axis, columns, s = terms.axis, x.shape[1], terms.smoothing
         ((start, _),) = terms.cut.ranges[axis.rank]
         far = words.unsqueeze(1) - start
@@ -173,22 +174,23 @@ class _Losses(torch.autograd.Function):
             slope = 1 + 2 * terms.z * log_sum
             hit, share = hit * slope, share * slope
         ctx.spread = s / terms.cut.whole
+        # where all own columns are -inf, their softmax is NaN, and nothing of the whole
+        ctx.clear = not own.is_cpu or bool(own.min() == -torch.inf) if len(own) else False
         ctx.save_for_backward(kept, here, mine, ignored, share, hit.sub_(1 - s + ctx.spread))
         return losses.squeeze(1).masked_fill_(ignored, 0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Every rank computes the gradient of its own columns from what it has kept."""
         kept, here, mine, ignored, share, hit = ctx.saved_tensors
         grad = grad.masked_fill(ignored, 0).unsqueeze(1)
         weight, out, narrow = grad * share, torch.empty_like(kept), kept.dtype != grad.dtype
-        nothing = weight == 0  # where all own columns are -inf, their softmax is NaN
-        clear = kept.device.type != "cpu" or bool(nothing.any())
         for rows in _blocks(kept):
             p = kept[rows].to(grad.dtype).softmax(1) if narrow else kept[rows]
             part = torch.mul(p, weight[rows], out=p if narrow else out[rows])
-            if clear:
-                part.masked_fill_(nothing[rows], 0)
+            if ctx.clear:
+                part.masked_fill_(weight[rows] == 0, 0)
             if ctx.spread:
                 part.sub_(grad[rows] * ctx.spread)
             if narrow:

@@ -89,6 +89,7 @@ def _on_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     found: dict[int, Tensor] = {}
 
     def gathered(x: Any) -> Any:
+        """`x` with the whole in the place of every Logits in it."""
         if isinstance(x, Logits):
             if id(x) not in found:
                 found[id(x)] = x.whole()
@@ -98,8 +99,9 @@ def _on_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
             return type(x)(*made) if hasattr(x, "_fields") else type(x)(made)
         return {k: gathered(v) for k, v in x.items()} if type(x) is dict else x
 
-    changed = args[0] if args and _in_place(func.__name__, kwargs) else None
-    if isinstance(kwargs.get("out"), Logits) or isinstance(changed, (tuple, list)):
+    in_place = _in_place(func.__name__, kwargs)
+    changed = args[0] if args and in_place else None
+    if isinstance(kwargs.get("out"), Logits) or (in_place and not isinstance(changed, Tensor)):
         raise bad(
             f"{func.__name__} into logits that are cut over the vocabulary",
             "functions that return a new tensor, and methods that change one tensor in place",
@@ -110,7 +112,7 @@ def _on_whole(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _in_place(name: str, kwargs: dict[str, Any]) -> bool:
-    ours = re.fullmatch(r"[a-z]\w*[a-z0-9]_|__setitem__|__i(?!n(t|dex|vert)__)[a-z]+__", name)
+    ours = re.fullmatch(r"_?[a-z]\w*[a-z0-9]_|__setitem__|__i(?!n|ter)[a-z]+__", name)
     return ours is not None or kwargs.get("inplace") is True
 
 
@@ -156,7 +158,7 @@ def _attribute(func: Any, args: Sequence[Any], _: dict[str, Any]) -> Any:
     """What is read of logits or written to them; every other function is not ours."""
     if func.__name__ not in ("__get__", "__set__"):
         return NotImplemented
-    x, name = args[0], func.__self__.__name__
+    x, name = args[0], getattr(func.__self__, "__name__", "")
     if func.__name__ == "__set__":
         if name != "requires_grad" and args[1] is not None:
             raise bad(f"logits.{name} = ...", "values changed in place", "logits.copy_(...)")
@@ -166,7 +168,7 @@ def _attribute(func: Any, args: Sequence[Any], _: dict[str, Any]) -> Any:
             return _shape(x)
         case "nbytes":
             return _shape(x).numel() * x.element_size()
-        case "T" | "mT" | "H" | "mH" | "_base":
+        case "T" | "mT" | "H" | "mH" | "_base" | "":
             return NotImplemented
         case _:
             return _like(x, func(x))
@@ -178,8 +180,12 @@ def _size(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     shape = _shape(args[0])
     if func.__name__ in ("numel", "nelement"):
         return shape.numel()
-    dim = 0 if func.__name__ == "__len__" else [*args[1:], kwargs.get("dim")][0]
+    dim = 0 if func.__name__ == "__len__" else _second(args, kwargs, "dim")
     return shape if dim is None else shape[dim]
+
+
+def _second(args: Sequence[Any], kwargs: dict[str, Any], name: str) -> Any:
+    return args[1] if len(args) > 1 else kwargs.get(name)
 
 
 def _as_it_is(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -193,7 +199,8 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     x = next(one for one in given if isinstance(one, Logits))
     others = [one for one in given if one is not x]
-    if not all(map(_alike, others)) or (func.__name__.endswith("_") and args[0] is not x):
+    elsewhere = "out" in kwargs or (func.__name__.endswith("_") and args[0] is not x)
+    if elsewhere or not all(map(_alike, others)):
         return NotImplemented
     return _like(x, func(*args, **kwargs))
 
@@ -252,7 +259,7 @@ def _along(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _unsqueeze(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    x, dim = args[0], [*args[1:], kwargs.get("dim")][0]
+    x, dim = args[0], _second(args, kwargs, "dim")
     if type(dim) is not int or dim in (-1, x.dim()):
         return NotImplemented
     return _like(x, func(*args, **kwargs))
@@ -261,13 +268,9 @@ def _unsqueeze(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _index(func: Any, args: Sequence[Any], _: dict[str, Any]) -> Any:
     """Positions taken, or given one number for all columns."""
     x, index, *value = args
-    if (
-        not isinstance(x, Logits)
-        or not _keeps_columns(index, x.dim())
-        or not all(map(_alike, value))
-    ):
-        return NotImplemented
-    return _like(x, func(*args))
+    if isinstance(x, Logits) and _keeps_columns(index, x.dim()) and all(map(_alike, value)):
+        return _like(x, func(*args))
+    return NotImplemented
 
 
 def _keeps_columns(index: Any, dims: int) -> bool:
@@ -292,9 +295,9 @@ def _dims_used(part: Any) -> int:
     return 1 if isinstance(part, slice) or type(part) is int else -1
 
 
-def _hook(func: Any, args: Sequence[Any], _: dict[str, Any]) -> Any:
+def _hook(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A hook sees the gradient as logits too, and may return it so, or whole."""
-    x, hook = args
+    x, hook = args[0], _second(args, kwargs, "hook")
     axis, cut, loss = x.axis, x.cut, x.loss  # not x itself, which would then hold itself
 
     def on_columns(grad: Tensor) -> Tensor | None:
@@ -329,30 +332,30 @@ def _loss(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     return x.loss(x, targets, **words)
 
 
-_NAMES: tuple[tuple[Rule, str], ...] = (
-    (_size, "size __len__ numel nelement"),
-    (
-        _as_it_is,
-        "dim ndimension is_contiguous is_floating_point is_complex element_size get_device",
-    ),
-    (_as_it_is, "data_ptr storage_offset untyped_storage is_inference requires_grad_ retain_grad"),
-    (_as_it_is, "to type type_as float double half bfloat16 cpu cuda"),
-    (_as_it_is, "contiguous clone detach detach_"),
-    (_elementwise, "add sub subtract rsub mul multiply div divide true_divide neg negative pow"),
-    (_elementwise, "tanh sigmoid exp abs square clamp clip masked_fill __rdiv__ __rsub__"),
-    (_elementwise, "add_ sub_ mul_ multiply_ div_ divide_ neg_ pow_ tanh_ sigmoid_ exp_ abs_"),
-    (_elementwise, "clamp_ masked_fill_ zero_"),
-    (_reshape, "view reshape"),
-    (_along, " ".join(_DIMS)),
-    (_unsqueeze, "unsqueeze"),
-    (_index, "__getitem__ __setitem__"),
-    (_hook, "register_hook"),
-    (_loss, "cross_entropy"),
-)
+_NAMES: dict[Rule, str] = {
+    _size: "size __len__ numel nelement",
+    _as_it_is: """
+        dim ndimension is_contiguous is_floating_point is_complex element_size get_device
+        data_ptr storage_offset untyped_storage is_inference requires_grad_ retain_grad
+        to type type_as float double half bfloat16 cpu cuda contiguous clone detach detach_
+    """,
+    _elementwise: """
+        add sub subtract rsub mul multiply div divide true_divide neg negative pow __rdiv__ __rsub__
+        tanh sigmoid exp abs square clamp clip masked_fill
+        add_ sub_ mul_ multiply_ div_ divide_ neg_ pow_ tanh_ sigmoid_ exp_ abs_ clamp_ masked_fill_
+        zero_
+    """,
+    _reshape: "view reshape",
+    _along: " ".join(_DIMS),
+    _unsqueeze: "unsqueeze",
+    _index: "__getitem__ __setitem__",
+    _hook: "register_hook",
+    _loss: "cross_entropy",
+}
 _RULES: dict[Any, Rule] = {torch.autograd.grad: _grad} | {
     getattr(owner, name): rule
-    for rule, names in _NAMES
+    for rule, names in _NAMES.items()
     for name in names.split()
     for owner in (Tensor, torch, F)
-    if hasattr(owner, name)
+    if callable(getattr(owner, name, None))
 }

@@ -43,6 +43,7 @@ def embed(module: nn.Embedding, axis: Axis, cut: Cut, finish: Callable[[Tensor],
     elsewhere = WeakIdKeyDictionary()
 
     def enter(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """From ids to rows of this rank; others become row 0, and are remembered."""
         ids: Tensor = args[0] if args else kwargs["input"]
         _check(ids, cut.whole)
         here = ids - start

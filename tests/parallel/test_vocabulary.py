@@ -1,0 +1,259 @@
+"""An embedding whose rows are cut looks up what the whole one does."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.comm.door import move
+from shardwise.comm.uneven import part
+from shardwise.comm.world import World, alone
+from shardwise.core.cut import Cut, even
+from shardwise.core.errors import InputError
+from shardwise.core.layout import I, P, R, S
+from shardwise.parallel.cross_entropy import cross_entropy
+from shardwise.parallel.logits import Logits
+from shardwise.parallel.vocabulary import embed
+from tests.pool import run_gloo, run_threads
+
+WIDTH = 4
+WORLDS = [(run_threads, 2), (run_threads, 3), (run_threads, 4), (run_gloo, 2), (run_gloo, 4)]
+on_worlds = pytest.mark.parametrize(
+    ("run", "ranks"), WORLDS, ids=["threads2", "threads3", "threads4", "gloo2", "gloo4"]
+)
+
+
+def embedding(vocabulary: int, **words: Any) -> nn.Embedding:
+    module = nn.Embedding(vocabulary, WIDTH, dtype=torch.float64, **words)
+    seed = torch.Generator().manual_seed(vocabulary)  # threads share torch's own
+    module.weight.data.copy_(torch.randn(module.weight.shape, generator=seed, dtype=torch.float64))
+    if module.padding_idx is not None:
+        module.weight.data[module.padding_idx] = 0
+    return module
+
+
+def cut_rows(module: nn.Embedding | nn.Linear, cut: Cut, rank: int) -> None:
+    module.weight.data = part(module.weight.data, cut, rank)
+
+
+def over(world: World, module: nn.Embedding, cut: Cut) -> nn.Embedding:
+    """The same embedding with its rows cut, its results whole."""
+    embed(module, world.everyone, cut, lambda out: move(out, world.everyone, P, I))
+    cut_rows(module, cut, world.rank)
+    return module
+
+
+def same(world: World, cut: Cut, ids: Tensor, padding: int | None) -> None:
+    """What is looked up, and the gradient of this rank's rows, against the whole embedding."""
+    whole = embedding(cut.whole, padding_idx=padding)
+    module = over(world, embedding(cut.whole, padding_idx=padding), cut)
+    expected, out = whole(ids), module(ids)
+    assert torch.equal(out, expected)
+    expected.cos().sum().backward()
+    out.cos().sum().backward()
+    assert whole.weight.grad is not None and module.weight.grad is not None
+    mine = part(whole.weight.grad, cut, world.rank)
+    torch.testing.assert_close(module.weight.grad, mine, rtol=1e-13, atol=0.0)
+
+
+def parity(world: World) -> None:
+    before = world.ledger.copy()
+    for vocabulary in (3, 8, 11):  # 3: of four ranks, one has no row
+        cut = even(0, vocabulary, world.size)
+        ids = torch.arange(12).view(2, 2, 3) % vocabulary
+        for padding in (None, 0, vocabulary - 1):
+            same(world, cut, ids, padding)
+            same(world, cut, ids.flatten().int(), padding)
+    assert {key.kind for key in world.ledger.since(before)} == {"all_reduce"}
+
+
+@on_worlds
+def test_rows_and_gradients_are_those_of_one_process(run, ranks):
+    """Bit for bit, with padding and without, also on ranks of unlike parts, or without any."""
+    run(ranks, parity)
+
+
+@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@given(data=st.data(), whole=st.integers(1, 9), ranks=st.integers(1, 4))
+def test_any_cut_of_any_ids(data, whole, ranks):
+    """Ranges of any length; ids of any number, also none."""
+    edges = sorted(
+        data.draw(st.lists(st.integers(0, whole), min_size=ranks - 1, max_size=ranks - 1))
+    )
+    bounds = zip([0, *edges], [*edges, whole], strict=True)
+    cut = Cut(0, whole, tuple((bound,) for bound in bounds))
+    ids = torch.tensor(data.draw(st.lists(st.integers(0, whole - 1), max_size=6))).long()
+    padding = data.draw(st.none() | st.integers(0, whole - 1))
+    run_threads(ranks, same, cut, ids, padding)
+
+
+def test_padding_is_a_row_of_the_rank_that_holds_it():
+    """Row 5 of 8 is row 1 of the second of two ranks, and no row of the first."""
+
+    def padding(world: World) -> int | None:
+        return over(world, embedding(8, padding_idx=5), even(0, 8, world.size)).padding_idx
+
+    assert run_threads(2, padding) == [None, 1]
+
+
+def test_partial_results_may_become_shards_of_the_sequence():
+    """`finish` decides: P -> S(1) gives each rank its positions, for one reduce-scatter."""
+    ids = torch.arange(8).view(2, 4)
+    expected = embedding(8)(ids)
+
+    def shards(world: World) -> tuple[Tensor, list[str]]:
+        module, cut = embedding(8), even(0, 8, world.size)
+        embed(module, world.everyone, cut, lambda out: move(out, world.everyone, P, S(1)))
+        cut_rows(module, cut, world.rank)
+        return module(ids), [key.kind for key in world.ledger.lines]
+
+    for rank, (out, kinds) in enumerate(run_threads(2, shards)):
+        assert torch.equal(out, expected.chunk(2, 1)[rank]) and kinds == ["reduce_scatter"]
+
+
+def test_an_embedding_may_be_used_again_before_it_has_finished():
+    """Twice in a forward pass, by keyword, and inside its own `finish`."""
+    first, second = torch.tensor([0, 3, 4]), torch.tensor([[4, 1]])
+    whole = embedding(5)
+    expected = whole(first).sum() * whole(second).cos().sum()
+    expected.backward()
+
+    def again(world: World) -> None:
+        module, cut, inner = embedding(5), even(0, 5, world.size), list[Tensor]()
+
+        def finish(out: Tensor) -> Tensor:
+            if not inner:
+                inner.append(out)  # so that the second use does not use it again
+                inner.append(module(input=second))
+            return move(out, world.everyone, P, I)
+
+        embed(module, world.everyone, cut, finish)
+        cut_rows(module, cut, world.rank)
+        loss = module(first).sum() * inner[1].cos().sum()
+        torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0.0)
+        loss.backward()
+        assert whole.weight.grad is not None
+        mine = part(whole.weight.grad, cut, world.rank)
+        torch.testing.assert_close(module.weight.grad, mine, rtol=1e-12, atol=0.0)
+
+    run_threads(3, again)
+
+
+def tensors() -> int:
+    gc.collect()
+    return sum(type(o) is Tensor for o in gc.get_objects())
+
+
+def test_a_lookup_that_fails_leaves_nothing_behind():
+    """Neither for the next one, which is right, nor in memory."""
+    module = over(alone(), embedding(5), even(0, 5, 1))
+    weight, before = module.weight, tensors()
+    for _ in range(3):
+        del module.weight
+        with pytest.raises(AttributeError, match="weight"):
+            module(torch.tensor([1, 2]))
+        module.weight = weight
+    assert tensors() == before
+    assert torch.equal(module(torch.tensor([4, 0])), embedding(5)(torch.tensor([4, 0])))
+    assert tensors() == before
+
+
+def test_hooks_of_others_see_whole_ids_and_whole_results():
+    """What was there before the embedding was cut meets what it met."""
+    ids = torch.tensor([6, 1])
+
+    def hooked(world: World) -> bool:
+        module = embedding(7)
+        mine: list[Any] = []
+        module.register_forward_pre_hook(lambda _, args: mine.append(args[0]))
+        module.register_forward_hook(lambda _, __, out: mine.append(out))
+        out = over(world, module, even(0, 7, world.size))(ids)
+        return mine[0] is ids and mine[1] is out
+
+    assert run_threads(2, hooked) == [True, True]
+
+
+@pytest.mark.parametrize("wrong", [-1, 5])
+def test_an_id_outside_the_vocabulary_is_an_error_on_every_rank(wrong):
+    """No rank would hold it, and its row would be a silent zero; torch says the same."""
+
+    def lookup(world: World) -> None:
+        module = over(world, embedding(5), even(0, 5, world.size))
+        with pytest.raises(IndexError, match="out of range"):
+            module(torch.tensor([0, wrong]))
+
+    run_threads(2, lookup)
+
+
+REFUSED = {"max_norm": 1.0, "scale_grad_by_freq": True, "sparse": True}
+
+
+@pytest.mark.parametrize("word", REFUSED)
+def test_what_a_part_of_the_rows_cannot_do_is_refused(word):
+    """Before anything is changed."""
+    module = embedding(5, padding_idx=3, **{word: REFUSED[word]})
+    with pytest.raises(InputError, match=rf"{word}={REFUSED[word]}.* Allowed: {word}="):
+        embed(module, alone().everyone, even(0, 5, 1), lambda out: out)
+    assert module.padding_idx == 3 and not module._forward_hooks
+
+
+class Copier(nn.Module):
+    """Says every word again: an embedding, and a head with the same weight."""
+
+    def __init__(self, vocabulary: int) -> None:
+        super().__init__()
+        self.embed = embedding(vocabulary)
+        self.head = nn.Linear(WIDTH, vocabulary, bias=False, dtype=torch.float64)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.embed(ids).tanh())
+
+
+def losses(model: Copier, ids: Tensor) -> list[float]:
+    """Of ten steps of gradient descent."""
+    optimizer, seen = torch.optim.SGD(model.parameters(), lr=1.0), []
+    for _ in range(10):
+        logits = model(ids)
+        loss = F.cross_entropy(logits.view(-1, logits.shape[-1]), ids.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        seen.append(loss.item())
+    return seen
+
+
+def trained(world: World, vocabulary: int) -> list[float]:
+    model, axis, cut = Copier(vocabulary), world.everyone, even(0, vocabulary, world.size)
+    over(world, model.embed, cut)
+    model.head.register_forward_pre_hook(lambda _, args: (move(args[0], axis, I, R),))
+
+    def logits(_: nn.Module, __: Any, y: Tensor) -> Tensor:
+        return Logits.of(y, axis, cut, cross_entropy)
+
+    model.head.register_forward_hook(logits)
+    before = world.ledger.copy()
+    found = losses(model, torch.arange(24).view(4, 6) % vocabulary)
+    assert {key.kind for key in world.ledger.since(before)} == {"all_reduce"}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("run", "ranks", "vocabulary"),
+    [
+        *((run_threads, ranks, vocabulary) for ranks in (2, 3, 4) for vocabulary in (3, 7, 10)),
+        *((run_gloo, 2, 7), (run_gloo, 4, 3), (run_gloo, 4, 10)),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_training_with_a_tied_head_takes_the_same_steps(run, ranks, vocabulary):
+    """From ids to loss and back, where the degree does not divide the words: Megatron-LM#1754."""
+    expected = losses(Copier(vocabulary), torch.arange(24).view(4, 6) % vocabulary)
+    assert expected[-1] < expected[0] * 0.6
+    for found in run(ranks, trained, vocabulary):
+        assert found == pytest.approx(expected, rel=1e-12)
