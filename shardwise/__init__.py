@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shardwise.engine.parallelize import parallelize
     from shardwise.engine.recipe import SGD, Adam, AdamW, Optim
     from shardwise.engine.wrap import DDP, FSDP, clip_grad_norm, no_sync
+    from shardwise.parallel.cross_entropy import cross_entropy
 
 __version__ = "0.1.0"
 
@@ -51,6 +52,7 @@ _HOMES = {
     "Table": "core.table",
     "World": "comm.world",
     "init": "comm.world",
+    "cross_entropy": "parallel.cross_entropy",
     "move": "comm.door",
     "spawn": "comm.launch",
 }
@@ -76,6 +78,7 @@ __all__ = [
     "Table",
     "World",
     "clip_grad_norm",
+    "cross_entropy",
     "init",
     "move",
     "no_sync",

@@ -13,7 +13,7 @@ import shardwise as sw
 NAMES = [
     *("DDP", "FSDP", "SGD", "Adam", "AdamW", "Engine", "I", "InputError", "Mesh", "Metrics"),
     *("Optim", "P", "Plan", "R", "RankError", "RunError", "S", "Table", "World"),
-    *("clip_grad_norm", "init", "move", "no_sync", "parallelize", "spawn"),
+    *("clip_grad_norm", "cross_entropy", "init", "move", "no_sync", "parallelize", "spawn"),
 ]
 
 
