@@ -198,7 +198,7 @@ def evaluate(run: Run) -> float:
 
 def record(run: Run, done: StepMetrics, at: Position, seconds: float) -> Record:
     """The step as a record. MFU: this rank's share of the model's operations over its peak."""
-    flops = done.tokens / run.engine.data_ranks * flops_per_token(run.prepared.sizes)
+    flops = done.tokens / run.engine.world.size * flops_per_token(run.prepared.sizes)
     look = at.step % MEMORY_EVERY == 0 or at.step in (1, run.prepared.config.train.steps)
     return Record(
         step=at.step,
