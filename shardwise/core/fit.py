@@ -61,6 +61,9 @@ def _kinds(laid: Laid) -> Iterator[Fault]:
         elif str(style) == "vocabulary:sequence" and shape.kind != "embedding":
             instead = '"{name}": "whole"' if shape.kind == "other" else '"{name}": "vocabulary"'
             yield Fault(name, what, f"{style} for an nn.Embedding", instead)
+        elif str(style) == "vocabulary:whole" and shape.kind != "linear":
+            instead = '"{name}": "whole"' if shape.kind == "other" else '"{name}": "vocabulary"'
+            yield Fault(name, what, f"{style} for the nn.Linear that makes the logits", instead)
         elif style.name == "vocabulary" and shape.kind == "other":
             allowed = f"{style} for an nn.Embedding, or the nn.Linear that makes the logits"
             yield Fault(name, what, allowed, '"{name}": "whole"')

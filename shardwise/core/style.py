@@ -30,10 +30,15 @@ STYLES: dict[str, str] = {
     "gather": "shards of the sequence are gathered for its first argument",
     "split": "its first argument is whole, and each rank takes its shard of the sequence",
     "vocabulary:sequence": "as vocabulary, of an embedding whose result are shards of the sequence",
+    "vocabulary:whole": "as vocabulary, of a linear layer whose input was joined before it",
+    "sequence:join": "as sequence, and the result is the whole sequence again",
     "dropout": "a dropout on shards of the sequence",
 }
 #: The styles that only `sequence` entries have.
-OF_SEQUENCE = ("sequence", "gather", "split", "vocabulary:sequence", "dropout")
+OF_SEQUENCE = (
+    *("sequence", "sequence:join", "gather", "split"),
+    *("vocabulary:sequence", "vocabulary:whole", "dropout"),
+)
 
 
 @dataclass(frozen=True)

@@ -148,6 +148,12 @@ NO_SHARDS = {"*norm": "sequence", "*attn": "gather"}
             "colwise",
         ),
         (table(sequence=SEQUENCE | {"head": "vocabulary:sequence"}), "type linear", '"vocabulary"'),
+        (table(sequence=SEQUENCE | {"embed": "vocabulary:whole"}), "of type emb", '"vocabulary"'),
+        (
+            table(sequence={"norm": "sequence:join", "head": "vocabulary:whole"} | SEQUENCE),
+            "",
+            "",
+        ),
     ],
 )
 def test_under_sp_all_that_works_on_shards_says_so(changed: Table, given: str, instead: str):
