@@ -12,7 +12,7 @@ here from sends and receives, one message a pair, and the sum is taken where it 
 
 Two ranks, 16.8 MB, one thread each: reduce-scatter 7.6 ms (gloo's own 24), all-gather 6.3 (12.5).
 A large all-reduce is gloo's own, which goes on by itself beside the backward pass; a small one is
-the two halves above, half the latency.
+the two halves above, half the latency; between two ranks, the whole handed over and added: less.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +26,9 @@ from shardwise.comm.transport import Pending, Transport
 
 #: All-reduces up to this size are made of the two halves above (measured: they win below it).
 SMALL_BYTES = 2**20
+
+#: Two ranks hand each other the whole up to this size: as many bytes as two halves, one message.
+PAIR_BYTES = 2**22
 
 OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
@@ -51,10 +54,13 @@ class Gloo(Transport):
         return [work.wait for work in works]
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
-        """Large: gloo's own.  Small: its second half begins when somebody waits for it.
+        """Large: gloo's own.  Small: its end, or second half, begins when somebody waits for it.
 
         So ranks must wait for small ones in one order.
         """
+        if op == "sum" and self.size == 2 and x.nbytes <= PAIR_BYTES:
+            arrived = torch.empty_like(x)
+            return Pending([*self._exchange([x], [arrived]), lambda: x.add_(arrived)])
         if op != "sum" or x.nbytes > SMALL_BYTES or x.numel() % self.size:
             return _pending(dist.all_reduce(x, OPS[op], self.group, async_op=True))
         block = x.view(self.size, -1)[self.rank]

@@ -163,8 +163,9 @@ class Engine:
         summed = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for k, (part, count) in enumerate(zip(parts, counts, strict=True)):
             self.data.sums.sync, self.data.mute = k == len(parts) - 1, count == 0
-            loss = self.training.loss(self.model, cast(part, self.dtype))
-            (loss * (self.scale.value * count / self.expected)).backward()
+            with self.tensors.draws.during(self.world.device):
+                loss = self.training.loss(self.model, cast(part, self.dtype))
+                (loss * (self.scale.value * count / self.expected)).backward()
             if count:  # the mean over no tokens may be NaN
                 summed += loss.detach() * count
         self.tensors.end()

@@ -8,6 +8,7 @@ from torch import Tensor
 from shardwise.comm.uneven import part
 from shardwise.comm.world import Axis
 from shardwise.core.cut import Cut
+from shardwise.parallel.dropout import Draws
 from shardwise.parallel.tensor import Stream
 
 Groups = tuple[tuple[int, ...], ...]
@@ -39,12 +40,14 @@ class Tensors:
     """A model on the tensor axis; on an axis of one rank nothing is held and nothing moves.
 
     logits    positions of each parallel loss of this step, in the order of its forward passes
+    draws     random numbers of what is cut
     """
 
     axis: Axis
     stream: Stream
     held: dict[str, Held] = field(default_factory=dict)
     logits: list[int] = field(default_factory=list)
+    draws: Draws = field(default_factory=lambda: Draws(Axis("none")))
 
     def of(self, name: str) -> Held:
         """How parameter `name` is held; alike on all ranks where nothing else is said."""

@@ -75,7 +75,7 @@ def gpt2(model: nn.Module) -> Table:
         "h.*.ln_[12]": "sequence",
         "h.*.attn": "gather",
         "h.*.mlp": "gather",
-        "ln_f": "sequence",
+        "ln_f": "sequence:join",  # the model gives its output the shape of its input
     }
     base = Table.of(
         {
@@ -88,7 +88,11 @@ def gpt2(model: nn.Module) -> Table:
         sequence=sequence,
         sets={"h.*.attn": {"split_size": "queries", "num_heads": "heads"}},
     ).under(_base(model))
-    return replace(base, styles=(*_vocabulary(model).items(), *base.styles))
+    words = _vocabulary(model)
+    head = [name for name in words if isinstance(model.get_submodule(name), nn.Linear)]
+    joined = tuple((name, "vocabulary:whole") for name in head)
+    styles = (*words.items(), *base.styles)
+    return replace(base, styles=styles, sequence=(*joined, *base.sequence))
 
 
 #: Tables for types that have no plan of their own, by `config.model_type`.

@@ -6,6 +6,7 @@ own sizes become this rank's.  Everything else stays whole and alike on every ra
 """
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from shardwise.core.fit import check
 from shardwise.core.plan import Plan
 from shardwise.core.style import ModuleShape, Style
 from shardwise.core.table import Table, assign, bias_cut, cuts, numbers
+from shardwise.engine import draws
 from shardwise.engine.held import Groups, Held, Tensors, nowhere
 from shardwise.engine.table import shapes, table_of
 from shardwise.parallel import tensor, vocabulary
@@ -61,8 +63,15 @@ def lay_out(model: nn.Module, world: World, sp: bool, table: Table | None) -> Te
         for attribute, number in changed.items():
             setattr(model.get_submodule(name), attribute, number)
     layout.cut()
-    model.register_forward_hook(lambda *_: tensors.stream.end())
+    draws.follow(model, styles, known, table, tensors)
+    draws.agree(axis, world.device)
+    for stream in (layout.stream, layout.whole):
+        model.register_forward_hook(partial(_end, stream))
     return tensors
+
+
+def _end(stream: tensor.Stream, *_: object) -> None:
+    stream.end()
 
 
 def _agree(model: nn.Module, axis: Axis) -> None:
@@ -80,13 +89,15 @@ class _Layout:
     def __init__(self, model: nn.Module, world: World, tensors: Tensors) -> None:
         self.model, self.world, self.tensors = model, world, tensors
         self.stream, self.axis = tensors.stream, tensors.axis
+        self.whole = tensor.Stream(self.axis, False, self.stream)  # where the sequence is joined
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.wanted: dict[str, tuple[nn.Parameter, Cut]] = {}
         self.entered: list[str] = []  # modules whose inputs are gathered
 
     def hook(self, name: str, style: Style, cut: Cut | None, shape: ModuleShape) -> None:
         """Set the hooks of one module."""
-        module, stream = self.model.get_submodule(name), self.stream
+        module = self.model.get_submodule(name)
+        stream = self.whole if style.by == "whole" else self.stream
         entered = any(name.startswith(f"{outer}.") for outer in self.entered)
         match style.name, cut:
             case "vocabulary", Cut() if isinstance(module, nn.Embedding):
@@ -109,8 +120,16 @@ class _Layout:
                 tensor.change_input(module, stream.gather)
             case "split", _:
                 tensor.change_input(module, stream.scatter)
+            case "sequence", _ if style.by == "join":
+                self._join(module)
             case _:
                 pass
+
+    def _join(self, module: nn.Module) -> None:
+        def whole(_: nn.Module, __: object, y: Tensor) -> Tensor:
+            return self.stream.unsplit(y)
+
+        module.register_forward_hook(whole)
 
     def _keep_cut(self, module: nn.Module, cut: Cut) -> None:
         def logits(_: nn.Module, __: object, y: Tensor) -> Tensor:
@@ -123,15 +142,15 @@ class _Layout:
     def hold(self, name: str, style: Style, weight: Cut | None, bias: Cut | None) -> None:
         """Note what becomes of the module's own parameters."""
         everyone = (tuple(range(self.axis.size)),)
-        partial = style.name in ("replicated", "sequence")
+        summed = style.name in ("replicated", "sequence")
         row = style.name.startswith("rowwise") and self.stream.split  # its bias is added to shards
         module = self.model.get_submodule(name)
-        for key, p in module.named_parameters(recurse=partial):
+        for key, p in module.named_parameters(recurse=summed):
             full = self.names[id(p)]
             cut = {"weight": weight, "bias": bias}.get(key)
             if cut is not None:
                 self.wanted[full] = (p, cut)
-            elif partial or (key == "bias" and row):
+            elif summed or (key == "bias" and row):
                 self.tensors.held[full] = Held(None, everyone, self.axis, self.axis.rank)
 
     def cut(self) -> None:

@@ -2,7 +2,8 @@
 
 Every model type of that library has a configuration class with defaults of the published size.
 Here the same class is asked for a model of a few ten thousand parameters: the sizes in it are
-found by the names the library gives them and replaced. Nothing is fetched.
+found by the names the library gives them and replaced. Nothing is fetched. Dropout is 0, which any
+plan can be proved with; `hf:gpt2+dropout` has the rates that the library gives the type.
 """
 
 import importlib.util
@@ -10,6 +11,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -50,14 +52,21 @@ SMALL: Final[dict[str, int]] = {
 
 
 def find(name: str, seed: int = 0) -> Trainable:
-    """The small model of type `name`, as a value. Raises InputError as `build` does."""
+    """The small model of type `name`, as a value. Raises InputError as `build` does.
+
+    "gpt2+dropout" keeps the type's own rates of dropout.
+    """
     if importlib.util.find_spec("transformers") is None:
         raise bad(
             f'the model "hf:{name}", while transformers is not installed',
             "hf: models where the extra `hf` is installed",
             'pip install "shardwise[hf]"',
         )
+    name, plus, kept = name.partition("+")
     kind = _kind(name)
+    if plus and kept != "dropout":
+        allowed = "a model type, or one with its rates of dropout"
+        raise bad(f'the model "hf:{name}+{kept}"', allowed, f"hf:{name}+dropout")
     loss, make_batch = {
         "causal": (causal_loss, causal_batch),
         "masked": (causal_loss, masked_batch),
@@ -65,9 +74,10 @@ def find(name: str, seed: int = 0) -> Trainable:
     }[kind]
 
     def make() -> nn.Module:
-        return _make(name, kind, seed, lambda model: loss(model, make_batch(1, seed)))
+        config = partial(small_config, name, dropout=bool(plus))
+        return _make(name, kind, seed, config, lambda model: loss(model, make_batch(1, seed)))
 
-    return Trainable(f"hf:{name}", make, loss, make_batch, tokens)
+    return Trainable(f"hf:{name}{plus}{kept}", make, loss, make_batch, tokens)
 
 
 def build(name: str, seed: int = 0) -> tuple[nn.Module, Loss, Callable[[int, int], Any]]:
@@ -194,7 +204,13 @@ def _kind(name: str) -> str:
     return "masked" if name in masked else "causal"
 
 
-def _make(name: str, kind: str, seed: int, trial: Callable[[nn.Module], Tensor]) -> nn.Module:
+def _make(
+    name: str,
+    kind: str,
+    seed: int,
+    config: Callable[[], Any],
+    trial: Callable[[nn.Module], Tensor],
+) -> nn.Module:
     """The model with the library's own random weights, drawn under `seed`, after one trial."""
     from transformers import (
         AutoModelForCausalLM,
@@ -210,7 +226,7 @@ def _make(name: str, kind: str, seed: int, trial: Callable[[nn.Module], Tensor])
     with _quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
-            model = family.from_config(small_config(name))
+            model = family.from_config(config())
             with torch.no_grad():
                 trial(model)
         except Exception as error:  # each configuration class has demands of its own
@@ -223,12 +239,12 @@ def _make(name: str, kind: str, seed: int, trial: Callable[[nn.Module], Tensor])
     return model
 
 
-def small_config(name: str) -> Any:
-    """The configuration of type `name`, its sizes as in SMALL and without dropout."""
+def small_config(name: str, dropout: bool = False) -> Any:
+    """The configuration of type `name`, its sizes as in SMALL, without dropout or with its own."""
     from transformers import AutoConfig
 
     usual = AutoConfig.for_model(name)
-    changes = shrink(usual.to_dict())
+    changes = shrink(usual.to_dict(), dropout)
     heads = getattr(usual, "num_attention_heads", None)
     if heads is not None and heads == getattr(usual, "num_key_value_heads", None):
         changes["num_key_value_heads"] = SMALL["num_attention_heads"]
@@ -236,13 +252,13 @@ def small_config(name: str) -> Any:
     return AutoConfig.for_model(name, experts_implementation="eager", **changes)
 
 
-def shrink(usual: dict[str, Any]) -> dict[str, Any]:
-    """What to change in a configuration: sizes, special tokens, every dropout, the cache."""
+def shrink(usual: dict[str, Any], dropout: bool = False) -> dict[str, Any]:
+    """What to change in a configuration: sizes, special tokens, the cache, dropout if it goes."""
     changes: dict[str, Any] = {
         key: SMALL[key] for key, value in usual.items() if key in SMALL and value is not None
     }
     for key, value in usual.items():
-        if ("drop" in key or key.endswith("pdrop")) and isinstance(value, float):
+        if not dropout and "drop" in key and isinstance(value, float):
             changes[key] = 0.0
     if "use_cache" in usual:
         changes["use_cache"] = False

@@ -39,8 +39,9 @@ from shardwise.core.shape import Crossing
 class Stream:
     """The residual stream on the tensor axis; `split` says that it is split along the sequence."""
 
-    def __init__(self, axis: Axis, split: bool) -> None:
+    def __init__(self, axis: Axis, split: bool, within: "Stream | None" = None) -> None:
         self.axis, self.split = axis, split
+        self.log = within or self  # whose crossings count what moves here
         self.whole = 0  # positions of the sequence now in the stream, where it is split
         self.slot: _Entered | None = None  # what was entered last
         self.counting = False  # whether a step is going on
@@ -55,20 +56,23 @@ class Stream:
             self.slot = _Entered(x, now, _Enter.apply(x, entry), entry)
         return self.slot.moved, self.slot.entry
 
-    def leave(self, y: Tensor) -> Tensor:
-        """The sum over the ranks of their partial `y`, back in the stream."""
+    def leave(self, y: Tensor, fresh: bool = True) -> Tensor:
+        """The sum over the ranks of their partial `y`, back in the stream.
+
+        `fresh`: whoever made `y` does not look at it again, so that it may be written over.
+        """
         self.slot = None
         if not self.split:
-            return self.sum(y)
+            return self.sum(y, fresh)
         dim, self.whole = y.dim() - 2, y.shape[-2]
         y = _padded(y, dim, self.axis.size)
         crossing = self._note(y, P, S(0), y.numel())
         return _heard(move(y, self.axis, P, S(dim)), crossing)
 
-    def sum(self, y: Tensor) -> Tensor:
+    def sum(self, y: Tensor, fresh: bool = True) -> Tensor:
         """The sum over the ranks of their partial `y`, whole and alike on every rank."""
         self._note(y, P, I, y.numel())
-        return move(y, self.axis, P, I)
+        return _Sum.apply(y, self.axis) if fresh else move(y, self.axis, P, I)
 
     def gather(self, x: Tensor) -> Tensor:
         """The whole sequence of `x`, which ranks go on to use differently."""
@@ -76,7 +80,17 @@ class Stream:
             return x
         dim = x.dim() - 2
         crossing = self._note(x, S(0), R, x.numel() * self.axis.size)
-        return _heard(move(x, self.axis, S(dim), R), crossing).narrow(dim, 0, self.whole)
+        whole = _heard(move(x, self.axis, S(dim), R), crossing).narrow(dim, 0, self.whole)
+        return whole.contiguous()
+
+    def unsplit(self, x: Tensor) -> Tensor:
+        """The whole sequence of `x`, with which every rank goes on alike."""
+        if not self.split:
+            return x
+        dim = x.dim() - 2
+        crossing = self._note(x, S(0), I, x.numel() * self.axis.size)
+        whole = _heard(move(x, self.axis, S(dim), I), crossing)
+        return whole.narrow(dim, 0, self.whole).contiguous()
 
     def scatter(self, x: Tensor) -> Tensor:
         """This rank's part of the sequence of `x`, which is the same on every rank."""
@@ -109,8 +123,8 @@ class Stream:
         # activations that are made again are in the backward pass
         phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
         crossing = Crossing(src, dst, numel, x.element_size(), phase)
-        if self.counting:
-            self.crossings.append(crossing)
+        if self.log.counting:
+            self.log.crossings.append(crossing)
         return crossing
 
 
@@ -214,12 +228,28 @@ class _Enter(torch.autograd.Function):
         if not stream.split:
             return x.view_as(x)
         dim = x.dim() - 2
-        return carry_out(x, stream.axis, S(dim), R).narrow(dim, 0, stream.whole)
+        whole = carry_out(x, stream.axis, S(dim), R).narrow(dim, 0, stream.whole)
+        return whole.contiguous()  # once, or each reader copies it and keeps its copy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         return ctx.entry.end(grad), None
+
+
+class _Sum(torch.autograd.Function):
+    """P -> I, written over what came: `move` without a copy."""
+
+    @staticmethod
+    def forward(_: Any, y: Tensor, axis: Axis) -> Tensor:
+        """The sum over the axis, in the memory of `y`."""
+        flat = y.contiguous().view(-1)
+        start(flat, axis, P, I, flat).wait()
+        return flat.view(y.shape)
+
+    @staticmethod
+    def backward(_: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 class _Columns(torch.autograd.Function):
@@ -251,10 +281,15 @@ def columns(module: nn.Module, stream: Stream, transposed: bool, entered: bool) 
 
     `entered`: its input is whole on every rank already (an outer module gathers it).
     """
-    plain = type(module) is nn.Linear or transposed
+    plain = _plain(module)
     module.register_forward_pre_hook(partial(_before_columns, stream, plain, entered))
     if plain and not entered:
         module.register_forward_hook(partial(_after_columns, stream, transposed))
+
+
+def _plain(module: nn.Module) -> bool:
+    """Whether it is a product with its weight and no more: torch's Linear, transformers' Conv1D."""
+    return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 
 
 def _before_columns(stream: Stream, plain: bool, entered: bool, _: nn.Module, args: Any) -> Any:
@@ -298,6 +333,7 @@ class _Bias:
         self.bias: nn.Parameter | None = None
 
     def put_aside(self, module: nn.Module, args: Any) -> None:
+        """Before the layer: it computes without its bias."""
         bias = module._parameters.get("bias")
         if bias is None:
             return
@@ -319,7 +355,7 @@ def _after_rows(
     bias = held.put_back(module)
     if y is None:  # it raised
         return None
-    y = stream.leave(y)
+    y = stream.leave(y, fresh=_plain(module))
     return y if bias is None else y + bias
 
 

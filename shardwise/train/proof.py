@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from shardwise.comm.world import World, alone
 from shardwise.core.plan import Plan
 from shardwise.engine.box import Box
-from shardwise.engine.engine import Engine
+from shardwise.engine.engine import Engine, Metrics
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.recipe import AdamW
 from shardwise.models.registry import find
@@ -111,7 +111,8 @@ def compare(
         rows = 2 * ours.data_ranks * ours.plan.accumulate - (step % 2 == 0)
         whole = batch(rows, SEED + step, ours.world.device)
         before = ours.model_shape()
-        mine, theirs = ours.step(_share(whole, ours)), oracle.step(whole)
+        share = _share(whole, ours)
+        mine, theirs = _drawn(step, ours, share), _drawn(step, oracle, whole)
         losses.append(_ratio(abs(mine.loss - theirs.loss), abs(theirs.loss)))
         if gradients is None and not (mine.skipped or theirs.skipped):
             gradients = _errors("gradients", ours.gradients(), oracle.gradients(), by_norm)
@@ -130,6 +131,12 @@ def compare(
         ours.memory(),
         ours.predicted_memory(),
     )
+
+
+def _drawn(step: int, engine: Engine, batch: Any) -> Metrics:
+    """A step in which dropout draws what it draws in the other engine's."""
+    torch.manual_seed(SEED + step)
+    return engine.step(batch)
 
 
 def _share(whole: Any, engine: Engine) -> Any:

@@ -1,9 +1,11 @@
-"""This file is what a model may have in it that no data-parallel run computes as one process does.
+"""This file is what a model may have in it that a plan does not compute as one process does.
 
     batch norm   in training, its statistics are of the rows that a rank has, not of the whole batch
-    dropout      each rank draws its own
+    dropout      is drawn for the rows that a rank has at once: several data ranks, or several
+                 microbatches, draw in another order than one process does for the whole batch
 
-A proof of such a model fails by the nature of the model, whatever the plan; it is told so.
+A proof of such a model fails by the nature of the model; it is told so.  On the tensor axis alone
+dropout is what one process draws (parallel/dropout.py).
 """
 
 from collections.abc import Iterator
@@ -12,11 +14,18 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from shardwise.core.plan import Plan
+
 NAMED = 3  # modules of each kind that are named
 
 
-def unlike_one_process(model: nn.Module) -> str:
-    """Why the model cannot match one process, and what to prove instead; empty where it can."""
+def unlike_one_process(model: nn.Module, plan: Plan) -> str:
+    """Why the model under `plan` cannot match one process, and what to prove instead; "" if it can.
+
+    Plans that cut the rows of the batch are meant; of a batch that stays together nothing is said.
+    """
+    if plan.data_size * plan.accumulate == 1:
+        return ""
     norms = [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
     drops = [name for name, m in model.named_modules() if m.training and _draws(m)]
     reasons = []
@@ -24,13 +33,14 @@ def unlike_one_process(model: nn.Module) -> str:
         whose = "whose statistics in training are of each rank's own rows, not of the whole batch"
         reasons.append(f"batch norm ({_listed(norms)}), {whose}")
     if drops:
-        reasons.append(f"dropout ({_listed(drops)}), of which each rank draws its own")
+        reasons.append(f"dropout ({_listed(drops)}), which each rank draws for its own rows")
     if not reasons:
         return ""
     has = "; and ".join(reasons)
     return (
-        f"This model cannot match one process under any plan: it has {has}. To prove the rest, "
-        "build it with dropout of 0, and with GroupNorm or LayerNorm in place of batch norm."
+        f"This model cannot match one process under a plan that cuts the batch: it has {has}. To "
+        "prove the rest, build it with dropout of 0, and with GroupNorm or LayerNorm in place of "
+        "batch norm; or prove a plan without data ranks and accumulation, such as tp2."
     )
 
 

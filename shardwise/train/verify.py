@@ -99,7 +99,7 @@ def verify(plan: Plan | str, model: str = "gpt", steps: int = 3) -> Report:
     if not started:
         require_local(plan.size)
     # a bad name or model is answered here, before anything starts
-    note = unlike_one_process(tried(model, plan))
+    note = unlike_one_process(tried(model, plan), plan)
     if not started:
         findings = _on_new_ranks(plan, model, steps, note)
     else:

@@ -202,7 +202,7 @@ def test_a_model_with_dropout_is_told_why_it_does_not_hold(
     own: str, capsys: pytest.CaptureFixture[str]
 ):
     """The layer and the reason stand under the table, and beside the JSON."""
-    said = "it has dropout (1), of which each rank draws its own. To prove the rest"
+    said = "it has dropout (1), which each rank draws for its own rows. To prove the rest"
     for json_too in (False, True):
         with pytest.raises(typer.Exit) as leaving:
             verify_command("dp2", f"{own}:drop", 1, json_too)
@@ -227,14 +227,16 @@ ALIKE = {
     "dropout (attention)": nn.ModuleDict({"attention": nn.MultiheadAttention(4, 2, 0.25)}),
     "dropout (rnn)": nn.ModuleDict({"rnn": nn.GRU(2, 2, 2, dropout=0.5)}),
     "batch norm (0), whose": nn.Sequential(nn.BatchNorm1d(2), nn.Dropout()),
-    "; and dropout (1), of which": nn.Sequential(nn.BatchNorm1d(2), nn.Dropout()),
+    "; and dropout (1), which each": nn.Sequential(nn.BatchNorm1d(2), nn.Dropout()),
 }
 
 
 @pytest.mark.parametrize("said", ALIKE)
-def test_what_no_plan_can_match_is_named(said: str):
+def test_what_a_plan_that_cuts_the_batch_cannot_match_is_named(said: str):
     """Batch norm and dropout, in layers of their own or as a rate; nothing where there is none."""
-    note = unlike_one_process(ALIKE[said].train())
-    assert said in note
-    assert bool(note) == bool(said)
-    assert unlike_one_process(ALIKE[said].eval()) == ""
+    for plan in map(Plan.parse, ("dp2", "dp2 tp2", "tp2 accumulate:2")):
+        note = unlike_one_process(ALIKE[said].train(), plan)
+        assert said in note
+        assert bool(note) == bool(said)
+        assert unlike_one_process(ALIKE[said].eval(), plan) == ""
+    assert unlike_one_process(ALIKE[said].train(), Plan.parse("tp2 sp")) == ""

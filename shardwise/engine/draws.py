@@ -1,0 +1,125 @@
+"""this file is how a model's tensors on the tensor axis are known by those who draw for them.
+
+    colwise                        what comes out is cut by its features, or by heads
+    rowwise, colwise_gather_...    what comes out is of the stream again
+    vocabulary (an embedding)      what comes out is of the stream
+    gather, sequence:join          what goes in, or comes out, is the whole sequence
+    split                          what goes in is a shard of it
+
+The stream is whole, or under sp a shard of the sequence.  See parallel/dropout.py.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import broadcast
+from shardwise.comm.world import Axis
+from shardwise.core.cut import even, wide
+from shardwise.core.style import ModuleShape, Style
+from shardwise.core.table import Table, cuts
+from shardwise.engine.held import Tensors
+from shardwise.parallel.dropout import Columns, Cutting, Draws, Mark, Shard
+
+
+def follow(
+    model: nn.Module,
+    styles: Mapping[str, Style],
+    known: Mapping[str, ModuleShape],
+    table: Table,
+    tensors: Tensors,
+) -> None:
+    """Hook the modules that have a style, so that `tensors.draws` knows what they make.
+
+    After all hooks that change what goes in and what comes out.
+    """
+    marks = _Marks(tensors)
+    tensors.draws = marks.draws = Draws(tensors.axis, model.modules())
+    for name, style in styles.items():
+        module = model.get_submodule(name)
+        match style.name:
+            case "colwise":
+                columns = _columns(style, known[name], table, tensors.axis.size)
+                module.register_forward_hook(marks.cut(columns))
+            case "rowwise" | "rowwise_split_input":
+                module.register_forward_hook(marks.made(style.by != "whole"))
+            case "vocabulary" if isinstance(module, nn.Embedding):
+                module.register_forward_hook(marks.made(style.by == "sequence"))
+            case "colwise_gather_output":
+                module.register_forward_hook(marks.made(shards=False))
+            case "sequence" if style.by == "join":
+                module.register_forward_hook(marks.made(shards=False))
+            case "gather" | "split":
+                given = marks.given(style.name == "split")
+                module.register_forward_pre_hook(given, with_kwargs=True)
+            case _:
+                pass
+
+
+def agree(axis: Axis, device: torch.device) -> None:
+    """The first rank's generators are everyone's: the ranks of `axis` draw alike from here on."""
+    everyones = broadcast(torch.get_rng_state().to(device), axis)
+    torch.set_rng_state(everyones.cpu())
+    if device.type == "cuda":
+        everyones = broadcast(torch.cuda.get_rng_state(device).to(device), axis)
+        torch.cuda.set_rng_state(everyones.cpu(), device)
+
+
+class _Marks:
+    """Hooks that mark tensors, where somebody looks at marks."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self.tensors = tensors
+        self.draws = tensors.draws
+
+    def cut(self, columns: Columns) -> Any:
+        """A forward hook: what comes out is cut so."""
+
+        def after(_: nn.Module, __: Any, y: Any) -> None:
+            if self.draws.on and isinstance(y, Tensor):
+                self.draws.put(y, Cutting(columns, y.shape[:-1].numel()))
+
+        return after
+
+    def made(self, shards: bool) -> Any:
+        """A forward hook: what comes out is whole, or shards of the sequence where it is split."""
+
+        def after(_: nn.Module, __: Any, y: Any) -> None:
+            if self.draws.on and isinstance(y, Tensor):
+                self.draws.put(y, self._shard(shards))
+
+        return after
+
+    def given(self, shards: bool) -> Any:
+        """The same of what goes in, as a forward pre-hook."""
+
+        def before(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            tensors = (x for x in (*args[:1], *kwargs.values()) if isinstance(x, Tensor))
+            first = next(tensors, None)
+            if self.draws.on and first is not None:
+                self.draws.put(first, self._shard(shards))
+
+        return before
+
+    def _shard(self, shards: bool) -> Mark | None:
+        stream = self.tensors.stream
+        return Shard(stream.whole, stream.axis.size) if shards and stream.split else None
+
+
+def _columns(style: Style, shape: ModuleShape, table: Table, ranks: int) -> Columns:
+    """How the outputs of a colwise lie."""
+    cut = cuts(style, shape, table, ranks)
+    assert cut is not None
+    own = cut.on(0)
+    if not style.by_heads:
+        part = even(0, shape.out_features // style.parts, ranks)
+        return Columns((own, part) if style.parts > 1 else (own,))
+    queries, keys = table.head_cuts(ranks)
+    if style.by == "kv_heads":
+        return Columns((own,), (keys, queries))
+    if style.by == "heads":
+        return Columns((own,), (queries, keys), weight=2)
+    width = shape.out_features // (queries.whole + 2 * keys.whole)
+    return Columns((own, wide(queries, 0, width), wide(keys, 0, width)), (queries, keys), weight=2)
