@@ -1,21 +1,35 @@
 """Tensor and sequence parallelism, alone and with every row of the data table."""
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from tests.engine.cases import Case
+import shardwise as sw
+from shardwise.comm.world import World, alone
+from shardwise.models import gpt
+from shardwise.models.initial import fill, initial
+from tests.engine.cases import ROWS, Case, Task, build, oracle, regression, text
 from tests.engine.tensors import (
     ADAMW,
+    SMALL,
+    Held,
+    Piece,
     assert_counted,
     assert_parity,
+    assert_pieces,
     gpt_task,
+    mine,
+    pieces,
     ranks_of,
+    sent,
     train,
     whole_run,
 )
-from tests.parallel.layers import KINDS, task
+from tests.parallel.layers import KINDS, sequences, task
 from tests.pool import run_gloo, run_threads
 
 SGD: dict[str, Any] = {"kind": torch.optim.SGD, "options": {"lr": 0.1, "momentum": 0.9}}
@@ -61,3 +75,178 @@ def test_tables_of_ones_own_train(name: str, tensor: str):
     ranks = run_threads(2, train, task(name), case)
     assert_parity(ranks, whole_run(task(name), case), 1e-10)
     assert_counted(ranks)
+
+
+COMPOSED = [f"dp2 {tensor} {row}" for row in ROWS for tensor in ("tp2", "tp2 sp")]
+
+
+@pytest.mark.parametrize("plan", COMPOSED)
+def test_every_row_of_the_data_table_goes_with_it(plan: str):
+    """Clipped by one norm over all axes, accumulated over 2 microbatches: parity, bytes, memory."""
+    case = Case(f"{plan} fp64 accumulate:2", clip=0.5, **ADAMW)
+    ranks = run_threads(4, train, gpt_task(), case)
+    assert_parity(ranks, whole_run(gpt_task(), case), 1e-10)
+    assert_counted(ranks)
+
+
+@pytest.mark.parametrize("row", ["zero1", "zero3"])
+def test_two_data_axes_go_with_it(row: str):
+    """Replicas of shards of parts, on 8 ranks."""
+    case = Case(f"dp_replicate2 dp_shard2 tp2 sp {row} fp64", clip=0.5, steps=2, **ADAMW)
+    ranks = run_threads(8, train, gpt_task("tied"), case)
+    assert_parity(ranks, whole_run(gpt_task("tied"), case), 1e-10)
+    assert_counted(ranks)
+
+
+@pytest.mark.parametrize("name", ["frozen columns", "recomputed", "6 heads, 2 for keys"])
+def test_parts_of_ones_own_models_are_sharded(name: str):
+    """Frozen weights, recomputation under zero3, norms on heads."""
+    case = Case("dp2 tp2 sp zero3 fp64", clip=0.5, **SGD)
+    ranks = run_threads(4, train, task(name), case)
+    assert_parity(ranks, whole_run(task(name), case), 1e-10)
+    assert_counted(ranks)
+
+
+def in_two_dtypes() -> nn.Module:
+    """A stack whose inner layers are fp32, in a stream of fp64."""
+    model = KINDS["biases, norm and residual inside"].model()
+    for block in model.get_submodule("blocks").children():
+        for layer in map(block.get_submodule, ("up", "down")):
+            layer.float()
+            layer.register_forward_pre_hook(lambda _, args: (args[0].float(),))
+    return model
+
+
+@pytest.mark.parametrize("plan", ["tp2", "tp2 sp", "dp2 tp2 zero2", "dp2 tp2 sp zero3"])
+def test_parameters_of_several_dtypes(plan: str):
+    """fp32 layers in an fp64 model keep their dtype, and every move is counted in its own."""
+    work = Task(in_two_dtypes, sequences, regression, None)
+    case = Case(plan, clip=0.5, **SGD)
+    ranks = run_threads(ranks_of(plan), train, work, case)
+    expected = oracle(work, case, None)
+    assert_parity(ranks, expected, 1e-5)
+    assert_counted(ranks)
+    assert {p.values.dtype for p in ranks[0].weights} == {torch.float32, torch.float64}
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("plan", ["tp2", "tp2 sp", "dp2 tp2 sp zero3"])
+def test_half_precision(plan: str, precision: str):
+    """Losses stay within 2 % of fp32's, the same on every rank; bytes and memory hold."""
+    case = Case(f"{plan} {precision}", clip=1.0, **ADAMW)
+    ranks = run_threads(ranks_of(plan), train, gpt_task(), case)
+    expected = whole_run(gpt_task(), case, torch.float32)
+    assert all(held.losses == ranks[0].losses for held in ranks)
+    assert ranks[0].losses == pytest.approx(expected.losses, rel=0.02)
+    assert_counted(ranks)
+
+
+def overflowing(world: World, plan: str) -> list[tuple[bool, float, bool]]:
+    """In the second step one rank's part of one gradient is infinite."""
+    engine = build(world, gpt_task(), Case(f"{plan} fp16", clip=1.0))
+    engine.scale.value = 256.0
+    weight, found = engine.model.get_parameter("blocks.1.mlp.up.weight"), []
+    weight.register_hook(lambda g: g * torch.inf if step == 1 and world.rank == 1 else g)
+    for step in range(3):
+        before = [flat.shard.clone() for flat in engine.flats]
+        skipped = engine.step(mine(engine, text(step))).skipped
+        pairs = zip(before, engine.flats, strict=True)
+        moved = any(not torch.equal(old, flat.shard) for old, flat in pairs)
+        found.append((skipped, engine.scale.value, moved))
+    return found
+
+
+@pytest.mark.parametrize("plan", ["tp2", "dp2 tp2 sp zero2"])
+def test_an_overflow_on_one_tensor_rank_is_skipped_by_all(plan: str):
+    """A part that only one rank holds overflows: nobody updates, the scale is halved everywhere."""
+    good = [(False, 256.0, True), (True, 128.0, False), (False, 128.0, True)]
+    assert run_threads(ranks_of(plan), overflowing, plan) == [good] * ranks_of(plan)
+
+
+def born(world: World, plan: str, own: bool) -> list[Piece]:
+    """The weights of a model made on the meta device, by a fill or by its own modules."""
+    with torch.device("meta"):
+        model = gpt.GPT(SMALL)
+    options: dict[str, Any] = {"seed": 5} if own else {"fill": partial(initial, seed=5)}
+    engine = sw.parallelize(
+        model, plan, world, loss=gpt.loss, tokens=gpt.tokens, units=1, **options
+    )
+    return pieces(engine.boxes(), "model/")
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["filled", "by its modules"])
+@pytest.mark.parametrize("plan", ["tp2", "tp4 sp", "dp2 tp2 zero3"])
+def test_a_meta_model_begins_with_the_weights_of_one_process(plan: str, own: bool):
+    """Every part is that part of what one process would have made, to the bit."""
+    whole = {piece.name: piece.values for piece in born(alone(), "fp32", own)}
+    # modules draw from the state of their process, which threads would share
+    assert_pieces(run_gloo(ranks_of(plan), born, f"{plan} fp32", own), whole, 0.0)
+
+
+def looking(world: World, plan: str) -> bool:
+    """Steps with looks in between, and whether looks see what steps do and are not counted."""
+    engine, same = build(world, gpt_task(), Case(f"{plan} fp64")), True
+    for step in range(2):
+        batch = mine(engine, text(step))
+        loss, _ = engine.evaluate(batch)
+        metrics = engine.step(batch)
+        with torch.no_grad():
+            shape = engine.model(batch["inputs"]).shape
+        same &= metrics.loss == pytest.approx(loss, rel=1e-12)
+        same &= shape == (*batch["inputs"].shape, SMALL.vocabulary)
+        engine.evaluate(batch)
+        same &= sent(engine) == engine.step_bytes(first=step == 0)
+    return same
+
+
+@pytest.mark.parametrize("plan", ["tp2", "tp2 sp"])
+def test_looks_between_steps_are_steps_without_traces(plan: str):
+    """A look gives the loss of the step to come, or whole logits, and is not in its bytes."""
+    assert run_threads(2, looking, plan) == [True, True]
+
+
+def eight(step: int) -> dict[str, Tensor]:
+    """Sequences that two and four ranks divide."""
+    return {key: value[:, :8] for key, value in text(step, rows=6).items()}
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bytes_are_those_of_the_papers(ranks: int):
+    """Per layer 4 sums of [B, T, D], one for each end, 3 numbers a position for the loss; no more.
+
+    Under sp the same total, gathered and scattered, and the gradients of the norms. (arXiv
+    1909.08053, section 3; arXiv 2205.05198, section 4.2.2.)
+    """
+    config = replace(SMALL, kv_heads=4, width=32)  # norms fill their groups
+    made = partial(small, config)
+    work = Task(made, eight)
+    part, size = (ranks - 1) / ranks, 4
+    stream = part * 6 * 8 * config.width * size  # what a gather or a scatter sends
+    loss = 3 * 2 * part * 6 * 8 * size
+    ends = 2 * config.layers + 1  # sums each way
+    (held, *_) = run_threads(ranks, train, work, Case(f"tp{ranks} fp32"))
+    assert tensor_bytes(held) == {
+        ("all_reduce", "forward"): 2 * ends * stream + loss,
+        ("all_reduce", "backward"): 2 * ends * stream,
+    }
+    (held, *_) = run_threads(ranks, train, work, Case(f"tp{ranks} sp fp32"))
+    norms = 2 * part * ends * config.width * size
+    assert tensor_bytes(held) == {
+        ("all_reduce", "forward"): loss,
+        ("all_gather", "forward"): ends * stream,
+        ("reduce_scatter", "forward"): ends * stream,
+        ("all_gather", "backward"): ends * stream,
+        ("reduce_scatter", "backward"): ends * stream,
+        ("all_reduce", "backward"): norms,
+    }
+
+
+def small(config: gpt.GPTConfig) -> nn.Module:
+    model = gpt.GPT(config)
+    fill(model, seed=3)
+    return model
+
+
+def tensor_bytes(held: Held) -> dict[tuple[str, str], int]:
+    """What the last step sent on the tensor axis, by kind and phase."""
+    return {(k.kind, k.phase): t.sent_bytes for k, t in held.lines.items() if k.axis == "tp"}

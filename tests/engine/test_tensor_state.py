@@ -1,0 +1,124 @@
+"""On a tensor axis: what a step leaves behind, what a checkpoint keeps, what is refused."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.comm.world import World, alone, traced
+from shardwise.core.errors import InputError
+from shardwise.engine.meter import Meter
+from shardwise.models import gpt
+from tests.engine.cases import Case, Task, build
+from tests.engine.tensors import ADAMW, gpt_task, made, mine, ranks_of
+from tests.engine.test_state import assembled, resumed, saved, straight
+from tests.parallel.layers import KINDS, task
+from tests.pool import run_gloo, run_threads
+
+PAIRS = [
+    *(("dp2 tp2 zero1", there) for there in ("dp4 zero3", "tp4 sp", "zero3", "dp2 tp2 sp zero3")),
+    *((here, "dp2 tp2 zero1") for here in ("dp4 zero3", "tp4 sp", "zero3")),
+    ("tp4", "dp_replicate2 dp_shard2 zero2"),
+]
+
+
+def continued(work: Task, here: str, there: str, precision: str) -> list[tuple[Any, ...]]:
+    """Two steps under one plan and three under the other, on each rank of the other."""
+    one, two = Case(f"{here} {precision}", **ADAMW), Case(f"{there} {precision}", **ADAMW)
+    kept = run_threads(ranks_of(here), saved, work, one, 2)
+    arrays, scalars = assembled(kept), kept[0][1]
+    shapes = {n: tuple(p.shape) for n, p in work.make().named_parameters()}
+    assert {n: arrays[f"model/{n}"].shape for n in shapes} == shapes
+    assert {n: arrays[f"optim/exp_avg/{n}"].shape for n in shapes} == shapes
+    return run_threads(ranks_of(there), resumed, work, two, arrays, scalars, range(2, 5))
+
+
+@pytest.mark.parametrize(("here", "there"), PAIRS)
+def test_what_any_plan_kept_any_other_continues(here: str, there: str):
+    """Tied weights, shared heads, rows of any data table: the same losses as without a break."""
+    work = gpt_task("tied")
+    losses, _ = run_threads(1, straight, work, Case("fp64", **ADAMW), 5)[0]
+    for own, _, counted in continued(work, here, there, "fp64"):
+        assert counted == 5
+        assert own == pytest.approx(losses[2:], rel=1e-10)
+
+
+def test_masters_go_to_any_degree():
+    """The fp32 masters of a bf16 run on 2 tensor ranks continue within 2 % on 4, and on one."""
+    work = gpt_task()
+    losses, _ = run_threads(1, straight, work, Case("fp32", **ADAMW), 5)[0]
+    for there in ("tp4 sp", "dp2 zero1"):
+        for own, _, _ in continued(work, "dp2 tp2 zero1", there, "bf16"):
+            assert own == pytest.approx(losses[2:], rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["packed gate and up", "packed qkv, 6 heads, 2 for keys"])
+def test_packed_weights_are_kept_whole(name: str):
+    """Parts of several ranges of one weight go back where they were."""
+    work = task(name)
+    losses, _ = run_threads(1, straight, work, Case("fp64", **ADAMW), 5)[0]
+    for here, there in (("tp2", "dp2 zero3"), ("dp2 zero3", "tp2 sp"), ("dp2 tp2 zero3", "tp2")):
+        for own, _, _ in continued(work, here, there, "fp64"):
+            assert own == pytest.approx(losses[2:], rel=1e-10)
+
+
+def metered(world: World, name: str, plan: str) -> list[Any]:
+    """Three steps: what each leaves behind, and whether the meter and the engine agree."""
+    work = task(name) if name in KINDS else gpt_task(name)
+    engine, found = build(world, work, Case(plan, clip=1.0)), []
+    meter = Meter(engine)
+    for step in range(3):
+        with meter:
+            engine.step(mine(engine, work.batch(step)))
+        kept: dict[str, int] = {}
+        for place, count in meter.now().items():
+            kept[place.category] = kept.get(place.category, 0) + count
+        agree = {k: kept.get(k, 0) for k in engine.memory()} == engine.memory()
+        found.append((meter.leaks(), agree))
+    return found
+
+
+LEFT = [
+    ("tp2", "untied"),
+    ("tp2 sp bf16", "tied"),
+    ("tp2 sp fp64", "recomputed"),
+    ("tp2 fp64", "a layer nobody reads"),
+]
+
+
+@pytest.mark.parametrize(("plan", "name"), LEFT)
+def test_a_step_leaves_nothing_behind(plan: str, name: str):
+    """From the second step on no storage outlives its step; both ways of reading agree."""
+    for (first, _), *later in run_gloo(2, metered, name, plan):
+        assert {leak.place.category for leak in first} <= {"gradients", "optimizer"}
+        assert [leaks for leaks, _ in later] == [[], []]
+        assert all(agree for _, agree in later)
+
+
+REFUSED = [
+    (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "tp2", None, "no table of styles"),
+    (partial(made, "untied"), "tp2", {"block.*.mlp.up": "colwise"}, r"blocks\.\*\.mlp"),
+    (partial(made, "untied"), "tp2", {"embed": "vocabluary"}, '"vocabulary"'),
+    (partial(made, "untied"), "tp8", None, r"tp8 for a model of 4 query heads.*tp4"),
+    (KINDS["packed qkv, 6 heads, 2 for keys"].model, "tp4", None, "packs 2 key heads.*tp2"),
+    (partial(made, "untied"), "tp2", {"blocks.*.mlp.up": "colwise"}, "stays cut"),
+]
+
+
+@pytest.mark.parametrize(("make", "plan", "table", "phrase"), REFUSED)
+def test_what_cannot_be_cut_is_refused_and_left_as_it_was(
+    make: Any, plan: str, table: dict[str, str] | None, phrase: str
+):
+    """No table, unknown names and styles, too many ranks: told before anything is changed."""
+    model = make()
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    world = traced(0, ranks_of(plan))
+    with pytest.raises(InputError, match=phrase):
+        sw.parallelize(model, plan, world, loss=gpt.loss, table=table)
+    after = dict(model.named_parameters())
+    assert all(torch.equal(before[n], after[n]) for n in before)
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    sw.parallelize(model, "fp32", alone(), loss=gpt.loss)
