@@ -216,19 +216,28 @@ class Draws(TorchFunctionMode):
             for each in out:
                 self._carry(each, mark)
 
-    def _backward(self, x: Tensor, *args: Any, **kwargs: Any) -> None:
-        """The backward pass of a loss, inside the mode, for what is recomputed in it.
+    def _backward(
+        self,
+        x: Tensor,
+        gradient: Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        """The backward pass from `x`, inside the mode, for what is recomputed in it.
 
         Torch leaves a mode within what the mode met, and meets every public way to begin one.
         """
-        if args or any(value for value in kwargs.values()):
-            return Tensor.backward(x, *args, **kwargs)
+        if inputs is not None or (gradient is None and x.numel() != 1):  # as torch has it
+            return Tensor.backward(x, gradient, retain_graph, create_graph, inputs)
+        gradient = torch.ones_like(x) if gradient is None else gradient
+        keep = create_graph if retain_graph is None else retain_graph
         with self:
             _engine_run_backward(
                 (x,),
-                (torch.ones_like(x),),
-                False,  # the graph is not kept
-                False,  # nor is there one of the gradient
+                (gradient,),
+                keep,
+                create_graph,
                 (),
                 allow_unreachable=True,
                 accumulate_grad=True,

@@ -324,6 +324,22 @@ def test_the_mode_is_entered_for_models_that_draw_and_left_whatever_happens():
     assert _get_current_function_mode() is None and not random.on
 
 
+@pytest.mark.parametrize("given", [None, torch.tensor([1.0, 3.0])])
+def test_what_is_recomputed_in_backward_is_drawn_as_before(given: Tensor | None):
+    """The mask of a checkpointed part is the same in both passes, whatever backward begins with."""
+    random, x = draws(1, 2), torch.ones(2, 40, requires_grad=True)
+    with random.during(CPU):
+        cut = x * 1
+        random.put(cut, Cutting(Columns((even(0, 80, 2),)), 2))
+        y = checkpoint(lambda c: (functional.dropout(c, 0.5) * c).sin(), cut, use_reentrant=False)
+        end = y.sum(1) if given is not None else y.sum()
+        end.backward(given)
+    kept = (y != 0).float() * 2
+    slope = kept * 2 * torch.cos(kept)
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad, slope if given is None else slope * given.unsqueeze(1))
+
+
 def test_an_axis_of_one_rank_has_no_mode():
     """One process draws as torch does, and nothing is looked at."""
     random = Draws(alone().axis("tp"), [nn.Dropout(0.5)])
