@@ -12,7 +12,7 @@ function of the step, so all ranks decide alike, and a resumed run decides as th
 
 import math
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,6 +25,7 @@ from shardwise.comm.world import World
 from shardwise.core.errors import RunError
 from shardwise.engine.engine import Engine
 from shardwise.engine.engine import Metrics as StepMetrics
+from shardwise.engine.meter import Meter
 from shardwise.models.gpt import flops_per_token
 from shardwise.train import folder, metrics, progress, report
 from shardwise.train.config import Config
@@ -131,17 +132,24 @@ def opening(run: Run, at: Position) -> None:
 def steps(run: Run, at: Position) -> bool:
     """Train from there to the last step; True if a signal ended it before."""
     config = run.prepared.config.train
+    activations: dict[str, int] = {}  # what a step held besides, at its peak
+    metered = min(at.step + 2, config.steps)  # the first step also makes what is kept for good
     while at.step < config.steps:
         numbers = run.prepared.batches.numbers(at.consumed)
         began = time.perf_counter()
         run.engine.set_lr(learning_rate(at.step, config))
-        done = run.engine.step(share(run, numbers))
+        with Meter(run.engine) if at.step + 1 == metered else nullcontext() as meter:
+            done = run.engine.step(share(run, numbers))
+        activations = {"activations": meter.peak["activations"]} if meter else activations
         seconds = time.perf_counter() - began
         at = Position(at.step + 1, at.consumed + len(numbers))
         require_finite(run, done, at.step)
         last = at.step == config.steps
         validation = evaluate(run) if last or due(at.step, config.eval_every) else None
-        tell(run, replace(record(run, done, at, seconds), validation=validation))
+        entry = record(run, done, at, seconds)
+        if entry.memory_bytes is not None:
+            entry = replace(entry, memory_bytes=entry.memory_bytes | activations)
+        tell(run, replace(entry, validation=validation))
         stop = any_rank(run.wish.wished, run.engine.world)
         if last or stop or due(at.step, config.save_every):
             save_run(run.prepared, run.engine, at)
@@ -199,7 +207,7 @@ def evaluate(run: Run) -> float:
 def record(run: Run, done: StepMetrics, at: Position, seconds: float) -> Record:
     """The step as a record. MFU: this rank's share of the model's operations over its peak."""
     flops = done.tokens / run.engine.world.size * flops_per_token(run.prepared.sizes)
-    look = at.step % MEMORY_EVERY == 0 or at.step in (1, run.prepared.config.train.steps)
+    look = at.step % MEMORY_EVERY == 0 or at.step in (1, 2, run.prepared.config.train.steps)
     return Record(
         step=at.step,
         consumed=at.consumed,

@@ -25,7 +25,8 @@ class Record:
 
     `loss` is the mean over the global batch's `tokens`, in nats; `validation` is set where the
     step ended with an evaluation. `sent_bytes`, `mfu` and `memory_bytes` (by category) are those
-    of rank 0; `seconds` is the step alone, without evaluation and saving.
+    of rank 0; `seconds` is the step alone, without evaluation and saving. Activations are those at
+    the peak of the run's second step, the rest what is held between steps.
     """
 
     step: int
