@@ -266,7 +266,7 @@ class _Columns(torch.autograd.Function):
         """`y` as it is, one more reader of the entry."""
         ctx.entry, ctx.weight = entry, weight
         entry.read()
-        return y.view_as(y)
+        return y.detach()  # no view of y: its reader may work in place
 
     @staticmethod
     @once_differentiable

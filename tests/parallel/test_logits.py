@@ -19,6 +19,7 @@ from tests.pool import run_gloo, run_threads
 V = 7
 ROWS = torch.tensor([[0, 2, 1], [1, 1, 0]])
 MASK = torch.tensor([[True, False, True], [False, False, True]])
+SEVEN = torch.arange(V)
 Function = Callable[[Any], Any]
 
 
@@ -165,6 +166,8 @@ ON_THE_WHOLE: dict[str, Function] = {
         x.flatten(0, 1), ROWS.flatten(), weight=torch.arange(V).double()
     ),
     "classes in dim 1": lambda x: F.cross_entropy(x.transpose(1, 2), ROWS),
+    "positions in the last dim": lambda x: F.cross_entropy(x, torch.arange(2 * V).view(2, V) % 3),
+    "as many classes as words": lambda x: F.cross_entropy(x[:, SEVEN % 3], SEVEN.repeat(2, 1)),
 }
 IN_PLACE: dict[str, Function] = {
     "a tensor added": changed(lambda x: x.add_(torch.arange(V))),
@@ -189,6 +192,19 @@ def test_what_leaves_columns_apart_is_done_on_the_columns(name):
 def test_everything_else_is_done_on_the_whole(name):
     """Right, plain and gathered: also where others use log_softmax (pytorch#190746)."""
     run_threads(3, same, ON_THE_WHOLE[name], False)
+
+
+def test_logits_are_gathered_once_for_one_function():
+    """However often they are among its arguments; others are gathered each."""
+
+    def counted(world: World) -> tuple[int, int]:
+        logits = held(world, sample())[1]
+        torch.stack([logits, logits])
+        once = gathers(world)
+        torch.stack([logits, logits.detach()])
+        return once, gathers(world) - once
+
+    assert run_threads(2, counted) == [(1, 2)] * 2
 
 
 def everything(world: World) -> None:

@@ -1,5 +1,6 @@
 """An embedding whose rows are cut looks up what the whole one does."""
 
+import copy
 import gc
 from typing import Any
 
@@ -10,12 +11,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import shardwise as sw
 from shardwise.comm.door import move
 from shardwise.comm.uneven import part
 from shardwise.comm.world import World, alone
 from shardwise.core.cut import Cut, even
 from shardwise.core.errors import InputError
 from shardwise.core.layout import I, P, R, S
+from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.parallel.cross_entropy import cross_entropy
 from shardwise.parallel.logits import Logits
 from shardwise.parallel.vocabulary import embed
@@ -257,3 +260,33 @@ def test_training_with_a_tied_head_takes_the_same_steps(run, ranks, vocabulary):
     assert expected[-1] < expected[0] * 0.6
     for found in run(ranks, trained, vocabulary):
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+WORDS = GPTConfig(
+    vocabulary=33, width=16, layers=1, heads=2, kv_heads=2, hidden=32, sequence=8, tied=True
+)
+
+
+def masked_in_place(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """A loss of a program that works in place: cooled, and without the last three words."""
+    logits = model(batch["inputs"]).div_(2.0)
+    logits[..., 30:] = -1e4
+    return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+
+
+def stepped(world: World, model: nn.Module, plan: str) -> list[float]:
+    ids = torch.arange(36).view(4, 9) % 30
+    batch = {"inputs": ids[:, :-1], "targets": ids[:, 1:]}
+    engine = sw.parallelize(
+        copy.deepcopy(model), plan, world, optimizer=sw.SGD(lr=0.1), loss=masked_in_place
+    )
+    return [engine.step(batch).loss for _ in range(3)]
+
+
+@pytest.mark.parametrize("plan", ["tp2 fp64", "tp2 sp fp64"])
+def test_a_program_that_changes_its_logits_in_place_trains_the_same(plan):
+    """What the engine's layers return may be written to, as what one process computes."""
+    model = GPT(WORDS)
+    expected = stepped(alone(), model, "fp64")
+    for found in run_threads(2, stepped, model, plan):
+        assert found == pytest.approx(expected, rel=1e-10)
