@@ -67,11 +67,10 @@ def test_parity_in_fp32(plan: str):
     assert_counted(ranks)
 
 
-@pytest.mark.parametrize("tensor", ["tp2", "tp2 sp"])
 @pytest.mark.parametrize("name", KINDS)
-def test_tables_of_ones_own_train(name: str, tensor: str):
+def test_tables_of_ones_own_train(name: str):
     """Models with biases, packed weights, recomputation, frozen parts: parity, bytes and memory."""
-    case = Case(f"{tensor} fp64 accumulate:2", clip=0.5, **SGD)
+    case = Case("tp2 sp fp64 accumulate:2", clip=0.5, **SGD)
     ranks = run_threads(2, train, task(name), case)
     assert_parity(ranks, whole_run(task(name), case), 1e-10)
     assert_counted(ranks)

@@ -133,7 +133,7 @@ def test_help_needs_no_torch(argv: tuple[str, ...]) -> None:
         (("train", "{example}", "--nproc", "99999999"), "99999999 processes on this machine"),
         (("train", "{example}", "--set", "data.source=absent.txt"), "absent.txt"),
         (("train", "{example}", "--resume"), "no checkpoint"),
-        (("plan", "dp2 tp2"), "tensor parallelism"),
+        (("plan", "dp2 pp2"), "pipelines are not in this version"),
     ],
 )
 def test_bad_input_is_a_paragraph_and_exit_code_2(
