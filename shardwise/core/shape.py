@@ -30,15 +30,14 @@ ELEMENT_BYTES: dict[str, int] = {
 class ParamShape:
     """One parameter: full name in the model, dims, element type by torch's name, trainability.
 
-    On a tensor axis `shape` is of this rank's part, `whole` the elements of all of it (0: as many),
-    `kept` a word for how ranks hold it, and `sums` the ranks that each have a part of its gradient.
+    On a tensor axis `shape` is of this rank's part, `kept` a word for how ranks hold it, and `sums`
+    the ranks that each have a part of its gradient.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
     trainable: bool = True
-    whole: int = 0
     kept: str = ""
     sums: int = 1
 

@@ -1,6 +1,5 @@
 """this file is an engine as numbers: its model's shape and its optimizer's, for predictions."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -39,8 +38,7 @@ def _params(engine: Any, groups: Sequence[Flat]) -> tuple[ParamShape, ...]:
     for group in groups:
         for name, shape in zip(group.names, group.shapes, strict=True):
             held = engine.tensors.of(name)
-            whole = math.prod(held.cut.whole_shape(shape)) if held.cut else 0
-            how = whole, held.kind, held.sums.size
+            how = held.kind, held.sums.size
             found.append(ParamShape(name, tuple(shape), _name(group.dtype), group.trained, *how))
     return tuple(found)
 

@@ -76,20 +76,18 @@ class Stream:
 
     def gather(self, x: Tensor) -> Tensor:
         """The whole sequence of `x`, which ranks go on to use differently."""
-        if not self.split:
-            return x
-        dim = x.dim() - 2
-        crossing = self._note(x, S(0), R, x.numel() * self.axis.size)
-        whole = _heard(move(x, self.axis, S(dim), R), crossing).narrow(dim, 0, self.whole)
-        return whole.contiguous()
+        return self._whole(x, R)
 
     def unsplit(self, x: Tensor) -> Tensor:
         """The whole sequence of `x`, with which every rank goes on alike."""
+        return self._whole(x, I)
+
+    def _whole(self, x: Tensor, dst: Placement) -> Tensor:
         if not self.split:
             return x
         dim = x.dim() - 2
-        crossing = self._note(x, S(0), I, x.numel() * self.axis.size)
-        whole = _heard(move(x, self.axis, S(dim), I), crossing)
+        crossing = self._note(x, S(0), dst, x.numel() * self.axis.size)
+        whole = _heard(move(x, self.axis, S(dim), dst), crossing)
         return whole.narrow(dim, 0, self.whole).contiguous()
 
     def scatter(self, x: Tensor) -> Tensor:

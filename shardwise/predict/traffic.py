@@ -27,6 +27,7 @@ from shardwise.core.moves import price
 from shardwise.core.plan import Plan
 from shardwise.core.shape import Crossing, ModelShape
 from shardwise.predict.group import Group, groups
+from shardwise.predict.tensor import loss_bytes
 
 TENSOR = "tp"  # the axis of tensor parallelism
 FACT_BYTES = 8  # facts are added as doubles: a count of tokens must not be rounded
@@ -64,6 +65,11 @@ class Tariff:
         """The sum of gradients of which so many tensor ranks each have a part."""
         step = price(P, R, numel, ranks)
         self._add(Line(TENSOR, step.what, "backward"), round(step.sent) * element_bytes)
+
+    def loss(self, positions: int, number_bytes: int) -> None:
+        """A cross-entropy over the words that tensor ranks share."""
+        sent_bytes = loss_bytes(positions, self.size(TENSOR), element_bytes=number_bytes)
+        self._add(Line(TENSOR, "all_reduce", "forward"), sent_bytes)
 
     def broadcast(self, stored_bytes: int, phase: str) -> None:
         """The first rank of each data axis hands so many bytes to each of the others."""
@@ -108,13 +114,13 @@ def step_bytes(
 
 
 def activation_bytes(
-    plan: Plan, crossings: Sequence[Crossing], losses: Sequence[int], loss_bytes: int = 4
+    plan: Plan, crossings: Sequence[Crossing], losses: Sequence[int], number_bytes: int = 4
 ) -> dict[Line, int]:
     """The bytes a rank sends along the tensor axis for the activations of a step.
 
-    Each crossing moves forward as it says, and its gradient the other way between the duals. Of a
-    cross-entropy over `losses` positions whose logits stay cut, the largest logit of each position
-    is agreed on, then two sums, `loss_bytes` each. (arXiv 1909.08053, section 3.)
+    Each crossing moves forward as it says, and its gradient the other way between the duals.
+    `losses` are the positions of each cross-entropy whose logits stay cut (see predict/tensor.py),
+    which sums numbers of `number_bytes`.
     """
     tariff = Tariff(plan, 0)
     for one in crossings:
@@ -123,8 +129,7 @@ def activation_bytes(
             back = one.dst.dual, one.src.dual
             tariff.move(TENSOR, *back, one.numel, one.element_bytes, "backward")
     for positions in losses:
-        tariff.move(TENSOR, P, R, positions, loss_bytes, "forward")
-        tariff.move(TENSOR, P, R, 2 * positions, loss_bytes, "forward")
+        tariff.loss(positions, number_bytes)
     return tariff.sent_bytes
 
 
