@@ -1,0 +1,197 @@
+"""this file is which modules begin the stages of a pipeline: by parameters, by time, or by hand.
+
+    embed  blocks.0  blocks.1 | blocks.2  blocks.3 | blocks.4  blocks.5  norm  head      pp3
+                              starts = ("blocks.2", "blocks.4")
+
+What is cut between are the elements of the model's repeated block; what stands around them goes
+with its neighbour.  With more stages than blocks the cut may be before any layer.  The stages are
+contiguous, and the heaviest is as light as can be (core/balance.py).
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from shardwise.core.balance import balanced
+from shardwise.core.errors import bad
+from shardwise.parallel.layers import Layer, layers
+from shardwise.parallel.units import choose
+
+#: Modules of transformers' models that are not called where they are defined, by model type, and
+#: the module in whose stage they are.
+_BESIDE: Final[dict[str, dict[str, str]]] = {
+    "opt": {"model.decoder.final_layer_norm": "lm_head", "model.decoder.project_out": "lm_head"},
+}
+
+
+def starts(
+    model: nn.Module,
+    stages: int,
+    given: Sequence[str] | None = None,
+    beside: Mapping[str, str] | None = None,
+) -> tuple[str, ...]:
+    """The names of the modules that begin stages 1 to `stages` - 1.
+
+    `given` are they, or None for stages whose largest has as few parameters as can be; of equally
+    good cuts the earliest. Deterministic, so that every rank finds the same. `beside` is that of
+    Stages (cut.py).
+
+    Raises:
+        InputError: fewer layers than stages; names that are not the model's, too few or too many.
+    """
+    beside = _beside(model, beside)
+    if given is not None:
+        if len(given) != stages - 1:
+            raise bad(
+                f"{len(given)} starts ({', '.join(given) or 'none'}) for {stages} stages",
+                f"{stages - 1}: the first module of each stage but the first",
+                ", ".join(starts(model, stages, None, beside)),
+            )
+        layers(model, given, beside)
+        return tuple(given)
+    cuts = candidates(model, stages, beside)
+    weights = [0] * len(cuts)
+    seen: set[tuple[int, int]] = set()
+    for name, layer in layers(model, cuts[1:], beside).items():
+        for stage in layer.stages:
+            for p in model.get_submodule(name).parameters():
+                weights[stage] += p.numel() * ((stage, id(p)) not in seen)
+                seen.add((stage, id(p)))
+    return tuple(cuts[i] for i in balanced(weights, stages))
+
+
+def balance_by_time(
+    model: nn.Module,
+    call: Callable[[nn.Module], Any],
+    stages: int,
+    repeats: int = 3,
+    beside: Mapping[str, str] | None = None,
+) -> tuple[str, ...]:
+    """The same by the measured times of the layers' forwards, the least of `repeats` runs.
+
+    `call(model)` runs the whole model on this device, without gradients; the backward pass is
+    taken to be proportional. Ranks measure differently: one is to decide for all.
+
+    Raises:
+        InputError: fewer layers than stages, a model that is not on a device.
+    """
+    if any(p.is_meta for p in model.parameters()):
+        raise bad(
+            f"a {type(model).__name__} on the meta device, whose layers take no time",
+            "a model on the device that it will run on",
+            "starts(model, stages), by parameters",
+        )
+    beside = _beside(model, beside)
+    cuts = candidates(model, stages, beside)
+    found = layers(model, cuts[1:], beside)
+    runs = [_timed(model, found, len(cuts), call) for _ in range(repeats + 1)]
+    weights = [min(times) for times in zip(*runs[1:], strict=True)]
+    return tuple(cuts[i] for i in balanced(weights, stages))
+
+
+def _timed(
+    model: nn.Module, found: Mapping[str, Layer], pieces: int, call: Callable[[nn.Module], Any]
+) -> list[float]:
+    """Seconds that the layers of each piece take in one run."""
+    taken = [0.0] * pieces
+    began: dict[str, float] = {}
+
+    def begin(name: str, module: nn.Module, _: Any) -> None:
+        began[name] = _now(module)
+
+    def end(name: str, module: nn.Module, *_: Any) -> None:
+        taken[found[name].stages[0]] += _now(module) - began[name]
+
+    handles = []
+    for name in found:
+        module = model.get_submodule(name)
+        handles.append(module.register_forward_pre_hook(partial(begin, name)))
+        handles.append(module.register_forward_hook(partial(end, name)))
+    try:
+        with torch.no_grad():
+            call(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return taken
+
+
+def _now(module: nn.Module) -> float:
+    if any(p.is_cuda for p in module.parameters(recurse=True)):
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def candidates(model: nn.Module, stages: int, beside: Mapping[str, str]) -> tuple[str, ...]:
+    """The modules between which `model` may be cut into so many stages, in their order.
+
+    Raises:
+        InputError: fewer layers than stages.
+    """
+    blocks = _planned(model) or [spec.name for spec in choose(model) if spec.block]
+    if len(blocks) >= stages:
+        return tuple(blocks)
+    every = tuple(name for name in layers(model, blocks[1:]) if name not in beside)
+    if len(every) < stages:
+        raise bad(
+            f"{stages} stages for a {type(model).__name__} of {len(every)} layers",
+            f"as many as there are layers at most: {', '.join(every[:6])}",
+            f"pp{len(every)}",
+        )
+    return every
+
+
+def _planned(model: nn.Module) -> list[str]:
+    """The elements of the lists in the plan that the configuration of a model of transformers has.
+
+    `base_model_pp_plan` names the modules that are called one after the other.
+    """
+    return [
+        f"{name}.{key}"
+        for name in _chain(model)
+        for module in (model.get_submodule(name),)
+        if isinstance(module, nn.ModuleList)
+        for key in module._modules
+    ]
+
+
+def _chain(model: nn.Module) -> list[str]:
+    """The names in that plan that the model has, in its order."""
+    plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
+    base = getattr(model, "base_model_prefix", "")
+    prefix = f"{base}." if isinstance(getattr(model, base, None), nn.Module) else ""
+    known = dict(model.named_modules())
+    return [f"{prefix}{key}" for key in plan if f"{prefix}{key}" in known]
+
+
+def _beside(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]:
+    return {**misplaced(model), **(given or {})}
+
+
+def misplaced(model: nn.Module) -> dict[str, str]:
+    """What is not called where it is defined, and the module whose stage it is in.
+
+    Known for models of transformers: from their plan, which is in the order of the calls, and from
+    a table here. Another model's modules are defined in the order of their calls.
+    """
+    known = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    at = {name: i for i, name in enumerate(known)}
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    found = {
+        name: other
+        for name, other in _BESIDE.get(kind if isinstance(kind, str) else "", {}).items()
+        if name in at and other in at
+    }
+    chain = _chain(model)
+    lists = [name for name in chain if isinstance(model.get_submodule(name), nn.ModuleList)]
+    for name in chain:
+        for block in lists:
+            elements = [key for key in known if key.rpartition(".")[0] == block]
+            late = chain.index(name) > chain.index(block)
+            if name != block and elements and late != (at[name] > at[block]):
+                found[name] = elements[-1] if late else elements[0]
+    return found

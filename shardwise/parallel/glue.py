@@ -1,0 +1,132 @@
+"""this file is how the glue of a model is met: the operations between its layers, one by one.
+
+`Glue` is a mode of torch: it sees each function that the user's forward calls outside of layers,
+and asks its player what an operation on values does.  What is asked *of* a value is not glue, and
+is answered at once: a value that is absent has the shape and dtype of the real one, and says that
+it is on the real one's device.  Nor is an operation that takes only the shape or the dtype of a
+value, as `mask.to(x)` or `angle.type_as(x)`: it is common.
+
+Inside of a layer the mode is off the stack, and costs nothing.
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
+
+
+class Player(Protocol):
+    """Who says what an operation, or the call of a layer, does."""
+
+    def common(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any: ...
+    def op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any: ...
+    def layer(self, of: Any, args: Any, kwargs: dict[str, Any]) -> Any: ...
+
+
+#: What a value says of where it is, by the device of the real one.
+_ANSWERS: Final[dict[Any, Callable[[torch.device], Any]]] = {
+    Tensor.device.__get__: lambda device: device,
+    Tensor.get_device: lambda device: -1 if device.index is None else device.index,
+    **{
+        getattr(Tensor, f"is_{kind}").__get__: lambda device, kind=kind: device.type == kind
+        for kind in ("cpu", "cuda", "mps", "xpu", "meta")
+        if hasattr(Tensor, f"is_{kind}")
+    },
+}
+#: What takes only the dtype or the shape of its second argument.
+_LENT: Final[dict[Any, Callable[..., Tensor]]] = {
+    Tensor.to: lambda x, like, *how, **named: x.to(like.dtype, *how, **named),
+    Tensor.type_as: lambda x, like: x.to(like.dtype),
+    Tensor.expand_as: lambda x, like: x.expand(like.shape),
+    Tensor.view_as: lambda x, like: x.view(like.shape),
+    Tensor.reshape_as: lambda x, like: x.reshape(like.shape),
+}
+
+
+class Seen:
+    """Which tensors are values, and their numbers; tensors are not kept alive.
+
+    `parameters` are values from the start, by id: somebody else keeps them.
+    """
+
+    def __init__(self, parameters: Mapping[int, int]) -> None:
+        self.parameters = parameters
+        self.table: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+    def put(self, x: Tensor, number: int) -> None:
+        self.table[id(x)] = (weakref.ref(x), number)
+
+    def number(self, x: Tensor) -> int | None:
+        """The number of the value that `x` is; None if it is none."""
+        found = self.table.get(id(x))
+        if found is not None and found[0]() is x:
+            return found[1]
+        return self.parameters.get(id(x))
+
+    def any(self, values: Iterable[Any]) -> bool:
+        """Whether a value is among these, in any lists."""
+        for x in values:
+            if isinstance(x, Tensor):
+                if self.number(x) is not None:
+                    return True
+            elif isinstance(x, tuple | list):
+                if self.any(x):
+                    return True
+            elif isinstance(x, dict) and self.any(x.values()):
+                return True
+        return False
+
+
+class Glue(TorchFunctionMode):
+    """Around a forward: what is met goes to `player`. `device` is where the real values are."""
+
+    def __init__(self, player: Player, seen: Seen, device: torch.device) -> None:
+        super().__init__()
+        self.player, self.seen, self.device = player, seen, device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if not (self.seen.any(args) or (kwargs and self.seen.any(kwargs.values()))):
+            return self.player.common(func, args, kwargs)
+        if func in _LENT and self._lends(args):
+            return _LENT[func](*args, **kwargs)
+        if func in _ANSWERS and args[0].is_meta:
+            return _ANSWERS[func](self.device)
+        return self.player.op(func, args, kwargs)
+
+    def _lends(self, args: Any) -> bool:
+        lent = len(args) > 1 and isinstance(args[1], Tensor)
+        return lent and self.seen.number(args[0]) is None
+
+    def layer(self, of: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The call of a layer, with this mode off the stack and those of the user on it."""
+        stack = _get_current_function_mode_stack()
+        depth = next((i for i, mode in enumerate(stack) if mode is self), len(stack))
+        above = stack[depth + 1 :]
+        _take(len(stack) - depth)
+        _give(above)
+        try:
+            return self.player.layer(of, args, kwargs)
+        finally:
+            _take(len(above))
+            _give(stack[depth:])
+
+
+def _take(count: int) -> None:
+    for _ in range(count):
+        _pop_mode()
+
+
+def _give(modes: Iterable[TorchFunctionMode]) -> None:
+    for mode in modes:
+        _push_mode(mode)

@@ -1,0 +1,143 @@
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.errors import InputError
+from shardwise.engine.stages import balance_by_time, misplaced, starts
+from shardwise.models import gpt
+from shardwise.models.registry import find
+
+
+def small(layers: int = 6, tied: bool = False, vocabulary: int = 8) -> gpt.GPT:
+    return gpt.GPT(gpt.GPTConfig(vocabulary, layers, 8, 2, 2, 8, 8, tied))
+
+
+def test_stages_are_cut_between_blocks_of_equal_weight():
+    """Six equal blocks in three stages, with small ends: two each."""
+    assert starts(small(), 3) == ("blocks.2", "blocks.4")
+
+
+def test_a_large_vocabulary_makes_the_ends_shorter():
+    """Embedding and head weigh three blocks each, so the middle stage has most of the blocks."""
+    model = small(vocabulary=200)  # 1600 weights, a block has 464
+    assert starts(model, 3) == ("blocks.1", "blocks.5")
+
+
+def test_a_tied_head_weighs_in_both_stages_that_hold_it():
+    """Tied or not, the last stage holds the matrix."""
+    assert starts(small(vocabulary=200, tied=True), 3) == starts(small(vocabulary=200), 3)
+
+
+def test_one_stage_has_no_start():
+    """A world of one needs no cut."""
+    assert starts(small(), 1) == ()
+
+
+def test_with_more_stages_than_blocks_any_layer_may_begin_one():
+    """Two blocks in four stages: the embedding alone, and the head; the norm where it is light."""
+    assert starts(small(layers=2, vocabulary=112), 4) == ("blocks.0", "blocks.1", "head")
+
+
+def test_a_sequential_is_cut_between_its_layers():
+    """Modules of one class in a list are what repeats."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    assert starts(model, 3) == ("2", "4")
+
+
+def test_stages_by_hand_are_those_given():
+    """Any module that is called may begin a stage."""
+    assert starts(small(), 3, ["blocks.1", "head"]) == ("blocks.1", "head")
+
+
+GIVEN = {
+    "too few": (["blocks.1"], r"1 starts \(blocks\.1\) for 3 stages.*blocks\.2, blocks\.4"),
+    "none": ([], r"0 starts \(none\) for 3 stages"),
+    "unknown": (["blocks.1", "haed"], r'"haed", which is no module of the GPT.*Write.*"head"'),
+}
+
+
+@pytest.mark.parametrize("given", GIVEN)
+def test_starts_by_hand_that_do_not_fit_are_refused(given: str):
+    """With those that would, or the name that is nearest."""
+    names, text = GIVEN[given]
+    with pytest.raises(InputError, match=text):
+        starts(small(), 3, names)
+
+
+def test_fewer_layers_than_stages_are_refused():
+    """The error says how many there are, and the degree to write."""
+    text = r"6 stages for a GPT of 5 layers.*embed, blocks\.0, blocks\.1, norm, head.*pp5"
+    with pytest.raises(InputError, match=text):
+        starts(small(layers=2), 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "first"),
+    [("llama", "model.layers.1"), ("gpt2", "transformer.h.1"), ("bert", "bert.encoder.layer.1")],
+)
+def test_models_of_transformers_are_cut_between_their_layers(name: str, first: str):
+    """By the plan of the configuration where there is one, else by the repeated class."""
+    pytest.importorskip("transformers")
+    assert starts(find(f"hf:{name}").build(), 2) == (first,)
+
+
+def test_a_plan_of_transformers_wins_over_the_repeated_class():
+    """`base_model_pp_plan` says which list is gone through."""
+
+    class Config:
+        model_type = "other"
+        base_model_pp_plan: ClassVar = {"embed": (), "blocks": (), "norm": ()}
+
+    class Planned(nn.Module):
+        base_model_prefix = "base"
+        config = Config()
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = nn.Module()
+            self.base.norm = nn.Linear(4, 4)
+            self.base.embed = nn.Linear(4, 4)
+            self.base.heavy = nn.ModuleList(nn.Linear(40, 40) for _ in range(3))
+            self.base.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    assert starts(Planned(), 3) == ("base.blocks.1", "base.blocks.2")
+    assert misplaced(Planned()) == {"base.norm": "base.blocks.2"}
+
+
+class Clock:
+    """A clock that only layers move."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+class Slow(nn.Module):
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        super().__init__()
+        self.clock, self.seconds, self.weight = clock, seconds, nn.Parameter(torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.clock.now += self.seconds
+        return x + self.weight
+
+
+def test_stages_by_time_balance_what_layers_take(monkeypatch: pytest.MonkeyPatch):
+    """One slow layer of four is a stage of its own, though all have as many parameters."""
+    clock = Clock()
+    monkeypatch.setattr("shardwise.engine.stages.time", clock)
+    model = nn.Sequential(*[Slow(clock, seconds) for seconds in (1, 1, 9, 1)])
+    assert starts(model, 3) == ("1", "2")
+    assert balance_by_time(model, lambda m: m(torch.zeros(1)), 3) == ("2", "3")
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model)
+
+
+def test_a_model_without_memory_cannot_be_timed():
+    """The error names what can be done instead."""
+    with torch.device("meta"):
+        model = small()
+    with pytest.raises(InputError, match=r"on the meta device.*starts\(model, stages\)"):
+        balance_by_time(model, lambda m: m(torch.zeros(1, 2).long()), 2)
