@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.overrides import (
     TorchFunctionMode,
+    _get_current_function_mode,
     _get_current_function_mode_stack,
     _pop_mode,
     _push_mode,
@@ -110,6 +111,12 @@ class Glue(TorchFunctionMode):
 
     def layer(self, of: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """The call of a layer, with this mode off the stack and those of the user on it."""
+        if _get_current_function_mode() is self:  # as nearly always
+            _pop_mode()
+            try:
+                return self.player.layer(of, args, kwargs)
+            finally:
+                _push_mode(self)
         stack = _get_current_function_mode_stack()
         depth = next((i for i, mode in enumerate(stack) if mode is self), len(stack))
         above = stack[depth + 1 :]
