@@ -6,12 +6,13 @@ use `move`.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.door import carry_out, start
+from shardwise.comm.transport import Pending, Transport
 from shardwise.comm.world import Axis
 from shardwise.core.layout import P, R, S
 from shardwise.core.moves import price
@@ -121,6 +122,42 @@ def receive(out: Tensor, axis: Axis, source: int) -> Tensor:
     """Overwrite `out` with what rank `source` sends; returns `out`."""
     axis.transport.receive(out, source).wait()
     return out
+
+
+def begin_send(x: Tensor, axis: Axis, to: int) -> Pending:
+    """Begin to hand `x` (any shape) to rank `to`, which begins to receive it; wait for none of it.
+
+    Until the end of it `x` is left alone.  Messages from one rank to another arrive in the order
+    in which they were begun.  Those up the axis and those down it have a queue each, `transport`
+    and `behind`: NCCL does what two ranks give to one queue in turn, so that of two that send to
+    each other each would wait for the other to receive.  What `begin_send` sends `begin_receive`
+    takes; what `send` sends, `receive`.
+    """
+    pending = _way(axis, axis.rank, to).send(x.detach().contiguous(), to)
+    _count(axis, "send", x.numel(), x)
+    return pending
+
+
+def begin_receive(out: Tensor, axis: Axis, source: int) -> Pending:
+    """Begin to overwrite `out` (contiguous) with what rank `source` sends by `begin_send`."""
+    return _way(axis, source, axis.rank).receive(out, source)
+
+
+def open_ways(axis: Axis, ways: Iterable[tuple[int, int]], device: torch.device) -> None:
+    """Make ready to `begin_send` along these ways, each from a rank to another; called by all.
+
+    NCCL joins two ranks at their first message, for which both must come.  So before messages go
+    as they will, one goes each way, in one order on all ranks.  They are not counted.
+    """
+    for source, to in sorted(set(ways)):
+        if axis.rank == source:
+            _way(axis, source, to).send(torch.zeros(1, device=device), to).wait()
+        elif axis.rank == to:
+            _way(axis, source, to).receive(torch.zeros(1, device=device), source).wait()
+
+
+def _way(axis: Axis, source: int, to: int) -> Transport:
+    return axis.transport if source < to else axis.behind
 
 
 def barrier(axis: Axis) -> None:

@@ -44,6 +44,7 @@ class Trace(Transport):
         return Pending()
 
     def receive(self, x: Tensor, source: int) -> Pending:
+        x.zero_()
         return Pending()
 
     def barrier(self) -> None:
