@@ -139,45 +139,41 @@ class _Graph:
     """The graph of a stage: every node with its edges, parents first, and the way to `ends`."""
 
     def __init__(self, outputs: Sequence[GradientEdge], ends: Collection[Node]) -> None:
-        self.roots = [edge.node for edge in outputs]
-        self.nodes = _parents_first(self.roots)
+        self.outputs = outputs
+        self.nodes = _parents_first(edge.node for edge in outputs)
         self.way = set(ends) & self.nodes.keys()
         for node in reversed(self.nodes):
             if any(child in self.way for child, _ in self.nodes[node]):
                 self.way.add(node)
-        self.into: dict[Node, set[tuple[Node | None, int]]] = {node: set() for node in self.nodes}
-        for edge in outputs:
-            self.into[edge.node].add((None, edge.output_nr))
-        for node, edges in self.nodes.items():
-            for child, number in edges:
-                if child is not None:
-                    self.into[child].add((node, number))
 
     @property
     def can_be_halved(self) -> bool:
         """Whether autograd goes through it in parts, each of its branches once."""
-        reentrant = any(node.name() == "CheckpointFunctionBackward" for node in self.nodes)
+        own = (node.name() for node in self.nodes if isinstance(node, BackwardCFunction))
+        reentrant = "CheckpointFunctionBackward" in own
         return not reentrant and not any(map(_hooked, self.nodes.keys() - self.way))
 
     def forks(self) -> list[_Fork]:
         """The forks, those nearest to the outputs first."""
         branches = {node: found for node in self.nodes if (found := self._branches(node))}
-        leaves = {n: self._leaves(edge.node for edge in branches[n].values()) for n in branches}
-        others = self._leaves(node for node in self.roots if node not in self.way)
+        leaves = {node: _leaves(edge.node for edge in branches[node].values()) for node in branches}
+        others = _leaves(edge.node for edge in self.outputs if edge.node not in self.way)
         users = Counter(leaf for found in (*leaves.values(), others) for leaf in found)
-        return [
-            _Fork(
-                node,
-                branches[node],
-                [GradientEdge(node, k) for k in sorted({k for _, k in self.into[node]})],
-                [_parameter(leaf) for leaf in leaves[node]],
-                again=self._can_be_passed_again(node, branches[node].values()),
-                alone=all(users[leaf] == 1 for leaf in leaves[node]),
-            )
-            for node in branches
-        ]
+        ends = {edge.node for found in branches.values() for edge in found.values()}
+        into = self._into({*branches, *ends})
+        forks: list[_Fork] = []
+        for node, found in branches.items():
+            # asked for its branches alone, autograd goes through this node and no other
+            own = all({parent for parent, _ in into[e.node]} == {node} for e in found.values())
+            again = own and not isinstance(node, BackwardCFunction) and not _hooked(node)
+            alone = all(users[leaf] == 1 for leaf in leaves[node])
+            entries = [GradientEdge(node, k) for k in sorted({k for _, k in into[node]})]
+            parameters = [getattr(leaf, "variable") for leaf in leaves[node]]  # noqa: B009
+            forks.append(_Fork(node, found, entries, parameters, again, alone))
+        return forks
 
     def _branches(self, node: Node) -> dict[int, GradientEdge]:
+        """The edges by which a node of the way leaves it."""
         if node not in self.way:
             return {}
         return {
@@ -186,15 +182,23 @@ class _Graph:
             if child is not None and child not in self.way
         }
 
-    def _leaves(self, roots: Iterable[Node]) -> list[Node]:
-        """The nodes below that hold parameters."""
-        below = _parents_first(roots)
-        return [n for n in below if not isinstance(n, BackwardCFunction) and hasattr(n, "variable")]
+    def _into(self, nodes: Collection[Node]) -> dict[Node, set[tuple[Node | None, int]]]:
+        """From where, and with which of their outputs, gradients come to these nodes."""
+        into: dict[Node, set[tuple[Node | None, int]]] = {node: set() for node in nodes}
+        for edge in self.outputs:
+            if edge.node in into:
+                into[edge.node].add((None, edge.output_nr))
+        for node, edges in self.nodes.items():
+            for child, number in edges:
+                if child in into:
+                    into[child].add((node, number))
+        return into
 
-    def _can_be_passed_again(self, node: Node, branches: Iterable[GradientEdge]) -> bool:
-        """Whether autograd, asked for the branches alone, goes through this node and no other."""
-        own = all({parent for parent, _ in self.into[edge.node]} == {node} for edge in branches)
-        return own and not isinstance(node, BackwardCFunction) and not _hooked(node)
+
+def _leaves(roots: Iterable[Node]) -> list[Node]:
+    """The nodes below that hold parameters."""
+    below = _parents_first(roots)
+    return [n for n in below if not isinstance(n, BackwardCFunction) and hasattr(n, "variable")]
 
 
 def _parents_first(roots: Iterable[Node]) -> dict[Node, Edges]:
@@ -261,10 +265,6 @@ def _keep(
 def _arrived(places: Iterable[GradientEdge], grads: Sequence[Tensor | None]) -> list[Arrival]:
     pairs = zip(places, grads, strict=True)
     return [(place, grad) for place, grad in pairs if grad is not None]
-
-
-def _parameter(leaf: Node) -> Tensor:
-    return getattr(leaf, "variable")  # noqa: B009
 
 
 def _hooked(node: Node) -> bool:
