@@ -91,9 +91,14 @@ def used_twice(m: Any, x: Tensor) -> Tensor:
     return torch.tanh(x @ w) @ w
 
 
+def twice(m: Any, x: Tensor) -> Tensor:
+    w = m.w.sin()[:ROWS]
+    return torch.addcmul(x, w, w) @ m.w
+
+
 def made_of_another(m: Any, x: Tensor) -> Tensor:
     w = m.w.sin()
-    return torch.tanh(x @ w) @ w.exp() + m.w[:3]
+    return torch.tanh(x @ w) @ w.exp() + m.w[:ROWS]
 
 
 def looped(m: Any, x: Tensor) -> Tensor:
@@ -144,7 +149,11 @@ STAGES: dict[str, Callable[[], nn.Module]] = {
     "one scale thrice": stage(
         lambda m, x: ((x * m.w).sin() * m.w).cos() + m.w, w=lambda: weight(WIDTH)
     ),
-    "twice in one node": stage(lambda m, x: torch.addcmul(x, m.w[:3], m.w[:3]), w=weight),
+    "twice in one node": stage(lambda m, x: torch.addcmul(x, m.w[:ROWS], m.w[:ROWS]), w=weight),
+    "twice in one node, and elsewhere": stage(twice, w=weight),
+    "function of a function": stage(
+        lambda m, x: Product.apply(x, Same.apply(m.w), calls(m)), w=weight
+    ),
     "norm of two": stage(
         lambda m, x: m.norm(m.a(x)) * m.norm(m.b(x)),
         **dict.fromkeys("ab", linear),

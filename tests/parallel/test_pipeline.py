@@ -164,6 +164,29 @@ def test_two_ranks_send_to_each_other_at_once(run_on: Any):
     assert run_on(2, both_ways, 2_000_000) == [[[10.0], [11.0], [12.0]], [[0.0], [1.0], [2.0]]]
 
 
+def queues(world: World) -> list[tuple[int, int]]:
+    """Of both queues: how many messages of a loop over the ranks it takes, and brings."""
+    axis = world.on(Mesh((("pp", world.size),))).axis("pp")
+    schedule = lower(build("interleaved:2x2", world.size))
+    with ExitStack() as patches:
+        spies = [
+            [patches.enter_context(patch.object(q, name, wraps=getattr(q, name))) for name in NAMES]
+            for q in (axis.transport, axis.behind)
+        ]
+        run(schedule, axis, Layers(schedule, axis.rank, Size()))
+    return [(sends.call_count, receives.call_count) for sends, receives in spies]
+
+
+NAMES = ("send", "receive")
+
+
+def test_messages_up_and_down_the_axis_have_a_queue_each():
+    """Of two ranks with two stages each: 0 to 1 and 2 to 3 go up, 1 to 2 down; grads return."""
+    up = 2 * (2 * 2 + 1)  # two microbatches: two acts of two tensors, and a grad of one
+    down = 2 * (1 * 2 + 2)
+    assert run_threads(2, queues) == [[(up, 0), (0, down)], [(0, up), (down, 0)]]
+
+
 class Counted:
     """Sends or receives of a transport, and the most of them with one peer that were under way."""
 
