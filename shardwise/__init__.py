@@ -18,9 +18,10 @@ if TYPE_CHECKING:
     from shardwise.core.mesh import Mesh
     from shardwise.core.plan import Plan
     from shardwise.core.table import Table
-    from shardwise.engine.engine import Engine, Metrics
+    from shardwise.engine.engine import Engine
     from shardwise.engine.parallelize import parallelize
     from shardwise.engine.recipe import SGD, Adam, AdamW, Optim
+    from shardwise.engine.training import Metrics
     from shardwise.engine.wrap import DDP, FSDP, clip_grad_norm, no_sync
     from shardwise.parallel.cross_entropy import cross_entropy
 
@@ -34,7 +35,7 @@ _HOMES = {
     "clip_grad_norm": "engine.wrap",
     "no_sync": "engine.wrap",
     "Engine": "engine.engine",
-    "Metrics": "engine.engine",
+    "Metrics": "engine.training",
     "parallelize": "engine.parallelize",
     "Adam": "engine.recipe",
     "AdamW": "engine.recipe",

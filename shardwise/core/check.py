@@ -2,18 +2,22 @@
 
 from dataclasses import replace
 
-from shardwise.core.errors import Problem, refusal
+from shardwise.core.errors import InputError, Problem, refusal
 from shardwise.core.plan import Plan
+from shardwise.core.schedule.library import allowed
 from shardwise.core.words import WORDS, size_text
 
 __all__ = ["Problem", "problems", "require", "runnable_forms"]
 
 #: Axes that plans can be written with and this version cannot divide anything along.
 _LATER_AXES = {
-    "pp": "pipelines are",
     "cp": "context parallelism is",
     "ep": "expert parallelism is",
 }
+
+
+#: Schedules whose stages update by themselves, each on its own time.
+_STALE = ("pipedream", "2bw")
 
 
 def problems(plan: Plan, world_size: int | None = None) -> list[Problem]:
@@ -21,7 +25,7 @@ def problems(plan: Plan, world_size: int | None = None) -> list[Problem]:
 
     A plan that can run gives the empty list. Every remedy that is a plan can run itself.
     """
-    return [*_not_yet(plan), *_data_axes(plan), *_world(plan, world_size)]
+    return [*_not_yet(plan), *_pipeline(plan), *_data_axes(plan), *_world(plan, world_size)]
 
 
 def require(plan: Plan, world_size: int | None = None) -> None:
@@ -58,12 +62,24 @@ def _later(plan: Plan) -> list[tuple[str, str]]:
         for name, size in plan.axes
         if name in _LATER_AXES and size > 1
     ]
-    said += [(plan.schedule, "pipeline schedules are")] if plan.schedule else []
+    stale = plan.schedule if plan.schedule and plan.schedule.startswith(_STALE) else None
+    said += [(stale, "schedules that update by themselves are")] if stale else []
     said += [(f"recompute:{plan.recompute}", "recomputation is")] if plan.recompute else []
     said += [(f"offload:{plan.offload}", "offload is")] if plan.offload else []
     if plan.buffers_bytes is not None:
         said.append((f"buffers:{size_text(plan.buffers_bytes)}", "a bound on buffers is"))
     return said
+
+
+def _pipeline(plan: Plan) -> list[Problem]:
+    """What the schedule forbids on so many ranks."""
+    if plan.pipeline is None:
+        return []
+    try:
+        allowed(plan.pipeline, plan.mesh.size_of("pp"))
+    except InputError as error:
+        return list(error.problems)
+    return []
 
 
 def _data_axes(plan: Plan) -> list[Problem]:
@@ -109,10 +125,12 @@ def _runnable(plan: Plan) -> Plan:
     axes = tuple(sizes.items()) if whole else (("dp", plan.data_size),)
     if not sizes:
         axes = ()
-    tensor = tuple((name, size) for name, size in plan.axes if name == "tp")
+    kept = tuple((name, size) for name, size in plan.axes if name in ("pp", "tp"))
+    stale = plan.schedule is not None and plan.schedule.startswith(_STALE)
     return Plan(
-        axes=(*axes, *tensor),
+        axes=(*axes, *kept),
         sp=plan.sp,
+        schedule=None if stale else plan.schedule,
         row=plan.row,
         precision=plan.precision,
         accumulate=plan.accumulate,
@@ -123,6 +141,12 @@ def _runnable(plan: Plan) -> Plan:
 def _fit(plan: Plan, world_size: int) -> Plan:
     """The nearest plan that this version runs on `world_size` ranks."""
     near = _runnable(plan)
+    stages = near.mesh.size_of("pp")
+    if stages > 1 and world_size % stages == 0:
+        inner = _fit(replace(near, axes=_without(near, "pp")), world_size // stages)
+        return replace(inner, axes=(("pp", stages), *inner.axes), schedule=near.schedule)
+    if stages > 1 or near.schedule:
+        near = replace(near, axes=_without(near, "pp"), schedule=None)
     shard, tensor = near.mesh.size_of("dp_shard"), near.mesh.size_of("tp")
     if world_size == 1:
         return replace(near, axes=(), sp=False)
@@ -135,3 +159,7 @@ def _fit(plan: Plan, world_size: int) -> Plan:
         return replace(near, axes=(*hybrid, *kept))
     data = (("dp", ranks),) if ranks > 1 else ()
     return replace(near, axes=(*data, *kept))
+
+
+def _without(plan: Plan, axis: str) -> tuple[tuple[str, int], ...]:
+    return tuple((name, size) for name, size in plan.axes if name != axis)

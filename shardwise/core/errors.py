@@ -9,7 +9,12 @@ from dataclasses import dataclass
 
 
 class InputError(ValueError):
-    """What the user wrote cannot work; nothing was started. The command line exits with 2."""
+    """What the user wrote cannot work; nothing was started. The command line exits with 2.
+
+    `problems` are what is wrong, where it is known one by one.
+    """
+
+    problems: "tuple[Problem, ...]" = ()
 
 
 class RunError(RuntimeError):
@@ -51,7 +56,7 @@ def bad(given: str, allowed: str, instead: str) -> InputError:
 
     Each argument is a phrase without its final full stop; the error's text is one paragraph.
     """
-    return InputError(str(Problem(given, allowed, instead)))
+    return refusal("", [Problem(given, allowed, instead)])
 
 
 def refusal(what: str, problems: Sequence[Problem]) -> InputError:
@@ -59,7 +64,8 @@ def refusal(what: str, problems: Sequence[Problem]) -> InputError:
 
     A single problem reads like `bad`; several are numbered under a line that names `what`.
     """
-    if len(problems) == 1:
-        return InputError(str(problems[0]))
     listed = "\n".join(f"{number}. {problem}" for number, problem in enumerate(problems, start=1))
-    return InputError(f"{len(problems)} things are wrong with {what}.\n{listed}")
+    text = f"{len(problems)} things are wrong with {what}.\n{listed}"
+    error = InputError(str(problems[0]) if len(problems) == 1 else text)
+    error.problems = tuple(problems)
+    return error

@@ -83,6 +83,12 @@ class Plan:
         return self.mesh.size
 
     @property
+    def pipeline(self) -> str | None:
+        """The word of the pipeline's schedule, 1F1B where it is left out; None without pipeline."""
+        ranks = self.mesh.size_of("pp")
+        return self.schedule or (f"1f1b:{2 * ranks}" if ranks > 1 else None)
+
+    @property
     def shard_axis(self) -> str | None:
         """The axis along which states are sharded; None under `ddp`, which shards none."""
         if self.row == "ddp":

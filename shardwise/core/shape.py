@@ -6,6 +6,7 @@ several modules share appears once, in the unit that owns it.
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwise.core.layout import Placement
 
@@ -31,7 +32,8 @@ class ParamShape:
     """One parameter: full name in the model, dims, element type by torch's name, trainability.
 
     On a tensor axis `shape` is of this rank's part, `kept` a word for how ranks hold it, and `sums`
-    the ranks that each have a part of its gradient.
+    the ranks that each have a part of its gradient; `holders` are the ranks of the pipeline axis
+    that hold it.
     """
 
     name: str
@@ -40,6 +42,7 @@ class ParamShape:
     trainable: bool = True
     kept: str = ""
     sums: int = 1
+    holders: int = 1
 
     @property
     def numel(self) -> int:
@@ -69,6 +72,14 @@ class Crossing:
     def come_back(self) -> None:
         """A gradient goes back the way that the activation came."""
         self.returns += 1
+
+
+class Crossed(NamedTuple):
+    """One tensor that went from a stage to another, forward or as a gradient backward."""
+
+    phase: str
+    numel: int
+    element_bytes: int
 
 
 @dataclass(frozen=True)

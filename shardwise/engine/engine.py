@@ -10,82 +10,34 @@ share of the tokens it has, whichever rank holds it, however uneven.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.collectives import begin_sum
 from shardwise.comm.ledger import Key, Ledger, Tally
-from shardwise.comm.world import World
-from shardwise.core.plan import Plan
 from shardwise.core.shape import ModelShape
-from shardwise.core.states import ROWS
-from shardwise.core.table import Table
-from shardwise.engine import memory, shape, state, tensor
+from shardwise.engine import memory, shape, state
 from shardwise.engine.batch import cast, filled, rows, split
+from shardwise.engine.laying import lay_out
 from shardwise.engine.optimizer import ShardedOptimizer
-from shardwise.engine.recipe import Recipe
+from shardwise.engine.passes import Straight
+from shardwise.engine.pipelined import Pipelined
 from shardwise.engine.scale import LossScale
-from shardwise.engine.shard import Sharding, materialise, shard, units_of
-from shardwise.parallel.data import Pace, Unit
-from shardwise.parallel.flat import Fill
-from shardwise.parallel.units import Rule
+from shardwise.engine.shard import materialise
+from shardwise.engine.training import DTYPES, Build, Metrics, Settled, Training
+from shardwise.parallel.data import Data, Unit
+from shardwise.parallel.flat import Flat
+from shardwise.parallel.staged import Staged
 from shardwise.predict import traffic
 from shardwise.predict.traffic import Line
 
-Loss = Callable[[nn.Module, Any], Tensor]
-Count = Callable[[Any], int]
-
-DTYPES = {
-    None: None,
-    "fp64": torch.float64,
-    "fp32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-
-
-@dataclass(frozen=True)
-class Metrics:
-    """What one step was: the mean loss over the global batch's tokens, their number, the norm of
-    the gradient before clipping (None where nobody asked), whether fp16 overflowed and the update
-    was skipped, the learning rate, and the bytes this rank sent.
-    """
-
-    loss: float
-    tokens: int
-    grad_norm: float | None
-    skipped: bool
-    lr: float
-    bytes: int
-
-
-@dataclass(frozen=True)
-class Training:
-    """How an engine trains: `loss(model, batch)` is the mean over the batch's own tokens,
-    `tokens(batch)` their number (None: the rows of the batch); gradients are clipped to norm
-    `clip` (None: not).
-    """
-
-    optimizer: Recipe
-    loss: Loss
-    tokens: Count | None = None
-    clip: float | None = None
-
-
-@dataclass(frozen=True)
-class Build:
-    """What the user asked for: the plan, the world it lies on, units, initial weights, prefetch."""
-
-    plan: Plan
-    world: World
-    units: Rule
-    fill: Fill
-    prefetch: int
-    table: Table | None
+#: So much is updated at once where updates need not wait for one another.
+EARLY_BYTES = 2**21
 
 
 class Engine:
@@ -96,29 +48,28 @@ class Engine:
         self.ledger: Ledger = build.world.ledger
         self.dtype = DTYPES[build.plan.precision]
         self._cast()
-        world, plan = build.world, build.plan
-        how = Sharding(
-            row=ROWS[plan.row],
-            shard=world.axis(plan.shard_axis or "none"),
-            replicate=world.axis(plan.replicate_axis or "none"),
-            units=build.units,
-            bucket_bytes=plan.bucket_bytes,
-            fill=build.fill,
-            device=world.device,
-        )
-        pace = Pace(ahead=build.prefetch, by_hand=False)
-        specs = units_of(model, how, world.axis(tensor.AXIS).size)
         with self.ledger.phase("start"):
-            self.tensors = tensor.lay_out(model, world, plan.sp, build.table)
-            self.data, self.flats = shard(model, how, pace, specs, self.tensors)
-        self.axes = how.axes
+            self.laid = lay_out(model, build)
+        self.tensors, self.data, self.flats = self.laid.tensors, self.laid.data, self.laid.flats
+        self.axes, self.facts, self.staging = self.laid.axes, self.data.facts, self.laid.staging
+        self.passes = self._passes()
         self.optimizer = ShardedOptimizer(training.optimizer, self.flats)
-        self.scale = LossScale(on=plan.precision == "fp16")
+        self.scale = LossScale(on=self.plan.precision == "fp16")
         self.steps = 0
         self.idle: list[str] = []  # names that had no gradient before the checkpoint now loaded
         self.broken = False  # whether a step has begun and not ended
         self.expected = 0  # tokens of the global batch, of the step before
         self.last: dict[Key, Tally] = {}  # what the last step sent
+
+    def _passes(self) -> Straight | Pipelined:
+        model, tensors, objective = self.model, self.tensors, self._objective
+        if self.staging is not None and isinstance(self.data, Staged):
+            return Pipelined(model, self.staging, self.data, tensors, objective)
+        assert isinstance(self.data, Data)
+        return Straight(model, self.data, tensors, objective, self.world.device)
+
+    def _objective(self, model: nn.Module, part: Any) -> Tensor:
+        return self.training.loss(model, cast(part, self.dtype))
 
     def _cast(self) -> None:
         """The plan's precision, the plan's device; parameters on meta stay there."""
@@ -132,6 +83,11 @@ class Engine:
             b.data = b.data.to(self.world.device)
             if self.dtype is torch.float64 and b.is_floating_point():
                 b.data = b.data.double()
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches a step has on each rank."""
+        return self.plan.accumulate * self.passes.microbatches
 
     @property
     def data_ranks(self) -> int:
@@ -155,19 +111,13 @@ class Engine:
         if self.broken:  # the step before raised
             self.data.abandon()
         self.broken = True
-        parts = split(batch, self.plan.accumulate)
+        parts = split(batch, self.microbatches)
         counts = [self._count(part) for part in parts]
         parts = [filled(part) for part in parts]
         if not self.expected:
             self.expected = self._total(sum(counts))
-        summed = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        for k, (part, count) in enumerate(zip(parts, counts, strict=True)):
-            self.data.sums.sync, self.data.mute = k == len(parts) - 1, count == 0
-            with self.tensors.draws.during(self.world.device):
-                loss = self.training.loss(self.model, cast(part, self.dtype))
-                (loss * (self.scale.value * count / self.expected)).backward()
-            if count:  # the mean over no tokens may be NaN
-                summed += loss.detach() * count
+        weights = [self.scale.value * count / self.expected for count in counts]
+        summed = self.passes.run(parts, counts, weights)
         self.tensors.end()
         with self.ledger.phase("update"):
             facts = self._settle(summed, sum(counts))
@@ -182,27 +132,28 @@ class Engine:
 
     def _total(self, mine: int) -> int:
         with self.ledger.phase("check"):
-            counted = self.data.agree(torch.tensor([float(mine)], device=self.world.device))
+            counted = self.facts.agree(torch.tensor([float(mine)], device=self.world.device))
         return max(1, round(counted.item()))
 
-    def _settle(self, summed: Tensor, count: int) -> "_Facts":
+    def _settle(self, summed: Tensor, count: int) -> Settled:
         """Finish the reductions, agree, update, and begin to gather for the next step.
 
         Gradients were divided by the number of tokens expected, that of the step before: a number
         every rank has without asking.  Where the true one differs, the update makes up for it.
         """
-        own = torch.cat([summed.view(1), summed.new_tensor([count]), self.data.got().to(summed)])
+        own = torch.cat([summed.view(1), summed.new_tensor([count]), self.facts.got().to(summed)])
         with self.ledger.phase("check"):
-            agreed = self.data.begin_agree(own)
+            agreed = self.facts.begin_agree(own)
         arriving = self._arrivals()
         first = [unit for unit in (next(arriving, None),) if unit is not None]
         with self.ledger.phase("check"):
             facts = agreed()
+            facts[:1] = self._over_stages(facts[:1])  # known on the last stage
         counted = round(facts[1].item())
         total = max(1, counted)
         loss, correction = facts[0].item() / total, self.expected / total
         self.expected = counted or self.expected
-        self.data.hear(facts[2:])
+        self.facts.hear(facts[2:])
         asked = self.training.clip is not None
         norm, skipped = None, False
         if asked or self.scale.on:
@@ -210,16 +161,27 @@ class Engine:
         else:
             self._update_early(chain(first, arriving), correction)
         self.data.publish()
-        return _Facts(loss, counted, norm if asked and not skipped else None, skipped)
+        return Settled(loss, counted, norm if asked and not skipped else None, skipped)
 
     def _update_early(self, arriving: Iterable[Unit], correction: float) -> None:
-        """Update each unit as soon as its gradients are summed, while others are on their way."""
+        """Update units as soon as their gradients are summed, while others are on their way.
+
+        Small ones together: an update costs as much again as what it does to so few elements.
+        """
+        ready: list[Flat] = []
         for unit in arriving:
             unit.show()
-            trained = [flat for flat in self.flats if flat in unit.trained]
-            self.optimizer.step(trained, correction)
-            for flat in trained:
-                flat.clear()
+            ready += [flat for flat in self.flats if flat in unit.trained]
+            if sum(flat.shard.nbytes for flat in ready) >= EARLY_BYTES:
+                self._update_only(ready, correction)
+                ready = []
+        self._update_only(ready, correction)
+
+    def _update_only(self, flats: Sequence[Flat], correction: float) -> None:
+        if flats:
+            self.optimizer.step(flats, correction)
+        for flat in flats:
+            flat.clear()
 
     def _arrivals(self) -> Iterator[Unit]:
         arriving = self.data.sums.arrivals()
@@ -247,12 +209,17 @@ class Engine:
             flat.clear()
         return norm, skipped
 
+    def _over_stages(self, x: Tensor) -> Tensor:
+        """The sum of a small vector over the pipeline axis."""
+        return begin_sum(x, self.staging.axis)() if self.staging else x
+
     def _norm(self, correction: float) -> float:
         """The norm of the global gradient, loss scale taken out."""
         with self.ledger.phase("check"):
             squared = self.optimizer.squared_norm().view(1)
             for axis in (self.axes[0], self.tensors.axis):
-                squared = self.data.agree_on(squared, axis)
+                squared = begin_sum(squared, axis)()
+            squared = self._over_stages(squared)
         return math.sqrt(squared.item()) * correction / self.scale.value
 
     def _factor(self, norm: float) -> float:
@@ -271,16 +238,19 @@ class Engine:
         self.model.eval()
         count = self._count(batch)
         with self.ledger.phase("check"):
-            self.data.buffers.refresh()
+            self.facts.buffers.refresh()
         try:
-            loss = self.training.loss(self.model, cast(filled(batch), self.dtype)).double()
+            found = self.passes.evaluate(partial(self._objective, part=filled(batch)))
         finally:
             self.model.train(was_training)
-        own = torch.stack(
-            [loss * count if count else torch.zeros_like(loss), loss.new_tensor(count)]
-        )
+        told = self.world.device, torch.float64
+        loss = torch.zeros((), device=told[0], dtype=told[1]) if found is None else found.to(*told)
+        own = torch.stack([loss * count, loss.new_tensor(count)])
+        if not count:  # the mean over no tokens may be NaN
+            own = torch.zeros_like(own)
         with self.ledger.phase("check"):
-            summed, total = self.data.agree(own).tolist()
+            own[:1] = self._over_stages(own[:1])
+            summed, total = self.facts.agree(own).tolist()
         return summed / max(1.0, total), round(total)
 
     def wait(self) -> None:
@@ -312,7 +282,7 @@ class Engine:
     def loaded(self) -> None:
         """Boxes were written to from outside: bring every copy in line with them."""
         self.optimizer.idle = set(self.idle)
-        self.data.buffers.loaded()
+        self.facts.buffers.loaded()
         state.refresh(self)
 
     def scalars(self) -> dict[str, Any]:
@@ -362,7 +332,9 @@ class Engine:
         size = 8 if self.dtype is torch.float64 else 4  # a loss is summed in fp32 at least
         stream, losses = self.tensors.stream, self.tensors.logits
         moved = traffic.activation_bytes(plan, stream.crossings, losses, size)
-        return {k: states.get(k, 0) + moved.get(k, 0) for k in {**states, **moved}}
+        crossed = traffic.crossing_bytes(plan, self.passes.sent)
+        every = states, moved, crossed
+        return {k: sum(one.get(k, 0) for one in every) for k in {**states, **moved, **crossed}}
 
     def measured_bytes(self) -> dict[str, int]:
         """The bytes this rank sent in the last step, by axis and kind."""
@@ -375,11 +347,3 @@ class Engine:
     def model_shape(self) -> ModelShape:
         """The model as numbers, in the units of this engine."""
         return shape.model_shape(self)
-
-
-@dataclass(frozen=True)
-class _Facts:
-    loss: float
-    tokens: int
-    norm: float | None
-    skipped: bool

@@ -78,3 +78,17 @@ class Tensors:
 def nowhere() -> Tensors:
     """A model that is on no tensor axis."""
     return Tensors(Axis("none"), Stream(Axis("none"), split=False))
+
+
+@dataclass(frozen=True)
+class Tie:
+    """How ranks of the pipeline axis hold one parameter that stages of several of them use.
+
+    ranks    those that hold it; one or none: no tie
+    axis     they among themselves
+    replica  which of them this one is
+    """
+
+    ranks: tuple[int, ...] = ()
+    axis: Axis = field(default_factory=lambda: Axis("none"))
+    replica: int = 0

@@ -10,11 +10,12 @@ from shardwise.comm.world import World
 from shardwise.core.check import require
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
-from shardwise.engine import given
-from shardwise.engine.engine import Build, Engine, Loss, Training
+from shardwise.engine import given, staging
+from shardwise.engine.engine import Engine
 from shardwise.engine.recipe import AdamW, Recipe
 from shardwise.engine.shard import default_fill, layable
 from shardwise.engine.tensor import fitting
+from shardwise.engine.training import Build, Loss, Training
 
 
 def parallelize(
@@ -29,7 +30,8 @@ def parallelize(
 
     Options: `tokens`, `clip` (see Training); `units` (see parallel/units.py); `fill(name, tensor)`
     for the weights of a model on the meta device; `seed` where it has no fill; `prefetch`, the
-    units gathered ahead; `table`, the styles of tensor parallelism (docs/tensor-tables.md).
+    units gathered ahead; `table`, the styles of tensor parallelism (docs/tensor-tables.md);
+    `stages`, the names of the modules that begin the stages of a pipeline but the first.
 
     Raises:
         InputError: the plan cannot work, with every problem and its remedy; what is given is of
@@ -51,8 +53,9 @@ def parallelize(
     given.trained(model)
     layable(model, options["units"])
     table = fitting(model, plan, options["table"])
+    begin = staging.fitting(model, plan, options["stages"])
     world = world.on(plan.mesh)
-    build = Build(plan, world, options["units"], fill, options["prefetch"], table)
+    build = Build(plan, world, options["units"], fill, options["prefetch"], table, begin)
     return Engine(model, build, training)
 
 
@@ -65,6 +68,7 @@ USUAL: dict[str, Any] = {
     "seed": 0,
     "prefetch": 1,
     "table": None,
+    "stages": None,
 }
 
 

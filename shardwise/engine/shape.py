@@ -25,11 +25,11 @@ def model_shape(engine: Any) -> ModelShape:
     for unit in engine.data.order:
         trained_before = trained_before or bool(unit.trained)
         again = trained_before and unit.wanted_backward and not unit.keep
-        units.append(
-            UnitShape(
-                unit.name, _params(engine, cast("list[Flat]", unit.groups)), 2 if again else 1
-            )
-        )
+        params = _params(engine, cast("list[Flat]", unit.groups))
+        uses = 2 if again else 1
+        if engine.staging is not None:
+            uses = engine.passes.gathers(engine.staging.used(param.name for param in params))
+        units.append(UnitShape(unit.name, params, uses))
     return ModelShape(tuple(units), _buffers(engine.model))
 
 
@@ -38,7 +38,9 @@ def _params(engine: Any, groups: Sequence[Flat]) -> tuple[ParamShape, ...]:
     for group in groups:
         for name, shape in zip(group.names, group.shapes, strict=True):
             held = engine.tensors.of(name)
-            how = held.kind, held.sums.size
+            tie = engine.staging.ties.get(name) if engine.staging else None
+            kept = held.kind + (f" {name}" if tie else "")
+            how = kept, held.sums.size, len(tie.ranks) if tie else 1
             found.append(ParamShape(name, tuple(shape), _name(group.dtype), group.trained, *how))
     return tuple(found)
 

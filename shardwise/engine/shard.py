@@ -1,7 +1,7 @@
 """this file is how a model's parameters become units under a row: chosen, laid flat, hooked."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,9 +13,10 @@ from torch import nn
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.states import Row
-from shardwise.engine.held import Tensors, nowhere
+from shardwise.engine.held import Tensors, Tie, nowhere
 from shardwise.parallel.buffers import Buffers
 from shardwise.parallel.data import Data, Pace, Unit
+from shardwise.parallel.facts import Facts
 from shardwise.parallel.flat import Fill, Flat, Kept
 from shardwise.parallel.reductions import Reductions
 from shardwise.parallel.units import Rule, UnitSpec, choose
@@ -46,45 +47,69 @@ class Sharding:
         return self.shard, self.replicate
 
 
-def units_of(model: nn.Module, how: Sharding, parts: int = 1) -> list[UnitSpec]:
+def units_of(
+    model: nn.Module,
+    how: Sharding,
+    parts: int = 1,
+    apart: Callable[[UnitSpec], object] = lambda _: None,
+) -> list[UnitSpec]:
     """The units of a model whose parameters are about to be cut in `parts`, as a rule.
 
     Chosen by the whole sizes: ranks whose parts differ a little must not choose differently.
+    Neighbours of which `apart` says different things are not merged.
     """
     # what is gathered for use stays small; what is only reduced may fill a bucket
     most = 2 * LEAST_BYTES if how.row.param.kind == "S" else how.bucket_bytes
-    return choose(model, how.units, LEAST_BYTES * parts, most * parts)
+    return choose(model, how.units, LEAST_BYTES * parts, most * parts, apart)
 
 
 def shard(
-    model: nn.Module,
     how: Sharding,
-    pace: Pace,
     specs: Sequence[UnitSpec],
     tensors: Tensors | None = None,
-) -> tuple[Data, list[Flat]]:
-    """Lay the parameters of `model` flat, unit by unit, in place, and hook its modules.
+    ties: Mapping[str, Tie] | None = None,
+) -> list[Unit]:
+    """Lay parameters flat, unit by unit, in place.
 
     One unit is built and cut before the next is begun, so a model on the meta device never exists
-    whole on any rank.  Returns the hooks' owner and all flat groups in unit order.
+    whole on any rank.
 
-    `tensors` says what other ranks than those of the data axes hold of each parameter.
+    `tensors` and `ties` say what ranks of other axes than the data's hold of each parameter.
     """
-    tensors = tensors or nowhere()
+    tensors, ties = tensors or nowhere(), ties or {}
     fill = None if how.fill is None else partial(tensors.part, how.fill)
     units: list[Unit] = []
-    flats: list[Flat] = []
     for spec in specs:
         groups: list[Flat] = []
-        for group in _alike(spec, tensors):
-            held = tensors.of(group[0][0])
-            kept = Kept(how.row, how.shard, how.replicate, held.sums, held.replica == 0)
+        for group in _alike(spec, tensors, ties):
+            name = group[0][0]
+            held, tie = tensors.of(name), ties.get(name, Tie())
+            counts = held.replica == 0 and tie.replica == 0
+            kept = Kept(how.row, how.shard, how.replicate, (held.sums, tie.axis), counts)
             groups.append(Flat(group, kept, fill, how.device))
         units.append(Unit(spec.name, spec.modules, groups))
-        flats += groups
-    further = any(flat.further for flat in flats)
-    sums = Reductions[Unit](pace.in_flight, further)
-    return Data(model, units, how.axes, pace, sums, Buffers(model, how.axes)), flats
+    return units
+
+
+def flats_of(units: Sequence[Unit]) -> list[Flat]:
+    """All flat groups, in the order of the units."""
+    return [group for unit in units for group in unit.groups if isinstance(group, Flat)]
+
+
+def agreed(model: nn.Module, how: Sharding, units: Sequence[Unit]) -> Facts:
+    """What the data ranks agree on of the model in each step."""
+    trained = [flat for flat in flats_of(units) if flat.trained]
+    return Facts(how.axes, trained, Buffers(model, how.axes))
+
+
+def sums_of(units: Sequence[Unit], in_flight: int) -> Reductions[Unit]:
+    """The sums of the units' gradients, of which so many hold buffers at once."""
+    return Reductions[Unit](in_flight, any(flat.further for flat in flats_of(units)))
+
+
+def hooked(model: nn.Module, how: Sharding, units: Sequence[Unit], pace: Pace) -> Data:
+    """Hook the modules of `model`, so that its units are gathered, freed and reduced in time."""
+    return Data(model, units, pace, sums_of(units, pace.in_flight), agreed(model, how, units))
 
 
 def layable(model: nn.Module, rule: Rule) -> None:
@@ -105,11 +130,17 @@ def drivers(module: nn.Module) -> list[Data]:
     return [owner for owner in owners if isinstance(owner, Data)]
 
 
-def _alike(spec: UnitSpec, tensors: Tensors) -> Sequence[Sequence[tuple[str, nn.Parameter]]]:
-    """The unit's parameters by dtype, by whether they are trained, by what tensor ranks hold."""
+def _alike(
+    spec: UnitSpec, tensors: Tensors, ties: Mapping[str, Tie]
+) -> Sequence[Sequence[tuple[str, nn.Parameter]]]:
+    """The unit's parameters by dtype, by whether they are trained, by what tensor ranks hold.
+
+    One that is tied is alone: the ranks that hold it have it in units of different company.
+    """
     alike: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, p in spec.params:
-        alike[p.dtype, p.requires_grad, tensors.of(name).kind].append((name, p))
+        kind = tensors.of(name).kind, name if name in ties else ""
+        alike[p.dtype, p.requires_grad, kind].append((name, p))
     return list(alike.values())
 
 

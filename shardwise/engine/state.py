@@ -35,12 +35,14 @@ def boxes(engine: Any) -> list[Box]:
     for flat, index, key, value in engine.optimizer.state():
         name = f"optim/{key}/{flat.names[index]}"
         if value.dim() == 0:
-            found.append(Box(name, (), (), (), value, _copy(engine)))
+            copy = _copy(engine) + _tied(engine, flat.names[index])
+            found.append(Box(name, (), (), (), value, copy))
         else:
             found += _pieces(engine, flat, index, name, value.view(-1), _copy_of(engine, flat))
     for name, b in engine.model.named_buffers():
         zeros = (0,) * b.dim()
-        found.append(Box(f"buffer/{name}", tuple(b.shape), zeros, tuple(b.shape), b, _copy(engine)))
+        copy = _copy(engine) + (engine.staging.copy(name) if engine.staging else 0)
+        found.append(Box(f"buffer/{name}", tuple(b.shape), zeros, tuple(b.shape), b, copy))
     return found
 
 
@@ -74,18 +76,25 @@ def _copy(engine: Any) -> int:
     return engine.data_rank + engine.data_ranks * engine.tensors.axis.rank
 
 
+def _tied(engine: Any, name: str) -> int:
+    """Which of the pipeline's ranks that hold the parameter this one is."""
+    tie = engine.staging.ties.get(name) if engine.staging else None
+    return tie.replica if tie else 0
+
+
 def _pieces(
     engine: Any, flat: Flat, index: int, name: str, piece: Tensor, copy: int
 ) -> Iterator[Box]:
     """One parameter's piece in this rank's block, cut into boxes of the whole parameter."""
     here, held = tuple(flat.shapes[index]), engine.tensors.of(flat.names[index])
     whole = held.cut.whole_shape(here) if held.cut else here
+    copy += held.replica + _tied(engine, flat.names[index])
     origin = flat.plan.origin(index, flat.rank)
     for box in cut(here, origin, origin + piece.numel()):
         low = box.start - origin
         values = piece[low : low + box.numel].view(box.sizes)
         for offsets, part in _spread(held.cut, engine.tensors.axis.rank, box.offsets, values):
-            yield Box(name, whole, offsets, tuple(part.shape), part, copy + held.replica)
+            yield Box(name, whole, offsets, tuple(part.shape), part, copy)
 
 
 def _spread(

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.comm.collectives import begin_sum
 from shardwise.comm.world import Axis, World, init
 from shardwise.core.errors import bad
 from shardwise.core.mesh import Mesh
@@ -27,6 +28,8 @@ from shardwise.engine.shard import (
     Sharding,
     default_fill,
     drivers,
+    flats_of,
+    hooked,
     layable,
     materialise,
     shard,
@@ -136,8 +139,9 @@ def _wrap(
         ROWS[row], *axes, units, bucket_bytes or 2**20, default_fill(module, 0), world.device
     )
     pace = Pace(scale=1 / (axes[0].size * axes[1].size))
-    data, flats = shard(module, how, pace, units_of(module, how))
-    keep_keys(module, data, flats)
+    laid = shard(how, units_of(module, how))
+    data = hooked(module, how, laid, pace)
+    keep_keys(module, data, flats_of(laid))
     if axes[0].size > 1:
         data.rest()
     return module
@@ -183,7 +187,7 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
     grads = [p.grad for p in module.parameters() if p.grad is not None]
     squares = [squared_norm(g.reshape(-1)) for g in grads]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
-    norm = data.agree_on(total.view(1), data.axes[0]).sqrt()
+    norm = begin_sum(total.view(1), data.facts.axes[0])().sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for g in grads:
         g.mul_(factor.to(g.dtype))

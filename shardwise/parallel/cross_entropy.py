@@ -127,7 +127,7 @@ def _reduced(losses: Tensor, ignored: Tensor, reduction: str) -> Tensor:
 
 def _told_in(x: Tensor) -> torch.dtype:
     """The dtype in which torch gives the loss of such logits."""
-    autocast = torch.is_autocast_enabled(x.device.type)
+    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
     return torch.promote_types(x.dtype, torch.float32) if autocast else x.dtype
 
 

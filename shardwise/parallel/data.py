@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardwise.comm.collectives import begin_sum
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 
@@ -35,8 +34,6 @@ class Group(Protocol):
     trained: bool
     temporary: bool
     scatters: bool
-    got: list[bool]
-    used: list[bool]
 
     def begin_gather(self) -> None: ...
     def gather(self) -> None: ...
@@ -66,14 +63,18 @@ class Sums(Protocol):
     def finish(self) -> None: ...
 
 
-class Buffers(Protocol):
-    """What keeps the buffers of the model alike (buffers.py)."""
+class Facts(Protocol):
+    """What the data ranks agree on (facts.py)."""
 
-    def forward_begins(self) -> None: ...
-    def refresh(self) -> None: ...
-    def loaded(self) -> None: ...
-    def changed(self) -> list[float]: ...
-    def heard(self, flags: Sequence[bool]) -> None: ...
+    axes: list[Axis]
+
+    def got(self) -> Tensor: ...
+    def begin_agree(self, x: Tensor) -> Callable[[], Tensor]: ...
+    def agree(self, x: Tensor) -> Tensor: ...
+    def hear(self, used: Tensor) -> None: ...
+    def phase(self, name: str) -> None: ...
+    @property
+    def buffers(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -133,16 +134,10 @@ class Data:
     """The units of one model on the data axes, and the hooks that drive them."""
 
     def __init__(
-        self,
-        root: nn.Module,
-        units: Sequence[Unit],
-        axes: Sequence[Axis],
-        pace: Pace,
-        sums: Sums,
-        buffers: Buffers,
+        self, root: nn.Module, units: Sequence[Unit], pace: Pace, sums: Sums, facts: Facts
     ) -> None:
-        self.root, self.axes, self.pace = root, list(axes), pace
-        self.sums, self.buffers = sums, buffers
+        self.root, self.pace = root, pace
+        self.sums, self.facts = sums, facts
         self.order = list(units)
         self.seen: list[Unit] = []
         self.in_backward = False
@@ -174,11 +169,11 @@ class Data:
                 "the same parameters trained for as long as the layout lasts",
                 "requires_grad_(True) before the wrapping, and lr=0 for a group until it is wanted",
             )
-        self._phase("forward")
+        self.facts.phase("forward")
         self.seen = []
         self.publish()  # where somebody else has updated them
         if module.training and torch.is_grad_enabled():
-            self.buffers.forward_begins()
+            self.facts.buffers.forward_begins()
 
     def _before(self, unit: Unit, module: nn.Module, args: Any) -> None:
         unit.depth += 1
@@ -239,7 +234,7 @@ class Data:
             return
         self.in_backward = True
         self.sums.begin()
-        self._phase("backward")
+        self.facts.phase("backward")
         for unit in self.order:
             unit.missing, unit.complete = unit.expected, False
             if not unit.temporary:
@@ -286,43 +281,10 @@ class Data:
         self.in_backward = False
         if self.pace.by_hand and self.sums.sync:
             self.sums.finish()
-            self.hear(self.agree(self.got()))
+            self.facts.hear(self.facts.agree(self.facts.got()))
             self.show()
 
     # --- after the backward pass --------------------------------------------------------------
-
-    def got(self) -> Tensor:
-        """One number a trained parameter: 1 where this rank had a gradient for it, else 0.
-
-        Behind them, where there are buffers, whether this rank has changed one.
-        """
-        flags = [float(got) for group in self._groups() if group.trained for got in group.got]
-        return torch.tensor(flags + self.buffers.changed())
-
-    def begin_agree(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start to add up a small vector over all data ranks; call the result for the sum."""
-        first, *others = [axis for axis in self.axes if axis.size > 1] or self.axes[:1]
-        arriving = begin_sum(x, first)
-
-        def total() -> Tensor:
-            x = arriving()
-            for axis in others:
-                x = begin_sum(x, axis)()
-            return x
-
-        return total
-
-    def agree(self, x: Tensor) -> Tensor:
-        """The sum of a small vector over all data ranks, every rank's own included."""
-        return self.begin_agree(x)()
-
-    def hear(self, used: Tensor) -> None:
-        """Take the sum of `got` over the ranks: which parameters have a gradient anywhere."""
-        flags = iter((used > 0).tolist())
-        for group in self._groups():
-            if group.trained:
-                group.used = [next(flags) for _ in group.params]
-        self.buffers.heard(list(flags))
 
     def show(self) -> None:
         """Put parameters at rest with their gradients on them: the optimizer's turn."""
@@ -347,18 +309,6 @@ class Data:
         for unit in self.order:
             if not unit.temporary:
                 unit.begin_gather()
-
-    def agree_on(self, x: Tensor, axis: Axis) -> Tensor:
-        """The sum of a small vector over one axis."""
-        return begin_sum(x, axis)()
-
-    def _groups(self) -> Iterator[Group]:
-        for unit in self.order:
-            yield from unit.groups
-
-    def _phase(self, name: str) -> None:
-        for axis in self.axes:
-            axis.ledger.now = name
 
 
 def _mark_kept(order: Sequence[Unit]) -> None:

@@ -47,14 +47,14 @@ Fill = Callable[[str, Tensor], None]
 class Kept:
     """How a flat group is kept: its row, the axes of the row, and what other axes make of it.
 
-    sums    ranks over which each has only a part of the gradient, whatever the row
+    sums    axes over which each rank has only a part of the gradient, whatever the row
     counts  whether the squares of this rank's gradient enter the norm (one of equal copies does)
     """
 
     row: Row
     shard: Axis
     replicate: Axis
-    sums: Axis
+    sums: tuple[Axis, ...]
     counts: bool
 
 
@@ -90,7 +90,7 @@ class Flat:
         self.scatters = self.split and row.grad.kind == "S"
         self.rank, ranks = (shard.rank, shard.size) if self.split else (0, 1)
         # where a sum over the shard axis is not the end of it
-        further = [replicate if self.split else Axis("none"), kept.sums]
+        further = [replicate if self.split else Axis("none"), *kept.sums]
         self.further = [axis for axis in further if axis.size > 1]
         self.plan = flatten([s.numel() for s in self.shapes], first.element_size(), ranks)
         self.pieces = [self.plan.piece(i, self.rank) for i in range(len(self.params))]

@@ -177,7 +177,8 @@ class _Live:
     def end(self) -> None:
         """The row is done: nothing is under way, nothing is alive but what outlives a run."""
         self.post.end()
-        left = [str(token) for token in self.table if token.kind != "weights"]
+        kept = {token: value for token, value in self.table.items() if value is not None}
+        left = [str(token) for token in kept if token.kind != "weights"]
         assert not left, f"left over: {', '.join(left)}"
 
 

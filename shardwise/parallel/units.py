@@ -41,10 +41,17 @@ class UnitSpec:
         return sum(p.numel() * p.element_size() for _, p in self.params)
 
 
-def choose(root: nn.Module, rule: Rule = "auto", least: int = 0, most: int = 0) -> list[UnitSpec]:
+def choose(
+    root: nn.Module,
+    rule: Rule = "auto",
+    least: int = 0,
+    most: int = 0,
+    apart: Callable[[UnitSpec], object] = lambda _: None,
+) -> list[UnitSpec]:
     """The units of `root`, in the order in which its modules were defined.
 
-    Neighbours below `least` bytes are merged, up to `most` bytes (0: no merging).
+    Neighbours below `least` bytes are merged, up to `most` bytes (0: no merging), where `apart`
+    says the same of both.
 
     Raises:
         InputError: the rule is none, or fits no module; the model has no parameters.
@@ -64,7 +71,7 @@ def choose(root: nn.Module, rule: Rule = "auto", least: int = 0, most: int = 0) 
         )
     if by_size:
         most = least = rule
-    return list(_merged(specs, least, most))
+    return list(_merged(specs, least, most, apart))
 
 
 def _tops(root: nn.Module, rule: Rule) -> dict[str, nn.Module]:
@@ -215,11 +222,14 @@ def _common(names: list[str]) -> str:
     return ".".join(shared)
 
 
-def _merged(specs: list[UnitSpec], least: int, most: int) -> Iterator[UnitSpec]:
+def _merged(
+    specs: list[UnitSpec], least: int, most: int, apart: Callable[[UnitSpec], object]
+) -> Iterator[UnitSpec]:
     """Join neighbours while one is below `least` and both together are within `most`."""
     held: UnitSpec | None = None
     for spec in specs:
-        if held is not None and _joins(held, spec, least, most):
+        alike = held is not None and apart(held) == apart(spec)
+        if held is not None and alike and _joins(held, spec, least, most):
             held.block |= spec.block
             held.modules += spec.modules
             held.params += spec.params

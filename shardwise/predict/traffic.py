@@ -25,11 +25,11 @@ from typing import NamedTuple
 from shardwise.core.layout import P, Placement, R, S
 from shardwise.core.moves import price
 from shardwise.core.plan import Plan
-from shardwise.core.shape import Crossing, ModelShape
+from shardwise.core.shape import Crossed, Crossing, ModelShape
 from shardwise.predict.group import Group, groups
 from shardwise.predict.tensor import loss_bytes
 
-TENSOR = "tp"  # the axis of tensor parallelism
+TENSOR, PIPELINE = "tp", "pp"  # the axes of tensor parallelism, and of pipelines
 FACT_BYTES = 8  # facts are added as doubles: a count of tokens must not be rounded
 COUNT_BYTES = 4  # the first step asks for its number of tokens beforehand
 
@@ -61,10 +61,14 @@ class Tariff:
         step = price(src, dst, numel, self.size(axis))
         self._add(Line(axis, step.what, phase), round(step.sent) * element_bytes)
 
-    def sum_parts(self, numel: int, ranks: int, element_bytes: int) -> None:
-        """The sum of gradients of which so many tensor ranks each have a part."""
+    def sum_parts(self, axis: str, numel: int, ranks: int, element_bytes: int) -> None:
+        """The sum of gradients of which so many ranks of the axis each have a part."""
         step = price(P, R, numel, ranks)
-        self._add(Line(TENSOR, step.what, "backward"), round(step.sent) * element_bytes)
+        self._add(Line(axis, step.what, "backward"), round(step.sent) * element_bytes)
+
+    def send(self, element_bytes: int, numel: int, phase: str) -> None:
+        """A tensor that goes from one stage to another."""
+        self._add(Line(PIPELINE, "send", phase), numel * element_bytes)
 
     def loss(self, positions: int, number_bytes: int) -> None:
         """A cross-entropy over the words that tensor ranks share."""
@@ -106,8 +110,9 @@ def step_bytes(
     others = any(not buffer.changes for buffer in model.buffers)  # has one of them changed?
     tariff.agree(2 + sum(param.trainable for param in model.params) + others, FACT_BYTES)
     if norm or plan.precision == "fp16":
-        for axis in (tariff.shard, TENSOR):
+        for axis in (tariff.shard, TENSOR, PIPELINE):
             tariff.move(axis, S(0), R, tariff.size(axis), FACT_BYTES, "check")
+    tariff.move(PIPELINE, S(0), R, tariff.size(PIPELINE), FACT_BYTES, "check")  # the loss
     if first:
         tariff.agree(1, COUNT_BYTES)
     return tariff.sent_bytes
@@ -133,6 +138,14 @@ def activation_bytes(
     return tariff.sent_bytes
 
 
+def crossing_bytes(plan: Plan, sent: Sequence[Crossed]) -> dict[Line, int]:
+    """The bytes a rank sends to other stages in a step: each tensor once."""
+    tariff = Tariff(plan, 0)
+    for one in sent:
+        tariff.send(one.element_bytes, one.numel, one.phase)
+    return tariff.sent_bytes
+
+
 def start_bytes(plan: Plan, model: ModelShape, rank: int = 0) -> dict[Line, int]:
     """The bytes `rank` sends before the first step: rank 0's parameters and buffers are everyone's.
 
@@ -155,7 +168,11 @@ def by_kind(sent_bytes: dict[Line, int]) -> dict[str, int]:
 
 
 def _use(tariff: Tariff, group: Group) -> None:
-    """Whole for the forward pass, and again for the backward pass."""
+    """Whole for the forward pass, and again for the backward pass; or as the schedule says."""
+    if tariff.plan.pipeline is not None:
+        for _ in range(tariff.plan.accumulate * group.unit.uses):
+            _inside(tariff, group, group.row.param, R, "forward")
+        return
     for phase in ("forward", "backward")[: group.unit.uses]:
         for _ in range(tariff.plan.accumulate):
             _inside(tariff, group, group.row.param, R, phase)
@@ -164,14 +181,15 @@ def _use(tariff: Tariff, group: Group) -> None:
 def _collect(tariff: Tariff, group: Group) -> None:
     """From what each rank has of the gradient to the sum that the update needs."""
     element_bytes = group.element_bytes
-    for _ in range(tariff.plan.accumulate):
+    for _ in range(1 if tariff.plan.pipeline else tariff.plan.accumulate):
         _inside(tariff, group, P, group.row.grad, "backward")
     if group.shard > 1:
         _inside(tariff, group, group.row.grad, group.row.optim, "backward")
     # what each rank holds of the sum, it adds up with its replicas
     share = group.flat.share
     tariff.move(tariff.replicate, P, R, share, element_bytes, "backward")
-    tariff.sum_parts(share, group.params[0].sums, element_bytes)
+    tariff.sum_parts(TENSOR, share, group.params[0].sums, element_bytes)
+    tariff.sum_parts(PIPELINE, share, group.params[0].holders, element_bytes)
 
 
 def _publish(tariff: Tariff, group: Group) -> None:

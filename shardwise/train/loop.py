@@ -24,8 +24,8 @@ from shardwise.checkpoint.folder import all_in, find
 from shardwise.comm.world import World
 from shardwise.core.errors import RunError
 from shardwise.engine.engine import Engine
-from shardwise.engine.engine import Metrics as StepMetrics
 from shardwise.engine.meter import Meter
+from shardwise.engine.training import Metrics as StepMetrics
 from shardwise.models.gpt import flops_per_token
 from shardwise.train import folder, metrics, progress, report
 from shardwise.train.config import Config

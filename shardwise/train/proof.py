@@ -28,9 +28,10 @@ from torch.utils import _pytree as pytree
 from shardwise.comm.world import World, alone
 from shardwise.core.plan import Plan
 from shardwise.engine.box import Box
-from shardwise.engine.engine import Engine, Metrics
+from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.recipe import AdamW
+from shardwise.engine.training import Metrics
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.predict.traffic import Line, by_kind
@@ -108,7 +109,7 @@ def compare(
     gradients: Errors | None = None
     bytes_hold = True
     for step in range(steps):
-        rows = 2 * ours.data_ranks * ours.plan.accumulate - (step % 2 == 0)
+        rows = 2 * ours.data_ranks * ours.microbatches - (step % 2 == 0)
         whole = batch(rows, SEED + step, ours.world.device)
         before = ours.model_shape()
         share = _share(whole, ours)

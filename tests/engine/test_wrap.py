@@ -204,7 +204,7 @@ def volumes(world: World, how: str) -> int:
     model = make("stack").double()
     model = wrap(how, model, world)
     data = loops_data(model)
-    ledger = data.axes[0].ledger if data.axes[0].size > 1 else data.axes[1].ledger
+    ledger = data.facts.axes[0].ledger if data.facts.axes[0].size > 1 else data.facts.axes[1].ledger
     before = ledger.copy()
     model(rows(0, 0)).sum().backward()
     with torch.no_grad():

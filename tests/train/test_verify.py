@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from torch import Tensor, nn
 
+from shardwise.comm.collectives import begin_sum
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RunError
 from shardwise.core.plan import Plan
@@ -86,13 +87,13 @@ def miscounted(world: World) -> Finding:
     """A rank that sends eight bytes more than it should."""
     plan, trainable = Plan.parse("dp2 fp64"), find("gpt")
     ours = engine_of(trainable, plan, world)
-    hear = ours.data.hear
+    hear = ours.facts.hear
 
     def talkative(used: Tensor) -> None:
         hear(used)
-        ours.data.agree_on(torch.zeros(1, dtype=torch.float64), ours.axes[1])
+        begin_sum(torch.zeros(1, dtype=torch.float64), ours.axes[1])()
 
-    ours.data.hear = talkative
+    ours.facts.hear = talkative
     return compare(ours, engine_of(trainable, Plan.parse("fp64"), alone()), trainable.batch, 1)
 
 

@@ -16,8 +16,7 @@ def naive(p: int, m: int = 1) -> Schedule:
     rank 0   F . . . B B        bubble (p-1)/p
     rank 1   . F B B . .
     """
-    if m != 1:
-        raise bad(f"{m} microbatches for naive", "one microbatch", f"naive, or gpipe:{m}")
+    is_one(m)
     return gpipe(p, m)
 
 
@@ -74,3 +73,9 @@ def alternate(s: int, m: int, ahead: int) -> Iterator[Action]:
         if ahead - 1 + i < m:
             yield Action("F", s, ahead - 1 + i)
         yield Action("B", s, i)
+
+
+def is_one(m: int) -> None:
+    """Raise InputError unless there is one microbatch."""
+    if m != 1:
+        raise bad(f"{m} microbatches for naive", "one microbatch", f"naive, or gpipe:{m}")

@@ -35,7 +35,8 @@ class Entry:
 
     `span` is the makespan as a form, `tapes` the most activations each rank holds; `bubble_text`
     and `tapes_text` say them in the papers' letters, and `versions_text` how many versions of its
-    weights stage s keeps. `chunks` a rank, None where they are chosen.
+    weights stage s keeps. `chunks` a rank, None where they are chosen. `check` raises InputError
+    for sizes that the schedule forbids.
     """
 
     title: str
@@ -47,6 +48,7 @@ class Entry:
     tapes_text: str
     chunks: int | None = 1
     versions_text: str = "1"
+    check: Callable[[Size], None] = lambda _: None
 
     def bubble(self, n: Size) -> float:
         """The idle share of all ranks' time, by the closed form."""
@@ -77,6 +79,7 @@ LIBRARY: dict[str, Entry] = {
         tapes=lambda n: (1,) * n.p,
         bubble_text="(p-1)/p",
         tapes_text="1",
+        check=lambda n: classic.is_one(n.m),
     ),
     "gpipe": Entry(
         "GPipe",
@@ -112,6 +115,7 @@ LIBRARY: dict[str, Entry] = {
         lambda n: stale.two_buffered(n.p, n.m, n.batches),
         *(_plain, _first, *_1F1B),
         versions_text="2 from the second batch on",
+        check=lambda n: stale.covers(n.p, n.m),
     ),
     "interleaved": Entry(
         "interleaved 1F1B",
@@ -122,6 +126,7 @@ LIBRARY: dict[str, Entry] = {
         bubble_text="(p-1)/(v·m+p-1)",
         tapes_text="min(2(p-r-1)+(v-1)p+1, v·m)",
         chunks=None,
+        check=lambda n: looped.divides(n.p, n.m, n.v),
     ),
     "bfs": Entry(
         "breadth-first",
@@ -161,6 +166,7 @@ LIBRARY: dict[str, Entry] = {
         bubble_text="(p-1)/(6m+p-1)",
         tapes_text="2p+1",
         chunks=2,
+        check=lambda n: zero_bubble.fills(n.p, n.m),
     ),
 }
 
@@ -197,8 +203,16 @@ def build(word: str, p: int) -> Schedule:
 
     Raises InputError for an unknown name, numbers below one, and what the schedule forbids.
     """
+    name, n = allowed(word, p)
+    return entry(name).build(n)
+
+
+def allowed(word: str, p: int) -> tuple[str, Size]:
+    """The name and the size that a plan's word says; raises InputError as `build` does."""
     name, _, numbers = word.partition(":")
     m, _, v = (numbers or "1").partition("x")
     if not m.isdecimal() or not (v or "1").isdecimal():
         raise bad(f"the schedule '{word}'", "a name, a colon, and M or MxV", f"{name}:8")
-    return entry(name).build(size(name, p, int(m), int(v) if v else None))
+    n = size(name, p, int(m), int(v) if v else None)
+    entry(name).check(n)
+    return name, n

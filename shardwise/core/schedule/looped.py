@@ -21,10 +21,7 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
     m is a multiple of p. Bubble (p-1)/(v·m+p-1); rank r holds min(2(p-r-1)+(v-1)p+1, v·m) chunks'
     activations. With one chunk it is 1F1B.
     """
-    if m % p:
-        given = f"{m} microbatches for interleaved 1F1B on {p} ranks"
-        near = max(round(m / p), 1) * p
-        raise bad(given, f"multiples of {p}: {p}, {2 * p}, {3 * p}, ...", f"interleaved:{near}x{v}")
+    divides(p, m, v)
 
     def nth(k: int, r: int, op: Op) -> Action:
         chunk = k // p % v
@@ -60,3 +57,11 @@ def breadth_first(p: int, m: int, v: int) -> Schedule:
 
 def _loop(p: int, m: int, v: int, rows: list[list[Action]]) -> Schedule:
     return Schedule(tuple(map(tuple, rows)), tuple(s % p for s in range(p * v)), m)
+
+
+def divides(p: int, m: int, v: int) -> None:
+    """Raise InputError unless microbatches come in rounds of one for each rank."""
+    if m % p:
+        given = f"{m} microbatches for interleaved 1F1B on {p} ranks"
+        near = max(round(m / p), 1) * p
+        raise bad(given, f"multiples of {p}: {p}, {2 * p}, {3 * p}, ...", f"interleaved:{near}x{v}")

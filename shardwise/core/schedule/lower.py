@@ -64,7 +64,8 @@ def _around(schedule: Schedule, rank: int, gather: bool) -> Iterator[Action]:
         yield from (Action("GATHER", stage),) * gather
         yield from actions
         yield from (Action("FREE", stage),) * gather
-        yield from (Action("REDUCE", stage),) * (not schedule.update and not left[stage])
+        over = not schedule.update and not left[stage] and actions[-1].op != "F"
+        yield from (Action("REDUCE", stage),) * over
 
 
 def _row(schedule: Schedule, rank: int, sent: dict[Channel, list[Token]]) -> Iterator[Step]:

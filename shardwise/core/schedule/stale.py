@@ -38,9 +38,7 @@ def two_buffered(p: int, m: int, batches: int = 1) -> Schedule:
     Every microbatch of a batch uses the weights the batch before began with, so two versions are
     enough. `batches` of m microbatches each follow one another without draining in between.
     """
-    if m < p:
-        given = f"{m} microbatches a batch for 2BW on {p} ranks"
-        raise bad(given, f"as many as there are ranks, or more: from {p} up", f"2bw:{p}")
+    covers(p, m)
     order = one_stage_a_rank(p, m * batches, lambda r: alternate(r, m * batches, p - r))
     return _updated(order, m, (1,) * p)
 
@@ -57,3 +55,10 @@ def _updated(schedule: Schedule, update: int, lag: tuple[int, ...]) -> Schedule:
 def _update(action: Action, update: int) -> tuple[Action, ...]:
     ends = action.op == "B" and (action.microbatch + 1) % update == 0
     return (action._replace(op="U"),) if ends else ()
+
+
+def covers(p: int, m: int) -> None:
+    """Raise InputError unless a batch is as long as the pipeline: two versions are then enough."""
+    if m < p:
+        given = f"{m} microbatches a batch for 2BW on {p} ranks"
+        raise bad(given, f"as many as there are ranks, or more: from {p} up", f"2bw:{p}")

@@ -78,9 +78,7 @@ def dualpipe_v(p: int, m: int) -> Schedule:
     Its F B pairs are of two chunks, so that one's messages can go beside the other's computation.
     Makespan 6m+p-1 with pairs done one after the other; every rank holds 2p+1 chunks' activations.
     """
-    if m < 2 * p:
-        given = f"{m} microbatches for DualPipe-V on {p} ranks"
-        raise bad(given, f"twice the ranks or more: from {2 * p} up", f"dualpipe-v:{2 * p}")
+    fills(p, m)
 
     def phases(r: int) -> list[Phase]:
         """What rank r does; in the drain the second half of its backwards are split."""
@@ -160,3 +158,10 @@ _OPS: dict[str, Op] = {"F": "F", "B": "B", "I": "I"}
 def _owed(step: Step) -> tuple[Action, ...]:
     """The W that an I leaves behind."""
     return (Action("W", *step[1:]),) if isinstance(step, Action) and step.op == "I" else ()
+
+
+def fills(p: int, m: int) -> None:
+    """Raise InputError unless there are enough microbatches to pair forwards with backwards."""
+    if m < 2 * p:
+        given = f"{m} microbatches for DualPipe-V on {p} ranks"
+        raise bad(given, f"twice the ranks or more: from {2 * p} up", f"dualpipe-v:{2 * p}")

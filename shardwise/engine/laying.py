@@ -1,0 +1,92 @@
+"""this file is how a model is laid out on all axes: tensor, then pipeline, then data.
+
+Each acts on what the one before has left: the tensor axis cuts parameters, the pipeline axis leaves
+a rank those of its stages, the data axes lay these flat.  What is chosen by size (stages, units)
+is chosen before, by the whole sizes, so that all ranks choose alike.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardwise.comm.world import Axis
+from shardwise.core.states import ROWS
+from shardwise.engine import staging, tensor
+from shardwise.engine.held import Tensors
+from shardwise.engine.shard import (
+    Sharding,
+    agreed,
+    flats_of,
+    hooked,
+    shard,
+    sums_of,
+    units_of,
+)
+from shardwise.engine.staging import Staging
+from shardwise.engine.training import Build
+from shardwise.parallel.data import Data, Pace, Unit
+from shardwise.parallel.facts import Facts
+from shardwise.parallel.flat import Flat
+from shardwise.parallel.staged import Staged
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A model that is laid out: its data axes, units and flat groups, and what other axes hold."""
+
+    axes: tuple[Axis, Axis]
+    tensors: Tensors
+    staging: Staging | None
+    data: Data | Staged
+    flats: list[Flat]
+
+
+def lay_out(model: nn.Module, build: Build) -> Laid:
+    """Lay `model` out, in place; called by all ranks of the world."""
+    world, plan = build.world, build.plan
+    how = Sharding(
+        row=ROWS[plan.row],
+        shard=world.axis(plan.shard_axis or "none"),
+        replicate=world.axis(plan.replicate_axis or "none"),
+        units=build.units,
+        bucket_bytes=plan.bucket_bytes,
+        fill=build.fill,
+        device=world.device,
+    )
+    schedule, tensor_ranks = staging.schedule_of(plan), world.axis(tensor.AXIS).size
+    if schedule is None:
+        specs = units_of(model, how, tensor_ranks)
+        tensors = tensor.lay_out(model, world, plan.sp, build.table)
+        units = shard(how, specs, tensors)
+        data = hooked(model, how, units, Pace(ahead=build.prefetch, by_hand=False))
+        return Laid(how.axes, tensors, None, data, flats_of(units))
+    at = staging.stages_of(model, build.starts)
+    specs = units_of(model, how, tensor_ranks, lambda spec: {at[name] for name, _ in spec.params})
+    twins = staging.twin(model, world, plan, build.table)
+    staging.agree(model, world.axis(staging.AXIS))
+    tensors = tensor.lay_out(model, world, plan.sp, build.table)
+    staged = staging.lay_out(model, twins, world, schedule, build.starts)
+    units = shard(how, staged.here(specs), tensors, staged.ties)
+    data = _driven(units, staged, agreed(model, how, units))
+    return Laid(how.axes, tensors, staged, data, flats_of(units))
+
+
+def _driven(units: Sequence[Unit], staged: Staging, facts: Facts) -> Staged:
+    """The units by the stages that use them; those with tied parameters are summed last."""
+    names = [[name for group in unit.groups for name in _names(group)] for unit in units]
+    stages = {
+        stage: [u for u, own in zip(units, names, strict=True) if stage in staged.used(own)]
+        for stage in staged.mine
+    }
+    tied = [
+        (min(own), unit)
+        for unit, own in zip(units, names, strict=True)
+        if staged.ties.keys() & set(own)
+    ]
+    last = [unit for _, unit in sorted(tied, key=lambda pair: pair[0])]
+    return Staged(units, stages, last, sums_of(units, in_flight=len(units)), facts)
+
+
+def _names(group: object) -> list[str]:
+    return group.names if isinstance(group, Flat) else []

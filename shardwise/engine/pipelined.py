@@ -1,0 +1,248 @@
+"""this file is a pass under a schedule: what its actions are, of an engine's model and parameters.
+
+    F        the stage's part of the user's own forward (cut.py); the last stage's is the loss
+    B I W    autograd, from the gradients that came to those that go (parallel/backward.py)
+    GATHER FREE REDUCE      the stage's units (parallel/staged.py)
+
+Every rank of the pipeline axis has the whole microbatch; what crosses between ranks are the values
+that later stages use.  Their shapes are learnt once for each shape of microbatch, on meta, by every
+rank alike, so that none is ever sent.
+
+Random numbers are drawn from a generator of each step, microbatch and stage, set aside around the
+forward: dropout does not repeat itself from stage to stage, and does not depend on which rank has
+the stage.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from shardwise.core.crossing import Spec, Trace
+from shardwise.core.schedule.action import Action, Step, Token, Transfer
+from shardwise.core.schedule.schedule import Schedule
+from shardwise.core.shape import Crossed
+from shardwise.engine.held import Tensors
+from shardwise.engine.passes import Objective
+from shardwise.engine.staging import Staging
+from shardwise.parallel.backward import Rest, Tape
+from shardwise.parallel.pipeline import Watch, open_channels, run
+from shardwise.parallel.staged import Staged
+
+#: Shapes of microbatches of which the crossings are kept in mind.
+KNOWN = 64
+
+
+@dataclass
+class _Taped:
+    """What a forward left: its tape, the wanted gradients' specs, the last stage's own outputs."""
+
+    tape: Tape
+    loss: Tensor | None
+
+
+class Pipelined:
+    """The stages of one rank at work."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        staging: Staging,
+        data: Staged,
+        tensors: Tensors,
+        objective: Objective,
+    ) -> None:
+        self.model, self.staging, self.data, self.tensors = model, staging, data, tensors
+        self.objective, self.device = objective, staging.stages.device
+        self.microbatches = staging.schedule.microbatches
+        self.watch: Watch | None = None
+        self.known: dict[Any, Trace] = {}
+        self.parts: Sequence[Any] = ()
+        self.traces: list[Trace] = []
+        self.call: Callable[[nn.Module, Any], Tensor] = objective
+        self.training = True
+        self.sent: list[Crossed] = []  # in the last step
+        open_channels(staging.schedule, staging.axis, self.device)
+
+    def run(self, parts: Sequence[Any], counts: Sequence[int], weights: Sequence[float]) -> Tensor:
+        """All microbatches, so many at a time as the schedule has; gradients are summed once."""
+        self.summed = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.seed = int(torch.randint(2**62, ()))
+        self.call, self.training = self.objective, True
+        self.sent = []
+        for first in range(0, len(parts), self.microbatches):
+            these = slice(first, first + self.microbatches)
+            self.parts, self.counts, self.weighed = parts[these], counts[these], weights[these]
+            self.traces = [self._trace(part) for part in self.parts]
+            self.data.sums.sync = these.stop == len(parts)
+            self.data.begin()
+            run(self.staging.schedule, self.staging.axis, self, self.watch)
+            self._note_sent(self.staging.schedule)
+        self.data.end()
+        return self.summed
+
+    @torch.no_grad()
+    def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
+        """Forward only, one microbatch through all stages; the result where the last stage is."""
+        self.parts, self.training, self.result = [None], False, None
+        self.call = lambda model, _: call(model)
+        self.traces = [self.staging.stages.follow(call)]
+        self.seed = 0
+        run(forward_only(self.staging.schedule), self.staging.axis, self)
+        found, self.result = self.result, None
+        return found
+
+    def _trace(self, part: Any) -> Trace:
+        """What crosses for a microbatch of these shapes; learnt when they are first seen."""
+        leaves, spec = tree_flatten(part)
+        shapes = [(x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves]
+        key = str(spec), tuple(map(str, shapes)), self.model.training
+        if key not in self.known:
+            if len(self.known) == KNOWN:
+                del self.known[next(iter(self.known))]
+            self.known[key] = self.staging.stages.follow(lambda model: self.objective(model, part))
+        return self.known[key]
+
+    # --- what a schedule asks (parallel/pipeline.py) ------------------------------------------
+
+    def specs(self, token: Token) -> Sequence[Spec]:
+        """What crosses: values of a stage forward, the gradients of those that have one back."""
+        bundles = self.traces[token.microbatch].bundles
+        if token.kind == "act":
+            return bundles[token.stage]
+        return [spec for spec in bundles[token.stage - 1] if spec.requires_grad]
+
+    def forward(self, stage: int, microbatch: int, given: list[Tensor]) -> tuple[list[Tensor], Any]:
+        """F, from the values that came; the tape is None where nothing is trained."""
+        self.data.facts.phase("forward")
+        self.data.gather(stage)  # which under most rows waits for what the last update published
+        trace = self.traces[microbatch]
+        if self.training and stage:
+            for x, spec in zip(given, trace.bundles[stage - 1], strict=True):
+                x.requires_grad_(spec.requires_grad)
+        part = self.parts[microbatch]
+        stream = self.tensors.stream
+        stream.whole = self.staging.beside.stream.whole
+        with self._drawing(stage, microbatch), self.tensors.draws.during(self.device):
+            ran = self.staging.stages.run(stage, trace, given, lambda model: self.call(model, part))
+        stream.end()
+        last = stage == self.staging.stages.count - 1
+        if not self.training:
+            self.result = ran.result if last else None
+            return ran.outputs, None
+        if not last:
+            pairs = zip(ran.outputs, trace.bundles[stage], strict=True)
+            return ran.outputs, _Taped(
+                Tape(given, [y for y, spec in pairs if spec.requires_grad]), None
+            )
+        if self.counts[microbatch]:  # the mean over no tokens may be NaN
+            self.summed += ran.result.detach() * self.counts[microbatch]
+        scaled = ran.result * self.weighed[microbatch]
+        return [], _Taped(Tape(given, [scaled]), torch.ones_like(scaled))
+
+    def backward(self, stage: int, microbatch: int, tape: Any, grads: list[Tensor]) -> list[Tensor]:
+        """B."""
+        with self._going_back(microbatch):
+            return self._sent_back(stage, microbatch, tape.tape.backward(_own(tape, grads)))
+
+    def inputs(
+        self, stage: int, microbatch: int, tape: Any, grads: list[Tensor]
+    ) -> tuple[list[Tensor], Any]:
+        """I."""
+        with self._going_back(microbatch):
+            found, rest = tape.tape.inputs(_own(tape, grads))
+        return self._sent_back(stage, microbatch, found), rest
+
+    def weights(self, stage: int, microbatch: int, rest: Rest) -> None:
+        """W."""
+        with self._going_back(microbatch):
+            rest.weights()
+
+    def gather(self, stage: int) -> None:
+        """GATHER."""
+        self.data.facts.phase("forward")
+        self.data.gather(stage)
+
+    def free(self, stage: int) -> None:
+        """FREE."""
+        self.data.free(stage)
+
+    def reduce(self, stage: int) -> None:
+        """REDUCE."""
+        self.data.facts.phase("backward")
+        self.data.reduce(stage)
+
+    def update(self, stage: int, microbatch: int) -> None:
+        """U, which schedules that update by themselves have."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _going_back(self, microbatch: int) -> Iterator[None]:
+        self.data.facts.phase("backward")
+        self.data.mute = self.counts[microbatch] == 0
+        with self.tensors.draws.during(self.device):
+            yield
+
+    def _sent_back(
+        self, stage: int, microbatch: int, found: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        """The gradients of the values that were given, zeros where none came."""
+        if not stage:
+            return []
+        specs = self.traces[microbatch].bundles[stage - 1]
+        return [
+            torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
+            if x is None
+            else x.contiguous()
+            for x, spec in zip(found, specs, strict=True)
+            if spec.requires_grad
+        ]
+
+    @contextmanager
+    def _drawing(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Random numbers of this step, microbatch and stage; the generators go on as they were."""
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed(self.seed + 1_000_003 * microbatch + stage)
+            yield
+
+    # --- what was sent ------------------------------------------------------------------------
+
+    def _note_sent(self, schedule: Schedule) -> None:
+        for step in schedule.rows[self.staging.axis.rank]:
+            if isinstance(step, Transfer) and step.op == "SEND":
+                phase = "forward" if step.token.kind == "act" else "backward"
+                self.sent += [
+                    Crossed(phase, math.prod(spec.shape), spec.dtype.itemsize)
+                    for spec in self.specs(step.token)
+                ]
+
+    def gathers(self, stages: Collection[int]) -> int:
+        """How often a run of the schedule gathers what these stages of this rank use."""
+        actions = self.staging.schedule.actions(self.staging.axis.rank)
+        return sum(action.op == "GATHER" and action.stage in stages for action in actions)
+
+
+def _own(taped: _Taped, grads: list[Tensor]) -> list[Tensor]:
+    return grads if taped.loss is None else [taped.loss]
+
+
+def forward_only(schedule: Schedule) -> Schedule:
+    """One microbatch forward through the stages of `schedule`, and nothing else."""
+    home, gathers = schedule.home, schedule.gathers
+    rows: list[list[Step]] = [[] for _ in schedule.rows]
+    for stage, rank in enumerate(home):
+        row, act = rows[rank], Token("act", stage - 1, 0)
+        if stage and home[stage - 1] != rank:
+            rows[home[stage - 1]].append(Transfer("SEND", act, rank))
+            row.append(Transfer("RECV", act, home[stage - 1]))
+        row += [Action("GATHER", stage)] * gathers
+        row.append(Action("F", stage, 0))
+        row += [Action("FREE", stage)] * gathers
+    done = tuple(tuple(row) for row in rows)
+    return replace(schedule, rows=done, microbatches=1, update=0, lag=())

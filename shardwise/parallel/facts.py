@@ -1,0 +1,75 @@
+"""this file is what the data ranks agree on in a step: a few numbers, summed over all of them.
+
+Which parameters had a gradient on any rank, and whether any rank has changed a buffer of its own,
+decide what ranks send one another: ranks that disagreed would wait for each other for ever.
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.collectives import begin_sum
+from shardwise.comm.world import Axis
+
+
+class Group(Protocol):
+    """What is agreed on of a flat group of parameters that are trained."""
+
+    got: list[bool]
+    used: list[bool]
+
+
+class Buffers(Protocol):
+    """What keeps the buffers of the model alike (buffers.py)."""
+
+    def forward_begins(self) -> None: ...
+    def refresh(self) -> None: ...
+    def loaded(self) -> None: ...
+    def changed(self) -> list[float]: ...
+    def heard(self, flags: Sequence[bool]) -> None: ...
+
+
+class Facts:
+    """The facts of one model on the data axes."""
+
+    def __init__(self, axes: Sequence[Axis], trained: Collection[Group], buffers: Buffers) -> None:
+        self.axes, self.trained, self.buffers = list(axes), trained, buffers
+
+    def got(self) -> Tensor:
+        """One number a trained parameter: 1 where this rank had a gradient for it, else 0.
+
+        Behind them, where there are buffers, whether this rank has changed one.
+        """
+        flags = [float(got) for group in self.trained for got in group.got]
+        return torch.tensor(flags + self.buffers.changed())
+
+    def begin_agree(self, x: Tensor) -> Callable[[], Tensor]:
+        """Start to add up a small vector over all data ranks; call the result for the sum."""
+        first, *others = [axis for axis in self.axes if axis.size > 1] or self.axes[:1]
+        arriving = begin_sum(x, first)
+
+        def total() -> Tensor:
+            x = arriving()
+            for axis in others:
+                x = begin_sum(x, axis)()
+            return x
+
+        return total
+
+    def agree(self, x: Tensor) -> Tensor:
+        """The sum of a small vector over all data ranks, every rank's own included."""
+        return self.begin_agree(x)()
+
+    def hear(self, used: Tensor) -> None:
+        """Take the sum of `got` over the ranks: which parameters have a gradient anywhere."""
+        flags = iter((used > 0).tolist())
+        for group in self.trained:
+            group.used = [next(flags) for _ in group.used]
+        self.buffers.heard(list(flags))
+
+    def phase(self, name: str) -> None:
+        """What is sent from now on is counted as of this part of the step."""
+        for axis in self.axes:
+            axis.ledger.now = name

@@ -1,0 +1,177 @@
+"""this file is when things happen to the units of a pipeline's stages: when the schedule says so.
+
+    GATHER s      the units of stage s become whole, where the row keeps parameters sharded
+    F B I W s     compute with them; gradients are collected as autograd leaves them
+    FREE s        they are at rest again
+    REDUCE s      their gradients begin to be summed (reductions.py); the update waits for the sums
+
+Nothing is hooked but the gradients: data.py does the same for a model that no schedule drives.  A
+parameter that several stages use is in one unit; on a rank that has all of these stages its sum
+begins when the last of them is reduced.  Between ranks it is summed over those that hold it, after
+all the others, in the order of the names: every rank takes the same.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from shardwise.comm.world import Axis
+
+
+class Group(Protocol):
+    """What a unit asks of each flat group of parameters in it."""
+
+    params: list[nn.Parameter]
+    trained: bool
+
+    def collect(self, index: int, scale: float) -> None: ...
+    def clear(self) -> None: ...
+
+
+class Unit(Protocol):
+    """What is gathered and freed at once (data.py)."""
+
+    name: str
+    temporary: bool
+    complete: bool
+
+    @property
+    def groups(self) -> Sequence[Any]: ...
+    @property
+    def trained(self) -> Sequence[Any]: ...
+    def begin_gather(self) -> None: ...
+    def gather(self) -> None: ...
+    def free(self) -> None: ...
+    def show(self) -> None: ...
+
+
+class Sums(Protocol):
+    """What sums the gradients of units (reductions.py)."""
+
+    sync: bool
+
+    @property
+    def flying(self) -> Collection[Any]: ...
+    def begin(self) -> None: ...
+    def end(self, order: Sequence[Any]) -> None: ...
+    def arrivals(self) -> Iterator[Any]: ...
+    def finish(self) -> None: ...
+
+
+class Facts(Protocol):
+    """What the data ranks agree on (facts.py)."""
+
+    axes: list[Axis]
+
+    def begin_agree(self, x: Tensor) -> Callable[[], Tensor]: ...
+    def agree(self, x: Tensor) -> Tensor: ...
+    def hear(self, used: Tensor) -> None: ...
+    def got(self) -> Tensor: ...
+    def phase(self, name: str) -> None: ...
+    @property
+    def buffers(self) -> Any: ...
+
+
+class Staged:
+    """The units of the stages that this rank owns.
+
+    `stages[s]` are those that stage s uses; `last` those whose gradients are summed last, in order.
+    """
+
+    def __init__(
+        self,
+        order: Sequence[Unit],
+        stages: Mapping[int, Sequence[Unit]],
+        last: Sequence[Unit],
+        sums: Sums,
+        facts: Facts,
+    ) -> None:
+        self.order, self.stages, self.last = list(order), dict(stages), list(last)
+        self.sums, self.facts = sums, facts
+        self.mute = False  # whether gradients of this backward pass count for nothing
+        self.reduced: set[int] = set()  # stages, since `begin`
+        self.places: dict[nn.Parameter, tuple[Group, int]] = {}
+        for unit in self.order:
+            for group in unit.trained:
+                for index, p in enumerate(group.params):
+                    self.places[p] = group, index
+                    p.register_post_accumulate_grad_hook(self.collected)
+
+    def begin(self, *, training: bool = True) -> None:
+        """A run of the schedule begins; the last of a step is the one that sums (`sums.sync`)."""
+        self.reduced = set()
+        if training:
+            self.facts.buffers.forward_begins()
+
+    def gather(self, stage: int) -> None:
+        """Make the parameters of a stage whole."""
+        for unit in self.stages[stage]:
+            unit.begin_gather()
+        for unit in self.stages[stage]:
+            unit.gather()
+
+    def free(self, stage: int) -> None:
+        """Give the whole parameters of a stage up."""
+        for unit in self.stages[stage]:
+            unit.free()
+
+    def collected(self, p: nn.Parameter) -> None:
+        """Take the gradient that was left on `p`."""
+        group, index = self.places[p]
+        p.grad = None if self.mute else p.grad
+        group.collect(index, 1.0)
+
+    def reduce(self, stage: int) -> None:
+        """Begin the sums of a stage's gradients; of units that a later reduction takes, not yet."""
+        self.reduced.add(stage)
+        if not self.sums.sync:
+            return
+        self._reduce([unit for unit in self.stages[stage] if unit not in self.last])
+
+    def _reduce(self, units: Iterable[Unit]) -> None:
+        ready = [unit for unit in units if self._users(unit) <= self.reduced]
+        self.sums.begin()
+        self.sums.end(ready)
+
+    def _users(self, unit: Unit) -> set[int]:
+        return {stage for stage, units in self.stages.items() if unit in units}
+
+    def end(self) -> None:
+        """The last row of the step is done: begin the sums that are left."""
+        if self.sums.sync:
+            self._reduce(self.last)
+
+    # --- as data.py has them ------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """A step broke off: what it left of gradients is dropped, so that the next begins clean."""
+        self.sums.finish()
+        for unit in self.order:
+            unit.free()
+            for group in unit.trained:
+                group.clear()
+
+    def show(self) -> None:
+        """Put parameters at rest with their gradients on them: the optimizer's turn."""
+        for unit in self.order:
+            unit.show()
+
+    def rest(self) -> None:
+        """Every parameter at rest, no unit whole."""
+        for unit in self.order:
+            unit.free()
+            for group in unit.groups:
+                group.rest()
+
+    def wait(self) -> None:
+        """End what `publish` began."""
+        for unit in self.order:
+            if not unit.temporary:
+                unit.gather()
+
+    def publish(self) -> None:
+        """After the update: begin to gather what is kept whole, in the order of its next use."""
+        for unit in self.order:
+            if not unit.temporary:
+                unit.begin_gather()

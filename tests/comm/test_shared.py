@@ -1,0 +1,173 @@
+"""Shared memory between ranks: order, room, who is gone, and where there is none."""
+
+import mmap
+import os
+import subprocess
+import sys
+from collections import deque
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from shardwise.comm import shared
+from shardwise.comm.gloo import Gloo
+from shardwise.comm.shared import HEAD, Mailboxes, room_bytes
+from shardwise.comm.world import World
+from shardwise.core.mesh import Mesh
+from tests.pool import run_gloo
+
+
+class Wire:
+    """What gloo does for two ranks of this process: messages in order, by one queue each way."""
+
+    def __init__(self, rank: int, queues: list[deque[Tensor]]) -> None:
+        self.own, self.queues = rank, queues
+
+    def rank(self) -> int:
+        return self.own
+
+    def send(self, xs: list[Tensor], to: int, tag: int) -> Any:
+        self.queues[to].append(xs[0].clone())
+        return self
+
+    def recv(self, xs: list[Tensor], source: int, tag: int) -> Any:
+        xs[0].copy_(self.queues[self.own].popleft())
+        return self
+
+    def wait(self) -> None:
+        """Nothing is under way."""
+
+
+def pair() -> tuple[Mailboxes, Mailboxes, list[deque[Tensor]]]:
+    """Both ends of the mailboxes of two ranks."""
+    memory = mmap.mmap(-1, shared._head_bytes(2) + shared.SHARED_BYTES)
+    queues: list[deque[Tensor]] = [deque(), deque()]
+    pids = [os.getpid()] * 2
+    wires: list[Any] = [Wire(rank, queues) for rank in (0, 1)]
+    a, b = (Mailboxes(memory, wire, pids) for wire in wires)
+    return a, b, queues
+
+
+def test_messages_come_in_order_however_they_are_waited_for():
+    """Each message lands in the tensor that was expected for it, the last waited for first."""
+    a, b, _ = pair()
+    arrived = [torch.zeros(3) for _ in range(5)]
+    waits = [b.receive(x, 0) for x in arrived]
+    for k in range(5):
+        a.send(torch.full((3,), float(k)), 1)
+    for wait in reversed(waits):
+        wait()
+    assert [x[0].item() for x in arrived] == [0, 1, 2, 3, 4]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 2**20), st.booleans()), min_size=1, max_size=60))
+def test_no_message_is_lost_or_changed_whatever_their_sizes(acts: list[tuple[int, bool]]):
+    """Sends of any size between takes at any time: what comes out is what was put in, in order."""
+    a, b, _ = pair()
+    waiting = deque[tuple[int, Tensor, Any]]()
+
+    def take() -> None:
+        k, x, wait = waiting.popleft()
+        wait()
+        assert (x == k % 251).all()
+
+    for sent, (size_bytes, takes) in enumerate(acts):
+        a.send(torch.full((size_bytes,), sent % 251, dtype=torch.uint8), 1)
+        x = torch.empty(size_bytes, dtype=torch.uint8)
+        waiting.append((sent, x, b.receive(x, 0)))
+        if takes:
+            take()
+    while waiting:
+        take()
+
+
+def test_what_finds_no_room_goes_through_gloo_in_its_turn():
+    """A sender far ahead never waits: the mailbox fills, the rest goes by gloo, the order stays."""
+    a, b, queues = pair()
+    size, count = 2**20, 3 * room_bytes(2) // 2**20
+    for k in range(count):
+        a.send(torch.full((size,), k, dtype=torch.uint8), 1)
+    assert len(queues[1]) == count - room_bytes(2) // size
+    for k in range(count):
+        x = torch.empty(size, dtype=torch.uint8)
+        b.receive(x, 0)()
+        assert (x == k).all()
+    assert not queues[1]
+
+
+def test_a_message_is_free_to_change_once_it_is_in():
+    """What was put in is what comes out, though the sender has written over its own."""
+    a, b, _ = pair()
+    x, y = torch.ones(4), torch.zeros(4)
+    assert a.send(x, 1) == []
+    x.zero_()
+    b.receive(y, 0)()
+    assert y.tolist() == [1, 1, 1, 1]
+
+
+def test_whoever_waits_for_a_process_that_is_gone_is_told(monkeypatch: pytest.MonkeyPatch):
+    """A rank that has died is named, and nobody waits for it for ever."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    monkeypatch.setattr(shared, "TURNS", 0)
+    _, b, _ = pair()
+    b.pids[0] = gone.pid
+    with pytest.raises(RuntimeError, match=f"rank 0 of the group is gone: process {gone.pid}"):
+        b.receive(torch.zeros(1), 0)()
+
+
+def test_all_mailboxes_of_a_group_lie_apart():
+    """Numbers and rooms of three ranks' mailboxes do not overlap, and fit in what is reserved."""
+    memory = mmap.mmap(-1, shared._head_bytes(3) + shared.SHARED_BYTES)
+    wire: Any = Wire(0, [])
+    boxes = Mailboxes(memory, wire, [1, 2, 3])
+    ways = [boxes._way(a, b) for a in range(3) for b in range(3) if a != b]
+    starts = sorted(start for _, start in ways)
+    assert all(y - x == room_bytes(3) for x, y in pairwise(starts))
+    assert starts[-1] + room_bytes(3) - ways[0][1] <= shared.SHARED_BYTES
+    for number, (numbers, _) in enumerate(ways):
+        numbers[0] = numbers[HEAD - 1] = number + 1
+    assert [way[0][0] for way in ways] == [way[0][HEAD - 1] for way in ways] == [1, 2, 3, 4, 5, 6]
+
+
+def opened(world: World, split: bool, full: bool) -> tuple[bool, list[float]]:
+    """Whether the ranks have mailboxes, and a sum over them; on hosts apart, or without memory."""
+    world = world.on(Mesh((("dp", world.size),)))
+    own = shared._host, shared._create
+    try:
+        if split and world.rank:
+            shared._host = lambda: 12345
+        if full:
+            shared._create = lambda _: ""
+        x = torch.ones(6) * (world.rank + 1)
+        given = world.axis("dp").transport
+        assert isinstance(given, Gloo)
+        fresh = Gloo(given.group)
+        fresh.all_reduce(x).wait()
+    finally:
+        shared._host, shared._create = own
+    return bool(fresh.opened), x.tolist()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("split", "full", "has"),
+    [(False, False, True), (True, False, False), (False, True, False)],
+    ids=["one host", "two hosts", "no memory left"],
+)
+def test_ranks_share_memory_where_they_can(ranks: int, split: bool, full: bool, has: bool):
+    """Real processes: the sum is the same with mailboxes and without, and there are some if any."""
+    for found, x in run_gloo(ranks, opened, split, full):
+        assert found == has
+        assert x == [ranks * (ranks + 1) / 2] * 6
+
+
+def test_no_name_is_left_behind():
+    """The memory has no name once it is mapped: a rank that is killed leaves nothing behind."""
+    assert not list(shared.FOLDER.glob("shardwise-*"))
