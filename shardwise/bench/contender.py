@@ -22,11 +22,13 @@ class Loop:
 
     `step(batch)` is one whole training step on this rank's rows and gives the loss. `settle()`
     waits for communication that a step leaves to run beside the next: at the end of a turn it
-    belongs on the clock, and would otherwise run beside the next contender.
+    belongs on the clock, and would otherwise run beside the next contender. `shared_bytes()` is
+    what this rank has sent so far that no interface sees: through memory it shares with others.
     """
 
     step: Callable[[Batch], float]
     settle: Callable[[], None] = lambda: None
+    shared_bytes: Callable[[], int] = lambda: 0
 
 
 @dataclass(frozen=True)

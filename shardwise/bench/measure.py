@@ -39,8 +39,8 @@ QUIET_S = 0.03  # how long the wire is watched after a turn
 class Record:
     """What one rank measured of one contender: a number for each round, seconds and bytes a step.
 
-    `wire` is bytes that left through the interface, less what a pair of barriers costs; `late` is
-    bytes that left it when the clock had stopped.
+    `wire` is bytes that left through the interface, less what a pair of barriers costs, and through
+    shared memory, as they were copied; `late` is bytes that left it when the clock had stopped.
     """
 
     name: str
@@ -118,7 +118,9 @@ def _turn(task: Task, runner: Runner, idle: float) -> None:
     gc.collect()  # cycles left by one contender are not collected on another's clock
     gc.disable()
     dist.barrier()
-    sent, began = sent_bytes(task.interface), time.perf_counter()
+    assert runner.loop is not None
+    shared_bytes = runner.loop.shared_bytes
+    sent, shared, began = sent_bytes(task.interface), shared_bytes(), time.perf_counter()
     failure: Exception | None = None
     try:
         runner.advance(task.steps)
@@ -134,7 +136,8 @@ def _turn(task: Task, runner: Runner, idle: float) -> None:
         raise failure
     shares = task.steps * (dist.get_world_size() if task.shared else 1)
     runner.record.step_s.append(elapsed_s / task.steps)
-    runner.record.wire.append((over - sent - idle) / shares)
+    handed = (shared_bytes() - shared) / task.steps
+    runner.record.wire.append((over - sent - idle) / shares + handed)
     runner.record.late.append(late / shares)
 
 

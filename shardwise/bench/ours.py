@@ -13,6 +13,7 @@ from shardwise.bench.contender import (
     Loop,
     Setup,
 )
+from shardwise.comm.torch_links import TorchLinks
 from shardwise.core.states import ROWS
 from shardwise.models import gpt
 
@@ -43,7 +44,12 @@ def planned(plan: str) -> Callable[[nn.Module, Setup], Loop]:
             # whole parameters are gathered beside the next forward pass, as its units need them
             engine.wait()
 
-        return Loop(step, settle)
+        links = engine.world.links
+
+        def shared_bytes() -> int:
+            return links.shared_bytes if isinstance(links, TorchLinks) else 0
+
+        return Loop(step, settle, shared_bytes)
 
     return build
 

@@ -48,7 +48,7 @@ class _Outbox:
     def __init__(self, numbers: memoryview, start: int, room_bytes: int) -> None:
         self.numbers, self.start, self.room_bytes = numbers, start, room_bytes
         self.inside: deque[tuple[int, int, int]] = deque()  # message, where it begins and ends
-        self.written = 0
+        self.written = self.put_bytes = 0
 
     def put(self, x: Tensor) -> bool:
         """Copy `x` in, or note that it goes through gloo: False."""
@@ -56,6 +56,7 @@ class _Outbox:
         if begin != BY_GLOO:
             self.inside.append((self.written, begin, begin + x.nbytes))
             ctypes.memmove(self.start + begin, x.data_ptr(), x.nbytes)
+            self.put_bytes += x.nbytes
         while self.written - self.numbers[LINE] == PLACES:
             os.sched_yield()
         self.numbers[2 * LINE + self.written % PLACES] = begin
@@ -120,6 +121,11 @@ class Mailboxes:
         numbers = memoryview(self.memory).cast("q")[number * HEAD : (number + 1) * HEAD]
         start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         return numbers, start + _head_bytes(ranks) + number * room_bytes(ranks)
+
+    @property
+    def put_bytes(self) -> int:
+        """Bytes of this rank's messages that have gone this way."""
+        return sum(out.put_bytes for out in self.out.values())
 
     def fits(self, x: Tensor) -> bool:
         """Whether a message goes this way; both ends find the same."""

@@ -43,6 +43,12 @@ class TorchLinks(Links):
         self.opened[key] = kind(mine)
         return self.opened[key]
 
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes that this rank has handed to others through shared memory."""
+        gloo = [transport for transport in self.opened.values() if isinstance(transport, Gloo)]
+        return sum(mailboxes.put_bytes for one in gloo for mailboxes in one.opened or [])
+
     def close(self) -> None:
         """Destroy what was opened.  All ranks have come to the end of what they did on it."""
         if not dist.is_initialized():
