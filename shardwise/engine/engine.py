@@ -216,7 +216,7 @@ class Engine:
     def _norm(self, correction: float) -> float:
         """The norm of the global gradient, loss scale taken out."""
         with self.ledger.phase("check"):
-            squared = self.optimizer.squared_norm().view(1)
+            squared = self.optimizer.squared_norm().view(1).to(self.world.device)
             for axis in (self.axes[0], self.tensors.axis):
                 squared = begin_sum(squared, axis)()
             squared = self._over_stages(squared)

@@ -147,7 +147,7 @@ class ShardedOptimizer:
         """
         mine = [flat.gshard for flat in self.flats if flat.gshard is not None and flat.counts]
         if not mine:
-            return torch.zeros((), dtype=torch.float64, device=self.flats[0].shard.device)
+            return torch.zeros((), dtype=torch.float64)
         return torch.stack([squared_norm(gshard) for gshard in mine]).sum()
 
     def prepare(self) -> None:

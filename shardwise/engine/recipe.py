@@ -71,7 +71,7 @@ class Recipe:
             ) from error
 
     def build(self, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-        """The optimizer over `named`, fused where torch has it."""
+        """The optimizer over `named`, fused where torch has it; over nothing on a frozen stage."""
         options = dict(self.options)
         fusable = "fused" in inspect.signature(self.kind).parameters
         damped = any(o.get("dampening") for o in (options, *self.groups.values()))  # see _even_out
@@ -82,7 +82,7 @@ class Recipe:
             pattern = next((g for g in self.groups if fnmatch(name, g)), "")
             members.setdefault(pattern, []).append(p)
         groups = [{"params": ps, **self.groups.get(g, {})} for g, ps in members.items()]
-        return self.kind(groups, **options)
+        return self.kind(groups or [{"params": []}], **options)
 
 
 _OPTIMIZERS = "a class of torch.optim, or one of your own made like them"

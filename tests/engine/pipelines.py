@@ -1,0 +1,221 @@
+"""Tiny models for pipelines, the plans that every synchronous schedule allows, and an oracle."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwise.core.errors import InputError
+from shardwise.core.plan import Plan
+from shardwise.core.schedule.library import LIBRARY, allowed
+from tests.engine.cases import Task, rows_task, settled, vectors
+from tests.engine.tensors import ADAMW
+
+#: Eight rows and one more: no number of microbatches but one and three divides them.
+ROWS = 9
+WIDTH = 6
+MICROBATCHES = (1, 3, 4, 8)
+STALE = ("pipedream", "2bw")
+SGD: dict[str, Any] = {"kind": torch.optim.SGD, "options": {"lr": 0.1, "momentum": 0.9}}
+
+
+def forms(name: str) -> list[str]:
+    """The schedule's words with 1, 3, 4 and 8 microbatches."""
+    if name == "naive":
+        return [name]
+    chunks = "x2" if LIBRARY[name].chunks is None else ""
+    return [f"{name}:{m}{chunks}" for m in MICROBATCHES]
+
+
+def is_allowed(word: str, ranks: int) -> bool:
+    """Whether the schedule takes so many microbatches on so many ranks."""
+    try:
+        allowed(word, ranks)
+    except InputError:
+        return False
+    return True
+
+
+WORDS = [word for name in LIBRARY if name not in STALE for word in forms(name)]
+SCHEDULES = [f"pp{p} {word}" for p in (2, 4) for word in WORDS if is_allowed(word, p)]
+
+
+def ranks_of(plan: str) -> int:
+    """How many ranks the plan is for."""
+    return Plan.parse(plan).size
+
+
+def stack(layers: int = 8, width: int = WIDTH) -> nn.Sequential:
+    """Layers of one size, a function between each two."""
+    pairs = [(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]
+    return nn.Sequential(*[module for pair in pairs for module in pair])
+
+
+def deep() -> nn.Module:
+    return settled(stack())
+
+
+class Chain(nn.Module):
+    """Blocks one after the other; `go` says how, and what goes from one to the next."""
+
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def half_frozen() -> nn.Module:
+    """Half of the model, and every other bias of the rest, are not trained."""
+    model = deep()
+    for name, p in model.named_parameters():
+        p.requires_grad_(int(name.split(".")[0]) >= 8 and name != "10.bias")
+    return model
+
+
+def late_frozen() -> nn.Module:
+    """The second half is not trained: gradients go through it all the same."""
+    model = deep()
+    for name, p in model.named_parameters():
+        p.requires_grad_(int(name.split(".")[0]) < 8)
+    return model
+
+
+class Pair(nn.Module):
+    """A block of a tuple: a value without gradient goes along."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, both: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        x, mask = both
+        return x + torch.tanh(self.up(x)) * mask, mask
+
+
+class Named(nn.Module):
+    """A block of a dict; it counts what it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        x = torch.tanh(self.up(state["x"]))
+        return {"x": x + state["skip"], "skip": state["x"]}
+
+
+class Tuples(Chain):
+    """Tuples between the blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = self.blocks[0]((x, (x > 0).to(x.dtype)))
+        for block in self.blocks[1:]:
+            both = block(both)
+        return both[0]
+
+
+class Dicts(Chain):
+    """Dicts between the blocks."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = {"x": x, "skip": x}
+        for block in self.blocks:
+            state = block(state)
+        return state["x"]
+
+
+class Skips(Chain):
+    """What the first blocks make is used by the last ones, as in a U-Net."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        half = len(self.blocks) // 2
+        for block in self.blocks[:half]:
+            x = torch.tanh(block(x))
+            kept.append(x)
+        for block in self.blocks[half:]:
+            x = torch.tanh(block(x) + kept.pop())
+        return x
+
+
+class Idle(nn.Module):
+    """A block with a layer that is never used, as heads of other tasks are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.never = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.up(x))
+
+
+class Normed(nn.Module):
+    """A block with batch norm, whose statistics are of one microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.norm(self.up(x)))
+
+
+class Dropped(nn.Module):
+    """A block with dropout inside and, in `Dropping`, between the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(torch.tanh(self.up(x)))
+
+
+class Dropping(Chain):
+    """Dropout in blocks and between them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = functional.dropout(block(x), 0.2, self.training)
+        return x
+
+
+def chain(kind: Callable[[list[nn.Module]], nn.Module], block: Callable[[], nn.Module]) -> Any:
+    """What makes such a chain of four blocks."""
+    return partial(_chained, kind, block)
+
+
+def _chained(
+    kind: Callable[[list[nn.Module]], nn.Module], block: Callable[[], nn.Module]
+) -> nn.Module:
+    return settled(kind([block() for _ in range(4)]))
+
+
+def plain() -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "deep": deep,
+    "half frozen": half_frozen,
+    "late frozen": late_frozen,
+    "tuples": chain(Tuples, Pair),
+    "dicts": chain(Dicts, Named),
+    "skips": chain(Skips, plain),
+    "idle": chain(Chain, Idle),
+}
+
+
+def task(name: str = "deep", rows: int = ROWS) -> Task:
+    """Vectors for the model of that name."""
+    return rows_task(MODELS[name], partial(vectors, rows=rows))
+
+
+__all__ = ["ADAMW", "MODELS", "SCHEDULES", "SGD", "WORDS", "chain", "deep", "task"]
