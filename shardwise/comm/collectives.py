@@ -149,6 +149,8 @@ def open_ways(axis: Axis, ways: Iterable[tuple[int, int]], device: torch.device)
     NCCL joins two ranks at their first message, for which both must come.  So before messages go
     as they will, one goes each way, in one order on all ranks.  They are not counted.
     """
+    for transport in (axis.transport, axis.behind):
+        transport.ready()
     for source, to in sorted(set(ways)):
         if axis.rank == source:
             _way(axis, source, to).send(torch.zeros(1, device=device), to).wait()

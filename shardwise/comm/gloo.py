@@ -122,10 +122,20 @@ class Gloo(Transport):
         theirs[self.rank].copy_(mine[self.rank])
         return Pending(ends)
 
+    def ready(self) -> None:
+        self._mailboxes()
+
     def send(self, x: Tensor, to: int) -> Pending:
+        """Through a mailbox where they are open: two ranks alone cannot open them."""
+        for mailboxes in self.opened or []:
+            if mailboxes.fits(x):
+                return Pending(mailboxes.send(x.view(-1), to))
         return Pending([self.group.send([x], to, 1).wait])
 
     def receive(self, x: Tensor, source: int) -> Pending:
+        for mailboxes in self.opened or []:
+            if mailboxes.fits(x):
+                return Pending([mailboxes.receive(x.view(-1), source)])
         return Pending([self.group.recv([x], source, 1).wait])
 
     def barrier(self) -> None:

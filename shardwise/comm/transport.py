@@ -79,6 +79,10 @@ class Transport(ABC):
     ) -> Pending:
         """Send `in_counts[r]` elements of `x` to rank r; receive `out_counts[r]` from it."""
 
+    def ready(self) -> None:
+        """Called by all ranks: make ready for what two ranks do alone; most need nothing."""
+        return
+
     @abstractmethod
     def send(self, x: Tensor, to: int) -> Pending:
         """Hand `x` to rank `to`."""
