@@ -147,7 +147,7 @@ def crossing_bytes(plan: Plan, sent: Sequence[Crossed]) -> dict[Line, int]:
 
 
 def start_bytes(plan: Plan, model: ModelShape, rank: int = 0) -> dict[Line, int]:
-    """The bytes `rank` sends before the first step: rank 0's parameters and buffers are everyone's.
+    """The bytes `rank` sends along the data axes before the first step: rank 0's are everyone's.
 
     Of a model made on the meta device only the buffers are sent: its weights follow from the seed.
     """
