@@ -16,7 +16,9 @@ from shardwise.models.trainable import nearest
 def bench_command(
     words: Annotated[
         list[str],
-        typer.Argument(metavar="SUITE", help="data, tensor; after it the contenders, or all."),
+        typer.Argument(
+            metavar="SUITE", help="data, tensor, pipeline; after it contenders, or all."
+        ),
     ],
     size: Annotated[list[str] | None, typer.Option(help="small, tiny; both by default.")] = None,
     ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 2,
@@ -33,7 +35,7 @@ def bench_command(
     if device not in ("cpu", "cuda"):
         raise bad(f'the device "{device}"', "cpu or cuda", "--device cpu")
     if device == "cuda" and suite != "data":
-        allowed = "the suite data, as one rank has no tensor to share"
+        allowed = "the suite data, as one rank has nobody to share a model with"
         raise bad(f"--device cuda with the suite {suite}", allowed, f"bench {suite} --device cpu")
     if device == "cuda":
         rows = cuda.run(repeats)

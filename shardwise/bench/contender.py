@@ -20,13 +20,14 @@ WEIGHT_DECAY = 0.01
 class Loop:
     """A contender ready to train.
 
-    `step(batch)` is one whole training step on this rank's rows and gives the loss. `settle()`
-    waits for communication that a step leaves to run beside the next: at the end of a turn it
-    belongs on the clock, and would otherwise run beside the next contender. `shared_bytes()` is
-    what this rank has sent so far that no interface sees: through memory it shares with others.
+    `step(batch)` is one whole training step on this rank's rows and gives the loss, None on a rank
+    that does not learn it. `settle()` waits for communication that a step leaves to run beside the
+    next: at the end of a turn it belongs on the clock, and would otherwise run beside the next
+    contender. `shared_bytes()` is what this rank has sent so far that no interface sees: through
+    memory it shares with others.
     """
 
-    step: Callable[[Batch], float]
+    step: Callable[[Batch], float | None]
     settle: Callable[[], None] = lambda: None
     shared_bytes: Callable[[], int] = lambda: 0
 
@@ -48,7 +49,8 @@ class Contender:
 
     `row` is what it does in plan words, `zero1` or `tp sp`, and so the least it has to send. With
     `whole_batch` every rank steps on the whole global batch, else on its part of the sequences.
-    `package` has to be importable.
+    `package` has to be importable. `against` names the contender its ratio is to, where that is not
+    the first of the suite.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Contender:
     package: str = "torch"
     note: str = ""
     whole_batch: bool = False
+    against: str = ""
 
     @property
     def missing(self) -> bool:
@@ -80,7 +83,7 @@ class Task:
 
     @property
     def reference(self) -> str:
-        """The contender that every ratio is to: the first."""
+        """The contender that ratios are to, but for those held against another: the first."""
         return self.contenders[0]
 
 

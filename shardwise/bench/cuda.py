@@ -161,12 +161,13 @@ def bare_loop(model: nn.Module, setup: Setup) -> Loop:
 
 
 def _timed(
-    step: Callable[[Batch], float], batch: Batch, device: torch.device
+    step: Callable[[Batch], float | None], batch: Batch, device: torch.device
 ) -> tuple[float, float]:
     _settle(device)
     began = time.perf_counter()
     loss = step(batch)
     _settle(device)
+    assert loss is not None  # on one rank everyone learns it
     return time.perf_counter() - began, loss
 
 

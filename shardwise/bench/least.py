@@ -8,14 +8,21 @@ With n ranks, Ψ parameters, L layers, and activations of N = B·T·D elements:
                        each layer (arXiv 1909.08053, figure 4), forward out of the embedding,
                        backward out of the head; and for three of B·T numbers in the loss:
                        maximum, sum of exponentials, the target's logit
+    pp                 N forward and N back, from a rank to another, for each two stages next to
+                       one another that are not on one rank: 2N(p-1) on p ranks with one stage a
+                       rank, 2N(p·v-1) with v in loops, 2N(2p-2) in a V; a rank sends the p-th part
     tp sp              as much, as gathers and reduce-scatters (arXiv 2205.05198, section 4.2.2);
                        and an all-reduce of the gradients of the 2L + 1 norms' weights
 """
 
+from itertools import pairwise
+
 from shardwise.bench.contender import Task
 from shardwise.core.layout import I, P, Placement, R, S
 from shardwise.core.moves import Move, price
+from shardwise.core.schedule.library import build
 from shardwise.core.states import ROWS, step_moves
+from shardwise.core.words import SCHEDULES
 from shardwise.models.gpt import GPTConfig, parameters
 
 FP32_BYTES = 4
@@ -24,6 +31,8 @@ LOSS_SUMS = 3
 
 def least_bytes(row: str, task: Task, ranks: int) -> int:
     """The least a rank sends in a step of this task in fp32; `row` is in plan words."""
+    if row.partition(":")[0] in SCHEDULES:
+        return pipeline_bytes(row, task, ranks)
     if row in ROWS:
         moves = step_moves(ROWS[row], parameters(task.config), ranks)
     else:
@@ -46,3 +55,11 @@ def tensor_moves(config: GPTConfig, rows: int, ranks: int, sequence: bool) -> li
     if sequence:
         moves.append(price(P, I, (2 * config.layers + 1) * config.width, ranks))
     return moves
+
+
+def pipeline_bytes(word: str, task: Task, ranks: int) -> int:
+    """What a rank of a pipeline sends on average: the residual stream over each boundary, twice."""
+    home = build(word, ranks).home
+    crossings = sum(here != there for here, there in pairwise(home))
+    numel = task.rows * task.config.sequence * task.config.width
+    return round(2 * numel * crossings * FP32_BYTES / ranks)

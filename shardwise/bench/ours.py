@@ -1,6 +1,7 @@
 """This file is Shardwise among the contenders, by plan words."""
 
 from collections.abc import Callable
+from typing import Any, Final
 
 from torch import nn
 
@@ -13,13 +14,18 @@ from shardwise.bench.contender import (
     Loop,
     Setup,
 )
+from shardwise.bench.halves import cut
 from shardwise.comm.torch_links import TorchLinks
+from shardwise.core.schedule.library import build as schedule_of
 from shardwise.core.states import ROWS
 from shardwise.models import gpt
 
 
-def engine_of(model: nn.Module, plan: str, setup: Setup) -> sw.Engine:
-    """The engine of that plan, "dp{n} zero1", for n ranks, with the optimizer everyone gets."""
+def engine_of(model: nn.Module, plan: str, setup: Setup, **options: Any) -> sw.Engine:
+    """The engine of that plan, "dp{n} zero1", for n ranks, with the optimizer everyone gets.
+
+    `options` are further ones of `sw.parallelize`.
+    """
     return sw.parallelize(
         model,
         f"{plan.format(n=setup.ranks)} {setup.precision}",
@@ -27,6 +33,7 @@ def engine_of(model: nn.Module, plan: str, setup: Setup) -> sw.Engine:
         optimizer=sw.AdamW(lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY),
         loss=setup.loss,
         tokens=gpt.tokens,
+        **options,
     )
 
 
@@ -35,27 +42,62 @@ def planned(plan: str) -> Callable[[nn.Module, Setup], Loop]:
 
     def build(model: nn.Module, setup: Setup) -> Loop:
         """The model laid out by this plan."""
-        engine = engine_of(model, plan, setup)
-
-        def step(batch: Batch) -> float:
-            return engine.step(batch).loss
-
-        def settle() -> None:
-            # whole parameters are gathered beside the next forward pass, as its units need them
-            engine.wait()
-
-        links = engine.world.links
-
-        def shared_bytes() -> int:
-            return links.shared_bytes if isinstance(links, TorchLinks) else 0
-
-        return Loop(step, settle, shared_bytes)
+        return looped(engine_of(model, plan, setup))
 
     return build
+
+
+def piped(word: str) -> Callable[[nn.Module, Setup], Loop]:
+    """A pipeline over all ranks under the schedule of that plan word, cut where everyone's is."""
+
+    def build(model: nn.Module, setup: Setup) -> Loop:
+        """This rank's stages of the model."""
+        assert isinstance(model, gpt.GPT)
+        begin = cut(model, len(schedule_of(word, setup.ranks).home))
+        return looped(engine_of(model, f"pp{{n}} {word}", setup, stages=begin))
+
+    return build
+
+
+def looped(engine: sw.Engine) -> Loop:
+    """The engine's step."""
+
+    def step(batch: Batch) -> float:
+        return engine.step(batch).loss
+
+    def settle() -> None:
+        # whole parameters are gathered beside the next forward pass, as its units need them
+        engine.wait()
+
+    links = engine.world.links
+
+    def shared_bytes() -> int:
+        return links.shared_bytes if isinstance(links, TorchLinks) else 0
+
+    return Loop(step, settle, shared_bytes)
 
 
 DATA = tuple(Contender(word, word, planned(f"dp{{n}} {word}")) for word in ROWS)
 TENSOR = (
     Contender("tp", "tp", planned("tp{n}"), whole_batch=True),
     Contender("tp sp", "tp sp", planned("tp{n} sp"), whole_batch=True),
+)
+
+#: Every schedule that torch has too, with 4 and with 8 microbatches.
+SCHEDULES: Final = tuple(
+    f"{name}:{microbatches}{chunks}"
+    for microbatches in (4, 8)
+    for name, chunks in (
+        ("gpipe", ""),
+        ("1f1b", ""),
+        ("interleaved", "x2"),
+        ("bfs", "x2"),
+        ("zb-h1", ""),
+        ("zb-v", ""),
+        ("dualpipe-v", ""),
+    )
+)
+PIPELINE = tuple(
+    Contender(word, word, piped(word), whole_batch=True, against=f"torch {word}")
+    for word in SCHEDULES
 )

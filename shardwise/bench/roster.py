@@ -2,7 +2,14 @@
 
 from typing import Final
 
-from shardwise.bench import deepspeed_peers, fairscale_peers, ours, torch_peers, torch_tensor
+from shardwise.bench import (
+    deepspeed_peers,
+    fairscale_peers,
+    ours,
+    torch_peers,
+    torch_pipeline,
+    torch_tensor,
+)
 from shardwise.bench.contender import Contender
 from shardwise.core.errors import bad
 from shardwise.models.trainable import nearest
@@ -14,18 +21,30 @@ _DATA: Final = (
     *ours.DATA,
 )
 _TENSOR: Final = (*torch_tensor.PEERS, torch_peers.DDP, *ours.TENSOR)
+_PIPELINE: Final = tuple(
+    contender
+    for pair in zip(torch_pipeline.PEERS, ours.PIPELINE, strict=True)
+    for contender in pair
+)
 
-ROSTER: Final[dict[str, Contender]] = {each.name: each for each in (*_DATA, *_TENSOR)}
+ROSTER: Final[dict[str, Contender]] = {each.name: each for each in (*_DATA, *_TENSOR, *_PIPELINE)}
 
-#: The contenders of a suite in the order of its table; every ratio is to the first of them.
+#: The contenders of a suite in the order of its table. Every ratio is to the first of them, but
+#: in `pipeline`, where it is to torch's same schedule.
 SUITES: Final[dict[str, tuple[str, ...]]] = {
     "data": tuple(each.name for each in _DATA),
     "tensor": tuple(each.name for each in _TENSOR),
+    "pipeline": tuple(each.name for each in _PIPELINE),
 }
 
 
+def reference(suite: str, name: str) -> str:
+    """The contender that the ratio of this one is to."""
+    return ROSTER[name].against or SUITES[suite][0]
+
+
 def choose(suite: str, words: list[str]) -> tuple[str, ...]:
-    """The contenders of the suite that `words` name, all for none; the first always runs.
+    """The contenders of the suite that `words` name, all for none; their references always run.
 
     Capitals, spaces and dashes do not count, and the beginning of a name stands for all that begin
     so: "deepspeed", "fsdp2-without-reshard". Raises InputError for a word that fits none.
@@ -33,14 +52,14 @@ def choose(suite: str, words: list[str]) -> tuple[str, ...]:
     names = list(SUITES[suite])
     if not words:
         return tuple(names)
-    chosen = {names[0]}
+    chosen: set[str] = set()
     for word in words:
         fits = _fits(word, names)
         if not fits:
             close = nearest(word, names, 1)
             instead = f'shardwise bench {suite} "{close[0]}"'
             raise bad(f'the contender "{word}"', ", ".join(names), instead)
-        chosen.update(fits)
+        chosen.update(fits, (reference(suite, name) for name in fits))
     return tuple(name for name in names if name in chosen)
 
 

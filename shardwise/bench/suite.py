@@ -12,12 +12,14 @@ from typing import Final
 import torch.distributed as dist
 
 from shardwise.bench.contender import Task
+from shardwise.bench.halves import fits
 from shardwise.bench.link import between_hosts
 from shardwise.bench.measure import Record, measure
-from shardwise.bench.roster import choose
+from shardwise.bench.roster import ROSTER, choose, reference
 from shardwise.bench.table import Line, lines
 from shardwise.comm.launch import spawn
 from shardwise.core.errors import bad
+from shardwise.core.schedule.library import build
 from shardwise.models.gpt import SIZES
 from shardwise.models.trainable import nearest
 
@@ -33,6 +35,8 @@ def plan_tasks(
 ) -> list[Task]:
     """What is to be run, checked. Raises InputError for what cannot be."""
     chosen = choose(suite, list(contenders))
+    if ranks < 2:
+        raise bad(f"{ranks} ranks", "2 or more", "--ranks 2")
     tasks: list[Task] = []
     for size in sizes or LENGTHS:
         if size not in LENGTHS:
@@ -40,13 +44,38 @@ def plan_tasks(
             raise bad(f'the size "{size}"', ", ".join(LENGTHS), f"--size {close}")
         usual, steps = LENGTHS[size]
         count = usual if rounds is None else rounds
-        tasks.append(Task(size, SIZES[size], chosen, rounds=count, steps=steps))
+        whole = Task(size, SIZES[size], chosen, rounds=count, steps=steps)
+        tasks += [replace(whole, contenders=heat) for heat in heats(suite, chosen)]
     for task in tasks:
-        if ranks < 2 or task.rows % ranks:
+        if suite == "pipeline":
+            _piped(task, ranks, named=bool(contenders))
+        elif task.rows % ranks:
             raise bad(f"{ranks} ranks", f"2 or more that divide {task.rows} sequences", "--ranks 2")
         if task.rounds < 1:
             raise bad(f"{task.rounds} repeats", "1 or more", "--repeats 5")
     return tasks
+
+
+def _piped(task: Task, ranks: int, named: bool) -> None:
+    """Raises InputError for what is no pipeline on so many ranks.
+
+    A schedule that forbids them is refused where it was named, else it has a line that says so.
+    """
+    fits(ranks, task.config)
+    for name in task.contenders if named else ():
+        fits(len(build(ROSTER[name].row, ranks).home), task.config)
+
+
+def heats(suite: str, chosen: Sequence[str]) -> list[tuple[str, ...]]:
+    """The contenders that run in the same processes: each reference and those held against it.
+
+    Of a suite with one reference that is everyone; a pipeline's pairs run one after another, so
+    that no more than two models are in memory.
+    """
+    found: dict[str, list[str]] = {}
+    for name in chosen:
+        found.setdefault(reference(suite, name), []).append(name)
+    return [tuple(names) for names in found.values()]
 
 
 def run(tasks: Sequence[Task], ranks: int, link: str | None = None) -> list[Line]:

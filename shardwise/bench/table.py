@@ -19,7 +19,8 @@ class Line:
     """One row of the JSON: a contender at a size.
 
     `step_s` is the median over the rounds of the slowest rank's time; `ratio` the median over the
-    rounds of that time over the time of the task's first contender in the same round; `wire_bytes`
+    rounds of that time over the time of the task's first contender in the same round, or of the one
+    that this contender is held against; `wire_bytes`
     the median bytes a rank puts on the wire in a step, `wire_ratio` over the least its row can
     send; `peak_bytes` the most live tensor bytes of any rank within a step; `loss` the ranks' mean
     in the last step. None for what was not measured; `note` says why.
@@ -41,8 +42,10 @@ def lines(task: Task, by_rank: Sequence[Sequence[Record]]) -> list[Line]:
     """The rows of one run, from each rank's records."""
     by_contender = list(zip(*by_rank, strict=True))
     slowest = {records[0].name: _slowest(records) for records in by_contender}
-    reference = slowest[task.reference]
-    return [_line(task, records, slowest[records[0].name], reference) for records in by_contender]
+    return [
+        _line(task, records, step_s, slowest[ROSTER[name].against or task.reference])
+        for records, (name, step_s) in zip(by_contender, slowest.items(), strict=True)
+    ]
 
 
 def _line(task: Task, records: Sequence[Record], step_s: list[float], against: list[float]) -> Line:
