@@ -60,13 +60,16 @@ class Stages:
         Raises:
             InputError: what the code between layers does cannot be followed (parallel/follow.py).
         """
-        layers = self.layers
-        seen = Seen(layers.numbers)
-        follow = Follow(layers.parameters, layers.count, seen, self.device)
+        layers, seen = self.layers, Seen(self.layers.numbers)
+        layers.known(seen.put)
+        follow = Follow(layers.held(), layers.count, seen, self.device)
         glue = Glue(follow, seen, self.device)
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), layers.following(glue) as twin, glue:
-            call(twin)
+            try:
+                call(twin)
+            except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+                raise follow.blame(error) from error
         return follow.finish()
 
     def run(
@@ -89,7 +92,8 @@ class Stages:
             mine = ", ".join(map(str, sorted(layers.mine)))
             raise bad(f"a run of stage {stage}", f"the stages of this rank: {mine}", mine)
         seen = Seen(layers.numbers)
-        player = Stage(stage, trace, seen, layers.own[stage])
+        layers.known(seen.put)
+        player = Stage(stage, trace, seen, layers.holding(stage))
         player.take(given)
         glue, ran = Glue(player, seen, self.device), Ran()
         with suppress(Over), layers.playing(glue) as model, glue:

@@ -3,14 +3,16 @@
     embed  blocks.0  blocks.1 | blocks.2  blocks.3 | blocks.4  blocks.5  norm  head      pp3
                               starts = ("blocks.2", "blocks.4")
 
-What is cut between are the elements of the model's repeated block; what stands around them goes
-with its neighbour.  With more stages than blocks the cut may be before any layer.  The stages are
-contiguous, and the heaviest is as light as can be (core/balance.py).
+What is cut between are the elements of the model's lists of repeated blocks; what stands around
+them goes with its neighbour.  With more stages than blocks the cut may be before any layer.  The
+stages are contiguous, and the heaviest is as light as can be (core/balance.py).
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import product
 from typing import Any, Final
 
 import torch
@@ -19,13 +21,32 @@ from torch import nn
 from shardwise.core.balance import balanced
 from shardwise.core.errors import bad
 from shardwise.parallel.layers import Layer, layers
-from shardwise.parallel.units import choose
 
+_BART: Final = {
+    "model.encoder.layernorm_embedding": "model.encoder.embed_positions",
+    "model.decoder.layernorm_embedding": "model.decoder.embed_positions",
+}
+_HYPER: Final = {"model.norm": "lm_head"}
 #: Modules of transformers' models that are not called where they are defined, by model type, and
 #: the module in whose stage they are.
 _BESIDE: Final[dict[str, dict[str, str]]] = {
-    "opt": {"model.decoder.final_layer_norm": "lm_head", "model.decoder.project_out": "lm_head"},
+    **dict.fromkeys(("bart", "mbart", "mvp", "plbart", "blenderbot-small"), _BART),
+    **dict.fromkeys(("deepseek_v4", "hy_v4", "inkling2_text"), _HYPER),
+    "opt": {
+        "model.decoder.final_layer_norm": "model.decoder.layers",
+        "model.decoder.project_out": "model.decoder.layers",
+    },
+    "cpmant": {
+        "cpmant.input_embedding": "cpmant.encoder.layers.0",
+        "cpmant.segment_embedding": "cpmant.encoder.layers.0",
+        "cpmant.position_bias": "cpmant.encoder.layers.0",
+    },
+    "fsmt": {"model.decoder.embed_tokens": "model.decoder.embed_positions"},
+    "mpnet": {"mpnet.encoder.relative_attention_bias": "mpnet.embeddings"},
+    "neomme": {"model.value_embeddings": "model.embed_tokens"},
 }
+#: A list whose elements hold less than this part of the heaviest list's is no place to cut.
+LEAST: Final = 1 / 8
 
 
 def starts(
@@ -132,7 +153,7 @@ def candidates(model: nn.Module, stages: int, beside: Mapping[str, str]) -> tupl
     Raises:
         InputError: fewer layers than stages.
     """
-    blocks = _planned(model) or [spec.name for spec in choose(model) if spec.block]
+    blocks = _planned(model) or _repeated(model)
     if len(blocks) >= stages:
         return tuple(blocks)
     every = tuple(name for name in layers(model, blocks[1:]) if name not in beside)
@@ -143,6 +164,28 @@ def candidates(model: nn.Module, stages: int, beside: Mapping[str, str]) -> tupl
             f"pp{len(every)}",
         )
     return every
+
+
+def _repeated(model: nn.Module) -> list[str]:
+    """The elements of the outermost lists in which a class stands several times."""
+    lists = list(_lists(model, ""))
+    weights = [sum(p.numel() for m in found.values() for p in m.parameters()) for found in lists]
+    heavy = LEAST * max(weights, default=0)
+    pairs = zip(lists, weights, strict=True)
+    return [name for found, weight in pairs if weight >= heavy for name in found]
+
+
+def _lists(module: nn.Module, name: str) -> Iterator[dict[str, nn.Module]]:
+    """Each list of layers: its elements by name."""
+    children = {f"{name}.{key}" if name else key: m for key, m in module.named_children()}
+    layers = {key: m for key, m in children.items() if next(m.parameters(), None) is not None}
+    kinds = Counter(map(type, layers.values()))
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+    if is_list and kinds and max(kinds.values()) > 1:
+        yield layers
+    else:
+        for key, child in layers.items():
+            yield from _lists(child, key)
 
 
 def _planned(model: nn.Module) -> list[str]:
@@ -175,23 +218,29 @@ def _beside(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]
 def misplaced(model: nn.Module) -> dict[str, str]:
     """What is not called where it is defined, and the module whose stage it is in.
 
-    Known for models of transformers: from their plan, which is in the order of the calls, and from
-    a table here. Another model's modules are defined in the order of their calls.
+    Known for models of transformers: a head that is defined before what it stands on, what is in
+    their plan, which is in the order of the calls, and a table here. Another model's modules are
+    defined in the order of their calls.
     """
     known = [name for name, _ in model.named_modules(remove_duplicate=False)]
     at = {name: i for i, name in enumerate(known)}
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    found = {
-        name: other
-        for name, other in _BESIDE.get(kind if isinstance(kind, str) else "", {}).items()
-        if name in at and other in at
-    }
+    if not isinstance(kind, str):
+        return {}
+    found = _heads(model)
     chain = _chain(model)
     lists = [name for name in chain if isinstance(model.get_submodule(name), nn.ModuleList)]
-    for name in chain:
-        for block in lists:
-            elements = [key for key in known if key.rpartition(".")[0] == block]
-            late = chain.index(name) > chain.index(block)
-            if name != block and elements and late != (at[name] > at[block]):
-                found[name] = elements[-1] if late else elements[0]
-    return found
+    for name, block in product(chain, lists):
+        elements = [key for key in known if key.rpartition(".")[0] == block]
+        late = chain.index(name) > chain.index(block)
+        if name != block and elements and late != (at[name] > at[block]):
+            found[name] = block if late else elements[0]
+    found |= _BESIDE.get(kind, {})
+    return {name: other for name, other in found.items() if name in at and other in at}
+
+
+def _heads(model: nn.Module) -> dict[str, str]:
+    """The root's modules that are defined before its base, and called after it."""
+    children = [name for name, _ in model.named_children()]
+    base = getattr(model, "base_model_prefix", "")
+    return dict.fromkeys(children[: children.index(base)], base) if base in children else {}

@@ -67,18 +67,21 @@ class Follow:
 
     def __init__(
         self,
-        parameters: Sequence[tuple[str, tuple[int, ...], Tensor]],
+        held: Sequence[tuple[str, tuple[int, ...], Tensor]],
         count: int,
         seen: Known,
         device: torch.device,
     ) -> None:
         self.seen, self.count, self.device = seen, count, device
         self.values = [
-            Value(f"the parameter {name}", stages, p, p.detach(), trained=p.requires_grad)
-            for name, stages, p in parameters
+            Value(origin, stages, x, x.detach(), trained=x.requires_grad)
+            for origin, stages, x in held
         ]
+        self.held = len(held)
         self.events: list[Event] = []
         self.stage, self.last = 0, ""
+        self.entered = ("", "")  # the layer that began the stage, and the one before it
+        self.assumed: list[str] = []  # layers that do not run on meta
         self.opened = len(self.values)  # the first value of this stage
         self.sharing: dict[int, list[int]] = defaultdict(list)  # by storage, values
         self.wrote: dict[int, tuple[int, int]] = {}  # by storage, (number, stage) of the last write
@@ -129,12 +132,14 @@ class Follow:
         """The call of a layer: the twin's runs, on meta."""
         stage = min((s for s in of.stages if s >= self.stage), default=None)
         if stage is None:
+            early, before = self.entered
             raise bad(
                 f"{of.name}, a layer of stage {of.stages[-1]}, called in stage {self.stage}, "
-                f"after {self.last}",
+                f"after {self.last}; that stage began with {early}",
                 "layers that are called in the order of the stages",
-                f'beside={{"{of.name}": "{self.last}"}} to have it in that stage, or its '
-                "definition after that in __init__",
+                f'beside={{"{of.name}": "{self.last}"}} if it belongs there, '
+                f'beside={{"{early}": "{before}"}} if that one is called early, '
+                "or both defined in the order in which they are called",
             )
         if torch.is_autocast_enabled(self.device.type):
             raise bad(
@@ -142,13 +147,15 @@ class Follow:
                 "the precision in the plan, for what autocast does is not known on meta",
                 "bf16 in the plan",
             )
-        while self.stage < stage:
+        if self.stage < stage:
             self._close()
-            self.stage += 1
+            self.stage, self.entered = stage, (of.name, self.last)
         self.last = of.name
         given, metas, args, kwargs = self._on_meta(of.name, args, kwargs)
         versions = [x._version for x in metas]
         out = _run(of.twin, args, kwargs)
+        if "forward" in vars(of.twin):
+            self.assumed.append(of.name)
         return self._note(of.name, out, given, metas, versions)
 
     def _on_meta(
@@ -189,9 +196,12 @@ class Follow:
                 return out
             numbers = self._used(what, given, metas, changed)
             origin = what if isinstance(what, str) else f"{_name(what)} after {self.last}"
-            for x in [*made, *(metas[i] for i in changed)]:
-                if id(x) not in numbers:
-                    numbers[id(x)] = self._add(x, origin)
+            numbers |= {id(metas[i]): self._add(metas[i], origin) for i in changed}
+            for x in (x for x in made if id(x) not in numbers):
+                number = self.seen.number(x)
+                if number is None or number >= self.held:  # else a layer gives what it holds
+                    number = self._add(x, origin)
+                numbers[id(x)] = number
             for i in changed:
                 self.seen.put(given[i], numbers[id(metas[i])])
                 self._write(given[i], metas[i], numbers[id(metas[i])])
@@ -229,7 +239,7 @@ class Follow:
             raise bad(
                 f"{value.origin}, of stage {value.stages[0]}, used by {_name(what)} in stage "
                 f"{self.stage}, after {self.last or 'nothing'}",
-                "parameters that are used in the stage of their layer, or later",
+                "what a layer holds used in the stage of that layer, or later",
                 "a call of the layer itself, or the layer defined where it is first used",
             )
         write, stage = self.wrote.get(_storage(value.meta), (-1, -1))
@@ -282,6 +292,17 @@ class Follow:
             frozenset(n for n, value in enumerate(values) if value.trained),
         )
 
+    def blame(self, error: Exception) -> Exception:
+        """The error to raise for one of the user's code: that code may have been misled by us."""
+        if not self.assumed or isinstance(error, InputError):
+            return error
+        return bad(
+            f"{', '.join(dict.fromkeys(self.assumed))}, which cannot run on the meta device and "
+            f"were taken to give what their first input is like ({type(error).__name__}: {error})",
+            "layers whose shapes follow from those of their inputs, or are as their first input's",
+            "stages=1, or the layer's result as one tensor of the shape of its input",
+        )
+
     def _unknown(self, func: Any, given: Sequence[Tensor]) -> InputError:
         known = [n for x in given if (n := self.seen.number(x)) is not None]
         origin = self.values[known[0]].origin
@@ -325,7 +346,7 @@ def _settle(module: nn.Module) -> None:
         """What it gives, or what is like its first tensor."""
         try:
             return forward(*args, **kwargs)
-        except RuntimeError:
+        except (RuntimeError, ValueError, TypeError, IndexError):  # a part was not taken right
             given = leaves((args, kwargs), Tensor)
             if not given:
                 raise

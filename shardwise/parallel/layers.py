@@ -21,7 +21,7 @@ stood, so that names, hooks, `state_dict` and optimizers see nothing of it.
 
 import copy
 from bisect import bisect_right
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -72,8 +72,8 @@ def layers(
 ) -> dict[str, Layer]:
     """The layers of `model` by their first name, in the order in which they are defined.
 
-    A layer's stage is the number of starts at or before it in that order, unless
-    `beside[name]` names the module in whose stage it is.
+    A layer's stage is the number of starts at or before it in that order, unless `beside[name]`
+    names the module in whose stage it is: of a container, the stage in which that ends.
 
     Raises:
         InputError: a start or a name of `beside` that is no module, starts out of order, a start
@@ -84,22 +84,24 @@ def layers(
     _check(model, starts, beside, order)
     at = [order[name] for name in starts]
     names: dict[nn.Module, list[str]] = {}
-    for name, module, is_layer in _walk(model, "", starts):
-        if is_layer:
-            names.setdefault(module, []).append(name)
+    for name, module in ((n, m) for n, m, is_layer in _walk(model, "", starts) if is_layer):
+        names.setdefault(module, []).append(name)
     found: dict[str, Layer] = {}
     for known in names.values():
-        stages = {bisect_right(at, order[beside.get(name, name)]) for name in known}
+        stages = {bisect_right(at, _end(order, beside.get(name, name))) for name in known}
         found[known[0]] = Layer(tuple(known), tuple(sorted(stages)))
     filled = {stage for layer in found.values() for stage in layer.stages}
     for stage, start in enumerate(["", *starts]):
         if stage not in filled:
-            raise bad(
-                f"stage {stage}, from {start or 'the first module'} on, without a layer in it",
-                f"a layer or more in each of {len(starts) + 1} stages: {_some(list(found))}",
-                f"fewer stages, or other starts than {', '.join(starts)}",
-            )
+            given = f"stage {stage}, from {start or 'the first module'} on, without a layer in it"
+            allowed = f"a layer or more in each of {len(starts) + 1} stages: {_some(list(found))}"
+            raise bad(given, allowed, f"fewer stages, or other starts than {', '.join(starts)}")
     return found
+
+
+def _end(order: Mapping[str, int], name: str) -> int:
+    """The place of the last module in that of this name, which may be itself."""
+    return max(at for other, at in order.items() if f"{other}.".startswith(f"{name}."))
 
 
 def _walk(
@@ -141,13 +143,10 @@ def _check(
                 f"names of its modules, such as {_some([key for key in order if key])}",
                 f'"{close[0]}"',
             )
-    if sorted(set(starts), key=lambda name: order[name]) != list(starts):
-        right = sorted(set(starts), key=lambda name: order[name])
-        raise bad(
-            f"starts {', '.join(starts)}",
-            "the first module of each later stage, each once, in the order of their definition",
-            ", ".join(right),
-        )
+    right = sorted(set(starts), key=lambda name: order[name])
+    if right != list(starts):
+        allowed = "the first module of each later stage, each once, as they are defined"
+        raise bad(f"starts {', '.join(starts)}", allowed, ", ".join(right))
     known: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         known.setdefault(module, []).append(name)
@@ -228,9 +227,6 @@ class StandIn(nn.Module):
     def __bool__(self) -> bool:
         return bool(vars(self)["_of"].answers)
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(vars(self)["_of"].answers)
-
     def __getitem__(self, key: Any) -> Any:
         return vars(self)["_of"].answers[key]
 
@@ -254,11 +250,11 @@ class Layers:
 
     count        stages
     parameters   (name, stages, the twin's parameter) of each, one that is tied once
-    numbers      by id, which of them a parameter is: of the model's own, and of the twin's
-    own[s]       by number, the real parameters of stage s, for s in `mine`
+    buffers      (name, stages, the twin's table and key, ours or None) of each in a layer
 
-    A parameter that a container itself holds belongs to stage 0, and reaches a later stage as
-    activations do.  Raises InputError as `layers` does.
+    Both are *held*: values before anything is computed, numbered in this order, which glue may
+    read.  What a container itself holds as a parameter belongs to stage 0, and reaches a later
+    stage as activations do; its buffers are on every rank.  Raises InputError as `layers` does.
     """
 
     def __init__(
@@ -271,13 +267,13 @@ class Layers:
     ) -> None:
         self.model, self.twin, self.mine = model, twin, frozenset(mine)
         self.count = len(starts) + 1
-        found = layers(model, starts, beside)
-        self.found = found
+        self.found = found = layers(model, starts, beside)
         outside = {name: m for name, m, is_layer in _walk(model, "", starts) if not is_layer}
         #: containers and glue, ours and the twin's
         self.pairs = [(m, twin.get_submodule(name)) for name, m in outside.items()]
         self._own_parameters(found, outside)
         self.standing: list[Of] = []
+        self.buffers: list[tuple[str, tuple[int, ...], Slot, dict[str, Any] | None]] = []
         self.swaps: list[tuple[Slot, nn.Module, nn.Module]] = []
         for name, layer in found.items():
             self._stand_in(name, layer)
@@ -295,6 +291,7 @@ class Layers:
             stages[p].add(0)
         pairs = zip(self.twin.named_parameters(), stages.values(), strict=True)
         self.parameters = [(name, tuple(sorted(at)), p) for (name, p), at in pairs]
+        #: by id, the number of a parameter: of our own, and of the twin's
         self.numbers = {id(p): n for n, (_, _, p) in enumerate(self.parameters)}
         self.own: dict[int, dict[int, Tensor]] = {stage: {} for stage in self.mine}
         for number, (p, at) in enumerate(stages.items()):
@@ -302,23 +299,53 @@ class Layers:
                 self.own[stage][number] = p
                 self.numbers[id(p)] = number
 
+    def _own_buffers(self, of: Of) -> None:
+        """Note the buffers of a layer. They are looked up each time: one may be put anew."""
+        real = {} if of.real is None else dict(of.real.named_modules())
+        for name, module in of.twin.named_modules():
+            ours = None if of.real is None else real[name]._buffers
+            for key in [key for key, b in module._buffers.items() if b is not None]:
+                full = ".".join(filter(None, (of.name, name, key)))
+                self.buffers.append((full, of.stages, (module._buffers, key), ours))
+
+    def held(self) -> Sequence[tuple[str, tuple[int, ...], Tensor]]:
+        """Name, stages and the twin's tensor of every value that is held, in their order."""
+        buffers = [(f"the buffer {n}", at, table[k]) for n, at, (table, k), _ in self.buffers]
+        return [*((f"the parameter {n}", at, p) for n, at, p in self.parameters), *buffers]
+
+    def holding(self, stage: int) -> dict[int, Tensor]:
+        """By number, what this rank holds of a stage."""
+        first = len(self.parameters)
+        buffers = {
+            first + i: ours[key]
+            for i, (_, stages, (_, key), ours) in enumerate(self.buffers)
+            if ours is not None and stage in stages
+        }
+        return self.own[stage] | buffers
+
+    def known(self, put: Callable[[Tensor, int], None]) -> None:
+        """Tell `put` the number of each buffer in a layer, ours and the twin's."""
+        for number, (_, _, (table, key), ours) in enumerate(self.buffers, len(self.parameters)):
+            put(table[key], number)
+            if ours is not None:
+                put(ours[key], number)
+
     def _stand_in(self, name: str, layer: Layer) -> None:
         """Put a stand-in where the twin's layer stands, and ours if it is another rank's."""
         theirs, ours = self.twin.get_submodule(name), self.model.get_submodule(name)
         of = Of(name, layer.stages, theirs, ours if self.mine & set(layer.stages) else None)
         stand_in = StandIn(of)
         self.standing.append(of)
+        self._own_buffers(of)
         for each in layer.names:
             _put(self.twin, each, stand_in)
             slot = _put(self.model, each, stand_in if of.real is None else of.real)
-            if of.real is not None:
-                self.swaps.append((slot, of.real, stand_in))
+            self.swaps += [] if of.real is None else [(slot, of.real, stand_in)]
 
     def _take_parameters(self, ours: nn.Module, theirs: nn.Module) -> None:
         """Remove what a container holds for other ranks; the twin lends its own to a run."""
-        lent = {key: p for key, p in theirs._parameters.items() if p is not None}
-        for key, p in lent.items():
-            if not self.mine & set(self.parameters[self.numbers[id(p)]][1]):
+        for key, p in theirs._parameters.items():
+            if p is not None and not self.mine & set(self.parameters[self.numbers[id(p)]][1]):
                 del ours._parameters[key]
                 self.lent.append(((ours._parameters, key), p))
 

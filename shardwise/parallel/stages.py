@@ -67,7 +67,7 @@ class Ran:
 
 
 class Stage:
-    """One stage being run; `own` are its parameters by number."""
+    """One stage being run; `own` are by number the parameters and buffers that it holds."""
 
     def __init__(self, stage: int, trace: Trace, seen: Known, own: Mapping[int, Tensor]) -> None:
         self.stage, self.trace, self.seen, self.own = stage, trace, seen, own

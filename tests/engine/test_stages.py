@@ -103,7 +103,7 @@ def test_a_plan_of_transformers_wins_over_the_repeated_class():
             self.base.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
     assert starts(Planned(), 3) == ("base.blocks.1", "base.blocks.2")
-    assert misplaced(Planned()) == {"base.norm": "base.blocks.2"}
+    assert misplaced(Planned()) == {"base.norm": "base.blocks"}
 
 
 class Clock:
