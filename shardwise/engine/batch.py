@@ -55,6 +55,18 @@ def split(batch: Any, parts: int) -> list[Any]:
     return out
 
 
+def enough(batch: Any, microbatches: int) -> None:
+    """Raise InputError where a share has rows, and fewer than the schedule has microbatches."""
+    found = max((len(x) for x in tree_leaves(batch) if _has_rows(x)), default=0)
+    if 0 < found < microbatches:
+        raise bad(
+            f"a share of {found} rows for {microbatches} microbatches",
+            "a row for each microbatch on every data rank, or no row at all",
+            f"a batch of {microbatches} rows for each data rank, or a schedule of {found}, as in "
+            f"1f1b:{found}",
+        )
+
+
 def filled(batch: Any) -> Any:
     """`batch`, or where it has no rows a stand-in of zeros, to be counted with weight zero.
 

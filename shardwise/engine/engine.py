@@ -22,7 +22,7 @@ from shardwise.comm.collectives import begin_sum
 from shardwise.comm.ledger import Key, Ledger, Tally
 from shardwise.core.shape import ModelShape
 from shardwise.engine import memory, shape, state
-from shardwise.engine.batch import cast, filled, rows, split
+from shardwise.engine.batch import cast, enough, filled, rows, split
 from shardwise.engine.laying import lay_out
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.passes import Straight
@@ -106,6 +106,8 @@ class Engine:
 
         A share without rows, or without tokens, takes part with weight zero.
         """
+        if self.staging:
+            enough(batch, self.microbatches)
         before = self.ledger.copy()
         self.tensors.begin()
         if self.broken:  # the step before raised
@@ -153,7 +155,11 @@ class Engine:
         total = max(1, counted)
         loss, correction = facts[0].item() / total, self.expected / total
         self.expected = counted or self.expected
-        self.facts.hear(facts[2:])
+        used = facts[2:]
+        if self.staging:
+            with self.ledger.phase("check"):
+                used = self.staging.shared(self.optimizer.names, used)
+        self.facts.hear(used)
         asked = self.training.clip is not None
         norm, skipped = None, False
         if asked or self.scale.on:
@@ -269,7 +275,10 @@ class Engine:
         Before loading, call with the optimizer prepared (`engine.prepare()`), then `loaded()`.
         Called by all ranks.
         """
-        if not self.optimizer.complete:
+        begun, missing = self.optimizer.begun, not self.optimizer.complete
+        if self.staging:
+            begun, missing = self.staging.anywhere([begun, missing])
+        if begun and missing:
             self.prepare()  # some parameter has never had a gradient
         return state.boxes(self)
 
@@ -286,13 +295,17 @@ class Engine:
         state.refresh(self)
 
     def scalars(self) -> dict[str, Any]:
-        """What else a checkpoint holds: numbers, as JSON takes them."""
+        """What else a checkpoint holds: numbers, as JSON takes them.  Called by all ranks."""
+        begun = self.optimizer.begun
+        if self.staging:
+            (begun,) = self.staging.anywhere([begun])
+        idle = self.optimizer.unused(begun)
         return {
             "step": self.steps,
             "loss_scale": self.scale.value,
             "since": self.scale.good,
             "tokens": self.expected,
-            "idle": self.optimizer.unused(),
+            "idle": self.staging.together(idle) if self.staging else idle,
         }
 
     def load_scalars(self, saved: dict[str, Any]) -> None:

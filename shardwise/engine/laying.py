@@ -64,7 +64,7 @@ def lay_out(model: nn.Module, build: Build) -> Laid:
     at = staging.stages_of(model, build.starts)
     specs = units_of(model, how, tensor_ranks, lambda spec: {at[name] for name, _ in spec.params})
     twins = staging.twin(model, world, plan, build.table)
-    staging.agree(model, world.axis(staging.AXIS))
+    staging.agree(model, world.axis(staging.AXIS), world.device)
     tensors = tensor.lay_out(model, world, plan.sp, build.table)
     staged = staging.lay_out(model, twins, world, schedule, build.starts)
     units = shard(how, staged.here(specs), tensors, staged.ties)

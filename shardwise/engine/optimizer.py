@@ -172,19 +172,23 @@ class ShardedOptimizer:
         for group, lr in zip(self.torch.param_groups, rates, strict=True):
             group["lr"] = lr
 
-    def unused(self) -> list[str]:
-        """Names of parameters that have never had a gradient, where others have."""
+    @property
+    def begun(self) -> bool:
+        """Whether any parameter has its state."""
+        return any(self.torch.state.get(t) for targets in self.targets for t in targets)
+
+    def unused(self, begun: bool) -> list[str]:
+        """Names of parameters that have never had a gradient, where others have (`begun`)."""
         everything = [t for targets in self.targets for t in targets]
         has = {
             n: bool(self.torch.state.get(t)) for n, t in zip(self.names, everything, strict=True)
         }
-        return sorted(n for n in has if n in self.idle or (any(has.values()) and not has[n]))
+        return sorted(n for n in has if n in self.idle or (begun and not has[n]))
 
     @property
     def complete(self) -> bool:
-        """Whether every parameter has its state, or none has any."""
-        has = [bool(self.torch.state.get(t)) for targets in self.targets for t in targets]
-        return all(has) or not any(has)
+        """Whether every parameter has its state."""
+        return all(self.torch.state.get(t) for targets in self.targets for t in targets)
 
     def state(self) -> Iterator[tuple[Flat, int, str, Tensor]]:
         """Every state tensor: its flat group, the parameter's index in it, its key, the tensor."""

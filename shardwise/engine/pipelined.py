@@ -8,9 +8,9 @@ Every rank of the pipeline axis has the whole microbatch; what crosses between r
 that later stages use.  Their shapes are learnt once for each shape of microbatch, on meta, by every
 rank alike, so that none is ever sent.
 
-Random numbers are drawn from a generator of each step, microbatch and stage, set aside around the
-forward: dropout does not repeat itself from stage to stage, and does not depend on which rank has
-the stage.
+Random numbers are drawn from a generator of each step, microbatch, stage and share of the data, set
+aside around the forward: dropout does not repeat itself from stage to stage, and does not depend on
+which rank has the stage.
 """
 
 import math
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
+from shardwise.comm.world import Axis
 from shardwise.core.crossing import Spec, Trace
 from shardwise.core.schedule.action import Action, Step, Token, Transfer
 from shardwise.core.schedule.schedule import Schedule
@@ -62,6 +63,8 @@ class Pipelined:
         self.microbatches = staging.schedule.microbatches
         self.watch: Watch | None = None
         self.known: dict[Any, Trace] = {}
+        self.share = _place(data.facts.axes)
+        self.first = 0  # of the step's microbatches, in this run of the schedule
         self.parts: Sequence[Any] = ()
         self.traces: list[Trace] = []
         self.call: Callable[[nn.Module, Any], Tensor] = objective
@@ -72,12 +75,13 @@ class Pipelined:
     def run(self, parts: Sequence[Any], counts: Sequence[int], weights: Sequence[float]) -> Tensor:
         """All microbatches, so many at a time as the schedule has; gradients are summed once."""
         self.summed = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.seed = int(torch.randint(2**62, ()))
+        self.seed = int(torch.randint(2**61, ())) + 2_147_483_647 * self.share
         self.call, self.training = self.objective, True
         self.sent = []
         for first in range(0, len(parts), self.microbatches):
             these = slice(first, first + self.microbatches)
             self.parts, self.counts, self.weighed = parts[these], counts[these], weights[these]
+            self.first = first
             self.traces = [self._trace(part) for part in self.parts]
             self.data.sums.sync = these.stop == len(parts)
             self.data.begin()
@@ -206,10 +210,17 @@ class Pipelined:
     @contextmanager
     def _drawing(self, stage: int, microbatch: int) -> Iterator[None]:
         """Random numbers of this step, microbatch and stage; the generators go on as they were."""
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices):
-            torch.manual_seed(self.seed + 1_000_003 * microbatch + stage)
+        generators = [torch.default_generator]  # torch.manual_seed walks the stack for each device
+        if self.device.type == "cuda":
+            generators.append(torch.cuda.default_generators[self.device.index or 0])
+        were = [generator.get_state() for generator in generators]
+        for generator in generators:
+            generator.manual_seed(self.seed + 1_000_003 * (self.first + microbatch) + stage)
+        try:
             yield
+        finally:
+            for generator, state in zip(generators, were, strict=True):
+                generator.set_state(state)
 
     # --- what was sent ------------------------------------------------------------------------
 
@@ -226,6 +237,14 @@ class Pipelined:
         """How often a run of the schedule gathers what these stages of this rank use."""
         actions = self.staging.schedule.actions(self.staging.axis.rank)
         return sum(action.op == "GATHER" and action.stage in stages for action in actions)
+
+
+def _place(axes: Sequence[Axis]) -> int:
+    """A number for each place on the axes."""
+    place = 0
+    for axis in axes:
+        place = place * axis.size + axis.rank
+    return place
 
 
 def _own(taped: _Taped, grads: list[Tensor]) -> list[Tensor]:

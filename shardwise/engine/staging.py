@@ -8,19 +8,21 @@ no others; each keeps the name that it has in the whole model.  What several ran
 embedding) is summed between them before the update, and so stays the same.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from shardwise.comm.collectives import broadcast
+from shardwise.comm.collectives import begin_sum, broadcast
 from shardwise.comm.world import Axis, World, traced
+from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.schedule.library import build
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.core.table import Table
-from shardwise.engine import tensor
+from shardwise.engine import draws, tensor
 from shardwise.engine.cut import Stages
 from shardwise.engine.held import Tensors, Tie
 from shardwise.engine.stages import misplaced, starts
@@ -73,6 +75,34 @@ class Staging:
                 return self.owners(layer.stages).index(self.axis.rank)
         return self.axis.rank  # outside of layers every rank has it
 
+    # --- what the stages tell one another -----------------------------------------------------
+
+    def anywhere(self, flags: Sequence[bool]) -> list[bool]:
+        """Which of these are true on any rank of the axis; called by all of them."""
+        own = torch.tensor([float(flag) for flag in flags], device=self.stages.device)
+        return (begin_sum(own, self.axis)() > 0).tolist()
+
+    def together(self, names: Collection[str]) -> list[str]:
+        """The parameters that any rank of the axis names; called by all of them."""
+        every = sorted(self.at)
+        flags = self.anywhere([name in names for name in every])
+        return [name for name, flag in zip(every, flags, strict=True) if flag]
+
+    def shared(self, names: Sequence[str], used: Tensor) -> Tensor:
+        """`used`, in which a parameter that is tied counts as used where any holder used it.
+
+        Else the holders would not all update it, and hold different weights from then on.
+        """
+        places = {name: index for index, name in enumerate(names) if name in self.ties}
+        sums = {
+            index: begin_sum(used[index : index + 1], self.ties[name].axis)
+            for name, index in sorted(places.items())
+        }
+        used = used.clone() if sums else used
+        for index, total in sums.items():
+            used[index : index + 1] = total()
+        return used
+
 
 def schedule_of(plan: Plan) -> Schedule | None:
     """The schedule of a plan, written out for a machine; None where it has no pipeline."""
@@ -90,6 +120,13 @@ def fitting(model: nn.Module, plan: Plan, given: Sequence[str] | None) -> tuple[
     schedule = schedule_of(plan)
     if schedule is None:
         return ()
+    if given is not None and (isinstance(given, str) or not all(isinstance(n, str) for n in given)):
+        found = ", ".join(starts(model, len(schedule.home)))
+        raise bad(
+            f"stages={repr(given)[:60]}",
+            "a list of the names of the modules that begin the stages but the first",
+            f"stages={found.split(', ')}",
+        )
     return starts(model, len(schedule.home), given)
 
 
@@ -114,8 +151,10 @@ def twin(
     return copy, tensor.lay_out(copy, nothing, plan.sp, table)
 
 
-def agree(model: nn.Module, axis: Axis) -> None:
-    """The first rank's weights and buffers are those of all ranks of the axis."""
+def agree(model: nn.Module, axis: Axis, device: torch.device) -> None:
+    """The first rank's weights, buffers and random numbers to come are those of all ranks."""
+    if axis.size > 1:
+        draws.agree(axis, device)
     for t in [*model.parameters(), *model.buffers()] if axis.size > 1 else []:
         if not t.is_meta and t.numel():
             together = t.data.contiguous()

@@ -66,6 +66,11 @@ class Tariff:
         step = price(P, R, numel, ranks)
         self._add(Line(axis, step.what, "backward"), round(step.sent) * element_bytes)
 
+    def ask(self, axis: str, ranks: int) -> None:
+        """A number that so many ranks of the axis tell one another."""
+        step = price(S(0), R, ranks, ranks)
+        self._add(Line(axis, step.what, "check"), round(step.sent) * FACT_BYTES)
+
     def send(self, element_bytes: int, numel: int, phase: str) -> None:
         """A tensor that goes from one stage to another."""
         self._add(Line(PIPELINE, "send", phase), numel * element_bytes)
@@ -113,6 +118,8 @@ def step_bytes(
         for axis in (tariff.shard, TENSOR, PIPELINE):
             tariff.move(axis, S(0), R, tariff.size(axis), FACT_BYTES, "check")
     tariff.move(PIPELINE, S(0), R, tariff.size(PIPELINE), FACT_BYTES, "check")  # the loss
+    for param in model.params:
+        tariff.ask(PIPELINE, param.holders if param.trainable else 1)  # was it used by any?
     if first:
         tariff.agree(1, COUNT_BYTES)
     return tariff.sent_bytes
