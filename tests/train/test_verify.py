@@ -200,10 +200,12 @@ def test_a_model_that_cannot_be_trained_is_answered_once(own: str, build: str, p
 
 
 def test_a_model_with_dropout_is_told_why_it_does_not_hold(
-    own: str, capsys: pytest.CaptureFixture[str]
+    own: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     """The layer and the reason stand under the table, and beside the JSON."""
     said = "it has dropout (1), which each rank draws for its own rows. To prove the rest"
+    found = verify("dp2", f"{own}:drop", 1)
+    monkeypatch.setattr("shardwise.train.verify.verify", lambda *_: found)
     for json_too in (False, True):
         with pytest.raises(typer.Exit) as leaving:
             verify_command("dp2", f"{own}:drop", 1, json_too)
