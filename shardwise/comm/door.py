@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
-from shardwise.core.layout import Placement
+from shardwise.core.layout import P, Placement, S
 from shardwise.core.moves import price
 
 
@@ -51,6 +51,23 @@ def start(
     if step.sent:
         axis.ledger.write(axis.name, step.what, round(step.sent), x.element_size())
     return pending
+
+
+def begin_scatter(x: Tensor, axis: Axis, dim: int) -> tuple[Tensor, Pending]:
+    """Begin P -> S(dim) of `x` of any shape: the block to be, and what to wait for before its use.
+
+    Raises InputError for a dim that the axis's ranks do not divide.
+    """
+    blocks = _blocks(x, dim, axis.size)
+    out = x.new_empty(blocks[0].shape)
+    arriving = axis.transport.sum_blocks(out, blocks)
+    _write(axis, P, S(dim), x)
+    return out, arriving
+
+
+def _write(axis: Axis, src: Placement, dst: Placement, whole: Tensor) -> None:
+    step = price(src, dst, whole.numel(), axis.size)
+    axis.ledger.write(axis.name, step.what, round(step.sent), whole.element_size())
 
 
 def _kept(out: Tensor, x: Tensor) -> Pending:
@@ -91,14 +108,14 @@ def carry_out(x: Tensor, axis: Axis, src: Placement, dst: Placement) -> Tensor:
     match price(src, dst, x.numel() * (n if src.kind == "S" else 1), n).what:
         case "all_gather":
             assert src.dim is not None
-            out = x.new_empty(n * x.numel())
-            start(x.contiguous().view(-1), axis, src, dst, out).wait()
-            return torch.cat(list(out.view(n, *x.shape)), src.dim)
+            out = x.new_empty(*x.shape[: src.dim], n * x.shape[src.dim], *x.shape[src.dim + 1 :])
+            axis.transport.gather_blocks(out.chunk(n, src.dim), x).wait()
+            _write(axis, src, dst, out)
+            return out
         case "reduce_scatter":
             assert dst.dim is not None
-            blocks = torch.stack(_blocks(x, dst.dim, n))
-            out = torch.empty_like(blocks[0])
-            start(blocks.view(-1), axis, src, dst, out.view(-1)).wait()
+            out, arriving = begin_scatter(x, axis, dst.dim)
+            arriving.wait()
             return out
         case "all_reduce":
             out = x.clone(memory_format=torch.contiguous_format)

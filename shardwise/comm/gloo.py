@@ -113,6 +113,26 @@ class Gloo(Transport):
         ends = self._exchange([blocks[peer] for peer in self.peers], list(arrived))
         return Pending([*ends, lambda: add_all(out, blocks[self.rank], arrived)])
 
+    def gather_blocks(self, views: Sequence[Tensor], x: Tensor) -> Pending:
+        """Without putting them end to end first."""
+        arrived = x.new_empty((len(self.peers), *x.shape))
+        sent = x.contiguous().view(-1)
+        ends = self._exchange([sent] * len(self.peers), list(arrived.view(len(arrived), -1)))
+        views[self.rank].copy_(x)
+
+        def place() -> None:
+            for peer, block in zip(self.peers, arrived, strict=True):
+                views[peer].copy_(block)
+
+        return Pending([*ends, place, lambda: sent])
+
+    def sum_blocks(self, out: Tensor, blocks: Sequence[Tensor]) -> Pending:
+        """Only what goes to others is made contiguous."""
+        sent = [blocks[peer].contiguous().view(-1) for peer in self.peers]
+        arrived = out.new_empty((len(self.peers), *out.shape))
+        ends = self._exchange(sent, list(arrived.view(len(arrived), -1)))
+        return Pending([*ends, lambda: add_all(out, blocks[self.rank], arrived), lambda: sent])
+
     def all_to_all(
         self, out: Tensor, x: Tensor, out_counts: Sequence[int], in_counts: Sequence[int]
     ) -> Pending:

@@ -12,6 +12,7 @@ Every transport speaks of one-dimensional contiguous tensors, starts the work, a
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 
@@ -72,6 +73,23 @@ class Transport(ABC):
     @abstractmethod
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
         """Write the sum over the ranks of block `rank` of `x` in `out`; `out` may be that block."""
+
+    def gather_blocks(self, views: Sequence[Tensor], x: Tensor) -> Pending:
+        """As all_gather, into a view of any strides for each rank; `x` has their shape."""
+        out = x.new_empty(self.size * x.numel())
+        arriving = self.all_gather(out, x.contiguous().view(-1))
+
+        def place() -> None:
+            for view, block in zip(views, out.view(self.size, *x.shape), strict=True):
+                view.copy_(block)
+
+        return Pending([arriving.wait, place])
+
+    def sum_blocks(self, out: Tensor, blocks: Sequence[Tensor]) -> Pending:
+        """As reduce_scatter, of a view of any strides for each rank; `out` is contiguous."""
+        together = torch.stack(list(blocks))
+        arriving = self.reduce_scatter(out.view(-1), together.view(-1))
+        return Pending([arriving.wait, lambda: together])  # alive until it is sent
 
     @abstractmethod
     def all_to_all(

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from shardwise.comm.door import carry_out, move, start
+from shardwise.comm.door import begin_scatter, carry_out, move, start
 from shardwise.comm.transport import Pending
 from shardwise.comm.uneven import join, take
 from shardwise.comm.world import Axis
@@ -192,10 +192,7 @@ class Entry:
         if self.stream.split:
             dim = grad.dim() - 2
             grad = _padded(grad, dim, axis.size)
-            blocks = torch.stack(grad.chunk(axis.size, dim))
-            self.out = torch.empty_like(blocks[0])
-            self.going = start(blocks.view(-1), axis, P, S(dim), self.out.view(-1))
-            self.going = Pending([self.going.wait, lambda: blocks])  # alive until it is sent
+            self.out, self.going = begin_scatter(grad, axis, dim)
         else:
             self.grad = self.out = grad.contiguous()
             self.going = start(self.out.view(-1), axis, P, I, self.out.view(-1))
