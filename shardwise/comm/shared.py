@@ -38,8 +38,9 @@ FOLDER = Path("/dev/shm")  # noqa: S108 (memory that has a name, not a place for
 PLACES, BY_GLOO, TAG = 4096, -1, 2
 LINE = 8  # numbers of a cache line, so that two counters never share one
 HEAD = 2 * LINE + PLACES  # numbers of a mailbox: written, taken, where messages begin
-#: Looks without a pause, then looks with a turn for others; then a sleep between two.
-LOOKS, TURNS, SLEEP_S = 300, 3000, 5e-5
+#: Looks without a pause, then looks with a turn for others; then a sleep between two, longer by as
+#: much again after so many: who waits out a pipeline's bubble takes no processor from who computes.
+LOOKS, TURNS, SLEEP_S, LONGER = 300, 3000, 5e-5, 16
 
 
 class _Outbox:
@@ -157,7 +158,8 @@ class Mailboxes:
         if looks < self.looks + TURNS:
             os.sched_yield()
             return
-        time.sleep(SLEEP_S)
+        slept = looks - self.looks - TURNS
+        time.sleep(SLEEP_S * min(1 + slept // LONGER, 20))
         if looks % 1000 == 0 and not _lives(self.pids[source]):
             raise RuntimeError(f"rank {source} of the group is gone: process {self.pids[source]}")
 
