@@ -22,15 +22,22 @@ from shardwise.core.balance import balanced
 from shardwise.core.errors import bad
 from shardwise.parallel.layers import Layer, layers
 
-_BART: Final = {
-    "model.encoder.layernorm_embedding": "model.encoder.embed_positions",
-    "model.decoder.layernorm_embedding": "model.decoder.embed_positions",
-}
+
+def _both(base: str, name: str, other: str) -> dict[str, str]:
+    """`name` beside `other`, in the encoder and in the decoder."""
+    return {f"{base}.{half}.{name}": f"{base}.{half}.{other}" for half in ("encoder", "decoder")}
+
+
 _HYPER: Final = {"model.norm": "lm_head"}
 #: Modules of transformers' models that are not called where they are defined, by model type, and
 #: the module in whose stage they are.
 _BESIDE: Final[dict[str, dict[str, str]]] = {
-    **dict.fromkeys(("bart", "mbart", "mvp", "plbart", "blenderbot-small"), _BART),
+    **dict.fromkeys(
+        ("bart", "mbart", "mvp", "plbart", "blenderbot-small"),
+        _both("model", "layernorm_embedding", "embed_positions"),
+    ),
+    "led": _both("led", "layernorm_embedding", "embed_positions"),
+    "prophetnet": _both("prophetnet", "embeddings_layer_norm", "position_embeddings"),
     **dict.fromkeys(("deepseek_v4", "hy_v4", "inkling2_text"), _HYPER),
     "opt": {
         "model.decoder.final_layer_norm": "model.decoder.layers",

@@ -300,7 +300,7 @@ class Follow:
             f"{', '.join(dict.fromkeys(self.assumed))}, which cannot run on the meta device and "
             f"were taken to give what their first input is like ({type(error).__name__}: {error})",
             "layers whose shapes follow from those of their inputs, or are as their first input's",
-            "stages=1, or the layer's result as one tensor of the shape of its input",
+            "pp1, or a layer that gives one tensor of the shape of its input",
         )
 
     def _unknown(self, func: Any, given: Sequence[Tensor]) -> InputError:

@@ -83,6 +83,30 @@ def test_models_of_transformers_are_cut_between_their_layers(name: str, first: s
     assert starts(find(f"hf:{name}").build(), 2) == (first,)
 
 
+def test_an_encoder_and_a_decoder_are_both_cut():
+    """Their blocks are of two classes; each list of repeated blocks is a place to cut."""
+    pytest.importorskip("transformers")
+    first = "model.encoder.layers.1", "model.decoder.layers.0", "model.decoder.layers.1"
+    assert starts(find("hf:bart").build(), 4) == first
+
+
+def test_what_transformers_defines_out_of_order_is_known():
+    """A norm after the blocks that it stands before, a head before the blocks it stands on."""
+    pytest.importorskip("transformers")
+    other = "model.encoder.embed_positions"
+    assert misplaced(find("hf:bart").build())["model.encoder.layernorm_embedding"] == other
+    assert misplaced(find("hf:camembert").build()) == {"lm_head": "roberta"}
+    assert misplaced(small()) == misplaced(find("hf:llama").build()) == {}
+
+
+def test_a_small_list_is_no_place_to_cut():
+    """The layers of a head go with their neighbour, though there are two of them in a row."""
+    model = nn.Module()
+    model.blocks = nn.ModuleList(nn.Linear(30, 30) for _ in range(2))
+    model.head = nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4))
+    assert starts(model, 2) == ("blocks.1",)
+
+
 def test_a_plan_of_transformers_wins_over_the_repeated_class():
     """`base_model_pp_plan` says which list is gone through."""
 

@@ -191,6 +191,33 @@ class FunctionTied(Stack):
         return functional.linear(x + self.shift, self.before.weight)
 
 
+class Kinds(nn.Module):
+    """A layer with a table that its model reads, and that it gives away itself."""
+
+    kinds: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("kinds", torch.arange(WIDTH) * 0.5, persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.inner(x), self.kinds, self.inner.bias
+
+
+class ReadsBuffer(Stack):
+    """What a layer holds is read before its call, and in the last stage."""
+
+    before: Kinds
+
+    def __init__(self) -> None:
+        super().__init__(before=Kinds())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, kinds, bias = self.before(x + self.before.kinds)
+        return super().forward(x) * self.before.kinds + kinds.exp() * bias
+
+
 class TwoNames(Stack):
     """One module registered twice, and called in the first stage and in the last."""
 

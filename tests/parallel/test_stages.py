@@ -27,6 +27,7 @@ MODELS: dict[str, Any] = {
     "in place later": between.WritesLater,
     "class token": between.ClassToken,
     "tied by function": between.FunctionTied,
+    "buffer of a layer": between.ReadsBuffer,
     "two names": between.TwoNames,
     "transposed": between.Turned,
     "checkpoint": lambda: between.Recomputed(False),
@@ -88,12 +89,16 @@ def test_layers_may_be_looked_into() -> None:
 
 
 def test_a_layer_can_be_put_beside_another() -> None:
-    """A norm that is defined first and called last is in the stage that `beside` says."""
+    """A norm that is defined first and called last is in the stage that `beside` says.
+
+    Beside a container it is in the stage in which that ends.
+    """
     model = settled(between.LateNorm())
-    check(model, regression, [rows(3)], TWO, beside={"before": "blocks.3"})
+    for other in ("blocks.3", "blocks"):
+        check(model, regression, [rows(3)], TWO, beside={"before": other})
 
 
-HF = ["llama", "qwen3", "mistral", "gemma2", "phi3", "gpt2", "mixtral", "bert", "t5", "opt"]
+HF = ["llama", "qwen3", "mistral", "gemma2", "phi3", "gpt2", "mixtral", "bert", "t5", "opt", "bart"]
 
 
 @pytest.mark.parametrize("count", [2, 4])

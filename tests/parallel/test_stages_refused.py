@@ -112,7 +112,26 @@ class Autocast(Stack):
             return super().forward(x)
 
 
+class Splits(Stack):
+    """A layer that asks for numbers, and gives something else than one tensor."""
+
+    class Split(between.Block):
+        """The layer."""
+
+        def forward(self, x: Tensor) -> Any:
+            x = super().forward(x)
+            return (x, x * 2, x * 3) if x.sum().item() < 0 else (x, x, x)
+
+    def __init__(self) -> None:
+        super().__init__(before=self.Split())
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = self.before(x)
+        return super().forward(a + b + c)
+
+
 FOLLOWED = {
+    "several tensors that hang on numbers": (Splits, r"before, which cannot run on the meta dev"),
     "reads a value": (Reads, r"__bool__ of a tensor that comes from \w*gt\w* after blocks\.0"),
     "a layer too late": (
         between.LateNorm,
