@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from shardwise.core.errors import InputError, Problem, refusal
 from shardwise.core.plan import Plan
-from shardwise.core.schedule.library import allowed
+from shardwise.core.schedule.library import LIBRARY, Size, allowed
 from shardwise.core.words import WORDS, size_text
 
 __all__ = ["Problem", "problems", "require", "runnable_forms"]
@@ -16,8 +16,8 @@ _LATER_AXES = {
 }
 
 
-#: Schedules whose stages update by themselves, each on its own time.
-_STALE = ("pipedream", "2bw")
+#: What is nearest under a schedule that updates by itself.
+_STALE: dict[str | None, str] = {"fp16": "bf16", "zero3": "zero2"}
 
 
 def problems(plan: Plan, world_size: int | None = None) -> list[Problem]:
@@ -62,8 +62,6 @@ def _later(plan: Plan) -> list[tuple[str, str]]:
         for name, size in plan.axes
         if name in _LATER_AXES and size > 1
     ]
-    stale = plan.schedule if plan.schedule and plan.schedule.startswith(_STALE) else None
-    said += [(stale, "schedules that update by themselves are")] if stale else []
     said += [(f"recompute:{plan.recompute}", "recomputation is")] if plan.recompute else []
     said += [(f"offload:{plan.offload}", "offload is")] if plan.offload else []
     if plan.buffers_bytes is not None:
@@ -72,7 +70,11 @@ def _later(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _pipeline(plan: Plan) -> list[Problem]:
-    """What the schedule forbids on so many ranks."""
+    """What the schedule forbids on so many ranks, and what does not go with it."""
+    return _forbidden(plan) or (_stale(plan) if _is_stale(plan) else [])
+
+
+def _forbidden(plan: Plan) -> list[Problem]:
     if plan.pipeline is None:
         return []
     try:
@@ -80,6 +82,28 @@ def _pipeline(plan: Plan) -> list[Problem]:
     except InputError as error:
         return list(error.problems)
     return []
+
+
+def _is_stale(plan: Plan) -> bool:
+    """Whether the schedule updates by itself, each stage on its own time."""
+    name = (plan.pipeline or "").partition(":")[0]
+    return name in LIBRARY and LIBRARY[name].updates(Size(1, 1)) > 0
+
+
+def _stale(plan: Plan) -> list[Problem]:
+    """What does not go with a schedule that updates by itself."""
+    found: list[tuple[str, str]] = []
+    by_itself = f"{plan.pipeline}, which updates by itself"
+    if plan.precision == "fp16":
+        given = f"fp16 with {by_itself}: one overflow is to skip the update of all stages at once"
+        found.append((given, "bf16, fp32 or fp64, which have no loss scale"))
+    if plan.accumulate > 1:
+        given = f"accumulate:{plan.accumulate} with {by_itself}: there is no update to put off"
+        found.append((given, "more microbatches in the schedule"))
+    if plan.row == "zero3":
+        given = f"zero3 with {by_itself} and keeps whole versions of the weights"
+        found.append((given, "ddp, zero1 or zero2, or a schedule that updates at the end"))
+    return [Problem(given, allowed, f"'{_runnable(plan)}'") for given, allowed in found]
 
 
 def _data_axes(plan: Plan) -> list[Problem]:
@@ -126,16 +150,19 @@ def _runnable(plan: Plan) -> Plan:
     if not sizes:
         axes = ()
     kept = tuple((name, size) for name, size in plan.axes if name in ("pp", "tp"))
-    stale = plan.schedule is not None and plan.schedule.startswith(_STALE)
-    return Plan(
+    near = Plan(
         axes=(*axes, *kept),
         sp=plan.sp,
-        schedule=None if stale else plan.schedule,
+        schedule=None if _forbidden(plan) else plan.schedule,
         row=plan.row,
         precision=plan.precision,
         accumulate=plan.accumulate,
         bucket_bytes=plan.bucket_bytes,
     )
+    if not _is_stale(near):
+        return near
+    precision, row = _STALE.get(near.precision, near.precision), _STALE.get(near.row, near.row)
+    return replace(near, precision=precision, row=row or "ddp", accumulate=1)
 
 
 def _fit(plan: Plan, world_size: int) -> Plan:

@@ -29,6 +29,7 @@ from shardwise.engine.passes import Straight
 from shardwise.engine.pipelined import Pipelined
 from shardwise.engine.scale import LossScale
 from shardwise.engine.shard import materialise
+from shardwise.engine.stale import Stale
 from shardwise.engine.training import DTYPES, Build, Metrics, Settled, Training
 from shardwise.parallel.data import Data, Unit
 from shardwise.parallel.flat import Flat
@@ -54,6 +55,8 @@ class Engine:
         self.axes, self.facts, self.staging = self.laid.axes, self.data.facts, self.laid.staging
         self.passes = self._passes()
         self.optimizer = ShardedOptimizer(training.optimizer, self.flats)
+        if isinstance(self.passes, Pipelined) and self.passes.staging.schedule.update:
+            self.passes.stale = Stale(self.passes.staging, self.passes.data, self.optimizer)
         self.scale = LossScale(on=self.plan.precision == "fp16")
         self.steps = 0
         self.idle: list[str] = []  # names that had no gradient before the checkpoint now loaded

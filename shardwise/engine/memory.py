@@ -13,18 +13,21 @@ def measured(engine: Any) -> dict[str, int]:
     """Live bytes by category: parameters, gradients, optimizer, buffers.
 
     Each storage is counted once and in the first category that holds it, as large as it is now:
-    padding and pieces that views do not show are included, freed storages are not.
+    padding and pieces that views do not show are included, freed storages are not. Where a schedule
+    updates by itself, `versions` is the peak of the last step (stale.py).
     """
     seen: set[int] = set()
     flats = engine.flats
     kept: list[Tensor] = []
     engine.optimizer.map_state(kept.append)
-    return {
+    found = {
         "parameters": _bytes([t for f in flats for t in (f.full, f.shard)], seen),
         "gradients": _bytes([t for f in flats for t in (f.grad, f.gshard) if t is not None], seen),
         "optimizer": _bytes(kept, seen),
         "buffers": _bytes(engine.model.buffers(), seen),
     }
+    stale = getattr(engine.passes, "stale", None)
+    return found if stale is None else found | {"versions": stale.peak_bytes}
 
 
 def predicted(engine: Any) -> dict[str, int]:

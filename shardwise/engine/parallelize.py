@@ -10,7 +10,7 @@ from shardwise.comm.world import World
 from shardwise.core.check import require
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
-from shardwise.engine import given, staging
+from shardwise.engine import given, staging, stale
 from shardwise.engine.engine import Engine
 from shardwise.engine.recipe import AdamW, Recipe
 from shardwise.engine.shard import default_fill, layable
@@ -42,18 +42,18 @@ def parallelize(
     plan = _plan(plan)
     require(plan, world.size)
     options = USUAL | _known(options)
-    training = Training(
-        _recipe(optimizer),
-        given.loss(_own_loss if loss is None else loss),
-        None if options["tokens"] is None else given.tokens(options["tokens"]),
-        options["clip"],
-    )
+    recipe = _recipe(optimizer)
+    objective = given.loss(_own_loss if loss is None else loss)
+    tokens = None if options["tokens"] is None else given.tokens(options["tokens"])
     fill = options["fill"]
     fill = default_fill(model, options["seed"]) if fill is None else given.fill(fill)
     given.trained(model)
     layable(model, options["units"])
     table = fitting(model, plan, options["table"])
     begin = staging.fitting(model, plan, options["stages"])
+    training = Training(
+        recipe, objective, tokens, stale.require(model, plan, begin, options["clip"])
+    )
     world = world.on(plan.mesh)
     build = Build(plan, world, options["units"], fill, options["prefetch"], table, begin)
     return Engine(model, build, training)

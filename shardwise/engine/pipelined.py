@@ -15,7 +15,7 @@ which rank has the stage.
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from shardwise.core.shape import Crossed
 from shardwise.engine.held import Tensors
 from shardwise.engine.passes import Objective
 from shardwise.engine.staging import Staging
+from shardwise.engine.stale import Stale
 from shardwise.parallel.backward import Rest, Tape
 from shardwise.parallel.pipeline import Watch, open_channels, run
 from shardwise.parallel.staged import Staged
@@ -70,6 +71,7 @@ class Pipelined:
         self.call: Callable[[nn.Module, Any], Tensor] = objective
         self.training = True
         self.sent: list[Crossed] = []  # in the last step
+        self.stale: Stale | None = None  # where the schedule updates by itself
         open_channels(staging.schedule, staging.axis, self.device)
 
     def run(self, parts: Sequence[Any], counts: Sequence[int], weights: Sequence[float]) -> Tensor:
@@ -85,9 +87,11 @@ class Pipelined:
             self.traces = [self._trace(part) for part in self.parts]
             self.data.sums.sync = these.stop == len(parts)
             self.data.begin()
-            run(self.staging.schedule, self.staging.axis, self, self.watch)
+            with self.stale.running() if self.stale else nullcontext():
+                run(self.staging.schedule, self.staging.axis, self, self.watch)
             self._note_sent(self.staging.schedule)
-        self.data.end()
+        if self.stale is None:
+            self.data.end()
         return self.summed
 
     @torch.no_grad()
@@ -132,7 +136,8 @@ class Pipelined:
         part = self.parts[microbatch]
         stream = self.tensors.stream
         stream.whole = self.staging.beside.stream.whole
-        with self._drawing(stage, microbatch), self.tensors.draws.during(self.device):
+        drawing = self._drawing(stage, microbatch)
+        with self._version(stage, microbatch), drawing, self.tensors.draws.during(self.device):
             ran = self.staging.stages.run(stage, trace, given, lambda model: self.call(model, part))
         stream.end()
         last = stage == self.staging.stages.count - 1
@@ -146,25 +151,26 @@ class Pipelined:
             )
         if self.counts[microbatch]:  # the mean over no tokens may be NaN
             self.summed += ran.result.detach() * self.counts[microbatch]
-        scaled = ran.result * self.weighed[microbatch]
+        weights = self.counts if self.stale else self.weighed  # an update divides by all tokens
+        scaled = ran.result * weights[microbatch]
         return [], _Taped(Tape(given, [scaled]), torch.ones_like(scaled))
 
     def backward(self, stage: int, microbatch: int, tape: Any, grads: list[Tensor]) -> list[Tensor]:
         """B."""
-        with self._going_back(microbatch):
+        with self._going_back(stage, microbatch):
             return self._sent_back(stage, microbatch, tape.tape.backward(_own(tape, grads)))
 
     def inputs(
         self, stage: int, microbatch: int, tape: Any, grads: list[Tensor]
     ) -> tuple[list[Tensor], Any]:
         """I."""
-        with self._going_back(microbatch):
+        with self._going_back(stage, microbatch):
             found, rest = tape.tape.inputs(_own(tape, grads))
         return self._sent_back(stage, microbatch, found), rest
 
     def weights(self, stage: int, microbatch: int, rest: Rest) -> None:
         """W."""
-        with self._going_back(microbatch):
+        with self._going_back(stage, microbatch):
             rest.weights()
 
     def gather(self, stage: int) -> None:
@@ -183,14 +189,22 @@ class Pipelined:
 
     def update(self, stage: int, microbatch: int) -> None:
         """U, which schedules that update by themselves have."""
-        raise NotImplementedError
+        assert self.stale is not None
+        first = microbatch + 1 - self.staging.schedule.update
+        self.stale.update(stage, sum(self.counts[first : microbatch + 1]))
 
     @contextmanager
-    def _going_back(self, microbatch: int) -> Iterator[None]:
+    def _going_back(self, stage: int, microbatch: int) -> Iterator[None]:
         self.data.facts.phase("backward")
         self.data.mute = self.counts[microbatch] == 0
-        with self.tensors.draws.during(self.device):
+        with self._version(stage, microbatch), self.tensors.draws.during(self.device):
             yield
+
+    def _version(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
+        """The parameters as the microbatch uses them."""
+        if self.stale is None or not self.training:
+            return nullcontext()
+        return self.stale.during(stage, microbatch)
 
     def _sent_back(
         self, stage: int, microbatch: int, found: Sequence[Tensor | None]

@@ -20,9 +20,10 @@ and the equations between them:
 
     backward:  p.grad --copy--> grad --P -> S on shard--> gshard --P -> R on replicate--> gshard
 
-`full` keeps one storage for life (its size goes to 0 and back), because autograd remembers views
-of it between forward and backward.  With n = 1 every block is the whole: nothing is ever gathered,
-and p.data keeps its shape; that is the row `ddp`, and any row on one rank.
+`full` keeps one storage (its size goes to 0 and back), because autograd remembers views of it
+between forward and backward; where weights have several versions at once, each has its own
+(`renew`).  With n = 1 every block is the whole: nothing is ever gathered, and p.data keeps its
+shape; that is the row `ddp`, and any row on one rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -108,7 +109,7 @@ class Flat:
         self.shown = False  # the pieces of gshard are on the parameters
         self.coming, self.going = Pending(), Pending()
         self.stage = Stage.WHOLE
-        self._point_at_full()
+        self.point_at(self.full)
         if self.temporary:
             self.free()
 
@@ -142,9 +143,22 @@ class Flat:
         places = zip(self.plan.offsets, self.shapes, strict=True)
         return [flat[offset : offset + shape.numel()].view(shape) for offset, shape in places]
 
-    def _point_at_full(self) -> None:
-        for p, view in zip(self.params, self.full_views, strict=True):
+    def point_at(self, full: Tensor) -> None:
+        """Parameters are what is in `full`, which is laid out like the own one."""
+        views = self.full_views if full is self.full else self.views(full)
+        for p, view in zip(self.params, views, strict=True):
             p.data = view
+
+    def renew(self) -> None:
+        """Go on in a new buffer, with the same values; the one of before is left as it is.
+
+        For what is kept whole: `shard` is a view of `full`.
+        """
+        assert not self.temporary
+        self.full = self.full.clone()
+        self.shard = self._block(self.full)
+        self.full_views = self.views(self.full)
+        self.point_at(self.full)
 
     def begin_gather(self) -> None:
         """Start writing `full`, beside whatever is being computed."""
@@ -161,7 +175,7 @@ class Flat:
             return
         self.begin_gather()
         self.coming.wait()
-        self._point_at_full()
+        self.point_at(self.full)
         self.stage = Stage.WHOLE
 
     def rest(self) -> None:

@@ -4,6 +4,8 @@
     gradients    its column `grad`: all (P), or the block (S); their memory stays for the next step
     optimizer    its column `optim`, as in the table below
     buffers      all, on every rank
+    versions     of a schedule that updates by itself: at the peak of the step, how much of trained
+                 parameters is kept in old versions (core/schedule/memory.py); none between steps
 
 Padding is stored with parameters and gradients, and with the fp32 masters of 16-bit weights. The
 optimizer's states have the shape of this rank's piece of each parameter: no padding there. With
@@ -17,6 +19,8 @@ and a step count of 4 bytes for each parameter. (ZeRO, arXiv 1910.02054, section
 from dataclasses import dataclass
 
 from shardwise.core.plan import Plan
+from shardwise.core.schedule.library import build, updates
+from shardwise.core.schedule.memory import versions
 from shardwise.core.shape import ModelShape
 from shardwise.predict.group import Group, groups
 
@@ -41,15 +45,22 @@ def held_bytes(
     plan: Plan, model: ModelShape, optimizer: OptimizerShape = ADAM, rank: int = 0
 ) -> dict[str, int]:
     """The bytes `rank` holds after a step in which every trained parameter had a gradient."""
-    place = plan.mesh.coordinate(rank).get(plan.shard_axis or "none", 0)
+    here = plan.mesh.coordinate(rank)
+    place = here.get(plan.shard_axis or "none", 0)
     found = groups(plan, model)
     trained = [group for group in found if group.trained]
-    return {
+    held = {
         "parameters": sum(_block_bytes(group, group.row.param.kind == "S") for group in found),
         "gradients": sum(_block_bytes(group, group.row.grad.kind == "S") for group in trained),
         "optimizer": sum(_optimizer_bytes(group, optimizer, place) for group in trained),
         "buffers": sum(buffer.stored_bytes for buffer in model.buffers),
     }
+    stages = plan.mesh.size_of("pp")
+    if updates(plan.pipeline, stages):
+        schedule = build(plan.pipeline or "", stages)
+        own = [versions(schedule)[stage] - 1 for stage in schedule.stages(here.get("pp", 0))]
+        held["versions"] = sum(own) * sum(_block_bytes(group, False) for group in trained)
+    return held
 
 
 def _block_bytes(group: Group, sharded: bool) -> int:

@@ -16,6 +16,9 @@ and, whatever the model's size:
                rank gathers; one double more where the norm is wanted
     forward    the buffers that training changes, from the first rank of each axis
 
+A schedule that updates by itself does what is said to be done once, and agrees on the facts but the
+loss and the buffers, with each of its updates.
+
 Prices are those of `core.moves`, the table that of `core.states`. Nothing here is measured.
 """
 
@@ -25,6 +28,7 @@ from typing import NamedTuple
 from shardwise.core.layout import P, Placement, R, S
 from shardwise.core.moves import price
 from shardwise.core.plan import Plan
+from shardwise.core.schedule.library import updates
 from shardwise.core.shape import Crossed, Crossing, ModelShape
 from shardwise.predict.group import Group, groups
 from shardwise.predict.tensor import loss_bytes
@@ -105,11 +109,14 @@ def step_bytes(
     step of a run, which asks for its number of tokens beforehand, and finds buffers unchanged.
     """
     tariff = Tariff(plan, rank)
+    own = updates(plan.pipeline, plan.mesh.size_of(PIPELINE))
     for group in groups(plan, model):
         _use(tariff, group)
-        if group.trained:
+        for _ in range(max(1, own) if group.trained else 0):
             _collect(tariff, group)
             _publish(tariff, group)
+    for _ in range(own):  # tokens, and which parameters had a gradient
+        tariff.agree(1 + sum(param.trainable for param in model.params), FACT_BYTES)
     changing = sum(buffer.stored_bytes for buffer in model.buffers if buffer.changes)
     tariff.broadcast(changing * (plan.accumulate - first), "forward")
     others = any(not buffer.changes for buffer in model.buffers)  # has one of them changed?
@@ -118,7 +125,7 @@ def step_bytes(
         for axis in (tariff.shard, TENSOR, PIPELINE):
             tariff.move(axis, S(0), R, tariff.size(axis), FACT_BYTES, "check")
     tariff.move(PIPELINE, S(0), R, tariff.size(PIPELINE), FACT_BYTES, "check")  # the loss
-    for param in model.params:
+    for param in [*model.params] * (1 + own):
         tariff.ask(PIPELINE, param.holders if param.trainable else 1)  # was it used by any?
     if first:
         tariff.agree(1, COUNT_BYTES)

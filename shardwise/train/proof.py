@@ -2,7 +2,8 @@
 
 Every rank trains the model twice, on the same global batches: once as the plan says, on its share
 of them, and once in a world of one, on all of them. It compares what it holds itself: the loss, its
-pieces of every gradient of the first update, its pieces of every weight after the last.
+pieces of every gradient of the first update, its pieces of every weight after the last.  (Where the
+schedule updates by itself: of the first step's last update; and alone is a simulation, stale.py.)
 
 A tensor's error is taken against the whole tensor of the world of one, b:
 
@@ -19,7 +20,7 @@ gradient: with the usual 1e-8 the sign of such a zero would be a whole step.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from torch.utils import _pytree as pytree
 
 from shardwise.comm.world import World, alone
 from shardwise.core.plan import Plan
+from shardwise.core.schedule.library import updates
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
@@ -35,8 +37,10 @@ from shardwise.engine.training import Metrics
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.predict.traffic import Line, by_kind
+from shardwise.train.stale import Simulation
 
 SEED = 20260
+RECIPE = AdamW(lr=1e-3, eps=1e-4)
 #: Small enough that no gradient of these models overflows in fp16 and the update is skipped.
 LOSS_SCALE = 2.0**8
 LEAST = 1e-3
@@ -77,8 +81,7 @@ def prove(world: World, plan: Plan, model: str, steps: int) -> Finding:
     """Train the model named `model` by `plan` and alone, and compare. Called by all ranks."""
     trainable = find(model)
     ours = engine_of(trainable, plan, world)
-    precision = Plan(precision=plan.precision)
-    oracle = engine_of(trainable, precision, alone(world.device))
+    oracle = alone_of(trainable, plan, world.device)
     return compare(ours, oracle, trainable.batch, steps)
 
 
@@ -88,17 +91,37 @@ def engine_of(trainable: Trainable, plan: Plan, world: World) -> Engine:
         trainable.build(),
         plan,
         world,
-        optimizer=AdamW(lr=1e-3, eps=1e-4),
+        optimizer=RECIPE,
         loss=trainable.loss,
         tokens=trainable.tokens,
-        clip=1.0,
+        clip=None if _by_itself(plan) else 1.0,
     )
     engine.load_scalars(engine.scalars() | {"loss_scale": LOSS_SCALE})
     return engine
 
 
+def alone_of(trainable: Trainable, plan: Plan, device: torch.device) -> "Oracle":
+    """The same training in a world of one; where the schedule updates by itself, a simulation."""
+    if _by_itself(plan):
+        model = trainable.build(device)
+        return Simulation(model, plan, RECIPE, trainable.loss, trainable.tokens)
+    return engine_of(trainable, Plan(precision=plan.precision), alone(device))
+
+
+def _by_itself(plan: Plan) -> bool:
+    return updates(plan.pipeline, plan.mesh.size_of("pp")) > 0
+
+
+class Oracle(Protocol):
+    """What a run is compared with."""
+
+    def step(self, batch: Any) -> Metrics: ...
+    def gradients(self) -> list[Box]: ...
+    def boxes(self) -> list[Box]: ...
+
+
 def compare(
-    ours: Engine, oracle: Engine, batch: Callable[[int, int, torch.device], Any], steps: int
+    ours: Engine, oracle: Oracle, batch: Callable[[int, int, torch.device], Any], steps: int
 ) -> Finding:
     """Train both on `batch(rows, seed, device)`, a new one each step, and compare.
 
@@ -134,7 +157,7 @@ def compare(
     )
 
 
-def _drawn(step: int, engine: Engine, batch: Any) -> Metrics:
+def _drawn(step: int, engine: Oracle, batch: Any) -> Metrics:
     """A step in which dropout draws what it draws in the other engine's."""
     torch.manual_seed(SEED + step)
     return engine.step(batch)
@@ -150,7 +173,7 @@ def _sent(engine: Engine) -> dict[Line, int]:
     return {Line(*key): t.sent_bytes for key, t in engine.last.items() if t.sent_bytes}
 
 
-def _weights(engine: Engine) -> list[Box]:
+def _weights(engine: Oracle) -> list[Box]:
     return [box for box in engine.boxes() if box.name.startswith("model/")]
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan import Plan
+from shardwise.engine import staging, stale
 from shardwise.models.registry import find
 from shardwise.train.proof import SEED, engine_of
 
@@ -21,8 +22,15 @@ ROWS = 2  # normalisation over a batch asks for more than one
 def tried(model: str, plan: Plan) -> nn.Module:
     """The model named `model`, which has trained one step in the plan's precision.
 
-    Raises InputError for a name that is none, and for a model that cannot be trained.
+    Raises InputError for a name that is none, for a model that cannot be trained, and for one that
+    cannot be cut into the plan's stages.
     """
+    found = _trained(model, plan)
+    stale.require(found, plan, staging.fitting(found, plan, None), None)
+    return found
+
+
+def _trained(model: str, plan: Plan) -> nn.Module:
     trainable = find(model)
     if model.partition(":")[0] == "gpt":  # ours, and the larger ones take their time
         return trainable.build()

@@ -35,8 +35,8 @@ class Entry:
 
     `span` is the makespan as a form, `tapes` the most activations each rank holds; `bubble_text`
     and `tapes_text` say them in the papers' letters, and `versions_text` how many versions of its
-    weights stage s keeps. `chunks` a rank, None where they are chosen. `check` raises InputError
-    for sizes that the schedule forbids.
+    weights stage s keeps. `chunks` a rank, None where they are chosen. `updates` are those that the
+    schedule makes itself in one run. `check` raises InputError for sizes that it forbids.
     """
 
     title: str
@@ -48,6 +48,7 @@ class Entry:
     tapes_text: str
     chunks: int | None = 1
     versions_text: str = "1"
+    updates: Callable[[Size], int] = lambda _: 0
     check: Callable[[Size], None] = lambda _: None
 
     def bubble(self, n: Size) -> float:
@@ -108,6 +109,7 @@ LIBRARY: dict[str, Entry] = {
         lambda n: stale.pipedream(n.p, n.m),
         *(_plain, _first, *_1F1B),
         versions_text="p-s where m >= 2(p-1)",
+        updates=lambda n: n.m,
     ),
     "2bw": Entry(
         "PipeDream-2BW",
@@ -115,6 +117,7 @@ LIBRARY: dict[str, Entry] = {
         lambda n: stale.two_buffered(n.p, n.m, n.batches),
         *(_plain, _first, *_1F1B),
         versions_text="2 from the second batch on",
+        updates=lambda n: n.batches,
         check=lambda n: stale.covers(n.p, n.m),
     ),
     "interleaved": Entry(
@@ -205,6 +208,17 @@ def build(word: str, p: int) -> Schedule:
     """
     name, n = allowed(word, p)
     return entry(name).build(n)
+
+
+def updates(word: str | None, p: int) -> int:
+    """How often a run of a plan's schedule updates by itself, 0 for none; the word may be None.
+
+    Raises InputError as `build` does.
+    """
+    if word is None:
+        return 0
+    name, n = allowed(word, p)
+    return entry(name).updates(n)
 
 
 def allowed(word: str, p: int) -> tuple[str, Size]:

@@ -1,0 +1,273 @@
+"""PipeDream and 2BW at run time: the stale weights of the paper, to the last digit, and no more."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise.comm.world import World
+from shardwise.core.errors import InputError, RankError
+from shardwise.core.plan import Plan
+from shardwise.core.schedule import memory
+from shardwise.core.schedule.library import build
+from shardwise.core.schedule.lower import lower
+from shardwise.core.schedule.schedule import Schedule
+from shardwise.core.schedule.stale import pipedream, two_buffered
+from shardwise.engine import staging, stale
+from shardwise.engine.engine import Engine
+from shardwise.engine.pipelined import Pipelined
+from shardwise.engine.recipe import Recipe
+from shardwise.parallel.flat import Flat
+from shardwise.train.proof import Finding, compare
+from shardwise.train.stale import Simulation
+from tests.engine.cases import settled
+from tests.pool import run_gloo, run_threads
+
+RECIPE = sw.AdamW(lr=1e-2, eps=1e-4)
+WIDTH = 7
+PARALLEL = ["pp2 dp2 zero1 pipedream:4", "pp2 dp2 zero2 pipedream:4", "pp2 dp2 2bw:4"]
+CLASSIC = [f"pp{p} pipedream:{m}" for p in (2, 3, 4) for m in (4, 8)]
+
+
+def stack() -> nn.Module:
+    """Layers of both kinds: linear saves a transposed view of its weight, norm the weight."""
+    layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(4)]
+    return settled(nn.Sequential(*layers).double())
+
+
+def loss(model: nn.Module, part: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.mse_loss(torch.tanh(model(part[0])), part[1])
+
+
+def batch(rows: int, seed: int, device: Any) -> tuple[Tensor, Tensor]:
+    own = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(2, rows, WIDTH, generator=own, dtype=torch.float64, device=device)
+    return x, y
+
+
+def engine(world: World, plan: str, recipe: Recipe = RECIPE, **options: Any) -> Engine:
+    return sw.parallelize(stack(), f"{plan} fp64", world, recipe, loss, **options)
+
+
+def proved(world: World, plan: str, recipe: Recipe = RECIPE) -> Finding:
+    """Three steps beside the simulation."""
+    torch.set_num_threads(1)
+    oracle = Simulation(stack(), Plan.parse(f"{plan} fp64"), recipe, loss)
+    return compare(engine(world, plan, recipe), oracle, batch, 3)
+
+
+def largest(findings: list[Finding]) -> float:
+    return max(errors.largest for found in findings for errors in found.errors)
+
+
+@pytest.mark.parametrize("plan", [*CLASSIC, *PARALLEL, "pp3 2bw:4", "pipedream:3"])
+def test_parity(plan: str):
+    """The run is the simulation to 1e-10: loss, last gradients, weights after three steps; bytes
+    of every update and memory, versions among it, are those of the formulas.
+    """
+    found = run_threads(Plan.parse(plan).size, proved, plan)
+    assert largest(found) <= 1e-10
+    assert all(one.bytes_hold for one in found)
+    assert all(one.memory_measured == one.memory_predicted for one in found)
+
+
+def test_parity_between_processes():
+    """The same between processes."""
+    assert largest(run_gloo(2, proved, "pp2 pipedream:4")) <= 1e-10
+
+
+@contextmanager
+def scheduled(schedule: Schedule) -> Iterator[None]:
+    """Every plan has this schedule."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staging, "schedule_of", lambda _: lower(schedule))
+        yield
+
+
+NOT_BY_WORD = {
+    "vertical": pipedream(3, 6, vertical=True),
+    "three batches": two_buffered(2, 4, batches=3),
+}
+
+
+@pytest.mark.parametrize("name", NOT_BY_WORD)
+def test_schedules_without_a_word(name: str):
+    """Vertical sync, and batches of 2BW with no drain between them, are the simulation too."""
+    schedule = NOT_BY_WORD[name]
+    plan = f"pp{schedule.ranks} {'2bw:4' if name != 'vertical' else 'pipedream:6'}"
+    with scheduled(schedule):
+        assert largest(run_threads(schedule.ranks, proved, plan)) <= 1e-10
+
+
+@pytest.mark.parametrize("plan", ["pp3 pipedream:6", "pp2 2bw:8"])
+def test_what_is_late_is_late(plan: str):
+    """A simulation with one version less of delay is another training, where there is a delay."""
+    simulated = []
+    for lag in (None, 0):
+        model, parsed = stack(), Plan.parse(f"{plan} fp64")
+        oracle = Simulation(model, parsed, RECIPE, loss)
+        if lag is not None:
+            oracle.schedule = replace(oracle.schedule, lag=(lag,) * 4)
+        oracle.step(batch(16, 0, "cpu"))
+        simulated.append([p.detach().clone() for p in model.parameters()])
+    differ = max(float((a - b).abs().max()) for a, b in zip(*simulated, strict=True))
+    assert (differ > 1e-4) == ("pipedream" in plan)  # one batch of 2BW has no old version
+
+
+@dataclass
+class Counted:
+    """A watch that counts the buffers of flat parameters that are in memory."""
+
+    buffers: list[Any]
+    most: int = 0
+
+    def now(self) -> float:
+        return 0.0
+
+    def __call__(self, step: Any, start_s: float, end_s: float) -> None:
+        gone = torch.UntypedStorage._expired
+        self.most = max(self.most, sum(not gone(one) for one in self.buffers))
+
+
+def alive(world: World, plan: str) -> tuple[int, int]:
+    """The most buffers of one flat group at once in a step, and how many are left after it."""
+    run = engine(world, plan)
+    flat = run.flats[0]
+    seen = Counted([flat.full.untyped_storage()._weak_ref()])
+    renew = flat.renew
+
+    def renewed() -> None:
+        renew()
+        seen.buffers.append(flat.full.untyped_storage()._weak_ref())
+
+    flat.renew = renewed
+    assert isinstance(run.passes, Pipelined)
+    run.passes.watch = seen
+    for step in range(2):
+        run.step(batch(16, step, "cpu"))
+    left = sum(not torch.UntypedStorage._expired(one) for one in seen.buffers)
+    return seen.most, left
+
+
+@pytest.mark.parametrize("plan", ["pp2 pipedream:8", "pp3 pipedream:8", "pp4 pipedream:8"])
+def test_versions_in_memory(plan: str):
+    """As many versions are in memory at once as the formula says, p-s, and one after the step."""
+    p = Plan.parse(plan).size
+    formula = memory.versions(build("pipedream:8", p))
+    assert formula == tuple(p - s for s in range(p))
+    assert run_threads(p, alive, plan) == [(count, 1) for count in formula]
+
+
+@pytest.mark.parametrize("plan", ["pp3 pipedream:6"])
+def test_an_update_in_place_is_the_fault(plan: str, monkeypatch: pytest.MonkeyPatch):
+    """Where old values are moved away and new ones written in their place, what a pending backward
+    saved of them is wrong: views of weights are remembered by where they lie.
+    """
+
+    def update(self: stale.Stale, stage: int, count: int) -> None:
+        before = {v: [full.clone() for full in fulls] for v, fulls in self.kept[stage].items()}
+        real(self, stage, count)
+        newest = max(self.kept[stage])
+        self.kept[stage].update({v: before[v] for v in before if v in self.kept[stage]})
+        assert newest in self.kept[stage]
+
+    real = stale.Stale.update
+    monkeypatch.setattr(Flat, "renew", lambda flat: flat.point_at(flat.full))
+    monkeypatch.setattr(stale.Stale, "update", update)
+    found = run_threads(3, proved, plan)
+    assert largest(found) > 1e-4
+
+
+def test_updates_are_no_writes_to_autograd(monkeypatch: pytest.MonkeyPatch):
+    """Counted as writes, updates make autograd refuse backward passes through other versions."""
+    recipe = sw.SGD(lr=0.1, momentum=0.9, foreach=True)
+    assert largest(run_threads(2, proved, "pp2 pipedream:4", recipe)) <= 1e-10
+    monkeypatch.setattr(stale, "_uncounted", lambda _: nullcontext())
+    with pytest.raises(RankError, match="modified by an inplace operation"):
+        run_threads(2, proved, "pp2 pipedream:4", recipe)
+
+
+def broken(world: World) -> list[Tensor]:
+    """Weights after a step whose third microbatch raises on its way, and one more."""
+    seen: list[int] = []
+
+    def failing(model: nn.Module, part: Any) -> Tensor:
+        seen.append(0)
+        if len(seen) == fails:
+            raise ZeroDivisionError
+        return loss(model, part)
+
+    fails = 0
+    run = sw.parallelize(stack(), "pipedream:4 fp64", world, sw.SGD(lr=0.1), failing)
+    run.step(batch(8, 0, "cpu"))
+    fails, before = len(seen) + 1, [p.detach().clone() for p in run.model.parameters()]
+    with pytest.raises(ZeroDivisionError):
+        run.step(batch(8, 1, "cpu"))
+    after = [p.detach().clone() for p in run.model.parameters()]
+    run.step(batch(8, 1, "cpu"))
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    return [p.detach().clone() for p in run.model.parameters()]
+
+
+def test_a_step_that_breaks_off():
+    """Parameters are the newest version after it, and the next step goes on from there."""
+    [found] = run_threads(1, broken)
+    oracle = Simulation(stack(), Plan.parse("pipedream:4 fp64"), sw.SGD(lr=0.1), loss)
+    for step in range(2):
+        oracle.step(batch(8, step, "cpu"))
+    for own, whole in zip(found, oracle.model.parameters(), strict=True):
+        torch.testing.assert_close(own, whole.detach(), rtol=1e-12, atol=1e-12)
+
+
+class Tied(nn.Module):
+    """First and last layer are one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.first(x)))
+
+
+def tied(world: World, plan: str) -> Finding:
+    torch.set_num_threads(1)
+    ours, theirs = settled(Tied().double()), settled(Tied().double())
+    run = sw.parallelize(ours, f"{plan} fp64", world, RECIPE, loss)
+    oracle = Simulation(theirs, Plan.parse(f"{plan} fp64"), RECIPE, loss)
+    return compare(run, oracle, batch, 3)
+
+
+def test_a_weight_of_two_stages():
+    """2BW, all of whose stages are as late, sums its gradients; PipeDream refuses it."""
+    found = run_threads(2, tied, "pp2 2bw:4")
+    assert largest(found) <= 1e-10
+    assert all(one.bytes_hold for one in found)
+    with pytest.raises(
+        RankError, match=r"first\.weight is in stages 0 and 1, which update"
+    ):
+        run_threads(2, tied, "pp2 pipedream:4")
+
+
+def test_a_norm_that_nobody_knows():
+    """Clipping is refused with the lines to write; an infinite bound is none."""
+
+    def clipped(world: World, clip: float) -> float | None:
+        return engine(world, "pipedream:2", clip=clip).step(batch(4, 0, "cpu")).grad_norm
+
+    with pytest.raises(RankError, match=r"clip=1.0 with pipedream:2.*1f1b:2"):
+        run_threads(1, clipped, 1.0)
+    assert run_threads(1, clipped, float("inf")) == [None]
+
+
+def test_zero3_is_refused():
+    """Whole versions of the weights are kept, so they are not sharded."""
+    with pytest.raises(InputError, match="zero2 pipedream:4"):
+        sw.parallelize(stack(), "zero3 pipedream:4", run_threads(1, lambda world: world)[0])
