@@ -10,6 +10,7 @@ embedding) is summed between them before the update, and so stays the same.
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -120,7 +121,7 @@ def fitting(model: nn.Module, plan: Plan, given: Sequence[str] | None) -> tuple[
     schedule = schedule_of(plan)
     if schedule is None:
         return ()
-    if given is not None and (isinstance(given, str) or not all(isinstance(n, str) for n in given)):
+    if given is not None and not _names(given):
         found = ", ".join(starts(model, len(schedule.home)))
         raise bad(
             f"stages={repr(given)[:60]}",
@@ -128,6 +129,12 @@ def fitting(model: nn.Module, plan: Plan, given: Sequence[str] | None) -> tuple[
             f"stages={found.split(', ')}",
         )
     return starts(model, len(schedule.home), given)
+
+
+def _names(given: Any) -> bool:
+    """Whether it is several strings, and not one."""
+    is_several = isinstance(given, Sequence) and not isinstance(given, str)
+    return is_several and all(isinstance(name, str) for name in given)
 
 
 def stages_of(model: nn.Module, begin: Sequence[str]) -> dict[str, tuple[int, ...]]:

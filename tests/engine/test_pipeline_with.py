@@ -352,11 +352,12 @@ def test_models_of_transformers(plan: str, model: str):
 # --- looks -----------------------------------------------------------------------------------
 
 
-def looking(world: World, plan: str) -> tuple[list[float], list[float], bool]:
+def looking(world: World, plan: str) -> tuple[list[tuple[float, int]], list[float], bool]:
     """What looks between steps saw, what steps gave, whether looks are not in the steps' bytes."""
     work = gpt_task("tied", rows=9)
     engine = build(world, work, Case(f"{plan} fp64", **ADAMW))
-    looks, losses, counted = [], [], True
+    looks: list[tuple[float, int]] = []
+    losses, counted = [], True
     for step in range(3):
         looks.append(engine.evaluate(mine(engine, work.batch(step + 7))))
         losses.append(engine.step(mine(engine, work.batch(step))).loss)
