@@ -13,6 +13,7 @@ from typing import Any
 
 from shardwise.core.errors import bad
 from shardwise.core.mesh import AXES, Mesh
+from shardwise.core.schedule.library import allowed
 from shardwise.core.states import ALIASES
 from shardwise.core.words import WORDS, Word, read, size_text, words_table
 
@@ -87,6 +88,13 @@ class Plan:
         """The word of the pipeline's schedule, 1F1B where it is left out; None without pipeline."""
         ranks = self.mesh.size_of("pp")
         return self.schedule or (f"1f1b:{2 * ranks}" if ranks > 1 else None)
+
+    @property
+    def microbatches(self) -> int:
+        """How many microbatches a step has on each rank: of every run of the schedule, in all."""
+        if self.pipeline is None:
+            return self.accumulate
+        return self.accumulate * allowed(self.pipeline, self.mesh.size_of("pp"))[1].m
 
     @property
     def shard_axis(self) -> str | None:

@@ -50,7 +50,7 @@ WORDS: tuple[Word, ...] = (
     Word("dp_replicateN", "dp_replicate2", "hybrid sharding: N groups, each with a whole copy"),
     Word("dp_shardN", "dp_shard4", "hybrid sharding: N ranks a group, each with its share"),
     Word("tpN", "tp2", "tensor parallelism on N ranks"),
-    Word("ppN", "pp2", "pipeline of N stages"),
+    Word("ppN", "pp2", "pipeline on N ranks, under a schedule (the default: 1f1b:2N)"),
     Word("cpN", "cp2", "context parallelism: the sequence on N ranks"),
     Word("epN", "ep2", "expert parallelism on N ranks"),
     Word("ddp", "ddp", "every rank keeps all states (the default)"),

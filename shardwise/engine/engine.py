@@ -10,7 +10,7 @@ share of the tokens it has, whichever rank holds it, however uneven.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -63,6 +63,7 @@ class Engine:
         self.broken = False  # whether a step has begun and not ended
         self.expected = 0  # tokens of the global batch, of the step before
         self.last: dict[Key, Tally] = {}  # what the last step sent
+        self.own_loss = 0.0  # of the last step, times tokens: what was made here
 
     def _passes(self) -> Straight | Pipelined:
         model, tensors, objective = self.model, self.tensors, self._objective
@@ -126,6 +127,7 @@ class Engine:
         self.tensors.end()
         with self.ledger.phase("update"):
             facts = self._settle(summed, sum(counts))
+        self.own_loss = summed.item()
         self.steps += 1
         self.broken = False
         self.last = self.ledger.since(before)
@@ -243,15 +245,8 @@ class Engine:
 
         Called by all ranks; the model is in eval mode for the time.
         """
-        was_training = self.model.training
-        self.model.eval()
         count = self._count(batch)
-        with self.ledger.phase("check"):
-            self.facts.buffers.refresh()
-        try:
-            found = self.passes.evaluate(partial(self._objective, part=filled(batch)))
-        finally:
-            self.model.train(was_training)
+        found = self._made(partial(self._objective, part=filled(batch)))
         told = self.world.device, torch.float64
         loss = torch.zeros((), device=told[0], dtype=told[1]) if found is None else found.to(*told)
         own = torch.stack([loss * count, loss.new_tensor(count)])
@@ -261,6 +256,28 @@ class Engine:
             own[:1] = self._over_stages(own[:1])
             summed, total = self.facts.agree(own).tolist()
         return summed / max(1.0, total), round(total)
+
+    @torch.no_grad()
+    def outputs(self, call: Callable[[nn.Module], Tensor], like: Tensor) -> Tensor:
+        """What `call` makes of the model, in eval mode: of the shape and dtype of `like`.
+
+        Called by all ranks, each of which gets it, also where stages of the model are elsewhere.
+        """
+        found = self._made(call)
+        own = torch.zeros_like(like) if found is None else found.to(like)
+        with self.ledger.phase("check"):
+            return self._over_stages(own)
+
+    def _made(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
+        """What `call` makes of the model in eval mode; None where another stage has it."""
+        was_training = self.model.training
+        self.model.eval()
+        with self.ledger.phase("check"):
+            self.facts.buffers.refresh()
+        try:
+            return self.passes.evaluate(call)
+        finally:
+            self.model.train(was_training)
 
     def wait(self) -> None:
         """Return when parameters that are kept whole have come (they come beside the next step)."""

@@ -12,13 +12,16 @@ function of the step, so all ranks decide alike, and a resumed run decides as th
 
 import math
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
+from torch import Tensor
 
 from shardwise.checkpoint.folder import all_in, find
 from shardwise.comm.world import World
@@ -32,12 +35,12 @@ from shardwise.train.config import Config
 from shardwise.train.data import Index, block, unigram_entropy
 from shardwise.train.learning import learning_rate
 from shardwise.train.metrics import Metrics, Record
-from shardwise.train.model import Objective, batch, build, parameter_count
+from shardwise.train.model import batch, build, parameter_count
 from shardwise.train.peak import measured_peak
 from shardwise.train.prepare import Prepared, Start, prepare
 from shardwise.train.progress import Progress
 from shardwise.train.report import Cost, Summary
-from shardwise.train.sample import sample
+from shardwise.train.sample import NextToken, sample
 from shardwise.train.saving import Position, load_run, save_run
 from shardwise.train.stop import any_rank, ranks_with
 from shardwise.train.wish import NOTHING, StopWish
@@ -51,7 +54,6 @@ class Run:
 
     prepared: Prepared
     engine: Engine
-    objective: Objective
     peak_flops: float
     unigram: float
     progress: Progress
@@ -86,17 +88,16 @@ def train(
         if first and not start.resume:
             folder.claim(config, start.overwrite)
         world.barrier()
-        objective = Objective()
-        engine = build(prepared, world, objective)
+        engine = build(prepared, world)
         at = load_run(prepared, engine) if start.resume else Position()
         if first and start.resume:  # the checkpoint fits: what it was trained with may be replaced
             folder.claim(config, overwrite=False)
-        peak_flops = measured_peak(world.device, next(engine.model.parameters()).dtype)
+        peak_flops = measured_peak(world.device, engine.dtype or torch.float32)
         unigram = unigram_entropy(prepared.corpus) if first else math.nan
         board = config.run.tensorboard
         kept = stack.enter_context(metrics.opened(config.folder, at.step, board)) if first else None
         shown = stack.enter_context(progress.opened(config.train.steps, first, console))
-        run = Run(prepared, engine, objective, peak_flops, unigram, shown, kept, wish)
+        run = Run(prepared, engine, peak_flops, unigram, shown, kept, wish)
         opening(run, at)
         early = any_rank(wish.wished, world)
         stopped = early or steps(run, at)
@@ -163,7 +164,7 @@ def share(run: Run, numbers: Index) -> dict:
     """This rank's part of a global batch, as the engine takes it."""
     mine = block(numbers, run.engine.data_rank, run.engine.data_ranks)
     rows = run.prepared.corpus.rows(mine)
-    return batch(rows, run.engine.plan.accumulate, run.engine.world.device)
+    return batch(rows, run.engine.microbatches, run.engine.world.device)
 
 
 def due(step: int, every: int) -> bool:
@@ -173,11 +174,10 @@ def due(step: int, every: int) -> bool:
 
 def require_finite(run: Run, done: StepMetrics, step: int) -> None:
     """Raise RunError, on every rank, unless the step's loss and gradient are finite numbers."""
-    own = run.objective.take()
     norm = 0.0 if done.grad_norm is None else done.grad_norm
     if math.isfinite(done.loss) and math.isfinite(norm):
         return
-    ranks = ranks_with(not math.isfinite(own.item()), run.engine.world)
+    ranks = ranks_with(not math.isfinite(run.engine.own_loss), run.engine.world)
     where = (
         f"on rank {', '.join(map(str, ranks))}" if ranks else "where every rank's loss was finite"
     )
@@ -200,7 +200,6 @@ def evaluate(run: Run) -> float:
     for start in range(0, count, config.batch):
         loss, asked = run.engine.evaluate(share(run, chosen[start : start + config.batch]))
         total, tokens = total + loss * asked, tokens + asked
-    run.objective.take()
     return total / tokens
 
 
@@ -231,6 +230,19 @@ def tell(run: Run, record: Record) -> None:
         run.metrics.write(record)
 
 
+def likely(run: Run) -> NextToken:
+    """The trained model's logits of the token after those seen, alike on all ranks."""
+    engine, size = run.engine, run.prepared.vocabulary.size
+    # the model may have more rows than the vocabulary has tokens: those are never drawn
+    like_V = torch.zeros(size, device=engine.world.device)
+
+    def after(seen: Sequence[int]) -> Tensor:
+        seen_BT = torch.tensor([seen], device=like_V.device)
+        return engine.outputs(lambda model: model(seen_BT)[0, -1, :size].float(), like_V).cpu()
+
+    return after
+
+
 def finish(run: Run, stopped: bool, console: Console | None) -> Summary | None:
     """The sample (all ranks take part), then the report and the table (rank 0)."""
     prepared, engine = run.prepared, run.engine
@@ -238,7 +250,7 @@ def finish(run: Run, stopped: bool, console: Console | None) -> Summary | None:
     text = ""
     if config.sample.tokens and not stopped:
         seed, window = config.train.seed, prepared.corpus.sequence
-        text = sample(engine.model, prepared.vocabulary, window, config.sample, seed)
+        text = sample(likely(run), prepared.vocabulary, window, config.sample, seed)
     if engine.world.rank != 0:
         return None
     cost = Cost(

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.comm.world import World
 from shardwise.core.errors import bad
@@ -40,30 +40,7 @@ def parameter_count(sizes: GPTConfig) -> int:
         return sum(p.numel() for p in GPT(sizes).parameters())
 
 
-class Objective:
-    """The loss of a batch; remembers this rank's own latest one, to say where a NaN came from."""
-
-    def __init__(self) -> None:
-        self.own: Tensor | None = None
-
-    def __call__(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean over the batch's targets; zero, with a gradient of zeros, where it has none."""
-        if gpt.tokens(batch):
-            loss = gpt.loss(model, batch)
-        else:
-            # a rank without rows still takes part in every collective of the step
-            loss = model(batch["inputs"])[..., 0].float().sum() * 0.0
-        own = loss.detach()
-        self.own = own if self.own is None else self.own + own
-        return loss
-
-    def take(self) -> Tensor:
-        """The sum of this rank's losses since the last call; finite unless one of them was not."""
-        own, self.own = self.own, None
-        return torch.zeros(()) if own is None else own
-
-
-def build(prepared: Prepared, world: World, objective: Objective) -> Engine:
+def build(prepared: Prepared, world: World) -> Engine:
     """The engine: a GPT whose weights depend on the seed alone, made unit by unit on its ranks."""
     train = prepared.config.train
     with torch.device("meta"):
@@ -73,7 +50,7 @@ def build(prepared: Prepared, world: World, objective: Objective) -> Engine:
         prepared.plan,
         world,
         optimizer=AdamW(lr=train.lr, betas=train.betas, weight_decay=train.weight_decay),
-        loss=objective,
+        loss=gpt.loss,  # of a part without targets no number; the engine lets it count for nothing
         tokens=gpt.tokens,
         # an infinite bound clips nothing, and still gives the norm, which shows a bad gradient
         # before it becomes a bad weight

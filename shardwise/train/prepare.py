@@ -64,11 +64,13 @@ def checked_plan(config: Config, ranks: int) -> Plan:
     """The plan, able to run on that many ranks. Raises InputError."""
     plan = Plan.parse(config.plan.text)
     require(plan, ranks)
-    least = plan.accumulate * plan.data_size
+    least = plan.microbatches * plan.data_size
     if least > config.train.batch:
+        what = "each rank" if plan.pipeline is None else "each data rank"
         raise bad(
-            f"train.batch = {config.train.batch} under the plan '{plan}'",
-            f"{least} or more: one for each rank and microbatch",
+            f"train.batch = {config.train.batch} under the plan '{plan}', whose step has "
+            f"{plan.data_size} x {plan.microbatches} microbatches",
+            f"{least} or more: one for {what} and microbatch",
             f"train.batch = {least}",
         )
     return plan

@@ -6,34 +6,29 @@ can be left waiting. The whole window is computed again for each token: a cache 
 would be more code than a sample at the end of a run is worth.
 """
 
+from collections.abc import Callable, Sequence
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from shardwise.train.config import SampleSection
 from shardwise.train.tokens import Vocabulary
 
+#: The logits of the vocabulary's tokens, [V] in fp32, after the tokens that were seen.
+NextToken = Callable[[Sequence[int]], Tensor]
 
-@torch.no_grad()
+
 def sample(
-    model: nn.Module, vocabulary: Vocabulary, window: int, how: SampleSection, seed: int
+    after: NextToken, vocabulary: Vocabulary, window: int, how: SampleSection, seed: int
 ) -> str:
     """The prompt and its continuation by `how.tokens` tokens, as text.
 
-    `window` is how many tokens the model sees at most. The model may have more rows than the
-    vocabulary has tokens: those are never drawn. Without a prompt a new document begins.
+    `window` is how many tokens are seen at most. Without a prompt a new document begins.
     """
-    device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(seed)
     numbers = [vocabulary.separator, *vocabulary.encode(how.prompt).tolist()]
-    was_training = model.training
-    model.eval()
-    try:
-        for _ in range(how.tokens):
-            seen = torch.tensor([numbers[-window:]], device=device)
-            logits_V = model(seen)[0, -1, : vocabulary.size].float().cpu()
-            numbers.append(draw(logits_V, how.temperature, how.top_k, generator))
-    finally:
-        model.train(was_training)
+    for _ in range(how.tokens):
+        numbers.append(draw(after(numbers[-window:]), how.temperature, how.top_k, generator))
     return vocabulary.decode(numbers[1:])
 
 

@@ -2,7 +2,8 @@
 
     batch norm   in training, its statistics are of the rows that a rank has, not of the whole batch
     dropout      is drawn for the rows that a rank has at once: several data ranks, or several
-                 microbatches, draw in another order than one process does for the whole batch
+                 microbatches, draw in another order than one process does for the whole batch;
+                 and under a pipeline for each stage by itself
 
 A proof of such a model fails by the nature of the model; it is told so.  On the tensor axis alone
 dropout is what one process draws (parallel/dropout.py).
@@ -22,25 +23,29 @@ NAMED = 3  # modules of each kind that are named
 def unlike_one_process(model: nn.Module, plan: Plan) -> str:
     """Why the model under `plan` cannot match one process, and what to prove instead; "" if it can.
 
-    Plans that cut the rows of the batch are meant; of a batch that stays together nothing is said.
+    Plans that cut the rows of the batch are meant, and of dropout pipelines; of a batch that stays
+    together on one stage nothing is said.
     """
-    if plan.data_size * plan.accumulate == 1:
-        return ""
+    cuts, staged = plan.data_size * plan.microbatches > 1, plan.pipeline is not None
     norms = [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
     drops = [name for name, m in model.named_modules() if m.training and _draws(m)]
     reasons = []
-    if norms:
-        whose = "whose statistics in training are of each rank's own rows, not of the whole batch"
+    if norms and cuts:
+        rows = "each microbatch's rows" if staged else "each rank's own rows"
+        whose = f"whose statistics in training are of {rows}, not of the whole batch"
         reasons.append(f"batch norm ({_listed(norms)}), {whose}")
-    if drops:
+    if drops and staged:
+        reasons.append(f"dropout ({_listed(drops)}), drawn for each stage and microbatch by itself")
+    elif drops and cuts:
         reasons.append(f"dropout ({_listed(drops)}), which each rank draws for its own rows")
     if not reasons:
         return ""
-    has = "; and ".join(reasons)
+    has, cut = "; and ".join(reasons), "cuts the batch" if cuts else "has a pipeline"
+    pipeline = ", pipeline" * staged
     return (
-        f"This model cannot match one process under a plan that cuts the batch: it has {has}. To "
+        f"This model cannot match one process under a plan that {cut}: it has {has}. To "
         "prove the rest, build it with dropout of 0, and with GroupNorm or LayerNorm in place of "
-        "batch norm; or prove a plan without data ranks and accumulation, such as tp2."
+        f"batch norm; or prove a plan without data ranks{pipeline} and accumulation, such as tp2."
     )
 
 

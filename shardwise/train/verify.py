@@ -112,12 +112,23 @@ def verify(plan: Plan | str, model: str = "gpt", steps: int = 3) -> Report:
 def _require_small(plan: Plan) -> None:
     """Raise InputError where the one process beside the plan would need a huge batch."""
     most = MOST_MICROBATCHES // plan.data_size
-    if plan.accumulate > max(1, most):
+    if plan.microbatches > max(1, most):
         raise bad(
-            f"accumulate:{plan.accumulate} in a proof of the plan '{plan}'",
+            f"{plan.microbatches} microbatches a rank in a proof of the plan '{plan}'",
             f"at most {MOST_MICROBATCHES} microbatches in all, which one process computes at once",
-            f"'{replace(plan, accumulate=min(2, max(1, most)))}', which proves the same",
+            f"'{_smaller(plan, most)}', which proves the same",
         )
+
+
+def _smaller(plan: Plan, most: int) -> Plan:
+    """The plan with few microbatches: every schedule has one of twice as many as it has ranks."""
+    schedule, ranks = plan.schedule, plan.mesh.size_of("pp")
+    if schedule is not None and ":" in schedule:
+        name, _, numbers = schedule.partition(":")
+        _, x, chunks = numbers.partition("x")
+        schedule = f"{name}:{2 * ranks}{x}{chunks}"
+    few = replace(plan, schedule=schedule, accumulate=1)
+    return replace(few, accumulate=min(2, plan.accumulate, max(1, most // few.microbatches)))
 
 
 def _on_new_ranks(plan: Plan, model: str, steps: int, note: str) -> list[Finding]:

@@ -12,10 +12,11 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from shardwise.comm.world import World, alone
+from shardwise.engine.engine import Engine
+from shardwise.models import gpt
 from shardwise.train import config, loop
 from shardwise.train.metrics import Record, read
-from shardwise.train.model import Objective
-from shardwise.train.prepare import Start
+from shardwise.train.prepare import Prepared, Start
 from shardwise.train.report import Cost
 from tests.pool import run_gloo
 
@@ -84,25 +85,24 @@ def signalled(world: World, given: config.Config, rank: int, step: int) -> bool:
 
 def poisoned(world: World, given: config.Config, rank: int, step: int) -> str:
     """Train, with one rank's loss made NaN in one step; the error."""
-    called = Objective.__call__
-    calls = [0]
+    called, built, engines = gpt.loss, loop.build, list[Engine]()
 
-    def poison(self: Objective, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        loss = called(self, model, batch)
-        calls[0] += torch.is_grad_enabled()
-        bad = world.rank == rank and calls[0] == step
-        if bad:
-            loss = loss * float("nan")
-            self.own = loss.detach()
-        return loss
+    def poison(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        loss = called(module, batch)
+        bad = world.rank == rank and torch.is_grad_enabled() and engines[0].steps == step - 1
+        return loss * float("nan") if bad else loss
 
-    Objective.__call__ = poison
+    def build(prepared: Prepared, world: World) -> Engine:
+        engines.append(built(prepared, world))
+        return engines[0]
+
+    gpt.loss, loop.build = poison, build
     try:
         loop.train(given, world)
     except loop.RunError as error:
         return str(error)
     finally:
-        Objective.__call__ = called
+        gpt.loss, loop.build = called, built
     return ""
 
 

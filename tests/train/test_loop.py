@@ -25,6 +25,8 @@ PLANS = {
     "dp2 zero2 fp64 accumulate:2": 2,
     "dp4 zero1 fp64": 4,
     "dp_replicate2 dp_shard2 zero3 fp64": 4,
+    "pp2 1f1b:4 fp64": 2,
+    "pp2 dp2 zero3 1f1b:2 fp64": 4,
 }
 
 
@@ -59,7 +61,7 @@ def test_the_run_reads_the_text_more_than_once_and_learns(whole: list[Record]) -
 
 
 @pytest.mark.parametrize(
-    ("plan", "ranks"), [("fp64", 1), ("dp4 zero1 fp64", 4), ("dp2 zero2 fp64", 2)]
+    ("plan", "ranks"), [("fp64", 1), ("dp4 zero1 fp64", 4), ("pp2 1f1b:2 fp64", 2)]
 )
 def test_a_stopped_run_goes_on_under_another_plan(
     plan: str, ranks: int, whole: list[Record], tmp_path: Path
@@ -109,9 +111,13 @@ def test_what_was_done_after_the_checkpoint_is_done_again_once(
     assert [record.step for record in again] == [1, 2, 3, 4, 5]
 
 
-def test_a_loss_that_is_not_a_number_names_step_and_rank(tmp_path: Path) -> None:
-    """Rank 1's loss is NaN in step 4: both ranks stop there, and the checkpoint of step 2 stays."""
-    given = runs.settings(tmp_path / "run", "dp2 zero2 fp64", save_every=2)
+@pytest.mark.parametrize("plan", ["dp2 zero2 fp64", "pp2 1f1b:2 fp64"])
+def test_a_loss_that_is_not_a_number_names_step_and_rank(plan: str, tmp_path: Path) -> None:
+    """Rank 1's loss is NaN in step 4: both ranks stop there, and the checkpoint of step 2 stays.
+
+    Of a pipeline it is the last rank that has a loss, and no loss on meta is taken for one.
+    """
+    given = runs.settings(tmp_path / "run", plan, save_every=2)
     errors = run_gloo(2, runs.poisoned, given, 1, 4)
     assert errors[0] == errors[1]
     assert "Step 4: the loss is nan, on rank 1." in errors[0]
@@ -127,9 +133,10 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     assert names == ["step-000006", "step-000007"]
 
 
-def test_a_run_leaves_its_report_pictures_and_sample(tmp_path: Path) -> None:
-    """Everything the summary promises is there, and the sample is the same for both ranks."""
-    given = runs.settings(tmp_path / "run", "dp2 zero3")
+@pytest.mark.parametrize("plan", ["dp2 zero3", "pp2 1f1b:2"])
+def test_a_run_leaves_its_report_pictures_and_sample(plan: str, tmp_path: Path) -> None:
+    """Everything the summary promises is there, the sample too where no rank has all stages."""
+    given = runs.settings(tmp_path / "run", plan)
     texts = run_gloo(2, runs.trained, given, None)
     assert texts[0] == (given.folder / "sample.txt").read_text()
     for name in (
@@ -209,6 +216,7 @@ def test_a_run_that_has_made_its_steps_says_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "values", "phrase"),
     [
+        ("plan", {"text": "pp1 1f1b:8"}, r"1 x 8 microbatches\. Allowed: 8 or more.*batch = 8"),
         ("model", {"vocabulary": 100}, r"model\.vocabulary = 100 for bytes"),
         ("model", {"name": "smal"}, r"Write instead: model\.name = 'small'"),
         ("model", {"width": 15, "heads": 2}, "width = 15"),
