@@ -71,6 +71,8 @@ class Pipelined:
         self.call: Callable[[nn.Module, Any], Tensor] = objective
         self.training = True
         self.sent: list[Crossed] = []  # in the last step
+        self.summed: Tensor | None = None  # loss times tokens, of this step so far
+        self.result: Tensor | None = None  # of the last stage, where nothing is trained
         self.stale: Stale | None = None  # where the schedule updates by itself
         open_channels(staging.schedule, staging.axis, self.device)
 
@@ -92,7 +94,12 @@ class Pipelined:
             self._note_sent(self.staging.schedule)
         if self.stale is None:
             self.data.end()
-        return self.summed
+        return self._forget(self.summed)
+
+    def _forget(self, found: Any) -> Any:
+        """Let go of the batch and of what came of it, which is the caller's."""
+        self.parts, self.call, self.summed, self.result = (), self.objective, None, None
+        return found
 
     @torch.no_grad()
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
@@ -102,8 +109,7 @@ class Pipelined:
         self.traces = [self.staging.stages.follow(call)]
         self.seed = 0
         run(forward_only(self.staging.schedule), self.staging.axis, self)
-        found, self.result = self.result, None
-        return found
+        return self._forget(self.result)
 
     def _trace(self, part: Any) -> Trace:
         """What crosses for a microbatch of these shapes; learnt when they are first seen."""
@@ -149,7 +155,7 @@ class Pipelined:
             return ran.outputs, _Taped(
                 Tape(given, [y for y, spec in pairs if spec.requires_grad]), None
             )
-        if self.counts[microbatch]:  # the mean over no tokens may be NaN
+        if self.counts[microbatch] and self.summed is not None:  # the mean of none may be NaN
             self.summed += ran.result.detach() * self.counts[microbatch]
         weights = self.counts if self.stale else self.weighed  # an update divides by all tokens
         scaled = ran.result * weights[microbatch]
