@@ -144,10 +144,14 @@ class Largest(TorchDispatchMode):
 
 def real_bytes() -> int:
     gc.collect()
+    return alive()
+
+
+def alive() -> int:
+    """Bytes of all tensors in memory, each storage once."""
     found = [x for x in gc.get_objects() if issubclass(type(x), Tensor) and not x.is_meta]
-    return sum(
-        {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}.values()
-    )
+    sizes = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in found}
+    return sum(sizes.values())
 
 
 def test_following_computes_nothing_and_leaves_nothing() -> None:
@@ -161,6 +165,27 @@ def test_following_computes_nothing_and_leaves_nothing() -> None:
     assert largest.size < batch[0].nbytes
     assert real_bytes() == before
     assert trace.bundles
+
+
+def test_a_stage_leaves_nothing_alive() -> None:
+    """Its tensors go with its outputs, at once: nothing waits for the garbage collector."""
+    model, batch = settled(between.Writes()), rows(50)
+    stages = Stages(model, twin(model), THREE, [1], CPU)
+    trace = stages.follow(lambda m: regression(m, batch))
+
+    def run() -> None:
+        given = [torch.zeros(spec.shape, dtype=spec.dtype) for spec in trace.bundles[0]]
+        given = [x.requires_grad_() for x in given]
+        outputs = stages.run(1, trace, given, lambda m: regression(m, batch)).outputs
+        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+
+    run()
+    before = real_bytes()
+    gc.disable()
+    run()
+    found = alive()
+    gc.enable()
+    assert found == before
 
 
 def test_following_moves_no_generator() -> None:
