@@ -1,6 +1,6 @@
 """Tiny models for pipelines, the plans that every synchronous schedule allows, and an oracle."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -59,9 +59,9 @@ def deep() -> nn.Module:
 
 
 class Chain(nn.Module):
-    """Blocks one after the other; `go` says how, and what goes from one to the next."""
+    """Blocks one after the other."""
 
-    def __init__(self, blocks: list[nn.Module]) -> None:
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(blocks)
 
@@ -100,7 +100,7 @@ class Pair(nn.Module):
 
 
 class Named(nn.Module):
-    """A block of a dict; it counts what it has seen."""
+    """A block of a dict, of which one value skips a block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,13 +187,13 @@ class Dropping(Chain):
         return x
 
 
-def chain(kind: Callable[[list[nn.Module]], nn.Module], block: Callable[[], nn.Module]) -> Any:
+def chain(kind: Callable[[Sequence[nn.Module]], nn.Module], block: Callable[[], nn.Module]) -> Any:
     """What makes such a chain of four blocks."""
     return partial(_chained, kind, block)
 
 
 def _chained(
-    kind: Callable[[list[nn.Module]], nn.Module], block: Callable[[], nn.Module]
+    kind: Callable[[Sequence[nn.Module]], nn.Module], block: Callable[[], nn.Module]
 ) -> nn.Module:
     return settled(kind([block() for _ in range(4)]))
 
