@@ -122,6 +122,7 @@ def train(
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run.")] = False,
+    trace: Annotated[bool, typer.Option("--trace", help="Record a pipeline's timeline.")] = False,
 ) -> None:
     """Train a model; also under torchrun and Slurm."""
     from shardwise.comm.rendezvous import environment
@@ -129,6 +130,7 @@ def train(
     from shardwise.train.wish import NOTHING, StopWish
 
     overrides = [*(set_ or ()), *([] if plan is None else [f"plan.text={plan}"])]
+    overrides += ["run.trace=true"] * trace
     # one of several ranks must not leave the others alone
     with StopWish(leaving=environment() is None) as wish:
         try:

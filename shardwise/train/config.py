@@ -129,6 +129,7 @@ class RunSection(BaseModel):
     """[run]: where everything the run leaves behind goes, and on which device it computes.
 
     `device = "auto"` is a GPU where every rank on the machine can have one, else the processor.
+    `trace` records what every rank of a pipeline did when, in a few steps after the first ones.
     """
 
     model_config = CLOSED
@@ -136,6 +137,7 @@ class RunSection(BaseModel):
     folder: Text = "runs/default"
     device: Literal["auto", "cpu", "cuda"] = "auto"
     tensorboard: bool = True
+    trace: bool = False
 
 
 class Config(BaseModel):

@@ -5,6 +5,7 @@
       metrics.jsonl    one object a step            tensorboard/   the same numbers
       checkpoints/     step-000100/, ..., latest    plots/         loss, memory, bytes
       report.md        the summary                  sample.txt     generated at the end
+      trace.json       with run.trace               timeline.svg   measured beside predicted
 
 A run that is there is never written over by accident: it is continued with --resume, replaced with
 --overwrite, refused otherwise.
@@ -22,7 +23,17 @@ CONFIG = "config.toml"
 CHECKPOINTS = "checkpoints"
 PLOTS = "plots"
 # what a run writes, which is all that --overwrite removes
-OWN = (CONFIG, "metrics.jsonl", "tensorboard", CHECKPOINTS, PLOTS, "report.md", "sample.txt")
+OWN = (
+    CONFIG,
+    "metrics.jsonl",
+    "tensorboard",
+    CHECKPOINTS,
+    PLOTS,
+    "report.md",
+    "sample.txt",
+    "trace.json",
+    "timeline.svg",
+)
 
 
 def check(folder: Path, resume: bool, overwrite: bool) -> None:

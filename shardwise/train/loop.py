@@ -43,6 +43,7 @@ from shardwise.train.report import Cost, Summary
 from shardwise.train.sample import NextToken, sample
 from shardwise.train.saving import Position, load_run, save_run
 from shardwise.train.stop import any_rank, ranks_with
+from shardwise.train.tracing import Tracing
 from shardwise.train.wish import NOTHING, StopWish
 
 MEMORY_EVERY = 20  # steps between two looks at what is held, which costs a walk over all tensors
@@ -59,6 +60,7 @@ class Run:
     progress: Progress
     metrics: Metrics | None
     wish: StopWish
+    tracing: Tracing
 
 
 def train(
@@ -97,7 +99,8 @@ def train(
         board = config.run.tensorboard
         kept = stack.enter_context(metrics.opened(config.folder, at.step, board)) if first else None
         shown = stack.enter_context(progress.opened(config.train.steps, first, console))
-        run = Run(prepared, engine, peak_flops, unigram, shown, kept, wish)
+        tracing = Tracing(engine, at.step, config.train.steps, on=config.run.trace)
+        run = Run(prepared, engine, peak_flops, unigram, shown, kept, wish, tracing)
         opening(run, at)
         early = any_rank(wish.wished, world)
         stopped = early or steps(run, at)
@@ -139,10 +142,11 @@ def steps(run: Run, at: Position) -> bool:
         numbers = run.prepared.batches.numbers(at.consumed)
         began = time.perf_counter()
         run.engine.set_lr(learning_rate(at.step, config))
-        with Meter(run.engine) if at.step + 1 == metered else nullcontext() as meter:
+        look = Meter(run.engine) if at.step + 1 == metered else nullcontext()
+        with run.tracing.recording(at.step), look as meter:
             done = run.engine.step(share(run, numbers))
+            seconds = time.perf_counter() - began
         activations = {"activations": meter.peak["activations"]} if meter else activations
-        seconds = time.perf_counter() - began
         at = Position(at.step + 1, at.consumed + len(numbers))
         require_finite(run, done, at.step)
         last = at.step == config.steps
@@ -251,6 +255,7 @@ def finish(run: Run, stopped: bool, console: Console | None) -> Summary | None:
     if config.sample.tokens and not stopped:
         seed, window = config.train.seed, prepared.corpus.sequence
         text = sample(likely(run), prepared.vocabulary, window, config.sample, seed)
+    recorded = run.tracing.recorded()
     if engine.world.rank != 0:
         return None
     cost = Cost(
@@ -271,6 +276,7 @@ def finish(run: Run, stopped: bool, console: Console | None) -> Summary | None:
         cost=cost,
         sample=text,
         stopped=stopped,
+        recorded=recorded,
     )
     if text:
         (config.folder / "sample.txt").write_text(text, encoding="utf-8")

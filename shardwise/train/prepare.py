@@ -64,6 +64,12 @@ def checked_plan(config: Config, ranks: int) -> Plan:
     """The plan, able to run on that many ranks. Raises InputError."""
     plan = Plan.parse(config.plan.text)
     require(plan, ranks)
+    if config.run.trace and plan.pipeline is None:
+        raise bad(
+            f"--trace (run.trace = true) under the plan '{plan}', which has no pipeline",
+            "a plan with a pipeline, whose schedule has a timeline to measure",
+            "--plan 'pp2 1f1b:4', for example, or leave --trace out",
+        )
     least = plan.microbatches * plan.data_size
     if least > config.train.batch:
         what = "each rank" if plan.pipeline is None else "each data rank"

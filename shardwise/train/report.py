@@ -9,12 +9,13 @@ from statistics import median
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.train import plots
+from shardwise.train import plots, tracing
 from shardwise.train.config import Config
 from shardwise.train.folder import PLOTS
 from shardwise.train.metrics import Record
 from shardwise.train.packed import Packed, publish
 from shardwise.train.progress import duration, size_text
+from shardwise.train.tracing import Recorded
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class Summary:
     cost: Cost
     sample: str = ""
     stopped: bool = False
+    recorded: Recorded | None = None
 
     @property
     def validation(self) -> float | None:
@@ -81,6 +83,8 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         ("sent by a rank", f"{_against(summary.cost.sent, summary.cost.predicted_sent)} a step"),
         ("held by a rank", _against(summary.cost.memory, summary.cost.predicted_memory)),
     ]
+    if summary.recorded is not None:
+        found.append(("bubble", summary.recorded.bubbles))
     return found
 
 
@@ -101,6 +105,8 @@ def write(summary: Summary) -> Path:
     plots.pairs(folder / PLOTS / "memory.png", cost.memory, cost.predicted_memory, memory)
     sent = "What rank 0 sends in a step"
     plots.pairs(folder / PLOTS / "bytes.png", cost.sent, cost.predicted_sent, sent)
+    if summary.recorded is not None:
+        tracing.write(folder, summary.recorded)
     path = folder / "report.md"
     publish(path, lambda beside: beside.write_text(text(summary), encoding="utf-8"))
     return path
@@ -118,6 +124,7 @@ def text(summary: Summary) -> str:
     lines += [*_beside(cost.memory, cost.predicted_memory), ""]
     lines += ["## Bytes", "", "![bytes](plots/bytes.png)", ""]
     lines += [*_beside(cost.sent, cost.predicted_sent), ""]
+    lines += tracing.lines(summary.recorded)
     if summary.sample:
         quoted = "\n".join(f"    {line}" for line in summary.sample.splitlines())
         lines += ["## Sample", "", quoted, ""]

@@ -14,24 +14,22 @@ order of 100. A gradient that is missing, doubled or another rank's is wrong by 
 """
 
 import json
-import pickle
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.comm.collectives import all_gather
 from shardwise.comm.launch import spawn
 from shardwise.comm.rendezvous import environment
-from shardwise.comm.world import World, init
+from shardwise.comm.world import init
 from shardwise.core.check import require
 from shardwise.core.errors import RankError, RunError, bad
 from shardwise.core.plan import Plan
+from shardwise.train.gathered import gathered
 from shardwise.train.local import require_local
 from shardwise.train.proof import Errors, Finding, prove
 from shardwise.train.trial import tried
@@ -105,7 +103,7 @@ def verify(plan: Plan | str, model: str = "gpt", steps: int = 3) -> Report:
     else:
         world = init()
         require(plan, world.size)
-        findings = _gathered(prove(world, plan, model, steps), world)
+        findings = gathered(prove(world, plan, model, steps), world)
     return replace(report(plan, model, findings), note=note)
 
 
@@ -147,19 +145,6 @@ def _on_rank(plan: Plan, model: str, steps: int) -> Finding:
     found = prove(world, plan, model, steps)
     world.barrier()
     return found
-
-
-def _gathered(finding: Finding, world: World) -> list[Finding]:
-    """Every rank's finding, on every rank."""
-    packed = torch.frombuffer(bytearray(pickle.dumps(finding)), dtype=torch.uint8)
-    packed = packed.to(world.device)
-    sizes = all_gather(torch.tensor([len(packed)], device=world.device), world.everyone)
-    lengths = [int(size.item()) for size in sizes]
-    padded = packed.new_zeros(max(lengths))
-    padded[: len(packed)] = packed
-    parts = zip(all_gather(padded, world.everyone), lengths, strict=True)
-    # from the ranks of this very command
-    return [pickle.loads(bytes(part[:n].tolist())) for part, n in parts]  # noqa: S301
 
 
 def report(plan: Plan, model: str, findings: Sequence[Finding]) -> Report:

@@ -13,7 +13,16 @@ from shardwise.train.usage import EXAMPLES, VALUES
 
 # A change here is a change of what people have in their scripts.
 COMMANDS = {
-    "train": {"config", "--plan", "--nproc", "--set", "--resume", "--overwrite", "--help"},
+    "train": {
+        "config",
+        "--plan",
+        "--nproc",
+        "--set",
+        "--resume",
+        "--trace",
+        "--overwrite",
+        "--help",
+    },
     "plan": {"text", "--words", "--help"},
     "verify": {"plan", "--model", "--steps", "--json", "--help"},
     "bench": {
@@ -133,7 +142,9 @@ def test_help_needs_no_torch(argv: tuple[str, ...]) -> None:
         (("train", "{example}", "--nproc", "99999999"), "99999999 processes on this machine"),
         (("train", "{example}", "--set", "data.source=absent.txt"), "absent.txt"),
         (("train", "{example}", "--resume"), "no checkpoint"),
-        (("plan", "dp2 pp2"), "pipelines are not in this version"),
+        (("train", "{example}", "--trace"), "which has no pipeline"),
+        (("train", "{example}", "--plan", "pp2 1f1b:9"), "Write instead: train.batch = 9"),
+        (("plan", "dp2 pp2 2bw:4"), "schedules that update by themselves are not in this version"),
     ],
 )
 def test_bad_input_is_a_paragraph_and_exit_code_2(

@@ -64,33 +64,51 @@ def as_text(timeline: Timeline) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def as_svg(timeline: Timeline, title: str) -> str:
-    """The drawing as SVG, to scale. A cell tells its action and times when pointed at."""
-    rows, shortest = _shown(timeline)
-    scale = min(26 / shortest, COLUMNS / (timeline.makespan or 1.0))
-    wide, high = 60 + timeline.makespan * scale + 10, 34 + 26 * len(rows) + 34
+def as_svg(timeline: Timeline, title: str, *below: tuple[Timeline, str]) -> str:
+    """The drawing as SVG, to scale. A cell tells its action and times when pointed at.
+
+    Of several timelines, each with its title, one stands below the other, to one scale.
+    """
+    charts = [(*_shown(one), one, name) for one, name in ((timeline, title), *below)]
+    longest = max(one.makespan for _, _, one, _ in charts)
+    scale = min(26 / min(shortest for _, shortest, _, _ in charts), COLUMNS / (longest or 1.0))
+    rows = [row for found, *_ in charts for row in found]
+    wide, foot = 60 + longest * scale + 10, 34 * len(charts) + 26 * len(rows)
     ops = [op for op in COLOURS if any(span.action.op == op for row in rows for span in row)]
     styles = "".join(
         f".{op}{shade}{{fill:{colour}}}" for op in ops for shade, colour in enumerate(COLOURS[op])
     )
-    size = f'width="{wide:.0f}" height="{high}"'
+    size = f'width="{wide:.0f}" height="{foot + 34}"'
+    box = f"0 0 {wide:.0f} {foot + 34}"
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:.0f} {high}" {size} {_FONT}>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="{box}" {size} {_FONT}>',
         f"<style>{styles}.m{{text-anchor:middle}}</style>",
         f'<rect {size} fill="#fff"/>',
-        f'<text x="10" y="20" font-size="13">{escape(title)}</text>',
     ]
+    top = 0
+    for found, _, one, name in charts:
+        parts += _chart(found, one, name, (top, scale))
+        top += 34 + 26 * len(found)
+    for k, op in enumerate(ops):
+        x, y = 60 + 130 * k, foot + 8
+        parts.append(f'<rect class="{op}0" x="{x}" y="{y}" width="14" height="14"/>')
+        parts.append(f'<text x="{x + 19}" y="{y + 11}">{NAMES[op]}</text>')
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _chart(
+    rows: list[list[Span]], timeline: Timeline, title: str, at: tuple[int, float]
+) -> list[str]:
+    """One timeline of an SVG drawing; `at` is its top and its scale."""
+    top, scale = at
+    parts = [f'<text x="10" y="{top + 20}" font-size="13">{escape(title)}</text>']
     for rank, row in enumerate(rows):
-        y = 34 + 26 * rank
+        y = top + 34 + 26 * rank
         waiting = f'width="{timeline.makespan * scale:.2f}" height="22" fill="#eee"'
         parts.append(f'<text x="10" y="{y + 15}">rank {rank}</text>')
         parts.append(f'<rect x="60" y="{y}" {waiting}/>')
         parts += [_cell(span, timeline.schedule, y, scale) for span in row]
-    for k, op in enumerate(ops):
-        x, y = 60 + 130 * k, 34 + 26 * len(rows) + 8
-        parts.append(f'<rect class="{op}0" x="{x}" y="{y}" width="14" height="14"/>')
-        parts.append(f'<text x="{x + 19}" y="{y + 11}">{NAMES[op]}</text>')
-    return "\n".join([*parts, "</svg>"]) + "\n"
+    return parts
 
 
 def _cell(span: Span, schedule: Schedule, y: int, scale: float) -> str:
@@ -108,8 +126,11 @@ def _cell(span: Span, schedule: Schedule, y: int, scale: float) -> str:
 
 
 def _shown(timeline: Timeline) -> tuple[list[list[Span]], float]:
-    """The actions that take time, and the least time that one takes."""
-    rows = [[span for span in row if span.end > span.start] for row in timeline.spans]
+    """The actions that take time and are drawn, and the least time that one takes."""
+    rows = [
+        [span for span in row if span.end > span.start and span.action.op in COLOURS]
+        for row in timeline.spans
+    ]
     return rows, min((span.end - span.start for row in rows for span in row), default=1.0)
 
 

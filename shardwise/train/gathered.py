@@ -1,0 +1,22 @@
+"""this file is how ranks tell one another a value: pickled, each to all."""
+
+import pickle
+from typing import Any
+
+import torch
+
+from shardwise.comm.collectives import all_gather
+from shardwise.comm.world import World
+
+
+def gathered(value: Any, world: World) -> list[Any]:
+    """Every rank's value, on every rank; called by all ranks of one command."""
+    packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    packed = packed.to(world.device)
+    sizes = all_gather(torch.tensor([len(packed)], device=world.device), world.everyone)
+    lengths = [int(size.item()) for size in sizes]
+    padded = packed.new_zeros(max(lengths))
+    padded[: len(packed)] = packed
+    parts = zip(all_gather(padded, world.everyone), lengths, strict=True)
+    # from the ranks of this very command
+    return [pickle.loads(bytes(part[:n].tolist())) for part, n in parts]  # noqa: S301

@@ -1,0 +1,154 @@
+"""this file is the measured timeline of a run: some of its steps, as every rank did them.
+
+    trace.json      all recorded steps of all pipelines, for chrome://tracing or ui.perfetto.dev
+    timeline.svg    one of them, and below it, to the same scale, what the clock makes of the same
+                    schedule with the mean times of its actions
+
+Recorded are a few steps after the first ones, in which shapes are learnt and room is made.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.core.schedule.draw import as_svg
+from shardwise.core.schedule.measured import Measured, as_trace
+from shardwise.engine.engine import Engine
+from shardwise.engine.pipelined import Pipelined
+from shardwise.parallel.pipeline import Recorder
+from shardwise.train.gathered import gathered
+from shardwise.train.packed import publish
+
+WARM = 3  # steps before the first that is recorded, where there are enough
+MOST = 5  # steps that are recorded
+
+TRACE = "trace.json"
+PICTURE = "timeline.svg"
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What was measured: `pipelines[k]` are the steps of pipeline k, `numbers` which steps."""
+
+    numbers: tuple[int, ...]
+    pipelines: tuple[tuple[Measured, ...], ...]
+
+    @property
+    def typical(self) -> Measured:
+        """The step of the first pipeline that took neither long nor short: the median."""
+        by_time = sorted(self.pipelines[0], key=lambda seen: seen.timeline.makespan)
+        return by_time[len(by_time) // 2]
+
+    @property
+    def bubbles(self) -> str:
+        """Both bubbles of the typical step, in words."""
+        measured, predicted = self.typical.timeline.bubble, self.typical.predicted.bubble
+        return f"{measured:.1%} measured, {predicted:.1%} predicted from its actions' mean times"
+
+    def table(self) -> list[str]:
+        """Every recorded step, as lines of Markdown."""
+        lines = [
+            "| pipeline | step | time, ms | measured bubble | predicted |",
+            "|---|---|---|---|---|",
+        ]
+        for k, steps in enumerate(self.pipelines):
+            for number, seen in zip(self.numbers, steps, strict=True):
+                timeline = seen.timeline
+                time = f"{timeline.makespan * 1e3:.1f}"
+                bubbles = f"{timeline.bubble:.1%} | {seen.predicted.bubble:.1%}"
+                lines.append(f"| {k} | {number} | {time} | {bubbles} |")
+        return lines
+
+
+class Tracing:
+    """The recording of a run that has done `done` of its `steps`; of none if it is not `on`."""
+
+    def __init__(self, engine: Engine, done: int, steps: int, *, on: bool) -> None:
+        first = max(done, min(done + WARM, steps - MOST))
+        self.engine = engine
+        self.steps = range(first, min(first + MOST, steps)) if on else range(0)
+        self.numbers: list[int] = []
+        self.seen: list[Measured] = []  # where the first stage is
+
+    @contextmanager
+    def recording(self, step: int) -> Iterator[None]:
+        """Record what is done within, if this step, from 0, is one of those; for all ranks."""
+        passes = self.engine.passes
+        if step not in self.steps or not isinstance(passes, Pipelined):
+            yield
+            return
+        recorder = passes.watch = Recorder(passes.device)
+        try:
+            yield
+        finally:
+            passes.watch = None
+        schedule, axis = passes.staging.schedule, passes.staging.axis
+        # of a step with several runs of the schedule, the last
+        recorder.seen = recorder.seen[-len(schedule.rows[axis.rank]) :]
+        found = recorder.gather(schedule, axis)
+        self.seen += [found] if found is not None else []
+        self.numbers.append(step + 1)
+
+    def recorded(self) -> Recorded | None:
+        """What all pipelines measured; None where there is nothing.  Called by all ranks."""
+        if not self.numbers:
+            return None
+        found = gathered(self.seen, self.engine.world)
+        return Recorded(tuple(self.numbers), tuple(tuple(seen) for seen in found if seen))
+
+
+def write(folder: Path, recorded: Recorded) -> None:
+    """The trace and the picture, into the run's folder."""
+    publish(folder / TRACE, lambda beside: beside.write_text(trace(recorded), encoding="utf-8"))
+    typical = recorded.typical
+    number = recorded.numbers[recorded.pipelines[0].index(typical)]
+    measured, predicted = typical.timeline, typical.predicted
+    title, below = (
+        f"{what}: {timeline.makespan * 1e3:.1f} ms, bubble {timeline.bubble:.1%}"
+        for what, timeline in ((f"step {number}, measured", measured), ("predicted", predicted))
+    )
+    drawn = as_svg(measured, title, (predicted, below))
+    publish(folder / PICTURE, lambda beside: beside.write_text(drawn, encoding="utf-8"))
+
+
+def trace(recorded: Recorded) -> str:
+    """All steps of all pipelines as one trace: a process for each pipeline, on its own clock."""
+    events: list[dict[str, Any]] = []
+    for k, steps in enumerate(recorded.pipelines):
+        tracks = _events(steps[0], "M")
+        tracks[0] |= {"args": {"name": f"pipeline {k}"}}
+        for n, seen in enumerate(steps):
+            later_us = (_start_s(seen) - _start_s(steps[0])) * 1e6
+            tracks += [_moved(event, later_us, f"{k}.{n}") for event in _events(seen, "Xsf")]
+        events += [event | {"pid": k} for event in tracks]
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+
+
+def _events(seen: Measured, kinds: str) -> list[dict[str, Any]]:
+    """The events of a step's trace, of these kinds: M names, X steps, s and f arrows."""
+    return [event for event in json.loads(as_trace(seen))["traceEvents"] if event["ph"] in kinds]
+
+
+def _moved(event: dict[str, Any], later_us: float, step: str) -> dict[str, Any]:
+    """The event so much later, an arrow under a number of its own in all of the trace."""
+    arrow = {"id": f"{step}.{event['id']}"} if "id" in event else {}
+    return event | arrow | {"ts": event["ts"] + later_us}
+
+
+def _start_s(seen: Measured) -> float:
+    return min(row[0].start_s for row in seen.rows if row)
+
+
+def lines(recorded: Recorded | None) -> Sequence[str]:
+    """The report's part on it, as lines of Markdown; none where nothing was recorded."""
+    if recorded is None:
+        return ()
+    said = (
+        "A bubble is the share of the time of a pipeline's ranks in which they wait. The predicted "
+        "one is what the clock makes of the schedule with the mean times of the step's actions and "
+        f"messages. All of it is in `{TRACE}`, for chrome://tracing or ui.perfetto.dev."
+    )
+    return ["## Timeline", "", f"![timeline]({PICTURE})", "", said, "", *recorded.table(), ""]

@@ -1,0 +1,46 @@
+"""The measured timeline: what is recorded, written, and refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardwise.comm.world import alone
+from shardwise.core.errors import InputError
+from shardwise.train import loop
+from tests.pool import run_gloo
+from tests.train import runs
+
+
+def test_every_rank_of_every_pipeline_is_recorded(tmp_path: Path) -> None:
+    """Steps 3 to 7 of two pipelines: each action of each rank, its messages, and both bubbles."""
+    given = runs.settings(tmp_path / "run", "pp2 dp2 zero1 1f1b:2", save_every=0)
+    run = given.run.model_copy(update={"trace": True})
+    run_gloo(4, runs.trained, given.model_copy(update={"run": run}), None)
+    events = json.loads((given.folder / "trace.json").read_text())["traceEvents"]
+    for pipeline in (0, 1):
+        for rank in (0, 1):
+            seen = [e for e in events if (e["pid"], e["tid"]) == (pipeline, rank)]
+            done = [e["name"] for e in seen if e["ph"] == "X"]
+            for action in (f"F{rank}.0", f"F{rank}.1", f"B{rank}.0", f"B{rank}.1"):
+                assert done.count(action) == 5
+            times = [e["ts"] for e in seen if e["ph"] == "X"]
+            assert times == sorted(times)
+    begun = [e["id"] for e in events if e["ph"] == "s"]
+    assert sorted(begun) == sorted(e["id"] for e in events if e["ph"] == "f")
+    assert len(set(begun)) == len(begun) == 2 * 5 * 4
+    report = (given.folder / "report.md").read_text()
+    assert "![timeline](timeline.svg)" in report
+    assert all(f"| {pipeline} | {step} | " in report for pipeline in (0, 1) for step in range(3, 8))
+    assert report.count("% measured, ") == 1
+    drawn = (given.folder / "timeline.svg").read_text()
+    assert drawn.count(", measured: ") == drawn.count(">predicted: ") == 1
+
+
+def test_without_a_pipeline_there_is_no_timeline(tmp_path: Path) -> None:
+    """Asked for one, the run is refused before anything is written."""
+    given = runs.settings(tmp_path / "run", "fp64")
+    run = given.run.model_copy(update={"trace": True})
+    with pytest.raises(InputError, match=r"which has no pipeline.*--plan 'pp2 1f1b:4'"):
+        loop.train(given.model_copy(update={"run": run}), alone())
+    assert not (tmp_path / "run").exists()
