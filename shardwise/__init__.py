@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardwise.core.table import Table
     from shardwise.engine.engine import Engine
     from shardwise.engine.parallelize import parallelize
+    from shardwise.engine.pipe import Pipe
     from shardwise.engine.recipe import SGD, Adam, AdamW, Optim
     from shardwise.engine.training import Metrics
     from shardwise.engine.wrap import DDP, FSDP, clip_grad_norm, no_sync
@@ -37,6 +38,7 @@ _HOMES = {
     "Engine": "engine.engine",
     "Metrics": "engine.training",
     "parallelize": "engine.parallelize",
+    "Pipe": "engine.pipe",
     "Adam": "engine.recipe",
     "AdamW": "engine.recipe",
     "Optim": "engine.recipe",
@@ -71,6 +73,7 @@ __all__ = [
     "Metrics",
     "Optim",
     "P",
+    "Pipe",
     "Plan",
     "R",
     "RankError",

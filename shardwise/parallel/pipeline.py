@@ -101,8 +101,17 @@ def open_channels(schedule: Schedule, axis: Axis, device: torch.device) -> None:
     open_ways(axis, ways, device)
 
 
-def run(schedule: Schedule, axis: Axis, work: Work, watch: Watch | None = None) -> None:
+def run(
+    schedule: Schedule,
+    axis: Axis,
+    work: Work,
+    watch: Watch | None = None,
+    table: dict[Token, Any] | None = None,
+) -> None:
     """Do this rank's row.  Called by all ranks of the axis with one schedule, which can be run.
+
+    A schedule may be done in parts, with one `table` for all: what a part leaves there, another
+    finds.  Without it nothing may be left.
 
     Whatever a step raises goes on as it is, with a note of the row and of the step it was at.
     Messages go through the axis's two queues (`begin_send`), and are written in its ledger.  On
@@ -111,13 +120,13 @@ def run(schedule: Schedule, axis: Axis, work: Work, watch: Watch | None = None) 
     whole = lower(schedule)
     row, place = whole.rows[axis.rank], 0
     try:
-        live = _Live(whole, axis, work)
+        live = _Live(whole, axis, work, table)
         for place in range(len(row)):
             start_s = watch.now() if watch else 0.0
             live.do(row[place])
             if watch:
                 watch(row[place], start_s, watch.now())
-        live.end()
+        live.end(whole=table is None)
     except BaseException as error:
         error.add_note(_marked(row, place, axis.rank))
         raise
@@ -126,10 +135,12 @@ def run(schedule: Schedule, axis: Axis, work: Work, watch: Watch | None = None) 
 class _Live:
     """The table of one run: every token that is on this rank, with its value."""
 
-    def __init__(self, schedule: Schedule, axis: Axis, work: Work) -> None:
+    def __init__(
+        self, schedule: Schedule, axis: Axis, work: Work, table: dict[Token, Any] | None
+    ) -> None:
         self.schedule, self.work = schedule, work
         self.post = _Post(schedule, axis, work)
-        self.table: dict[Token, Any] = {}
+        self.table: dict[Token, Any] = {} if table is None else table
 
     def do(self, step: Step) -> None:
         """One step: from what it needs to what it makes."""
@@ -174,9 +185,11 @@ class _Live:
         self.post.send(transfer, have[transfer.token.kind])
         return {}
 
-    def end(self) -> None:
+    def end(self, whole: bool) -> None:
         """The row is done: nothing is under way, nothing is alive but what outlives a run."""
         self.post.end()
+        if not whole:
+            return
         kept = {token: value for token, value in self.table.items() if value is not None}
         left = [str(token) for token in kept if token.kind != "weights"]
         assert not left, f"left over: {', '.join(left)}"

@@ -1,0 +1,382 @@
+"""this file is a pipeline on its own, in a plain PyTorch loop: `sw.Pipe`.
+
+    fc1, fc2 = nn.Linear(16, 8), nn.Linear(8, 4)
+    model = sw.Pipe(nn.Sequential(fc1, fc2), chunks=8)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1)       # of this rank's stages
+    out = model(torch.rand(16, 16))                            # 8 microbatches of 2 rows
+    loss(out).backward()                                       # on every rank, of its equal `out`
+    optim.step()
+
+A loop stands between forward and backward, so a schedule is done in two halves: the forwards, in
+the order in which it has them, and with the loop's backward the rest.
+
+    call         F F F F | out, from the last stage to every rank
+    backward             | gradient of out, of which the last stage takes its own | B B B B
+
+Every rank gives the same input.  Where that requires a gradient (a layer before the pipe), every
+rank gets the sum of what its stages gave.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from shardwise.comm.collectives import all_reduce, broadcast
+from shardwise.comm.world import Axis, World, init
+from shardwise.core.crossing import Spec, Trace
+from shardwise.core.errors import bad
+from shardwise.core.mesh import Mesh
+from shardwise.core.schedule.action import Action, Token
+from shardwise.core.schedule.library import LIBRARY, Size, build, entry
+from shardwise.core.schedule.schedule import Schedule
+from shardwise.engine import given, staging
+from shardwise.engine.batch import split
+from shardwise.engine.held import nowhere
+from shardwise.engine.shard import materialise
+from shardwise.engine.stages import starts
+from shardwise.engine.staging import Staging
+from shardwise.parallel.backward import Rest, Tape
+from shardwise.parallel.layers import twin
+from shardwise.parallel.pipeline import open_channels, run
+
+Forward = Callable[..., Any]
+#: Shapes of microbatches of which the crossings are kept in mind.
+KNOWN: Final = 64
+
+
+def Pipe(  # noqa: N802
+    module: nn.Module,
+    chunks: int = 8,
+    stages: Sequence[str] | None = None,
+    schedule: str = "gpipe",
+    world: World | None = None,
+) -> nn.Module:
+    """Put `module` on the ranks of `world`, one after the other, in place; called by all ranks.
+
+    Its class and the names of its parameters stay; `parameters()` are those of this rank's stages,
+    rank 0's values at first.  A call splits its tensors along dim 0 into `chunks` microbatches;
+    every rank gives the same ones, gets the whole output, and calls backward on it.
+
+    stages: the modules that begin the stages but the first; None balances them by parameters.
+    schedule: a name of the library, one that leaves the update to others ("gpipe", "1f1b", ...).
+    (Huang et al., "GPipe", arXiv 1811.06965; Kim et al., "torchgpipe", arXiv 2004.09910.)
+
+    Raises:
+        InputError: fewer layers than stages; a schedule that there is not, or that forbids so many
+            chunks.  From a call: fewer rows than chunks; an output without rows.
+    """
+    given.module(module, "sw.Pipe")
+    given.whole("chunks", chunks, 1, 8)
+    if world is None:
+        world = init()
+    given.world(world)
+    world = world.on(Mesh(((staging.AXIS, world.size),)))
+    whole = _schedule(schedule, chunks, world.size)
+    begin = starts(module, len(whole.home), stages)
+    materialise(module, world.device)
+    for t in [*module.parameters(), *module.buffers()]:
+        t.data = t.data.to(world.device)
+    copy, named = twin(module), dict(module.named_parameters())
+    staging.agree(module, world.axis(staging.AXIS), world.device)
+    staged = staging.lay_out(module, (copy, nowhere()), world, whole, begin)
+    trained = any(p.requires_grad for p in named.values())
+    tied = {named[name]: staged.ties[name].axis for name in sorted(staged.ties)}
+    # a hook cannot take a module's place; its class is other people's too
+    module.forward = _Piped(module, staged, trained, tied)
+    return module
+
+
+def _schedule(name: Any, chunks: int, ranks: int) -> Schedule:
+    """The schedule of that name. Raises InputError for one that is not for a plain loop."""
+    found = entry(name if isinstance(name, str) else given.shown(name))
+    if found.updates(Size(1, 1)):
+        names = ", ".join(known for known, one in LIBRARY.items() if not one.updates(Size(1, 1)))
+        what = f"sw.Pipe with {name}, which updates by itself, under a loop that does"
+        raise bad(what, names, 'schedule="1f1b"')
+    return build(f"{name}:{chunks}", ranks)
+
+
+def halves(schedule: Schedule) -> tuple[Schedule, Schedule]:
+    """The forwards of a schedule, and what comes after; each rank keeps its order."""
+    actions = [list(schedule.actions(rank)) for rank in range(schedule.ranks)]
+    first = tuple(tuple(a for a in row if a.op == "F") for row in actions)
+    second = tuple(tuple(a for a in row if a.op != "F") for row in actions)
+    return replace(schedule, rows=first), replace(schedule, rows=second)
+
+
+@dataclass
+class _Known:
+    """What is learnt of a microbatch's shapes: what crosses; the output's leaves, on meta."""
+
+    trace: Trace
+    out: list[Any]
+    structure: Any
+
+
+class _Piped:
+    """What stands in place of the module's forward."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        staged: Staging,
+        trained: bool,
+        tied: dict[nn.Parameter, Axis],
+    ) -> None:
+        self.module, self.staged, self.trained, self.tied = module, staged, trained, tied
+        self.forward: Forward = type(module).forward
+        self.halves = halves(staged.schedule)
+        self.known: dict[Any, _Known] = {}
+        for half in self.halves:
+            open_channels(half, staged.axis, staged.stages.device)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the whole batch, on every rank."""
+        chunks = self.staged.schedule.microbatches
+        _enough((args, kwargs), chunks)
+        graded = torch.is_grad_enabled()
+        inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        inputs = [x for x in inputs if graded and x.requires_grad]
+        parts = [tree_map_only(Tensor, _leaf, part) for part in split((args, kwargs), chunks)]
+        pass_ = _Pass(self, parts, [self._learnt(part) for part in parts])
+        outs = pass_.forwards()
+        if graded and (self.trained or inputs):
+            outs = _Back.apply(pass_, torch.empty(0, requires_grad=True), *inputs)
+        return tree_unflatten(list(outs), pass_.structure)
+
+    def call(self, module: nn.Module, part: Any) -> Any:
+        """The module's own forward on one microbatch."""
+        args, kwargs = part
+        return self.forward(module, *args, **kwargs)
+
+    def _learnt(self, part: Any) -> _Known:
+        leaves, spec = tree_flatten(part)
+        shapes = [
+            (x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x)
+            for x in leaves
+        ]
+        modes = torch.is_grad_enabled(), self.module.training
+        key = str(spec), tuple(map(str, shapes)), modes
+        if key not in self.known:
+            if len(self.known) == KNOWN:
+                del self.known[next(iter(self.known))]
+            found: list[Any] = []
+            trace = self.staged.stages.follow(lambda model: found.append(self.call(model, part)))
+            out, structure = tree_flatten(found[0])
+            out = [_on_meta(x) if isinstance(x, Tensor) else x for x in out]
+            _whole(out, _rows(part))
+            self.known[key] = _Known(trace, out, structure)
+        return self.known[key]
+
+
+@dataclass(eq=False)
+class _Pass:
+    """One call: its microbatches, on their way forward and back (parallel/pipeline.py: Work)."""
+
+    piped: _Piped
+    parts: list[Any]
+    known: list[_Known]
+    table: dict[Token, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.staged = self.piped.staged
+        self.device = self.staged.stages.device
+        self.graded = torch.is_grad_enabled()
+        self.results: dict[int, list[Any]] = {}  # the leaves of the last stage's outputs
+        self.grads: list[Sequence[Tensor]] = []  # of those that require one, by microbatch
+        self.like, self.structure = self.known[0].out, self.known[0].structure
+        self.wanted = [isinstance(x, Tensor) and x.requires_grad for x in self.like]
+        self.outs: list[Any] = []
+        self.played = False
+
+    # --- the two halves -----------------------------------------------------------------------
+
+    def forwards(self) -> list[Any]:
+        """The first half; every rank gets the leaves of the last one's output, rows together."""
+        axis = self.staged.axis
+        run(self.piped.halves[0], axis, self, table=self.table)
+        last = self.staged.schedule.home[-1]
+        outs: list[Any] = []
+        for k, like in enumerate(self.like):
+            if not isinstance(like, Tensor):
+                outs.append(like)
+                continue
+            shape = sum(known.out[k].shape[0] for known in self.known), *like.shape[1:]
+            out = torch.empty(shape, dtype=like.dtype, device=self.device)
+            if axis.rank == last:
+                torch.cat([self.results[i][k] for i in range(len(self.parts))], out=out)
+            outs.append(broadcast(out, axis, last))
+        self.outs = list(outs)
+        self.results = {}
+        return outs
+
+    def backwards(self, grads: Sequence[Tensor | None], inputs: int) -> list[Tensor]:
+        """The second half, from the gradients of `outs`; the gradients of the inputs."""
+        if self.played:
+            raise bad(
+                "a second backward pass through the same output of a pipe",
+                "one for each call: its activations are gone as it comes by",
+                "the sum of both losses, or another call",
+            )
+        self.played = True
+        axis = self.staged.axis
+        by_leaf = [
+            grad.split([known.out[k].shape[0] for known in self.known])
+            for k, grad in enumerate(grads)
+            if self.wanted[k] and grad is not None
+        ]
+        self.grads = list(zip(*by_leaf, strict=True))
+        tied = {p: axis for p, axis in self.piped.tied.items() if p.requires_grad}
+        before = [p.grad for p in tied]
+        for p in tied:
+            p.grad = None
+        run(self.piped.halves[1], axis, self, table=self.table)
+        self.table.clear()
+        for (p, holders), old in zip(tied.items(), before, strict=True):
+            own = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
+            p.grad = all_reduce(own, holders)
+            if old is not None:
+                p.grad += old
+        return [self._input(k) for k in range(inputs)]
+
+    def _input(self, k: int) -> Tensor:
+        """The gradient of the k-th input that requires one, over all stages."""
+        leaves = [
+            [x for x in tree_flatten(part)[0] if isinstance(x, Tensor) and x.requires_grad][k]
+            for part in self.parts
+        ]
+        pieces = [torch.zeros_like(x) if x.grad is None else x.grad for x in leaves]
+        if leaves[0].dim():
+            return all_reduce(torch.cat(pieces), self.staged.axis)
+        return all_reduce(torch.stack(pieces).sum(0), self.staged.axis)
+
+    # --- what a schedule asks (parallel/pipeline.py) ------------------------------------------
+
+    def specs(self, token: Token) -> Sequence[Spec]:
+        """What crosses: values of a stage forward, the gradients of those that have one back."""
+        bundles = self.known[token.microbatch].trace.bundles
+        if token.kind == "act":
+            return bundles[token.stage]
+        return [spec for spec in bundles[token.stage - 1] if spec.requires_grad]
+
+    def forward(self, stage: int, microbatch: int, given: list[Tensor]) -> tuple[list[Tensor], Any]:
+        """F, from the values that came; without gradients there is no tape."""
+        trace, part = self.known[microbatch].trace, self.parts[microbatch]
+        if self.graded and stage:
+            for x, spec in zip(given, trace.bundles[stage - 1], strict=True):
+                x.requires_grad_(spec.requires_grad)
+        stages = self.staged.stages
+        ran = stages.run(stage, trace, given, lambda model: self.piped.call(model, part))
+        made: list[Any] = ran.outputs
+        if stage == stages.count - 1:
+            made = tree_flatten(ran.result)[0]
+            self.results[microbatch] = [x.detach() if isinstance(x, Tensor) else x for x in made]
+        if not self.graded:
+            return ran.outputs, None
+        graded = [x for x in made if isinstance(x, Tensor) and x.requires_grad]
+        return ran.outputs, Tape(given, graded)
+
+    def backward(
+        self, stage: int, microbatch: int, tape: Tape, grads: list[Tensor]
+    ) -> list[Tensor]:
+        """B."""
+        found = tape.backward(self._own(stage, microbatch, grads))
+        return self._sent_back(stage, microbatch, found)
+
+    def inputs(
+        self, stage: int, microbatch: int, tape: Tape, grads: list[Tensor]
+    ) -> tuple[list[Tensor], Rest]:
+        """I."""
+        found, rest = tape.inputs(self._own(stage, microbatch, grads))
+        return self._sent_back(stage, microbatch, found), rest
+
+    def weights(self, stage: int, microbatch: int, rest: Rest) -> None:
+        """W."""
+        rest.weights()
+
+    def _own(self, stage: int, microbatch: int, grads: list[Tensor]) -> Sequence[Tensor]:
+        last = stage == self.staged.stages.count - 1
+        return self.grads[microbatch] if last else grads
+
+    def _sent_back(
+        self, stage: int, microbatch: int, found: Sequence[Tensor | None]
+    ) -> list[Tensor]:
+        bundles = self.known[microbatch].trace.bundles
+        return [
+            torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
+            if x is None
+            else x.contiguous()
+            for x, spec in zip(found, bundles[stage - 1] if stage else (), strict=True)
+            if spec.requires_grad
+        ]
+
+    def gather(self, stage: int) -> None:
+        """Nothing is sharded."""
+
+    def free(self, stage: int) -> None:
+        """Nothing is sharded."""
+
+    def reduce(self, stage: int) -> None:
+        """Nothing is replicated."""
+
+    def update(self, stage: int, microbatch: int) -> None:
+        """The loop updates."""
+        raise AssertionError(Action("U", stage, microbatch))
+
+
+class _Back(Function):
+    """The outputs of a call; their backward is the second half of the schedule."""
+
+    @staticmethod
+    def forward(ctx: Any, pass_: _Pass, _: Tensor, *inputs: Tensor) -> tuple[Any, ...]:
+        ctx.pass_, ctx.inputs = pass_, len(inputs)
+        # tensors of their own: who keeps the others, as a transport may, keeps no activations
+        outs = [x.detach() if isinstance(x, Tensor) else x for x in pass_.outs]
+        pass_.outs = []
+        pairs = zip(outs, pass_.wanted, strict=True)
+        ctx.mark_non_differentiable(*(x for x, want in pairs if isinstance(x, Tensor) and not want))
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.pass_.backwards(grads, ctx.inputs)
+
+
+def _leaf(x: Tensor) -> Tensor:
+    """A microbatch's tensor as the beginning of a graph of its own."""
+    return x.detach().requires_grad_(x.requires_grad and torch.is_grad_enabled())
+
+
+def _on_meta(x: Tensor) -> Tensor:
+    return torch.empty_like(x, device="meta").requires_grad_(x.requires_grad)
+
+
+def _rows(batch: Any) -> int:
+    tensors = [x for x in tree_flatten(batch)[0] if isinstance(x, Tensor) and x.dim()]
+    return max((len(x) for x in tensors), default=0)
+
+
+def _enough(batch: Any, chunks: int) -> None:
+    """Raise InputError for fewer rows than microbatches."""
+    if _rows(batch) < chunks:
+        raise bad(
+            f"a batch of {_rows(batch)} rows for a pipe of {chunks} chunks",
+            "a row for each chunk, or more",
+            f"a batch of {chunks} rows, or sw.Pipe(module, chunks={max(1, _rows(batch))})",
+        )
+
+
+def _whole(out: Sequence[Any], rows: int) -> None:
+    """Raise InputError for an output that cannot be put together along dim 0."""
+    for x in out:
+        if isinstance(x, Tensor) and (not x.dim() or len(x) != rows):
+            raise bad(
+                f"an output of shape {list(x.shape)} of a pipe, from a microbatch of {rows} rows",
+                "tensors with a row for each of the input's, in any nesting",
+                "the loss outside of the module, or sw.parallelize, which takes a loss",
+            )

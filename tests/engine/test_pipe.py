@@ -1,0 +1,232 @@
+"""sw.Pipe: a plain loop on a plain module, whose layers are on several ranks."""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise.comm.world import World
+from shardwise.core.errors import InputError, RankError
+from tests.engine.cases import settled
+from tests.pool import run_gloo, run_threads
+
+SCHEDULES = ["gpipe", "1f1b", "dapple", "zb-h1"]
+LOOPED = ["interleaved", "bfs", "zb-v", "dualpipe-v"]
+
+
+def known_example() -> nn.Module:
+    fc1, fc2 = nn.Linear(16, 8), nn.Linear(8, 4)
+    return settled(nn.Sequential(fc1, fc2).double())
+
+
+def deep() -> nn.Module:
+    """Eight layers, norms and activations between them."""
+    layers: list[nn.Module] = []
+    for _ in range(4):
+        layers += [nn.Linear(16, 16), nn.Tanh(), nn.LayerNorm(16)]
+    return settled(nn.Sequential(*layers).double())
+
+
+class Skips(nn.Module):
+    """A forward of one's own: two inputs, the first used again at the end, two outputs in a dict,
+    and one weight in its first and last layer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor, mask: Tensor, scale: float = 2.0) -> dict[str, Tensor]:
+        hidden = torch.tanh(self.embed(x)) * mask
+        out = self.head(torch.tanh(self.body(hidden)) + x) * scale
+        return {"out": out, "places": mask.argmax(-1)}
+
+
+def rows(count: int, seed: int = 0) -> Tensor:
+    own = torch.Generator().manual_seed(seed)
+    return torch.randn(count, 16, generator=own, dtype=torch.float64)
+
+
+def trained(model: nn.Module, steps: int = 3, count: int = 16) -> dict[str, Any]:
+    """A plain loop: its losses, its last output, this rank's last gradients and weights."""
+    optim = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses: list[float] = []
+    out = torch.empty(0)
+    for step in range(steps):
+        optim.zero_grad()
+        for half in range(2):  # gradients add up over calls
+            out = model(rows(count, 2 * step + half))
+            loss = out.square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        optim.step()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    weights = {n: p.detach() for n, p in model.named_parameters()}
+    return {"losses": losses, "out": out.detach(), "grads": grads, "weights": weights}
+
+
+def piped(world: World, make: Callable[[], nn.Module], count: int = 16, **options: Any) -> Any:
+    torch.set_num_threads(1)
+    plain = make()
+    model = sw.Pipe(plain, world=world, **options)
+    assert model is plain
+    return trained(model, count=count)
+
+
+def assert_same(found: list[dict[str, Any]], whole: dict[str, Any]) -> None:
+    """Losses and output on every rank; each parameter on one rank, its gradient and value."""
+    names: list[str] = []
+    for own in found:
+        assert own["losses"] == pytest.approx(whole["losses"], rel=1e-12)
+        torch.testing.assert_close(own["out"], whole["out"], rtol=1e-12, atol=1e-12)
+        names += own["weights"]
+        for kind in ("grads", "weights"):
+            for name, value in own[kind].items():
+                torch.testing.assert_close(value, whole[kind][name], rtol=1e-10, atol=1e-12)
+    assert sorted(names) == sorted(whole["weights"])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_well_known_example(schedule: str, ranks: int):
+    """Two linear layers in 8 chunks: losses, outputs, gradients and weights of the plain loop."""
+    found = run_threads(ranks, lambda w: piped(w, known_example, chunks=8, schedule=schedule))
+    assert_same(found, trained(known_example()))
+
+
+@pytest.mark.parametrize("schedule", [*SCHEDULES, *LOOPED])
+def test_deeper_ones(schedule: str):
+    """Every synchronous schedule, those with several stages a rank among them."""
+    found = run_threads(2, lambda w: piped(w, deep, chunks=8, schedule=schedule))
+    assert_same(found, trained(deep()))
+
+
+@pytest.mark.parametrize(("ranks", "chunks", "count"), [(4, 5, 13), (3, 1, 2), (2, 3, 3)])
+def test_uneven_batches(ranks: int, chunks: int, count: int):
+    """Rows that chunks do not divide, one chunk, one row a chunk."""
+    found = run_threads(ranks, lambda w: piped(w, deep, count=count, chunks=chunks))
+    assert_same(found, trained(deep(), count=count))
+
+
+def gloo(world: World) -> Any:
+    return piped(world, known_example)
+
+
+def test_between_processes():
+    """The example between processes."""
+    assert_same(run_gloo(2, gloo), trained(known_example()))
+
+
+def skipping(model: nn.Module) -> tuple[Tensor, Tensor, list[Tensor | None]]:
+    """Output, integer output, and the gradients of what stands before the pipe and of its own."""
+    before = settled(nn.Linear(16, 16).double())
+    mask = functional.one_hot(torch.arange(9) % 16, 16).double()
+    found = model(before(rows(9)), mask=mask, scale=3.0)
+    (found["out"] * rows(9, 1)).sum().backward()
+    assert not found["places"].requires_grad
+    grads = [p.grad for p in [before.weight, *dict(model.named_parameters()).values()]]
+    return found["out"].detach(), found["places"], grads
+
+
+def test_a_forward_of_ones_own():
+    """Skips, keywords, dicts, integers, a layer before the pipe and a weight on two ranks."""
+    out, places, (first, *whole) = skipping(settled(Skips().double()))
+    names = [name for name, _ in Skips().named_parameters()]
+
+    def on_rank(world: World) -> Any:
+        model = sw.Pipe(settled(Skips().double()), 4, ["body", "head"], world=world)
+        held = {"embed.weight", "embed.bias"}, {"body.weight", "body.bias"}, {"head.weight"}
+        own = {name for name, _ in model.named_parameters()}
+        assert held[world.rank] <= own
+        return skipping(model), list(own and dict(model.named_parameters()))
+
+    for (found, where, (before, *grads)), own in run_threads(3, on_rank):
+        torch.testing.assert_close(found, out)
+        assert torch.equal(where, places)
+        torch.testing.assert_close(before, first)
+        for name, grad in zip(own, grads, strict=True):
+            known = name.replace("head.weight", "embed.weight")
+            torch.testing.assert_close(grad, whole[names.index(known)])
+
+
+def test_without_gradients():
+    """In eval mode and without gradients it gives the same, saves nothing, and hangs on nothing."""
+
+    def on_rank(world: World) -> bool:
+        model = sw.Pipe(known_example(), world=world).eval()
+        with torch.no_grad():
+            out = model(rows(16))
+        torch.testing.assert_close(out, known_example()(rows(16)))
+        return out.requires_grad or model.training
+
+    assert run_threads(2, on_rank) == [False, False]
+
+
+def test_nothing_is_left():
+    """What a call has saved is gone with its output, whether backward came or not."""
+
+    def on_rank(world: World) -> int:
+        model = sw.Pipe(deep(), world=world)
+        model(rows(16)).sum().backward()  # torch keeps the frames of its first imports
+        gc.collect()
+        left: list[Any] = []
+        for step in range(2):
+            out = model(rows(16))
+            left.append(weakref.ref(out.grad_fn))
+            if step:
+                out.sum().backward()
+            del out
+        return sum(one() is not None for one in left)
+
+    gc.disable()
+    try:
+        assert run_threads(2, on_rank) == [0, 0]
+    finally:
+        gc.enable()
+
+
+def refused(world: World, case: str) -> None:
+    if case == "layers":
+        sw.Pipe(known_example(), world=world)
+    if case == "schedule":
+        sw.Pipe(known_example(), schedule="pipedream", world=world)
+    if case == "name":
+        sw.Pipe(known_example(), schedule="gpip", world=world)
+    model = sw.Pipe(known_example(), 8, world=world)
+    if case == "rows":
+        model(rows(7))
+    if case == "scalar":
+        sw.Pipe(nn.Sequential(known_example(), Mean()), 8, world=world)(rows(16))
+    if case == "twice":
+        out = model(rows(8)).sum()
+        out.backward(retain_graph=True)
+        out.backward()
+
+
+class Mean(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()
+
+
+@pytest.mark.parametrize(
+    ("case", "ranks", "said"),
+    [
+        ("layers", 3, r"3 stages for a Sequential of 2 layers.*pp2"),
+        ("schedule", 1, r"pipedream, which updates by itself"),
+        ("name", 1, r"the schedule 'gpip'.*gpipe"),
+        ("rows", 2, r"a batch of 7 rows for a pipe of 8 chunks.*chunks=7"),
+        ("scalar", 1, r"an output of shape \[\] of a pipe.*sw\.parallelize"),
+        ("twice", 1, r"a second backward pass"),
+    ],
+)
+def test_refused(case: str, ranks: int, said: str):
+    """What cannot be piped is said, with what to write instead."""
+    with pytest.raises((RankError, InputError), match=said):
+        run_threads(ranks, refused, case)
