@@ -334,6 +334,7 @@ class _Back(Function):
 
     @staticmethod
     def forward(ctx: Any, pass_: _Pass, _: Tensor, *inputs: Tensor) -> tuple[Any, ...]:
+        """The leaves of the output; `_` requires a gradient, whether or not `inputs` are any."""
         ctx.pass_, ctx.inputs = pass_, len(inputs)
         # tensors of their own: who keeps the others, as a transport may, keeps no activations
         outs = [x.detach() if isinstance(x, Tensor) else x for x in pass_.outs]

@@ -3,6 +3,7 @@
 import gc
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RankError
+from shardwise.engine import pipe
 from tests.engine.cases import settled
 from tests.pool import run_gloo, run_threads
 
@@ -122,6 +124,27 @@ def gloo(world: World) -> Any:
 def test_between_processes():
     """The example between processes."""
     assert_same(run_gloo(2, gloo), trained(known_example()))
+
+
+def page(world: World) -> list[tuple[str, list[int]]]:
+    """The example of docs/pipeline.md as it stands there; this rank's trained parameters."""
+    text = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")
+    code = text.partition("## In a plain loop")[2].partition("```python")[2].partition("```")[0]
+    names: dict[str, Any] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipe, "init", lambda: world)
+        exec(code, names)  # noqa: S102 - our own page
+    assert names["out"].shape == (16, 4)
+    model = names["model"]
+    return [(n, list(p.shape)) for n, p in model.named_parameters() if p.grad is not None]
+
+
+def test_the_page():
+    """The page's example runs alone and on two ranks, of which each has one layer."""
+    first = [("0.weight", [8, 16]), ("0.bias", [8])]
+    second = [("1.weight", [4, 8]), ("1.bias", [4])]
+    assert run_threads(1, page) == [first + second]
+    assert run_gloo(2, page) == [first, second]
 
 
 def skipping(model: nn.Module) -> tuple[Tensor, Tensor, list[Tensor | None]]:
