@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_flatten
 
 from shardwise.comm.world import Axis
 from shardwise.core.crossing import Spec, Trace
+from shardwise.core.errors import RunError
 from shardwise.core.schedule.action import Action, Step, Token, Transfer
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.core.shape import Crossed
@@ -71,6 +72,7 @@ class Pipelined:
         self.call: Callable[[nn.Module, Any], Tensor] = objective
         self.training = True
         self.sent: list[Crossed] = []  # in the last step
+        self.torn = False  # whether a run has begun and not ended
         self.summed: Tensor | None = None  # loss times tokens, of this step so far
         self.result: Tensor | None = None  # of the last stage, where nothing is trained
         self.stale: Stale | None = None  # where the schedule updates by itself
@@ -89,12 +91,25 @@ class Pipelined:
             self.traces = [self._trace(part) for part in self.parts]
             self.data.sums.sync = these.stop == len(parts)
             self.data.begin()
-            with self.stale.running() if self.stale else nullcontext():
+            with self._whole_run(), self.stale.running() if self.stale else nullcontext():
                 run(self.staging.schedule, self.staging.axis, self, self.watch)
             self._note_sent(self.staging.schedule)
         if self.stale is None:
             self.data.end()
         return self._forget(self.summed)
+
+    @contextmanager
+    def _whole_run(self) -> Iterator[None]:
+        """Around a run: after one that broke off, messages of it are under way to other ranks."""
+        if self.torn and self.staging.axis.size > 1:
+            raise RunError(
+                "A run of the schedule after one that broke off: what other ranks had sent for "
+                "that one would be taken for this one's. End the processes, make the engine "
+                "again, and load the last checkpoint."
+            )
+        self.torn = True
+        yield
+        self.torn = False
 
     def _forget(self, found: Any) -> Any:
         """Let go of the batch and of what came of it, which is the caller's."""
@@ -108,7 +123,8 @@ class Pipelined:
         self.call = lambda model, _: call(model)
         self.traces = [self.staging.stages.follow(call)]
         self.seed = 0
-        run(forward_only(self.staging.schedule), self.staging.axis, self)
+        with self._whole_run():
+            run(forward_only(self.staging.schedule), self.staging.axis, self)
         return self._forget(self.result)
 
     def _trace(self, part: Any) -> Trace:

@@ -13,7 +13,8 @@ and, whatever the model's size:
 
     check      the facts: loss, tokens, and for each trained parameter whether it had a gradient,
                and for all other buffers together whether one has changed, as doubles that every
-               rank gathers; one double more where the norm is wanted
+               rank gathers; one double more where the norm is wanted; and of a parameter that
+               several stages hold, whether any of them had a gradient
     forward    the buffers that training changes, from the first rank of each axis
 
 A schedule that updates by itself does what is said to be done once, and agrees on the facts but the

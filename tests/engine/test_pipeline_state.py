@@ -14,7 +14,8 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.launch import spawn
 from shardwise.comm.world import World, alone, init, traced
-from shardwise.core.errors import InputError, RankError
+from shardwise.core.errors import InputError, RankError, RunError
+from shardwise.engine.engine import Engine
 from shardwise.engine.meter import Meter
 from shardwise.models import gpt
 from shardwise.models.initial import fill
@@ -255,15 +256,15 @@ def test_a_model_that_cannot_be_cut_is_named(how: str):
 
 
 class Fragile(nn.Module):
-    """A layer that breaks in its fourth forward, where it is told to."""
+    """A layer that breaks in one of its forwards, where it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.breaks, self.forwards = nn.Linear(WIDTH, WIDTH), False, 0
+        self.up, self.breaks, self.forwards = nn.Linear(WIDTH, WIDTH), -1, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.forwards += not x.is_meta
-        if self.breaks and self.forwards == 4:
+        self.forwards += not x.is_meta  # the engine follows it on meta
+        if self.forwards == self.breaks:
             raise ValueError("in the middle of a stage")
         return torch.tanh(self.up(x))
 
@@ -272,13 +273,19 @@ def fragile() -> nn.Module:
     return settled(Chain([Fragile() for _ in range(4)]))
 
 
+def break_in(engine: Engine, name: str, forward: int) -> None:
+    """Have that layer raise in that forward, on the rank that has it."""
+    layer = engine.model.get_submodule(name)
+    if isinstance(layer, Fragile):
+        layer.breaks = forward
+
+
 def breaking(folder: Path) -> None:
     """Stage 1 of 4 raises at its fourth forward, the first of the second step."""
     world = init("cpu")
     (folder / f"{world.rank}.pid").write_text(str(os.getpid()))
     engine = build(world, rows_task(fragile), Case("pp4 1f1b:3 fp64"))
-    if world.rank == 1:
-        engine.model.get_submodule("blocks.1").breaks = True  # type: ignore[assignment]
+    break_in(engine, "blocks.1", 4)
     for step in range(50):
         engine.step(vectors(step))
 
@@ -292,3 +299,26 @@ def test_a_stage_that_raises_ends_the_others(tmp_path: Path):
     pids = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
     assert len(pids) == 4
     assert not any(is_alive(pid) for pid in pids)
+
+
+def stumbling(world: World) -> list[str]:
+    """What each of four calls came to, where in the second step both stages raise."""
+    engine, said = build(world, rows_task(fragile), Case("pp2 1f1b:3 fp64")), list[str]()
+    break_in(engine, "blocks.1", 5)  # when the other rank has begun with what was sent before
+    break_in(engine, "blocks.3", 4)
+    for call in (engine.step, engine.step, engine.step, engine.evaluate):
+        try:
+            call(vectors(0))
+            said.append("good")
+        except (ValueError, RunError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said
+
+
+def test_nothing_runs_after_a_run_that_broke_off():
+    """What is under way to another rank would be taken for the next step's: it is refused."""
+    for first, second, *later in run_threads(2, stumbling):
+        assert first == "good"
+        assert second == "ValueError: in the middle of a stage"
+        assert len(later) == 2
+        assert all("RunError: A run of the schedule after one that broke off" in x for x in later)
