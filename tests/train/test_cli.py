@@ -144,7 +144,7 @@ def test_help_needs_no_torch(argv: tuple[str, ...]) -> None:
         (("train", "{example}", "--resume"), "no checkpoint"),
         (("train", "{example}", "--trace"), "which has no pipeline"),
         (("train", "{example}", "--plan", "pp2 1f1b:9"), "Write instead: train.batch = 9"),
-        (("plan", "dp2 pp2 2bw:4"), "schedules that update by themselves are not in this version"),
+        (("plan", "dp2 cp2"), "context parallelism is not in this version"),
     ],
 )
 def test_bad_input_is_a_paragraph_and_exit_code_2(
