@@ -26,7 +26,7 @@ from tests.pool import run_gloo, run_threads
 PLANS = [
     *("dp2 fp64", "dp2 zero1 fp64", "dp2 zero2 fp64", "dp2 zero3 fp64", "dp4 zero3 bf16"),
     *("dp2 zero3 fp16", "dp2 zero1 fp32", "dp_replicate2 dp_shard2 zero3 fp64"),
-    "dp2 zero2 accumulate:2 fp64",
+    *("dp2 zero2 accumulate:2 fp64", "pp2 dp2 zero3 1f1b:4 fp64"),
 ]
 
 
@@ -124,6 +124,7 @@ def test_json_has_exactly_these_keys():
         ("dp2 offload:optim", "gpt", 3, "not in this version"),
         ("dp99999999", "gpt", 3, "99999999 processes on this machine"),
         ("accumulate:99999999", "gpt", 3, "at most 512 microbatches"),
+        ("pp2 dp2 interleaved:600x2", "gpt", 3, "'pp2 dp2 interleaved:4x2 fp64', which proves"),
         ("dp2 accumulate:257", "gpt", 3, "'dp2 fp64 accumulate:2', which proves the same"),
     ],
 )
@@ -243,3 +244,16 @@ def test_what_a_plan_that_cuts_the_batch_cannot_match_is_named(said: str):
         assert bool(note) == bool(said)
         assert unlike_one_process(ALIKE[said].eval(), plan) == ""
     assert unlike_one_process(ALIKE[said].train(), Plan.parse("tp2 sp")) == ""
+
+
+@pytest.mark.parametrize("plan", ["pp2 1f1b:4", "pp2 naive"])
+def test_a_pipeline_draws_dropout_in_its_own_order(plan: str):
+    """Of one microbatch too; batch norm is told of where there are several, and not otherwise."""
+    both = nn.Sequential(nn.BatchNorm1d(2), nn.Dropout())
+    note = unlike_one_process(both, Plan.parse(plan))
+    assert "dropout (1), drawn for each stage and microbatch by itself" in note
+    assert "without data ranks, pipeline and accumulation" in note
+    assert ("batch norm (0), whose statistics in training are of each microbatch's" in note) == (
+        plan != "pp2 naive"
+    )
+    assert unlike_one_process(both.eval(), Plan.parse(plan)) == ""
