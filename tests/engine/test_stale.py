@@ -24,7 +24,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.pipelined import Pipelined
 from shardwise.engine.recipe import Recipe
 from shardwise.parallel.flat import Flat
-from shardwise.train.proof import Finding, compare
+from shardwise.train.proof import Finding, compare, prove
 from shardwise.train.stale import Simulation
 from tests.engine.cases import settled
 from tests.pool import run_gloo, run_threads
@@ -75,6 +75,12 @@ def test_parity(plan: str):
     assert largest(found) <= 1e-10
     assert all(one.bytes_hold for one in found)
     assert all(one.memory_measured == one.memory_predicted for one in found)
+
+
+def test_a_proof_takes_the_simulation():
+    """`shardwise verify` compares such a plan with the simulation, and does not clip."""
+    plan = Plan.parse("pp2 pipedream:2 fp64")
+    assert largest(run_threads(2, prove, plan, "gpt", 1)) <= 1e-10
 
 
 def test_parity_between_processes():
@@ -250,9 +256,7 @@ def test_a_weight_of_two_stages():
     found = run_threads(2, tied, "pp2 2bw:4")
     assert largest(found) <= 1e-10
     assert all(one.bytes_hold for one in found)
-    with pytest.raises(
-        RankError, match=r"first\.weight is in stages 0 and 1, which update"
-    ):
+    with pytest.raises(RankError, match=r"first\.weight is in stages 0 and 1, which update"):
         run_threads(2, tied, "pp2 pipedream:4")
 
 
