@@ -186,9 +186,9 @@ def _lists(module: nn.Module, name: str) -> Iterator[dict[str, nn.Module]]:
     """Each list of layers: its elements by name."""
     children = {f"{name}.{key}" if name else key: m for key, m in module.named_children()}
     layers = {key: m for key, m in children.items() if next(m.parameters(), None) is not None}
-    kinds = Counter(map(type, layers.values()))
+    kinds = Counter(type(m) for m in layers.values() if type(m).forward is not nn.Module.forward)
     is_list = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
-    if is_list and kinds and max(kinds.values()) > 1:
+    if is_list and max(kinds.values(), default=0) > 1:
         yield layers
     else:
         for key, child in layers.items():

@@ -99,6 +99,14 @@ def test_what_transformers_defines_out_of_order_is_known():
     assert misplaced(small()) == misplaced(find("hf:llama").build()) == {}
 
 
+def test_lists_of_lists_are_cut_between_what_is_called():
+    """Blocks in lists in a list: their elements may begin stages, the lists themselves do not."""
+    pairs = (nn.ModuleList(nn.Linear(4, 4) for _ in range(2)) for _ in range(2))
+    model = nn.Module()
+    model.blocks = nn.ModuleList(pairs)
+    assert starts(model, 4) == ("blocks.0.1", "blocks.1.0", "blocks.1.1")
+
+
 def test_a_small_list_is_no_place_to_cut():
     """The layers of a head go with their neighbour, though there are two of them in a row."""
     model = nn.Module()
