@@ -1,7 +1,7 @@
 """This file is the table of a benchmark: rows from what the ranks measured, as text and as JSON."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -42,13 +42,15 @@ def lines(task: Task, by_rank: Sequence[Sequence[Record]]) -> list[Line]:
     """The rows of one run, from each rank's records."""
     by_contender = list(zip(*by_rank, strict=True))
     slowest = {records[0].name: _slowest(records) for records in by_contender}
-    return [
-        _line(task, records, step_s, slowest[ROSTER[name].against or task.reference])
-        for records, (name, step_s) in zip(by_contender, slowest.items(), strict=True)
-    ]
+    return [_line(task, records, slowest[records[0].name], slowest) for records in by_contender]
 
 
-def _line(task: Task, records: Sequence[Record], step_s: list[float], against: list[float]) -> Line:
+def _line(
+    task: Task,
+    records: Sequence[Record],
+    step_s: list[float],
+    everyones: Mapping[str, list[float]],
+) -> Line:
     name, ranks = records[0].name, len(records)
     finished = len(step_s) == task.rounds
     blank = Line(task.size, name, ranks, None, None, None, None, None, None, records[0].note)
@@ -56,6 +58,7 @@ def _line(task: Task, records: Sequence[Record], step_s: list[float], against: l
         return blank
     wire_bytes = statistics.median(_mean([r.wire[i] for r in records]) for i in range(task.rounds))
     least = least_bytes(ROSTER[name].row, task, ranks)
+    against = everyones[ROSTER[name].against or task.reference]
     ratios = [own / other for own, other in zip(step_s, against, strict=False)]
     return Line(
         size=task.size,
