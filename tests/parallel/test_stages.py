@@ -1,5 +1,6 @@
 import copy
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,6 +17,16 @@ from shardwise.parallel.layers import twin
 from tests.parallel import between
 from tests.parallel.between import LENGTH, WIDTH, Stack
 from tests.parallel.playing import CPU, check, regression, rows, settled
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Small products: several threads would wait for each other, and for other tests."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
 
 TWO, THREE, FOUR = ("blocks.2",), ("blocks.1", "blocks.3"), ("blocks.1", "blocks.2", "blocks.3")
 
