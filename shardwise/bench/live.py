@@ -53,6 +53,8 @@ class Live(TorchDispatchMode):
         """Counts the storages of all tensors in a pytree from now on."""
         for leaf in pytree.tree_leaves(tensors):
             for tensor in plain(leaf):
+                if tensor.is_meta:  # it has a size, and takes no memory
+                    continue
                 storage = tensor.untyped_storage()
                 self.storages.setdefault(storage._cdata, StorageWeakRef(storage))
 

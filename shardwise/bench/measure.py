@@ -168,7 +168,6 @@ def _build(runner: Runner, original: torch.nn.Module, setup: Setup) -> None:
 
 def _metered(runner: Runner) -> None:
     """Two steps under the meter: the second has the optimizer's state from its start."""
-    gc.collect()  # nor is what its building left behind, in cycles, its step's
     runner.live.watch(runner.batches)
     with runner.live:
         runner.advance(1)

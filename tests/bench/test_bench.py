@@ -137,9 +137,11 @@ def test_the_least_bytes_are_the_tables(row: str, volume: int) -> None:
 
 
 def test_live_bytes_follow_storages() -> None:
-    """A storage is counted once, at the size it has now, and no longer than it lives."""
+    """A storage is counted once, at the size it has now, no longer than it lives; meta is none."""
     live = Live()
     with live:
+        shape = torch.zeros(1000, device="meta")
+        assert live.bytes() == 0
         kept = torch.zeros(1000)
         view = kept.view(10, 100)[3:]
         assert live.bytes() == 4000
@@ -149,7 +151,7 @@ def test_live_bytes_follow_storages() -> None:
         kept.untyped_storage().resize_(400)
     assert live.bytes() == 400
     assert live.peak_bytes == 8000  # the ones, and one more than they
-    del kept, view
+    del kept, view, shape
     assert live.bytes() == 0
 
 
