@@ -157,3 +157,18 @@ def fill(value: Callable[[str, Tensor], Any]) -> Callable[[str, Tensor], None]:
             raise bad(given, allowed, example)
 
     return held
+
+
+def names(value: Any) -> dict[str, str]:
+    """`beside=`: names of modules by names of modules."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict) or not all(
+        isinstance(n, str) for n in [*value, *value.values()]
+    ):
+        raise bad(
+            f"beside={shown(value)}",
+            "the name of a module, and of the one in whose stage it is called",
+            'beside={"norm": "head"}',
+        )
+    return value

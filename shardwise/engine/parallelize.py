@@ -31,7 +31,8 @@ def parallelize(
     Options: `tokens`, `clip` (see Training); `units` (see parallel/units.py); `fill(name, tensor)`
     for the weights of a model on the meta device; `seed` where it has no fill; `prefetch`, the
     units gathered ahead; `table`, the styles of tensor parallelism (docs/tensor-tables.md);
-    `stages`, the names of the modules that begin the stages of a pipeline but the first.
+    `stages`, the names of the modules that begin the stages of a pipeline but the first, and
+    `beside={"norm": "head"}`, modules that are not called where they are defined (docs/stages.md).
 
     Raises:
         InputError: the plan cannot work, with every problem and its remedy; what is given is of
@@ -50,12 +51,12 @@ def parallelize(
     given.trained(model)
     layable(model, options["units"])
     table = fitting(model, plan, options["table"])
-    begin = staging.fitting(model, plan, options["stages"])
-    training = Training(
-        recipe, objective, tokens, stale.require(model, plan, begin, options["clip"])
-    )
+    beside = given.names(options["beside"])
+    begin = staging.fitting(model, plan, options["stages"], beside)
+    clip = stale.require(model, plan, begin, options["clip"], beside)
+    training = Training(recipe, objective, tokens, clip)
     world = world.on(plan.mesh)
-    build = Build(plan, world, options["units"], fill, options["prefetch"], table, begin)
+    build = Build(plan, world, options["units"], fill, options["prefetch"], table, begin, beside)
     return Engine(model, build, training)
 
 
@@ -69,6 +70,7 @@ USUAL: dict[str, Any] = {
     "prefetch": 1,
     "table": None,
     "stages": None,
+    "beside": None,
 }
 
 

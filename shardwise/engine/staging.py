@@ -113,8 +113,15 @@ def schedule_of(plan: Plan) -> Schedule | None:
     return lower(whole, gather=plan.row == "zero3" and plan.mesh.size_of(plan.shard_axis or "") > 1)
 
 
-def fitting(model: nn.Module, plan: Plan, given: Sequence[str] | None) -> tuple[str, ...]:
+def fitting(
+    model: nn.Module,
+    plan: Plan,
+    given: Sequence[str] | None,
+    beside: Mapping[str, str] | None = None,
+) -> tuple[str, ...]:
     """The modules that begin the stages of a pipeline but the first; none without a pipeline.
+
+    `beside` is that of Stages (cut.py): modules that are not called where they are defined.
 
     Raises InputError where the model cannot be cut so.
     """
@@ -122,13 +129,13 @@ def fitting(model: nn.Module, plan: Plan, given: Sequence[str] | None) -> tuple[
     if schedule is None:
         return ()
     if given is not None and not _names(given):
-        found = ", ".join(starts(model, len(schedule.home)))
+        found = ", ".join(starts(model, len(schedule.home), None, beside))
         raise bad(
             f"stages={repr(given)[:60]}",
             "a list of the names of the modules that begin the stages but the first",
             f"stages={found.split(', ')}",
         )
-    return starts(model, len(schedule.home), given)
+    return starts(model, len(schedule.home), given, beside)
 
 
 def _names(given: Any) -> bool:
@@ -137,13 +144,15 @@ def _names(given: Any) -> bool:
     return is_several and all(isinstance(name, str) for name in given)
 
 
-def stages_of(model: nn.Module, begin: Sequence[str]) -> dict[str, tuple[int, ...]]:
+def stages_of(
+    model: nn.Module, begin: Sequence[str], beside: Mapping[str, str] | None = None
+) -> dict[str, tuple[int, ...]]:
     """The stages of each parameter, by name, before the model is cut.
 
     What no layer holds is of stage 0 (parallel/layers.py).
     """
     found: dict[nn.Parameter, set[int]] = {p: set() for p in model.parameters()}
-    for name, layer in layers(model, begin, misplaced(model)).items():
+    for name, layer in layers(model, begin, misplaced(model) | dict(beside or {})).items():
         for p in model.get_submodule(name).parameters():
             found[p] |= set(layer.stages)
     return {name: tuple(sorted(found[p] or {0})) for name, p in model.named_parameters()}
@@ -175,10 +184,11 @@ def lay_out(
     world: World,
     schedule: Schedule,
     begin: Sequence[str],
+    beside: Mapping[str, str] | None = None,
 ) -> Staging:
     """Cut `model` into stages, in place; called by all ranks of the world."""
-    axis, at = world.axis(AXIS), stages_of(model, begin)
-    stages = Stages(model, twins[0], begin, schedule.stages(axis.rank), world.device)
+    axis, at = world.axis(AXIS), stages_of(model, begin, beside)
+    stages = Stages(model, twins[0], begin, schedule.stages(axis.rank), world.device, beside)
     held = {name: tuple(sorted({schedule.home[s] for s in used})) for name, used in at.items()}
     lines: dict[tuple[int, ...], Axis] = {}
     for ranks in sorted({ranks for ranks in held.values() if len(ranks) > 1}):

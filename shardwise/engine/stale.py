@@ -19,7 +19,7 @@ tokens of all of them: each is the mean over its own microbatches.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -38,12 +38,17 @@ from shardwise.parallel.staged import Staged
 
 
 def require(
-    model: nn.Module, plan: Plan, starts: Sequence[str] | None, clip: float | None
+    model: nn.Module,
+    plan: Plan,
+    starts: Sequence[str] | None,
+    clip: float | None,
+    beside: Mapping[str, str] | None = None,
 ) -> float | None:
     """The bound for the gradient's norm, None for infinity too, of which there is no norm to tell.
 
-    `starts` are the modules that begin stages. Raises InputError for what a schedule that updates
-    by itself cannot do: clip, and train one parameter in stages that update at different times.
+    `starts` are the modules that begin stages, `beside` as in cut.py. Raises InputError for what a
+    schedule that updates by itself cannot do: clip, and train one parameter in stages that update
+    at different times.
     """
     schedule = staging.schedule_of(plan)
     if schedule is None or not schedule.update:
@@ -55,7 +60,7 @@ def require(
             "clip=None (in a file of `shardwise train`: clip: 0)",
             f"clip=None, or a schedule that updates at the end, 1f1b:{schedule.microbatches}",
         )
-    at = staging.stages_of(model, starts or ())
+    at = staging.stages_of(model, starts or (), beside)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     for name, stages in at.items():
         if name in trained and len({schedule.lag[stage] for stage in stages}) > 1:

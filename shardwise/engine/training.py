@@ -1,7 +1,7 @@
 """this file is what an engine is told to do, and what it tells of each step."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -58,7 +58,8 @@ class Training:
 class Build:
     """What the user asked for: the plan, the world it lies on, units, initial weights, prefetch.
 
-    `table` is that of the tensor axis, `starts` the modules that begin the stages of a pipeline.
+    `table` is that of the tensor axis, `starts` the modules that begin the stages of a pipeline,
+    `beside` those that are not called where they are defined (cut.py).
     """
 
     plan: Plan
@@ -68,6 +69,7 @@ class Build:
     prefetch: int
     table: Table | None
     starts: tuple[str, ...] = ()
+    beside: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
