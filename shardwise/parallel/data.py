@@ -14,6 +14,7 @@ What is gathered, freed or reduced is the business of the row (flat.py); for `dd
 four moments do nothing.  At most `ahead` + 1 units are whole beyond those in use.
 """
 
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -153,7 +154,8 @@ class Data:
                 module.register_forward_hook(partial(self._after, unit), always_call=True)
             for group in unit.trained:
                 for index, p in enumerate(group.params):
-                    p.register_post_accumulate_grad_hook(partial(self._collect, unit, group, index))
+                    mine = (weakref.ref(x) for x in (self, unit, group))
+                    p.register_post_accumulate_grad_hook(partial(_take, *mine, index))
         self.root.register_forward_pre_hook(self._before_root, prepend=True)
         self.root.register_forward_hook(self._after_root)
 
@@ -309,6 +311,19 @@ class Data:
         for unit in self.order:
             if not unit.temporary:
                 unit.begin_gather()
+
+
+def _take(
+    data: "weakref.ref[Data]",
+    unit: weakref.ref[Unit],
+    group: weakref.ref[Group],
+    index: int,
+    p: nn.Parameter,
+) -> None:
+    """A hook on a parameter holds nobody: torch shows the collector no such hook, nor its cycle."""
+    owner, its_unit, its_group = data(), unit(), group()
+    if owner is not None and its_unit is not None and its_group is not None:
+        owner._collect(its_unit, its_group, index, p)
 
 
 def _mark_kept(order: Sequence[Unit]) -> None:

@@ -11,7 +11,9 @@ begins when the last of them is reduced.  Between ranks it is summed over those 
 all the others, in the order of the names: every rank takes the same.
 """
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -96,7 +98,7 @@ class Staged:
             for group in unit.trained:
                 for index, p in enumerate(group.params):
                     self.places[p] = group, index
-                    p.register_post_accumulate_grad_hook(self.collected)
+                    p.register_post_accumulate_grad_hook(partial(_take, weakref.ref(self)))
 
     def begin(self, *, training: bool = True) -> None:
         """A run of the schedule begins; the last of a step is the one that sums (`sums.sync`)."""
@@ -175,3 +177,10 @@ class Staged:
         for unit in self.order:
             if not unit.temporary:
                 unit.begin_gather()
+
+
+def _take(data: weakref.ref[Staged], p: nn.Parameter) -> None:
+    """A hook on a parameter holds nobody: torch shows the collector no such hook, nor its cycle."""
+    owner = data()
+    if owner is not None:
+        owner.collected(p)
