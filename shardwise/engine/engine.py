@@ -171,7 +171,7 @@ class Engine:
             norm, skipped = self._update(correction)
         else:
             self._update_early(chain(first, arriving), correction)
-        self.data.publish()
+        self.data.units.publish()
         return Settled(loss, counted, norm if asked and not skipped else None, skipped)
 
     def _update_early(self, arriving: Iterable[Unit], correction: float) -> None:
@@ -211,7 +211,7 @@ class Engine:
         with self.ledger.phase("backward"):
             self.data.sums.finish()
         norm = self._norm(correction)
-        self.data.show()
+        self.data.units.show()
         skipped = self.scale.on and not math.isfinite(norm)
         if not skipped:
             self.optimizer.step(self.flats, self._factor(norm) * correction)
@@ -281,7 +281,7 @@ class Engine:
 
     def wait(self) -> None:
         """Return when parameters that are kept whole have come (they come beside the next step)."""
-        self.data.wait()
+        self.data.units.wait()
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the steps to come."""
@@ -304,9 +304,9 @@ class Engine:
 
     def prepare(self) -> None:
         """Make the optimizer's state, so that `boxes` has it before the first step."""
-        self.data.rest()
+        self.data.units.rest()
         self.optimizer.prepare()
-        self.data.publish()
+        self.data.units.publish()
 
     def loaded(self) -> None:
         """Boxes were written to from outside: bring every copy in line with them."""

@@ -28,6 +28,7 @@ from shardwise.engine.training import Build
 from shardwise.parallel.data import Data, Pace, Unit
 from shardwise.parallel.facts import Facts
 from shardwise.parallel.flat import Flat
+from shardwise.parallel.resting import Units
 from shardwise.parallel.staged import Staged
 
 
@@ -85,7 +86,7 @@ def _driven(units: Sequence[Unit], staged: Staging, facts: Facts) -> Staged:
         if staged.ties.keys() & set(own)
     ]
     last = [unit for _, unit in sorted(tied, key=lambda pair: pair[0])]
-    return Staged(units, stages, last, sums_of(units, in_flight=len(units)), facts)
+    return Staged(Units(units), stages, last, sums_of(units, in_flight=len(units)), facts)
 
 
 def _names(group: object) -> list[str]:

@@ -143,7 +143,9 @@ class Meter(TorchDispatchMode):
 
     def _owned(self) -> Iterator[tuple[Place, Tensor]]:
         engine = self.engine
-        unit_of = {id(group): unit.name for unit in engine.data.order for group in unit.groups}
+        unit_of = {
+            id(group): unit.name for unit in engine.data.units.order for group in unit.groups
+        }
         for flat in engine.flats:
             unit = unit_of[id(flat)]
             yield from ((Place("parameters", unit), t) for t in (flat.full, flat.shard))
@@ -157,7 +159,7 @@ class Meter(TorchDispatchMode):
 
     def _running(self) -> str:
         """The innermost unit whose forward pass is running; "" in the backward pass."""
-        inside: list[Unit] = [unit for unit in self.engine.data.order if unit.depth > 0]
+        inside: list[Unit] = [unit for unit in self.engine.data.units.order if unit.depth > 0]
         return inside[-1].name if inside else ""
 
 

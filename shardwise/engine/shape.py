@@ -22,7 +22,7 @@ def model_shape(engine: Any) -> ModelShape:
     """
     units: list[UnitShape] = []
     trained_before = False  # whether the backward pass gets as far as here
-    for unit in engine.data.order:
+    for unit in engine.data.units.order:
         trained_before = trained_before or bool(unit.trained)
         again = trained_before and unit.wanted_backward and not unit.keep
         params = _params(engine, cast("list[Flat]", unit.groups))

@@ -19,6 +19,7 @@ from shardwise.parallel.data import Data, Pace, Unit
 from shardwise.parallel.facts import Facts
 from shardwise.parallel.flat import Fill, Flat, Kept
 from shardwise.parallel.reductions import Reductions
+from shardwise.parallel.resting import Units
 from shardwise.parallel.units import Rule, UnitSpec, choose
 
 #: Neighbours smaller than this are one unit: below it a message costs more than what it carries.
@@ -109,7 +110,9 @@ def sums_of(units: Sequence[Unit], in_flight: int) -> Reductions[Unit]:
 
 def hooked(model: nn.Module, how: Sharding, units: Sequence[Unit], pace: Pace) -> Data:
     """Hook the modules of `model`, so that its units are gathered, freed and reduced in time."""
-    return Data(model, units, pace, sums_of(units, pace.in_flight), agreed(model, how, units))
+    return Data(
+        model, Units(units), pace, sums_of(units, pace.in_flight), agreed(model, how, units)
+    )
 
 
 def layable(model: nn.Module, rule: Rule) -> None:

@@ -115,5 +115,5 @@ def refresh(engine: Any) -> None:
     for k, flat in enumerate(engine.optimizer.flats):
         if k in engine.optimizer.masters:
             flat.shard.copy_(engine.optimizer.masters[k])
-    engine.data.rest()
-    engine.data.publish()
+    engine.data.units.rest()
+    engine.data.units.publish()

@@ -34,7 +34,7 @@ def _copy_whole(data: Data, _: nn.Module, state: dict[str, Any], *_more: Any) ->
     for key, value in list(state.items()):
         if isinstance(value, Tensor):
             state[key] = value.detach().clone()
-    data.rest()
+    data.units.rest()
 
 
 def _before_load(flats: Sequence[Flat], *_: Any) -> None:
@@ -45,7 +45,7 @@ def _before_load(flats: Sequence[Flat], *_: Any) -> None:
 def _after_load(data: Data, flats: Sequence[Flat], *_: Any) -> None:
     for flat in flats:
         flat.keep_block()
-    data.rest()
+    data.units.rest()
 
 
 def whole(flats: Sequence[Flat]) -> dict[str, Tensor]:

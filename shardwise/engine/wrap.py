@@ -143,7 +143,7 @@ def _wrap(
     data = hooked(module, how, laid, pace)
     keep_keys(module, data, flats_of(laid))
     if axes[0].size > 1:
-        data.rest()
+        data.units.rest()
     return module
 
 

@@ -14,7 +14,6 @@ What is gathered, freed or reduced is the business of the row (flat.py); for `dd
 four moments do nothing.  At most `ahead` + 1 units are whole beyond those in use.
 """
 
-import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
@@ -26,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
+from shardwise.core.weak import weakly
 
 
 class Group(Protocol):
@@ -62,6 +62,19 @@ class Sums(Protocol):
     def end(self, order: Sequence["Unit"]) -> None: ...
     def arrivals(self) -> Iterator["Unit"]: ...
     def finish(self) -> None: ...
+
+
+class Units(Protocol):
+    """All units, as they are between two passes (resting.py)."""
+
+    order: list["Unit"]
+
+    def show(self) -> None: ...
+    def free(self) -> None: ...
+    def rest(self) -> None: ...
+    def drop(self) -> None: ...
+    def wait(self) -> None: ...
+    def publish(self) -> None: ...
 
 
 class Facts(Protocol):
@@ -134,28 +147,27 @@ class Unit:
 class Data:
     """The units of one model on the data axes, and the hooks that drive them."""
 
-    def __init__(
-        self, root: nn.Module, units: Sequence[Unit], pace: Pace, sums: Sums, facts: Facts
-    ) -> None:
+    def __init__(self, root: nn.Module, units: Units, pace: Pace, sums: Sums, facts: Facts) -> None:
         self.root, self.pace = root, pace
         self.sums, self.facts = sums, facts
-        self.order = list(units)
+        self.units = units
+        self.places: dict[nn.Parameter, tuple[Unit, Group, int]] = {}
         self.seen: list[Unit] = []
         self.in_backward = False
         self.mute = False  # whether gradients of this backward pass count for nothing
-        self.frozen = [p for u in units for g in u.groups if not g.trained for p in g.params]
-        _mark_kept(self.order)
+        self.frozen = [p for u in units.order for g in u.groups if not g.trained for p in g.params]
+        _mark_kept(self.units.order)
         self._hook()
 
     def _hook(self) -> None:
-        for unit in self.order:
+        for unit in self.units.order:
             for module in unit.modules:
                 module.register_forward_pre_hook(partial(self._before, unit))
                 module.register_forward_hook(partial(self._after, unit), always_call=True)
             for group in unit.trained:
                 for index, p in enumerate(group.params):
-                    mine = (weakref.ref(x) for x in (self, unit, group))
-                    p.register_post_accumulate_grad_hook(partial(_take, *mine, index))
+                    self.places[p] = unit, group, index
+                    p.register_post_accumulate_grad_hook(weakly(self._collect))
         self.root.register_forward_pre_hook(self._before_root, prepend=True)
         self.root.register_forward_hook(self._after_root)
 
@@ -173,7 +185,7 @@ class Data:
             )
         self.facts.phase("forward")
         self.seen = []
-        self.publish()  # where somebody else has updated them
+        self.units.publish()  # where somebody else has updated them
         if module.training and torch.is_grad_enabled():
             self.facts.buffers.forward_begins()
 
@@ -183,8 +195,8 @@ class Data:
         if unit.depth == 1 and unit.temporary and not self.in_backward:
             if unit not in self.seen:
                 self.seen.append(unit)
-            place = self.order.index(unit)
-            for following in self.order[place + 1 : place + 1 + self.pace.ahead]:
+            place = self.units.order.index(unit)
+            for following in self.units.order[place + 1 : place + 1 + self.pace.ahead]:
                 following.begin_gather()
 
     def _after(self, unit: Unit, module: nn.Module, args: Any, out: Any) -> None:
@@ -199,13 +211,13 @@ class Data:
     def _after_root(self, module: nn.Module, args: Any, out: Any) -> None:
         if self.in_backward:
             return
-        if len(self.seen) == len(self.order) and self.seen != self.order:
-            self.order = self.seen
-            _mark_kept(self.order)
+        if len(self.seen) == len(self.units.order) and self.seen != self.units.order:
+            self.units.order = self.seen
+            _mark_kept(self.units.order)
         if torch.is_grad_enabled():
             self._watch(out, self._begin_backward)
         elif self.pace.by_hand:
-            self.rest()
+            self.units.rest()
 
     def _watch(self, out: Any, act: Callable[[], None]) -> bool:
         """Call `act` when a gradient of `out` arrives; whether one ever will."""
@@ -226,10 +238,7 @@ class Data:
         """A step broke off: what it left of gradients is dropped, so that the next begins clean."""
         self.sums.finish()
         self.in_backward = False
-        for unit in self.order:
-            unit.free()
-            for group in unit.trained:
-                group.clear()
+        self.units.drop()
 
     def _begin_backward(self) -> None:
         if self.in_backward:
@@ -237,7 +246,7 @@ class Data:
         self.in_backward = True
         self.sums.begin()
         self.facts.phase("backward")
-        for unit in self.order:
+        for unit in self.units.order:
             unit.missing, unit.complete = unit.expected, False
             if not unit.temporary:
                 unit.gather()  # at rest only where this graph is gone through a second time
@@ -247,8 +256,8 @@ class Data:
 
     def _before_backward(self, unit: Unit) -> None:
         self._begin_backward()
-        place = self.order.index(unit)
-        for later in self.order[place + 1 :]:
+        place = self.units.order.index(unit)
+        for later in self.units.order[place + 1 :]:
             if (later.complete or not later.trained) and not later.keep and later.depth == 0:
                 later.free()
         if unit.complete:
@@ -258,11 +267,12 @@ class Data:
                 group.pretend()
             return
         unit.gather()
-        for earlier in self.order[max(0, place - self.pace.ahead) : place][::-1]:
+        for earlier in self.units.order[max(0, place - self.pace.ahead) : place][::-1]:
             if earlier.wanted_backward and earlier.reached and not earlier.complete:
                 earlier.begin_gather()
 
-    def _collect(self, unit: Unit, group: Group, index: int, p: nn.Parameter) -> None:
+    def _collect(self, p: nn.Parameter) -> None:
+        unit, group, index = self.places[p]
         self._begin_backward()
         if unit.complete:  # reentrant checkpointing of a unit used twice: its sum has begun
             raise bad(f"two gradients of {unit.name} in one pass", "one", "use_reentrant=False")
@@ -273,57 +283,17 @@ class Data:
             unit.complete = True
             if len(unit.trained) == len(unit.groups):  # what is frozen may still be read
                 unit.free()
-            self.sums.go_on(self.order)
+            self.sums.go_on(self.units.order)
 
     def _end_backward(self) -> None:
         """Autograd is done: what had no gradient for some parameter is reduced now."""
-        self.sums.end(self.order)
-        for unit in self.order:
-            unit.free()
+        self.sums.end(self.units.order)
+        self.units.free()
         self.in_backward = False
         if self.pace.by_hand and self.sums.sync:
             self.sums.finish()
             self.facts.hear(self.facts.agree(self.facts.got()))
-            self.show()
-
-    # --- after the backward pass --------------------------------------------------------------
-
-    def show(self) -> None:
-        """Put parameters at rest with their gradients on them: the optimizer's turn."""
-        for unit in self.order:
-            unit.show()
-
-    def rest(self) -> None:
-        """Every parameter at rest, no unit whole."""
-        for unit in self.order:
-            unit.free()
-            for group in unit.groups:
-                group.rest()
-
-    def wait(self) -> None:
-        """End what `publish` began."""
-        for unit in self.order:
-            if not unit.temporary:
-                unit.gather()
-
-    def publish(self) -> None:
-        """After the update: begin to gather what is kept whole, in the order of its next use."""
-        for unit in self.order:
-            if not unit.temporary:
-                unit.begin_gather()
-
-
-def _take(
-    data: "weakref.ref[Data]",
-    unit: weakref.ref[Unit],
-    group: weakref.ref[Group],
-    index: int,
-    p: nn.Parameter,
-) -> None:
-    """A hook on a parameter holds nobody: torch shows the collector no such hook, nor its cycle."""
-    owner, its_unit, its_group = data(), unit(), group()
-    if owner is not None and its_unit is not None and its_group is not None:
-        owner._collect(its_unit, its_group, index, p)
+            self.units.show()
 
 
 def _mark_kept(order: Sequence[Unit]) -> None:

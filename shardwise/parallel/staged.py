@@ -11,41 +11,44 @@ begins when the last of them is reduced.  Between ranks it is summed over those 
 all the others, in the order of the names: every rank takes the same.
 """
 
-import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 
 from shardwise.comm.world import Axis
+from shardwise.core.weak import weakly
 
 
 class Group(Protocol):
-    """What a unit asks of each flat group of parameters in it."""
-
-    params: list[nn.Parameter]
-    trained: bool
+    """What takes gradients: a flat group of parameters that are trained (flat.py)."""
 
     def collect(self, index: int, scale: float) -> None: ...
-    def clear(self) -> None: ...
 
 
 class Unit(Protocol):
     """What is gathered and freed at once (data.py)."""
 
     name: str
-    temporary: bool
-    complete: bool
 
-    @property
-    def groups(self) -> Sequence[Any]: ...
     @property
     def trained(self) -> Sequence[Any]: ...
     def begin_gather(self) -> None: ...
     def gather(self) -> None: ...
     def free(self) -> None: ...
     def show(self) -> None: ...
+
+
+class Units(Protocol):
+    """All units, as they are between two passes (resting.py)."""
+
+    @property
+    def order(self) -> Sequence[Unit]: ...
+    def show(self) -> None: ...
+    def rest(self) -> None: ...
+    def drop(self) -> None: ...
+    def wait(self) -> None: ...
+    def publish(self) -> None: ...
 
 
 class Sums(Protocol):
@@ -83,22 +86,22 @@ class Staged:
 
     def __init__(
         self,
-        order: Sequence[Unit],
+        units: Units,
         stages: Mapping[int, Sequence[Unit]],
         last: Sequence[Unit],
         sums: Sums,
         facts: Facts,
     ) -> None:
-        self.order, self.stages, self.last = list(order), dict(stages), list(last)
+        self.units, self.stages, self.last = units, dict(stages), list(last)
         self.sums, self.facts = sums, facts
         self.mute = False  # whether gradients of this backward pass count for nothing
         self.reduced: set[int] = set()  # stages, since `begin`
         self.places: dict[nn.Parameter, tuple[Group, int]] = {}
-        for unit in self.order:
+        for unit in units.order:
             for group in unit.trained:
                 for index, p in enumerate(group.params):
                     self.places[p] = group, index
-                    p.register_post_accumulate_grad_hook(partial(_take, weakref.ref(self)))
+                    p.register_post_accumulate_grad_hook(weakly(self.collected))
 
     def begin(self, *, training: bool = True) -> None:
         """A run of the schedule begins; the last of a step is the one that sums (`sums.sync`)."""
@@ -144,43 +147,7 @@ class Staged:
         if self.sums.sync:
             self._reduce(self.last)
 
-    # --- as data.py has them ------------------------------------------------------------------
-
     def abandon(self) -> None:
         """A step broke off: what it left of gradients is dropped, so that the next begins clean."""
         self.sums.finish()
-        for unit in self.order:
-            unit.free()
-            for group in unit.trained:
-                group.clear()
-
-    def show(self) -> None:
-        """Put parameters at rest with their gradients on them: the optimizer's turn."""
-        for unit in self.order:
-            unit.show()
-
-    def rest(self) -> None:
-        """Every parameter at rest, no unit whole."""
-        for unit in self.order:
-            unit.free()
-            for group in unit.groups:
-                group.rest()
-
-    def wait(self) -> None:
-        """End what `publish` began."""
-        for unit in self.order:
-            if not unit.temporary:
-                unit.gather()
-
-    def publish(self) -> None:
-        """After the update: begin to gather what is kept whole, in the order of its next use."""
-        for unit in self.order:
-            if not unit.temporary:
-                unit.begin_gather()
-
-
-def _take(data: weakref.ref[Staged], p: nn.Parameter) -> None:
-    """A hook on a parameter holds nobody: torch shows the collector no such hook, nor its cycle."""
-    owner = data()
-    if owner is not None:
-        owner.collected(p)
+        self.units.drop()

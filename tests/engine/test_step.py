@@ -144,7 +144,7 @@ def whole_at_once(world: World, plan: str, prefetch: int) -> tuple[int, int, int
     for step in range(2):
         engine.step(share(vectors(step), engine.data_rank, engine.data_ranks))
     left = any(flat.full.untyped_storage().nbytes() for flat in engine.flats)
-    return most[0], flying[0], len(data.order), left
+    return most[0], flying[0], len(data.units.order), left
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 3])
@@ -320,7 +320,7 @@ def orders(world: World) -> list[str]:
     task = rows_task(lambda: settled(Backwards(*[Block() for _ in range(3)])))
     engine = build(world, task, Case("dp2 zero3 fp64"))
     engine.step(share(vectors(0), engine.data_rank, engine.data_ranks))
-    return [unit.name for unit in engine.data.order]
+    return [unit.name for unit in engine.data.units.order]
 
 
 def test_the_order_of_units_is_learnt_from_the_first_forward():
