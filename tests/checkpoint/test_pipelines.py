@@ -15,8 +15,8 @@ from shardwise.comm.world import World, alone
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
 from tests.checkpoint.cuts import save_by_all
-from tests.engine.cases import settled, share, vectors
-from tests.engine.pipelines import ADAMW, WIDTH, ranks_of
+from tests.engine.cases import ranks_of, settled, share, vectors
+from tests.engine.pipelines import ADAMW, WIDTH
 from tests.pool import run_threads
 
 PLANS = [

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 import shardwise as sw
 from shardwise.comm.collectives import all_gather
 from shardwise.comm.world import World
+from shardwise.core.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.engine.whole import whole
 from shardwise.models import gpt
@@ -110,6 +111,11 @@ class Run:
 def share(batch: Any, rank: int, ranks: int) -> Any:
     """A rank's rows of the global batch; none where there are more ranks than rows."""
     return tree_map(lambda x: x.tensor_split(ranks)[rank], batch)
+
+
+def ranks_of(plan: str) -> int:
+    """How many ranks the plan is for."""
+    return Plan.parse(plan).size
 
 
 def build(world: World, task: Task, case: Case) -> Engine:

@@ -1,6 +1,6 @@
 """Tiny models for pipelines, the plans that every synchronous schedule allows, and an oracle."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.core.errors import InputError
-from shardwise.core.plan import Plan
 from shardwise.core.schedule.library import LIBRARY, allowed
 from tests.engine.cases import Task, rows_task, settled, vectors
 from tests.engine.tensors import ADAMW
+from tests.engine.zoo import Stack
 
 #: Eight rows and one more: no number of microbatches but one and three divides them.
 ROWS = 9
@@ -43,11 +43,6 @@ WORDS = [word for name in LIBRARY if name not in STALE for word in forms(name)]
 SCHEDULES = [f"pp{p} {word}" for p in (2, 4) for word in WORDS if is_allowed(word, p)]
 
 
-def ranks_of(plan: str) -> int:
-    """How many ranks the plan is for."""
-    return Plan.parse(plan).size
-
-
 def stack(layers: int = 8, width: int = WIDTH) -> nn.Sequential:
     """Layers of one size, a function between each two."""
     pairs = [(nn.Linear(width, width), nn.Tanh()) for _ in range(layers)]
@@ -56,19 +51,6 @@ def stack(layers: int = 8, width: int = WIDTH) -> nn.Sequential:
 
 def deep() -> nn.Module:
     return settled(stack())
-
-
-class Chain(nn.Module):
-    """Blocks one after the other."""
-
-    def __init__(self, blocks: Sequence[nn.Module]) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def half_frozen() -> nn.Module:
@@ -111,7 +93,7 @@ class Named(nn.Module):
         return {"x": x + state["skip"], "skip": state["x"]}
 
 
-class Tuples(Chain):
+class Tuples(Stack):
     """Tuples between the blocks."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -121,7 +103,7 @@ class Tuples(Chain):
         return both[0]
 
 
-class Dicts(Chain):
+class Dicts(Stack):
     """Dicts between the blocks."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,7 +113,7 @@ class Dicts(Chain):
         return state["x"]
 
 
-class Skips(Chain):
+class Skips(Stack):
     """What the first blocks make is used by the last ones, as in a U-Net."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -178,7 +160,7 @@ class Dropped(nn.Module):
         return x + self.drop(torch.tanh(self.up(x)))
 
 
-class Dropping(Chain):
+class Dropping(Stack):
     """Dropout in blocks and between them."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -187,15 +169,13 @@ class Dropping(Chain):
         return x
 
 
-def chain(kind: Callable[[Sequence[nn.Module]], nn.Module], block: Callable[[], nn.Module]) -> Any:
+def chain(kind: Callable[..., nn.Module], block: Callable[[], nn.Module]) -> Any:
     """What makes such a chain of four blocks."""
     return partial(_chained, kind, block)
 
 
-def _chained(
-    kind: Callable[[Sequence[nn.Module]], nn.Module], block: Callable[[], nn.Module]
-) -> nn.Module:
-    return settled(kind([block() for _ in range(4)]))
+def _chained(kind: Callable[..., nn.Module], block: Callable[[], nn.Module]) -> nn.Module:
+    return settled(kind(*[block() for _ in range(4)]))
 
 
 def plain() -> nn.Module:
@@ -209,7 +189,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tuples": chain(Tuples, Pair),
     "dicts": chain(Dicts, Named),
     "skips": chain(Skips, plain),
-    "idle": chain(Chain, Idle),
+    "idle": chain(Stack, Idle),
 }
 
 

@@ -1,15 +1,11 @@
 import pytest
 import torch
 
-from tests.engine.cases import PLANS, Case, Task, assert_same, oracle, tied_gpt, train
+from tests.engine.cases import PLANS, Case, Task, assert_same, oracle, ranks_of, tied_gpt, train
 from tests.pool import run_gloo, run_threads
 
 TASK = Task()
 TIED = Task(tied_gpt)
-
-
-def ranks_of(plan: str) -> int:
-    return 2 if "dp2" in plan else 4
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.engine.cases import Case
-from tests.engine.pipelines import ADAMW, MODELS, SCHEDULES, SGD, ranks_of, task
+from tests.engine.cases import Case, ranks_of
+from tests.engine.pipelines import ADAMW, MODELS, SCHEDULES, SGD, task
 from tests.engine.tensors import (
     assert_counted,
     assert_parity,

@@ -9,18 +9,19 @@ from torch import Tensor, nn
 
 from shardwise.core.plan import Plan
 from shardwise.engine.staging import schedule_of
-from tests.engine.cases import Case, rows_task, settled, vectors
-from tests.engine.pipelines import ADAMW, WIDTH, Chain, half_frozen, ranks_of, task
+from tests.engine.cases import Case, ranks_of, rows_task, settled, vectors
+from tests.engine.pipelines import ADAMW, WIDTH, half_frozen, task
 from tests.engine.tensors import assert_counted, assert_parity, train, whole_run
 from tests.engine.test_state import assembled, resumed, saved, straight
+from tests.engine.zoo import Stack
 from tests.pool import run_threads
 
 
-class Ends(Chain):
+class Ends(Stack):
     """The last layer has the first one's weight, and both are products, which need it backward."""
 
     def __init__(self) -> None:
-        super().__init__([nn.Linear(WIDTH, WIDTH) for _ in range(6)])
+        super().__init__(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
         self.blocks[5].weight = self.blocks[0].weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -29,12 +30,12 @@ class Ends(Chain):
         return x
 
 
-class Repeated(Chain):
+class Repeated(Stack):
     """Two blocks, gone through three times, as in ALBERT."""
 
     def __init__(self) -> None:
         once = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
-        super().__init__(once * 3)
+        super().__init__(*once * 3)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -42,11 +43,11 @@ class Repeated(Chain):
         return x
 
 
-class Outside(Chain):
+class Outside(Stack):
     """Parameters that are no layer's: one is used at the beginning, one in each stage."""
 
     def __init__(self) -> None:
-        super().__init__([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        super().__init__(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
         self.place = nn.Parameter(torch.zeros(WIDTH))
         self.scale = nn.Parameter(torch.ones(WIDTH))
 

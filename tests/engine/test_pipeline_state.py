@@ -24,15 +24,17 @@ from tests.engine.cases import (
     Case,
     Task,
     build,
+    ranks_of,
     regression,
     rows_task,
     settled,
     text,
     vectors,
 )
-from tests.engine.pipelines import WIDTH, Chain, deep, ranks_of, stack, task
-from tests.engine.tensors import Held, gpt_task, mine, train
+from tests.engine.pipelines import WIDTH, deep, stack, task
+from tests.engine.tensors import Held, assert_nothing_left, gpt_task, metered, train
 from tests.engine.test_failure import is_alive
+from tests.engine.zoo import Stack
 from tests.pool import run_gloo, run_threads
 
 # --- bytes -----------------------------------------------------------------------------------
@@ -100,7 +102,7 @@ class Heavy(nn.Module):
 
 
 def heavy() -> nn.Module:
-    return settled(Chain([Heavy() for _ in range(4)]))
+    return settled(Stack(*[Heavy() for _ in range(4)]))
 
 
 def peak(world: World, plan: str, microbatches: int) -> int:
@@ -130,21 +132,6 @@ def test_a_rank_holds_as_many_microbatches_as_the_schedule_says(
     assert [found // kept_bytes for found in peaks] == list(held)
 
 
-def metered(world: World, plan: str, work: Task) -> list[Any]:
-    """Three steps: what each leaves behind, and whether the meter and the engine agree."""
-    engine, found = build(world, work, Case(plan, clip=1.0)), []
-    meter = Meter(engine)
-    for step in range(3):
-        with meter:
-            engine.step(mine(engine, work.batch(step)))
-        kept: dict[str, int] = {}
-        for place, count in meter.now().items():
-            kept[place.category] = kept.get(place.category, 0) + count
-        agree = {k: kept.get(k, 0) for k in engine.memory()} == engine.memory()
-        found.append((meter.leaks(), agree, engine.memory() == engine.predicted_memory()))
-    return found
-
-
 @pytest.mark.parametrize(
     "plan",
     [
@@ -153,11 +140,10 @@ def metered(world: World, plan: str, work: Task) -> list[Any]:
 )
 def test_a_step_leaves_nothing_behind(plan: str):
     """From the second step on no storage outlives its step; all ways of counting agree."""
-    work = gpt_task("tied", rows=9)
-    for (first, *_), *later in run_gloo(ranks_of(plan), metered, plan, work):
-        assert {leak.place.category for leak in first} <= {"gradients", "optimizer"}
-        assert [leaks for leaks, *_ in later] == [[], []]
-        assert all(agree and foreseen for _, agree, foreseen in later)
+    work = partial(gpt_task, "tied", rows=9)
+    ranks = run_gloo(ranks_of(plan), metered, plan, work)
+    assert_nothing_left(ranks)
+    assert all(foreseen for steps in ranks for _, _, foreseen in steps[1:])
 
 
 # --- what is refused -------------------------------------------------------------------------
@@ -221,11 +207,11 @@ def test_a_share_of_fewer_rows_than_microbatches_is_refused(plan: str):
         assert loss == pytest.approx(expected, rel=1e-10)
 
 
-class Asking(Chain):
+class Asking(Stack):
     """Between its layers it asks for a number, or goes back to a layer of before."""
 
     def __init__(self, how: str) -> None:
-        super().__init__([nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+        super().__init__(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
         self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
@@ -269,7 +255,7 @@ class Fragile(nn.Module):
 
 
 def fragile() -> nn.Module:
-    return settled(Chain([Fragile() for _ in range(4)]))
+    return settled(Stack(*[Fragile() for _ in range(4)]))
 
 
 def break_in(engine: Engine, name: str, forward: int) -> None:

@@ -19,39 +19,50 @@ from shardwise.models.initial import initial
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.train.proof import compare, engine_of
-from tests.engine.cases import Case, Task, build, regression, rows_task, settled, text, vectors
+from tests.engine.cases import (
+    Case,
+    Task,
+    build,
+    ranks_of,
+    regression,
+    rows_task,
+    settled,
+    text,
+    vectors,
+)
 from tests.engine.pipelines import (
     ADAMW,
     SGD,
     WIDTH,
-    Chain,
     Dropped,
     Dropping,
     Normed,
     chain,
     deep,
-    ranks_of,
     task,
 )
 from tests.engine.tensors import (
     SHAPES,
+    SKIPPED,
     Held,
     assert_counted,
     assert_parity,
     assert_pieces,
     gpt_task,
     mine,
+    overflowing,
     pieces,
     sent,
     train,
     whole_run,
 )
 from tests.engine.test_state import assembled, saved
+from tests.engine.zoo import Stack
 from tests.pool import run_gloo, run_threads
 
 # --- normalisation ---------------------------------------------------------------------------
 
-NORMED = rows_task(chain(Chain, Normed), partial(vectors, rows=10))
+NORMED = rows_task(chain(Stack, Normed), partial(vectors, rows=10))
 
 
 @pytest.mark.parametrize("word", ["gpipe:4", "1f1b:3", "zb-h1:4", "interleaved:4x2"])
@@ -190,30 +201,11 @@ def test_half_precision(plan: str):
     assert_counted(ranks)
 
 
-def overflowing(world: World, plan: str) -> list[tuple[bool, float, bool]]:
-    """In the second step a gradient on the rank of the first stage is infinite."""
-    work = gpt_task()
-    engine = build(world, work, Case(f"{plan} fp16", clip=1.0))
-    engine.scale.value = 256.0
-    found, step = [], 0
-    names = dict(engine.model.named_parameters())
-    if "blocks.0.mlp.up.weight" in names and engine.data_rank == 0:
-        up = names["blocks.0.mlp.up.weight"]
-        up.register_hook(lambda g: g * torch.inf if step == 1 else g)
-    for step in range(3):
-        before = [flat.shard.clone() for flat in engine.flats]
-        skipped = engine.step(mine(engine, text(step))).skipped
-        pairs = zip(before, engine.flats, strict=True)
-        moved = any(not torch.equal(old, flat.shard) for old, flat in pairs)
-        found.append((skipped, engine.scale.value, moved))
-    return found
-
-
 @pytest.mark.parametrize("plan", ["pp2 1f1b:3", "pp2 zb-h1:3", "pp2 dp2 zero3 gpipe:2"])
 def test_an_overflow_in_one_stage_is_skipped_by_all(plan: str):
     """Nobody updates, and the scale is halved everywhere."""
-    good = [(False, 256.0, True), (True, 128.0, False), (False, 128.0, True)]
-    assert run_threads(ranks_of(plan), overflowing, plan) == [good] * ranks_of(plan)
+    found = run_threads(ranks_of(plan), overflowing, plan, "blocks.0.mlp.up.weight", 0)
+    assert found == [SKIPPED] * ranks_of(plan)
 
 
 # --- what several stages hold ----------------------------------------------------------------

@@ -15,6 +15,7 @@ from tests.engine.cases import (
     Task,
     build,
     oracle,
+    ranks_of,
     rows_task,
     share,
     text,
@@ -26,10 +27,6 @@ from tests.pool import run_gloo, run_threads
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PLANS = [*(f"dp2 {row}" for row in ROWS), "dp_replicate2 dp_shard2 zero2"]
-
-
-def ranks_of(plan: str) -> int:
-    return 4 if "replicate" in plan else 2
 
 
 def dtypes(world: World, plan: str) -> list[tuple[torch.dtype, ...]]:

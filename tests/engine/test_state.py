@@ -8,7 +8,7 @@ import torch
 from shardwise.comm.world import World
 from shardwise.engine.engine import Engine
 from shardwise.engine.whole import whole
-from tests.engine.cases import Case, Task, build, difference, rows_task, settled, share
+from tests.engine.cases import Case, Task, build, difference, ranks_of, rows_task, settled, share
 from tests.engine.test_zoo import gated
 from tests.engine.zoo import Gated, make
 from tests.pool import run_gloo, run_threads
@@ -23,10 +23,6 @@ TASKS = {
     "gpt": Task(),
     "batch of vectors": rows_task(partial(make, "twice")),
 }
-
-
-def ranks_of(plan: str) -> int:
-    return 4 if "dp4" in plan or "replicate" in plan else 2 if "dp2" in plan else 1
 
 
 def steps(engine: Engine, task: Task, first: int, last: int) -> list[float]:

@@ -12,9 +12,10 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.models import gpt
 from shardwise.models.initial import fill, initial
-from tests.engine.cases import ROWS, Case, Task, build, oracle, regression, text
+from tests.engine.cases import ROWS, Case, Task, build, oracle, ranks_of, regression, text
 from tests.engine.tensors import (
     ADAMW,
+    SKIPPED,
     SMALL,
     Held,
     Piece,
@@ -23,8 +24,8 @@ from tests.engine.tensors import (
     assert_pieces,
     gpt_task,
     mine,
+    overflowing,
     pieces,
-    ranks_of,
     sent,
     train,
     whole_run,
@@ -140,26 +141,11 @@ def test_half_precision(plan: str, precision: str):
     assert_counted(ranks)
 
 
-def overflowing(world: World, plan: str) -> list[tuple[bool, float, bool]]:
-    """In the second step one rank's part of one gradient is infinite."""
-    engine = build(world, gpt_task(), Case(f"{plan} fp16", clip=1.0))
-    engine.scale.value = 256.0
-    weight, found = engine.model.get_parameter("blocks.1.mlp.up.weight"), []
-    weight.register_hook(lambda g: g * torch.inf if step == 1 and world.rank == 1 else g)
-    for step in range(3):
-        before = [flat.shard.clone() for flat in engine.flats]
-        skipped = engine.step(mine(engine, text(step))).skipped
-        pairs = zip(before, engine.flats, strict=True)
-        moved = any(not torch.equal(old, flat.shard) for old, flat in pairs)
-        found.append((skipped, engine.scale.value, moved))
-    return found
-
-
 @pytest.mark.parametrize("plan", ["tp2", "dp2 tp2 sp zero2"])
 def test_an_overflow_on_one_tensor_rank_is_skipped_by_all(plan: str):
     """A part that only one rank holds overflows: nobody updates, the scale is halved everywhere."""
-    good = [(False, 256.0, True), (True, 128.0, False), (False, 128.0, True)]
-    assert run_threads(ranks_of(plan), overflowing, plan) == [good] * ranks_of(plan)
+    found = run_threads(ranks_of(plan), overflowing, plan, "blocks.1.mlp.up.weight", 1)
+    assert found == [SKIPPED] * ranks_of(plan)
 
 
 def born(world: World, plan: str, own: bool) -> list[Piece]:

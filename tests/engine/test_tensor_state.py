@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.comm.world import World, alone, traced
+from shardwise.comm.world import alone, traced
 from shardwise.core.errors import InputError
-from shardwise.engine.meter import Meter
 from shardwise.models import gpt
-from tests.engine.cases import Case, Task, build
-from tests.engine.tensors import ADAMW, gpt_task, made, mine, ranks_of
+from tests.engine.cases import Case, Task, ranks_of
+from tests.engine.tensors import ADAMW, assert_nothing_left, gpt_task, made, metered
 from tests.engine.test_state import assembled, resumed, saved, straight
 from tests.parallel.layers import KINDS, task
 from tests.pool import run_gloo, run_threads
@@ -65,22 +64,6 @@ def test_packed_weights_are_kept_whole(name: str):
             assert own == pytest.approx(losses[2:], rel=1e-10)
 
 
-def metered(world: World, name: str, plan: str) -> list[Any]:
-    """Three steps: what each leaves behind, and whether the meter and the engine agree."""
-    work = task(name) if name in KINDS else gpt_task(name)
-    engine, found = build(world, work, Case(plan, clip=1.0)), []
-    meter = Meter(engine)
-    for step in range(3):
-        with meter:
-            engine.step(mine(engine, work.batch(step)))
-        kept: dict[str, int] = {}
-        for place, count in meter.now().items():
-            kept[place.category] = kept.get(place.category, 0) + count
-        agree = {k: kept.get(k, 0) for k in engine.memory()} == engine.memory()
-        found.append((meter.leaks(), agree))
-    return found
-
-
 LEFT = [
     ("tp2", "untied"),
     ("tp2 sp bf16", "tied"),
@@ -92,10 +75,8 @@ LEFT = [
 @pytest.mark.parametrize(("plan", "name"), LEFT)
 def test_a_step_leaves_nothing_behind(plan: str, name: str):
     """From the second step on no storage outlives its step; both ways of reading agree."""
-    for (first, _), *later in run_gloo(2, metered, name, plan):
-        assert {leak.place.category for leak in first} <= {"gradients", "optimizer"}
-        assert [leaks for leaks, _ in later] == [[], []]
-        assert all(agree for _, agree in later)
+    work = partial(task if name in KINDS else gpt_task, name)
+    assert_nothing_left(run_gloo(2, metered, plan, work))
 
 
 REFUSED = [

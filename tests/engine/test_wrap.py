@@ -1,4 +1,6 @@
+import gc
 import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -8,10 +10,11 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
+from shardwise.core.plan import Plan
 from shardwise.engine.wrap import STRATEGIES, _found
 from shardwise.parallel.data import Data
 from tests.engine import loops
-from tests.engine.cases import difference
+from tests.engine.cases import Case, Task, build, difference, share, text
 from tests.engine.loops import LOOPS, adam, on_ranks, rows, wrap
 from tests.engine.zoo import Block, make
 from tests.pool import run_gloo, run_threads
@@ -282,3 +285,28 @@ def half_norm(world: World) -> float:
 def test_the_norm_of_half_precision_gradients_is_taken_in_fp32():
     """A norm rounded to bf16 would be off by up to 1 in 256."""
     assert abs(run_threads(1, half_norm)[0]) < 1e-3
+
+
+def dropped(world: World, how: str) -> list[bool]:
+    """Train and let go of it: whether the weights are alive before and after."""
+    if how in WAYS:
+        held: Any = wrap(how, make("stack").double(), world)
+        held(rows(0, world.rank)).square().mean().backward()
+    else:
+        held = build(world, Task(), Case(how))
+        held.step(share(text(0), held.data_rank, held.data_ranks))
+    weight = weakref.ref(next(iter(held.parameters() if how in WAYS else held.model.parameters())))
+    alive = [weight() is not None]
+    world.barrier()
+    del held
+    gc.collect()
+    world.barrier()  # the last of all ranks has collected
+    gc.collect()
+    return [*alive, weight() is not None]
+
+
+@pytest.mark.parametrize("how", [*WAYS, "dp2 zero2", "tp2 sp", "pp2 dp2 zero3 zb-h1:2"])
+def test_what_nobody_holds_is_freed(how: str):
+    """Hooks on parameters, which the collector does not see, keep nobody alive."""
+    ranks = ranks_of(how) if how in WAYS else Plan.parse(how).size
+    assert run_threads(ranks, dropped, how) == [[True, False]] * ranks

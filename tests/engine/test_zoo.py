@@ -5,16 +5,22 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.engine.cases import Case, Task, assert_same, oracle, rows_task, settled, train, vectors
+from tests.engine.cases import (
+    Case,
+    Task,
+    assert_same,
+    oracle,
+    ranks_of,
+    rows_task,
+    settled,
+    train,
+    vectors,
+)
 from tests.engine.zoo import ZOO, Block, Gated, Mixed, Stack, make, unwrapped
 from tests.pool import run_gloo, run_threads
 
 PLANS = ["dp2 ddp", "dp2 zero1", "dp2 zero2", "dp2 zero3", "dp_replicate2 dp_shard2 zero3"]
 SGD = {"kind": torch.optim.SGD, "options": {"lr": 0.1, "momentum": 0.9}}
-
-
-def ranks_of(plan: str) -> int:
-    return 2 if plan.startswith("dp2") else 4
 
 
 def any_output(how: str, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
