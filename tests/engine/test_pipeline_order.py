@@ -7,6 +7,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import RankError
+from tests.engine.cases import settled
 from tests.pool import run_threads
 
 
@@ -26,9 +27,8 @@ class Turned(nn.Module):
 
 def turned(world: World, beside: dict[str, str] | None) -> list[float]:
     """The losses of three steps."""
-    torch.manual_seed(3)
     made = sw.parallelize(
-        Turned(),
+        settled(Turned()),
         "pp2 1f1b:2 fp64" if world.size > 1 else "fp64",
         world,
         loss=lambda model, batch: model(batch["x"]).square().mean(),
