@@ -20,12 +20,14 @@ from shardwise.engine.shard import (
     flats_of,
     hooked,
     shard,
+    sizes,
     sums_of,
     units_of,
 )
 from shardwise.engine.staging import Staging
 from shardwise.engine.training import Build
 from shardwise.parallel.data import Data, Pace, Unit
+from shardwise.parallel.direct import write_directly
 from shardwise.parallel.facts import Facts
 from shardwise.parallel.flat import Flat
 from shardwise.parallel.resting import Units
@@ -69,11 +71,11 @@ def lay_out(model: nn.Module, build: Build) -> Laid:
     tensors = tensor.lay_out(model, world, plan.sp, build.table)
     staged = staging.lay_out(model, twins, world, schedule, build.starts, build.beside)
     units = shard(how, staged.here(specs), tensors, staged.ties)
-    data = _driven(units, staged, agreed(model, how, units))
+    data = _driven(model, units, staged, agreed(model, how, units))
     return Laid(how.axes, tensors, staged, data, flats_of(units))
 
 
-def _driven(units: Sequence[Unit], staged: Staging, facts: Facts) -> Staged:
+def _driven(model: nn.Module, units: Sequence[Unit], staged: Staging, facts: Facts) -> Staged:
     """The units by the stages that use them; those with tied parameters are summed last."""
     names = [[name for group in unit.groups for name in _names(group)] for unit in units]
     stages = {
@@ -86,7 +88,11 @@ def _driven(units: Sequence[Unit], staged: Staging, facts: Facts) -> Staged:
         if staged.ties.keys() & set(own)
     ]
     last = [unit for _, unit in sorted(tied, key=lambda pair: pair[0])]
-    return Staged(Units(units), stages, last, sums_of(units, in_flight=len(units)), facts)
+    data = Staged(Units(units), stages, last, sums_of(units, in_flight=len(units)), facts)
+    row = staged.schedule.actions(staged.axis.rank)
+    if not any(action.op == "W" for action in row):  # which goes through a graph in two halves
+        write_directly(model, data, sizes(units))
+    return data
 
 
 def _names(group: object) -> list[str]:

@@ -16,6 +16,7 @@ from shardwise.core.states import Row
 from shardwise.engine.held import Tensors, Tie, nowhere
 from shardwise.parallel.buffers import Buffers
 from shardwise.parallel.data import Data, Pace, Unit
+from shardwise.parallel.direct import write_directly
 from shardwise.parallel.facts import Facts
 from shardwise.parallel.flat import Fill, Flat, Kept
 from shardwise.parallel.reductions import Reductions
@@ -110,9 +111,19 @@ def sums_of(units: Sequence[Unit], in_flight: int) -> Reductions[Unit]:
 
 def hooked(model: nn.Module, how: Sharding, units: Sequence[Unit], pace: Pace) -> Data:
     """Hook the modules of `model`, so that its units are gathered, freed and reduced in time."""
-    return Data(
-        model, Units(units), pace, sums_of(units, pace.in_flight), agreed(model, how, units)
-    )
+    sums, facts = sums_of(units, pace.in_flight), agreed(model, how, units)
+    data = Data(model, Units(units), pace, sums, facts)
+    write_directly(model, data, sizes(units))
+    return data
+
+
+def sizes(units: Sequence[Unit]) -> dict[nn.Parameter, int]:
+    """How many elements each parameter has, or this tensor rank's part of it."""
+    return {
+        p: shape.numel()
+        for flat in flats_of(units)
+        for p, shape in zip(flat.params, flat.shapes, strict=True)
+    }
 
 
 def layable(model: nn.Module, rule: Rule) -> None:

@@ -42,6 +42,7 @@ class Group(Protocol):
     def pretend(self) -> None: ...
     def rest(self) -> None: ...
     def collect(self, index: int, scale: float) -> None: ...
+    def add_product(self, index: int, left: Tensor, right: Tensor, scale: float) -> None: ...
     def begin_reduce(self) -> None: ...
     def end_reduce(self) -> None: ...
     def begin_further(self) -> None: ...
@@ -167,7 +168,7 @@ class Data:
             for group in unit.trained:
                 for index, p in enumerate(group.params):
                     self.places[p] = unit, group, index
-                    p.register_post_accumulate_grad_hook(weakly(self._collect))
+                    p.register_post_accumulate_grad_hook(weakly(self.collected))
         self.root.register_forward_pre_hook(self._before_root, prepend=True)
         self.root.register_forward_hook(self._after_root)
 
@@ -271,7 +272,15 @@ class Data:
             if earlier.wanted_backward and earlier.reached and not earlier.complete:
                 earlier.begin_gather()
 
-    def _collect(self, p: nn.Parameter) -> None:
+    def product(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
+        """Add left^T right to the gradient of `p` (direct.py)."""
+        _, group, index = self.places[p]
+        self._begin_backward()
+        if not self.mute:
+            group.add_product(index, left, right, self.pace.scale)
+
+    def collected(self, p: nn.Parameter) -> None:
+        """Take what autograd left on `p`: all of its gradient in this pass is there."""
         unit, group, index = self.places[p]
         self._begin_backward()
         if unit.complete:  # reentrant checkpointing of a unit used twice: its sum has begun

@@ -234,6 +234,14 @@ class Flat:
             torch.mul(gradient, scale, out=view)
         self.filled[index] = self.got[index] = True
 
+    def add_product(self, index: int, left: Tensor, right: Tensor, scale: float) -> None:
+        """Add left^T right, of left [N, out] and right [N, in], to the gradient of a weight."""
+        if self.grad is None:
+            self.begin_grad()
+        view, beta = self.grad_views[index], float(self.filled[index])  # times 0: not read at all
+        torch.addmm(view, left.t(), right, beta=beta, alpha=scale, out=view)
+        self.filled[index] = self.got[index] = True
+
     def begin_grad(self) -> None:
         """Make room for gradients in the layout of `full`."""
         like = {"dtype": self.dtype, "device": self.shard.device}

@@ -24,6 +24,7 @@ class Group(Protocol):
     """What takes gradients: a flat group of parameters that are trained (flat.py)."""
 
     def collect(self, index: int, scale: float) -> None: ...
+    def add_product(self, index: int, left: Tensor, right: Tensor, scale: float) -> None: ...
 
 
 class Unit(Protocol):
@@ -120,6 +121,12 @@ class Staged:
         """Give the whole parameters of a stage up."""
         for unit in self.stages[stage]:
             unit.free()
+
+    def product(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
+        """Add left^T right to the gradient of `p` (direct.py)."""
+        group, index = self.places[p]
+        if not self.mute:
+            group.add_product(index, left, right, 1.0)
 
     def collected(self, p: nn.Parameter) -> None:
         """Take the gradient that was left on `p`."""

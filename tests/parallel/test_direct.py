@@ -1,0 +1,208 @@
+"""Weight gradients that are written where they are kept: the same numbers, by either way."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise.comm.world import World, alone
+from shardwise.parallel import direct
+from shardwise.parallel.flat import Flat
+from tests.engine.cases import difference, settled
+from tests.pool import run_threads
+
+WIDE = 256  # a square weight has just enough elements
+assert WIDE * WIDE == direct.LEAST
+
+
+class Net(nn.Module):
+    """Two wide layers, the second with a bias, and a small one; `way` is how they are used."""
+
+    def __init__(self, way: Callable[["Net", Tensor], Tensor]) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDE, WIDE, bias=False)
+        self.b = nn.Linear(WIDE, WIDE)
+        self.c = nn.Linear(WIDE, 3)
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.way(self, x)) / WIDE
+
+
+def once(net: Net, x: Tensor) -> Tensor:
+    return torch.tanh(net.b(torch.tanh(net.a(x))))
+
+
+def in_place(net: Net, x: Tensor) -> Tensor:
+    return net.b(net.a(x).tanh_()).tanh_()
+
+
+def repeated(net: Net, x: Tensor) -> Tensor:
+    return torch.tanh(net.b(once(net, once(net, x).tanh())))
+
+
+def read_twice(net: Net, x: Tensor) -> Tensor:
+    """One weight by its layer, and besides."""
+    return once(net, x) + torch.tanh(x @ net.b.weight)
+
+
+def recomputed(net: Net, x: Tensor, reentrant: bool) -> Tensor:
+    first = torch.tanh(net.a(x))
+    return checkpoint(lambda y: torch.tanh(net.b(y)), first, use_reentrant=reentrant)
+
+
+def unused(net: Net, x: Tensor) -> Tensor:
+    """What one layer makes is dropped."""
+    net.b(x)
+    return torch.tanh(net.a(x))
+
+
+WAYS: dict[str, Callable[[Net, Tensor], Tensor]] = {
+    "once": once,
+    "in place": in_place,
+    "repeated": repeated,
+    "read twice": read_twice,
+    "recomputed": partial(recomputed, reentrant=False),
+    "recomputed, reentrant": partial(recomputed, reentrant=True),
+    "unused": unused,
+}
+
+
+def rows(step: int, rank: int) -> Tensor:
+    own = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(2, 3, WIDE, generator=own, dtype=torch.float64)
+
+
+def made(way: Callable[[Net, Tensor], Tensor]) -> Net:
+    """The net with its weights, which follow from their names."""
+    net = Net(way).double()
+    settled(net)
+    return net
+
+
+def wrapped(world: World, way: str) -> dict[str, Tensor | None]:
+    """The gradients of two passes, added up, each rank with rows of its own."""
+    model = sw.DDP(made(WAYS[way]), world)
+    for step in range(2):
+        model(rows(step, world.rank)).square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_those_of_autograd(way: str):
+    """However often and from wherever a weight is used; what has no gradient has none."""
+    plain = made(WAYS[way])
+    for step in range(2):
+        for rank in range(2):
+            (plain(rows(step, rank)).square().sum() / 2).backward()
+    for found in run_threads(2, wrapped, way):
+        for name, p in plain.named_parameters():
+            assert (found[name] is None) == (p.grad is None), name
+            if p.grad is not None:
+                assert difference(found[name], p.grad) <= 1e-12, name
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The weights whose gradients have been written directly, in order."""
+    names: list[str] = []
+    plain = Flat.add_product
+
+    def noted(self: Flat, index: int, *args: Any) -> None:
+        names.append(self.names[index])
+        plain(self, index, *args)
+
+    monkeypatch.setattr(Flat, "add_product", noted)
+    return names
+
+
+def test_large_weights_are_written_directly(written: list[str]):
+    """From the last to the first, the small one by autograd."""
+    wrapped(alone(), "once")
+    assert written == ["b.weight", "a.weight"] * 2
+
+
+def _there(p: Tensor) -> Tensor:
+    assert p.grad is not None
+    return p.grad.clone()
+
+
+@pytest.mark.parametrize("hook", ["tensor", "accumulated"])
+def test_a_hook_on_a_weight_sees_its_gradient(written: list[str], hook: str):
+    """A gradient that somebody looks at goes autograd's way."""
+    net, seen = made(once), list[Tensor]()
+    if hook == "tensor":
+        net.a.weight.register_hook(seen.append)
+    else:
+        net.a.weight.register_post_accumulate_grad_hook(lambda p: seen.append(_there(p)))
+    model = sw.DDP(net, alone())
+    model(rows(0, 0)).square().sum().backward()
+    assert written == ["b.weight"]
+    assert torch.equal(seen[0], _there(net.a.weight))
+
+
+def test_a_hook_that_changes_what_a_layer_gives_is_heard(written: list[str]):
+    """One that comes first, registered later, has its part of the graph."""
+    plain, net = made(once), made(once)
+    model = sw.DDP(net, alone())
+    for each in (plain, net):
+        each.a.register_forward_hook(lambda _, args, y: y * args[0].mean(), prepend=True)
+    model(rows(0, 0)).square().sum().backward()
+    plain(rows(0, 0)).square().sum().backward()
+    assert written == ["b.weight"]
+    assert difference(_there(net.a.weight), _there(plain.a.weight)) <= 1e-12
+
+
+def test_gradients_that_are_asked_for_are_given(written: list[str]):
+    """torch.autograd.grad returns them and leaves no gradient behind."""
+    model = sw.DDP(made(once), alone())
+    names, params = zip(*model.named_parameters(), strict=True)
+    asked = torch.autograd.grad(model(rows(0, 0)).square().sum(), params)
+    assert written == []
+    assert all(p.grad is None for p in params)
+    model(rows(0, 0)).square().sum().backward()
+    for name, p, grad in zip(names, params, asked, strict=True):
+        assert difference(grad, _there(p)) <= 1e-12, name
+
+
+def penalty(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients of a penalty on the gradient of the input (arXiv 1704.00028)."""
+    x = rows(0, 0).requires_grad_()
+    (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    slope.square().sum().backward()
+    return {name: _there(p) for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_a_gradient_can_be_differentiated():
+    """A penalty on gradients trains a wrapped module as it trains a plain one."""
+    expected = penalty(made(once))
+    found = penalty(sw.DDP(made(once), alone()))
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        assert difference(found[name], grad) <= 1e-12, name
+
+
+def test_under_autocast_gradients_are_autograds(written: list[str]):
+    """The layer computes in another dtype than its weight has."""
+    model = sw.DDP(made(once).float(), alone())
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(rows(0, 0).float()).square().sum()
+    loss.backward()
+    assert written == []
+    assert all(_there(p).dtype == torch.float32 for p in model.parameters())
+
+
+def test_a_layer_that_raises_leaves_nothing_behind():
+    """The next pass is as ever."""
+    net = made(once)
+    weight, model = net.a.weight, sw.DDP(net, alone())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(2, WIDE + 1, dtype=torch.float64))
+    assert net.a.weight is weight
+    model(rows(0, 0)).square().sum().backward()
+    assert weight.grad is not None
