@@ -63,6 +63,8 @@ def lay_out(model: nn.Module, build: Build) -> Laid:
         tensors = tensor.lay_out(model, world, plan.sp, build.table)
         units = shard(how, specs, tensors)
         data = hooked(model, how, units, Pace(ahead=build.prefetch, by_hand=False))
+        if plan.accumulate > 1:
+            write_directly(model, data, sizes(units))
         return Laid(how.axes, tensors, None, data, flats_of(units))
     at = staging.stages_of(model, build.starts, build.beside)
     specs = units_of(model, how, tensor_ranks, lambda spec: {at[name] for name, _ in spec.params})

@@ -16,7 +16,6 @@ from shardwise.core.states import Row
 from shardwise.engine.held import Tensors, Tie, nowhere
 from shardwise.parallel.buffers import Buffers
 from shardwise.parallel.data import Data, Pace, Unit
-from shardwise.parallel.direct import write_directly
 from shardwise.parallel.facts import Facts
 from shardwise.parallel.flat import Fill, Flat, Kept
 from shardwise.parallel.reductions import Reductions
@@ -112,9 +111,7 @@ def sums_of(units: Sequence[Unit], in_flight: int) -> Reductions[Unit]:
 def hooked(model: nn.Module, how: Sharding, units: Sequence[Unit], pace: Pace) -> Data:
     """Hook the modules of `model`, so that its units are gathered, freed and reduced in time."""
     sums, facts = sums_of(units, pace.in_flight), agreed(model, how, units)
-    data = Data(model, Units(units), pace, sums, facts)
-    write_directly(model, data, sizes(units))
-    return data
+    return Data(model, Units(units), pace, sums, facts)
 
 
 def sizes(units: Sequence[Unit]) -> dict[nn.Parameter, int]:

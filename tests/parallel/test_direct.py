@@ -11,13 +11,15 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
-from shardwise.parallel import direct
+from shardwise.engine.shard import drivers
+from shardwise.parallel.direct import LEAST, write_directly
 from shardwise.parallel.flat import Flat
-from tests.engine.cases import difference, settled
+from tests.engine.cases import Case, build, difference, rows_task, settled
+from tests.engine.tensors import mine
 from tests.pool import run_threads
 
 WIDE = 256  # a square weight has just enough elements
-assert WIDE * WIDE == direct.LEAST
+assert WIDE * WIDE == LEAST
 
 
 class Net(nn.Module):
@@ -85,9 +87,17 @@ def made(way: Callable[[Net, Tensor], Tensor]) -> Net:
     return net
 
 
+def directly(net: Net, world: World) -> Net:
+    """The net wrapped, with the large gradients written where they are kept."""
+    sw.DDP(net, world)
+    [data] = drivers(net)
+    write_directly(net, data, {p: p.numel() for p in net.parameters()})
+    return net
+
+
 def wrapped(world: World, way: str) -> dict[str, Tensor | None]:
     """The gradients of two passes, added up, each rank with rows of its own."""
-    model = sw.DDP(made(WAYS[way]), world)
+    model = directly(made(WAYS[way]), world)
     for step in range(2):
         model(rows(step, world.rank)).square().sum().backward()
     return {name: p.grad for name, p in model.named_parameters()}
@@ -140,7 +150,7 @@ def test_a_hook_on_a_weight_sees_its_gradient(written: list[str], hook: str):
         net.a.weight.register_hook(seen.append)
     else:
         net.a.weight.register_post_accumulate_grad_hook(lambda p: seen.append(_there(p)))
-    model = sw.DDP(net, alone())
+    model = directly(net, alone())
     model(rows(0, 0)).square().sum().backward()
     assert written == ["b.weight"]
     assert torch.equal(seen[0], _there(net.a.weight))
@@ -149,7 +159,7 @@ def test_a_hook_on_a_weight_sees_its_gradient(written: list[str], hook: str):
 def test_a_hook_that_changes_what_a_layer_gives_is_heard(written: list[str]):
     """One that comes first, registered later, has its part of the graph."""
     plain, net = made(once), made(once)
-    model = sw.DDP(net, alone())
+    model = directly(net, alone())
     for each in (plain, net):
         each.a.register_forward_hook(lambda _, args, y: y * args[0].mean(), prepend=True)
     model(rows(0, 0)).square().sum().backward()
@@ -160,7 +170,7 @@ def test_a_hook_that_changes_what_a_layer_gives_is_heard(written: list[str]):
 
 def test_gradients_that_are_asked_for_are_given(written: list[str]):
     """torch.autograd.grad returns them and leaves no gradient behind."""
-    model = sw.DDP(made(once), alone())
+    model = directly(made(once), alone())
     names, params = zip(*model.named_parameters(), strict=True)
     asked = torch.autograd.grad(model(rows(0, 0)).square().sum(), params)
     assert written == []
@@ -181,7 +191,7 @@ def penalty(model: nn.Module) -> dict[str, Tensor]:
 def test_a_gradient_can_be_differentiated():
     """A penalty on gradients trains a wrapped module as it trains a plain one."""
     expected = penalty(made(once))
-    found = penalty(sw.DDP(made(once), alone()))
+    found = penalty(directly(made(once), alone()))
     assert found.keys() == expected.keys()
     for name, grad in expected.items():
         assert difference(found[name], grad) <= 1e-12, name
@@ -189,7 +199,7 @@ def test_a_gradient_can_be_differentiated():
 
 def test_under_autocast_gradients_are_autograds(written: list[str]):
     """The layer computes in another dtype than its weight has."""
-    model = sw.DDP(made(once).float(), alone())
+    model = directly(made(once).float(), alone())
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(rows(0, 0).float()).square().sum()
     loss.backward()
@@ -200,9 +210,47 @@ def test_under_autocast_gradients_are_autograds(written: list[str]):
 def test_a_layer_that_raises_leaves_nothing_behind():
     """The next pass is as ever."""
     net = made(once)
-    weight, model = net.a.weight, sw.DDP(net, alone())
+    weight, model = net.a.weight, directly(net, alone())
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         model(torch.ones(2, WIDE + 1, dtype=torch.float64))
     assert net.a.weight is weight
     model(rows(0, 0)).square().sum().backward()
     assert weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("plan", "directly"),
+    [("dp2", 0), ("dp2 zero2 accumulate:2", 4), ("pp2 1f1b:2", 2), ("pp2 zb-h1:2", 0)],
+)
+def test_steps_of_several_microbatches_write_directly(plan: str, directly: int):
+    """Two large weights on a rank, one under a pipeline; where W is apart, by autograd."""
+    for losses, count in run_threads(2, trained, plan):
+        assert losses == pytest.approx(run_threads(1, trained, "ddp")[0][0], rel=1e-12)
+        assert count == directly
+
+
+def trained(world: World, plan: str) -> tuple[list[float], int]:
+    """The losses of two steps, and how many gradients the second wrote directly."""
+    engine = build(world, rows_task(in_a_row, batch), Case(f"{plan} fp64"))
+    losses, count = [], [0]
+    for flat in engine.flats:
+        vars(flat)["add_product"] = partial(counted, flat, count)
+    for step in range(2):
+        count[0] = 0
+        losses.append(engine.step(mine(engine, batch(step))).loss)
+    return losses, count[0]
+
+
+def in_a_row() -> nn.Module:
+    first, second = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
+    return settled(nn.Sequential(first, nn.Tanh(), second, nn.Linear(WIDE, 3)))
+
+
+def counted(flat: Flat, count: list[int], *args: Any) -> None:
+    count[0] += 1
+    Flat.add_product(flat, *args)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    x = torch.cat([rows(step, rank).flatten(0, 1) for rank in range(2)]).repeat(2, 1)[:8]
+    return x, x[:, :3].sin()
