@@ -17,6 +17,7 @@ On one host messages up to a few MiB do not go through gloo at all, see shared.p
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,6 +65,24 @@ class Gloo(Transport):
                 return mailboxes.receive(x, peer)
         return self.group.recv([x], peer, 0).wait
 
+    def _read(
+        self, like: Tensor, peer: int, use: Callable[[Tensor], object]
+    ) -> Callable[[], object]:
+        """Receive a message like `like`, of which `use` is made in the wait: where it lies, if it
+        comes by a mailbox.
+        """
+        for mailboxes in self._mailboxes():
+            if mailboxes.fits(like):
+                return mailboxes.read(like.view(-1), peer, use)
+        arrived = torch.empty_like(like.view(-1))
+        work = self.group.recv([arrived], peer, 0)
+
+        def end() -> None:
+            work.wait()
+            use(arrived)
+
+        return end
+
     def _send(self, x: Tensor, peer: int) -> list[Callable[[], object]]:
         for mailboxes in self._mailboxes():
             if mailboxes.fits(x):
@@ -83,14 +102,22 @@ class Gloo(Transport):
         So ranks must wait for small ones in one order.
         """
         if self.size == 2 and x.nbytes <= PAIR_BYTES:
-            arrived = torch.empty_like(x)
-            return Pending([*self._exchange([x], [arrived]), lambda: PAIRED[op](x, arrived, out=x)])
+            return Pending(self._pair(x, PAIRED[op]) if x.numel() else ())
         small_bytes = max([SMALL_BYTES, *(m.most_bytes * self.size for m in self._mailboxes())])
         if op != "sum" or x.nbytes > small_bytes or x.numel() % self.size:
             return _pending(dist.all_reduce(x, OPS[op], self.group, async_op=True))
         block = x.view(self.size, -1)[self.rank]
         first = self.reduce_scatter(block, x)
         return Pending([first.wait], lambda: self.all_gather(x, block))
+
+    def _pair(self, x: Tensor, op: Callable[..., Tensor]) -> list[Callable[[], object]]:
+        """Between two ranks: `x` is handed over whole, and what comes is added to it."""
+        (peer,) = self.peers
+        leaving = self._send(x, peer)
+        if not leaving:
+            return [self._read(x, peer, lambda theirs: op(x, theirs, out=x))]
+        arrived = torch.empty_like(x)
+        return [self._receive(arrived, peer), *leaving, lambda: op(x, arrived, out=x)]
 
     def reduce(self, x: Tensor, root: int, op: str = "sum") -> Pending:
         to = dist.get_global_rank(self.group, root)
@@ -115,20 +142,21 @@ class Gloo(Transport):
 
     def gather_blocks(self, views: Sequence[Tensor], x: Tensor) -> Pending:
         """Without putting them end to end first."""
-        arrived = x.new_empty((len(self.peers), *x.shape))
-        sent = x.contiguous().view(-1)
-        ends = self._exchange([sent] * len(self.peers), list(arrived.view(len(arrived), -1)))
+        sent, ends = x.contiguous(), list[Callable[[], object]]()
+        for peer in self.peers if x.numel() else ():
+            ends.append(self._read(sent, peer, partial(_place, views[peer])))
+        for peer in self.peers if x.numel() else ():
+            ends += self._send(sent.view(-1), peer)
         views[self.rank].copy_(x)
-
-        def place() -> None:
-            for peer, block in zip(self.peers, arrived, strict=True):
-                views[peer].copy_(block)
-
-        return Pending([*ends, place, lambda: sent])
+        return Pending([*ends, lambda: sent])
 
     def sum_blocks(self, out: Tensor, blocks: Sequence[Tensor]) -> Pending:
         """Only what goes to others is made contiguous."""
         sent = [blocks[peer].contiguous().view(-1) for peer in self.peers]
+        if len(sent) == 1 and out.numel():
+            (peer,), own = self.peers, blocks[self.rank]
+            end = self._read(out, peer, lambda x: torch.add(own, x.view(out.shape), out=out))
+            return Pending([end, *self._send(sent[0], peer), lambda: sent])
         arrived = out.new_empty((len(self.peers), *out.shape))
         ends = self._exchange(sent, list(arrived.view(len(arrived), -1)))
         return Pending([*ends, lambda: add_all(out, blocks[self.rank], arrived), lambda: sent])
@@ -172,6 +200,10 @@ def add_all(out: Tensor, own: Tensor, others: Tensor) -> None:
         torch.add(own, others[0], out=out)
         for other in others[1:]:
             out.add_(other)
+
+
+def _place(view: Tensor, block: Tensor) -> None:
+    view.copy_(block.view(view.shape))
 
 
 def _pending(work: Any) -> Pending:

@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -79,26 +80,49 @@ class _Outbox:
         return 0 if newest > oldest and size_bytes <= oldest else BY_GLOO
 
 
+@dataclass(eq=False)
+class _Arrival:
+    """A message that is expected: one like `like`, for `place`, or to be used where it lies.
+
+    Who is overtaken by a later message's wait is given a place.
+    """
+
+    like: Tensor
+    place: Tensor | None
+    use: Callable[[Tensor], object] | None = None
+    here: bool = False
+
+
 class _Inbox:
     """One way from another rank, seen from the receiver: what is expected, in order."""
 
-    def __init__(self, numbers: memoryview, start: int) -> None:
-        self.numbers, self.start = numbers, start
-        self.expected: deque[list[Tensor]] = deque()
+    def __init__(self, numbers: memoryview, start: int, room: Callable[..., Tensor]) -> None:
+        self.numbers, self.start, self.room = numbers, start, room
+        self.expected: deque[_Arrival] = deque()
         self.taken = 0
 
-    def take(self, by_gloo: Callable[[Tensor], object]) -> None:
-        """Take out whatever has come."""
+    def take(self, wanted: _Arrival, by_gloo: Callable[[Tensor], object]) -> None:
+        """Take out whatever has come; the one that is `wanted` is used where it lies."""
         while self.expected and self.numbers[0] > self.taken:
-            (x,) = self.expected[0]
+            one = self.expected[0]
             begin = self.numbers[2 * LINE + self.taken % PLACES]
-            if begin == BY_GLOO:
-                by_gloo(x)
+            if one is wanted and one.place is None and one.use is not None and begin != BY_GLOO:
+                one.use(self.room(begin, one.like))
+                one.use = None
             else:
-                ctypes.memmove(x.data_ptr(), self.start + begin, x.nbytes)
+                self._place(one, begin, by_gloo)
             self.taken += 1
             self.numbers[LINE] = self.taken
-            self.expected.popleft().clear()
+            self.expected.popleft()
+            one.here = True
+
+    def _place(self, one: _Arrival, begin: int, by_gloo: Callable[[Tensor], object]) -> None:
+        if one.place is None:
+            one.place = torch.empty_like(one.like, memory_format=torch.contiguous_format)
+        if begin == BY_GLOO:
+            by_gloo(one.place)
+        else:
+            ctypes.memmove(one.place.data_ptr(), self.start + begin, one.place.nbytes)
 
 
 class Mailboxes:
@@ -111,7 +135,7 @@ class Mailboxes:
         me = group.rank()
         others = [rank for rank in range(ranks) if rank != me]
         self.out = {to: _Outbox(*self._way(me, to), room_bytes(ranks)) for to in others}
-        self.into = {source: _Inbox(*self._way(source, me)) for source in others}
+        self.into = {source: self._inbox(*self._way(source, me)) for source in others}
         crowded = ranks > len(os.sched_getaffinity(0))
         self.looks = 0 if crowded else LOOKS
 
@@ -122,6 +146,15 @@ class Mailboxes:
         numbers = memoryview(self.memory).cast("q")[number * HEAD : (number + 1) * HEAD]
         start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         return numbers, start + _head_bytes(ranks) + number * room_bytes(ranks)
+
+    def _inbox(self, numbers: memoryview, start: int) -> _Inbox:
+        first = start - ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+        return _Inbox(numbers, start, partial(self._room, first))
+
+    def _room(self, first: int, begin: int, like: Tensor) -> Tensor:
+        """A message where it lies."""
+        numel, offset = like.numel(), first + begin
+        return torch.frombuffer(self.memory, dtype=like.dtype, count=numel, offset=offset)
 
     @property
     def put_bytes(self) -> int:
@@ -140,19 +173,28 @@ class Mailboxes:
 
     def receive(self, x: Tensor, source: int) -> Callable[[], None]:
         """Expect a message in `x` after those expected before; call the result to wait for it."""
-        arrival = [x]
+        return self._expect(_Arrival(x, x), source)
+
+    def read(
+        self, like: Tensor, source: int, use: Callable[[Tensor], object]
+    ) -> Callable[[], None]:
+        """As `receive`, of a message like `like`; `use` is given it in the wait, for that time."""
+        return self._expect(_Arrival(like, None, use), source)
+
+    def _expect(self, arrival: _Arrival, source: int) -> Callable[[], None]:
         self.into[source].expected.append(arrival)
         return partial(self._wait, arrival, source)
 
-    def _wait(self, arrival: list[Tensor], source: int) -> None:
+    def _wait(self, arrival: _Arrival, source: int) -> None:
         inbox, looks = self.into[source], 0
-        while True:
-            inbox.take(lambda x: self.group.recv([x], source, TAG).wait())
-            if not arrival:
-                return
+        while not arrival.here:
+            inbox.take(arrival, lambda x: self.group.recv([x], source, TAG).wait())
             looks += 1
-            if looks > self.looks:
+            if looks > self.looks and not arrival.here:
                 self._pause(looks, source)
+        use, arrival.use = arrival.use, None
+        if use is not None and arrival.place is not None:
+            use(arrival.place)
 
     def _pause(self, looks: int, source: int) -> None:
         if looks < self.looks + TURNS:

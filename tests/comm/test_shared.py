@@ -101,6 +101,32 @@ def test_what_finds_no_room_goes_through_gloo_in_its_turn():
     assert not queues[1]
 
 
+@pytest.mark.parametrize("overtaken", [False, True])
+@pytest.mark.parametrize("full", [False, True])
+def test_a_message_is_used_once_in_its_wait(overtaken: bool, full: bool):
+    """Where it lies, or where it was put when a later one was waited for, or when gloo brought it.
+
+    In every case it is taken out: what comes next has its place.
+    """
+    a, b, queues = pair()
+    for _ in range(room_bytes(2) // 2**20 if full else 0):
+        a.send(torch.zeros(2**20, dtype=torch.uint8), 1)
+        b.receive(torch.empty(2**20, dtype=torch.uint8), 0)
+    for k in (1, 2):
+        a.send(torch.full((4,), k, dtype=torch.int32), 1)
+    assert len(queues[1]) == (2 if full else 0)
+    total, last = torch.full((4,), 10, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
+    first = b.read(total, 0, total.add_)
+    second = b.receive(last, 0)
+    if overtaken:
+        second()
+    assert total.tolist() == [10] * 4
+    first()
+    first()
+    second()
+    assert (total.tolist(), last.tolist()) == ([11] * 4, [2] * 4)
+
+
 def test_a_message_is_free_to_change_once_it_is_in():
     """What was put in is what comes out, though the sender has written over its own."""
     a, b, _ = pair()
