@@ -8,17 +8,24 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwise.checkpoint.contents import Contents, describe
+from shardwise.checkpoint.contents import MODEL, OPTIMIZER, Contents, describe
+from shardwise.checkpoint.folder import all_in, is_whole, passed_over
+
+CHECKPOINTS = "checkpoints"  # where a run keeps them in its folder
 
 
 def inspect_command(
     path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="A checkpoint, or a folder of checkpoints.")
+        Path,
+        typer.Argument(metavar="PATH", help="A checkpoint, a folder of them, or a run's folder."),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show what a checkpoint holds: tensors with shapes, dtypes and bytes, and its scalars."""
-    contents = describe(path)
+    folder = of_run(path)
+    contents = describe(folder)
+    if over := passed_over(folder):
+        typer.echo(over, err=True)
     if as_json:
         typer.echo(json.dumps(_object(contents)))
     else:
@@ -26,13 +33,36 @@ def inspect_command(
             typer.echo(line)
 
 
+def of_run(path: Path) -> Path:
+    """The folder of checkpoints in a run's folder; any other path as it is."""
+    inside = path / CHECKPOINTS
+    try:
+        return inside if inside.is_dir() and not is_whole(path) and not all_in(path) else path
+    except (OSError, ValueError):  # a name that cannot be one, which `find` will say
+        return path
+
+
 def _object(contents: Contents) -> dict[str, Any]:
-    return asdict(contents) | {"path": str(contents.path), "bytes": contents.bytes}
+    sums = {
+        "path": str(contents.path),
+        "bytes": contents.bytes,
+        "parameters": contents.parameters,
+        "model_bytes": contents.bytes_of(MODEL),
+        "optimizer_bytes": contents.bytes_of(OPTIMIZER),
+    }
+    return asdict(contents) | sums
 
 
 def _lines(contents: Contents) -> Iterator[str]:
     ranks = f"{contents.ranks} rank{'s' if contents.ranks > 1 else ''}"
-    yield f"{contents.path}  saved by {ranks}, {len(contents.tensors)} tensors"
+    step, plan = contents.scalars.get("step"), contents.scalars.get("plan")
+    head = f"{contents.path}  saved by {ranks}" + (f" under the plan '{plan}'" if plan else "")
+    yield head + (f" after step {step}" if step is not None else "")
+    yield (
+        f"{len(contents.tensors)} tensors, {contents.parameters:,} parameters: "
+        f"{contents.bytes_of(MODEL):,} bytes of the model, "
+        f"{contents.bytes_of(OPTIMIZER):,} bytes of the optimizer"
+    )
     yield ""
     width = max((len(tensor.name) for tensor in contents.tensors), default=0)
     for tensor in contents.tensors:

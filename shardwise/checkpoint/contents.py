@@ -8,7 +8,10 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from shardwise.checkpoint.folder import find
-from shardwise.checkpoint.storage import read_metadata, read_scalars
+from shardwise.checkpoint.storage import read_metadata, read_scalars, require_files
+
+#: How the names of tensors begin (engine/state.py).
+MODEL, OPTIMIZER = "model/", "optim/"
 
 
 @dataclass(frozen=True)
@@ -34,17 +37,29 @@ class Contents:
     @property
     def bytes(self) -> int:
         """The data of all tensors, without what the files add."""
-        return sum(tensor.bytes for tensor in self.tensors)
+        return self.bytes_of("")
+
+    @property
+    def parameters(self) -> int:
+        """The numbers that the model learns."""
+        model = [tensor for tensor in self.tensors if tensor.name.startswith(MODEL)]
+        return sum(math.prod(tensor.shape) for tensor in model)
+
+    def bytes_of(self, kind: str) -> int:
+        """The data of the tensors whose names begin so: MODEL or OPTIMIZER."""
+        return sum(tensor.bytes for tensor in self.tensors if tensor.name.startswith(kind))
 
 
 def describe(folder: Path) -> Contents:
     """What the newest checkpoint in `folder` holds; the folder may be one checkpoint's own.
 
-    Raises InputError where there is none, or where it is damaged.
+    Raises InputError where there is none, or where it is damaged: a file is missing or too short.
     """
     path = find(folder)
     said = read_scalars(path)
-    tensors = read_metadata(path).state_dict_metadata
+    metadata = read_metadata(path)
+    require_files(path, metadata)
+    tensors = metadata.state_dict_metadata
     saved = (
         _saved(name, tensor)
         for name, tensor in sorted(tensors.items())

@@ -27,6 +27,28 @@ def name_of(step: int) -> str:
     return f"step-{step:06d}"
 
 
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's name tells. Raises InputError for a name of another kind."""
+    found = _NAME.fullmatch(path.name)
+    if found is None:
+        raise _none(path, "not named after a step")
+    return int(found[1])
+
+
+def passed_over(folder: Path) -> str:
+    """Why `find` does not give what `latest` names, or gives less than there is; "" if it is so."""
+    whole = all_in(folder)
+    if not whole:
+        return ""
+    found, latest = find(folder), _latest(folder)
+    if latest not in whole and latest.name != f"{found.name}.again":
+        what = f"names {latest.name}, which is" if _NAME.fullmatch(latest.name) else "names"
+        return f"{folder / LATEST} {what} no whole checkpoint: {found.name} is taken instead"
+    if found != whole[-1]:
+        return f"{folder / LATEST} names {found.name}, though {whole[-1].name} is there and newer"
+    return ""
+
+
 def unfinished(folder: Path, step: int) -> Path:
     """Where the checkpoint of a step is written before it is published."""
     return folder / f".saving-{name_of(step)}"

@@ -144,6 +144,23 @@ def read_metadata(path: Path) -> Metadata:
     return metadata
 
 
+def require_files(path: Path, metadata: Metadata) -> None:
+    """Raise InputError unless every file that the metadata names is there and long enough.
+
+    Nothing is read: the files' sizes tell.
+    """
+    wanted: dict[str, int] = {}
+    for place in (metadata.storage_data or {}).values():
+        end = place.offset + place.length
+        wanted[place.relative_path] = max(end, wanted.get(place.relative_path, 0))
+    for name, size in sorted(wanted.items()):
+        file = path / name
+        if not file.is_file():
+            raise _damaged(file, "it is not there")
+        if file.stat().st_size < size:
+            raise _damaged(file, _short(file, size))
+
+
 def read_scalars(path: Path) -> dict[str, Any]:
     """What scalars.json says: its format, the number of ranks, the scalars; or an InputError."""
     file = path / folders.SCALARS
@@ -175,9 +192,12 @@ def _exactly(file: Path, stream: IO[bytes], offset: int, length: int) -> bytes:
     stream.seek(offset)
     content = stream.read(length)
     if len(content) < length:
-        size = file.stat().st_size
-        raise _damaged(file, f"it has {size} bytes and should have {offset + length} or more")
+        raise _damaged(file, _short(file, offset + length))
     return content
+
+
+def _short(file: Path, size: int) -> str:
+    return f"it has {file.stat().st_size} bytes and should have {size} or more"
 
 
 @torch.no_grad()
@@ -193,8 +213,18 @@ def _fill(file: Path, piece: Tensor, items: Sequence[ReadItem], planner: LoadPla
 
 
 def _damaged(file: Path, why: str) -> InputError:
+    path = file.parent
+    others = [other.name for other in folders.all_in(path.parent) if other != path]
+    if others:
+        instead = (
+            f"rm -r '{path}', and the same command again: {others[-1]} is the newest then, and "
+            "what was trained after it is trained again"
+        )
+    else:
+        instead = (
+            f"a copy of '{path}' from elsewhere, for no other checkpoint is beside it; or a new "
+            "run (shardwise train with --overwrite)"
+        )
     return bad(
-        f"the file '{file}', which is damaged ({why})",
-        "a checkpoint as it was saved",
-        f"the path of an earlier checkpoint, of those in '{file.parent.parent}'",
+        f"the file '{file}', which is damaged ({why})", "a checkpoint as it was saved", instead
     )

@@ -33,9 +33,9 @@ def shown(*argv: str) -> str:
 
 
 def test_contents_are_told_without_reading_tensors(folder: Path):
-    """Names, whole shapes, dtypes, bytes, scalars: known though the files of tensors are gone."""
+    """Names, whole shapes, dtypes, bytes, scalars: known though the files hold only zeros."""
     for path in (folder / "step-000007").glob("*.distcp"):
-        path.unlink()
+        path.write_bytes(bytes(path.stat().st_size))
     contents = describe(folder)
     assert contents.tensors == (
         Saved("model/b", (3,), "bfloat16", 6, 2),
@@ -49,14 +49,15 @@ def test_contents_are_told_without_reading_tensors(folder: Path):
 def test_inspect_shows_tensors_and_scalars(folder: Path):
     """The command prints a line for each tensor, the sum of their bytes, and the scalars."""
     said = shown(str(folder)).splitlines()
-    assert "saved by 2 ranks, 3 tensors" in said[0]
-    assert [line.split() for line in said[2:6]] == [
+    assert said[0].endswith("step-000007  saved by 2 ranks after step 7")
+    assert said[1] == ("3 tensors, 15 parameters: 54 bytes of the model, 8 bytes of the optimizer")
+    assert [line.split() for line in said[3:7]] == [
         ["model/b", "bfloat16", "3", "6", "bytes"],
         ["model/w", "float32", "4", "x", "3", "48", "bytes"],
         ["optim/step/w", "float64", "scalar", "8", "bytes"],
         ["in", "all", "62", "bytes"],
     ]
-    assert json.loads("\n".join(said[7:]))["step"] == 7
+    assert json.loads("\n".join(said[8:]))["step"] == 7
 
 
 def test_inspect_gives_one_json_object(folder: Path):
@@ -70,6 +71,38 @@ def test_inspect_gives_one_json_object(folder: Path):
         "bytes": 48,
         "pieces": 2,
     }
+
+
+def test_inspect_finds_the_checkpoints_of_a_run_and_tells_the_plan(tmp_path: Path):
+    """A run's folder is answered with its latest checkpoint, and with what it was saved under."""
+    tensors = {"model/w": sample((4, 3), torch.float32)}
+    held = [boxes_of(tensors, "flat", rank, 2) for rank in range(2)]
+    save_by_all(tmp_path / "run" / "checkpoints", held, {"step": 3, "plan": "dp2 zero3"})
+    said = shown(str(tmp_path / "run")).splitlines()
+    assert said[0].endswith("step-000003  saved by 2 ranks under the plan 'dp2 zero3' after step 3")
+
+
+@pytest.mark.parametrize(("left", "phrase"), [(None, "it is not there"), (10, "it has 10 bytes")])
+def test_inspect_names_a_file_of_tensors_that_is_damaged(
+    folder: Path, left: int | None, phrase: str
+):
+    """Deleted or cut short: said for each, though the metadata is whole."""
+    for file in sorted((folder / "step-000007").glob("*.distcp")):
+        content = file.read_bytes()
+        file.unlink() if left is None else file.write_bytes(content[:left])
+        with pytest.raises(InputError, match=rf"{file.name}', which is damaged \({phrase}"):
+            inspect_command(folder)
+        file.write_bytes(content)
+    inspect_command(folder)
+
+
+def test_a_pointer_to_what_is_not_there_is_said(folder: Path, capsys: pytest.CaptureFixture[str]):
+    """`latest` names a step that is gone: the one before is shown, and that it is."""
+    (folder / "latest").write_text("step-000009\n")
+    inspect_command(folder)
+    said = capsys.readouterr()
+    assert "step-000007  saved by" in said.out
+    assert "names step-000009, which is no whole checkpoint: step-000007 is taken" in said.err
 
 
 @pytest.mark.parametrize(
