@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.room import Room
+from shardwise.core.errors import InputError
 
 #: How long a failed rank waits to be ended before it ends itself.
 _HOLD_S = 8.0
@@ -58,6 +59,8 @@ def run(job: Job) -> bytes:
         job.room.finish(rank)
     except SystemExit as error:
         _hold(job.room, rank, f"it ended by sys.exit({error.code!r})", _exit_code(error))
+    except InputError as error:
+        _hold(job.room, rank, _told(error), refused=str(error))
     except BaseException as error:  # noqa: BLE001  whatever ends a rank is reported
         _hold(job.room, rank, _told(error))
     if dist.is_available() and dist.is_initialized():
@@ -100,11 +103,11 @@ def _told(error: BaseException) -> str:
     return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
 
 
-def _hold(room: Room, rank: int, text: str, code: int | None = None) -> Any:
+def _hold(room: Room, rank: int, text: str, code: int | None = None, refused: str = "") -> Any:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     try:
-        room.fail(rank, text, code)
+        room.fail(rank, text, code, refused)
         time.sleep(_HOLD_S)
     except OSError:  # no room to write it down: the screen is what is left
         print(f"rank {rank} failed:\n{text}", file=sys.stderr, flush=True)

@@ -33,8 +33,9 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shardwise.comm.child import Job, run, run_module
+from shardwise.comm.local import require_local
 from shardwise.comm.room import Note, Room
-from shardwise.core.errors import RankError, bad
+from shardwise.core.errors import InputError, RankError, bad
 
 #: How long the others may still write down what happened to them after a first failure.
 _GRACE_S = 1.0
@@ -73,15 +74,20 @@ def spawn(
 
     Raises:
         RankError: a rank failed; the others have been ended.
-        InputError: there are not so many GPUs; the function cannot be pickled.
+        InputError: a rank raised one (its cause tells the rank); there are not so many GPUs or
+            processors; the function is none, or cannot be pickled.
     """
     _check(ranks, device)
+    _callable(function)
     work = _pickled(function, tuple(args))
     with _room(ranks) as room:
         ended = _together(Job(work, room, _threads(), quiet=False), device, signals=[])
         if ended.results is None:
             note = _first_failure(room, ended)
-            raise RankError(note.rank, note.text + _afterwards(room, note))
+            failed = RankError(note.rank, note.text + _afterwards(room, note))
+            if note.refused:  # what the user wrote, and not the run: one paragraph, said once
+                raise InputError(note.refused) from failed
+            raise failed
         return [pickle.loads(ended.results[rank]) for rank in range(ranks)]  # noqa: S301
 
 
@@ -110,6 +116,9 @@ def launch(argv: Sequence[str], nproc: int, module: str = "shardwise.train.cli")
 
 
 def _check(ranks: int, device: str | None) -> None:
+    if not isinstance(ranks, int) or isinstance(ranks, bool):
+        given = f"ranks={repr(ranks)[:60]}"
+        raise bad(given, "a whole number of processes, from 1 up", "ranks=2 (--nproc 2)")
     if ranks < 1:
         raise bad(f"{ranks} ranks", "one rank or more", "ranks=2 (--nproc 2)")
     if device not in (None, "cpu", "cuda"):
@@ -120,6 +129,16 @@ def _check(ranks: int, device: str | None) -> None:
             f"{ranks} ranks on cuda, where {gpus} GPUs can be used",
             "one GPU for each rank",
             f'ranks={gpus}, or device="cpu"' if gpus else 'device="cpu"',
+        )
+    require_local(ranks)
+
+
+def _callable(function: Any) -> None:
+    if not callable(function):
+        raise bad(
+            f"spawn of {repr(function)[:60]}",
+            "a function at the top level of a module, which each rank calls",
+            "spawn(work, 2), after def work(): ...",
         )
 
 

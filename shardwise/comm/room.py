@@ -23,12 +23,14 @@ class Note:
     """Why a rank ended: when (`at_ns`, on the clock all processes share), and its own words.
 
     `code` is the exit code the rank asked for, where it said all else itself; otherwise None.
+    `refused` is the text of an InputError, which is the user's to mend; empty of any other error.
     """
 
     at_ns: int
     rank: int
     code: int | None
     text: str
+    refused: str = ""
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,9 @@ class Room:
         while len(self.finished()) < self.ranks:
             time.sleep(_GLANCE_S)
 
-    def fail(self, rank: int, text: str, code: int | None = None) -> None:
+    def fail(self, rank: int, text: str, code: int | None = None, refused: str = "") -> None:
         """Rank: I have failed, and this is my error."""
-        note = Note(time.monotonic_ns(), rank, code, text)
+        note = Note(time.monotonic_ns(), rank, code, text, refused)
         self._write(f"{rank}.failed", json.dumps(asdict(note)))
 
     def stderr(self, rank: int) -> Path:

@@ -147,10 +147,10 @@ def _train(
     config: Path, overrides: Sequence[str], start: "Start", nproc: int | None, wish: "StopWish"
 ) -> int:
     """Train here, or start the ranks that do; the exit code."""
+    from shardwise.comm.local import require_local
     from shardwise.comm.rendezvous import environment
     from shardwise.core.plan import Plan
     from shardwise.train.config import read
-    from shardwise.train.local import require_local
     from shardwise.train.prepare import prepare
 
     settings = read(config, overrides)

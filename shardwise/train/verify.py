@@ -24,13 +24,13 @@ from rich.console import Console
 from rich.table import Table
 
 from shardwise.comm.launch import spawn
+from shardwise.comm.local import require_local
 from shardwise.comm.rendezvous import environment
 from shardwise.comm.world import init
 from shardwise.core.check import require
 from shardwise.core.errors import RankError, RunError, bad
 from shardwise.core.plan import Plan
 from shardwise.train.gathered import gathered
-from shardwise.train.local import require_local
 from shardwise.train.proof import Errors, Finding, prove
 from shardwise.train.trial import tried
 from shardwise.train.unlike import unlike_one_process

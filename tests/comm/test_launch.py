@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from shardwise.comm.launch import launch, spawn
 from shardwise.comm.rendezvous import Start, environment, first_host
 from shardwise.comm.world import init
-from shardwise.core.errors import InputError, RankError
+from shardwise.core.errors import InputError, RankError, bad
 
 ROOT = Path(__file__).parents[2]
 START = """
@@ -138,12 +139,42 @@ def test_a_result_that_cannot_be_sent_is_the_ranks_error():
         ({"device": "tpu"}, "device 'tpu'.*cpu or cuda"),
         ({"device": "cuda", "ranks": 10**6}, "1000000 ranks on cuda.*one GPU for each"),
         ({"args": (lambda: None,)}, "cannot be sent.*top level of a module"),
+        ({"ranks": 10**6}, "1000000 processes on this machine.*more on several machines"),
+        ({"ranks": "2"}, r"ranks='2'.*a whole number of processes.*ranks=2 \(--nproc 2\)"),
+        ({"ranks": 2.0}, r"ranks=2\.0.*a whole number of processes"),
+        ({"ranks": True}, "ranks=True.*a whole number of processes"),
     ],
 )
 def test_what_cannot_be_spawned_is_refused(given: dict, message: str):
     """Bad arguments of spawn are refused before any process starts, saying what is allowed."""
     with pytest.raises(InputError, match=message):
         spawn(look_around, **given)
+
+
+@pytest.mark.parametrize("function", [None, "work", 3])
+def test_what_cannot_be_called_is_not_spawned(function: Any):
+    """No process is started for it, and the answer says what a function looks like."""
+    with pytest.raises(InputError, match=r"spawn of .*Write instead: spawn\(work, 2\)"):
+        spawn(function, 2)
+
+
+def refuse_on(rank: int) -> None:
+    """Bad input is found, by all ranks where `rank` is below 0."""
+    world = init()
+    world.barrier()
+    if rank in (-1, world.rank):
+        raise bad("a table", "a table that fits", "another")
+    world.barrier()
+
+
+@pytest.mark.parametrize("rank", [-1, 1])
+def test_bad_input_found_by_a_rank_is_the_callers_to_mend(rank: int):
+    """The rank's InputError is raised here: one paragraph, whose cause is the rank's traceback."""
+    with pytest.raises(InputError) as caught:
+        spawn(refuse_on, 2, (rank,))
+    assert str(caught.value) == str(bad("a table", "a table that fits", "another"))
+    assert isinstance(caught.value.__cause__, RankError)
+    assert rank in (-1, caught.value.__cause__.rank)
 
 
 def test_launch_passes_on_success(tmp_path: Path, capfd: pytest.CaptureFixture[str]):

@@ -1,6 +1,7 @@
 """verify proves what holds, and names what does not."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from shardwise.core.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.models.registry import find
 from shardwise.parallel.flat import Flat
+from shardwise.train.cli import main
 from shardwise.train.proof import Finding, compare, engine_of, prove
 from shardwise.train.unlike import unlike_one_process
 from shardwise.train.verify import Report, report, show, verify, verify_command
@@ -170,6 +172,18 @@ def frozen():
 def norm():
     return nn.Sequential(linear(), nn.BatchNorm1d(6), linear())
 
+def asks():
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = linear(), linear()
+
+        def forward(self, x):
+            hidden = self.first(x)
+            return self.second(hidden) * hidden.sum().item()
+
+    return Asks()
+
 def drop():
     return nn.Sequential(linear(), nn.Dropout(0.5), linear())
 """
@@ -198,6 +212,25 @@ def test_a_model_that_cannot_be_trained_is_answered_once(own: str, build: str, p
     with pytest.raises(InputError, match=phrase) as error:
         verify("dp2", f"{own}:{build}")
     assert len(str(error.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("plan", "build", "phrase"),
+    [
+        ("tp2", "linear", "tensor parallelism of a Linear, which has no table of styles"),
+        ("pp2", "asks", "item of a tensor .* asks for numbers"),
+    ],
+)
+def test_what_only_a_rank_finds_is_answered_once(
+    own: str, plan: str, build: str, phrase: str, capsys: pytest.CaptureFixture[str]
+):
+    """Each rank refuses the model: the command says it once, without traceback, and ends with 2."""
+    with pytest.raises(SystemExit) as leaving:
+        main(["verify", plan, "--model", f"{own}:{build}", "--steps", "1"])
+    said = capsys.readouterr().err.strip()
+    assert leaving.value.code == 2
+    assert re.match(f"Given: {phrase}", said) and said.count("Write instead:") == 1
+    assert len(said.splitlines()) == 1
 
 
 def test_a_model_with_dropout_is_told_why_it_does_not_hold(

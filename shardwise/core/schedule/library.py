@@ -8,11 +8,16 @@ most, one for each microbatch and stage. The tests hold every form against the c
 import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from shardwise.core.errors import bad
 from shardwise.core.schedule import classic, looped, stale, zero_bubble
 from shardwise.core.schedule.schedule import Schedule
+
+#: Forwards of one schedule at most, all ranks together: each action is written out, and followed.
+MOST_FORWARDS: Final = 2**15
+#: The most ranks that a remedy keeps; with two microbatches for each they are within the bound.
+MOST_RANKS: Final = 64
 
 
 class Size(NamedTuple):
@@ -204,10 +209,30 @@ def size(name: str, p: int, m: int, v: int | None = None, batches: int = 1) -> S
 def build(word: str, p: int) -> Schedule:
     """The schedule of a plan's word on p ranks: build("interleaved:8x2", 4).
 
-    Raises InputError for an unknown name, numbers below one, and what the schedule forbids.
+    Raises InputError for an unknown name, numbers below one, what the schedule forbids, and one
+    that is too long to be written out.
     """
-    name, n = allowed(word, p)
-    return entry(name).build(n)
+    return written(*allowed(word, p))
+
+
+def written(name: str, n: Size) -> Schedule:
+    """The schedule of that name and size, action by action.
+
+    Raises InputError for more than MOST_FORWARDS, and for what the schedule forbids.
+    """
+    one = entry(name)
+    forwards = n.p * n.m * n.v * n.batches
+    if forwards > MOST_FORWARDS:
+        p = n.p if n.p <= MOST_RANKS else 4
+        m, v = 1 if name == "naive" else 2 * p, 2 if one.chunks is None else n.v
+        fewer = f"{p} ranks, {m} microbatches" + f", {v} chunks a rank" * (v > 1)
+        if name != "naive":
+            fewer = f"{name}:{m}{f'x{v}' * (one.chunks is None)} on {p} ranks ({fewer})"
+        given = f"{name} on {n.p} ranks with {n.m} microbatches"
+        given += f", {n.v} chunks a rank" * (n.v > 1) + f", {n.batches} batches" * (n.batches > 1)
+        allowed = f"{MOST_FORWARDS} forwards at most: of all ranks, chunks and microbatches"
+        raise bad(f"{given}: {forwards} forwards", allowed, fewer)
+    return one.build(n)
 
 
 def updates(word: str | None, p: int) -> int:

@@ -1,6 +1,7 @@
 """This file is the memory of a schedule: what is alive on a rank at once, counted or in bytes."""
 
 from collections.abc import Callable
+from heapq import heappop, heappush
 
 from shardwise.core.schedule.action import COMPUTE_OPS, Token
 from shardwise.core.schedule.lower import lower
@@ -54,11 +55,17 @@ def versions(schedule: Schedule) -> tuple[int, ...]:
 
 
 def _versions(schedule: Schedule, stage: int) -> int:
+    if not schedule.update:  # one for the whole run
+        return 1
     row = list(enumerate(schedule.actions(schedule.home[stage])))
     mine = [(k, action) for k, action in row if action.stage == stage]
     born = {0: -1} | {a.microbatch // schedule.update + 1: k for k, a in mine if a.op == "U"}
     used = {schedule.version(*a[1:]): k for k, a in mine if a.op in COMPUTE_OPS}  # the last time
-    return max(
-        sum(v == newest or used.get(v, -1) > k for v in range(newest + 1))
-        for newest, k in born.items()
-    )
+    most = 1
+    older: list[int] = []  # a heap of the last uses of those before the newest
+    for newest, k in born.items():
+        while older and older[0] <= k:
+            heappop(older)
+        most = max(most, 1 + len(older))
+        heappush(older, used.get(newest, -1))
+    return most
