@@ -2,9 +2,9 @@
 
 import inspect
 import json
-import math
+import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,11 +13,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.core.errors import bad
+from shardwise.core.errors import InputError, bad
 from shardwise.core.schedule import draw, text
 from shardwise.core.schedule.check import check
 from shardwise.core.schedule.clock import Costs, Timeline, clock
-from shardwise.core.schedule.library import LIBRARY, Entry, Size, entry, size
+from shardwise.core.schedule.library import LIBRARY, Entry, Size, entry, size, written
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.memory import peaks, versions
 from shardwise.core.schedule.schedule import Schedule
@@ -69,10 +69,17 @@ class Subject:
 
 def show(request: Request) -> None:
     """Answer the request. Raises InputError for what cannot be drawn."""
+    if request.as_json and (request.text or request.lowered):
+        option = "--text" if request.text else "--lowered"
+        allowed = "one of them: numbers as JSON, or the schedule as text"
+        raise bad(f"--json and {option} together", allowed, f"--json, or {option}")
     subject = _subject(request)
     costs = read_costs(request.costs, request.hop, len(subject.schedule.home))
     whole = lower(subject.schedule, gather=bool(costs.GATHER))
     timeline = clock(whole, costs)
+    if not timeline.makespan:
+        given = f"the costs '{request.costs}', by which nothing takes any time"
+        raise bad(given, "a time above 0 for an action of the schedule", "--costs F=1,I=1,W=1")
     _pictures(request, timeline, subject.title)
     if request.text or request.lowered:
         typer.echo(text.write(whole if request.lowered else subject.schedule), nl=False)
@@ -87,38 +94,59 @@ def show(request: Request) -> None:
 
 
 def read_costs(given: str, hop: float, stages: int) -> Costs:
-    """Costs as they are written: F=1,I=1,W=1; F=1/2 is 1 on stage 0 and 2 on stage 1."""
-    known = [field.name for field in fields(Costs) if field.name != "hop"]
+    """Costs as they are written: F=1,I=1,W=1; F=1/2 is 1 on stage 0 and 2 on stage 1.
+
+    Raises InputError that says which part cannot be read, and why.
+    """
     found: dict[str, Any] = {"hop": hop}
-    for part in given.split(","):
-        op, _, times = part.strip().partition("=")
+    for part in map(str.strip, given.split(",")):
+        op, _, times = part.partition("=")
         values = [_time(time) for time in times.split("/")]
-        if op not in known or op in found or None in values or len(values) not in (1, stages):
-            allowed = (
-                f"{', '.join(known)}, each a time from 0 up, or one for each of {stages} stages"
-            )
-            raise bad(f"the costs '{given}'", allowed, "--costs F=1,I=1,W=1")
+        if wrong := _wrong(op, times, found, stages):
+            allowed = f"{', '.join(_OPS)}, each once with {_TIME}, or one for each of "
+            allowed += f"{stages} stages"
+            raise bad(f"the costs '{given}': {wrong}", allowed, "--costs F=1,I=1,W=1")
         each = tuple(value for value in values if value is not None)
         found[op] = each if len(values) > 1 else sum(each)
     if _time(str(hop)) is None:
-        raise bad(f"a hop of {hop}", "a time from 0 up", "--hop 0.1")
+        raise bad(f"a hop of {hop}", _TIME, "--hop 0.1")
     return Costs(**found)
+
+
+_OPS = tuple(field.name for field in fields(Costs) if field.name != "hop")
+LEAST, MOST = 1e-12, 1e12
+_TIME = f"a time of 0, or from {LEAST:g} to {MOST:g}"
+
+
+def _wrong(op: str, times: str, found: Mapping[str, Any], stages: int) -> str:
+    """What is wrong with one part of the costs, `op`=`times`; nothing where it can be read."""
+    if op not in _OPS:
+        return f"'{op}' is no action"
+    if op in found:
+        return f"{op} stands there twice"
+    unread = [time for time in times.split("/") if _time(time) is None]
+    if unread:
+        return f"'{unread[0]}' is no time for {op}" if times else f"{op} stands without a time"
+    count = len(times.split("/"))
+    return "" if count in (1, stages) else f"{count} times of {op} for {_count(stages, 'stage')}"
 
 
 def _time(given: str) -> float | None:
     try:
-        return time if math.isfinite(time := float(given)) and time >= 0 else None
+        time = float(given)
     except ValueError:
         return None
+    return time if time == 0 or LEAST <= time <= MOST else None
 
 
 def _subject(request: Request) -> Subject:
     """The schedule that is asked for."""
     name, _, numbers = request.name.partition(":")
-    if name not in LIBRARY and (Path(request.name).exists() or "." in request.name):
+    if name not in LIBRARY and (_is_file(request.name) or {".", "/"} & set(request.name)):
         return _own(request)
+    _known(name)
     m, _, v = numbers.partition("x")
-    if numbers and not (m.isdecimal() and (v or "1").isdecimal()):
+    if numbers and not all(re.fullmatch("[0-9]{1,18}", number) for number in (m, v or "1")):
         raise bad(f"'{request.name}'", "a name, or with a colon M or MxV after it", f"{name}:8")
     if numbers and (request.microbatches or (v and request.chunks)):
         given = f"'{request.name}' and its numbers again as options"
@@ -131,7 +159,24 @@ def _subject(request: Request) -> Subject:
     found = entry(name)
     chunks = f", {n.v} chunks a rank" * (n.v > 1) + f", {n.batches} batches" * (n.batches > 1)
     title = f"{found.title}: {_count(n.p, 'rank')}, {_count(n.m, 'microbatch', 'es')}{chunks}"
-    return Subject(title, found.build(n), (found, n))
+    return Subject(title, written(name, n), (found, n))
+
+
+def _known(name: str) -> None:
+    """Raise InputError where the library has no schedule of that name."""
+    try:
+        entry(name)
+    except InputError as error:
+        [problem] = error.problems
+        allowed = f"{problem.allowed}; or a FILE that holds a schedule as text"
+        raise bad(problem.given, allowed, problem.instead) from None
+
+
+def _is_file(name: str) -> bool:
+    try:
+        return Path(name).exists()
+    except OSError:  # a name that is too long
+        return False
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
@@ -144,12 +189,15 @@ def _own(request: Request) -> Subject:
         given = f"the file {request.name} and sizes as options"
         raise bad(given, "a file alone: its rows say its size", request.name)
     try:
-        written = Path(request.name).read_text(encoding="utf-8")
+        rows = Path(request.name).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise bad(
-            f"the file {request.name}: {error}", "a schedule as text", "1f1b --text"
-        ) from error
-    schedule = text.read(written)
+        missing = isinstance(error, FileNotFoundError)
+        why = "no such file" if missing else getattr(error, "strerror", None) or "no text"
+        instead = f"shardwise schedule 1f1b --text > {request.name if missing else 'mine.txt'}"
+        allowed = "the name of a schedule, or of a file that holds one as text"
+        instead += ", which writes one"
+        raise bad(f"the schedule {request.name}: {why}", allowed, instead) from error
+    schedule = text.read(rows)
     check(schedule)
     sizes = _count(schedule.ranks, "rank"), _count(schedule.microbatches, "microbatch", "es")
     return Subject(f"{request.name}: {', '.join(sizes)}", schedule)

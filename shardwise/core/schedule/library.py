@@ -225,7 +225,7 @@ def written(name: str, n: Size) -> Schedule:
     if forwards > MOST_FORWARDS:
         p = n.p if n.p <= MOST_RANKS else 4
         m, v = 1 if name == "naive" else 2 * p, 2 if one.chunks is None else n.v
-        fewer = f"{p} ranks, {m} microbatches" + f", {v} chunks a rank" * (v > 1)
+        fewer = f"{p} ranks, {m} microbatch{'es' * (m > 1)}" + f", {v} chunks a rank" * (v > 1)
         if name != "naive":
             fewer = f"{name}:{m}{f'x{v}' * (one.chunks is None)} on {p} ranks ({fewer})"
         given = f"{name} on {n.p} ranks with {n.m} microbatches"
