@@ -91,9 +91,7 @@ def _driven(model: nn.Module, units: Sequence[Unit], staged: Staging, facts: Fac
     ]
     last = [unit for _, unit in sorted(tied, key=lambda pair: pair[0])]
     data = Staged(Units(units), stages, last, sums_of(units, in_flight=len(units)), facts)
-    row = staged.schedule.actions(staged.axis.rank)
-    if not any(action.op == "W" for action in row):  # which goes through a graph in two halves
-        write_directly(model, data, sizes(units))
+    write_directly(model, data, sizes(units))
     return data
 
 

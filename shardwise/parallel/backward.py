@@ -14,7 +14,8 @@ the fork once more, up the branches: autograd computes what is asked for, so of 
 products I makes one and W the other.  Some forks are gone through once, in I, with the gradients of
 their branches kept for W to go on from: custom Functions, which compute all they have; nodes whose
 saved tensors somebody's hooks give back (checkpointing), which would make them again; and those
-with a branch that others lead to as well.  What cannot be halved at all, reentrant checkpointing
+with a branch that others lead to as well.  A node that puts a product off by itself (direct.py)
+has no branch there.  What cannot be halved at all, reentrant checkpointing
 or a branch with such hooks, makes I the whole of B.
 
 All of a stage's graph lives until its W is done (arXiv 2401.10241 counts it so).  A hook of the
@@ -176,10 +177,11 @@ class _Graph:
         """The edges by which a node of the way leaves it."""
         if node not in self.way:
             return {}
+        apart = _put_off(node)
         return {
             place: GradientEdge(child, number)
             for place, (child, number) in enumerate(self.nodes[node])
-            if child is not None and child not in self.way
+            if child is not None and child not in self.way and place != apart
         }
 
     def _into(self, nodes: Collection[Node]) -> dict[Node, set[tuple[Node | None, int]]]:
@@ -193,6 +195,13 @@ class _Graph:
                 if child in into:
                     into[child].add((node, number))
         return into
+
+
+def _put_off(node: Node) -> int | None:
+    """Which of the edges of a node leads to what the node leaves for later by itself."""
+    if not isinstance(node, BackwardCFunction):
+        return None
+    return getattr(getattr(node, "_forward_cls", None), "puts_off", None)
 
 
 def _leaves(roots: Iterable[Node]) -> list[Node]:

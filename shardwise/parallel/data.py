@@ -279,6 +279,9 @@ class Data:
         if not self.mute:
             group.add_product(index, left, right, self.pace.scale)
 
+    def put_off(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
+        """A pass for some tensors only asks for no gradient of `p`."""
+
     def collected(self, p: nn.Parameter) -> None:
         """Take what autograd left on `p`: all of its gradient in this pass is there."""
         unit, group, index = self.places[p]

@@ -33,6 +33,10 @@ class Sink(Protocol):
         """Add left^T right, of left [N, out] and right [N, in], to the gradient of `p`."""
         ...
 
+    def put_off(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
+        """The same where the pass is for others than `p`: for later, if there is a later."""
+        ...
+
 
 def write_directly(model: nn.Module, sink: Sink, sizes: Mapping[nn.Parameter, int]) -> None:
     """Hook the linear layers of `model` whose weights are in `sizes`, with enough elements.
@@ -75,6 +79,8 @@ class _Layer:
 class _Linear(torch.autograd.Function):
     """`y`, which a linear layer made from `x`; on the way back its gradients."""
 
+    puts_off = 2  # which of its edges leads to what is put off (backward.py)
+
     @staticmethod
     def forward(
         ctx: Any, y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, sink: Sink
@@ -99,6 +105,6 @@ class _Linear(torch.autograd.Function):
             kept = torch._C._will_engine_execute_node(get_gradient_edge(ctx.parameter).node)
         except RuntimeError:  # it is asked for, by torch.autograd.grad
             return None, dx, left.t() @ right, dbias, None
-        if kept:
-            ctx.sink.product(ctx.parameter, left, right)
+        if to_weight:
+            (ctx.sink.product if kept else ctx.sink.put_off)(ctx.parameter, left, right)
         return None, dx, None, dbias, None

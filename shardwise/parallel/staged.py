@@ -14,10 +14,14 @@ all the others, in the order of the names: every rank takes the same.
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.comm.world import Axis
 from shardwise.core.weak import weakly
+
+#: Of each a weight, and what left^T right is to be added to its gradient, see direct.py.
+Products = list[tuple[nn.Parameter, Tensor, Tensor]]
 
 
 class Group(Protocol):
@@ -97,6 +101,7 @@ class Staged:
         self.sums, self.facts = sums, facts
         self.mute = False  # whether gradients of this backward pass count for nothing
         self.reduced: set[int] = set()  # stages, since `begin`
+        self.waiting: Products = []
         self.places: dict[nn.Parameter, tuple[Group, int]] = {}
         for unit in units.order:
             for group in unit.trained:
@@ -128,6 +133,22 @@ class Staged:
         if not self.mute:
             group.add_product(index, left, right, 1.0)
 
+    def put_off(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
+        """In I: a product for W, which `later` gives out."""
+        self.waiting.append((p, left, right))
+
+    def later(self) -> Products:
+        """The products that were put off since the last time."""
+        waiting, self.waiting = self.waiting, []
+        return waiting
+
+    @torch.no_grad()
+    def multiply(self, products: Products) -> None:
+        """In W: add them to the gradients, the last layer's first; each is let go of at once."""
+        products.reverse()
+        while products:
+            self.product(*products.pop())
+
     def collected(self, p: nn.Parameter) -> None:
         """Take the gradient that was left on `p`."""
         group, index = self.places[p]
@@ -157,4 +178,5 @@ class Staged:
     def abandon(self) -> None:
         """A step broke off: what it left of gradients is dropped, so that the next begins clean."""
         self.sums.finish()
+        self.waiting = []
         self.units.drop()
