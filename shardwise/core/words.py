@@ -9,7 +9,7 @@ import difflib
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from shardwise.core.errors import Problem, refusal
 from shardwise.core.mesh import AXES
@@ -34,6 +34,10 @@ SCHEDULES: dict[str, str] = {
 
 #: Units of a SIZE, largest first.
 UNITS: dict[str, int] = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+
+#: The largest number that a word carries, and the largest SIZE in bytes: beyond any machine.
+MOST: Final = 10**6
+MOST_BYTES: Final = 2**40
 
 
 @dataclass(frozen=True)
@@ -85,9 +89,16 @@ WORDS: tuple[Word, ...] = (
 
 
 def words_table() -> str:
-    """The table of plan words as text, one a line: form, example, meaning."""
+    """The table of plan words as text, one a line: form, example, meaning, and if it is to come."""
+    from shardwise.core.check import runnable_forms  # which stands on plans, and so on this file
+
+    runs = set(runnable_forms())
     form, example = (max(len(getattr(w, field)) for w in WORDS) for field in ("form", "example"))
-    lines = [f"{w.form:{form}}  {w.example:{example}}  {w.meaning}" for w in WORDS]
+    lines = [
+        f"{w.form:{form}}  {w.example:{example}}  {w.meaning}"
+        + " (not in this version)" * (w.form not in runs)
+        for w in WORDS
+    ]
     return "\n".join([f"{'word':{form}}  {'example':{example}}  meaning", *lines])
 
 
@@ -162,9 +173,10 @@ def _read(word: str) -> Found | Problem | None:
     return None
 
 
-def _whole(digits: str) -> int:
-    """The number from 1 up that `digits` writes, or 0 where they write none."""
-    return int(digits) if re.fullmatch("[0-9]{1,99}", digits) else 0
+def _whole(digits: str, most: int = MOST) -> int:
+    """The number from 1 to `most` that `digits` writes, or 0 where they write none."""
+    number = int(digits) if re.fullmatch("[0-9]{1,99}", digits) else 0
+    return number if number <= most else 0
 
 
 def _read_axis(word: str, found: re.Match[str]) -> Found | Problem:
@@ -172,7 +184,9 @@ def _read_axis(word: str, found: re.Match[str]) -> Found | Problem:
     if not between and _whole(digits):
         return "axes", (name, int(digits))
     instead = f"{name}{_whole(digits.lstrip('-')) or 2}, or leave {name} out for one rank"
-    return Problem(f"the plan word '{word}'", f"{name} and a whole number from 1 up", instead)
+    return Problem(
+        f"the plan word '{word}'", f"{name} and a whole number from 1 to {MOST}", instead
+    )
 
 
 def _read_schedule(word: str) -> Found | Problem:
@@ -185,8 +199,11 @@ def _read_schedule(word: str) -> Found | Problem:
         return "schedule", name
     allowed, example = {
         "": (f"{name} alone: it has one microbatch", name),
-        "M": (f"{name}:M with M microbatches, from 1 up", f"{name}:8"),
-        "MxV": (f"{name}:MxV with M microbatches and V chunks a rank, from 1 up", f"{name}:8x2"),
+        "M": (f"{name}:M with M microbatches, from 1 to {MOST}", f"{name}:8"),
+        "MxV": (
+            f"{name}:MxV with M microbatches and V chunks a rank, each from 1 to {MOST}",
+            f"{name}:8x2",
+        ),
     }[takes]
     return Problem(f"the plan word '{word}'", allowed, example)
 
@@ -194,16 +211,19 @@ def _read_schedule(word: str) -> Found | Problem:
 def _read_count(key: str, value: str) -> Found | Problem:
     if number := _whole(value):
         return key, number
-    allowed = f"{key}: and a whole number from 1 up"
+    allowed = f"{key}: and a whole number from 1 to {MOST}"
     return Problem(f"the plan word '{key}:{value}'", allowed, f"{key}:4")
 
 
 def _read_size(key: str, value: str) -> Found | Problem:
-    if (found := _SIZE.fullmatch(value)) and _whole(found[1]):
+    if (found := _SIZE.fullmatch(value)) and _whole(found[1], MOST_BYTES // UNITS[found[2]]):
         return f"{key}_bytes", int(found[1]) * UNITS[found[2]]
     like = _LIKE_A_SIZE.fullmatch(value)
-    number, letter = (_whole(like[1]) or 25, like[2].upper() or "M") if like else (25, "M")
-    allowed = f"{key}: and a whole number from 1 up with its unit, B, KiB, MiB or GiB"
+    letter = (like[2].upper() if like else "") or "M"
+    number = _whole(like[1], MOST_BYTES // UNITS[f"{letter}iB"]) if like else 0
+    number, letter = (number, letter) if number else (25, "M")
+    allowed = f"{key}: and a whole number from 1 up with its unit, B, KiB, MiB or GiB, "
+    allowed += f"{size_text(MOST_BYTES)} at most"
     return Problem(f"the plan word '{key}:{value}'", allowed, f"{key}:{number}{letter}iB")
 
 

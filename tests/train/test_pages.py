@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from shardwise.core.check import problems
+from shardwise.core.plan import WORDS, Plan, words_table
 from shardwise.train.config import Config
 
 ROOT = Path(__file__).parents[2]
@@ -72,3 +74,11 @@ def test_a_snippet_runs_as_shown(page: str, number: int) -> None:
     command = [sys.executable, "-W", "error", "-c", snippet]
     done = subprocess.run(command, check=False, capture_output=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_words_say_what_is_to_come() -> None:
+    """Of the words of plans, those that this version refuses are marked, and no others."""
+    for word, line in zip(WORDS, words_table().splitlines()[1:], strict=True):
+        refused = any("not in this version" in p.given for p in problems(Plan.parse(word.example)))
+        assert line.startswith(f"{word.form} ")
+        assert line.endswith(" (not in this version)") == refused
