@@ -110,7 +110,7 @@ def write(folder: Path, recorded: Recorded) -> None:
         f"{what}: {timeline.makespan * 1e3:.1f} ms, bubble {timeline.bubble:.1%}"
         for what, timeline in ((f"step {number}, measured", measured), ("predicted", predicted))
     )
-    drawn = as_svg(measured, title, (predicted, below))
+    drawn = as_svg(measured, title, (predicted, below), unit=("ms", 1e3))
     publish(folder / PICTURE, lambda beside: beside.write_text(drawn, encoding="utf-8"))
 
 

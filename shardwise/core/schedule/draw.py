@@ -7,6 +7,7 @@ A cell names the microbatch. On ranks with two stages the second one's letters a
 the stage is named too: F2.0.
 """
 
+import math
 from html import escape
 
 from shardwise.core.schedule.action import Action
@@ -36,6 +37,10 @@ NAMES: dict[str, str] = {
     "GATHER": "gather",
 }
 _FONT = 'font-family="sans-serif" font-size="11"'
+#: Pixels of an SVG drawing: left of time 0, of a row, above and below a chart's rows.
+_LEFT, _ROW, _HEAD, _AXIS = 60, 26, 34, 20
+#: Pixels that a letter of a title takes at most, on average, and an entry of the legend.
+_LETTER, _ENTRY = 8, 130
 
 
 def label(action: Action, schedule: Schedule) -> str:
@@ -64,17 +69,22 @@ def as_text(timeline: Timeline) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def as_svg(timeline: Timeline, title: str, *below: tuple[Timeline, str]) -> str:
+def as_svg(
+    timeline: Timeline, title: str, *below: tuple[Timeline, str], unit: tuple[str, float] = ("", 1)
+) -> str:
     """The drawing as SVG, to scale. A cell tells its action and times when pointed at.
 
-    Of several timelines, each with its title, one stands below the other, to one scale.
+    Of several timelines, each with its title, one stands below the other, to one scale. `unit` is
+    that of the axes, its name and how many make up a 1 of the timelines: ("ms", 1000) of seconds.
     """
     charts = [(*_shown(one), one, name) for one, name in ((timeline, title), *below)]
     longest = max(one.makespan for _, _, one, _ in charts)
     scale = min(26 / min(shortest for _, shortest, _, _ in charts), COLUMNS / (longest or 1.0))
     rows = [row for found, *_ in charts for row in found]
-    wide, foot = 60 + longest * scale + 10, 34 * len(charts) + 26 * len(rows)
     ops = [op for op in COLOURS if any(span.action.op == op for row in rows for span in row)]
+    named = _LETTER * max(len(name) for *_, name in charts)
+    wide = max(_LEFT + longest * scale, named, _LEFT + _ENTRY * len(ops)) + 10
+    foot = (_HEAD + _AXIS) * len(charts) + _ROW * len(rows)
     styles = "".join(
         f".{op}{shade}{{fill:{colour}}}" for op in ops for shade, colour in enumerate(COLOURS[op])
     )
@@ -88,9 +98,10 @@ def as_svg(timeline: Timeline, title: str, *below: tuple[Timeline, str]) -> str:
     top = 0
     for found, _, one, name in charts:
         parts += _chart(found, one, name, (top, scale))
-        top += 34 + 26 * len(found)
+        top += _HEAD + _ROW * len(found) + _AXIS
+        parts += _axis(one.makespan, unit, (top - _AXIS, scale))
     for k, op in enumerate(ops):
-        x, y = 60 + 130 * k, foot + 8
+        x, y = _LEFT + _ENTRY * k, foot + 8
         parts.append(f'<rect class="{op}0" x="{x}" y="{y}" width="14" height="14"/>')
         parts.append(f'<text x="{x + 19}" y="{y + 11}">{NAMES[op]}</text>')
     return "\n".join([*parts, "</svg>"]) + "\n"
@@ -103,19 +114,37 @@ def _chart(
     top, scale = at
     parts = [f'<text x="10" y="{top + 20}" font-size="13">{escape(title)}</text>']
     for rank, row in enumerate(rows):
-        y = top + 34 + 26 * rank
+        y = top + _HEAD + _ROW * rank
         waiting = f'width="{timeline.makespan * scale:.2f}" height="22" fill="#eee"'
         parts.append(f'<text x="10" y="{y + 15}">rank {rank}</text>')
-        parts.append(f'<rect x="60" y="{y}" {waiting}/>')
+        parts.append(f'<rect x="{_LEFT}" y="{y}" {waiting}/>')
         parts += [_cell(span, timeline.schedule, y, scale) for span in row]
     return parts
+
+
+def _axis(makespan: float, unit: tuple[str, float], at: tuple[int, float]) -> list[str]:
+    """The axis of time below a chart; `at` is its top and its scale, in pixels a 1 of makespan."""
+    (name, many), (top, scale) = unit, at
+    parts = [f'<text x="10" y="{top + 12}">{escape(name or "time")}</text>']
+    step = _step(60 * many / scale) / many
+    for k in range(int(makespan / step + 1e-6) + 1):
+        x = _LEFT + k * step * scale
+        parts.append(f'<path d="M{x:.2f} {top - 2}v4" stroke="#666"/>')
+        parts.append(f'<text class="m" x="{x:.2f}" y="{top + 12}">{k * step * many:g}</text>')
+    return parts
+
+
+def _step(least: float) -> float:
+    """The least of 1, 2, 5, 10, 20, ... and their tenths that is not below `least`."""
+    ten = 10.0 ** math.floor(math.log10(least))
+    return next(ten * of for of in (1, 2, 5, 10) if ten * of >= least * (1 - 1e-9))
 
 
 def _cell(span: Span, schedule: Schedule, y: int, scale: float) -> str:
     """One action of an SVG drawing."""
     action, start, end = span
     shade = schedule.stages(schedule.home[action.stage]).index(action.stage) % 2
-    x, wide = 60 + start * scale, (end - start) * scale
+    x, wide = _LEFT + start * scale, (end - start) * scale
     name = str(action.microbatch) if action.op in ("F", "B", "I", "W") else ""
     text = f'<text class="m" x="{x + wide / 2:.2f}" y="{y + 15}">{name}</text>'
     return (

@@ -71,3 +71,20 @@ def test_svg_is_to_scale():
     assert found["B0.0"][1] == 2 * unit
     assert found["F1.0"][0] - found["F0.0"][0] == unit
     assert root.findtext(f"{space}text") == "a < b"
+
+
+def test_an_svg_has_room_for_its_title_and_an_axis_of_time():
+    """A short schedule's drawing is as wide as its words; marks of time stand where time is."""
+    timeline = clock(build("naive", 2))
+    title = "a title of many words, more than its drawing has room for"
+    root = ET.fromstring(as_svg(timeline, title, unit=("ms", 1000)))  # noqa: S314 - our own text
+    assert int(root.get("width", 0)) >= 7 * len(title)
+    space = "{http://www.w3.org/2000/svg}"
+    marks = [text for text in root.findall(f"{space}text") if text.get("class") == "m"]
+    assert [text.text for text in marks] == ["0", "5000"]
+    boxes = {group.findtext(f"{space}title"): group for group in root.findall(f"{space}g")}
+    box = boxes["B0.0 4 to 6"].find(f"{space}rect")
+    assert box is not None
+    middle = float(box.get("x", 0)) + float(box.get("width", 0)) / 2
+    assert float(marks[1].get("x", 0)) == middle  # of 6 seconds, the fifth
+    assert "ms" in [text.text for text in root.findall(f"{space}text")]
