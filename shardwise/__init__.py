@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from shardwise.engine.parallelize import parallelize
     from shardwise.engine.pipe import Pipe
     from shardwise.engine.recipe import SGD, Adam, AdamW, Optim
+    from shardwise.engine.stages import balance_by_time
     from shardwise.engine.training import Metrics
     from shardwise.engine.wrap import DDP, FSDP, clip_grad_norm, no_sync
     from shardwise.parallel.cross_entropy import cross_entropy
@@ -37,6 +38,7 @@ _HOMES = {
     "no_sync": "engine.wrap",
     "Engine": "engine.engine",
     "Metrics": "engine.training",
+    "balance_by_time": "engine.stages",
     "parallelize": "engine.parallelize",
     "Pipe": "engine.pipe",
     "Adam": "engine.recipe",
@@ -81,6 +83,7 @@ __all__ = [
     "S",
     "Table",
     "World",
+    "balance_by_time",
     "clip_grad_norm",
     "cross_entropy",
     "init",

@@ -13,7 +13,8 @@ import shardwise as sw
 NAMES = [
     *("DDP", "FSDP", "SGD", "Adam", "AdamW", "Engine", "I", "InputError", "Mesh", "Metrics"),
     *("Optim", "P", "Pipe", "Plan", "R", "RankError", "RunError", "S", "Table", "World"),
-    *("clip_grad_norm", "cross_entropy", "init", "move", "no_sync", "parallelize", "spawn"),
+    *("balance_by_time", "clip_grad_norm", "cross_entropy", "init", "move", "no_sync"),
+    *("parallelize", "spawn"),
 ]
 
 

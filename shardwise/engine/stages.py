@@ -18,6 +18,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from shardwise.comm.collectives import broadcast
+from shardwise.comm.world import World
 from shardwise.core.balance import balanced
 from shardwise.core.errors import bad
 from shardwise.parallel.layers import Layer, layers
@@ -98,11 +100,13 @@ def balance_by_time(
     stages: int,
     repeats: int = 3,
     beside: Mapping[str, str] | None = None,
+    world: World | None = None,
 ) -> tuple[str, ...]:
-    """The same by the measured times of the layers' forwards, the least of `repeats` runs.
+    """As `starts`, by the measured times of the layers' forwards, the least of `repeats` runs.
 
     `call(model)` runs the whole model on this device, without gradients; the backward pass is
-    taken to be proportional. Ranks measure differently: one is to decide for all.
+    taken to be proportional. What it gives is for `parallelize(..., stages=...)`. Ranks measure
+    differently: with `world`, which all its ranks give, the first one's times decide for all.
 
     Raises:
         InputError: fewer layers than stages, a model that is not on a device.
@@ -118,6 +122,9 @@ def balance_by_time(
     found = layers(model, cuts[1:], beside)
     runs = [_timed(model, found, len(cuts), call) for _ in range(repeats + 1)]
     weights = [min(times) for times in zip(*runs[1:], strict=True)]
+    if world is not None:
+        told = torch.tensor(weights, dtype=torch.float64, device=world.device)
+        weights = broadcast(told, world.everyone).tolist()
     return tuple(cuts[i] for i in balanced(weights, stages))
 
 

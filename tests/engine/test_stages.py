@@ -1,13 +1,16 @@
+import threading
 from typing import ClassVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.engine.stages import balance_by_time, misplaced, starts
 from shardwise.models import gpt
 from shardwise.models.registry import find
+from tests.pool import run_threads
 
 
 def small(layers: int = 6, tied: bool = False, vocabulary: int = 8) -> gpt.GPT:
@@ -165,6 +168,24 @@ def test_stages_by_time_balance_what_layers_take(monkeypatch: pytest.MonkeyPatch
     assert starts(model, 3) == ("1", "2")
     assert balance_by_time(model, lambda m: m(torch.zeros(1)), 3) == ("2", "3")
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model)
+
+
+class Clocks(Clock, threading.local):
+    """One for each thread, that is each rank."""
+
+
+def timed(world: World, clocks: Clocks) -> tuple[str, ...]:
+    """The cut by a clock that goes differently on every rank."""
+    seconds = [(1, 1, 9, 1), (9, 1, 1, 1)][world.rank]
+    model = nn.Sequential(*[Slow(clocks, each) for each in seconds])
+    return balance_by_time(model, lambda m: m(torch.zeros(1)), 3, world=world)
+
+
+def test_the_first_ranks_times_decide_for_all(monkeypatch: pytest.MonkeyPatch):
+    """Ranks that measure differently cut alike."""
+    clocks = Clocks()
+    monkeypatch.setattr("shardwise.engine.stages.time", clocks)
+    assert run_threads(2, timed, clocks) == [("2", "3")] * 2
 
 
 def test_a_model_without_memory_cannot_be_timed():
