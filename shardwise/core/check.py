@@ -5,7 +5,7 @@ from dataclasses import replace
 from shardwise.core.errors import InputError, Problem, refusal
 from shardwise.core.plan import Plan
 from shardwise.core.schedule.library import LIBRARY, Size, allowed
-from shardwise.core.words import WORDS, size_text
+from shardwise.core.words import MOST, WORDS, size_text
 
 __all__ = ["Problem", "problems", "require", "runnable_forms"]
 
@@ -25,7 +25,8 @@ def problems(plan: Plan, world_size: int | None = None) -> list[Problem]:
 
     A plan that can run gives the empty list. Every remedy that is a plan can run itself.
     """
-    return [*_not_yet(plan), *_pipeline(plan), *_data_axes(plan), *_world(plan, world_size)]
+    own = [*_not_yet(plan), *_pipeline(plan), *_tensor(plan), *_data_axes(plan)]
+    return [*own, *_world(plan, world_size)]
 
 
 def require(plan: Plan, world_size: int | None = None) -> None:
@@ -106,6 +107,15 @@ def _stale(plan: Plan) -> list[Problem]:
     return [Problem(given, allowed, f"'{_runnable(plan)}'") for given, allowed in found]
 
 
+def _tensor(plan: Plan) -> list[Problem]:
+    """The word for a split sequence without the ranks to split it over."""
+    if not plan.sp or plan.mesh.size_of("tp") > 1:
+        return []
+    allowed = "sp together with tpN of two ranks or more, on which the sequence is split"
+    instead = f"'{_runnable(plan)}', or tp2 beside it"
+    return [Problem("'sp' without tensor parallelism, which has no effect", allowed, instead)]
+
+
 def _data_axes(plan: Plan) -> list[Problem]:
     """Axes for data that do not go together, or not with the row."""
     sizes = dict(plan.axes)
@@ -146,13 +156,13 @@ def _runnable(plan: Plan) -> Plan:
     """The nearest plan that this version runs: the same data and tensor ranks, the same row."""
     sizes = {name: size for name, size in plan.axes if name.startswith("dp")}
     whole = plan.row != "ddp" and "dp_shard" in sizes and "dp" not in sizes
-    axes = tuple(sizes.items()) if whole else (("dp", plan.data_size),)
+    axes = tuple(sizes.items()) if whole else (("dp", min(plan.data_size, MOST)),)
     if not sizes:
         axes = ()
     kept = tuple((name, size) for name, size in plan.axes if name in ("pp", "tp"))
     near = Plan(
         axes=(*axes, *kept),
-        sp=plan.sp,
+        sp=plan.sp and plan.mesh.size_of("tp") > 1,
         schedule=None if _forbidden(plan) else plan.schedule,
         row=plan.row,
         precision=plan.precision,

@@ -72,6 +72,8 @@ def test_plans_that_run(text: str, world: int | None):
             "'pp2 dp2 zero2 pipedream:4'",
         ),
         ("pp4 2bw:2", None, "2 microbatches a batch for 2BW on 4 ranks", "2bw:4"),
+        ("dp2 sp zero1", None, "'sp' without tensor parallelism", "'dp2 zero1', or tp2 beside it"),
+        ("tp1 sp", None, "'sp' without tensor parallelism", "'tp1', or tp2 beside it"),
         ("dp2 recompute:full", None, "'recompute:full', but recomputation is not", "'dp2'"),
         ("dp2 offload:optim", None, "'offload:optim', but offload is not", "'dp2'"),
         ("dp2 buffers:64MiB", None, "'buffers:64MiB', but a bound on buffers is not", "'dp2'"),
