@@ -1,6 +1,7 @@
 """this file is the measured timeline of a run: some of its steps, as every rank did them.
 
-    trace.json      all recorded steps of all pipelines, for chrome://tracing or ui.perfetto.dev
+    trace.json      all recorded steps of all pipelines, for chrome://tracing or ui.perfetto.dev:
+                    a track for each place in a pipeline, and one of the steps, above them
     timeline.svg    one of them, and below it, to the same scale, what the clock makes of the same
                     schedule with the mean times of its actions
 
@@ -16,8 +17,10 @@ from typing import Any
 
 from shardwise.core.schedule.draw import as_svg
 from shardwise.core.schedule.measured import Measured, as_trace
+from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine.engine import Engine
 from shardwise.engine.pipelined import Pipelined
+from shardwise.engine.staging import AXIS
 from shardwise.parallel.pipeline import Recorder
 from shardwise.train.gathered import gathered
 from shardwise.train.packed import publish
@@ -31,10 +34,14 @@ PICTURE = "timeline.svg"
 
 @dataclass(frozen=True)
 class Recorded:
-    """What was measured: `pipelines[k]` are the steps of pipeline k, `numbers` which steps."""
+    """What was measured: `pipelines[k]` are the steps of pipeline k, `numbers` which steps.
+
+    `ranks[k]` are the ranks of the world that pipeline k goes through, in its order.
+    """
 
     numbers: tuple[int, ...]
     pipelines: tuple[tuple[Measured, ...], ...]
+    ranks: tuple[tuple[int, ...], ...]
 
     @property
     def typical(self) -> Measured:
@@ -96,8 +103,9 @@ class Tracing:
         """What all pipelines measured; None where there is nothing.  Called by all ranks."""
         if not self.numbers:
             return None
-        found = gathered(self.seen, self.engine.world)
-        return Recorded(tuple(self.numbers), tuple(tuple(seen) for seen in found if seen))
+        world = self.engine.world
+        pipelines = tuple(tuple(seen) for seen in gathered(self.seen, world) if seen)
+        return Recorded(tuple(self.numbers), pipelines, tuple(world.mesh.lines(AXIS)))
 
 
 def write(folder: Path, recorded: Recorded) -> None:
@@ -115,21 +123,49 @@ def write(folder: Path, recorded: Recorded) -> None:
 
 
 def trace(recorded: Recorded) -> str:
-    """All steps of all pipelines as one trace: a process for each pipeline, on its own clock."""
+    """All steps of all pipelines as one trace: a process for each pipeline, on its own clock.
+
+    Every event but the names says in `args` which step it is of.
+    """
     events: list[dict[str, Any]] = []
     for k, steps in enumerate(recorded.pipelines):
-        tracks = _events(steps[0], "M")
+        tracks = _names(steps[0].schedule, recorded.ranks[k])
         tracks[0] |= {"args": {"name": f"pipeline {k}"}}
-        for n, seen in enumerate(steps):
+        for n, (number, seen) in enumerate(zip(recorded.numbers, steps, strict=True)):
             later_us = (_start_s(seen) - _start_s(steps[0])) * 1e6
-            tracks += [_moved(event, later_us, f"{k}.{n}") for event in _events(seen, "Xsf")]
+            found = [_moved(event, later_us, f"{k}.{n}") for event in _events(seen)]
+            whole = _whole(found, number, len(recorded.ranks[k]))
+            tracks += [event | {"args": {"step": number}} for event in (whole, *found)]
         events += [event | {"pid": k} for event in tracks]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
-def _events(seen: Measured, kinds: str) -> list[dict[str, Any]]:
-    """The events of a step's trace, of these kinds: M names, X steps, s and f arrows."""
-    return [event for event in json.loads(as_trace(seen))["traceEvents"] if event["ph"] in kinds]
+def _names(schedule: Schedule, ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """The events that name a process and its tracks: by stage, and by rank of the world."""
+    tracks = [_stages(schedule.stages(place), rank) for place, rank in enumerate(ranks)]
+    events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "tid": 0}]
+    for tid, name in enumerate([*tracks, "steps"]):
+        events.append({"name": "thread_name", "ph": "M", "tid": tid, "args": {"name": name}})
+    order = {"name": "thread_sort_index", "ph": "M", "tid": len(tracks), "args": {"sort_index": -1}}
+    return [*events, order]
+
+
+def _stages(stages: Sequence[int], rank: int) -> str:
+    plural = "s" * (len(stages) > 1)
+    return f"stage{plural} {', '.join(map(str, stages))}, rank {rank}"
+
+
+def _whole(events: Sequence[dict[str, Any]], number: int, track: int) -> dict[str, Any]:
+    """The event that encloses a step's, on a track of its own."""
+    start = min(event["ts"] for event in events)
+    end = max(event["ts"] + event.get("dur", 0.0) for event in events)
+    times = {"ts": start, "dur": end - start}
+    return {"name": f"step {number}", "cat": "step", "ph": "X", "tid": track} | times
+
+
+def _events(seen: Measured) -> list[dict[str, Any]]:
+    """The events of a step's trace, without its names: actions, transfers, arrows."""
+    return [event for event in json.loads(as_trace(seen))["traceEvents"] if event["ph"] != "M"]
 
 
 def _moved(event: dict[str, Any], later_us: float, step: str) -> dict[str, Any]:

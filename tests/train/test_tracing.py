@@ -26,6 +26,19 @@ def test_every_rank_of_every_pipeline_is_recorded(tmp_path: Path) -> None:
                 assert done.count(action) == 5
             times = [e["ts"] for e in seen if e["ph"] == "X"]
             assert times == sorted(times)
+    for pipeline in (0, 1):  # ranks 0 and 2 of the world, and 1 and 3
+        of = [e for e in events if e["pid"] == pipeline]
+        names = {e["tid"]: e["args"]["name"] for e in of if e["name"] == "thread_name"}
+        assert names == {0: f"stage 0, rank {pipeline}", 1: f"stage 1, rank {pipeline + 2}"} | {
+            2: "steps"
+        }
+        bands = [e for e in of if e.get("cat") == "step"]
+        assert [e["name"] for e in bands] == [f"step {step}" for step in range(3, 8)]
+        for band in bands:
+            end = band["ts"] + band["dur"]
+            inside = [e for e in of if e["ph"] != "M" and e["args"] == band["args"]]
+            assert len(inside) == 1 + 8 + 2 + 4 * 4  # the band, F and B, REDUCE, messages
+            assert all(band["ts"] <= e["ts"] <= end + 1e-3 for e in inside)
     begun = [e["id"] for e in events if e["ph"] == "s"]
     assert sorted(begun) == sorted(e["id"] for e in events if e["ph"] == "f")
     assert len(set(begun)) == len(begun) == 2 * 5 * 4
