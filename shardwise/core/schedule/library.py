@@ -121,7 +121,7 @@ LIBRARY: dict[str, Entry] = {
         "arXiv 2006.09503",
         lambda n: stale.two_buffered(n.p, n.m, n.batches),
         *(_plain, _first, *_1F1B),
-        versions_text="2 from the second batch on",
+        versions_text="2; 1 for a batch alone",
         updates=lambda n: n.batches,
         check=lambda n: stale.covers(n.p, n.m),
     ),
