@@ -97,6 +97,12 @@ class Plan:
         return self.accumulate * allowed(self.pipeline, self.mesh.size_of("pp"))[1].m
 
     @property
+    def cut(self) -> str:
+        """The words by which a rank's batch is cut into microbatches; empty where it is not."""
+        words = [self.pipeline] if self.pipeline else []
+        return " ".join(words + [f"accumulate:{self.accumulate}"] * (self.accumulate > 1))
+
+    @property
     def shard_axis(self) -> str | None:
         """The axis along which states are sharded; None under `ddp`, which shards none."""
         if self.row == "ddp":

@@ -29,21 +29,29 @@ def rows(batch: Any) -> int:
     return found
 
 
-def split(batch: Any, parts: int) -> list[Any]:
+def split(batch: Any, parts: int, word: str = "") -> list[Any]:
     """`batch` in `parts` microbatches along dim 0, the first ones larger where it is uneven.
 
     With fewer rows than microbatches the last ones have none.  Numbers (0-d) go to every part.
+    `word` is what the user asked for so many with, to be named in an error.
 
     Raises:
-        InputError: tensors that disagree on the number of rows.
+        InputError: tensors that disagree on the number of rows; none that has any.
     """
     if parts == 1:
         return [batch]
     tensors = [x for x in tree_leaves(batch) if _has_rows(x)]
     found = sorted({len(x) for x in tensors})
+    word = word or f"accumulate:{parts}"
+    if not found:
+        raise bad(
+            f"a batch without a tensor that has rows ({_what(batch)}) under {word}",
+            "tensors in tuples, lists and dicts, in any nesting, to be cut along dim 0",
+            "torch.as_tensor(batch) of an array, with one row a sample",
+        )
     if len(found) != 1:
         raise bad(
-            f"a batch with tensors of {found or 'no'} rows under accumulate:{parts}",
+            f"a batch with tensors of {found} rows under {word}",
             "tensors that all have the same number of rows",
             "one row a sample in every tensor",
         )
@@ -86,6 +94,11 @@ def cast(batch: Any, dtype: torch.dtype | None) -> Any:
     return tree_map(
         lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, batch
     )
+
+
+def _what(batch: Any) -> str:
+    shape = f" of shape {list(batch.shape)}" if isinstance(batch, Tensor) else ""
+    return f"{type(batch).__name__}{shape}"
 
 
 def _has_rows(x: Any) -> bool:

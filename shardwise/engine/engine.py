@@ -64,6 +64,7 @@ class Engine:
         self.expected = 0  # tokens of the global batch, of the step before
         self.last: dict[Key, Tally] = {}  # what the last step sent
         self.own_loss = 0.0  # of the last step, times tokens: what was made here
+        self.own_squared: Tensor | None = None  # the last norm's part of the gradient held here
 
     def _passes(self) -> Straight | Pipelined:
         model, tensors, objective = self.model, self.tensors, self._objective
@@ -117,7 +118,7 @@ class Engine:
         if self.broken:  # the step before raised
             self.data.abandon()
         self.broken = True
-        parts = split(batch, self.microbatches)
+        parts = split(batch, self.microbatches, self.plan.cut)
         counts = [self._count(part) for part in parts]
         parts = [filled(part) for part in parts]
         if not self.expected:
@@ -228,6 +229,7 @@ class Engine:
         """The norm of the global gradient, loss scale taken out."""
         with self.ledger.phase("check"):
             squared = self.optimizer.squared_norm().view(1).to(self.world.device)
+            self.own_squared = squared.clone()
             for axis in (self.axes[0], self.tensors.axis):
                 squared = begin_sum(squared, axis)()
             squared = self._over_stages(squared)

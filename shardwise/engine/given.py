@@ -7,7 +7,7 @@ somewhere inside a step.
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from numbers import Real
 from typing import Any
@@ -28,15 +28,24 @@ def shown(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
-def module(value: Any, caller: str) -> None:
+def module(value: Any, caller: str, example: str = "nn.Linear(8, 8)") -> None:
     """Raise InputError unless `value` is a module, as `caller` wants it."""
     if isinstance(value, nn.Module):
         return
     if isinstance(value, type) and issubclass(value, nn.Module):
         given, instead = f"the class {value.__name__}", f"{caller}({value.__name__}(...), ...)"
     else:
-        given, instead = shown(value), f"{caller}(nn.Linear(8, 8), ...)"
+        given, instead = shown(value), f"{caller}({example}, ...)"
     raise bad(f"{caller} of {given}", "an nn.Module, made", instead)
+
+
+def wrapped(model: nn.Module) -> InputError:
+    """The error for a model that stands under a part of Shardwise already."""
+    return bad(
+        f"a {type(model).__name__} that is wrapped already, or has a part that is",
+        "a module that no part of Shardwise drives yet",
+        "wrap the outermost module, once",
+    )
 
 
 def trained(model: nn.Module) -> None:
@@ -56,10 +65,11 @@ def world(value: Any) -> None:
         raise bad(f"world={shown(value)}", "the world that sw.init() returns", "sw.init()")
 
 
-def whole(name: str, value: Any, least: int, example: int) -> None:
-    """Raise InputError unless `value` is a whole number from `least` up."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        allowed = f"a whole number from {least} up"
+def whole(name: str, value: Any, least: int, example: int, most: int | None = None) -> None:
+    """Raise InputError unless `value` is a whole number from `least` up, to `most` if given."""
+    fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    if not fits or (most is not None and value > most):
+        allowed = f"a whole number from {least} " + ("up" if most is None else f"to {most}")
         raise bad(f"{name}={shown(value)}", allowed, f"{name}={example}")
 
 
@@ -157,6 +167,18 @@ def fill(value: Callable[[str, Tensor], Any]) -> Callable[[str, Tensor], None]:
             raise bad(given, allowed, example)
 
     return held
+
+
+def stages(value: Any, right: Callable[[], Sequence[str]]) -> None:
+    """`stages=`: None or several names of modules, such as `right`. Raises InputError."""
+    several = isinstance(value, Sequence) and not isinstance(value, str)
+    if value is None or (several and all(isinstance(name, str) for name in value)):
+        return
+    raise bad(
+        f"stages={shown(value)}",
+        "a list of the names of the modules that begin the stages but the first",
+        f"stages={list(right())}",
+    )
 
 
 def names(value: Any) -> dict[str, str]:

@@ -32,12 +32,12 @@ from shardwise.core.crossing import Spec, Trace
 from shardwise.core.errors import bad
 from shardwise.core.mesh import Mesh
 from shardwise.core.schedule.action import Action, Token
-from shardwise.core.schedule.library import LIBRARY, Size, build, entry
+from shardwise.core.schedule.library import LIBRARY, MOST_FORWARDS, Size, build, entry
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine import given, staging
 from shardwise.engine.batch import split
 from shardwise.engine.held import nowhere
-from shardwise.engine.shard import materialise
+from shardwise.engine.shard import drivers, materialise
 from shardwise.engine.stages import starts
 from shardwise.engine.staging import Staging
 from shardwise.parallel.backward import Rest, Tape
@@ -68,10 +68,13 @@ def Pipe(  # noqa: N802
 
     Raises:
         InputError: fewer layers than stages; a schedule that there is not, or that forbids so many
-            chunks.  From a call: fewer rows than chunks; an output without rows.
+            chunks; a module that is wrapped already.  From a call: fewer rows than chunks; an
+            output without rows.
     """
-    given.module(module, "sw.Pipe")
-    given.whole("chunks", chunks, 1, 8)
+    given.module(module, "sw.Pipe", "nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))")
+    given.whole("chunks", chunks, 1, 8, MOST_FORWARDS)
+    if any(drivers(m) or isinstance(vars(m).get("forward"), _Piped) for m in module.modules()):
+        raise given.wrapped(module)
     if world is None:
         world = init()
     given.world(world)
@@ -142,7 +145,8 @@ class _Piped:
         graded = torch.is_grad_enabled()
         inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         inputs = [x for x in inputs if graded and x.requires_grad]
-        parts = [tree_map_only(Tensor, _leaf, part) for part in split((args, kwargs), chunks)]
+        parts = split((args, kwargs), chunks, f"sw.Pipe(module, chunks={chunks})")
+        parts = [tree_map_only(Tensor, _leaf, part) for part in parts]
         pass_ = _Pass(self, parts, [self._learnt(part) for part in parts])
         outs = pass_.forwards()
         if graded and (self.trained or inputs):
@@ -364,11 +368,13 @@ def _rows(batch: Any) -> int:
 
 def _enough(batch: Any, chunks: int) -> None:
     """Raise InputError for fewer rows than microbatches."""
-    if _rows(batch) < chunks:
+    found = _rows(batch)
+    if found < chunks:
+        fewer = f", or sw.Pipe(module, chunks={found})" if found else ""
         raise bad(
-            f"a batch of {_rows(batch)} rows for a pipe of {chunks} chunks",
-            "a row for each chunk, or more",
-            f"a batch of {chunks} rows, or sw.Pipe(module, chunks={max(1, _rows(batch))})",
+            f"a batch of {found or 'no'} rows for a pipe of {chunks} chunks",
+            "tensors with a row for each chunk, or more",
+            f"a batch of {chunks} rows{fewer}",
         )
 
 

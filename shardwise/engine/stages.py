@@ -11,6 +11,7 @@ stages are contiguous, and the heaviest is as light as can be (core/balance.py).
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
 from functools import partial
 from itertools import product
 from typing import Any, Final
@@ -21,7 +22,8 @@ from torch import nn
 from shardwise.comm.collectives import broadcast
 from shardwise.comm.world import World
 from shardwise.core.balance import balanced
-from shardwise.core.errors import bad
+from shardwise.core.errors import InputError, bad
+from shardwise.engine import given as looked_at
 from shardwise.parallel.layers import Layer, layers
 
 
@@ -56,6 +58,7 @@ _BESIDE: Final[dict[str, dict[str, str]]] = {
 }
 #: A list whose elements hold less than this part of the heaviest list's is no place to cut.
 LEAST: Final = 1 / 8
+NAMED: Final = 6  # modules that an error names
 
 
 def starts(
@@ -63,27 +66,34 @@ def starts(
     stages: int,
     given: Sequence[str] | None = None,
     beside: Mapping[str, str] | None = None,
+    fewer: Callable[[int], str] = "pp{}".format,
 ) -> tuple[str, ...]:
     """The names of the modules that begin stages 1 to `stages` - 1.
 
     `given` are they, or None for stages whose largest has as few parameters as can be; of equally
     good cuts the earliest. Deterministic, so that every rank finds the same. `beside` is that of
-    Stages (cut.py).
+    Stages (cut.py); `fewer` tells what to write where there are only so many layers.
 
     Raises:
         InputError: fewer layers than stages; names that are not the model's, too few or too many.
     """
     beside = _beside(model, beside)
+    _layered(model)
+    looked_at.stages(given, lambda: starts(model, stages, None, beside))
     if given is not None:
         if len(given) != stages - 1:
+            named = f"{len(given)} starts ({', '.join(given) or 'none'})"
+            if stages == 1:
+                allowed = "none: a pipeline of one stage begins with the model"
+                raise bad(f"{named} for one stage", allowed, "stages=[], or more ranks")
             raise bad(
-                f"{len(given)} starts ({', '.join(given) or 'none'}) for {stages} stages",
+                f"{named} for {stages} stages",
                 f"{stages - 1}: the first module of each stage but the first",
                 ", ".join(starts(model, stages, None, beside)),
             )
         layers(model, given, beside)
         return tuple(given)
-    cuts = candidates(model, stages, beside)
+    cuts = candidates(model, stages, beside, fewer)
     weights = [0] * len(cuts)
     seen: set[tuple[int, int]] = set()
     for name, layer in layers(model, cuts[1:], beside).items():
@@ -92,6 +102,35 @@ def starts(
                 weights[stage] += p.numel() * ((stage, id(p)) not in seen)
                 seen.add((stage, id(p)))
     return tuple(cuts[i] for i in balanced(weights, stages))
+
+
+def _layered(model: nn.Module) -> None:
+    """Raise InputError for a model that has nothing to put on stages."""
+    try:
+        layers(model, ())
+    except InputError:
+        raise bad(
+            f"a {type(model).__name__} that has no layers with parameters in it, for a pipeline",
+            "a model of layers: modules inside of it that are called, and hold parameters",
+            "nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), say; one layer alone is a model as "
+            "nn.Sequential(layer)",
+        ) from None
+
+
+def known(model: nn.Module, names: Sequence[str]) -> None:
+    """Raise InputError unless the model has modules of all these names."""
+    there = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    for name in names:
+        if name not in there:
+            raise bad(
+                f'"{name}", which is no module of the {type(model).__name__}',
+                f"names of its modules: {_some(there) or 'it has none'}",
+                f'"{get_close_matches(name, there, n=1, cutoff=0.0)[0]}"' if there else "none",
+            )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more") * (len(names) > NAMED)
 
 
 def balance_by_time(
@@ -161,7 +200,12 @@ def _now(module: nn.Module) -> float:
     return time.perf_counter()
 
 
-def candidates(model: nn.Module, stages: int, beside: Mapping[str, str]) -> tuple[str, ...]:
+def candidates(
+    model: nn.Module,
+    stages: int,
+    beside: Mapping[str, str],
+    fewer: Callable[[int], str] = "pp{}".format,
+) -> tuple[str, ...]:
     """The modules between which `model` may be cut into so many stages, in their order.
 
     Raises:
@@ -174,8 +218,8 @@ def candidates(model: nn.Module, stages: int, beside: Mapping[str, str]) -> tupl
     if len(every) < stages:
         raise bad(
             f"{stages} stages for a {type(model).__name__} of {len(every)} layers",
-            f"as many as there are layers at most: {', '.join(every[:6])}",
-            f"pp{len(every)}",
+            f"as many as there are layers at most: {_some(every)}",
+            fewer(len(every)),
         )
     return every
 

@@ -9,24 +9,25 @@ embedding) is summed between them before the update, and so stays the same.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import begin_sum, broadcast
 from shardwise.comm.world import Axis, World, traced
-from shardwise.core.errors import bad
+from shardwise.core.check import problems
 from shardwise.core.plan import Plan
-from shardwise.core.schedule.library import build
+from shardwise.core.schedule.library import allowed, build, entry
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.core.table import Table
 from shardwise.engine import draws, tensor
+from shardwise.engine import given as looked_at
 from shardwise.engine.cut import Stages
 from shardwise.engine.held import Tensors, Tie
-from shardwise.engine.stages import misplaced, starts
+from shardwise.engine.stages import known, misplaced, starts
 from shardwise.parallel.layers import layers
 from shardwise.parallel.layers import twin as twin_of
 from shardwise.parallel.units import UnitSpec
@@ -121,27 +122,29 @@ def fitting(
 ) -> tuple[str, ...]:
     """The modules that begin the stages of a pipeline but the first; none without a pipeline.
 
+    What is given for a pipeline is looked at without one too: a slip would wait for the next plan.
     `beside` is that of Stages (cut.py): modules that are not called where they are defined.
 
     Raises InputError where the model cannot be cut so.
     """
     schedule = schedule_of(plan)
     if schedule is None:
+        looked_at.stages(given, tuple)
+        known(model, [*(given or ()), *(beside or {}), *(beside or {}).values()])
         return ()
-    if given is not None and not _names(given):
-        found = ", ".join(starts(model, len(schedule.home), None, beside))
-        raise bad(
-            f"stages={repr(given)[:60]}",
-            "a list of the names of the modules that begin the stages but the first",
-            f"stages={found.split(', ')}",
-        )
-    return starts(model, len(schedule.home), given, beside)
+    return starts(model, len(schedule.home), given, beside, partial(_of_layers, plan))
 
 
-def _names(given: Any) -> bool:
-    """Whether it is several strings, and not one."""
-    is_several = isinstance(given, Sequence) and not isinstance(given, str)
-    return is_several and all(isinstance(name, str) for name in given)
+def _of_layers(plan: Plan, layers: int) -> str:
+    """The nearest plan for a model of so few layers: fewer chunks a rank, or fewer ranks."""
+    name, n = allowed(plan.pipeline or "", plan.mesh.size_of(AXIS))
+    if entry(name).chunks is None and layers >= n.p:
+        return f"'{replace(plan, schedule=f'{name}:{n.m}x{layers // n.p}')}'"
+    others = tuple((axis, size) for axis, size in plan.axes if axis != AXIS)
+    if layers < n.v:
+        return f"'{replace(plan, axes=others, schedule=None)}'"
+    near = replace(plan, axes=((AXIS, layers // n.v), *others))
+    return f"'{replace(near, schedule=None) if problems(near) else near}'"
 
 
 def stages_of(

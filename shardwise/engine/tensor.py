@@ -36,9 +36,11 @@ def fitting(model: nn.Module, plan: Plan, given: Table | Mapping[str, str] | Non
     Raises InputError where there is none or it does not fit, with every problem and its remedy.
     """
     ranks = plan.mesh.size_of(AXIS)
+    if ranks == 1 and given is None:
+        return None
+    table = table_of(model, given)  # one that is given is read, whether the plan uses it or not
     if ranks == 1:
         return None
-    table = table_of(model, given)
     if problems := check(table, shapes(model), plan.sp, ranks):
         raise refusal(f"the table of the {type(model).__name__} under '{plan}'", problems)
     return table

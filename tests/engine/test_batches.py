@@ -1,11 +1,13 @@
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.engine.batch import cast, filled, rows, split
@@ -140,8 +142,27 @@ def test_tensors_that_disagree_on_rows_are_refused():
     """The error names the numbers of rows."""
     with pytest.raises(InputError, match=r"\[2, 3\] rows under accumulate:2"):
         split({"a": torch.ones(2), "b": torch.ones(3)}, 2)
-    with pytest.raises(InputError, match="no rows under accumulate:2"):
+    with pytest.raises(
+        InputError,
+        match=r"without a tensor that has rows .Tensor of shape \[\]. under accumulate:2",
+    ):
         split(torch.tensor(1.0), 2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "word"),
+    [("1f1b:4", "1f1b:4"), ("gpipe:2 accumulate:2", "gpipe:2 accumulate:2"), ("accumulate:4", "")],
+)
+@pytest.mark.parametrize("batch", [None, "text", {}, torch.tensor(1.0)], ids=str)
+def test_a_batch_that_cannot_be_cut_names_what_cuts_it(plan: str, word: str, batch: Any):
+    """The plan's own words, and that there are no tensors, not that they have no rows."""
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    engine = sw.parallelize(model, plan, alone(), loss=lambda m, b: m(b).mean())
+    said = (
+        rf"a batch without a tensor that has rows \({type(batch).__name__}.* under {word or plan}\."
+    )
+    with pytest.raises(InputError, match=said):
+        engine.step(batch)
 
 
 def test_a_stand_in_has_the_shape_of_what_it_stands_for():

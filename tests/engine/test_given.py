@@ -77,6 +77,12 @@ BAD: dict[str, tuple[Give, str]] = {
     "a fill of the tensor alone": (give(fill=lambda t: t), "fill=<lambda>, which fits not"),
     "an unknown option": (give(clipp=1.0), r"option clipp.*Write instead: clip="),
     "nothing to train": (lambda m: give()(m.requires_grad_(False)), "all frozen"),
+    "a table that is a number": (give(table=3), "table=3.*a dict from patterns"),
+    "a table of no styles": (give(table={"0": "foo"}), "foo"),
+    "stages that count": (give(stages=3), r"stages=3.*a list of the names"),
+    "stages there are not": (give(stages=["9"]), '"9", which is no module of the'),
+    "beside that is a list": (give(beside=["0"]), r"beside=\['0'\]"),
+    "beside there is not": (give(beside={"nrom": "0"}), '"nrom", which is no module of the'),
     "wrapped already": (lambda m: give()(sw.DDP(m, alone())), "wrapped already"),
 }
 

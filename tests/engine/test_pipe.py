@@ -1,6 +1,7 @@
 """sw.Pipe: a plain loop on a plain module, whose layers are on several ranks."""
 
 import gc
+import re
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.comm.world import World
+from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RankError
 from shardwise.engine import pipe
 from tests.engine.cases import settled
@@ -236,6 +237,71 @@ def refused(world: World, case: str) -> None:
 class Mean(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.mean()
+
+
+BAD: dict[str, tuple[Callable[[World], Any], str]] = {
+    "stages that count": (
+        lambda w: sw.Pipe(known_example(), stages=3, world=w),  # type: ignore[arg-type]
+        r"stages=3\. Allowed: a list of the names.*stages=\[\]",
+    ),
+    "stages of nothing": (
+        lambda w: sw.Pipe(known_example(), stages=[None], world=w),  # type: ignore[list-item]
+        r"stages=\[None\]",
+    ),
+    "stages in one word": (
+        lambda w: sw.Pipe(known_example(), stages="1", world=w),
+        r"stages='1'",
+    ),
+    "a start for one stage": (
+        lambda w: sw.Pipe(known_example(), 2, ["nope"], world=w),
+        r"1 starts \(nope\) for one stage\. .*Write instead: stages=\[\], or more ranks",
+    ),
+    "chunks without end": (
+        lambda w: sw.Pipe(known_example(), 10**9, world=w),
+        r"chunks=1000000000\. Allowed: a whole number from 1 to 32768",
+    ),
+    "no layers": (
+        lambda w: sw.Pipe(nn.Module(), world=w),
+        r"a Module that has no layers with parameters in it.*Write instead: nn\.Sequential",
+    ),
+    "an empty list": (lambda w: sw.Pipe(nn.Sequential(), world=w), "a Sequential that has no lay"),
+    "no parameters": (lambda w: sw.Pipe(nn.ReLU(), world=w), "a ReLU that has no layers"),
+    "one layer alone": (lambda w: sw.Pipe(nn.Linear(2, 2), world=w), r"nn\.Sequential\(layer\)"),
+    "a pipe": (
+        lambda w: sw.Pipe(sw.Pipe(known_example(), world=w), world=w),
+        "a Sequential that is wrapped already",
+    ),
+    "part of a pipe": (
+        lambda w: sw.Pipe(nn.Sequential(sw.Pipe(known_example(), world=w)), world=w),
+        "a Sequential that is wrapped already",
+    ),
+    "what is sharded": (
+        lambda w: sw.Pipe(sw.FSDP(known_example(), world=w), world=w),
+        "a Sequential that is wrapped already",
+    ),
+    "a text": (lambda w: sw.Pipe("m", world=w), r"sw\.Pipe\(nn\.Sequential\(nn"),  # type: ignore[arg-type]
+    "a call with a text": (
+        lambda w: sw.Pipe(known_example(), world=w)("text"),
+        r"a batch of no rows for a pipe of 8 chunks.*Write instead: a batch of 8 rows\.$",
+    ),
+    "a call with nothing": (
+        lambda w: sw.Pipe(known_example(), world=w)(),
+        r"a batch of no rows for a pipe of 8 chunks.*Write instead: a batch of 8 rows\.$",
+    ),
+    "rows that differ": (
+        lambda w: sw.Pipe(known_example(), 2, world=w)(rows(4), rows(3)),
+        r"tensors of \[3, 4\] rows under sw\.Pipe\(module, chunks=2\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_answered_before_anything_changes(what: str):
+    """In a world of one as on several ranks: with what is allowed, and a remedy that is one."""
+    call, said = BAD[what]
+    with pytest.raises(InputError, match=said) as error:
+        call(alone())
+    assert not re.search(r"Write instead: ?\.|: ?\. ", str(error.value))
 
 
 @pytest.mark.parametrize(
