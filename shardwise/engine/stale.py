@@ -57,8 +57,9 @@ def require(
         raise bad(
             f"clip={clip} with {plan.pipeline}, whose stages update each on its own time: the norm "
             "of all gradients is never known",
-            "clip=None (in a file of `shardwise train`: clip: 0)",
-            f"clip=None, or a schedule that updates at the end, 1f1b:{schedule.microbatches}",
+            "clip=None (`shardwise train`: --set train.clip=0, or clip = 0 under [train] in its "
+            f"file), or a schedule that updates at the end, 1f1b:{schedule.microbatches}",
+            "--set train.clip=0 (in Python: clip=None)",
         )
     at = staging.stages_of(model, starts or (), beside)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}

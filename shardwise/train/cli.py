@@ -65,6 +65,7 @@ def application(given: Sequence[str] = ()) -> typer.Typer:
         add_completion=False,
         no_args_is_help=True,
         pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # whose help calls every flag a <bool>
         help="Train one PyTorch model on many devices, and prove what it computes and sends.",
     )
     app.callback()(options)
@@ -73,7 +74,9 @@ def application(given: Sequence[str] = ()) -> typer.Typer:
     app.command("bench")(command("bench", given))
     app.command("plan")(plan)
     app.command("schedule")(command("schedule", given))
-    checkpoint = typer.Typer(no_args_is_help=True, help="Look into checkpoints.")
+    checkpoint = typer.Typer(
+        no_args_is_help=True, rich_markup_mode=None, help="Look into checkpoints."
+    )
     checkpoint.callback()(lambda: None)
     checkpoint.command("inspect")(command("inspect", given))
     app.add_typer(checkpoint, name="checkpoint")
@@ -118,10 +121,18 @@ def train(
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Replace a value, e.g. train.steps=100."),
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="Replace a value, e.g. train.steps=100. Can be given several times.",
+        ),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue the run.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue the run in run.folder from its checkpoint.")
+    ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace the run in run.folder by a new one.")
+    ] = False,
     trace: Annotated[bool, typer.Option("--trace", help="Record a pipeline's timeline.")] = False,
 ) -> None:
     """Train a model; also under torchrun and Slurm."""
@@ -151,6 +162,7 @@ def _train(
     from shardwise.comm.rendezvous import environment
     from shardwise.core.plan import Plan
     from shardwise.train.config import read
+    from shardwise.train.folder import finished, forget
     from shardwise.train.prepare import prepare
 
     settings = read(config, overrides)
@@ -161,11 +173,16 @@ def _train(
         ranks = nproc if nproc is not None else 1 if alone else wanted
         require_local(wanted if nproc is None else nproc)
         prepare(settings, ranks, start)
+        if start.resume and (done := finished(settings)):
+            print(done)
+            return 0
         if ranks > 1:
             before = _trained(settings.folder)
             code = _launch(config, overrides, start, ranks)
+            if code and not start.resume:  # the rank that would do it may have been ended
+                forget(settings.folder)
             # a signal may have ended ranks that had not begun to listen
-            wish.leaving = code > 128 and _trained(settings.folder) == before
+            wish.leaving = code > 128 and _trained(settings.folder) in (0, before)
             if wish.leaving:
                 raise KeyboardInterrupt
             return code

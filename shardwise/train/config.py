@@ -169,6 +169,12 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
     Raises InputError for a file that is missing, is not TOML or says nothing, and for every bad
     value in it.
     """
+    if path == Path():
+        raise bad(
+            "no configuration: the name of the file is empty, or that of the folder itself ('.')",
+            "the path of a TOML file",
+            "shardwise train examples/quickstart.toml",
+        )
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -221,11 +227,25 @@ def override(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
         key, equals, value = text.partition("=")
         section, dot, name = key.strip().partition(".")
         if not (equals and dot and section and name):
-            raise bad(f"--set {text}", "section.key=value", "--set train.steps=100, for example")
+            instead = _full(key.strip(), value.strip()) if equals else "--set train.steps=100"
+            raise bad(f"--set {text}", "section.key=value", instead)
         part = merged.setdefault(section, {})
         if isinstance(part, dict):
             part[name] = _value(value.strip(), _takes_text(section, name))
     return merged
+
+
+def _full(key: str, value: str) -> str:
+    """The override that `key=value` without its section must mean, or else an example."""
+    full = [f"{part}.{name}" for part in Config.model_fields for name in _fields(part)]
+    named = [name for name in full if name.partition(".")[2] == key]
+    if not named:
+        names = {name.partition(".")[2]: name for name in full}
+        close = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
+        named = [names[close[0]]] if close else []
+    if not named:
+        return "--set train.steps=100, for example"
+    return " or ".join(f"--set {name}={value}" for name in named)
 
 
 def dump(config: Config) -> str:

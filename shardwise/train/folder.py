@@ -8,65 +8,87 @@
       trace.json       with run.trace               timeline.svg   measured beside predicted
 
 A run that is there is never written over by accident: it is continued with --resume, replaced with
---overwrite, refused otherwise.
+--overwrite, refused otherwise. A folder that has files in it, and no run, belongs to somebody else:
+it is refused in any case. A start that is refused, or ends before its first step, leaves no run.
 """
 
+import difflib
+import json
+import re
 import shutil
+import tempfile
+import tomllib
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Final
 
-from shardwise.checkpoint.folder import all_in
+from shardwise.checkpoint.folder import all_in, find, step_of
 from shardwise.core.errors import InputError, bad
 from shardwise.train.config import Config, dump, read
-from shardwise.train.packed import make_folder, publish, unwritable
+from shardwise.train.packed import PROBE, publish, unwritable
 
 CONFIG = "config.toml"
+METRICS = "metrics.jsonl"
 CHECKPOINTS = "checkpoints"
 PLOTS = "plots"
-# what a run writes, which is all that --overwrite removes
-OWN = (
-    CONFIG,
-    "metrics.jsonl",
-    "tensorboard",
-    CHECKPOINTS,
-    PLOTS,
-    "report.md",
-    "sample.txt",
-    "trace.json",
-    "timeline.svg",
-)
+REPORT = "report.md"
+#: What a run writes, which is all that --overwrite removes: files, and in folders what is so named.
+FILES: Final = (CONFIG, METRICS, REPORT, "sample.txt", "trace.json", "timeline.svg")
+FOLDERS: Final = {
+    "tensorboard": re.compile(r"events\.out\.tfevents\..+"),
+    CHECKPOINTS: re.compile(r"(\.saving-|\.removing-)?step-\d+(\.again)?|\.?latest"),
+    PLOTS: re.compile(r"(loss|memory|bytes)\.png"),
+}
+#: Tokenised data, where its folder is the run's own (packed.py).
+TOKENS: Final = re.compile(r"[0-9a-f]{24,32}(-bpe\d+)?\.(tokens|json|lock|tokenizer\.json)")
+#: Names that other ranks and network file systems leave for a moment.
+PASSING: Final = (PROBE, ".nfs")
 
 
-def check(folder: Path, resume: bool, overwrite: bool) -> None:
-    """Raise InputError unless a run can start in the folder in this way. Writes nothing lasting."""
+def check(config: Config, resume: bool, overwrite: bool) -> None:
+    """Raise InputError unless a run can start in its folder in this way. Writes nothing lasting."""
+    folder = config.folder
     if resume and overwrite:
         raise bad("both --resume and --overwrite", "one of the two", "--resume")
     try:
-        taken = [name for name in OWN if (folder / name).exists()]
+        found = _entries(config)
+        run = bool(found) and is_run(folder)
         saved = all_in(folder / CHECKPOINTS)
     except OSError as error:  # a name that is too long, a folder that may not be looked into
         raise unwritable(folder, "run.folder", error) from None
+    if found and not run:
+        raise _foreign(folder, found)
     if resume and not saved:
         raise bad(
             f"--resume with run.folder = '{folder}', where no checkpoint is",
             "a folder in which a run has saved one",
-            "--overwrite to start that run again" if taken else "the same without --resume",
+            _without_checkpoint(folder, run),
         )
-    if taken and not (resume or overwrite):
+    if run and not (resume or overwrite):
         raise bad(
             f"run.folder = '{folder}', where a run is already",
             "a new folder, or --resume to continue that run, or --overwrite to replace it",
             f"--set run.folder={folder}-2",
         )
-    make_folder(folder, "run.folder")
+    _try_to_write(folder)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run of this program left something here: the settings, the record, a checkpoint."""
+    checkpoints = folder / CHECKPOINTS
+    return _is_dump(folder / CONFIG) or _is_record(folder / METRICS) or bool(all_in(checkpoints))
 
 
 def claim(config: Config, overwrite: bool) -> None:
     """Make the folder ready and leave the configuration there. For one rank, after `check`."""
-    if overwrite:
-        clear(config.folder)
-    (config.folder / PLOTS).mkdir(parents=True, exist_ok=True)
-    text = dump(config)
-    publish(config.folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+    try:
+        if overwrite:
+            clear(config.folder)
+        (config.folder / PLOTS).mkdir(parents=True, exist_ok=True)
+        text = dump(config)
+        publish(config.folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+    except OSError as error:
+        raise unwritable(config.folder, "run.folder", error) from None
 
 
 def configured(folder: Path) -> Config | None:
@@ -77,11 +99,117 @@ def configured(folder: Path) -> Config | None:
         return None
 
 
+def finished(config: Config) -> str:
+    """What to say of a run that has no step left to train; "" of one that has, or none saved.
+
+    For --resume, after `check`. Nothing is read but the name of the checkpoint.
+    """
+    latest = find(config.folder / CHECKPOINTS)
+    step, steps = step_of(latest), config.train.steps
+    if step < steps:
+        return ""
+    unreported = "" if (config.folder / REPORT).exists() else " (it ended before its report)"
+    return (
+        f"the run in {config.folder} is finished: step {step} of {steps}{unreported}. Nothing was "
+        f"changed; to train on: --resume --set train.steps={step + max(1, min(step, steps))}"
+    )
+
+
 def clear(folder: Path) -> None:
-    """Remove what a run writes, and nothing else."""
-    for name in OWN:
-        path = folder / name
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+    """Remove what a run writes, and nothing else; a folder in it where that leaves it empty.
+
+    A link is removed and not followed.
+    """
+    for path in [folder / name for name in (*FILES, *FOLDERS)]:
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+    for name, ours in FOLDERS.items():
+        inside = list((folder / name).iterdir()) if (folder / name).is_dir() else []
+        for path in inside:
+            if not ours.fullmatch(path.name):
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        _remove_if_empty(folder / name)
+
+
+def forget(folder: Path) -> None:
+    """Remove a run that has recorded and saved no step, so that its command can be given again."""
+    record = folder / METRICS
+    if all_in(folder / CHECKPOINTS) or (record.exists() and record.stat().st_size):
+        return
+    clear(folder)
+    _remove_if_empty(folder)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def _entries(config: Config) -> list[str]:
+    """The names in the folder, without tokenised data; none where it is not there yet."""
+    try:
+        names = sorted(path.name for path in config.folder.iterdir())
+    except FileNotFoundError:
+        return []
+    folder, cache = config.folder.resolve(), config.cache.resolve()
+    if cache == folder:
+        names = [name for name in names if not TOKENS.fullmatch(name)]
+    elif cache.is_relative_to(folder):
+        names = [name for name in names if name != cache.relative_to(folder).parts[0]]
+    return [name for name in names if not name.startswith(PASSING)]
+
+
+def _is_dump(file: Path) -> bool:
+    """Whether it is a configuration that a run left: it has every section, as no one writes it."""
+    try:
+        return set(tomllib.loads(file.read_text(encoding="utf-8"))) == set(Config.model_fields)
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def _is_record(file: Path) -> bool:
+    """Whether its first line is a step's."""
+    try:
+        with file.open(encoding="utf-8", errors="replace") as lines:
+            first = json.loads(lines.readline())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(first, dict) and {"step", "consumed", "loss"} <= first.keys()
+
+
+def _foreign(folder: Path, found: Sequence[str]) -> InputError:
+    named = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
+    return bad(
+        f"run.folder = '{folder}', a folder with files of somebody else in it ({named}) and no run",
+        "a new or empty folder, or one that a run has made; --overwrite replaces runs alone",
+        f"--set run.folder={folder / 'run'}",
+    )
+
+
+def _without_checkpoint(folder: Path, run: bool) -> str:
+    """What to write instead of --resume where there is no checkpoint: a folder near by that has."""
+    if run:
+        return "--overwrite to start that run again"
+    beside = folder.parent
+    try:
+        others = [path.name for path in beside.iterdir() if all_in(path / CHECKPOINTS)]
+    except OSError:
+        others = []
+    close = difflib.get_close_matches(folder.name, others, n=3, cutoff=0.5)
+    if close:
+        return " or ".join(f"--set run.folder={beside / name}" for name in close)
+    return "the same without --resume"
+
+
+def _try_to_write(folder: Path) -> None:
+    """Raise InputError where nothing can be written; a folder that is not there is not made."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there, prefix=PROBE):
+            pass
+    except OSError as error:
+        raise unwritable(folder, "run.folder", error) from None

@@ -23,7 +23,7 @@ from rich.panel import Panel
 from rich.text import Text
 from torch import Tensor
 
-from shardwise.checkpoint.folder import all_in, find
+from shardwise.checkpoint.folder import all_in, find, passed_over
 from shardwise.comm.world import World
 from shardwise.core.errors import RunError
 from shardwise.engine.engine import Engine
@@ -33,14 +33,15 @@ from shardwise.models.gpt import flops_per_token
 from shardwise.train import folder, metrics, progress, report
 from shardwise.train.config import Config
 from shardwise.train.data import Index, block, unigram_entropy
+from shardwise.train.gathered import gathered
 from shardwise.train.learning import learning_rate
 from shardwise.train.metrics import Metrics, Record
 from shardwise.train.model import batch, build, parameter_count
-from shardwise.train.peak import measured_peak
+from shardwise.train.peak import Peak, measured_peak
 from shardwise.train.prepare import Prepared, Start, prepare
 from shardwise.train.progress import Progress
 from shardwise.train.report import Cost, Summary
-from shardwise.train.sample import NextToken, sample
+from shardwise.train.sample import NextToken, sample, visible
 from shardwise.train.saving import Position, load_run, save_run
 from shardwise.train.stop import any_rank, ranks_with
 from shardwise.train.tracing import Tracing
@@ -51,11 +52,11 @@ MEMORY_EVERY = 20  # steps between two looks at what is held, which costs a walk
 
 @dataclass(frozen=True)
 class Run:
-    """What a step needs, and what it reports to. `peak_flops` a second is this rank's."""
+    """What a step needs, and what it reports to."""
 
     prepared: Prepared
     engine: Engine
-    peak_flops: float
+    peak: Peak
     unigram: float
     progress: Progress
     metrics: Metrics | None
@@ -83,38 +84,39 @@ def train(
         first = world.rank == 0
         wish = wish or stack.enter_context(StopWish())
         prepared = prepare(config, world.size, start)
+        if start.resume and (done := folder.finished(config)):
+            return say(done, world, console)
         wish.leaving = False  # from here on no rank leaves alone
-        # every rank has found the folder as it should be before one changes it
-        if any_rank(wish.wished, world):
-            return nothing(world, console)
-        if first and not start.resume:
-            folder.claim(config, start.overwrite)
-        world.barrier()
         engine = build(prepared, world)
         at = load_run(prepared, engine) if start.resume else Position()
-        if first and start.resume:  # the checkpoint fits: what it was trained with may be replaced
-            folder.claim(config, overwrite=False)
-        peak_flops = measured_peak(world.device, engine.dtype or torch.float32)
+        # every rank has found the folder as it should be, and what it is to train can be built,
+        # before one rank changes the folder
+        if any_rank(wish.wished, world):
+            return say(NOTHING, world, console)
+        if first:
+            folder.claim(config, start.overwrite)
+            if not start.resume:
+                stack.callback(folder.forget, config.folder)  # which keeps a run that has begun
+        dtype = engine.dtype or torch.float32
+        peak = Peak(measured_peak(world.device, dtype, world.barrier))
         unigram = unigram_entropy(prepared.corpus) if first else math.nan
         board = config.run.tensorboard
         kept = stack.enter_context(metrics.opened(config.folder, at.step, board)) if first else None
         shown = stack.enter_context(progress.opened(config.train.steps, first, console))
         tracing = Tracing(engine, at.step, config.train.steps, on=config.run.trace)
-        run = Run(prepared, engine, peak_flops, unigram, shown, kept, wish, tracing)
+        run = Run(prepared, engine, peak, unigram, shown, kept, wish, tracing)
         opening(run, at)
         early = any_rank(wish.wished, world)
         stopped = early or steps(run, at)
     if early:
-        if first and not start.resume:
-            folder.clear(config.folder)  # so that the same command can be given again
-        return nothing(world, console)
-    return finish(run, stopped, console)
+        return say(NOTHING, world, console)
+    return finish(run, at, stopped, console)
 
 
-def nothing(world: World, console: Console | None) -> None:
-    """Say that the run was stopped before its first step."""
+def say(text: str, world: World, console: Console | None) -> None:
+    """Say why nothing is trained, on the first rank."""
     if world.rank == 0:
-        (console or Console(highlight=False)).print(NOTHING, soft_wrap=True)
+        (console or Console(highlight=False)).print(text, soft_wrap=True, markup=False)
 
 
 def opening(run: Run, at: Position) -> None:
@@ -126,8 +128,8 @@ def opening(run: Run, at: Position) -> None:
         f"{len(packed.stream):,} tokens of {config.data.source}"
         + (f", resumed after step {at.step}" if at.step else "")
     )
-    if at.step >= config.train.steps:
-        run.progress.note(f"nothing is left to train: train.steps = {config.train.steps}")
+    if at.step and (over := passed_over(config.folder / folder.CHECKPOINTS)):
+        run.progress.note(over)
     run.progress.note(
         f"unigram baseline on validation: {run.unigram:.4f} nats a token, {bits:.3f} bits a byte"
     )
@@ -181,11 +183,14 @@ def require_finite(run: Run, done: StepMetrics, step: int) -> None:
     norm = 0.0 if done.grad_norm is None else done.grad_norm
     if math.isfinite(done.loss) and math.isfinite(norm):
         return
-    ranks = ranks_with(not math.isfinite(run.engine.own_loss), run.engine.world)
-    where = (
-        f"on rank {', '.join(map(str, ranks))}" if ranks else "where every rank's loss was finite"
-    )
-    what = f"loss is {done.loss}" if not math.isfinite(done.loss) else f"gradient's norm is {norm}"
+    if not math.isfinite(done.loss):
+        ranks = ranks_with(not math.isfinite(run.engine.own_loss), run.engine.world)
+        what, whole = f"loss is {done.loss}", "where every rank's loss was finite"
+    else:
+        own = run.engine.own_squared
+        ranks = ranks_with(own is not None and not math.isfinite(own), run.engine.world)
+        what, whole = f"gradient's norm is {norm}", "where every rank's part of it was finite"
+    where = f"on rank {', '.join(map(str, ranks))}" if ranks else whole
     checkpoints = run.prepared.config.folder / folder.CHECKPOINTS
     kept = "No checkpoint had been saved yet. A smaller train.lr or a longer train.warmup may help"
     if all_in(checkpoints):
@@ -210,6 +215,7 @@ def evaluate(run: Run) -> float:
 def record(run: Run, done: StepMetrics, at: Position, seconds: float) -> Record:
     """The step as a record. MFU: this rank's share of the model's operations over its peak."""
     flops = done.tokens / run.engine.world.size * flops_per_token(run.prepared.sizes)
+    mfu = run.peak.share(flops / seconds)
     look = at.step % MEMORY_EVERY == 0 or at.step in (1, 2, run.prepared.config.train.steps)
     return Record(
         step=at.step,
@@ -219,7 +225,8 @@ def record(run: Run, done: StepMetrics, at: Position, seconds: float) -> Record:
         tokens=done.tokens,
         seconds=seconds,
         tokens_per_s=done.tokens / seconds,
-        mfu=flops / seconds / run.peak_flops,
+        mfu=mfu,
+        peak_flops=run.peak.flops,
         sent_bytes=done.bytes,
         grad_norm=done.grad_norm,
         skipped=done.skipped,
@@ -247,8 +254,18 @@ def likely(run: Run) -> NextToken:
     return after
 
 
-def finish(run: Run, stopped: bool, console: Console | None) -> Summary | None:
-    """The sample (all ranks take part), then the report and the table (rank 0)."""
+def own_cost(engine: Engine) -> Cost:
+    """What this rank holds and sent, measured and predicted."""
+    return Cost(
+        engine.memory(),
+        engine.predicted_memory(),
+        engine.measured_bytes(),
+        engine.predicted_bytes(),
+    )
+
+
+def finish(run: Run, began: Position, stopped: bool, console: Console | None) -> Summary | None:
+    """The sample and the costs (all ranks take part), then the report and the table (rank 0)."""
     prepared, engine = run.prepared, run.engine
     config = prepared.config
     text = ""
@@ -256,14 +273,9 @@ def finish(run: Run, stopped: bool, console: Console | None) -> Summary | None:
         seed, window = config.train.seed, prepared.corpus.sequence
         text = sample(likely(run), prepared.vocabulary, window, config.sample, seed)
     recorded = run.tracing.recorded()
+    costs = gathered(own_cost(engine), engine.world)
     if engine.world.rank != 0:
         return None
-    cost = Cost(
-        engine.memory(),
-        engine.predicted_memory(),
-        engine.measured_bytes(),
-        engine.predicted_bytes(),
-    )
     summary = Summary(
         config=config,
         plan=str(prepared.plan),
@@ -272,18 +284,19 @@ def finish(run: Run, stopped: bool, console: Console | None) -> Summary | None:
         packed=prepared.corpus.packed,
         records=metrics.read(config.folder),
         unigram=run.unigram,
-        peak_flops=run.peak_flops,
-        cost=cost,
+        began=began.step,
+        peak_flops=run.peak.flops,
+        costs=costs,
         sample=text,
         stopped=stopped,
         recorded=recorded,
     )
     if text:
-        (config.folder / "sample.txt").write_text(text, encoding="utf-8")
+        (config.folder / "sample.txt").write_text(text, encoding="utf-8", newline="")
     path = report.write(summary)
     screen = console or Console(highlight=False)
     if text:
-        screen.print(Panel(Text(text), title="sample"))
+        screen.print(Panel(Text(visible(text)), title="sample"))
     screen.print(report.table(summary))
     screen.print(f"report: {path}", soft_wrap=True)
     return summary

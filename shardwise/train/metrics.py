@@ -25,8 +25,9 @@ class Record:
 
     `loss` is the mean over the global batch's `tokens`, in nats; `validation` is set where the
     step ended with an evaluation. `sent_bytes`, `mfu` and `memory_bytes` (by category) are those
-    of rank 0; `seconds` is the step alone, without evaluation and saving. Activations are those at
-    the peak of the run's second step, the rest what is held between steps.
+    of rank 0; `peak_flops` a second is what `mfu` is a share of. `seconds` is the step alone,
+    without evaluation and saving. Activations are those at the peak of the run's second step, the
+    rest what is held between steps.
     """
 
     step: int
@@ -42,6 +43,7 @@ class Record:
     skipped: bool = False
     validation: float | None = None
     memory_bytes: dict[str, int] | None = None
+    peak_flops: float | None = None
 
     def line(self) -> str:
         """The record as one line of JSON; what is None is left out."""

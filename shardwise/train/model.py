@@ -1,15 +1,18 @@
 """The model of a run: a GPT of the configured sizes, what it is trained on, what it costs."""
 
 import difflib
+import os
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.world import World
-from shardwise.core.errors import bad
+from shardwise.core.errors import RunError, bad
+from shardwise.core.plan import Plan
+from shardwise.core.states import ROWS, bytes_per_parameter
 from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.recipe import AdamW
@@ -19,8 +22,13 @@ from shardwise.models.initial import initial
 from shardwise.train.config import ModelSection
 from shardwise.train.data import Rows, padded
 from shardwise.train.prepare import Prepared
+from shardwise.train.progress import size_text
 
 Batch = dict[str, Tensor]
+#: Bytes of a parameter, its gradient and what AdamW keeps for it (predict/memory.py).
+STATE_BYTES: Final = {"fp64": (8, 8, 16), "fp32": (4, 4, 8), "bf16": (2, 2, 12), "fp16": (2, 2, 12)}
+LAYER_BYTES: Final = 2**14  # at least, of the modules of a layer without weights, in each process
+GPU_BYTES: Final = 2**39  # no GPU has more
 
 
 def gpt_config(section: ModelSection, vocabulary: int) -> GPTConfig:
@@ -35,13 +43,71 @@ def gpt_config(section: ModelSection, vocabulary: int) -> GPTConfig:
 
 
 def parameter_count(sizes: GPTConfig) -> int:
-    """How many numbers the model learns; a shared weight counts once."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in GPT(sizes).parameters())
+    """How many numbers the model learns; a shared weight counts once.
+
+    By arithmetic: sizes beyond all measure cannot be built, not even without data.
+    """
+    kv_width = sizes.kv_heads * sizes.head_width
+    attention = 2 * sizes.width**2 + 2 * sizes.width * kv_width
+    layer = attention + 3 * sizes.width * sizes.hidden + 2 * sizes.width  # two norms
+    ends = sizes.vocabulary * sizes.width * (1 if sizes.tied else 2)
+    return sizes.layers * layer + ends + sizes.width
+
+
+def state_bytes(sizes: GPTConfig, plan: Plan) -> int:
+    """What all ranks of the plan hold between steps, at least: weights, gradients, Adam's state.
+
+    Padding, what tensor ranks hold in common and activations come on top.
+    """
+    shard = plan.mesh.size_of(plan.shard_axis or "none")
+    each = bytes_per_parameter(ROWS[plan.row], shard, *STATE_BYTES[plan.precision or "fp32"])
+    # tensor ranks and stages share out the parameters, data ranks have each part once more
+    return int(parameter_count(sizes) * each * plan.data_size)
+
+
+def machine_bytes(device: str) -> int:
+    """No less than the memory of this machine and, for a run that may use them, of its GPUs."""
+    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # their number is known without waking them up, their memory is not
+    return here + (0 if device == "cpu" else torch.cuda.device_count() * GPU_BYTES)
+
+
+def require_memory(sizes: GPTConfig, plan: Plan, there_bytes: int, share: float = 1.0) -> None:
+    """Raise InputError for a model whose state has no room, however well it is laid out.
+
+    `share` is the part of the plan's ranks that this machine, with so much memory, has.
+    """
+    needed = (state_bytes(sizes, plan) + plan.size * sizes.layers * LAYER_BYTES) * share
+    if needed > there_bytes:
+        raise bad(
+            f"a model of {parameter_count(sizes):,} parameters (model.layers = {sizes.layers}, "
+            f"model.width = {sizes.width}, model.hidden = {sizes.hidden}, model.vocabulary = "
+            f"{sizes.vocabulary}) under the plan '{plan}', which keeps {size_text(needed)} of "
+            "weights, gradients, optimizer state and modules on this machine, which has "
+            f"{size_text(there_bytes)} of memory",
+            "a model whose state fits, with room for its activations",
+            "smaller model.layers, model.width or model.hidden, such as model.name = 'quickstart' "
+            "alone; or a plan that shards more over more machines",
+        )
 
 
 def build(prepared: Prepared, world: World) -> Engine:
     """The engine: a GPT whose weights depend on the seed alone, made unit by unit on its ranks."""
+    try:
+        return _built(prepared, world)
+    except (MemoryError, RuntimeError) as error:  # as torch calls it on a processor
+        if isinstance(error, RuntimeError) and "alloc" not in str(error).lower().split("\n")[0]:
+            raise
+        count, held = parameter_count(prepared.sizes), state_bytes(prepared.sizes, prepared.plan)
+        raise RunError(
+            f"Rank {world.rank} found no memory for its part of a model of {count:,} parameters, "
+            f"of whose state the {world.size} rank{'s' * (world.size > 1)} of '{prepared.plan}' "
+            f"keep {size_text(held)} ({str(error).splitlines()[0]}). A smaller model, or a plan "
+            "that shards over more ranks, may fit."
+        ) from error
+
+
+def _built(prepared: Prepared, world: World) -> Engine:
     train = prepared.config.train
     with torch.device("meta"):
         model = GPT(prepared.sizes)

@@ -30,6 +30,7 @@ from shardwise.train.tokens import (
     train_bpe,
 )
 
+PROBE = ".shardwise-"  # how the names of files begin that are made to see if one can
 FORMAT = "1"  # part of the key: to be raised when the meaning of the files changes
 
 Stream = NDArray[np.unsignedinteger]  # 16 bits a token where the vocabulary allows, else 32
@@ -71,7 +72,8 @@ def make_folder(folder: Path, what: str) -> None:
     """Make the folder and try to write in it. Raises InputError, naming `what` asked for it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):  # a name of its own: others may try as well
+        # a name of its own: others may try as well
+        with tempfile.TemporaryFile(dir=folder, prefix=PROBE):
             pass
     except OSError as error:
         raise unwritable(folder, what, error) from None

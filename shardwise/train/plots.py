@@ -5,12 +5,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from shardwise.train.metrics import Record
+from shardwise.train.progress import size_text, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MEASURED, PREDICTED = "#2a6f97", "#f4a259"
-MIB = 2**20
 
 
 def loss(path: Path, records: Sequence[Record], unigram: float) -> None:
@@ -31,24 +31,28 @@ def loss(path: Path, records: Sequence[Record], unigram: float) -> None:
 
 
 def pairs(path: Path, measured: dict[str, int], predicted: dict[str, int], title: str) -> None:
-    """Measured beside predicted, one pair of bars a category, in MiB."""
+    """Measured beside predicted, one pair of bars a category, in the unit of the largest."""
     names = list(dict.fromkeys([*measured, *predicted]))
+    unit, unit_bytes = unit_of(max([0, *measured.values(), *predicted.values()]))
     figure = _figure(8, 1.2 + 0.6 * len(names))
     axes = figure.subplots()
+    axes.set(title=title, xlabel=unit)
     series = ((measured, MEASURED, "measured", -0.2), (predicted, PREDICTED, "formula", 0.2))
     for sizes, colour, label, shift in series:
-        there = [(at + shift, sizes[name] / MIB) for at, name in enumerate(names) if name in sizes]
+        there = [(at + shift, sizes[name]) for at, name in enumerate(names) if name in sizes]
         if there:
-            at, widths = zip(*there, strict=True)
-            bars = axes.barh(at, widths, 0.36, color=colour, label=label)
-            axes.bar_label(bars, fmt=" %.3f", fontsize=8)
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.margins(x=0.15)
-    axes.set(xlabel="MiB, rank 0", title=title)
-    if names:
+            at, sized = zip(*there, strict=True)
+            bars = axes.barh(at, [n / unit_bytes for n in sized], 0.36, color=colour, label=label)
+            axes.bar_label(bars, labels=[f" {size_text(n)}" for n in sized], fontsize=8)
+    if any((*measured.values(), *predicted.values())):
+        axes.set_yticks(range(len(names)), names)
+        axes.invert_yaxis()
+        axes.margins(x=0.15)
         axes.legend(frameon=False, loc="best")
     else:
+        axes.clear()
+        axes.set_title(title)
+        axes.set_axis_off()
         axes.text(0.5, 0.5, "nothing", transform=axes.transAxes, ha="center")
     figure.savefig(path, dpi=120)
 

@@ -8,6 +8,7 @@ a rank, and the ranks find the data tokenised.
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
+from shardwise.comm.rendezvous import environment
 from shardwise.core.check import require
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
@@ -97,15 +98,18 @@ def check_same(before: "GPTConfig", now: "GPTConfig") -> None:
 def prepare(config: Config, ranks: int, start: Start) -> Prepared:
     """Everything a run on `ranks` ranks needs. Raises InputError for all that cannot work."""
     plan = checked_plan(config, ranks)
-    folder.check(config.folder, start.resume, start.overwrite)
+    folder.check(config, start.resume, start.overwrite)
     source = find(config.data.source, config.data.field)
     packed = tokenise(source, config.data.tokens, config.cache)
 
     # imports torch, which takes seconds: what was refused so far was refused without it
-    from shardwise.train.model import gpt_config
+    from shardwise.train.model import gpt_config, machine_bytes, require_memory
 
     sizes = gpt_config(config.model, packed.vocabulary.size)
     check_fits(packed.vocabulary, sizes.vocabulary)
+    # of ranks that others have started, this one at least is here
+    share = 1.0 if environment() is None else 1 / ranks
+    require_memory(sizes, plan, machine_bytes(config.run.device), share)
     before = folder.configured(config.folder) if start.resume else None
     if before is not None:
         check_same(gpt_config(before.model, packed.vocabulary.size), sizes)

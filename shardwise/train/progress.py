@@ -91,7 +91,7 @@ class Live:
         for label, value in {**values(record), "validation": shown(self._validation)}.items():
             table.add_row(Text(label, style="dim"), value)
         memory = "  ".join(f"{name} {size_text(size)}" for name, size in self._memory.items())
-        table.add_row(Text("memory", style="dim"), memory)
+        table.add_row(Text("memory, rank 0", style="dim"), memory)
         return Group(bar, table)
 
     def _left(self, record: Record) -> str:
@@ -123,7 +123,7 @@ def values(record: Record) -> dict[str, str]:
         "loss": shown(record.loss),
         "tokens/s": f"{record.tokens_per_s:,.0f}",
         "MFU": f"{record.mfu:.1%} of this machine's matrix products",
-        "bytes/step": f"{size_text(record.sent_bytes)} sent by each rank",
+        "bytes/step": f"{size_text(record.sent_bytes)} sent by rank 0",
     }
 
 
@@ -132,10 +132,10 @@ def line(record: Record, steps: int) -> str:
     parts = [f"step {record.step}/{steps}", f"loss {record.loss:.4f}"]
     parts += [f"validation {record.validation:.4f}"] if record.validation is not None else []
     parts += [f"{record.tokens_per_s:,.0f} tokens/s", f"MFU {record.mfu:.1%}"]
-    parts += [f"{size_text(record.sent_bytes)}/step"]
+    parts += [f"rank 0 sends {size_text(record.sent_bytes)}/step"]
     parts += ["overflow, step skipped"] if record.skipped else []
     memory = record.memory_bytes or {}
-    parts += ["memory " + " ".join(f"{k} {size_text(v)}" for k, v in memory.items())] * bool(memory)
+    parts += ["holds " + " ".join(f"{k} {size_text(v)}" for k, v in memory.items())] * bool(memory)
     return "  ".join(parts)
 
 
@@ -146,11 +146,16 @@ def shown(value: float | None) -> str:
 
 def size_text(size_bytes: float) -> str:
     """A number of bytes in the largest unit that leaves one or more: 1536 -> '1.5 KiB'."""
-    for unit in UNITS:
-        if size_bytes < 1024 or unit == UNITS[-1]:
-            break
-        size_bytes /= 1024
-    return f"{size_bytes:.0f} {unit}" if unit == "B" else f"{size_bytes:.1f} {unit}"
+    unit, unit_bytes = unit_of(size_bytes)
+    return f"{size_bytes / unit_bytes:.{0 if unit == 'B' else 1}f} {unit}"
+
+
+def unit_of(size_bytes: float) -> tuple[str, int]:
+    """The largest unit that leaves one or more, and its bytes: 1536 -> ('KiB', 1024)."""
+    power = 0
+    while power < len(UNITS) - 1 and size_bytes >= 1024 ** (power + 1):
+        power += 1
+    return UNITS[power], 1024**power
 
 
 def duration(seconds: float) -> str:

@@ -15,6 +15,7 @@ from shardwise.train.folder import PLOTS
 from shardwise.train.metrics import Record
 from shardwise.train.packed import Packed, publish
 from shardwise.train.progress import duration, size_text
+from shardwise.train.sample import visible
 from shardwise.train.tracing import Recorded
 
 
@@ -30,7 +31,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run at its end, as rank 0 saw it. `unigram` is in nats a token, `peak_flops` a second."""
+    """A run at its end, as rank 0 saw it. `unigram` is in nats a token, `peak_flops` a second.
+
+    `costs` are those of every rank. `began` is the step after which this program took the run up:
+    speed is that of the steps since, under this plan and on this machine.
+    """
 
     config: Config
     plan: str
@@ -40,7 +45,8 @@ class Summary:
     records: Sequence[Record]
     unigram: float
     peak_flops: float
-    cost: Cost
+    costs: Sequence[Cost]
+    began: int = 0
     sample: str = ""
     stopped: bool = False
     recorded: Recorded | None = None
@@ -52,6 +58,21 @@ class Summary:
             (r.validation for r in reversed(self.records) if r.validation is not None), None
         )
 
+    @property
+    def recent(self) -> Sequence[Record]:
+        """The records of the steps that this program has made."""
+        return [record for record in self.records if record.step > self.began]
+
+    @property
+    def memory(self) -> tuple[int, Cost]:
+        """The rank that holds most, the first of several, and its cost."""
+        return max(enumerate(self.costs), key=lambda of: sum(of[1].memory.values()))
+
+    @property
+    def sent(self) -> tuple[int, Cost]:
+        """The rank that sends most in a step, the first of several, and its cost."""
+        return max(enumerate(self.costs), key=lambda of: sum(of[1].sent.values()))
+
     def bits(self, nats: float) -> float:
         """Nats a token as bits a byte of text."""
         return nats / math.log(2) / self.packed.bytes_per_token
@@ -60,28 +81,31 @@ class Summary:
 def rows(summary: Summary) -> list[tuple[str, str]]:
     """The table: names and values."""
     records, last = summary.records, summary.records[-1]
+    smooth = plots.smoothed([record.loss for record in records])[-1]
     found = [
         ("plan", f"{summary.plan} on {ranks_text(summary.ranks)}"),
         ("model", f"{summary.parameters:,} parameters"),
         ("data", _data(summary.packed)),
         ("steps", f"{last.step} of {summary.config.train.steps}, {last.consumed:,} sequences"),
         ("time in steps", duration(sum(record.seconds for record in records))),
-        ("training loss", f"{plots.smoothed([r.loss for r in records])[-1]:.4f} nats a token"),
+        ("training loss", f"{last.loss:.4f} nats a token in the last step, {smooth:.4f} smoothed"),
     ]
     if summary.validation is not None:
         found.append(("validation loss", _loss(summary, summary.validation)))
         share = 1 - summary.validation / summary.unigram
         side = "below" if share > 0 else "above"
         found.append(("", f"{abs(share):.0%} {side} the unigram baseline"))
-    speed = median(record.tokens_per_s for record in records)
-    mfu = median(record.mfu for record in records)
+    speed = median(record.tokens_per_s for record in summary.recent)
+    # of the peak as it is known now: a step may have raised it
+    rate = median(r.mfu * (r.peak_flops or summary.peak_flops) for r in summary.recent)
+    mfu = rate / summary.peak_flops
     peak = f"{summary.peak_flops / 1e9:,.0f} GFLOP/s"
     found += [
         ("unigram baseline", _loss(summary, summary.unigram)),
         ("speed", f"{speed:,.0f} tokens/s (median)"),
         ("MFU", f"{mfu:.1%} of the {peak} that matrix products reach on this machine, each rank"),
-        ("sent by a rank", f"{_against(summary.cost.sent, summary.cost.predicted_sent)} a step"),
-        ("held by a rank", _against(summary.cost.memory, summary.cost.predicted_memory)),
+        ("sent in a step", _sent(summary)),
+        ("held between steps", _held(summary)),
     ]
     if summary.recorded is not None:
         found.append(("bubble", summary.recorded.bubbles))
@@ -100,11 +124,13 @@ def write(summary: Summary) -> Path:
     """Draw the pictures and write report.md into the run's folder; the path of the report."""
     folder = summary.config.folder
     plots.loss(folder / PLOTS / "loss.png", summary.records, summary.unigram)
-    cost = summary.cost
-    memory = "What rank 0 holds between steps"
-    plots.pairs(folder / PLOTS / "memory.png", cost.memory, cost.predicted_memory, memory)
-    sent = "What rank 0 sends in a step"
-    plots.pairs(folder / PLOTS / "bytes.png", cost.sent, cost.predicted_sent, sent)
+    (holder, held), (sender, sent) = summary.memory, summary.sent
+    memory, traffic = (
+        f"What rank {holder} holds between steps",
+        f"What rank {sender} sends in a step",
+    )
+    plots.pairs(folder / PLOTS / "memory.png", held.memory, held.predicted_memory, memory)
+    plots.pairs(folder / PLOTS / "bytes.png", sent.sent, sent.predicted_sent, traffic)
     if summary.recorded is not None:
         tracing.write(folder, summary.recorded)
     path = folder / "report.md"
@@ -114,19 +140,21 @@ def write(summary: Summary) -> Path:
 
 def text(summary: Summary) -> str:
     """report.md."""
-    cost = summary.cost
+    (holder, held), (sender, sent) = summary.memory, summary.sent
     lines = [f"# {summary.config.folder.name}", ""]
     if summary.stopped:
         lines += ["Stopped by a signal, with a checkpoint; `--resume` goes on from it.", ""]
     lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows(summary)), ""]
     lines += ["## Loss", "", "![loss](plots/loss.png)", "", _explained(summary), ""]
     lines += ["## Memory", "", "![memory](plots/memory.png)", ""]
-    lines += [*_beside(cost.memory, cost.predicted_memory), ""]
+    lines += [*_beside(holder, held.memory, held.predicted_memory), ""]
     lines += ["## Bytes", "", "![bytes](plots/bytes.png)", ""]
-    lines += [*_beside(cost.sent, cost.predicted_sent), ""]
+    lines += [*_beside(sender, sent.sent, sent.predicted_sent), ""]
     lines += tracing.lines(summary.recorded)
     if summary.sample:
-        quoted = "\n".join(f"    {line}" for line in summary.sample.splitlines())
+        quoted = "\n".join(
+            f"    {line}" for line in visible(summary.sample).removesuffix("\n").split("\n")
+        )
         lines += ["## Sample", "", quoted, ""]
     return "\n".join(lines)
 
@@ -143,12 +171,32 @@ def _explained(summary: Summary) -> str:
     )
 
 
-def _beside(measured: dict[str, int], predicted: dict[str, int]) -> list[str]:
-    lines = ["| rank 0, bytes | measured | formula |", "|---|---|---|"]
+def _beside(rank: int, measured: dict[str, int], predicted: dict[str, int]) -> list[str]:
+    if not {**measured, **predicted}:
+        return ["Nothing: there is no other rank."]
+    lines = [f"| rank {rank}, bytes | measured | formula |", "|---|---|---|"]
     for name in dict.fromkeys([*measured, *predicted]):
         pair = (f"{sizes[name]:,}" if name in sizes else "-" for sizes in (measured, predicted))
         lines.append(f"| {name} | {' | '.join(pair)} |")
     return lines
+
+
+def _sent(summary: Summary) -> str:
+    rank, cost = summary.sent
+    if summary.ranks == 1:
+        return "nothing: there is one rank"
+    whose = _whose(rank, [sum(of.sent.values()) for of in summary.costs])
+    return f"{_against(cost.sent, cost.predicted_sent)} by {whose}"
+
+
+def _held(summary: Summary) -> str:
+    rank, cost = summary.memory
+    whose = _whose(rank, [sum(of.memory.values()) for of in summary.costs])
+    return f"{_against(cost.memory, cost.predicted_memory)} by {whose}"
+
+
+def _whose(rank: int, totals: Sequence[int]) -> str:
+    return f"rank {rank}, the most of any rank" if len(set(totals)) > 1 else "each rank"
 
 
 def _against(measured: dict[str, int], predicted: dict[str, int]) -> str:

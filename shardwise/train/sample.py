@@ -6,7 +6,9 @@ can be left waiting. The whole window is computed again for each token: a cache 
 would be more code than a sample at the end of a run is worth.
 """
 
+import unicodedata
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,6 +18,8 @@ from shardwise.train.tokens import Vocabulary
 
 #: The logits of the vocabulary's tokens, [V] in fp32, after the tokens that were seen.
 NextToken = Callable[[Sequence[int]], Tensor]
+#: Unicode's categories of what is not seen and changes what is: controls, formats, separators.
+HIDDEN: Final = ("Cc", "Cf", "Zl", "Zp", "Cs")
 
 
 def sample(
@@ -30,6 +34,21 @@ def sample(
     for _ in range(how.tokens):
         numbers.append(draw(after(numbers[-window:]), how.temperature, how.top_k, generator))
     return vocabulary.decode(numbers[1:])
+
+
+def visible(text: str) -> str:
+    """The text as it can be shown anywhere: control characters but line ends and tabs escaped.
+
+    A model of bytes may draw any of them, and a terminal would obey.
+    """
+    return "".join(
+        char if char in "\n\t" or unicodedata.category(char) not in HIDDEN else _escaped(char)
+        for char in text
+    )
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii")
 
 
 def draw(logits_V: Tensor, temperature: float, top_k: int, generator: torch.Generator) -> int:

@@ -31,6 +31,7 @@ def save_run(prepared: Prepared, engine: Engine, at: Position) -> None:
         "step": at.step,
         "consumed": at.consumed,
         "data": prepared.data_mark,
+        "plan": str(prepared.plan),  # to be told, and not to be kept to
         "engine": engine.scalars(),
     }
     save(folder, engine.boxes(), scalars, engine.world)

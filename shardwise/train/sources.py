@@ -66,8 +66,9 @@ def find(source: str, field: str) -> Source:
         raise _unreadable(source, error) from None
     if not written:
         raise bad(
-            f"data.source = '{source}', where every file is empty ({len(files)} files)",
-            "files with text in them",
+            f"data.source = '{source}', "
+            + ("which is empty" if len(files) == 1 else f"whose {len(files)} files are all empty"),
+            f"{FORMS}, with text in it",
             _instead(),
         )
     return Source(source, tuple(files), field)
@@ -200,4 +201,7 @@ def _pyarrow(file: Path) -> Any:
 
 
 def _instead() -> str:
-    return 'source = "stdlib" under [data], or the path of your own text'
+    return (
+        "--set data.source=stdlib, or the path of your own text such as "
+        '--set data.source=notes.txt (in a file: source = "notes.txt" under [data])'
+    )

@@ -60,10 +60,17 @@ def trained(world: World, given: config.Config, start: Start | None) -> str:
     return summary.sample if summary else ""
 
 
+def said(world: World, given: config.Config) -> str:
+    """Resume; what was said, and nothing was trained."""
+    out = io.StringIO()
+    assert loop.train(given, world, Start(resume=True), Console(file=out, width=300)) is None
+    return out.getvalue()
+
+
 def costed(world: World, given: config.Config, start: Start | None) -> Cost | None:
-    """Train; what a rank held and sent in the last step, on rank 0."""
+    """Train; what rank 0 held and sent in the last step, on rank 0."""
     summary = loop.train(given, world, start)
-    return summary.cost if summary else None
+    return summary.costs[0] if summary else None
 
 
 def signalled(world: World, given: config.Config, rank: int, step: int) -> bool:
@@ -83,13 +90,17 @@ def signalled(world: World, given: config.Config, rank: int, step: int) -> bool:
     return signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def poisoned(world: World, given: config.Config, rank: int, step: int) -> str:
-    """Train, with one rank's loss made NaN in one step; the error."""
+def poisoned(
+    world: World, given: config.Config, rank: int, step: int, gradient: bool = False
+) -> str:
+    """Train, with one rank's loss made NaN in one step, or its gradient alone; the error."""
     called, built, engines = gpt.loss, loop.build, list[Engine]()
 
     def poison(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         loss = called(module, batch)
         bad = world.rank == rank and torch.is_grad_enabled() and engines[0].steps == step - 1
+        if gradient:  # nothing, and its slope is infinite times zero
+            return loss + (loss * 0).sqrt() if bad else loss
         return loss * float("nan") if bad else loss
 
     def build(prepared: Prepared, world: World) -> Engine:

@@ -138,10 +138,23 @@ def test_help_needs_no_torch(argv: tuple[str, ...]) -> None:
         (("train", "{example}", "--plan", "dp2 zero9"), "zero9"),
         (("train", "{example}", "--nproc", "3"), "needs 2 processes"),
         (("train", "{example}", "--nproc", "0"), "one rank or more"),
-        (("train", "{example}", "--plan", "dp99999999"), "99999999 processes on this machine"),
+        (("train", "{example}", "--plan", "dp999999"), "999999 processes on this machine"),
         (("train", "{example}", "--nproc", "99999999"), "99999999 processes on this machine"),
         (("train", "{example}", "--set", "data.source=absent.txt"), "absent.txt"),
         (("train", "{example}", "--resume"), "no checkpoint"),
+        (("train", ""), "no configuration: the name of the file is empty"),
+        (("train", "{example}", "--set", "clip=0"), "Write instead: --set train.clip=0."),
+        (("train", "{example}", "--set", "stesp=9"), "Write instead: --set train.steps=9."),
+        (
+            ("train", "{example}", "--set", "tokens=9"),
+            "--set data.tokens=9 or --set sample.tokens=9",
+        ),
+        (("train", "{example}", "--set", "model.width=1000000000"), "of memory. Allowed"),
+        (("train", "{example}", "--set", "model.layers=1000000"), "of memory. Allowed"),
+        (
+            ("train", "{example}", "--plan", "pp2 pipedream:4"),
+            "Write instead: --set train.clip=0 (in Python: clip=None).",
+        ),
         (("train", "{example}", "--trace"), "which has no pipeline"),
         (("train", "{example}", "--plan", "pp2 1f1b:9"), "Write instead: train.batch = 9"),
         (("plan", "dp2 cp2"), "context parallelism is not in this version"),
@@ -160,7 +173,15 @@ def test_bad_input_is_a_paragraph_and_exit_code_2(
     assert phrase in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
-    assert not (tmp_path / "run" / "config.toml").exists()
+    assert not (tmp_path / "run").exists()
+
+
+def test_help_says_how_options_are_given() -> None:
+    """A flag is no <bool>, --set can be repeated, and the folder is named."""
+    said = " ".join(shardwise("train", "--help").stdout.split())
+    assert "<bool>" not in said + shardwise("--help").stdout
+    assert "Can be given several times." in said
+    assert said.count("run in run.folder") == 2
 
 
 @pytest.mark.parametrize(
@@ -171,7 +192,7 @@ def test_bad_input_is_a_paragraph_and_exit_code_2(
         ("verify dp2 --model absent.py:build", "whose file does not exist"),
         ("verify dp2 --model absent.py", "Write instead: absent.py:build"),
         ("verify dpp2", "dp2 for 'dpp2'"),
-        ("verify dp99999999", "99999999 processes on this machine"),
+        ("verify dp999999", "999999 processes on this machine"),
         ("verify dp2 --steps 0", "Write instead: --steps 3"),
         ("bench nothing", "Write instead: shardwise bench data"),
         ("bench data nobody", "torch DDP"),

@@ -74,6 +74,7 @@ def test_ranks_that_a_signal_ended_before_they_listened_have_trained_nothing(
 
     def launched(*_: object) -> int:
         if trained:
+            (tmp_path / "run").mkdir()
             (tmp_path / "run" / "metrics.jsonl").write_text("{}")
         return 143
 

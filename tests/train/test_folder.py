@@ -16,7 +16,7 @@ def made(path: Path) -> config.Config:
 def test_a_new_folder_is_made_with_the_configuration_in_it(tmp_path: Path) -> None:
     """config.toml reads back to what ran."""
     run = made(tmp_path / "new" / "run")
-    folder.check(run.folder, resume=False, overwrite=False)
+    folder.check(run, resume=False, overwrite=False)
     folder.claim(run, overwrite=False)
     assert config.read(run.folder / "config.toml") == run
 
@@ -25,35 +25,109 @@ def test_a_run_that_is_there_is_refused(tmp_path: Path) -> None:
     """The answer names both ways on."""
     folder.claim(made(tmp_path), overwrite=False)
     with pytest.raises(InputError, match=r"--resume .* --overwrite"):
-        folder.check(tmp_path, resume=False, overwrite=False)
-    folder.check(tmp_path, resume=False, overwrite=True)
+        folder.check(made(tmp_path), resume=False, overwrite=False)
+    folder.check(made(tmp_path), resume=False, overwrite=True)
 
 
 def test_overwrite_removes_what_a_run_writes_and_nothing_else(tmp_path: Path) -> None:
     """A file of the user's own in the folder stays."""
     folder.claim(made(tmp_path), overwrite=False)
     (tmp_path / "metrics.jsonl").write_text("{}")
+    (tmp_path / "plots" / "loss.png").write_bytes(b"")
     (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
-    (tmp_path / "thesis.txt").write_text("mine")
+    (tmp_path / "checkpoints" / "latest").write_text("step-000001")
+    mine = ("thesis.txt", "plots/a.png", "checkpoints/mymodel.pt", "checkpoints/step-best")
+    for name in mine:
+        (tmp_path / name).write_text("mine")
     folder.claim(made(tmp_path), overwrite=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "config.toml",
-        "plots",
-        "thesis.txt",
-    ]
+    assert files(tmp_path) == sorted([*mine, "config.toml"])
+
+
+def files(path: Path) -> list[str]:
+    return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+@pytest.mark.parametrize(
+    "name", ["report.md", "plots/a.png", "checkpoints/mymodel.pt", "config.toml", "metrics.jsonl"]
+)
+def test_a_folder_of_somebody_else_is_refused_in_any_case(
+    name: str, overwrite: bool, tmp_path: Path
+) -> None:
+    """Names that a run uses do not make a run of it: refused and untouched."""
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_text('[model]\nname = "mine"\n')
+    with pytest.raises(InputError, match=r"files of somebody else in it \(.*\) and no run"):
+        folder.check(made(tmp_path), resume=False, overwrite=overwrite)
+    assert files(tmp_path) == [name]
+
+
+@pytest.mark.parametrize("path", ["/", "~", "."])
+def test_folders_that_a_run_never_made_are_refused(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The root, the home folder, the folder one is in: by the same rule."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "thesis.txt").write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(InputError, match="files of somebody else"):
+            folder.check(made(Path(path).expanduser()), resume=False, overwrite=overwrite)
+
+
+def test_tokens_that_are_kept_in_the_runs_folder_are_nobodys(tmp_path: Path) -> None:
+    """The ranks look again after the first process has tokenised."""
+    key = "0" * 24
+    for cache in (tmp_path, tmp_path / "tokens"):
+        values = {"run": {"folder": str(tmp_path)}, "data": {"cache": str(cache)}}
+        cache.mkdir(exist_ok=True)
+        (cache / f"{key}.tokens").write_text("")
+        folder.check(config.build(values), resume=False, overwrite=False)
+        (cache / f"{key}.tokens").unlink()
+
+
+def test_looking_makes_no_folder(tmp_path: Path) -> None:
+    """A start that is refused later leaves nothing behind."""
+    folder.check(made(tmp_path / "new" / "run"), resume=False, overwrite=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_without_a_step_is_forgotten_and_another_is_kept(tmp_path: Path) -> None:
+    """Its folder too, unless somebody has put something there."""
+    run = made(tmp_path / "run")
+    folder.claim(run, overwrite=False)
+    folder.forget(run.folder)
+    assert list(tmp_path.iterdir()) == []
+    folder.claim(run, overwrite=False)
+    (run.folder / "metrics.jsonl").write_text('{"step": 1}')
+    folder.forget(run.folder)
+    assert files(run.folder) == ["config.toml", "metrics.jsonl"]
+
+
+def test_a_missing_run_to_resume_is_answered_with_the_nearest(tmp_path: Path) -> None:
+    """Only folders that hold a checkpoint are offered."""
+    for name in ("quickstart", "quickstarts-empty"):
+        (tmp_path / name).mkdir()
+    checkpoint(tmp_path / "quickstart")
+    with pytest.raises(InputError, match=r"Write instead: --set run\.folder=\S*/quickstart\.$"):
+        folder.check(made(tmp_path / "quickstrat"), resume=True, overwrite=False)
+
+
+def checkpoint(run: Path) -> None:
+    saved = run / "checkpoints" / "step-000001"
+    saved.mkdir(parents=True)
+    for name in (METADATA, SCALARS):
+        (saved / name).write_text("{}")
 
 
 def test_there_must_be_something_to_resume(tmp_path: Path) -> None:
     """Without a checkpoint --resume is refused; with one it is not."""
     with pytest.raises(InputError, match="where no checkpoint is"):
-        folder.check(tmp_path, resume=True, overwrite=False)
-    saved = tmp_path / "checkpoints" / "step-000001"
-    saved.mkdir(parents=True)
-    for name in (METADATA, SCALARS):
-        (saved / name).write_text("{}")
-    folder.check(tmp_path, resume=True, overwrite=False)
+        folder.check(made(tmp_path), resume=True, overwrite=False)
+    checkpoint(tmp_path)
+    folder.check(made(tmp_path), resume=True, overwrite=False)
     with pytest.raises(InputError, match="both --resume and --overwrite"):
-        folder.check(tmp_path, resume=True, overwrite=True)
+        folder.check(made(tmp_path), resume=True, overwrite=True)
 
 
 def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
@@ -61,4 +135,4 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for name in ("file", "file/run", "a" * 300):
         with pytest.raises(InputError, match=r"run\.folder = .*nothing can be written"):
-            folder.check(tmp_path / name, resume=False, overwrite=False)
+            folder.check(made(tmp_path / name), resume=False, overwrite=False)

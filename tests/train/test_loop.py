@@ -2,6 +2,8 @@
 
 import io
 import itertools
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,11 @@ from rich.console import Console
 
 from shardwise.checkpoint.folder import all_in
 from shardwise.comm.world import alone
-from shardwise.core.errors import InputError
-from shardwise.models.gpt import flops_per_token
+from shardwise.core.errors import InputError, RankError, RunError
+from shardwise.models.gpt import SIZES, flops_per_token, parameters
 from shardwise.train import config, loop
-from shardwise.train.metrics import Record, read
-from shardwise.train.model import gpt_config
+from shardwise.train.metrics import Record
+from shardwise.train.model import gpt_config, parameter_count
 from shardwise.train.prepare import Start
 from shardwise.train.wish import NOTHING
 from tests.pool import run_gloo
@@ -83,7 +85,7 @@ def test_a_signal_before_the_first_step_leaves_no_trace(where: str, tmp_path: Pa
     found = run_gloo(2, runs.stopped_early, given, 1, where, None)
     assert [left for left, _ in found] == [True, True]
     assert found[0][1].endswith(f"{NOTHING}\n")
-    assert list((tmp_path / "run").iterdir()) == []
+    assert not (tmp_path / "run").exists()
     assert len(runs.run(given, 2)) == 7
 
 
@@ -125,6 +127,15 @@ def test_a_loss_that_is_not_a_number_names_step_and_rank(plan: str, tmp_path: Pa
     assert [path.name for path in all_in(given.folder / "checkpoints")] == ["step-000002"]
 
 
+@pytest.mark.parametrize("plan", ["dp2 zero2 fp64", "pp2 1f1b:2 fp64"])
+def test_a_gradient_that_is_not_a_number_names_step_and_ranks(plan: str, tmp_path: Path) -> None:
+    """Every loss is finite, the gradients' sum is not: the ranks that hold such parts of it."""
+    given = runs.settings(tmp_path / "run", plan, save_every=2)
+    errors = run_gloo(2, runs.poisoned, given, 1, 4, True)
+    assert errors[0] == errors[1]
+    assert "Step 4: the gradient's norm is nan, on rank 0, 1." in errors[0]
+
+
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     """Saved at 2, 4, 6 and 7; two are kept."""
     given = runs.settings(tmp_path / "run", keep=2)
@@ -162,13 +173,14 @@ def test_the_quickstart_holds_and_sends_what_the_formulas_say(tmp_path: Path) ->
 
 
 def test_mfu_is_the_models_operations_over_what_the_peak_allows(tmp_path: Path) -> None:
-    """Tokens times operations a token, over the step's seconds times the measured peak."""
+    """Tokens times operations a token, over the step's seconds times the peak in the record."""
     given = runs.settings(tmp_path / "run", steps=2)
     summary = loop.train(given, alone())
     assert summary is not None
     sizes = gpt_config(given.model, 257)
     for record in summary.records:
-        possible = record.seconds * summary.peak_flops
+        assert record.peak_flops is not None
+        possible = record.seconds * record.peak_flops
         assert record.mfu == pytest.approx(record.tokens * flops_per_token(sizes) / possible)
 
 
@@ -195,22 +207,123 @@ def test_another_model_cannot_be_resumed_with(told: bool, tmp_path: Path) -> Non
         if told
         else r"'model/embed\.weight' of shape \(257, 24\)"
     )
+    given = given.model_copy(update={"train": given.train.model_copy(update={"steps": 3})})
     sizes = given.model.model_copy(update={"width": 24, "layers": 1})
     with pytest.raises(InputError, match=phrase):
         loop.train(given.model_copy(update={"model": sizes}), alone(), Start(resume=True))
     assert file.exists() == told
     if told:
-        assert config.read(file) == given
+        assert config.read(file).train.steps == 2
 
 
-def test_a_run_that_has_made_its_steps_says_so(tmp_path: Path) -> None:
-    """Resumed once more it trains nothing, loses nothing, and ends well."""
+@pytest.mark.parametrize(("plan", "ranks"), [("fp64", 1), ("dp2 zero3 fp64", 2)])
+def test_a_run_that_has_made_its_steps_says_so(plan: str, ranks: int, tmp_path: Path) -> None:
+    """Resumed once more, under its plan or another, it is left as it is, to the last byte."""
     given = runs.settings(tmp_path / "run", steps=2)
-    before = runs.run(given)
+    runs.run(given)
+    before = contents(given.folder)
+    said = run_gloo(ranks, runs.said, runs.settings(tmp_path / "run", plan, steps=2))
+    assert said[0] == (
+        f"the run in {given.folder} is finished: step 2 of 2. Nothing was changed; to train on: "
+        "--resume --set train.steps=4\n"
+    )
+    assert set(said[1:]) <= {""}
+    assert contents(given.folder) == before
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_a_pointer_to_a_checkpoint_that_is_gone_is_said(tmp_path: Path) -> None:
+    """The run goes on from the one before, and names both."""
+    given = runs.settings(tmp_path / "run", steps=3, eval_every=0)
+    runs.run(given)
+    shutil.rmtree(given.folder / "checkpoints" / "step-000003")
     said = io.StringIO()
-    loop.train(given, alone(), Start(resume=True), Console(file=said, width=200))
-    assert "nothing is left to train: train.steps = 2" in said.getvalue()
-    assert read(given.folder) == before
+    loop.train(given, alone(), Start(resume=True), Console(file=said, width=300))
+    assert "names step-000003, which is no whole checkpoint: step-000002 is" in said.getvalue()
+
+
+def test_damage_is_answered_with_what_resume_can_follow(tmp_path: Path) -> None:
+    """The folder to remove is named; without it the same command goes on from the one before."""
+    given = runs.settings(tmp_path / "run", steps=4)
+    runs.run(given)
+    more = runs.settings(tmp_path / "run", steps=6)
+    damaged = given.folder / "checkpoints" / "step-000004"
+    for file in damaged.glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:-9])
+    before = contents(given.folder)
+    with pytest.raises(InputError, match="step-000002 is the newest then") as refused:
+        loop.train(more, alone(), Start(resume=True))
+    assert f"Write instead: rm -r '{damaged}', and the same command again" in str(refused.value)
+    assert contents(given.folder) == before
+    shutil.rmtree(damaged)
+    assert len(runs.run(more, start=Start(resume=True))) == 6
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_refused_start_leaves_nothing_behind(ranks: int, tmp_path: Path) -> None:
+    """What the engine refuses is refused before the folder is there; mended, it trains."""
+    pipeline = "pipedream:4 fp64" if ranks == 2 else "fp64"
+    given = runs.settings(tmp_path / "run", f"pp{ranks} {pipeline}")
+    if ranks == 1:
+        data = given.model.model_copy(update={"heads": 3})
+        with pytest.raises(InputError):
+            loop.train(given.model_copy(update={"model": data}), alone())
+    else:
+        with pytest.raises(RankError, match=r"Write instead: --set train\.clip=0"):
+            run_gloo(2, runs.trained, given, None)
+    assert not given.folder.exists()
+    mended = runs.settings(tmp_path / "run", f"pp{ranks} {pipeline}", clip=0, steps=2)
+    assert len(runs.run(mended, ranks)) == 2
+
+
+def test_what_fails_before_its_first_step_is_over_leaves_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it could be resumed, so the same command can be given again."""
+
+    def fails(*_: object) -> float:
+        raise RuntimeError("no peak today")
+
+    given = runs.settings(tmp_path / "run", steps=2)
+    monkeypatch.setattr(loop, "measured_peak", fails)
+    with pytest.raises(RuntimeError, match="no peak today"):
+        loop.train(given, alone())
+    assert not given.folder.exists()
+
+
+def test_a_model_that_no_machine_holds_is_refused_before_it_is_built(tmp_path: Path) -> None:
+    """By its number of parameters; layers by the million would take hours to build."""
+    for size in ({"width": 10**9, "heads": 1}, {"layers": 10**9}):
+        given = runs.settings(tmp_path / "run")
+        model = given.model.model_copy(update=size)
+        with pytest.raises(
+            InputError, match=r"a model of [\d,]+ parameters .* of memory\. Allowed"
+        ):
+            loop.train(given.model_copy(update={"model": model}), alone())
+        assert not given.folder.exists()
+
+
+def test_memory_that_is_not_there_is_a_paragraph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the machine seems large enough and its allocator refuses: what was to be kept."""
+    monkeypatch.setattr("shardwise.train.model.machine_bytes", lambda _: 2**80)
+    given = runs.settings(tmp_path / "run")
+    model = given.model.model_copy(update={"vocabulary": 10**9, "width": 10**7, "heads": 1})
+    with pytest.raises(RunError, match=r"Rank 0 found no memory .* parameters, .* keep \d+"):
+        loop.train(given.model_copy(update={"model": model}), alone())
+    assert not given.folder.exists()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_counted_without_a_model(tied: bool) -> None:
+    """The arithmetic is that of the model when it is built."""
+    for sizes in SIZES.values():
+        given = replace(sizes, tied=tied, kv_heads=2)
+        assert parameter_count(given) == parameters(given)
 
 
 @pytest.mark.parametrize(

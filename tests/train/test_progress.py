@@ -31,9 +31,9 @@ def test_a_log_gets_plain_lines() -> None:
         "step 100/100",
         "saved",
     ]
-    assert lines[0] == "step 1/100  loss 3.5000  128 tokens/s  MFU 25.0%  1000 B/step"
+    assert lines[0] == "step 1/100  loss 3.5000  128 tokens/s  MFU 25.0%  rank 0 sends 1000 B/step"
     assert "validation 3.2500" in lines[1]
-    assert "memory parameters 2.0 KiB" in lines[1]
+    assert "holds parameters 2.0 KiB" in lines[1]
 
 
 def test_a_terminal_gets_one_picture_with_everything() -> None:

@@ -6,22 +6,24 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 
 from shardwise.train import config, plots, report
 from shardwise.train.packed import Packed
+from shardwise.train.sample import visible
 from shardwise.train.tokens import ByteVocabulary
 from tests.train.test_metrics import ONE
 
 PACKED = Packed("key", np.zeros(2000, np.uint16), 1000, 3, ByteVocabulary())
 
 
-def summary(folder: Path, cost: report.Cost) -> report.Summary:
-    (folder / "plots").mkdir()
+def summary(folder: Path, *costs: report.Cost) -> report.Summary:
+    (folder / "plots").mkdir(exist_ok=True)
     records = [replace(ONE, step=n, loss=4 - n / 10) for n in range(1, 9)]
     records[-1] = replace(records[-1], validation=1.5)
     return report.Summary(
-        config=config.build({"run": {"folder": str(folder)}}), plan="dp2 zero3", ranks=2,
-        parameters=1234, packed=PACKED, records=records, unigram=3.0, peak_flops=1e9, cost=cost,
+        config=config.build({"run": {"folder": str(folder)}}), plan="dp2 zero3", ranks=len(costs),
+        parameters=1234, packed=PACKED, records=records, unigram=3.0, peak_flops=1e9, costs=costs,
         sample="def f():\n    pass\n",
     )  # fmt: skip
 
@@ -31,7 +33,7 @@ def test_the_report_holds_the_numbers_and_the_pictures(tmp_path: Path) -> None:
     cost = report.Cost(
         {"parameters": 4096}, {"parameters": 4096}, {"all_gather": 10}, {"all_gather": 12}
     )
-    path = report.write(summary(tmp_path, cost))
+    path = report.write(summary(tmp_path, cost, cost))
     text = path.read_text()
     for part in (
         "dp2 zero3 on 2 ranks",
@@ -40,13 +42,64 @@ def test_the_report_holds_the_numbers_and_the_pictures(tmp_path: Path) -> None:
         "    def f():",
     ):
         assert part in text
-    assert "4.0 KiB (4,096 bytes, as predicted)" in text
-    assert "10 B (10 bytes, predicted 12 B, 12 bytes)" in text
+    assert "| training loss | 3.2000 nats a token in the last step, 3.4953 smoothed |" in text
+    assert "4.0 KiB (4,096 bytes, as predicted) by each rank" in text
+    assert "10 B (10 bytes, predicted 12 B, 12 bytes) by each rank" in text
     assert "| all_gather | 10 | 12 |" in text
     for name in ("loss", "memory", "bytes"):
         picture = tmp_path / "plots" / f"{name}.png"
         assert picture.read_bytes().startswith(b"\x89PNG")
         assert f"plots/{name}.png" in text
+
+
+def test_the_rank_with_most_is_told(tmp_path: Path) -> None:
+    """Of a pipeline the ranks hold and send different things: the most, and whose that is."""
+    costs = [report.Cost({"x": n}, {"x": n}, {"send": m}, {"send": m}) for n, m in ((8, 9), (9, 8))]
+    text = report.text(summary(tmp_path, *costs))
+    assert (
+        "| sent in a step | 9 B (9 bytes, as predicted) by rank 0, the most of any rank |" in text
+    )
+    assert "| held between steps | 9 B (9 bytes, as predicted) by rank 1, the most" in text
+    assert "| rank 1, bytes | measured | formula |" in text
+
+
+def test_one_rank_sends_nothing(tmp_path: Path) -> None:
+    """A sentence, and neither a table without rows nor a picture with an empty axis."""
+    given = summary(tmp_path, report.Cost({"x": 8}, {"x": 8}, {}, {}))
+    text = report.write(given).read_text()
+    assert "| sent in a step | nothing: there is one rank |" in text
+    assert "Nothing: there is no other rank." in text.partition("## Bytes")[2]
+    assert "bytes | measured" not in text.partition("## Bytes")[2]
+
+
+def test_speed_is_that_of_the_steps_made_since_the_run_was_resumed(tmp_path: Path) -> None:
+    """The steps of another plan, and the peak they were measured with, do not count."""
+    given = summary(tmp_path, report.Cost({}, {}, {}, {}))
+    slow = [replace(r, tokens_per_s=1.0, mfu=0.9, peak_flops=5e9) for r in given.records[:6]]
+    fast = [replace(r, mfu=0.5, peak_flops=5e8) for r in given.records[6:]]
+    text = report.text(replace(given, records=[*slow, *fast], began=6))
+    assert "| speed | 128 tokens/s (median) |" in text
+    assert "| MFU | 25.0% of the 1 GFLOP/s" in text
+
+
+def test_bars_are_labelled_in_units_that_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight bytes are '8 B' beside megabytes, and the axis has the unit of the largest."""
+    labels: list[str] = []
+    drawn = Axes.bar_label
+    monkeypatch.setattr(
+        Axes, "bar_label", lambda *a, **k: labels.extend(k["labels"]) or drawn(*a, **k)
+    )
+    plots.pairs(tmp_path / "a.png", {"steps": 8}, {"steps": 3 * 2**20}, "title")
+    assert labels == [" 8 B", " 3.0 MiB"]
+
+
+def test_a_sample_is_shown_without_what_a_terminal_obeys(tmp_path: Path) -> None:
+    """Control characters are escaped, line ends and tabs are not; each line of it stays one."""
+    assert visible("a\rb\x1b[2J\tc\n\x85é") == "a\\rb\\x1b[2J\tc\n\\x85é"
+    given = replace(summary(tmp_path, report.Cost({}, {}, {}, {})), sample="a\rb\nc")
+    assert "\n    a\\rb\n    c\n" in report.text(given)
 
 
 def test_nats_a_token_become_bits_a_byte(tmp_path: Path) -> None:
