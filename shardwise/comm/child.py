@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.room import Room
+from shardwise.comm.shared import leave
 from shardwise.core.errors import InputError
 
 #: How long a failed rank waits to be ended before it ends itself.
@@ -56,6 +57,7 @@ def run(job: Job) -> bytes:
     torch.set_num_threads(job.threads)
     try:
         packed = _work(job)
+        leave()  # before the wait for the others, of whom one may wait for us
         job.room.finish(rank)
     except SystemExit as error:
         _hold(job.room, rank, f"it ended by sys.exit({error.code!r})", _exit_code(error))

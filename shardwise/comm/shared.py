@@ -11,7 +11,7 @@ is left to gloo, which carries it beside the computation.
 
 A rank never waits to send: what finds no room goes through gloo too, and its place says so.  Who
 waits watches the mailbox without sleep for a moment, then lets others run, then sleeps between two
-looks, and finds out if the other process is gone.
+looks, and finds out if the other process is gone, or has said that its program is over.
 
 One store becomes visible after those before it on x86-64 only; elsewhere there are no mailboxes.
 """
@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -39,9 +40,13 @@ FOLDER = Path("/dev/shm")  # noqa: S108 (memory that has a name, not a place for
 PLACES, BY_GLOO, TAG = 4096, -1, 2
 LINE = 8  # numbers of a cache line, so that two counters never share one
 HEAD = 2 * LINE + PLACES  # numbers of a mailbox: written, taken, where messages begin
+OVER = 1  # the place, beside `written`, of whether its sender will send no more
 #: Looks without a pause, then looks with a turn for others; then a sleep between two, longer by as
 #: much again after so many: who waits out a pipeline's bubble takes no processor from who computes.
 LOOKS, TURNS, SLEEP_S, LONGER = 300, 3000, 5e-5, 16
+
+
+_OPEN: "WeakSet[Mailboxes]" = WeakSet()
 
 
 class _Outbox:
@@ -136,6 +141,7 @@ class Mailboxes:
         others = [rank for rank in range(ranks) if rank != me]
         self.out = {to: _Outbox(*self._way(me, to), room_bytes(ranks)) for to in others}
         self.into = {source: self._inbox(*self._way(source, me)) for source in others}
+        _OPEN.add(self)
         crowded = ranks > len(os.sched_getaffinity(0))
         self.looks = 0 if crowded else LOOKS
 
@@ -200,10 +206,23 @@ class Mailboxes:
         if looks < self.looks + TURNS:
             os.sched_yield()
             return
+        inbox = self.into[source]
+        if inbox.numbers[OVER] and inbox.numbers[0] == inbox.taken:
+            raise RuntimeError(
+                f"rank {source} of the group has ended its program, and is waited for here: "
+                "all ranks are to make the same steps"
+            )
         slept = looks - self.looks - TURNS
         time.sleep(SLEEP_S * min(1 + slept // LONGER, 20))
         if looks % 1000 == 0 and not _lives(self.pids[source]):
             raise RuntimeError(f"rank {source} of the group is gone: process {self.pids[source]}")
+
+
+def leave() -> None:
+    """This rank's program is over: whoever waits for a message of its mailboxes is told."""
+    for mailboxes in _OPEN:
+        for out in mailboxes.out.values():
+            out.numbers[OVER] = 1
 
 
 def room_bytes(ranks: int) -> int:

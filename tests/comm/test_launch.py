@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.collectives import all_reduce
 from shardwise.comm.launch import launch, spawn
 from shardwise.comm.rendezvous import Start, environment, first_host
 from shardwise.comm.world import init
@@ -175,6 +176,20 @@ def test_bad_input_found_by_a_rank_is_the_callers_to_mend(rank: int):
     assert str(caught.value) == str(bad("a table", "a table that fits", "another"))
     assert isinstance(caught.value.__cause__, RankError)
     assert rank in (-1, caught.value.__cause__.rank)
+
+
+def take_fewer_steps_on_1() -> None:
+    world = init("cpu")
+    for step in range(3):
+        if step < 2 or world.rank == 0:
+            all_reduce(torch.ones(1), world.everyone)
+
+
+def test_a_rank_that_waits_for_one_that_is_done_is_told():
+    """A loader that gives one rank fewer batches is an error, not a program that hangs."""
+    with pytest.raises(RankError, match="rank 1 of the group has ended its program") as caught:
+        spawn(take_fewer_steps_on_1, 2)
+    assert caught.value.rank == 0
 
 
 def test_launch_passes_on_success(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
