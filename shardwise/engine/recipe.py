@@ -6,6 +6,7 @@ by trying it on a parameter of two elements.
 """
 
 import inspect
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -50,7 +51,16 @@ class Recipe:
                 f'sw.{_maker(self.kind)}lr=3e-4, groups={{"*.bias": {{"weight_decay": 0.0}}}})',
             )
         for own in ({}, *self.groups.values()):
+            self._rate(self.options | own)
             self._try(own)
+
+    def _rate(self, options: dict[str, Any]) -> None:
+        """Raise InputError for a rate that torch takes and that trains nothing."""
+        rate = options.get("lr")
+        if isinstance(rate, bool) or (isinstance(rate, float) and math.isinf(rate)):
+            said = ", ".join(f"{key}={value!r}" for key, value in options.items())
+            instead = f"sw.{_maker(self.kind)}lr=3e-4)"
+            raise bad(f"sw.{_maker(self.kind)}{said})", "a rate that is a finite number", instead)
 
     def _try(self, own: dict[str, Any]) -> None:
         """Raise InputError where the class refuses its options, or those of a group over them."""

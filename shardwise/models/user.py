@@ -16,6 +16,7 @@ For tensor parallelism the module carries its table of styles, as an attribute o
 """
 
 import importlib.util
+import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -120,14 +121,43 @@ def _call(
             raise _failed(name, "calling the function", error) from error
     if isinstance(made, nn.Module):
         return made, mean_square, _guess(made, name)
-    if isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], nn.Module):
-        return made
-    raise bad(f'the model "{name}", which returns a {type(made).__name__}', RETURNS, "return model")
+    if not isinstance(made, tuple):
+        given = f'the model "{name}", which returns a {type(made).__name__}'
+        raise bad(given, RETURNS, "return model")
+    if wrong := _wrong(made):
+        given = f'the model "{name}", which returns a tuple {wrong}'
+        raise bad(given, RETURNS, "return model, loss, make_batch")
+    return made
+
+
+def _wrong(made: tuple[Any, ...]) -> str:
+    """What is not as it should be in the tuple that a function returned; "" where it will do."""
+    parts = ("model", "loss", "make_batch")
+    if len(made) != len(parts):
+        missing = " and ".join(parts[len(made) :])
+        return f"without {missing}" if missing else f"of {len(made)}"
+    if not isinstance(made[0], nn.Module):
+        return f"whose model is a {type(made[0]).__name__}"
+    for part, value in zip(parts[1:], made[1:], strict=True):
+        if not callable(value):
+            return f"whose {part} is a {type(value).__name__} and no function"
+    return ""
 
 
 def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
-    """The mean square of the output: a loss for a model that came without one."""
-    return model(batch).square().mean()
+    """The mean square of the output: a loss for a model that came without one.
+
+    Raises InputError for an output that is no tensor.
+    """
+    out = model(batch)
+    if not isinstance(out, Tensor):
+        raise bad(
+            f"a {type(model).__name__} whose forward returned a {type(out).__name__} where a "
+            "tensor was needed: it came without a loss, so its output is squared",
+            "a module alone whose forward returns a tensor",
+            "return model, loss, make_batch",
+        )
+    return out.square().mean()
 
 
 def _guess(model: nn.Module, name: str) -> Callable[[int, int], Tensor]:
@@ -140,6 +170,16 @@ def _guess(model: nn.Module, name: str) -> Callable[[int, int], Tensor]:
             "a module alone where the first layer is an nn.Linear or an nn.Embedding",
             "return model, loss, make_batch",
         )
+    try:
+        inspect.signature(model.forward).bind("batch")
+    except TypeError as error:
+        raise bad(
+            f'the model "{name}", whose forward takes more or less than one input ({error})',
+            "a module alone whose forward is called with one tensor",
+            "return model, loss, make_batch",
+        ) from None
+    except ValueError:  # one in C may have no signature to look at
+        pass
 
     def make_batch(rows: int, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)

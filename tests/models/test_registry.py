@@ -40,6 +40,38 @@ def nothing():
 
 def leaving():
     raise SystemExit(3)
+
+from torch import nn
+
+def pair():
+    return nn.Linear(3, 3), lambda model, x: model(x).mean()
+
+def single():
+    return (nn.Linear(3, 3),)
+
+def numbers():
+    return nn.Linear(3, 3), 1, 2
+
+def other():
+    return 3, len, len
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x, y):
+        return self.inner(x) + y
+
+def two():
+    return Two()
+
+class Silent(Two):
+    def forward(self, x):
+        self.inner(x)
+
+def silent():
+    return Silent()
 """
 
 
@@ -117,6 +149,11 @@ def test_a_module_alone_gets_input_for_its_first_layer(
         ("broken", "KeyError"),
         ("nothing", "returns a int"),
         ("leaving", "SystemExit: 3"),
+        ("pair", "a tuple without make_batch.*Write instead: return model, loss, make_batch"),
+        ("single", "a tuple without loss and make_batch"),
+        ("numbers", "a tuple whose loss is a int and no function"),
+        ("other", "a tuple whose model is a int"),
+        ("two", "forward takes more or less than one input .*'y'.*return model, loss, make_b"),
         ("convolution", "first layer is a Conv2d"),
     ],
 )
@@ -124,6 +161,14 @@ def test_the_users_mistakes_are_named(file: str, function: str, said: str) -> No
     """A function that is missing, fails or returns something else is answered in a paragraph."""
     with pytest.raises(InputError, match=said):
         find(f"{file}:{function}").build()
+
+
+def test_an_output_that_is_no_tensor_is_named(file: str) -> None:
+    """A module alone is told what its forward gave, not where its missing loss stumbled."""
+    found = find(f"{file}:silent")
+    with pytest.raises(InputError, match="a Silent whose forward returned a NoneType") as caught:
+        found.loss(found.build(), found.batch(2, seed=0))
+    assert "Write instead: return model, loss, make_batch" in str(caught.value)
 
 
 def test_a_file_that_cannot_be_read_names_the_line(tmp_path: Path) -> None:

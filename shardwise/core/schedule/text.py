@@ -22,6 +22,9 @@ from shardwise.core.schedule.schedule import Schedule
 
 _OPS: dict[str, Op] = {op: op for op in OPS}
 _FIELDS = ("home", "microbatches", "update", "lag")
+_SEVERAL = {"home": "the rank of each stage", "lag": "the lag of each stage"}
+_MOST = 99999
+_SHOWN = 60  # characters of a line in an error
 _EXAMPLE = "rank 0  F0.0 B0.0"
 _ACTION = re.compile(r"([FBIWU])(?:(\d{1,5})\.)?(\d{1,5})")
 _STAGE_ACTION = re.compile(r"(GATHER|FREE|REDUCE):(\d{1,5})")
@@ -49,21 +52,50 @@ def read(text: str) -> Schedule:
     """
     fields: dict[str, tuple[int, ...]] = {}
     rows: list[tuple[int, list[str]]] = []
-    for line in filter(None, (line.partition("#")[0].split() for line in text.splitlines())):
-        name, *words = line
+    lines = [found for line in text.splitlines() if (found := line.partition("#")[0].split())]
+    if not lines:
+        allowed = "one line for each rank, from 0 up, with its actions"
+        raise bad("a schedule without lines", allowed, _EXAMPLE)
+    for name, *words in lines:
         if name == "rank" and words and _NUMBER.fullmatch(words[0].rstrip(":")):
             rows.append((int(words[0].rstrip(":")), words[1:]))
-        elif name in _FIELDS and name not in fields and all(map(_NUMBER.fullmatch, words or "-")):
-            fields[name] = tuple(map(int, words))
+        elif name in _FIELDS:
+            fields[name] = _numbers(name, words, name in fields)
         else:
             allowed = f"rank N and its actions, or once: {', '.join(_FIELDS)} with whole numbers"
-            raise bad(f"the line '{' '.join(line)}' of a schedule", allowed, _EXAMPLE)
+            raise bad(f"the line '{_short([name, *words])}' of a schedule", allowed, _EXAMPLE)
     rows.sort()
     ranks = [rank for rank, _ in rows]
     if ranks != list(range(len(ranks))) or not ranks:
         given = f"a schedule with lines for the ranks {', '.join(map(str, ranks)) or '(none)'}"
         raise bad(given, "one line for each rank, from 0 up", _EXAMPLE)
     return _schedule([row for _, row in rows], fields)
+
+
+def _numbers(name: str, words: list[str], again: bool) -> tuple[int, ...]:
+    """The numbers of a line that is no rank's; raises InputError that says what is wrong with it.
+
+    `again` where there was such a line before.
+    """
+    given = f"the line '{_short([name, *words])}' of a schedule"
+    several, wrong = name in _SEVERAL, [word for word in words if not _NUMBER.fullmatch(word)]
+    allowed = f"{name} with {_SEVERAL.get(name, 'one whole number')}, from 0 to {_MOST}"
+    usual = "0" if several else "1"
+    right = [usual if word in wrong else word for word in words] or [usual]
+    instead = _short([name, *(right if several else right[:1])])
+    if again:
+        raise bad(f"{given}, the second of {name}", f"one line of {name}", f"{instead}, once")
+    instead += ", or no such line: it follows from the rows" * (name in ("home", "microbatches"))
+    if wrong:
+        raise bad(f"{given}, with '{_short(wrong[:1])}' for a number", allowed, instead)
+    if not words or (len(words) > 1 and not several):
+        raise bad(f"{given}, with {len(words) or 'no'} numbers", allowed, instead)
+    return tuple(map(int, words))
+
+
+def _short(words: list[str]) -> str:
+    line = " ".join(words)
+    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
 
 
 def _schedule(rows: list[list[str]], fields: Mapping[str, tuple[int, ...]]) -> Schedule:
