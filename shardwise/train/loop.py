@@ -271,7 +271,7 @@ def finish(run: Run, began: Position, stopped: bool, console: Console | None) ->
     text = ""
     if config.sample.tokens and not stopped:
         seed, window = config.train.seed, prepared.corpus.sequence
-        text = sample(likely(run), prepared.vocabulary, window, config.sample, seed)
+        text = visible(sample(likely(run), prepared.vocabulary, window, config.sample, seed))
     recorded = run.tracing.recorded()
     costs = gathered(own_cost(engine), engine.world)
     if engine.world.rank != 0:
@@ -292,11 +292,11 @@ def finish(run: Run, began: Position, stopped: bool, console: Console | None) ->
         recorded=recorded,
     )
     if text:
-        (config.folder / "sample.txt").write_text(text, encoding="utf-8", newline="")
+        (config.folder / "sample.txt").write_text(text, encoding="utf-8")
     path = report.write(summary)
     screen = console or Console(highlight=False)
     if text:
-        screen.print(Panel(Text(visible(text)), title="sample"))
+        screen.print(Panel(Text(text), title="sample"))
     screen.print(report.table(summary))
     screen.print(f"report: {path}", soft_wrap=True)
     return summary

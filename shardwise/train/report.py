@@ -15,7 +15,6 @@ from shardwise.train.folder import PLOTS
 from shardwise.train.metrics import Record
 from shardwise.train.packed import Packed, publish
 from shardwise.train.progress import duration, size_text
-from shardwise.train.sample import visible
 from shardwise.train.tracing import Recorded
 
 
@@ -152,9 +151,7 @@ def text(summary: Summary) -> str:
     lines += [*_beside(sender, sent.sent, sent.predicted_sent), ""]
     lines += tracing.lines(summary.recorded)
     if summary.sample:
-        quoted = "\n".join(
-            f"    {line}" for line in visible(summary.sample).removesuffix("\n").split("\n")
-        )
+        quoted = "\n".join(f"    {line}" for line in summary.sample.splitlines())
         lines += ["## Sample", "", quoted, ""]
     return "\n".join(lines)
 
@@ -211,7 +208,8 @@ def _against(measured: dict[str, int], predicted: dict[str, int]) -> str:
 
 def _data(packed: Packed) -> str:
     tokens = f"{len(packed.stream):,} tokens"
-    return f"{tokens}, {packed.documents:,} documents, {size_text(packed.text_bytes)} of text"
+    documents = f"{packed.documents:,} document{'s' * (packed.documents > 1)}"
+    return f"{tokens}, {documents}, {size_text(packed.text_bytes)} of text"
 
 
 def _loss(summary: Summary, nats: float) -> str:

@@ -85,6 +85,28 @@ def test_ranks_that_a_signal_ended_before_they_listened_have_trained_nothing(
     assert (NOTHING in capsys.readouterr().out) != trained
 
 
+@pytest.mark.parametrize("resume", [False, True])
+def test_ranks_that_fail_before_a_step_leave_no_run(
+    resume: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that would remove it may have been ended; what can be resumed is never removed."""
+    left = tmp_path / "run" / "config.toml"
+    monkeypatch.setattr("shardwise.train.folder.finished", lambda _: "")
+    monkeypatch.setattr("shardwise.train.prepare.prepare", lambda *_: None)
+
+    def launched(*_: object) -> int:
+        left.parent.mkdir()
+        left.write_text("")
+        return 1
+
+    monkeypatch.setattr("shardwise.comm.launch.launch", launched)
+    given = command(tmp_path, "--nproc", "2", *["--resume"] * resume)
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(given[given.index("train") :])
+    assert leaving.value.code == 1
+    assert left.exists() == resume
+
+
 def _sent(line: str, program: subprocess.Popen[str]) -> bool:
     """Ask the program to end once its first step is shown; True of every line."""
     if line.startswith("step 1/"):

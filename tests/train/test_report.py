@@ -10,7 +10,6 @@ from matplotlib.axes import Axes
 
 from shardwise.train import config, plots, report
 from shardwise.train.packed import Packed
-from shardwise.train.sample import visible
 from shardwise.train.tokens import ByteVocabulary
 from tests.train.test_metrics import ONE
 
@@ -93,13 +92,6 @@ def test_bars_are_labelled_in_units_that_fit(
     )
     plots.pairs(tmp_path / "a.png", {"steps": 8}, {"steps": 3 * 2**20}, "title")
     assert labels == [" 8 B", " 3.0 MiB"]
-
-
-def test_a_sample_is_shown_without_what_a_terminal_obeys(tmp_path: Path) -> None:
-    """Control characters are escaped, line ends and tabs are not; each line of it stays one."""
-    assert visible("a\rb\x1b[2J\tc\n\x85é") == "a\\rb\\x1b[2J\tc\n\\x85é"
-    given = replace(summary(tmp_path, report.Cost({}, {}, {}, {})), sample="a\rb\nc")
-    assert "\n    a\\rb\n    c\n" in report.text(given)
 
 
 def test_nats_a_token_become_bits_a_byte(tmp_path: Path) -> None:

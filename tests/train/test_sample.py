@@ -1,15 +1,22 @@
 """The sample: deterministic, within the vocabulary, within the window."""
 
+import io
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from shardwise.comm.world import alone
+from shardwise.train import loop
 from shardwise.train import sample as sampling
 from shardwise.train.config import SampleSection
+from shardwise.train.sample import visible
 from shardwise.train.tokens import ByteVocabulary
+from tests.train import runs
 
 BYTES = ByteVocabulary()
 
@@ -67,3 +74,20 @@ def test_a_temperature_near_zero_draws_the_likeliest(temperature: float) -> None
     logits = torch.tensor([0.0, 30.0, -1e30, 31.0])
     assert {sampling.draw(logits, temperature, 2, generator) for _ in range(20)} == {3}
     assert {sampling.draw(logits, temperature, 0, generator) for _ in range(20)} == {3}
+
+
+def test_what_a_terminal_would_obey_is_escaped() -> None:
+    """Control characters and line ends of other kinds; what people write stays."""
+    assert visible("a\rb\x1b[2J\tc\n\x85é\u2028") == "a\\rb\\x1b[2J\tc\n\\x85é\\u2028"
+
+
+def test_the_screen_shows_the_sample_that_is_in_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A carriage return is seen as such on the screen, in sample.txt and in report.md."""
+    monkeypatch.setattr(loop, "sample", lambda *_: "left\rright")
+    given = runs.settings(tmp_path / "run", steps=1, warmup=0)
+    said = io.StringIO()
+    loop.train(given, alone(), console=Console(file=said, width=80))
+    written = [(given.folder / name).read_text() for name in ("sample.txt", "report.md")]
+    assert all("left\\rright" in text for text in (said.getvalue(), *written))

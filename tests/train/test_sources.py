@@ -81,7 +81,8 @@ def test_the_digest_is_of_content_and_not_of_place(tmp_path: Path) -> None:
     ("name", "content", "phrase"),
     [
         ("absent.txt", None, "no such file"),
-        ("empty.txt", "", "empty"),
+        ("empty.txt", "", "empty.txt', which is empty"),
+        ("empty.txt", "", "Write instead: --set data.source=stdlib, or the path of your own"),
         ("a.csv", "x", ".jsonl"),
         ("a.jsonl", "{nonsense", "line 1, which is not JSON"),
         ("a.jsonl", json.dumps({"n": 1, "body": "x"}), "data.field = 'body'"),
