@@ -36,7 +36,7 @@ SCHEDULES: dict[str, str] = {
 UNITS: dict[str, int] = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 
 #: The largest number that a word carries, and the largest SIZE in bytes: beyond any machine.
-MOST: Final = 10**6
+MOST: Final = 10**9
 MOST_BYTES: Final = 2**40
 
 
