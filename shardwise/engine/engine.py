@@ -64,7 +64,8 @@ class Engine:
         self.expected = 0  # tokens of the global batch, of the step before
         self.last: dict[Key, Tally] = {}  # what the last step sent
         self.own_loss = 0.0  # of the last step, times tokens: what was made here
-        self.own_squared: Tensor | None = None  # the last norm's part of the gradient held here
+        # the last norm, squared, of the part of the gradient that is held here
+        self.own_squared = torch.zeros(1, dtype=torch.float64, device=self.world.device)
 
     def _passes(self) -> Straight | Pipelined:
         model, tensors, objective = self.model, self.tensors, self._objective
@@ -229,7 +230,7 @@ class Engine:
         """The norm of the global gradient, loss scale taken out."""
         with self.ledger.phase("check"):
             squared = self.optimizer.squared_norm().view(1).to(self.world.device)
-            self.own_squared = squared.clone()
+            self.own_squared.copy_(squared)
             for axis in (self.axes[0], self.tensors.axis):
                 squared = begin_sum(squared, axis)()
             squared = self._over_stages(squared)
