@@ -64,8 +64,7 @@ class Engine:
         self.expected = 0  # tokens of the global batch, of the step before
         self.last: dict[Key, Tally] = {}  # what the last step sent
         self.own_loss = 0.0  # of the last step, times tokens: what was made here
-        # the last norm, squared, of the part of the gradient that is held here
-        self.own_squared = torch.zeros(1, dtype=torch.float64, device=self.world.device)
+        self.own_finite = True  # whether the part of the gradient that is held here was
 
     def _passes(self) -> Straight | Pipelined:
         model, tensors, objective = self.model, self.tensors, self._objective
@@ -230,11 +229,13 @@ class Engine:
         """The norm of the global gradient, loss scale taken out."""
         with self.ledger.phase("check"):
             squared = self.optimizer.squared_norm().view(1).to(self.world.device)
-            self.own_squared.copy_(squared)
+            own = squared.clone()
             for axis in (self.axes[0], self.tensors.axis):
                 squared = begin_sum(squared, axis)()
             squared = self._over_stages(squared)
-        return math.sqrt(squared.item()) * correction / self.scale.value
+        total = squared.item()
+        self.own_finite = math.isfinite(total) or math.isfinite(own.item())
+        return math.sqrt(total) * correction / self.scale.value
 
     def _factor(self, norm: float) -> float:
         """What gradients are multiplied by: loss scale out, clipping in (Pascanu et al., 2013)."""

@@ -187,8 +187,7 @@ def require_finite(run: Run, done: StepMetrics, step: int) -> None:
         ranks = ranks_with(not math.isfinite(run.engine.own_loss), run.engine.world)
         what, whole = f"loss is {done.loss}", "where every rank's loss was finite"
     else:
-        own = run.engine.own_squared.item()
-        ranks = ranks_with(not math.isfinite(own), run.engine.world)
+        ranks = ranks_with(not run.engine.own_finite, run.engine.world)
         what, whole = f"gradient's norm is {norm}", "where every rank's part of it was finite"
     where = f"on rank {', '.join(map(str, ranks))}" if ranks else whole
     checkpoints = run.prepared.config.folder / folder.CHECKPOINTS
