@@ -21,7 +21,7 @@ def bench_command(
         ),
     ],
     size: Annotated[list[str] | None, typer.Option(help="small, tiny; both by default.")] = None,
-    ranks: Annotated[int, typer.Option(help="Processes on this machine.")] = 2,
+    ranks: Annotated[int | None, typer.Option(help="Processes on this machine, 2 or more.")] = None,
     repeats: Annotated[int | None, typer.Option(help="Rounds; a median is over them.")] = None,
     link: Annotated[str | None, typer.Option(help="Between two hosts at this rate: 1gbit.")] = None,
     device: Annotated[str, typer.Option(help="cpu, or cuda: one rank on NCCL.")] = "cpu",
@@ -37,6 +37,13 @@ def bench_command(
     if device == "cuda" and suite != "data":
         allowed = "the suite data, as one rank has nobody to share a model with"
         raise bad(f"--device cuda with the suite {suite}", allowed, f"bench {suite} --device cpu")
+    if device == "cuda" and (contenders or size or link or ranks is not None):
+        raise bad(
+            "--device cuda with contenders, --size, --ranks or --link",
+            "one rank, on models of its own, with --repeats and --json",
+            "shardwise bench data --device cuda",
+        )
+    ranks = 2 if ranks is None else ranks
     if device == "cuda":
         rows = cuda.run(repeats)
         print(json.dumps(cuda.as_json(rows), indent=2) if as_object else cuda.as_text(rows))

@@ -4,6 +4,7 @@ tiny     1M parameters: what is around the computation shows
 small    33M parameters: computation and communication weigh about the same
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -16,7 +17,7 @@ from shardwise.bench.halves import fits
 from shardwise.bench.link import between_hosts
 from shardwise.bench.measure import Record, measure
 from shardwise.bench.roster import ROSTER, choose, reference
-from shardwise.bench.table import Line, lines
+from shardwise.bench.table import Line, as_text, lines
 from shardwise.comm.launch import spawn
 from shardwise.core.errors import bad
 from shardwise.core.schedule.library import build
@@ -81,6 +82,8 @@ def heats(suite: str, chosen: Sequence[str]) -> list[tuple[str, ...]]:
 def run(tasks: Sequence[Task], ranks: int, link: str | None = None) -> list[Line]:
     """The rows of all tasks, on local processes, or with a `link` between two hosts.
 
+    Where there are several tasks each one's rows are shown on stderr as soon as they are there.
+
     Raises InputError where the link cannot be made, RankError where a contender ends a process.
     """
     found: list[Line] = []
@@ -89,7 +92,10 @@ def run(tasks: Sequence[Task], ranks: int, link: str | None = None) -> list[Line
             by_rank = spawn(rank, ranks=ranks, args=(task,))
         else:
             by_rank = between_hosts(replace(task, interface="eth0", shared=False), link)
-        found += lines(task, by_rank)
+        rows = lines(task, by_rank)
+        if len(tasks) > 1:
+            print(as_text(rows), file=sys.stderr, flush=True)
+        found += rows
     return found
 
 

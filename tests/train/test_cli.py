@@ -199,6 +199,8 @@ def test_help_says_how_options_are_given() -> None:
         ("bench data --ranks 0", "Write instead: --ranks 2"),
         ("bench data --link 3parsec", "Write instead: --link 1gbit"),
         ("bench data --device tpu", "Write instead: --device cpu"),
+        ("bench data zero3 --device cuda", "Write instead: shardwise bench data --device cuda"),
+        ("bench data --size tiny --device cuda", "one rank, on models of its own"),
         ("checkpoint inspect absent", "no such folder"),
         ("plan dpp2", "dp2 for 'dpp2'"),
         ("train /dev/null", "which is empty"),
