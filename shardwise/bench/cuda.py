@@ -22,7 +22,7 @@ from shardwise.bench.contender import Batch, Loop, Setup, adamw
 from shardwise.bench.ours import engine_of
 from shardwise.comm.launch import spawn
 from shardwise.core.errors import bad
-from shardwise.core.states import ROWS, bytes_per_parameter
+from shardwise.core.states import ROWS, STATE_BYTES, bytes_per_parameter
 from shardwise.models import gpt
 from shardwise.models.gpt import SIZES, GPTConfig
 from shardwise.models.registry import of_gpt
@@ -32,7 +32,6 @@ from shardwise.train.peak import measured_peak
 BILLION: Final = GPTConfig(
     vocabulary=32768, layers=18, width=2048, heads=16, kv_heads=16, hidden=5504, sequence=2048
 )
-STATE_BYTES: Final = {"fp32": (4, 4, 8), "bf16": (2, 2, 12)}
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 

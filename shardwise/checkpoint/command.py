@@ -9,9 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from shardwise.checkpoint.contents import MODEL, OPTIMIZER, Contents, describe
-from shardwise.checkpoint.folder import all_in, is_whole, passed_over
-
-CHECKPOINTS = "checkpoints"  # where a run keeps them in its folder
+from shardwise.checkpoint.folder import CHECKPOINTS, all_in, is_whole, passed_over
 
 
 def inspect_command(

@@ -19,6 +19,7 @@ from pathlib import Path
 from shardwise.core.errors import InputError, bad
 
 METADATA, SCALARS, LATEST = ".metadata", "scalars.json", "latest"
+CHECKPOINTS = "checkpoints"  # where a run keeps them in its folder
 _NAME = re.compile(r"step-(\d+)(\.again)?")
 
 

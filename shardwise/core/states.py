@@ -14,6 +14,7 @@ Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, figure 1 and section 7.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 from shardwise.core.layout import P, Placement, R, S
 from shardwise.core.moves import Move, price
@@ -65,6 +66,10 @@ def hybrid_moves(
     """
     inside = step_moves(row, numel, shard, microbatches)
     return inside, step_moves(ROWS["ddp"], numel // shard, replicate)
+
+
+#: By precision, the bytes of a parameter, of its gradient and of what AdamW keeps for it.
+STATE_BYTES: Final = {"fp64": (8, 8, 16), "fp32": (4, 4, 8), "bf16": (2, 2, 12), "fp16": (2, 2, 12)}
 
 
 def bytes_per_parameter(

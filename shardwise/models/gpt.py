@@ -225,14 +225,22 @@ def flops_per_token(config: GPTConfig) -> int:
     12·D·T per layer for the attention scores and their use, as PaLM counts them (arXiv
     2204.02311, appendix B): the causal mask is not credited.
     """
-    kv_width = config.kv_heads * config.head_width
-    attention = 2 * config.width * config.width + 2 * config.width * kv_width
-    weights = config.layers * (attention + 3 * config.width * config.hidden)
-    weights += config.vocabulary * config.width
+    weights = config.layers * _multiplied(config) + config.vocabulary * config.width
     return 6 * weights + 12 * config.layers * config.width * config.sequence
 
 
 def parameters(config: GPTConfig) -> int:
-    """Ψ: how many parameters the model has, a shared one once."""
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in GPT(config).parameters())
+    """Ψ: how many parameters the model has, a shared one once.
+
+    By arithmetic: sizes beyond all measure cannot be built, not even without data.
+    """
+    layer = _multiplied(config) + 2 * config.width  # and two norms
+    ends = config.vocabulary * config.width * (1 if config.tied else 2)
+    return config.layers * layer + ends + config.width
+
+
+def _multiplied(config: GPTConfig) -> int:
+    """How many weights of one layer take part in products."""
+    kv_width = config.kv_heads * config.head_width
+    attention = 2 * config.width * config.width + 2 * config.width * kv_width
+    return attention + 3 * config.width * config.hidden

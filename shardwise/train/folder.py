@@ -22,14 +22,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from shardwise.checkpoint.folder import all_in, find, step_of
+from shardwise.checkpoint.folder import CHECKPOINTS, all_in, find, step_of
 from shardwise.core.errors import InputError, bad
 from shardwise.train.config import Config, dump, read
 from shardwise.train.packed import PROBE, publish, unwritable
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
-CHECKPOINTS = "checkpoints"
 PLOTS = "plots"
 REPORT = "report.md"
 #: What a run writes, which is all that --overwrite removes: files, and in folders what is so named.

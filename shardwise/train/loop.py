@@ -29,14 +29,14 @@ from shardwise.core.errors import RunError
 from shardwise.engine.engine import Engine
 from shardwise.engine.meter import Meter
 from shardwise.engine.training import Metrics as StepMetrics
-from shardwise.models.gpt import flops_per_token
+from shardwise.models.gpt import flops_per_token, parameters
 from shardwise.train import folder, metrics, progress, report
 from shardwise.train.config import Config
 from shardwise.train.data import Index, block, unigram_entropy
 from shardwise.train.gathered import gathered
 from shardwise.train.learning import learning_rate
 from shardwise.train.metrics import Metrics, Record
-from shardwise.train.model import batch, build, parameter_count
+from shardwise.train.model import batch, build
 from shardwise.train.peak import Peak, measured_peak
 from shardwise.train.prepare import Prepared, Start, prepare
 from shardwise.train.progress import Progress
@@ -279,7 +279,7 @@ def finish(run: Run, began: Position, stopped: bool, console: Console | None) ->
         config=config,
         plan=str(prepared.plan),
         ranks=engine.world.size,
-        parameters=parameter_count(prepared.sizes),
+        parameters=parameters(prepared.sizes),
         packed=prepared.corpus.packed,
         records=metrics.read(config.folder),
         unigram=run.unigram,

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwise.comm.world import World
 from shardwise.core.errors import RunError, bad
 from shardwise.core.plan import Plan
-from shardwise.core.states import ROWS, bytes_per_parameter
+from shardwise.core.states import ROWS, STATE_BYTES, bytes_per_parameter
 from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.recipe import AdamW
@@ -25,8 +25,6 @@ from shardwise.train.prepare import Prepared
 from shardwise.train.progress import size_text
 
 Batch = dict[str, Tensor]
-#: Bytes of a parameter, its gradient and what AdamW keeps for it (predict/memory.py).
-STATE_BYTES: Final = {"fp64": (8, 8, 16), "fp32": (4, 4, 8), "bf16": (2, 2, 12), "fp16": (2, 2, 12)}
 LAYER_BYTES: Final = 2**14  # at least, of the modules of a layer without weights, in each process
 GPU_BYTES: Final = 2**39  # no GPU has more
 
@@ -42,18 +40,6 @@ def gpt_config(section: ModelSection, vocabulary: int) -> GPTConfig:
     return replace(SIZES[section.name], **given)
 
 
-def parameter_count(sizes: GPTConfig) -> int:
-    """How many numbers the model learns; a shared weight counts once.
-
-    By arithmetic: sizes beyond all measure cannot be built, not even without data.
-    """
-    kv_width = sizes.kv_heads * sizes.head_width
-    attention = 2 * sizes.width**2 + 2 * sizes.width * kv_width
-    layer = attention + 3 * sizes.width * sizes.hidden + 2 * sizes.width  # two norms
-    ends = sizes.vocabulary * sizes.width * (1 if sizes.tied else 2)
-    return sizes.layers * layer + ends + sizes.width
-
-
 def state_bytes(sizes: GPTConfig, plan: Plan) -> int:
     """What all ranks of the plan hold between steps, at least: weights, gradients, Adam's state.
 
@@ -62,7 +48,7 @@ def state_bytes(sizes: GPTConfig, plan: Plan) -> int:
     shard = plan.mesh.size_of(plan.shard_axis or "none")
     each = bytes_per_parameter(ROWS[plan.row], shard, *STATE_BYTES[plan.precision or "fp32"])
     # tensor ranks and stages share out the parameters, data ranks have each part once more
-    return int(parameter_count(sizes) * each * plan.data_size)
+    return int(gpt.parameters(sizes) * each * plan.data_size)
 
 
 def machine_bytes(device: str) -> int:
@@ -80,7 +66,7 @@ def require_memory(sizes: GPTConfig, plan: Plan, there_bytes: int, share: float 
     needed = (state_bytes(sizes, plan) + plan.size * sizes.layers * LAYER_BYTES) * share
     if needed > there_bytes:
         raise bad(
-            f"a model of {parameter_count(sizes):,} parameters (model.layers = {sizes.layers}, "
+            f"a model of {gpt.parameters(sizes):,} parameters (model.layers = {sizes.layers}, "
             f"model.width = {sizes.width}, model.hidden = {sizes.hidden}, model.vocabulary = "
             f"{sizes.vocabulary}) under the plan '{plan}', which keeps {size_text(needed)} of "
             "weights, gradients, optimizer state and modules on this machine, which has "
@@ -98,7 +84,7 @@ def build(prepared: Prepared, world: World) -> Engine:
     except (MemoryError, RuntimeError) as error:  # as torch calls it on a processor
         if isinstance(error, RuntimeError) and "alloc" not in str(error).lower().split("\n")[0]:
             raise
-        count, held = parameter_count(prepared.sizes), state_bytes(prepared.sizes, prepared.plan)
+        count, held = gpt.parameters(prepared.sizes), state_bytes(prepared.sizes, prepared.plan)
         raise RunError(
             f"Rank {world.rank} found no memory for its part of a model of {count:,} parameters, "
             f"of whose state the {world.size} rank{'s' * (world.size > 1)} of '{prepared.plan}' "

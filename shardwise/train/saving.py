@@ -7,12 +7,11 @@ under another row and another number of ranks.
 
 from dataclasses import dataclass
 
-from shardwise.checkpoint.folder import prune
+from shardwise.checkpoint.folder import CHECKPOINTS, prune
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.save import save
 from shardwise.core.errors import bad
 from shardwise.engine.engine import Engine
-from shardwise.train.folder import CHECKPOINTS
 from shardwise.train.prepare import Prepared
 
 

@@ -162,6 +162,16 @@ def test_sizes(size: str, numel: int) -> None:
     assert gpt.parameters(gpt.SIZES[size]) == numel
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_parameters_are_counted_without_a_model(tied: bool) -> None:
+    """The arithmetic is that of the model when it is built."""
+    for sizes in gpt.SIZES.values():
+        given = dataclasses.replace(sizes, tied=tied, kv_heads=2)
+        with torch.device("meta"):
+            built = gpt.GPT(given)
+        assert gpt.parameters(given) == sum(p.numel() for p in built.parameters())
+
+
 def test_operations_are_counted_by_weight() -> None:
     """Without attention scores, a token costs six operations for each weight that multiplies."""
     short = dataclasses.replace(PLAIN, sequence=1)

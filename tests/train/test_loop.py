@@ -3,7 +3,6 @@
 import io
 import itertools
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,10 @@ from rich.console import Console
 from shardwise.checkpoint.folder import all_in
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError, RankError, RunError
-from shardwise.models.gpt import SIZES, flops_per_token, parameters
+from shardwise.models.gpt import flops_per_token
 from shardwise.train import config, loop
 from shardwise.train.metrics import Record
-from shardwise.train.model import gpt_config, parameter_count
+from shardwise.train.model import gpt_config
 from shardwise.train.prepare import Start
 from shardwise.train.wish import NOTHING
 from tests.pool import run_gloo
@@ -316,14 +315,6 @@ def test_memory_that_is_not_there_is_a_paragraph(
     with pytest.raises(RunError, match=r"Rank 0 found no memory .* parameters, .* keep \d+"):
         loop.train(given.model_copy(update={"model": model}), alone())
     assert not given.folder.exists()
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_parameters_are_counted_without_a_model(tied: bool) -> None:
-    """The arithmetic is that of the model when it is built."""
-    for sizes in SIZES.values():
-        given = replace(sizes, tied=tied, kv_heads=2)
-        assert parameter_count(given) == parameters(given)
 
 
 @pytest.mark.parametrize(
