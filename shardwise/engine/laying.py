@@ -27,9 +27,10 @@ from shardwise.engine.shard import (
 from shardwise.engine.staging import Staging
 from shardwise.engine.training import Build
 from shardwise.parallel.data import Data, Pace, Unit
-from shardwise.parallel.direct import write_directly
 from shardwise.parallel.facts import Facts
 from shardwise.parallel.flat import Flat
+from shardwise.parallel.linear import take_over
+from shardwise.parallel.products import fastest
 from shardwise.parallel.resting import Units
 from shardwise.parallel.staged import Staged
 
@@ -63,8 +64,8 @@ def lay_out(model: nn.Module, build: Build) -> Laid:
         tensors = tensor.lay_out(model, world, plan.sp, build.table)
         units = shard(how, specs, tensors)
         data = hooked(model, how, units, Pace(ahead=build.prefetch, by_hand=False))
-        if plan.accumulate > 1:
-            write_directly(model, data, sizes(units))
+        sink = data if plan.accumulate > 1 else None
+        take_over(model, fastest(world.device), sink, sizes(units))
         return Laid(how.axes, tensors, None, data, flats_of(units))
     at = staging.stages_of(model, build.starts, build.beside)
     specs = units_of(model, how, tensor_ranks, lambda spec: {at[name] for name, _ in spec.params})
@@ -73,11 +74,12 @@ def lay_out(model: nn.Module, build: Build) -> Laid:
     tensors = tensor.lay_out(model, world, plan.sp, build.table)
     staged = staging.lay_out(model, twins, world, schedule, build.starts, build.beside)
     units = shard(how, staged.here(specs), tensors, staged.ties)
-    data = _driven(model, units, staged, agreed(model, how, units))
+    data = _driven(units, staged, agreed(model, how, units))
+    take_over(model, fastest(world.device), data, sizes(units))
     return Laid(how.axes, tensors, staged, data, flats_of(units))
 
 
-def _driven(model: nn.Module, units: Sequence[Unit], staged: Staging, facts: Facts) -> Staged:
+def _driven(units: Sequence[Unit], staged: Staging, facts: Facts) -> Staged:
     """The units by the stages that use them; those with tied parameters are summed last."""
     names = [[name for group in unit.groups for name in _names(group)] for unit in units]
     stages = {
@@ -90,9 +92,7 @@ def _driven(model: nn.Module, units: Sequence[Unit], staged: Staging, facts: Fac
         if staged.ties.keys() & set(own)
     ]
     last = [unit for _, unit in sorted(tied, key=lambda pair: pair[0])]
-    data = Staged(Units(units), stages, last, sums_of(units, in_flight=len(units)), facts)
-    write_directly(model, data, sizes(units))
-    return data
+    return Staged(Units(units), stages, last, sums_of(units, in_flight=len(units)), facts)
 
 
 def _names(group: object) -> list[str]:

@@ -26,6 +26,7 @@ from shardwise.engine.table import shapes, table_of
 from shardwise.parallel import tensor, vocabulary
 from shardwise.parallel.cross_entropy import cross_entropy
 from shardwise.parallel.logits import Logits
+from shardwise.parallel.products import fastest
 
 AXIS = "tp"
 
@@ -52,7 +53,7 @@ def lay_out(model: nn.Module, world: World, sp: bool, table: Table | None) -> Te
     if table is None or axis.size == 1:
         return nowhere()
     _agree(model, axis)
-    tensors = Tensors(axis, tensor.Stream(axis, sp))
+    tensors = Tensors(axis, tensor.Stream(axis, sp, linear=fastest(world.device)))
     known = shapes(model)
     styles = assign(table, list(known), sp)
     layout = _Layout(model, world, tensors)
@@ -91,7 +92,8 @@ class _Layout:
     def __init__(self, model: nn.Module, world: World, tensors: Tensors) -> None:
         self.model, self.world, self.tensors = model, world, tensors
         self.stream, self.axis = tensors.stream, tensors.axis
-        self.whole = tensor.Stream(self.axis, False, self.stream)  # where the sequence is joined
+        #: where the sequence is joined
+        self.whole = tensor.Stream(self.axis, False, self.stream, self.stream.linear)
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.wanted: dict[str, tuple[nn.Parameter, Cut]] = {}
         self.entered: list[str] = []  # modules whose inputs are gathered

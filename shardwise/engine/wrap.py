@@ -33,10 +33,13 @@ from shardwise.engine.shard import (
     layable,
     materialise,
     shard,
+    sizes,
     units_of,
 )
 from shardwise.engine.whole import keep_keys
 from shardwise.parallel.data import Data, Pace
+from shardwise.parallel.linear import take_over
+from shardwise.parallel.products import fastest
 from shardwise.parallel.units import Rule
 
 #: FSDP's names for rows (arXiv 2304.11277); the hybrid ones shard inside a group of ranks only.
@@ -141,6 +144,7 @@ def _wrap(
     pace = Pace(scale=1 / (axes[0].size * axes[1].size))
     laid = shard(how, units_of(module, how))
     data = hooked(module, how, laid, pace)
+    take_over(module, fastest(world.device), None, sizes(laid))
     keep_keys(module, data, flats_of(laid))
     if axes[0].size > 1:
         data.units.rest()

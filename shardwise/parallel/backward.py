@@ -14,7 +14,7 @@ the fork once more, up the branches: autograd computes what is asked for, so of 
 products I makes one and W the other.  Some forks are gone through once, in I, with the gradients of
 their branches kept for W to go on from: custom Functions, which compute all they have; nodes whose
 saved tensors somebody's hooks give back (checkpointing), which would make them again; and those
-with a branch that others lead to as well.  A node that puts a product off by itself (direct.py)
+with a branch that others lead to as well.  A node that puts a product off by itself (linear.py)
 has no branch there.  What cannot be halved at all, reentrant checkpointing
 or a branch with such hooks, makes I the whole of B.
 

@@ -273,7 +273,7 @@ class Data:
                 earlier.begin_gather()
 
     def product(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
-        """Add left^T right to the gradient of `p` (direct.py)."""
+        """Add left^T right to the gradient of `p` (linear.py)."""
         _, group, index = self.places[p]
         self._begin_backward()
         if not self.mute:

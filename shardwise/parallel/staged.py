@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardwise.comm.world import Axis
 from shardwise.core.weak import weakly
 
-#: Of each a weight, and what left^T right is to be added to its gradient, see direct.py.
+#: Of each a weight, and what left^T right is to be added to its gradient, see linear.py.
 Products = list[tuple[nn.Parameter, Tensor, Tensor]]
 
 
@@ -128,7 +128,7 @@ class Staged:
             unit.free()
 
     def product(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
-        """Add left^T right to the gradient of `p` (direct.py)."""
+        """Add left^T right to the gradient of `p` (linear.py)."""
         group, index = self.places[p]
         if not self.mute:
             group.add_product(index, left, right, 1.0)

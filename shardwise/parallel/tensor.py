@@ -39,8 +39,14 @@ from shardwise.core.shape import Crossing
 class Stream:
     """The residual stream on the tensor axis; `split` says that it is split along the sequence."""
 
-    def __init__(self, axis: Axis, split: bool, within: "Stream | None" = None) -> None:
-        self.axis, self.split = axis, split
+    def __init__(
+        self,
+        axis: Axis,
+        split: bool,
+        within: "Stream | None" = None,
+        linear: Callable[..., Tensor] = functional.linear,
+    ) -> None:
+        self.axis, self.split, self.linear = axis, split, linear
         self.log = within or self  # whose crossings count what moves here
         self.whole = 0  # positions of the sequence now in the stream, where it is split
         self.slot: _Entered | None = None  # what was entered last
@@ -175,7 +181,7 @@ class Entry:
     def add(self, grad: Tensor, weight: Tensor) -> Tensor | None:
         """Take what one reader [out, in] sends back; the sum of all, when it is on its way."""
         if self.grad is None:
-            self.grad = grad @ weight
+            self.grad = self.stream.linear(grad, weight.t(), None)
         else:
             width = weight.shape[1]
             self.grad.view(-1, width).addmm_(grad.reshape(-1, weight.shape[0]), weight)

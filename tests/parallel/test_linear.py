@@ -1,20 +1,24 @@
-"""Weight gradients that are written where they are kept: the same numbers, by either way."""
+"""Large linear layers, by another library and with gradients where they are kept: the same."""
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
+from shardwise.engine import laying, tensor
 from shardwise.engine.shard import drivers
-from shardwise.parallel.direct import LEAST, write_directly
 from shardwise.parallel.flat import Flat
-from tests.engine.cases import Case, build, difference, rows_task, settled
+from shardwise.parallel.linear import LEAST, take_over
+from tests.engine.cases import Case, build, difference, regression, rows_task, settled
 from tests.engine.tensors import mine
 from tests.pool import run_threads
 
@@ -91,7 +95,7 @@ def directly(net: Net, world: World) -> Net:
     """The net wrapped, with the large gradients written where they are kept."""
     sw.DDP(net, world)
     [data] = drivers(net)
-    write_directly(net, data, {p: p.numel() for p in net.parameters()})
+    take_over(net, functional.linear, data, {p: p.numel() for p in net.parameters()})
     return net
 
 
@@ -156,15 +160,20 @@ def test_a_hook_on_a_weight_sees_its_gradient(written: list[str], hook: str):
     assert torch.equal(seen[0], _there(net.a.weight))
 
 
-def test_a_hook_that_changes_what_a_layer_gives_is_heard(written: list[str]):
-    """One that comes first, registered later, has its part of the graph."""
+@pytest.mark.parametrize("before", [False, True])
+def test_hooks_on_a_layer_are_heard(before: bool):
+    """What they make of its input, and of what it gives, has its part of the graph."""
     plain, net = made(once), made(once)
     model = directly(net, alone())
     for each in (plain, net):
-        each.a.register_forward_hook(lambda _, args, y: y * args[0].mean(), prepend=True)
-    model(rows(0, 0)).square().sum().backward()
-    plain(rows(0, 0)).square().sum().backward()
-    assert written == ["b.weight"]
+        if before:
+            each.a.register_forward_pre_hook(lambda _, args: (args[0] * args[0].mean(),))
+        else:
+            each.a.register_forward_hook(lambda _, args, y: y * args[0].mean(), prepend=True)
+    inputs = rows(0, 0).requires_grad_(), rows(0, 0).requires_grad_()
+    for each, x in zip((plain, model), inputs, strict=True):
+        each(x).square().sum().backward()
+    assert difference(_there(inputs[1]), _there(inputs[0])) <= 1e-12
     assert difference(_there(net.a.weight), _there(plain.a.weight)) <= 1e-12
 
 
@@ -254,3 +263,94 @@ def counted(flat: Flat, count: list[int], *args: Any) -> None:
 def batch(step: int) -> tuple[Tensor, Tensor]:
     x = torch.cat([rows(step, rank).flatten(0, 1) for rank in range(2)]).repeat(2, 1)[:8]
     return x, x[:, :3].sin()
+
+
+class Library:
+    """A product that counts how often it is asked for."""
+
+    def __init__(self) -> None:
+        self.times = Counter[int]()
+
+    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        self.times[get_ident()] += 1
+        return functional.linear(x, weight, bias)
+
+    @property
+    def asked(self) -> int:
+        """By this thread."""
+        return self.times[get_ident()]
+
+
+def elsewhere(net: Net, library: Library) -> Net:
+    """The net in fp32, its large products by `library`, its gradients by autograd."""
+    sizes = {p: p.numel() for p in net.float().parameters()}
+    take_over(net, library.linear, None, sizes)
+    return net
+
+
+def test_another_library_multiplies_without_a_sink():
+    """Forward, and for the gradient of what goes in; gradients are left to autograd."""
+    library, plain = Library(), made(once).float()
+    net, x = elsewhere(made(once), library), rows(0, 0).float()
+    for each in (plain, net):
+        each(x).square().sum().backward()
+    assert library.asked == 2 + 1  # what goes into the first layer needs no gradient
+    for (name, p), q in zip(net.named_parameters(), plain.parameters(), strict=True):
+        assert difference(_there(p), _there(q)) <= 1e-5, name
+    with torch.no_grad():
+        assert difference(net(x), plain(x)) <= 1e-5
+    assert library.asked == 5
+
+
+@torch.no_grad()
+def test_another_library_leaves_the_rest_to_torch():
+    """Autocast, transforms of functions, another weight in a layer's place, another dtype."""
+    library, x = Library(), rows(0, 0).float()
+    net = elsewhere(made(once), library)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert net.a(x).dtype == torch.bfloat16
+    assert difference(torch.func.vmap(net)(x), net(x)) <= 1e-5
+    asked = library.asked
+    others = {name: p.detach().clone() for name, p in net.named_parameters()}
+    assert difference(torch.func.functional_call(net, others, x), net(x)) <= 1e-5
+    net.double()(x.double())
+    assert (asked, library.asked) == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("plan", "asked"),
+    [
+        ("ddp", [3]),  # forward, and the second layer's input
+        ("dp2 zero3", [3, 3]),
+        ("dp2 accumulate:2", [6, 6]),
+        ("tp2", [5, 5]),  # see `cut`
+        ("pp2 1f1b:2", [2, 4]),  # a wide layer on each rank, of two microbatches
+    ],
+)
+def test_plans_of_fp32_take_the_faster_library(
+    monkeypatch: pytest.MonkeyPatch, plan: str, asked: list[int]
+):
+    """How often each rank asks it, in a step."""
+    library = Library()
+    for module in (laying, tensor):
+        monkeypatch.setattr(module, "fastest", lambda _: library.linear)
+    assert run_threads(len(asked), asking, plan, library) == asked
+
+
+def asking(world: World, plan: str, library: Library) -> int:
+    model, table = (cut(), {"2": "colwise", "4": "rowwise"}) if "tp" in plan else (in_a_row(), None)
+    optimizer = sw.AdamW(lr=0.01)
+    engine = sw.parallelize(model, plan, world, optimizer=optimizer, loss=regression, table=table)
+    x, y = mine(engine, batch(0))
+    engine.step((x.float(), y.float()))
+    return library.asked
+
+
+def cut() -> nn.Module:
+    """Whole, by columns, by rows, and small: each asks once forward.
+
+    The last two also for what their input gets back, of the columns on the way into the sum.
+    """
+    whole, columns = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, 2 * WIDE)
+    rows = nn.Linear(2 * WIDE, WIDE)
+    return settled(nn.Sequential(whole, nn.Tanh(), columns, nn.Tanh(), rows, nn.Linear(WIDE, 3)))

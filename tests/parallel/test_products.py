@@ -1,0 +1,88 @@
+"""Which library multiplies: the same numbers by each, and the one that is known to be faster."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn import functional
+
+from shardwise.parallel import products
+from shardwise.parallel.products import by_onednn, fastest
+
+CPU = torch.device("cpu")
+ONEDNN = pytest.mark.skipif(
+    not torch.backends.mkldnn.is_available(), reason="this torch was built without oneDNN"
+)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [
+        ((6, 32), torch.float32),
+        ((2, 3, 32), torch.float32),
+        ((32,), torch.float32),
+        ((0, 32), torch.float32),
+        ((5, 32), torch.float64),
+        ((5, 32), torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("turned", [False, True], ids=["rows", "columns"])
+def test_onednn_gives_what_torch_gives(
+    shape: tuple[int, ...], dtype: torch.dtype, with_bias: bool, turned: bool
+):
+    """Of every number of dims, of none too, of a weight that lies the other way, in every dtype."""
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=draw).to(dtype)
+    kept = torch.randn((32, 24) if turned else (24, 32), generator=draw).to(dtype)
+    weight = kept.t() if turned else kept
+    bias = torch.randn(24, generator=draw).to(dtype) if with_bias else None
+    found, expected = by_onednn(x, weight, bias), functional.linear(x, weight, bias)
+    assert found.shape == expected.shape
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, expected)
+
+
+@ONEDNN
+def test_onednn_is_used_unless_torch_is_told_not_to(monkeypatch: pytest.MonkeyPatch):
+    """`torch.backends.mkldnn` is the switch; of fp64 oneDNN has no product."""
+    given: list[torch.dtype] = []
+
+    def noted(x: torch.Tensor, *_: object) -> torch.Tensor:
+        given.append(x.dtype)
+        return x
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", noted)
+    x = torch.ones(2, 2)
+    by_onednn(x, x, None)
+    by_onednn(x.double(), x.double(), None)
+    monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    by_onednn(x, x, None)
+    assert given == [torch.float32]
+
+
+@ONEDNN
+@pytest.mark.parametrize(
+    ("told", "onednn"),
+    [
+        ("processor : 0\nvendor_id : AuthenticAMD\nmodel : 17", True),
+        ("AMD64 Family 25 Model 33 Stepping 0, AuthenticAMD", True),
+        ("processor : 0\nvendor_id : GenuineIntel\nmodel : 85", False),
+        ("arm", False),
+        ("", False),
+    ],
+)
+def test_onednn_is_for_processors_of_amd(monkeypatch: pytest.MonkeyPatch, told: str, onednn: bool):
+    """As the system names them; not for others, and not for GPUs."""
+    monkeypatch.setattr(products, "_processor", lambda: told)
+    assert fastest(CPU) is (by_onednn if onednn else functional.linear)
+    assert fastest(torch.device("cuda")) is functional.linear
+
+
+def test_without_the_systems_file_the_interpreter_is_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """On Windows and macOS."""
+    monkeypatch.setattr(products, "TOLD", tmp_path / "none")
+    monkeypatch.setattr("platform.processor", lambda: "x86, AuthenticAMD")
+    assert products._processor() == "x86, AuthenticAMD"
