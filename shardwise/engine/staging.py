@@ -56,6 +56,13 @@ class Staging:
         """The stages of this rank, along the model."""
         return self.schedule.stages(self.axis.rank)
 
+    @property
+    def begins(self) -> list[str]:
+        """The first layer of each stage but the first."""
+        found = self.stages.layers.found.items()
+        firsts = {stage: name for name, layer in reversed(found) for stage in layer.stages[:1]}
+        return [firsts[stage] for stage in range(1, len(firsts))]
+
     def owners(self, stages: Sequence[int]) -> tuple[int, ...]:
         """The ranks that own any of these stages."""
         return tuple(sorted({self.schedule.home[stage] for stage in stages}))

@@ -107,11 +107,16 @@ class TrainSection(BaseModel):
 
 
 class PlanSection(BaseModel):
-    """[plan]: `text` in plan words; "" for one rank."""
+    """[plan]: `text` in plan words; "" for one rank.
+
+    `stages` is how a pipeline's are balanced, by "parameters" or by measured "time", or the names
+    of the modules that begin them but the first: "blocks.1, blocks.3".
+    """
 
     model_config = CLOSED
 
     text: str = ""
+    stages: Text = "parameters"
 
 
 class SampleSection(BaseModel):

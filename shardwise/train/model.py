@@ -16,11 +16,14 @@ from shardwise.core.states import ROWS, STATE_BYTES, bytes_per_parameter
 from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.recipe import AdamW
+from shardwise.engine.stages import balance_by_time
+from shardwise.engine.staging import schedule_of
 from shardwise.models import gpt
 from shardwise.models.gpt import GPT, SIZES, GPTConfig
 from shardwise.models.initial import initial
 from shardwise.train.config import ModelSection
 from shardwise.train.data import Rows, padded
+from shardwise.train.gathered import gathered
 from shardwise.train.prepare import Prepared
 from shardwise.train.progress import size_text
 
@@ -108,7 +111,33 @@ def _built(prepared: Prepared, world: World) -> Engine:
         # before it becomes a bad weight
         clip=train.clip or float("inf"),
         fill=partial(initial, seed=train.seed),
+        stages=starts(prepared, world),
     )
+
+
+def starts(prepared: Prepared, world: World) -> list[str] | None:
+    """The modules that begin the stages but the first; None where parameters are to decide.
+
+    By time: the first rank runs the whole model forward, a microbatch of it, and tells the others.
+    """
+    given = prepared.config.plan.stages
+    if given == "parameters" or (given == "time" and prepared.plan.pipeline is None):
+        return None
+    if given != "time":
+        return [name.strip() for name in given.split(",")]
+    measured = _measured(prepared, world.device) if world.rank == 0 else []
+    return gathered(measured, world)[0]
+
+
+def _measured(prepared: Prepared, device: torch.device) -> list[str]:
+    """Stages whose slowest takes as short as can be on `device`."""
+    plan, schedule = prepared.plan, schedule_of(prepared.plan)
+    assert schedule is not None
+    rows = prepared.config.train.batch // (plan.data_size * plan.microbatches)
+    tokens = torch.zeros(rows, prepared.sizes.sequence, dtype=torch.int64, device=device)
+    with torch.device(device):
+        model = GPT(prepared.sizes)
+    return list(balance_by_time(model, lambda whole: whole(tokens), len(schedule.home)))
 
 
 def batch(rows: Rows, parts: int, device: torch.device) -> Batch:

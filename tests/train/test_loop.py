@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import re
 import shutil
 from pathlib import Path
 
@@ -9,13 +10,13 @@ import pytest
 from rich.console import Console
 
 from shardwise.checkpoint.folder import all_in
-from shardwise.comm.world import alone
+from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RankError, RunError
 from shardwise.models.gpt import flops_per_token
 from shardwise.train import config, loop
-from shardwise.train.metrics import Record
-from shardwise.train.model import gpt_config
-from shardwise.train.prepare import Start
+from shardwise.train.metrics import Record, read
+from shardwise.train.model import build, gpt_config
+from shardwise.train.prepare import Start, prepare
 from shardwise.train.wish import NOTHING
 from tests.pool import run_gloo
 from tests.train import runs
@@ -336,3 +337,47 @@ def test_inputs_that_do_not_fit_are_refused_before_anything_is_written(
     with pytest.raises(InputError, match=phrase):
         loop.train(given.model_copy(update={section: part}), alone())
     assert not (tmp_path / "run" / "config.toml").exists()
+
+
+def staged(folder: Path, stages: str) -> config.Config:
+    """A run of two stages that are cut as `stages` says."""
+    given = runs.settings(folder, "pp2 1f1b:2 fp64")
+    plan = config.PlanSection(text=given.plan.text, stages=stages)
+    return given.model_copy(update={"plan": plan})
+
+
+def cut_at(world: World, given: config.Config) -> list[str]:
+    engine = build(prepare(given, world.size, Start()), world)
+    assert engine.staging is not None
+    return engine.staging.begins
+
+
+@pytest.mark.parametrize("stages", ["blocks.1", "norm", "time"])
+def test_stages_are_cut_where_the_configuration_says(tmp_path: Path, stages: str):
+    """Alike on all ranks; by time wherever the first rank's clock says."""
+    one, other = run_gloo(2, cut_at, staged(tmp_path / "run", stages))
+    assert one == other
+    assert one in ([["blocks.1"], ["norm"], ["head"]] if stages == "time" else [[stages]])
+
+
+def saying(world: World, given: config.Config) -> str:
+    out = io.StringIO()
+    loop.train(given, world, console=Console(file=out, width=300))
+    return out.getvalue()
+
+
+def test_a_run_balanced_by_time_is_the_same_run(tmp_path: Path, whole: list[Record]):
+    """It says where it has cut, and its curve is that of one process."""
+    given = staged(tmp_path / "run", "time")
+    text, nothing = run_gloo(2, saying, given)
+    assert re.search(r"stages begin at [a-z.0-9]+, by time", text)
+    assert nothing == ""
+    same(read(given.folder), whole)
+
+
+def test_a_stage_that_is_no_module_is_refused(tmp_path: Path):
+    """With the nearest that is one, by every rank, and no run is left behind."""
+    given = staged(tmp_path / "run", "block.1")
+    with pytest.raises(RankError, match=r"blocks\.1"):
+        run_gloo(2, saying, given)
+    assert not given.folder.exists()
