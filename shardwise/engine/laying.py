@@ -30,6 +30,7 @@ from shardwise.parallel.data import Data, Pace, Unit
 from shardwise.parallel.facts import Facts
 from shardwise.parallel.flat import Flat
 from shardwise.parallel.linear import take_over
+from shardwise.parallel.lookup import add_rows_directly
 from shardwise.parallel.products import fastest
 from shardwise.parallel.resting import Units
 from shardwise.parallel.staged import Staged
@@ -66,6 +67,7 @@ def lay_out(model: nn.Module, build: Build) -> Laid:
         data = hooked(model, how, units, Pace(ahead=build.prefetch, by_hand=False))
         sink = data if plan.accumulate > 1 else None
         take_over(model, fastest(world.device), sink, sizes(units))
+        add_rows_directly(model, data, sizes(units))
         return Laid(how.axes, tensors, None, data, flats_of(units))
     at = staging.stages_of(model, build.starts, build.beside)
     specs = units_of(model, how, tensor_ranks, lambda spec: {at[name] for name, _ in spec.params})
@@ -76,6 +78,7 @@ def lay_out(model: nn.Module, build: Build) -> Laid:
     units = shard(how, staged.here(specs), tensors, staged.ties)
     data = _driven(units, staged, agreed(model, how, units))
     take_over(model, fastest(world.device), data, sizes(units))
+    add_rows_directly(model, data, sizes(units))
     return Laid(how.axes, tensors, staged, data, flats_of(units))
 
 

@@ -39,6 +39,7 @@ from shardwise.engine.shard import (
 from shardwise.engine.whole import keep_keys
 from shardwise.parallel.data import Data, Pace
 from shardwise.parallel.linear import take_over
+from shardwise.parallel.lookup import add_rows_directly
 from shardwise.parallel.products import fastest
 from shardwise.parallel.units import Rule
 
@@ -145,6 +146,7 @@ def _wrap(
     laid = shard(how, units_of(module, how))
     data = hooked(module, how, laid, pace)
     take_over(module, fastest(world.device), None, sizes(laid))
+    add_rows_directly(module, data, sizes(laid))
     keep_keys(module, data, flats_of(laid))
     if axes[0].size > 1:
         data.units.rest()

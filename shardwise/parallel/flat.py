@@ -242,6 +242,16 @@ class Flat:
         torch.addmm(view, left.t(), right, beta=beta, alpha=scale, out=view)
         self.filled[index] = self.got[index] = True
 
+    def add_rows(self, index: int, ids: Tensor, grad: Tensor, scale: float) -> None:
+        """Add grad [N, D] to the rows `ids` of the gradient of a table."""
+        if self.grad is None:
+            self.begin_grad()
+        view = self.grad_views[index]
+        if not self.filled[index]:
+            view.zero_()
+        view.index_add_(0, ids, grad, alpha=scale)
+        self.filled[index] = self.got[index] = True
+
     def begin_grad(self) -> None:
         """Make room for gradients in the layout of `full`."""
         like = {"dtype": self.dtype, "device": self.shard.device}

@@ -21,7 +21,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 
 #: Elements from which on a weight is worth it: below, the node costs more than the copy.
@@ -141,19 +140,19 @@ class _Linear(torch.autograd.Function):
         left, right = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         dx = linear(left, weight.t(), None).view(x.shape) if to_x else None
         dbias = left.sum(0) if to_bias else None
-        take = None if in_turn or not to_weight else _taker(ctx.sink, ctx.parameter)
+        take = None if in_turn or not to_weight else _taker(ctx.sink, ctx.next_functions[1][0])
         if take is not None:
             take(ctx.parameter, left, right)
         dweight = left.t() @ right if to_weight and take is None else None
         return dx, dweight, dbias, None, None
 
 
-def _taker(sink: Sink | None, p: nn.Parameter) -> Callable[..., None] | None:
-    """What takes the gradient of `p` in this backward pass, if it is not autograd."""
+def _taker(sink: Sink | None, end: Any) -> Callable[..., None] | None:
+    """What takes the gradient whose end in this backward pass is that node, if not autograd."""
     if sink is None:
         return None
     try:
-        kept = torch._C._will_engine_execute_node(get_gradient_edge(p).node)
+        kept = torch._C._will_engine_execute_node(end)
     except RuntimeError:  # it is asked for, by torch.autograd.grad
         return None
     return sink.product if kept else sink.put_off

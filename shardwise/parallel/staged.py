@@ -29,6 +29,7 @@ class Group(Protocol):
 
     def collect(self, index: int, scale: float) -> None: ...
     def add_product(self, index: int, left: Tensor, right: Tensor, scale: float) -> None: ...
+    def add_rows(self, index: int, ids: Tensor, grad: Tensor, scale: float) -> None: ...
 
 
 class Unit(Protocol):
@@ -132,6 +133,12 @@ class Staged:
         group, index = self.places[p]
         if not self.mute:
             group.add_product(index, left, right, 1.0)
+
+    def rows(self, p: nn.Parameter, ids: Tensor, grad: Tensor) -> None:
+        """Add `grad` to the rows `ids` of the gradient of `p` (lookup.py)."""
+        group, index = self.places[p]
+        if not self.mute:
+            group.add_rows(index, ids, grad, 1.0)
 
     def put_off(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
         """In I: a product for W, which `later` gives out."""
