@@ -73,7 +73,8 @@ class _Layer:
         weight = self.weight
         if module._parameters.get("weight") is not weight or x.dtype != weight.dtype:
             return False
-        if torch._C._is_any_autocast_enabled() or torch._C._are_functorch_transforms_active():
+        transformed = torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling()
+        if transformed or torch._C._is_any_autocast_enabled():
             return False
         if self.sink is None:
             return weight.dtype == torch.float32

@@ -65,8 +65,8 @@ class _Layer:
             return False
         first = next(iter(module._forward_hooks)) == self.hook and not modules._global_forward_hooks
         watched = table._backward_hooks or len(table._post_accumulate_grad_hooks or ()) > 1
-        active = torch._C._are_functorch_transforms_active()
-        return first and not watched and not active and "forward" not in vars(module)
+        transformed = torch._C._are_functorch_transforms_active() or torch.compiler.is_compiling()
+        return first and not watched and not transformed and "forward" not in vars(module)
 
 
 class _Rows(torch.autograd.Function):

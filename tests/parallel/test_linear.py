@@ -297,24 +297,27 @@ def test_another_library_multiplies_without_a_sink():
     assert library.asked == 2 + 1  # what goes into the first layer needs no gradient
     for (name, p), q in zip(net.named_parameters(), plain.parameters(), strict=True):
         assert difference(_there(p), _there(q)) <= 1e-5, name
-    with torch.no_grad():
-        assert difference(net(x), plain(x)) <= 1e-5
-    assert library.asked == 5
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            assert difference(net(x), plain(x)) <= 1e-5
+    assert library.asked == 7
 
 
 @torch.no_grad()
 def test_another_library_leaves_the_rest_to_torch():
-    """Autocast, transforms of functions, another weight in a layer's place, another dtype."""
+    """Autocast, transforms and compilers, another weight in a layer's place, another dtype."""
     library, x = Library(), rows(0, 0).float()
     net = elsewhere(made(once), library)
     with torch.autocast("cpu", torch.bfloat16):
         assert net.a(x).dtype == torch.bfloat16
     assert difference(torch.func.vmap(net)(x), net(x)) <= 1e-5
+    compiled = torch.compile(net, backend="eager", fullgraph=True)
+    assert difference(compiled(x), net(x)) <= 1e-5
     asked = library.asked
     others = {name: p.detach().clone() for name, p in net.named_parameters()}
     assert difference(torch.func.functional_call(net, others, x), net(x)) <= 1e-5
     net.double()(x.double())
-    assert (asked, library.asked) == (2, 4)
+    assert (asked, library.asked) == (4, 6)
 
 
 @pytest.mark.parametrize(
