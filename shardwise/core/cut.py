@@ -7,6 +7,7 @@
 
 `S(d)` of a layout is the case where all ranks hold ranges of one size. Fewer key and value heads
 than ranks are shared: two ranks hold the same range, and the gradient of it is the sum of theirs.
+Packed with the queries, which they do not share, that range is common to them and no more.
 """
 
 from collections.abc import Sequence
@@ -40,6 +41,20 @@ class Cut:
     def shared(self) -> bool:
         """Whether any two ranks hold the same."""
         return any(len(self.holders(rank)) > 1 for rank in range(self.ranks))
+
+    def common(self, rank: int) -> dict[tuple[int, ...], list[tuple[int, int]]]:
+        """Where other ranks hold the same part of what `rank` holds, but not the same in all.
+
+        By those ranks and itself, the spans (start on the rank, length) that are common to them.
+        """
+        found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+        here = 0
+        for start, stop in self.ranges[rank]:
+            holders = tuple(r for r, ranges in enumerate(self.ranges) if (start, stop) in ranges)
+            if len(holders) > 1 and holders != self.holders(rank):
+                found.setdefault(holders, []).append((here, stop - start))
+            here += stop - start
+        return found
 
     def on(self, dim: int) -> "Cut":
         """The same ranges of another dim."""

@@ -97,13 +97,6 @@ def _heads(laid: Laid) -> Iterator[Problem]:
         given = f"a table with heads={table.heads}, kv_heads={keys}"
         yield Problem(given, "kv_heads that divide heads", f"kv_heads={near}")
         return
-    packed = next((name for name, s in laid.styles.items() if s.by == "qkv"), None)
-    if packed and keys < laid.ranks <= table.heads:
-        # the gradient of a shared part of a weight would have to be summed, and no more of it
-        given = f'{packed}, which packs {keys} key heads as "colwise:qkv", on {laid.ranks} ranks'
-        allowed = f"a degree from 1 to {keys}, or q, k and v as layers of their own"
-        yield Problem(given, allowed, f"tp{keys}")
-        return
     try:
         table.head_cuts(laid.ranks)
     except ValueError as error:

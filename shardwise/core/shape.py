@@ -32,8 +32,8 @@ class ParamShape:
     """One parameter: full name in the model, dims, element type by torch's name, trainability.
 
     On a tensor axis `shape` is of this rank's part, `kept` a word for how ranks hold it, and `sums`
-    the ranks that each have a part of its gradient; `holders` are the ranks of the pipeline axis
-    that hold it.
+    the ranks that each have a part of its gradient; of `common` elements that is so for `sharers`
+    ranks, whatever of the rest. `holders` are the ranks of the pipeline axis that hold it.
     """
 
     name: str
@@ -43,6 +43,8 @@ class ParamShape:
     kept: str = ""
     sums: int = 1
     holders: int = 1
+    common: int = 0
+    sharers: int = 1
 
     @property
     def numel(self) -> int:

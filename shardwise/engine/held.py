@@ -22,17 +22,34 @@ class Held:
     groups   the ranks over which its gradient is a sum still to be taken; none: it is whole
     sums     those of them that are this rank's
     replica  which of the ranks that hold the same this one is
+    common   what other ranks hold too, of a parameter that they do not hold alike in all
     """
 
     cut: Cut | None = None
     groups: Groups = ()
     sums: Axis = field(default_factory=lambda: Axis("none"))
     replica: int = 0
+    common: "Common | None" = None
 
     @property
     def kind(self) -> str:
         """The same word on every rank: parameters of one kind are summed and counted together."""
         return f"{'part' if self.cut else 'whole'} {self.groups}"
+
+
+@dataclass(frozen=True)
+class Common:
+    """The spans (start, length) along a cut that the ranks of `line` hold alike.
+
+    Each of them makes a part of their gradient, which is summed as soon as it is made.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    line: Axis
+
+    def includes(self, place: int) -> bool:
+        """Whether a place along the cut is in it."""
+        return any(start <= place < start + length for start, length in self.spans)
 
 
 @dataclass

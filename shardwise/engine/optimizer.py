@@ -145,10 +145,13 @@ class ShardedOptimizer:
 
         Of ranks that hold the same on another axis than the data's, one counts it.
         """
-        mine = [flat.gshard for flat in self.flats if flat.gshard is not None and flat.counts]
+        mine = [flat for flat in self.flats if flat.gshard is not None and flat.counts]
         if not mine:
             return torch.zeros((), dtype=torch.float64)
-        return torch.stack([squared_norm(gshard) for gshard in mine]).sum()
+        squares = [squared_norm(flat.gshard) for flat in mine if flat.gshard is not None]
+        for flat in mine:
+            squares += [-squared_norm(part.flatten()) for part in flat.counted_elsewhere()]
+        return torch.stack(squares).sum()
 
     def prepare(self) -> None:
         """Make the state an update needs without updating anything, where there is none yet.

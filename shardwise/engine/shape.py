@@ -1,5 +1,6 @@
 """this file is an engine as numbers: its model's shape and its optimizer's, for predictions."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from shardwise.core.shape import BufferShape, ModelShape, ParamShape, UnitShape
+from shardwise.engine.held import Held
 from shardwise.engine.optimizer import HALF
 from shardwise.engine.recipe import Recipe
 from shardwise.parallel.flat import Flat
@@ -40,9 +42,17 @@ def _params(engine: Any, groups: Sequence[Flat]) -> tuple[ParamShape, ...]:
             held = engine.tensors.of(name)
             tie = engine.staging.ties.get(name) if engine.staging else None
             kept = held.kind + (f" {name}" if tie else "")
-            how = kept, held.sums.size, len(tie.ranks) if tie else 1
+            how = kept, held.sums.size, len(tie.ranks) if tie else 1, *_common(held, shape)
             found.append(ParamShape(name, tuple(shape), _name(group.dtype), group.trained, *how))
     return tuple(found)
+
+
+def _common(held: Held, shape: Sequence[int]) -> tuple[int, int]:
+    """How many elements this rank's part has in common with others, and how many ranks they are."""
+    if held.cut is None or held.common is None:
+        return 0, 1
+    along = sum(length for _, length in held.common.spans)
+    return math.prod(shape) // shape[held.cut.dim] * along, held.common.line.size
 
 
 def _buffers(model: nn.Module) -> tuple[BufferShape, ...]:

@@ -13,7 +13,7 @@ from torch import nn
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.states import Row
-from shardwise.engine.held import Tensors, Tie, nowhere
+from shardwise.engine.held import Held, Tensors, Tie, nowhere
 from shardwise.parallel.buffers import Buffers
 from shardwise.parallel.data import Data, Pace, Unit
 from shardwise.parallel.facts import Facts
@@ -86,10 +86,21 @@ def shard(
             name = group[0][0]
             held, tie = tensors.of(name), ties.get(name, Tie())
             counts = held.replica == 0 and tie.replica == 0
-            kept = Kept(how.row, how.shard, how.replicate, (held.sums, tie.axis), counts)
+            others = _others([tensors.of(name) for name, _ in group])
+            kept = Kept(how.row, how.shard, how.replicate, (held.sums, tie.axis), counts, others)
             groups.append(Flat(group, kept, fill, how.device))
         units.append(Unit(spec.name, spec.modules, groups))
     return units
+
+
+def _others(held: Sequence[Held]) -> tuple[tuple[int, int, int, int], ...]:
+    """What of these parameters another tensor rank counts (Kept)."""
+    return tuple(
+        (index, one.cut.dim, start, length)
+        for index, one in enumerate(held)
+        if one.cut is not None and one.common is not None and one.common.line.rank > 0
+        for start, length in one.common.spans
+    )
 
 
 def flats_of(units: Sequence[Unit]) -> list[Flat]:

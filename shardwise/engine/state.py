@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from shardwise.core.boxes import boxes as cut
-from shardwise.core.cut import Cut
 from shardwise.engine.box import Box
+from shardwise.engine.held import Held
 from shardwise.parallel.flat import Flat
 
 
@@ -93,20 +93,26 @@ def _pieces(
     for box in cut(here, origin, origin + piece.numel()):
         low = box.start - origin
         values = piece[low : low + box.numel].view(box.sizes)
-        for offsets, part in _spread(held.cut, engine.tensors.axis.rank, box.offsets, values):
-            yield Box(name, whole, offsets, tuple(part.shape), part, copy)
+        for offsets, part, also in _spread(held, engine.tensors.axis.rank, box.offsets, values):
+            yield Box(name, whole, offsets, tuple(part.shape), part, copy + also)
 
 
 def _spread(
-    cut: Cut | None, rank: int, offsets: tuple[int, ...], values: Tensor
-) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """A box of a tensor rank's part as boxes of the whole: where each begins, and its values."""
+    held: Held, rank: int, offsets: tuple[int, ...], values: Tensor
+) -> Iterator[tuple[tuple[int, ...], Tensor, int]]:
+    """A box of a tensor rank's part as boxes of the whole.
+
+    Where each begins, its values, and which of the ranks that hold it in common this one is.
+    """
+    cut, common = held.cut, held.common
     if cut is None:
-        yield offsets, values
+        yield offsets, values, 0
         return
     low, dim = offsets[cut.dim], cut.dim
     for here, there, length in cut.spans(rank, low, low + values.shape[dim]):
-        yield (*offsets[:dim], there, *offsets[dim + 1 :]), values.narrow(dim, here - low, length)
+        also = common.line.rank if common is not None and common.includes(here) else 0
+        part = values.narrow(dim, here - low, length)
+        yield (*offsets[:dim], there, *offsets[dim + 1 :]), part, also
 
 
 @torch.no_grad()

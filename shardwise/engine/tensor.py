@@ -21,9 +21,10 @@ from shardwise.core.plan import Plan
 from shardwise.core.style import ModuleShape, Style
 from shardwise.core.table import Table, assign, bias_cut, cuts, numbers
 from shardwise.engine import draws
-from shardwise.engine.held import Groups, Held, Tensors, nowhere
+from shardwise.engine.held import Common, Groups, Held, Tensors, nowhere
 from shardwise.engine.table import shapes, table_of
 from shardwise.parallel import tensor, vocabulary
+from shardwise.parallel.common import sum_spans
 from shardwise.parallel.cross_entropy import cross_entropy
 from shardwise.parallel.logits import Logits
 from shardwise.parallel.products import fastest
@@ -84,6 +85,12 @@ def _agree(model: nn.Module, axis: Axis) -> None:
             together = t.data.contiguous()
             broadcast(together, axis)
             t.data.copy_(together)
+
+
+def _lines(cut: Cut) -> Groups:
+    """The ranks that hold some of what is cut in common, the others each alone; or none."""
+    lines = [next(iter(cut.common(rank)), (rank,)) for rank in range(cut.ranks)]
+    return tuple(dict.fromkeys(lines)) if any(len(line) > 1 for line in lines) else ()
 
 
 class _Layout:
@@ -163,10 +170,16 @@ class _Layout:
         lines: dict[Groups, Axis] = {(): Axis(AXIS)}
         for name, (p, cut) in self.wanted.items():
             groups = tuple(dict.fromkeys(map(cut.holders, range(cut.ranks)))) if cut.shared else ()
-            if groups not in lines:
-                lines[groups] = self.world.within(AXIS, groups)
+            within = _lines(cut)
+            for each in (groups, within):
+                if each not in lines:
+                    lines[each] = self.world.within(AXIS, each)
+            common = None
+            for spans in cut.common(rank).values():
+                common = Common(tuple(spans), lines[within])
+                p.register_hook(partial(sum_spans, cut.dim, common.spans, common.line))
             replica = cut.holders(rank).index(rank)
-            self.tensors.held[name] = Held(cut, groups, lines[groups], replica)
+            self.tensors.held[name] = Held(cut, groups, lines[groups], replica, common)
             if p.is_meta:
                 p.data = torch.empty(cut.shape(p.shape, rank), dtype=p.dtype, device="meta")
             else:

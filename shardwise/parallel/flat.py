@@ -26,7 +26,7 @@ between forward and backward; where weights have several versions at once, each 
 shape; that is the row `ddp`, and any row on one rank.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -37,6 +37,7 @@ from shardwise.comm.collectives import broadcast
 from shardwise.comm.door import start
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
+from shardwise.core.boxes import boxes
 from shardwise.core.flatten import flatten
 from shardwise.core.layout import P, R, S
 from shardwise.core.states import Row
@@ -50,6 +51,7 @@ class Kept:
 
     sums    axes over which each rank has only a part of the gradient, whatever the row
     counts  whether the squares of this rank's gradient enter the norm (one of equal copies does)
+    others  what of it another rank counts: (parameter, dim, start, length) of spans of parameters
     """
 
     row: Row
@@ -57,6 +59,7 @@ class Kept:
     replicate: Axis
     sums: tuple[Axis, ...]
     counts: bool
+    others: tuple[tuple[int, int, int, int], ...] = ()
 
 
 class Stage(Enum):
@@ -82,7 +85,7 @@ class Flat:
         self.params = [p for _, p in params]
         self.shapes = [p.shape for p in self.params]
         self.row, self.shard_axis, self.replicate_axis = row, shard, replicate
-        self.counts = kept.counts
+        self.counts, self.others = kept.counts, kept.others
         first = self.params[0]
         self.trained, self.dtype = first.requires_grad, first.dtype
         # what is neither trained nor kept S is the same everywhere, for good
@@ -251,6 +254,19 @@ class Flat:
             view.zero_()
         view.index_add_(0, ids, grad, alpha=scale)
         self.filled[index] = self.got[index] = True
+
+    def counted_elsewhere(self) -> Iterator[Tensor]:
+        """The parts of `gshard` whose squares another rank counts."""
+        assert self.gshard is not None
+        for index, dim, first, length in self.others:
+            (low, high), origin = self.pieces[index], self.plan.origin(index, self.rank)
+            for box in boxes(tuple(self.shapes[index]), origin, origin + high - low):
+                begin = low + box.start - origin
+                values = self.gshard[begin : begin + box.numel].view(box.sizes)
+                start = max(0, first - box.offsets[dim])
+                stop = min(box.sizes[dim], first + length - box.offsets[dim])
+                if start < stop:
+                    yield values.narrow(dim, start, stop - start)
 
     def begin_grad(self) -> None:
         """Make room for gradients in the layout of `full`."""

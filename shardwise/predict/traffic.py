@@ -116,6 +116,9 @@ def step_bytes(
         for _ in range(max(1, own) if group.trained else 0):
             _collect(tariff, group)
             _publish(tariff, group)
+    for param in [p for p in model.params if p.trainable and p.common]:
+        for _ in range(plan.microbatches):
+            tariff.sum_parts(TENSOR, param.common, param.sharers, param.element_bytes)
     for _ in range(own):  # tokens, and which parameters had a gradient
         tariff.agree(1 + sum(param.trainable for param in model.params), FACT_BYTES)
     changing = sum(buffer.stored_bytes for buffer in model.buffers if buffer.changes)

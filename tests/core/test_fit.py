@@ -187,7 +187,7 @@ def test_a_head_that_is_forgotten_under_sp_is_told():
             '9 output features, as "colwise:2"',
             '"colwise"',
         ),
-        ("colwise:qkv", ModuleShape("linear", 64, 16), "packs 2 key heads", "tp2"),
+        ("colwise:qkv", ModuleShape("linear", 64, 15), "heads=4, kv_heads=2", "kv_heads="),
         ("colwise:kv_heads", ModuleShape("linear", 64, 5), "with kv_heads=2", "kv_heads="),
         ("rowwise:heads", ModuleShape("linear", 18, 64), "18 input features", "heads="),
     ],

@@ -107,6 +107,31 @@ def test_parts_of_ones_own_models_are_sharded(name: str):
     assert_counted(ranks)
 
 
+SHARED = [f"dp2 tp2 {row}" for row in ROWS] + ["tp3", "tp4 sp", "dp2 tp2 sp zero3 accumulate:2"]
+SHARED += ["pp2 tp2 1f1b:2", "pp2 tp2 zero1 zb-h1:3"]
+
+
+@pytest.mark.parametrize("plan", SHARED)
+@pytest.mark.parametrize("keys", [1, 2])
+def test_packed_heads_that_ranks_share(plan: str, keys: int):
+    """Keys and values in one weight with the queries, fewer than ranks: summed and counted once."""
+    work, case = (
+        task(f"packed qkv, 6 heads, {keys} for keys"),
+        Case(f"{plan} fp64", clip=0.5, **ADAMW),
+    )
+    ranks = run_threads(ranks_of(plan), train, work, case)
+    assert_parity(ranks, whole_run(work, case), 1e-10)
+    assert_counted(ranks)
+
+
+def test_packed_heads_that_processes_share():
+    """The same on real processes."""
+    work, case = task("packed qkv, 6 heads, 1 for keys"), Case("dp2 tp2 zero2 fp64", **ADAMW)
+    ranks = run_gloo(4, train, work, case)
+    assert_parity(ranks, whole_run(work, case), 1e-10)
+    assert_counted(ranks)
+
+
 def in_two_dtypes() -> nn.Module:
     """A stack whose inner layers are fp32, in a stream of fp64."""
     model = KINDS["biases, norm and residual inside"].model()

@@ -115,12 +115,9 @@ def same(world: World, name: str, sp: bool, act: Act) -> None:
         assert_part(n, grad, whole, largest)
 
 
-#: Key heads in one weight with the queries are not shared: such a plan is refused (core/fit.py).
-CASES = [(n, name) for n in (2, 4) for name in KINDS if n == 2 or "qkv" not in name]
-
-
 @pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
-@pytest.mark.parametrize(("ranks", "name"), CASES)
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_cut_layers_are_the_whole_layers(ranks: int, name: str, sp: bool):
     """Outputs, and gradients of the input and of every parameter, are those of one process."""
     run_threads(ranks, same, name, sp, once)
