@@ -38,8 +38,7 @@ from shardwise.engine.shard import (
 )
 from shardwise.engine.whole import keep_keys
 from shardwise.parallel.data import Data, Pace
-from shardwise.parallel.linear import take_over
-from shardwise.parallel.lookup import add_rows_directly
+from shardwise.parallel.large import take_over
 from shardwise.parallel.products import fastest
 from shardwise.parallel.units import Rule
 
@@ -145,8 +144,7 @@ def _wrap(
     pace = Pace(scale=1 / (axes[0].size * axes[1].size))
     laid = shard(how, units_of(module, how))
     data = hooked(module, how, laid, pace)
-    take_over(module, fastest(world.device), None, sizes(laid))
-    add_rows_directly(module, data, sizes(laid))
+    take_over(module, fastest(world.device), data, sizes(laid))
     keep_keys(module, data, flats_of(laid))
     if axes[0].size > 1:
         data.units.rest()

@@ -14,9 +14,9 @@ the fork once more, up the branches: autograd computes what is asked for, so of 
 products I makes one and W the other.  Some forks are gone through once, in I, with the gradients of
 their branches kept for W to go on from: custom Functions, which compute all they have; nodes whose
 saved tensors somebody's hooks give back (checkpointing), which would make them again; and those
-with a branch that others lead to as well.  A node that puts a product off by itself (linear.py)
-has no branch there.  What cannot be halved at all, reentrant checkpointing
-or a branch with such hooks, makes I the whole of B.
+with a branch that others lead to as well.  A node that puts a product off by itself (large.py) has
+no branch there, unless the weight is used in other ways too.  What cannot be halved at all,
+reentrant checkpointing or a branch with such hooks, makes I the whole of B.
 
 All of a stage's graph lives until its W is done (arXiv 2401.10241 counts it so).  A hook of the
 user's on a fork's or a branch's tensor is called in I and in W.
@@ -70,6 +70,8 @@ class Tape:
         graph = _Graph(self.outputs, ends)
         if graph.way and not graph.can_be_halved:
             return self.backward(grads), Rest((), (), ())
+        for node in graph.apart:
+            setattr(node, "puts_off", True)  # noqa: B010  # a node of large.py, which reads it
         given, outputs = self._played()
         arrivals = list(zip(outputs, grads, strict=True))
         along = [(edge, grad) for edge, grad in arrivals if edge.node in graph.way]
@@ -146,6 +148,16 @@ class _Graph:
         for node in reversed(self.nodes):
             if any(child in self.way for child, _ in self.nodes[node]):
                 self.way.add(node)
+        #: of nodes of the way, the edge to a parameter whose gradient they put off, and to which
+        #: nothing but such edges leads
+        edges = [(node, place) for node, found in self.nodes.items() for place in range(len(found))]
+        plain = {self.nodes[node][place][0] for node, place in edges if _able(node) != place}
+        self.apart = {
+            node: place
+            for node, place in edges
+            if node in self.way and _able(node) == place
+            if self.nodes[node][place][0] not in plain
+        }
 
     @property
     def can_be_halved(self) -> bool:
@@ -159,7 +171,8 @@ class _Graph:
         branches = {node: found for node in self.nodes if (found := self._branches(node))}
         leaves = {node: _leaves(edge.node for edge in branches[node].values()) for node in branches}
         others = _leaves(edge.node for edge in self.outputs if edge.node not in self.way)
-        users = Counter(leaf for found in (*leaves.values(), others) for leaf in found)
+        apart = [self.nodes[node][place][0] for node, place in self.apart.items()]
+        users = Counter(leaf for found in (*leaves.values(), others, apart) for leaf in found)
         ends = {edge.node for found in branches.values() for edge in found.values()}
         into = self._into({*branches, *ends})
         forks: list[_Fork] = []
@@ -177,7 +190,7 @@ class _Graph:
         """The edges by which a node of the way leaves it."""
         if node not in self.way:
             return {}
-        apart = _put_off(node)
+        apart = self.apart.get(node)
         return {
             place: GradientEdge(child, number)
             for place, (child, number) in enumerate(self.nodes[node])
@@ -197,11 +210,9 @@ class _Graph:
         return into
 
 
-def _put_off(node: Node) -> int | None:
-    """Which of the edges of a node leads to what the node leaves for later by itself."""
-    if not isinstance(node, BackwardCFunction):
-        return None
-    return getattr(getattr(node, "_forward_cls", None), "puts_off", None)
+def _able(node: Node) -> int | None:
+    """Which of the edges of a node leads to what the node can leave for later by itself."""
+    return getattr(node, "can_put_off", None) if isinstance(node, BackwardCFunction) else None
 
 
 def _leaves(roots: Iterable[Node]) -> list[Node]:

@@ -274,21 +274,22 @@ class Data:
                 earlier.begin_gather()
 
     def product(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
-        """Add left^T right to the gradient of `p` (linear.py)."""
+        """Add left^T right to the gradient of `p` (large.py)."""
         _, group, index = self.places[p]
         self._begin_backward()
         if not self.mute:
             group.add_product(index, left, right, self.pace.scale)
 
     def rows(self, p: nn.Parameter, ids: Tensor, grad: Tensor) -> None:
-        """Add `grad` to the rows `ids` of the gradient of `p` (lookup.py)."""
+        """Add `grad` to the rows `ids` of the gradient of `p` (large.py)."""
         _, group, index = self.places[p]
         self._begin_backward()
         if not self.mute:
             group.add_rows(index, ids, grad, self.pace.scale)
 
     def put_off(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
-        """A pass for some tensors only asks for no gradient of `p`."""
+        """No pass comes in halves here."""
+        raise AssertionError("a whole backward pass puts nothing off")
 
     def collected(self, p: nn.Parameter) -> None:
         """Take what autograd left on `p`: all of its gradient in this pass is there."""

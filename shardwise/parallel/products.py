@@ -32,11 +32,12 @@ def fastest(device: torch.device) -> Linear:
 
 def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The product by oneDNN where it is one of fp32 on a processor, outside of autograd."""
-    if not (
-        x.dtype == weight.dtype == torch.float32
-        and x.device.type == weight.device.type == "cpu"
-        and torch._C._get_mkldnn_enabled()
-    ):
+    able = x.dtype == weight.dtype == torch.float32 and x.device.type == weight.device.type == "cpu"
+    fits = x.dim() > 0 and x.shape[-1] == weight.shape[1]
+    usual = bias is None or bias.shape == weight.shape[:1]
+    # a mode that counts or replaces operations knows torch's own
+    told = torch._C._get_mkldnn_enabled() and not torch._C._len_torch_dispatch_stack()
+    if not (able and fits and usual and told):
         return functional.linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from shardwise.core.errors import Problem, bad, refusal
 
@@ -117,6 +117,13 @@ class PlanSection(BaseModel):
 
     text: str = ""
     stages: Text = "parameters"
+
+    @field_validator("stages", mode="before")
+    @classmethod
+    def _listed(cls, given: Any) -> Any:
+        """A list of names is as good as a text of them."""
+        listed = isinstance(given, list) and all(isinstance(name, str) for name in given)
+        return ", ".join(given) if listed else given
 
 
 class SampleSection(BaseModel):

@@ -17,7 +17,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.recipe import AdamW
 from shardwise.engine.stages import balance_by_time
-from shardwise.engine.staging import schedule_of
+from shardwise.engine.staging import fitting, schedule_of
 from shardwise.models import gpt
 from shardwise.models.gpt import GPT, SIZES, GPTConfig
 from shardwise.models.initial import initial
@@ -123,10 +123,31 @@ def starts(prepared: Prepared, world: World) -> list[str] | None:
     given = prepared.config.plan.stages
     if given == "parameters" or (given == "time" and prepared.plan.pipeline is None):
         return None
+    with torch.device("meta"):
+        model = GPT(prepared.sizes)
     if given != "time":
-        return [name.strip() for name in given.split(",")]
+        return _named(model, given)
+    fitting(model, prepared.plan, None)  # what has too few layers takes no time either
     measured = _measured(prepared, world.device) if world.rank == 0 else []
     return gathered(measured, world)[0]
+
+
+def _named(model: GPT, given: str) -> list[str]:
+    """The modules in `plan.stages`. Raises InputError where one is none."""
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    known = [name for name, _ in model.named_modules() if name]
+    unknown = [name for name in names if name not in known]
+    if unknown or not names:
+        ways = ["parameters", "time", *known]
+        near = difflib.get_close_matches(unknown[0].lower() if unknown else "", ways, 1, 0.0)
+        raise bad(
+            f"plan.stages = '{given}'"
+            + (f", of which {unknown[0]} is no module of the model" if names else ""),
+            "parameters, time, or the modules that begin the stages but the first, such as "
+            + ", ".join(name for name in known if name.count(".") == 1 and name[-1].isdigit()),
+            f"plan.stages = '{near[0]}'",
+        )
+    return names
 
 
 def _measured(prepared: Prepared, device: torch.device) -> list[str]:

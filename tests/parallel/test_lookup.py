@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.parallel.flat import Flat
-from shardwise.parallel.lookup import LEAST
+from shardwise.parallel.large import LEAST
 from tests.engine.cases import difference, settled
 from tests.engine.tensors import mine
 from tests.pool import run_threads
@@ -275,3 +275,55 @@ def test_steps_add_rows_directly(plan: str, written: list[int]):
     for losses, _ in runs:
         assert losses == pytest.approx(expected, rel=3e-2 if "bf16" in plan else 1e-12)
     assert [count for _, count in runs] == written
+
+
+class Louder(nn.Module):
+    """Twice what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def parametrized(net: Net) -> None:
+    nn.utils.parametrize.register_parametrization(net.large, "weight", Louder())
+
+
+def negative(net: Net) -> None:
+    net.large.padding_idx = -1
+
+
+def between(net: Net) -> None:
+    net.large.weight.register_hook(lambda grad: 2 * grad)
+
+
+def nothing(_: Net) -> None:
+    """Leave the net as it is."""
+
+
+@pytest.mark.parametrize(
+    ("after", "then"),
+    [(parametrized, nothing), (negative, nothing), (nothing, between)],
+    ids=["parametrized", "negative padding", "a hook between the passes"],
+)
+def test_what_is_changed_later_is_heard(after: Callable[[Net], None], then: Callable[[Net], None]):
+    """After wrapping, or between forward and backward."""
+    plain, net, found = made(once), made(once), list[Tensor]()
+    sw.DDP(net, alone())
+    for each in (plain, net):
+        after(each)
+        y = each(ids_of(0, 0)).square().sum()
+        then(each)
+        y.backward()
+        found.append(_there(next(each.large.parameters())))
+    assert difference(*found) <= 1e-12
+
+
+def test_a_table_that_was_frozen_is_left_alone(written: list[str]):
+    """One that is trained later, and called by itself, gets its gradient by autograd."""
+    net = made(once)
+    net.large.weight.requires_grad_(False)
+    sw.DDP(net, alone())
+    net.large.weight.requires_grad_(True)
+    net.large(ids_of(0, 0)).sum().backward()
+    assert net.large.weight.grad is not None
+    assert written == []

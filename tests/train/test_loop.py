@@ -375,9 +375,24 @@ def test_a_run_balanced_by_time_is_the_same_run(tmp_path: Path, whole: list[Reco
     same(read(given.folder), whole)
 
 
-def test_a_stage_that_is_no_module_is_refused(tmp_path: Path):
-    """With the nearest that is one, by every rank, and no run is left behind."""
-    given = staged(tmp_path / "run", "block.1")
-    with pytest.raises(RankError, match=r"blocks\.1"):
+NO_STAGES = {
+    "block.1": "of which block.1 is no module.*plan.stages = 'blocks.1'",
+    "Time": "parameters, time, or the modules.*plan.stages = 'time'",
+    ",": "parameters, time, or the modules",
+    "blocks.1, norm": "2 starts .* for 2 stages",
+}
+
+
+@pytest.mark.parametrize("stages", NO_STAGES)
+def test_stages_that_are_none_are_refused(tmp_path: Path, stages: str):
+    """With what is allowed and the nearest of it, by every rank, and no run is left behind."""
+    given = staged(tmp_path / "run", stages)
+    with pytest.raises(RankError, match=NO_STAGES[stages]):
         run_gloo(2, saying, given)
     assert not given.folder.exists()
+
+
+def test_stages_may_be_a_list():
+    """As in Python."""
+    found = config.build({"plan": {"text": "pp3 1f1b:4", "stages": ["blocks.1", "blocks.3"]}})
+    assert found.plan.stages == "blocks.1, blocks.3"

@@ -1,0 +1,288 @@
+"""this file is large weights: the products of linear layers, and where gradients are written.
+
+    linear      forward     x, W, b ---> y      products.py says by which library
+                backward    gy, W -----> gx     the same
+                            gy, x -----> gW     new, for autograd; or, where there is a sink,
+                                    '--> sink   written or added where gradients are kept
+    embedding   backward    gy, ids ---> sink   added to the N rows that were looked up
+                                                (autograd: to a table of zeros, which is added)
+
+Of 33M parameters the sink saves 130 MB to write and to read for each microbatch: it is for steps of
+several (of one, the node costs what the copy does); of an embedding it pays in any step.  Autograd
+still counts the uses: the weight's own node comes last, with nothing to add where all of it has
+been written, and calls its hooks all the same (torch 2.8 and newer).  ("Gradient accumulation
+fusion" in Megatron-LM.)
+
+A layer keeps its class, its forward and its hooks.  The input of a linear layer is marked before it
+computes, and the product that meets the mark is ours; behind an embedding a node of ours takes the
+place of autograd's, which is dropped.  Small weights, a weight whose gradient somebody else looks
+at, autocast, tracing, compilers, transforms of functions, `torch.autograd.grad` and gradients that
+are differentiated in turn go autograd's way.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.nn import functional
+from torch.nn.modules import module as modules
+
+#: Elements from which on a weight is worth it: below, the node costs more than the copy.
+LEAST = 2**16
+
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # products.py
+
+
+class Sink(Protocol):
+    """The owner of the gradients."""
+
+    def product(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
+        """Add left^T right, of left [N, out] and right [N, in], to the gradient of `p`."""
+        ...
+
+    def put_off(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
+        """The same for later, where this half of a backward pass is for others than `p`."""
+        ...
+
+    def rows(self, p: nn.Parameter, ids: Tensor, grad: Tensor) -> None:
+        """Add grad [N, D] to the rows ids [N] of the gradient of `p`."""
+        ...
+
+
+def take_over(
+    model: nn.Module,
+    linear: Linear,
+    sink: Sink,
+    sizes: Mapping[nn.Parameter, int],
+    several: bool = False,
+) -> None:
+    """Hook the layers of `model` whose weights are in `sizes`, with enough elements.
+
+    `several`: steps have several microbatches, and linear layers' gradients go to the sink too.
+    """
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is None or sizes.get(weight, 0) < LEAST:
+            continue
+        if type(module) is nn.Linear and (several or linear is not functional.linear):
+            own = sink if several and weight.requires_grad else None
+            module.register_forward_pre_hook(_Product(weight, linear, own).mark)
+        elif type(module) is nn.Embedding and weight.requires_grad:
+            lookup = _Lookup(weight, sink)
+            lookup.hook = module.register_forward_hook(lookup.after, prepend=True).id
+
+
+def _ordinary() -> bool:
+    """Whether layers are computed, and by autograd alone: not traced, compiled or transformed."""
+    return not (
+        torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state()
+        or torch.compiler.is_compiling()
+        or forward_ad._current_level >= 0
+    )
+
+
+def _watched(weight: nn.Parameter) -> bool:
+    """Whether somebody else waits for its gradient."""
+    return bool(weight._backward_hooks or len(weight._post_accumulate_grad_hooks or ()) > 1)
+
+
+# --- linear layers ---------------------------------------------------------------------------
+
+
+class _Product:
+    """A linear layer with such a weight."""
+
+    def __init__(self, weight: nn.Parameter, linear: Linear, sink: Sink | None) -> None:
+        self.weight, self.linear, self.sink = weight, linear, sink
+
+    def mark(self, module: nn.Module, args: Any) -> Any:
+        """The hook: the input marked, where the product is to be ours."""
+        x = args[0] if len(args) == 1 else None
+        return (_Marked.of(x, self),) if type(x) is Tensor and self._ours(module, x) else None
+
+    def _ours(self, module: nn.Module, x: Tensor) -> bool:
+        weight = self.weight
+        if module._parameters.get("weight") is not weight or x.dtype != weight.dtype:
+            return False
+        if x.layout != torch.strided or x.is_nested or not _ordinary():
+            return False
+        gains = self._takes() is not None or weight.dtype == torch.float32
+        return gains and not torch._C._is_any_autocast_enabled()
+
+    def _takes(self) -> Sink | None:
+        """Who takes the weight's gradient, if not autograd."""
+        trained = self.weight.requires_grad and torch.is_grad_enabled()
+        return self.sink if trained and not _watched(self.weight) else None
+
+    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The product, of shapes [..., in], [out, in] and [out]."""
+        return _Linear.apply(x, weight, bias, self.linear, self._takes())
+
+
+class _Marked(Tensor):
+    """An input on its way into its layer; to all but that layer's product a tensor like others.
+
+    Who looks at it afterwards (a hook of the user's) finds the values and no mark.
+    """
+
+    of_layer: _Product | None = None
+    plain: Tensor | None = None
+
+    @staticmethod
+    def of(x: Tensor, layer: _Product) -> "_Marked":
+        """`x`, marked as an input of `layer`."""
+        marked = x.as_subclass(_Marked)
+        marked.of_layer, marked.plain = layer, x
+        return marked
+
+    def taken(self) -> tuple[_Product | None, Tensor | None]:
+        """The mark, which is gone then."""
+        found = self.of_layer, self.plain
+        self.of_layer = self.plain = None
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.as_subclass(Tensor).__deepcopy__(memo)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is functional.linear and len(args) == 3 and type(args[0]) is _Marked:
+                layer, x = args[0].taken()
+                if layer is not None and x is not None and args[1] is layer.weight:
+                    return layer.compute(x, args[1], args[2])
+            return func(*args, **kwargs or {})
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer's product, and on the way back the gradients of what it was made from."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear, sink: Sink | None
+    ) -> Tensor:
+        """Of x [..., in], weight [out, in] and bias [out]: [..., out]."""
+        ctx.parameter = weight  # what is saved may come back as another tensor
+        ctx.linear, ctx.sink = linear, sink
+        # which of its edges leads to what can be put off, and whether it is (backward.py)
+        ctx.can_put_off, ctx.puts_off = None if sink is None else 1, False
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        return linear(x, weight, bias).detach()  # no view: its reader may work in place
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The input's first; nothing by autograd for a weight whose gradient the sink takes."""
+        if grad is None:
+            return None, None, None, None, None
+        x, weight = ctx.saved_tensors
+        to_x, to_weight, to_bias, *_ = ctx.needs_input_grad
+        in_turn = torch.is_grad_enabled()  # to be differentiated in turn
+        linear = functional.linear if in_turn else ctx.linear
+        left, right = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        dx = linear(left, weight.t(), None).view(x.shape) if to_x else None
+        dbias = left.sum(0) if to_bias else None
+        dweight = None
+        if to_weight and not (not in_turn and _handed_over(ctx, left, right)):
+            dweight = left.t() @ right
+        return dx, dweight, dbias, None, None
+
+
+def _handed_over(ctx: Any, left: Tensor, right: Tensor) -> bool:
+    """Whether the sink has taken the weight's gradient, or nobody wants it in this pass."""
+    if ctx.sink is None:
+        return False
+    kept = _kept(ctx.next_functions[1][0])
+    if kept is None or (kept and _watched(ctx.parameter)):
+        return False
+    if kept:
+        ctx.sink.product(ctx.parameter, left, right)
+    elif ctx.puts_off:
+        ctx.sink.put_off(ctx.parameter, left, right)
+    return True
+
+
+def _kept(end: Any) -> bool | None:
+    """Whether this pass leaves a gradient on the parameter that is the end; None: it is asked for.
+
+    As it is by torch.autograd.grad.
+    """
+    try:
+        return torch._C._will_engine_execute_node(end)
+    except RuntimeError:
+        return None
+
+
+# --- embeddings ------------------------------------------------------------------------------
+
+
+class _Lookup:
+    """An embedding with such a table."""
+
+    def __init__(self, table: nn.Parameter, sink: Sink) -> None:
+        self.table, self.sink = table, sink
+        self.hook = -1
+
+    def after(self, module: nn.Embedding, args: Any, y: Tensor) -> Tensor | None:
+        """The hook, before all others: `y` as it is, but that its gradient goes through our node.
+
+        Not in 16 bits, where each addition would round, nor on GPUs, which add in any order.
+        """
+        if not (torch.is_grad_enabled() and args and self._untouched(module)):
+            return None
+        ids, options = args[0], (module.max_norm, module.scale_grad_by_freq, module.sparse)
+        plain = type(ids) is type(y) is Tensor and options == (None, False, False)
+        if not plain or y.device.type != "cpu" or y.dtype not in (torch.float32, torch.float64):
+            return None
+        return _Rows.apply(y.detach(), self.table, ids, module.padding_idx, self.sink)
+
+    def _untouched(self, module: nn.Module) -> bool:
+        """Whether the layer is as it was, and nobody else waits for its table's gradient."""
+        table = self.table
+        if module._parameters.get("weight") is not table or not table.requires_grad:
+            return False
+        first = next(iter(module._forward_hooks)) == self.hook and not modules._global_forward_hooks
+        return first and not _watched(table) and _ordinary() and "forward" not in vars(module)
+
+
+class _Rows(torch.autograd.Function):
+    """`y`, which was looked up in a table; on the way back the table's gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, table: Tensor, ids: Tensor, padding: int | None, sink: Sink
+    ) -> Tensor:
+        """The same memory, but no view: its reader may work in place."""
+        ctx.parameter, ctx.sink = table, sink
+        ctx.count, ctx.padding = len(table), -1 if padding is None else padding % len(table)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(ids)
+        return y.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Nothing by autograd for a table whose gradient the sink takes."""
+        if grad is None:
+            return None, None, None, None, None
+        (ids,) = ctx.saved_tensors
+        kept = _kept(ctx.next_functions[1][0])
+        if kept is None or torch.is_grad_enabled() or _watched(ctx.parameter):
+            dense = torch.ops.aten.embedding_dense_backward
+            return None, dense(grad, ids, ctx.count, ctx.padding, False), None, None, None
+        if kept:
+            if ctx.padding >= 0:
+                grad = grad.masked_fill((ids == ctx.padding).unsqueeze(-1), 0)
+            ctx.sink.rows(ctx.parameter, ids.reshape(-1), grad.reshape(-1, grad.shape[-1]))
+        return None, None, None, None, None
