@@ -148,16 +148,19 @@ class _Graph:
         for node in reversed(self.nodes):
             if any(child in self.way for child, _ in self.nodes[node]):
                 self.way.add(node)
-        #: of nodes of the way, the edge to a parameter whose gradient they put off, and to which
-        #: nothing but such edges leads
-        edges = [(node, place) for node, found in self.nodes.items() for place in range(len(found))]
-        plain = {self.nodes[node][place][0] for node, place in edges if _able(node) != place}
-        self.apart = {
-            node: place
-            for node, place in edges
-            if node in self.way and _able(node) == place
-            if self.nodes[node][place][0] not in plain
-        }
+        self.apart = self._apart()
+
+    def _apart(self) -> dict[Node, int]:
+        """Of nodes of the way, the edge to a parameter whose gradient they put off.
+
+        Nothing but such edges leads to it: what else makes a part of the gradient is not put off.
+        """
+        able = {node: place for node in self.nodes if (place := _able(node)) is not None}
+        ends = {self.nodes[node][place][0] for node, place in able.items()}
+        for node, edges in self.nodes.items() if ends else ():
+            ends -= {c for k, (c, _) in enumerate(edges) if c in ends and able.get(node) != k}
+        apart = {node: place for node, place in able.items() if node in self.way}
+        return {node: k for node, k in apart.items() if self.nodes[node][k][0] in ends}
 
     @property
     def can_be_halved(self) -> bool:

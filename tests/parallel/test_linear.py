@@ -1,20 +1,16 @@
 """Large linear layers, by another library and with gradients where they are kept: the same."""
 
-import copy
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from threading import get_ident
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
@@ -22,7 +18,6 @@ from shardwise.engine import laying, tensor
 from shardwise.engine.shard import drivers
 from shardwise.parallel.flat import Flat
 from shardwise.parallel.large import LEAST, take_over
-from shardwise.parallel.products import by_onednn
 from tests.engine.cases import Case, build, difference, regression, rows_task, settled
 from tests.engine.tensors import mine
 from tests.pool import run_threads
@@ -147,7 +142,7 @@ def test_large_weights_are_written_directly(written: list[str]):
     assert written == ["b.weight", "a.weight"] * 2
 
 
-def _there(p: Tensor) -> Tensor:
+def there(p: Tensor) -> Tensor:
     assert p.grad is not None
     return p.grad.clone()
 
@@ -159,11 +154,11 @@ def test_a_hook_on_a_weight_sees_its_gradient(written: list[str], hook: str):
     if hook == "tensor":
         net.a.weight.register_hook(seen.append)
     else:
-        net.a.weight.register_post_accumulate_grad_hook(lambda p: seen.append(_there(p)))
+        net.a.weight.register_post_accumulate_grad_hook(lambda p: seen.append(there(p)))
     model = directly(net, alone())
     model(rows(0, 0)).square().sum().backward()
     assert written == ["b.weight"]
-    assert torch.equal(seen[0], _there(net.a.weight))
+    assert torch.equal(seen[0], there(net.a.weight))
 
 
 @pytest.mark.parametrize("before", [False, True])
@@ -179,8 +174,8 @@ def test_hooks_on_a_layer_are_heard(before: bool):
     inputs = rows(0, 0).requires_grad_(), rows(0, 0).requires_grad_()
     for each, x in zip((plain, model), inputs, strict=True):
         each(x).square().sum().backward()
-    assert difference(_there(inputs[1]), _there(inputs[0])) <= 1e-12
-    assert difference(_there(net.a.weight), _there(plain.a.weight)) <= 1e-12
+    assert difference(there(inputs[1]), there(inputs[0])) <= 1e-12
+    assert difference(there(net.a.weight), there(plain.a.weight)) <= 1e-12
 
 
 def test_gradients_that_are_asked_for_are_given(written: list[str]):
@@ -192,7 +187,7 @@ def test_gradients_that_are_asked_for_are_given(written: list[str]):
     assert all(p.grad is None for p in params)
     model(rows(0, 0)).square().sum().backward()
     for name, p, grad in zip(names, params, asked, strict=True):
-        assert difference(grad, _there(p)) <= 1e-12, name
+        assert difference(grad, there(p)) <= 1e-12, name
 
 
 def penalty(model: nn.Module) -> dict[str, Tensor]:
@@ -200,7 +195,7 @@ def penalty(model: nn.Module) -> dict[str, Tensor]:
     x = rows(0, 0).requires_grad_()
     (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
     slope.square().sum().backward()
-    return {name: _there(p) for name, p in model.named_parameters() if p.grad is not None}
+    return {name: there(p) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def test_a_gradient_can_be_differentiated():
@@ -219,7 +214,7 @@ def test_under_autocast_gradients_are_autograds(written: list[str]):
         loss = model(rows(0, 0).float()).square().sum()
     loss.backward()
     assert written == []
-    assert all(_there(p).dtype == torch.float32 for p in model.parameters())
+    assert all(there(p).dtype == torch.float32 for p in model.parameters())
 
 
 def test_a_layer_that_raises_leaves_nothing_behind():
@@ -302,7 +297,7 @@ def test_another_library_multiplies_without_a_sink():
         each(x).square().sum().backward()
     assert library.asked == 2 + 1  # what goes into the first layer needs no gradient
     for (name, p), q in zip(net.named_parameters(), plain.parameters(), strict=True):
-        assert difference(_there(p), _there(q)) <= 1e-5, name
+        assert difference(there(p), there(q)) <= 1e-5, name
     for without in (torch.no_grad, torch.inference_mode):
         with without():
             assert difference(net(x), plain(x)) <= 1e-5
@@ -363,100 +358,3 @@ def cut() -> nn.Module:
     whole, columns = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, 2 * WIDE)
     rows = nn.Linear(2 * WIDE, WIDE)
     return settled(nn.Sequential(whole, nn.Tanh(), columns, nn.Tanh(), rows, nn.Linear(WIDE, 3)))
-
-
-@pytest.mark.parametrize("bad", [(2, WIDE + 1), ()])
-def test_inputs_that_do_not_fit_are_told_as_torch_tells(bad: tuple[int, ...]):
-    """Whichever library multiplies."""
-    x, texts = torch.ones(bad), []
-    net = made(once).float()
-    take_over(net, by_onednn, cast("Any", None), {p: p.numel() for p in net.parameters()})
-    for layer in (made(once).float().a, net.a):
-        with pytest.raises((RuntimeError, IndexError)) as told:
-            layer(x)
-        texts.append(str(told.value))
-    assert texts[0] == texts[1]
-
-
-def sparse(net: Net, x: Tensor) -> Tensor:
-    return net.a(x.flatten(0, 1).to_sparse())
-
-
-def dual(net: Net, x: Tensor) -> Tensor:
-    with forward_ad.dual_level():
-        y = net.a(forward_ad.make_dual(x, torch.ones_like(x)))
-        tangent = forward_ad.unpack_dual(y).tangent
-        assert tangent is not None
-        return tangent.clone()
-
-
-def traced(net: Net, x: Tensor) -> Tensor:
-    made = cast("Callable[[Tensor], Tensor]", torch.jit.trace(net.a, (x,)))
-    return made(x)
-
-
-def broadcast(net: Net, x: Tensor) -> Tensor:
-    net.a.bias = nn.Parameter(torch.ones(1))
-    return net.a(x)
-
-
-def counted_flops(net: Net, x: Tensor) -> Tensor:
-    with FlopCounterMode(display=False) as counter:
-        net.a(x)
-    return torch.tensor([float(counter.get_total_flops())])
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-@pytest.mark.parametrize("act", [sparse, dual, traced, broadcast, counted_flops])
-def test_what_only_torch_does_is_left_to_torch(act: Callable[[Net, Tensor], Tensor]):
-    """Sparse inputs, forward-mode derivatives, tracing, a bias of one element, counting modes."""
-    nets = made(once).float(), directly(made(once).float(), alone())
-    take_over(nets[1], by_onednn, cast("Any", None), {p: p.numel() for p in nets[1].parameters()})
-    plain, found = (act(net, rows(0, 0).float()) for net in nets)
-    assert difference(found.detach(), plain.detach()) <= 1e-5
-
-
-def test_what_a_hook_keeps_of_an_input_is_a_tensor(tmp_path: Path):
-    """It does not hold the layer, is saved by its values, and copied as a plain one."""
-    net, seen = made(once), list[Tensor]()
-    model = directly(net, alone())
-    net.a.register_forward_hook(lambda _, args, __: seen.append(args[0]))
-    x = rows(0, 0)
-    model(x)
-    torch.save(seen[0], tmp_path / "x.pt")
-    assert torch.equal(torch.load(tmp_path / "x.pt"), x)
-    assert type(copy.deepcopy(seen[0])) is Tensor
-    assert vars(seen[0]) == {"of_layer": None, "plain": None}
-
-
-class Silent(torch.autograd.Function):
-    """Gives its input on, and no gradient back."""
-
-    @staticmethod
-    def forward(_: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(_: Any, __: Tensor) -> None:
-        return None
-
-
-def test_no_gradient_is_no_zeros():
-    """A weight behind something that gives none back keeps none."""
-    net = made(once)
-    model = directly(net, alone())
-    (Silent.apply(net.b(rows(0, 0))).sum() + net.a(rows(0, 0)).sum()).backward()
-    assert net.b.weight.grad is None
-    assert net.a.weight.grad is not None
-    assert model is net
-
-
-def test_a_hook_that_comes_between_the_passes_is_heard(written: list[str]):
-    """One put on the weight after the forward pass changes the gradient."""
-    plain, net = made(once), directly(made(once), alone())
-    for each in (plain, net):
-        y = each(rows(0, 0)).square().sum()
-        each.a.weight.register_hook(lambda grad: grad * 2)
-        y.backward()
-    assert written == ["b.weight"]
-    assert difference(_there(net.a.weight), _there(plain.a.weight)) <= 1e-12
