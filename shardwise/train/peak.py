@@ -2,8 +2,9 @@
 
 Model FLOPs utilisation (MFU; PaLM, arXiv 2204.02311, appendix B) is the share of a peak that the
 model's own operations make up. A data sheet's peak says little of a processor core, so this one is
-measured, on the run's device, in its precision, with its threads, while the other ranks measure
-theirs: an MFU of 50 % means half of what matrix products alone would do.
+measured, on the run's device, in its precision, by the library that the run takes for large
+products, with its threads, while the other ranks measure theirs: an MFU of 50 % means half of what
+matrix products alone would do.
 
 Something else may have the machine for a while, so the best of several rounds counts, and the ranks
 begin each together. A step that is faster still has shown that the peak was higher: it becomes the
@@ -15,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+
+from shardwise.parallel.products import Linear, fastest
 
 ROUNDS = 5
 REPEATS = 3  # products a round
@@ -43,19 +46,19 @@ def measured_peak(
     """
     size = SIZES.get(device.type, 2048)
     a = torch.full((size, size), 0.5, device=device, dtype=dtype)
-    out = torch.empty_like(a)
-    torch.mm(a, a, out=out)  # the first one pays for start-up
+    multiply = fastest(device)
+    multiply(a, a, None)  # the first one pays for start-up
     best_s = float("inf")
     for _ in range(ROUNDS):
         together()
-        best_s = min(best_s, *(_one_s(a, out) for _ in range(REPEATS)))
+        best_s = min(best_s, *(_one_s(a, multiply) for _ in range(REPEATS)))
     return 2 * size**3 / best_s
 
 
-def _one_s(a: torch.Tensor, out: torch.Tensor) -> float:
+def _one_s(a: torch.Tensor, multiply: Linear) -> float:
     _wait(a.device)
     start = time.perf_counter()
-    torch.mm(a, a, out=out)
+    multiply(a, a, None)
     _wait(a.device)
     return time.perf_counter() - start
 
