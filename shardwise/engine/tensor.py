@@ -175,9 +175,10 @@ class _Layout:
                 if each not in lines:
                     lines[each] = self.world.within(AXIS, each)
             common = None
-            for spans in cut.common(rank).values():
+            for spans in cut.common(rank).values():  # one line of ranks at most
                 common = Common(tuple(spans), lines[within])
-                p.register_hook(partial(sum_spans, cut.dim, common.spans, common.line))
+                if p.requires_grad:
+                    p.register_hook(partial(sum_spans, cut.dim, common.spans, common.line))
             replica = cut.holders(rank).index(rank)
             self.tensors.held[name] = Held(cut, groups, lines[groups], replica, common)
             if p.is_meta:

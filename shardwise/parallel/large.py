@@ -194,9 +194,8 @@ class _Linear(torch.autograd.Function):
         left, right = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         dx = linear(left, weight.t(), None).view(x.shape) if to_x else None
         dbias = left.sum(0) if to_bias else None
-        dweight = None
-        if to_weight and not (not in_turn and _handed_over(ctx, left, right)):
-            dweight = left.t() @ right
+        taken = to_weight and not in_turn and _handed_over(ctx, left, right)
+        dweight = left.t() @ right if to_weight and not taken else None
         return dx, dweight, dbias, None, None
 
 

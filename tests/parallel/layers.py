@@ -254,6 +254,7 @@ KINDS: dict[str, Kind] = {
     "5 heads": attention(5, 5, packed=False),
     "packed qkv, 6 heads, 2 for keys": attention(6, 2, packed=True),
     "packed qkv, 6 heads, 1 for keys": attention(6, 1, packed=True),
+    "frozen packed qkv": frozen(attention(6, 1, packed=True), "qkv.weight"),
     "gathered output, split input": Kind(Both, ENDS, {"middle": "whole"}),
     "another class last": Kind(partial(Mixed, "a b other"), MIXED),
     "another class first": Kind(partial(Mixed, "other b a"), MIXED),

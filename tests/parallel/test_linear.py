@@ -116,23 +116,34 @@ def test_gradients_are_those_of_autograd(way: str):
         for rank in range(2):
             (plain(rows(step, rank)).square().sum() / 2).backward()
     for found in run_threads(2, wrapped, way):
-        for name, p in plain.named_parameters():
-            assert (found[name] is None) == (p.grad is None), name
-            if p.grad is not None:
-                assert difference(found[name], p.grad) <= 1e-12, name
+        assert_gradients(found, plain)
+
+
+def assert_gradients(found: dict[str, Tensor | None], plain: nn.Module) -> None:
+    """They are those of the plain module, and none where it has none."""
+    for name, p in plain.named_parameters():
+        grad = found[name]
+        assert (grad is None) == (p.grad is None), name
+        if grad is not None and p.grad is not None:
+            assert difference(grad, p.grad) <= 1e-12, name
 
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The weights whose gradients have been written directly, in order."""
-    names: list[str] = []
-    plain = Flat.add_product
+    return noted(monkeypatch, "add_product")
 
-    def noted(self: Flat, index: int, *args: Any) -> None:
+
+def noted(monkeypatch: pytest.MonkeyPatch, method: str) -> list[str]:
+    """The parameters for which this method of Flat is called, as they come."""
+    names: list[str] = []
+    plain = getattr(Flat, method)
+
+    def call(self: Flat, index: int, *args: Any) -> None:
         names.append(self.names[index])
         plain(self, index, *args)
 
-    monkeypatch.setattr(Flat, "add_product", noted)
+    monkeypatch.setattr(Flat, method, call)
     return names
 
 

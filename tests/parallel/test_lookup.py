@@ -16,6 +16,7 @@ from shardwise.parallel.flat import Flat
 from shardwise.parallel.large import LEAST
 from tests.engine.cases import difference, settled
 from tests.engine.tensors import mine
+from tests.parallel.test_linear import assert_gradients, noted, there
 from tests.pool import run_threads
 
 ROWS, WIDTH = 512, 128  # just enough elements
@@ -117,35 +118,19 @@ def test_gradients_are_those_of_autograd(way: str, tied: bool):
         for rank in range(2):
             (plain(ids_of(step, rank)).square().sum() / 2).backward()
     for found in run_threads(2, wrapped, way, tied):
-        for name, p in plain.named_parameters():
-            assert (found[name] is None) == (p.grad is None), name
-            if p.grad is not None:
-                assert difference(found[name], p.grad) <= 1e-12, name
+        assert_gradients(found, plain)
 
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The tables whose gradients have been added to directly, in order."""
-    names: list[str] = []
-    plain = Flat.add_rows
-
-    def noted(self: Flat, index: int, *args: Any) -> None:
-        names.append(self.names[index])
-        plain(self, index, *args)
-
-    monkeypatch.setattr(Flat, "add_rows", noted)
-    return names
+    return noted(monkeypatch, "add_rows")
 
 
 def test_large_tables_are_added_to_directly(written: list[str]):
     """The small one by autograd."""
     wrapped(alone(), "once", tied=False)
     assert sorted(written) == ["large.weight", "large.weight", "padded.weight", "padded.weight"]
-
-
-def _there(p: Tensor) -> Tensor:
-    assert p.grad is not None
-    return p.grad.clone()
 
 
 @pytest.mark.parametrize("hook", ["tensor", "accumulated", "layer"])
@@ -155,15 +140,15 @@ def test_what_hooks_see_and_change_is_autograds(written: list[str], hook: str):
     if hook == "tensor":
         net.large.weight.register_hook(seen.append)
     elif hook == "accumulated":
-        net.large.weight.register_post_accumulate_grad_hook(lambda p: seen.append(_there(p)))
+        net.large.weight.register_post_accumulate_grad_hook(lambda p: seen.append(there(p)))
     model = sw.DDP(net, alone())
     for each in (plain, net) if hook == "layer" else ():
         each.large.register_forward_hook(lambda _, __, y: y * y.mean(), prepend=True)
     model(ids_of(0, 0)).square().sum().backward()
     plain(ids_of(0, 0)).square().sum().backward()
     assert written == ["padded.weight"]
-    assert difference(_there(net.large.weight), _there(plain.large.weight)) <= 1e-12
-    assert not seen or difference(seen[0], _there(plain.large.weight)) <= 1e-12
+    assert difference(there(net.large.weight), there(plain.large.weight)) <= 1e-12
+    assert not seen or difference(seen[0], there(plain.large.weight)) <= 1e-12
     assert bool(seen) == (hook != "layer")
 
 
@@ -181,7 +166,7 @@ def test_gradients_that_are_asked_for_are_given(written: list[str]):
     model.zero_grad()
     model(ids_of(0, 0)).square().sum().backward()
     for name, p, grad in zip(names, params, asked, strict=True):
-        assert difference(grad, _there(p)) <= 1e-12, name
+        assert difference(grad, there(p)) <= 1e-12, name
 
 
 def penalty(model: nn.Module) -> dict[str, Tensor]:
@@ -189,7 +174,7 @@ def penalty(model: nn.Module) -> dict[str, Tensor]:
     tables = [p for name, p in model.named_parameters() if "head" not in name]
     slopes = torch.autograd.grad(model(ids_of(0, 0)).square().sum(), tables, create_graph=True)
     torch.stack([slope.square().sum() for slope in slopes]).sum().backward()
-    return {name: _there(p) for name, p in model.named_parameters() if p.grad is not None}
+    return {name: there(p) for name, p in model.named_parameters() if p.grad is not None}
 
 
 def test_a_gradient_can_be_differentiated():
@@ -219,7 +204,7 @@ def test_tables_with_options_of_their_own_are_left_to_torch(written: list[str]):
         table.load_state_dict(plain.state_dict())
         for each in (plain, sw.DDP(table, alone())):
             each(ids_of(0, 0)).square().sum().backward()
-        assert difference(_there(table.weight), _there(plain.weight)) <= 1e-12
+        assert difference(there(table.weight), there(plain.weight)) <= 1e-12
     assert written == []
 
 
@@ -314,7 +299,7 @@ def test_what_is_changed_later_is_heard(after: Callable[[Net], None], then: Call
         y = each(ids_of(0, 0)).square().sum()
         then(each)
         y.backward()
-        found.append(_there(next(each.large.parameters())))
+        found.append(there(next(each.large.parameters())))
     assert difference(*found) <= 1e-12
 
 
