@@ -38,7 +38,8 @@ from shardwise.engine.shard import (
 )
 from shardwise.engine.whole import keep_keys
 from shardwise.parallel.data import Data, Pace
-from shardwise.parallel.large import take_over
+from shardwise.parallel.nodes import take_over
+from shardwise.parallel.norms import fused
 from shardwise.parallel.products import fastest
 from shardwise.parallel.units import Rule
 
@@ -144,7 +145,7 @@ def _wrap(
     pace = Pace(scale=1 / (axes[0].size * axes[1].size))
     laid = shard(how, units_of(module, how))
     data = hooked(module, how, laid, pace)
-    take_over(module, fastest(world.device), data, sizes(laid))
+    take_over(module, fastest(world.device), fused(world.device), data, sizes(laid))
     keep_keys(module, data, flats_of(laid))
     if axes[0].size > 1:
         data.units.rest()

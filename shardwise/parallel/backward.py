@@ -14,7 +14,7 @@ the fork once more, up the branches: autograd computes what is asked for, so of 
 products I makes one and W the other.  Some forks are gone through once, in I, with the gradients of
 their branches kept for W to go on from: custom Functions, which compute all they have; nodes whose
 saved tensors somebody's hooks give back (checkpointing), which would make them again; and those
-with a branch that others lead to as well.  A node that puts a product off by itself (large.py) has
+with a branch that others lead to as well.  A node that puts a product off by itself (nodes.py) has
 no branch there, unless the weight is used in other ways too.  What cannot be halved at all,
 reentrant checkpointing or a branch with such hooks, makes I the whole of B.
 
@@ -71,7 +71,7 @@ class Tape:
         if graph.way and not graph.can_be_halved:
             return self.backward(grads), Rest((), (), ())
         for node in graph.apart:
-            setattr(node, "puts_off", True)  # noqa: B010  # a node of large.py, which reads it
+            setattr(node, "puts_off", True)  # noqa: B010  # a node of nodes.py, which reads it
         given, outputs = self._played()
         arrivals = list(zip(outputs, grads, strict=True))
         along = [(edge, grad) for edge, grad in arrivals if edge.node in graph.way]

@@ -274,14 +274,14 @@ class Data:
                 earlier.begin_gather()
 
     def product(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
-        """Add left^T right to the gradient of `p` (large.py)."""
+        """Add left^T right to the gradient of `p` (nodes.py)."""
         _, group, index = self.places[p]
         self._begin_backward()
         if not self.mute:
             group.add_product(index, left, right, self.pace.scale)
 
     def rows(self, p: nn.Parameter, ids: Tensor, grad: Tensor) -> None:
-        """Add `grad` to the rows `ids` of the gradient of `p` (large.py)."""
+        """Add `grad` to the rows `ids` of the gradient of `p` (nodes.py)."""
         _, group, index = self.places[p]
         self._begin_backward()
         if not self.mute:

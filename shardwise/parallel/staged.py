@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardwise.comm.world import Axis
 from shardwise.core.weak import weakly
 
-#: Of each a weight, and what left^T right is to be added to its gradient, see large.py.
+#: Of each a weight, and what left^T right is to be added to its gradient, see nodes.py.
 Products = list[tuple[nn.Parameter, Tensor, Tensor]]
 
 
@@ -129,13 +129,13 @@ class Staged:
             unit.free()
 
     def product(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
-        """Add left^T right to the gradient of `p` (large.py)."""
+        """Add left^T right to the gradient of `p` (nodes.py)."""
         group, index = self.places[p]
         if not self.mute:
             group.add_product(index, left, right, 1.0)
 
     def rows(self, p: nn.Parameter, ids: Tensor, grad: Tensor) -> None:
-        """Add `grad` to the rows `ids` of the gradient of `p` (large.py)."""
+        """Add `grad` to the rows `ids` of the gradient of `p` (nodes.py)."""
         group, index = self.places[p]
         if not self.mute:
             group.add_rows(index, ids, grad, 1.0)

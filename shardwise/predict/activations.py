@@ -13,14 +13,15 @@ Of our Block (models/gpt.py), with s bytes an element and w = max(s, 4) for what
 keep, on a rank with h query heads and k key heads of width E, f of the feed-forward's F, and N of
 the B T positions in its stream (all, or under sp its shard):
 
-    two norms            2 N (2 D + 1) w       the input, it normalised, the reciprocal root
+    two norms            2 N (D + 1) w         the input, the reciprocal root
     two column inputs    2 B T D s             q, k, v read one; gate and up the other
     attention            B T ((2 h + 2 k) E s + h w)     q and k turned, v, the result; log-sum-exp
     feed-forward         4 B T f s             gate, silu of it, up, their product
 
 There is no term in T squared: torch's attention kernel computes the scores again. The column inputs
 are whole under sp too: they are gathered once, in forward, and kept for the weight gradients, where
-the paper keeps a shard of each and gathers it again.
+the paper keeps a shard of each and gathers it again.  In 16 bits, where the norm is torch's own, it
+keeps the normalised input too: 2 N D w more.
 """
 
 from dataclasses import dataclass
@@ -90,8 +91,8 @@ def block_bytes(
     """Bytes that one Block holds on `rank` of `ranks` between its forward and its backward.
 
     `tokens` are B sequences of T positions. What is counted is what autograd keeps alive, each
-    storage once: the block's input and not its output, on a CPU, whose norms keep their input and
-    the normalised one in fp32 at least. Raises ValueError where the heads cannot be shared.
+    storage once: the block's input and not its output, on a CPU. Raises ValueError where the heads
+    cannot be shared.
     """
     batch, positions = tokens
     wide = max(element_bytes, WIDE_BYTES)
@@ -99,7 +100,8 @@ def block_bytes(
     queries, keys = (cut.size(rank) for cut in heads(block.heads, block.kv_heads, ranks))
     features = even(0, block.hidden, ranks).size(rank)
     head_width = block.width // block.heads
-    norms = 2 * shard * (2 * block.width + 1) * wide
+    kept = block.width if element_bytes >= WIDE_BYTES else 2 * block.width  # of a row, see above
+    norms = 2 * shard * (kept + 1) * wide
     inputs = 2 * block.width * element_bytes
     attention = 2 * (queries + keys) * head_width * element_bytes + queries * wide
     forward = 4 * features * element_bytes

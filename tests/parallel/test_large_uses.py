@@ -64,7 +64,7 @@ class Wide(nn.Module):
 def halved(world: World, plan: str, use: Callable[[Wide, Tensor], Tensor]) -> list[float]:
     """The losses of three steps on two such blocks."""
     model = settled(nn.Sequential(Wide(use), Wide(use), Wide(use), nn.Linear(WIDE, 3)))
-    optimizer = sw.Optim(torch.optim.SGD, lr=0.01)
+    optimizer = sw.Optim(torch.optim.SGD, lr=1e-4)
     engine = sw.parallelize(model, plan, world, optimizer=optimizer, loss=regression)
     return [engine.step(mine(engine, batch(step))).loss for step in range(3)]
 

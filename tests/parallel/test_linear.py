@@ -17,7 +17,7 @@ from shardwise.comm.world import World, alone
 from shardwise.engine import laying, tensor
 from shardwise.engine.shard import drivers
 from shardwise.parallel.flat import Flat
-from shardwise.parallel.large import LEAST, take_over
+from shardwise.parallel.nodes import LEAST, take_over
 from tests.engine.cases import Case, build, difference, regression, rows_task, settled
 from tests.engine.tensors import mine
 from tests.pool import run_threads
@@ -96,7 +96,7 @@ def directly(net: Net, world: World) -> Net:
     sw.DDP(net, world)
     [data] = drivers(net)
     sizes = {p: p.numel() for p in net.parameters()}
-    take_over(net, functional.linear, data, sizes, several=True)
+    take_over(net, functional.linear, None, data, sizes, several=True)
     return net
 
 
@@ -296,7 +296,7 @@ class Library:
 def elsewhere(net: Net, library: Library) -> Net:
     """The net in fp32, its large products by `library`, its gradients by autograd."""
     sizes = {p: p.numel() for p in net.float().parameters()}
-    take_over(net, library.linear, cast("Any", None), sizes)  # nothing is handed over
+    take_over(net, library.linear, None, cast("Any", None), sizes)  # nothing is handed over
     return net
 
 

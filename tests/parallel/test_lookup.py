@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.parallel.flat import Flat
-from shardwise.parallel.large import LEAST
+from shardwise.parallel.nodes import LEAST
 from tests.engine.cases import difference, settled
 from tests.engine.tensors import mine
 from tests.parallel.test_linear import assert_gradients, noted, there

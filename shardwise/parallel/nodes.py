@@ -1,4 +1,4 @@
-"""this file is large weights: the products of linear layers, and where gradients are written.
+"""this file is layers that are computed by nodes of ours: linear, embeddings, norms.
 
     linear      forward     x, W, b ---> y      products.py says by which library
                 backward    gy, W -----> gx     the same
@@ -6,6 +6,7 @@
                                     '--> sink   written or added where gradients are kept
     embedding   backward    gy, ids ---> sink   added to the N rows that were looked up
                                                 (autograd: to a table of zeros, which is added)
+    RMSNorm     both        x, w ------> y      one node, norms.py
 
 Of 33M parameters the sink saves 130 MB to write and to read for each microbatch: it is for steps of
 several (of one, the node costs what the copy does); of an embedding it pays in any step.  Autograd
@@ -13,11 +14,11 @@ still counts the uses: the weight's own node comes last, with nothing to add whe
 been written, and calls its hooks all the same (torch 2.8 and newer).  ("Gradient accumulation
 fusion" in Megatron-LM.)
 
-A layer keeps its class, its forward and its hooks.  The input of a linear layer is marked before it
-computes, and the product that meets the mark is ours; behind an embedding a node of ours takes the
-place of autograd's, which is dropped.  Small weights, a weight whose gradient somebody else looks
-at, autocast, tracing, compilers, transforms of functions, `torch.autograd.grad` and gradients that
-are differentiated in turn go autograd's way.
+A layer keeps its class, its forward and its hooks.  The input of a linear layer or a norm is marked
+before it computes, and the function that meets the mark is ours; behind an embedding a node of ours
+takes the place of autograd's, which is dropped.  Small matrices, one whose gradient somebody else
+looks at, autocast, tracing, compilers, transforms of functions, `torch.autograd.grad` and gradients
+that are differentiated in turn go autograd's way.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -29,10 +30,11 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.modules import module as modules
 
-#: Elements from which on a weight is worth it: below, the node costs more than the copy.
+#: Elements from which on a matrix is worth it: below, the node costs more than the copy.
 LEAST = 2**16
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # products.py
+Norm = Callable[[Tensor, Tensor, float], Tensor]  # norms.py
 
 
 class Sink(Protocol):
@@ -54,19 +56,25 @@ class Sink(Protocol):
 def take_over(
     model: nn.Module,
     linear: Linear,
+    norm: Norm | None,
     sink: Sink,
     sizes: Mapping[nn.Parameter, int],
     several: bool = False,
 ) -> None:
-    """Hook the layers of `model` whose weights are in `sizes`, with enough elements.
+    """Hook the layers of `model` whose weights are in `sizes`, matrices with enough elements.
 
-    `several`: steps have several microbatches, and linear layers' gradients go to the sink too.
+    `norm`: how norms are computed, if not as torch does.  `several`: steps have several
+    microbatches, and linear layers' gradients go to the sink too.
     """
     for module in model.modules():
         weight = module._parameters.get("weight")
-        if weight is None or sizes.get(weight, 0) < LEAST:
+        if weight is None or weight not in sizes:
             continue
-        if type(module) is nn.Linear and (several or linear is not functional.linear):
+        if type(module) is nn.RMSNorm and norm is not None:
+            module.register_forward_pre_hook(_Norm(weight, norm).mark)
+        elif sizes[weight] < LEAST:
+            continue
+        elif type(module) is nn.Linear and (several or linear is not functional.linear):
             own = sink if several and weight.requires_grad else None
             module.register_forward_pre_hook(_Product(weight, linear, own).mark)
         elif type(module) is nn.Embedding and weight.requires_grad:
@@ -89,59 +97,42 @@ def _watched(weight: nn.Parameter) -> bool:
     return bool(weight._backward_hooks or len(weight._post_accumulate_grad_hooks or ()) > 1)
 
 
-# --- linear layers ---------------------------------------------------------------------------
+# --- inputs on their way into a layer --------------------------------------------------------
 
 
-class _Product:
-    """A linear layer with such a weight."""
+class _Layer(Protocol):
+    """A layer whose inputs are marked."""
 
-    def __init__(self, weight: nn.Parameter, linear: Linear, sink: Sink | None) -> None:
-        self.weight, self.linear, self.sink = weight, linear, sink
-
-    def mark(self, module: nn.Module, args: Any) -> Any:
-        """The hook: the input marked, where the product is to be ours."""
-        x = args[0] if len(args) == 1 else None
-        return (_Marked.of(x, self),) if type(x) is Tensor and self._ours(module, x) else None
-
-    def _ours(self, module: nn.Module, x: Tensor) -> bool:
-        weight = self.weight
-        if module._parameters.get("weight") is not weight or x.dtype != weight.dtype:
-            return False
-        if x.layout != torch.strided or x.is_nested or not _ordinary():
-            return False
-        gains = self._takes() is not None or weight.dtype == torch.float32
-        return gains and not torch._C._is_any_autocast_enabled()
-
-    def _takes(self) -> Sink | None:
-        """Who takes the weight's gradient, if not autograd."""
-        trained = self.weight.requires_grad and torch.is_grad_enabled()
-        return self.sink if trained and not _watched(self.weight) else None
-
-    def compute(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The product, of shapes [..., in], [out, in] and [out]."""
-        return _Linear.apply(x, weight, bias, self.linear, self._takes())
+    def answer(
+        self, func: Any, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Tensor | None:
+        """What `func` of `x` and what else it is given is, by us; None: it is not ours."""
+        ...
 
 
 class _Marked(Tensor):
-    """An input on its way into its layer; to all but that layer's product a tensor like others.
+    """An input on its way into its layer; to all but what that layer computes a tensor like others.
 
     Who looks at it afterwards (a hook of the user's) finds the values and no mark.
     """
 
-    of_layer: _Product | None = None
+    of_layer: _Layer | None = None
     plain: Tensor | None = None
 
     @staticmethod
-    def of(x: Tensor, layer: _Product) -> "_Marked":
+    def of(x: Tensor, layer: _Layer) -> "_Marked":
         """`x`, marked as an input of `layer`."""
         marked = x.as_subclass(_Marked)
         marked.of_layer, marked.plain = layer, x
         return marked
 
-    def taken(self) -> tuple[_Product | None, Tensor | None]:
-        """The mark, which is gone then."""
-        found = self.of_layer, self.plain
-        self.of_layer = self.plain = None
+    def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """What the layer makes of it, if it is asked for that; the mark is gone then."""
+        if self.of_layer is None or self.plain is None:
+            return None
+        found = self.of_layer.answer(func, self.plain, args, kwargs)
+        if found is not None:
+            self.of_layer = self.plain = None
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -158,12 +149,81 @@ class _Marked(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func is functional.linear and len(args) == 3 and type(args[0]) is _Marked:
-                layer, x = args[0].taken()
-                if layer is not None and x is not None and args[1] is layer.weight:
-                    return layer.compute(x, args[1], args[2])
-            return func(*args, **kwargs or {})
+            if args and type(args[0]) is _Marked:
+                found = args[0].answer(func, args[1:], kwargs)
+                if found is not None:
+                    return found
+            return func(*args, **kwargs)
+
+
+def _usual(module: nn.Module, weight: nn.Parameter, x: Tensor) -> bool:
+    """Whether a layer is about to compute as torch does, with its own weight."""
+    if module._parameters.get("weight") is not weight or x.dtype != weight.dtype:
+        return False
+    if x.layout != torch.strided or x.is_nested or not _ordinary():
+        return False
+    return not torch._C._is_any_autocast_enabled()
+
+
+# --- norms -----------------------------------------------------------------------------------
+
+
+class _Norm:
+    """A root-mean-square norm with a weight."""
+
+    def __init__(self, weight: nn.Parameter, norm: Norm) -> None:
+        self.weight, self.norm = weight, norm
+
+    def mark(self, module: nn.Module, args: Any) -> Any:
+        """The hook: the input marked, where the norm is to be ours."""
+        x, shape = args[0] if len(args) == 1 else None, self.weight.shape
+        if type(x) is not Tensor or not _usual(module, self.weight, x):
+            return None
+        able = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
+        fits = x.shape[-len(shape) :] == shape
+        return (_Marked.of(x, self),) if able and fits and x.numel() else None
+
+    def answer(
+        self, func: Any, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Tensor | None:
+        """The norm, of the shape of `x`."""
+        if func is not functional.rms_norm or kwargs.get("weight") is not self.weight:
+            return None
+        eps = kwargs.get("eps")
+        return self.norm(x, self.weight, torch.finfo(x.dtype).eps if eps is None else eps)
+
+
+# --- linear layers ---------------------------------------------------------------------------
+
+
+class _Product:
+    """A linear layer with a large weight."""
+
+    def __init__(self, weight: nn.Parameter, linear: Linear, sink: Sink | None) -> None:
+        self.weight, self.linear, self.sink = weight, linear, sink
+
+    def mark(self, module: nn.Module, args: Any) -> Any:
+        """The hook: the input marked, where the product is to be ours."""
+        x = args[0] if len(args) == 1 else None
+        if type(x) is not Tensor or not _usual(module, self.weight, x):
+            return None
+        gains = self._takes() is not None or x.dtype == torch.float32
+        return (_Marked.of(x, self),) if gains else None
+
+    def _takes(self) -> Sink | None:
+        """Who takes the weight's gradient, if not autograd."""
+        trained = self.weight.requires_grad and torch.is_grad_enabled()
+        return self.sink if trained and not _watched(self.weight) else None
+
+    def answer(
+        self, func: Any, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Tensor | None:
+        """The product, of shapes [..., in], [out, in] and [out]."""
+        if func is not functional.linear or len(args) != 2 or args[0] is not self.weight:
+            return None
+        return _Linear.apply(x, *args, self.linear, self._takes())
 
 
 class _Linear(torch.autograd.Function):
@@ -228,7 +288,7 @@ def _kept(end: Any) -> bool | None:
 
 
 class _Lookup:
-    """An embedding with such a table."""
+    """An embedding with a large table."""
 
     def __init__(self, table: nn.Parameter, sink: Sink) -> None:
         self.table, self.sink = table, sink

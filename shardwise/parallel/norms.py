@@ -1,0 +1,56 @@
+"""this file is a root-mean-square norm as one node, where autograd takes one for each step of it.
+
+    forward     y  = x r w                        r = (mean x^2 + eps)^(-1/2), for each row
+    backward    gx = r (g w) - x (r^3 / D) sum(g w x)          gw = sum over the rows of g x r
+
+The tensor g x is made once for both sums; kept are x and r, where autograd keeps the normalised x
+besides.  On processors, in fp32 and fp64: torch has kernels of its own for GPUs, and of 16 bits it
+rounds at other places.  Figures in docs/measurements.md.  (Zhang & Sennrich, arXiv 1910.07467.)
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Norm = Callable[[Tensor, Tensor, float], Tensor]
+
+
+def fused(device: torch.device) -> Norm | None:
+    """The norm of x by weight, of one shape without x's rows, that is faster than torch's."""
+    return _RMSNorm.apply if device.type == "cpu" else None
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Of x [..., D], or [..., D1, D2], by a weight of the last dims: the shape of x."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Whatever the strides of `x`, the result is contiguous."""
+        ctx.eps = eps
+        ctx.set_materialize_grads(False)
+        by, rows = weight.reshape(-1), x.reshape(-1, weight.numel())
+        root = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+        root = root.square_().div_(rows.shape[1]).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, root)
+        return torch.mul(rows, root).mul_(by).view(x.shape).detach()  # no view, as in nodes.py
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        """The gradients of `x` and of the weight."""
+        if grad is None:
+            return None, None, None
+        x, weight, root = ctx.saved_tensors
+        _, trained, _ = ctx.needs_input_grad
+        by, width = weight.reshape(-1), weight.numel()
+        rows, grad = x.reshape(-1, width), grad.reshape(-1, width)
+        both = grad * rows
+        if torch.is_grad_enabled():  # to be differentiated in turn
+            root = (rows.square().mean(1, keepdim=True) + ctx.eps).rsqrt()
+            to_x = root * grad * by - rows * root**3 * (both * by).mean(1, keepdim=True)
+            return to_x.view(x.shape), (both * root).sum(0).view(weight.shape), None
+        to_weight = both.t().mv(root.view(-1)).view(weight.shape) if trained else None
+        share = both.mv(by).unsqueeze(1).mul_(root).mul_(root).mul_(root).div_(-width)
+        to_x = torch.mul(grad, by, out=both).mul_(root).addcmul_(rows, share)
+        return to_x.view(x.shape), to_weight, None
