@@ -8,6 +8,7 @@ so one autograd function serves them all.  On an axis of one rank both are free,
 asks whether a parallelism is on.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -76,10 +77,17 @@ def _kept(out: Tensor, x: Tensor) -> Pending:
     return Pending()
 
 
-def move(x: Tensor, axis: Axis, src: Placement, dst: Placement) -> Tensor:
+def move(
+    x: Tensor,
+    axis: Axis,
+    src: Placement,
+    dst: Placement,
+    returning: Callable[[], None] | None = None,
+) -> Tensor:
     """Give `x` another placement on `axis`.  Differentiable, counted, free when nothing moves.
 
     `x` is this rank's part: of S(d), the block of dim d.  Dims that are split must divide evenly.
+    `returning` is called whenever a gradient goes back this way.
 
     Raises:
         InputError: a dim that the axis's ranks do not divide.
@@ -87,19 +95,23 @@ def move(x: Tensor, axis: Axis, src: Placement, dst: Placement) -> Tensor:
     """
     if src == dst or axis.size == 1:
         return x
-    return _Move.apply(x, axis, src, dst)
+    return _Move.apply(x, axis, src, dst, returning)
 
 
 class _Move(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, src: Placement, dst: Placement) -> Tensor:
-        ctx.axis, ctx.back = axis, (dst.dual, src.dual)
+    def forward(
+        ctx: Any, x: Tensor, axis: Axis, src: Placement, dst: Placement, returning: Any
+    ) -> Tensor:
+        ctx.axis, ctx.back, ctx.returning = axis, (dst.dual, src.dual), returning
         return carry_out(x, axis, src, dst)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return carry_out(grad, ctx.axis, *ctx.back), None, None, None
+        if ctx.returning is not None:
+            ctx.returning()
+        return carry_out(grad, ctx.axis, *ctx.back), None, None, None, None
 
 
 def carry_out(x: Tensor, axis: Axis, src: Placement, dst: Placement) -> Tensor:

@@ -73,8 +73,8 @@ class Gloo(Transport):
         """
         for mailboxes in self._mailboxes():
             if mailboxes.fits(like):
-                return mailboxes.read(like.view(-1), peer, use)
-        arrived = torch.empty_like(like.view(-1))
+                return mailboxes.read(like, peer, use)
+        arrived = like.new_empty(like.numel())
         work = self.group.recv([arrived], peer, 0)
 
         def end() -> None:
@@ -84,10 +84,13 @@ class Gloo(Transport):
         return end
 
     def _send(self, x: Tensor, peer: int) -> list[Callable[[], object]]:
+        """Of any strides; a mailbox takes it as it lies."""
         for mailboxes in self._mailboxes():
             if mailboxes.fits(x):
                 return mailboxes.send(x, peer)
-        return [self.group.send([x], peer, 0).wait]
+        sent = x.contiguous().view(-1)
+        work = self.group.send([sent], peer, 0)
+        return [work.wait, lambda: sent]  # alive until it is sent
 
     def _mailboxes(self) -> list[Mailboxes]:
         """Those of this group, where its ranks share memory; opened when they are first wanted."""
@@ -142,24 +145,23 @@ class Gloo(Transport):
 
     def gather_blocks(self, views: Sequence[Tensor], x: Tensor) -> Pending:
         """Without putting them end to end first."""
-        sent, ends = x.contiguous(), list[Callable[[], object]]()
-        for peer in self.peers if x.numel() else ():
-            ends.append(self._read(sent, peer, partial(_place, views[peer])))
-        for peer in self.peers if x.numel() else ():
-            ends += self._send(sent.view(-1), peer)
+        peers = self.peers if x.numel() else []
+        ends = [self._read(x, peer, partial(_place, views[peer])) for peer in peers]
+        for peer in peers:
+            ends += self._send(x, peer)
         views[self.rank].copy_(x)
-        return Pending([*ends, lambda: sent])
+        return Pending(ends)
 
     def sum_blocks(self, out: Tensor, blocks: Sequence[Tensor]) -> Pending:
-        """Only what goes to others is made contiguous."""
-        sent = [blocks[peer].contiguous().view(-1) for peer in self.peers]
+        """Only what goes to others through gloo is made contiguous."""
+        sent, own = [blocks[peer] for peer in self.peers], blocks[self.rank]
         if len(sent) == 1 and out.numel():
-            (peer,), own = self.peers, blocks[self.rank]
+            (peer,) = self.peers
             end = self._read(out, peer, lambda x: torch.add(own, x.view(out.shape), out=out))
-            return Pending([end, *self._send(sent[0], peer), lambda: sent])
+            return Pending([end, *self._send(sent[0], peer)])
         arrived = out.new_empty((len(self.peers), *out.shape))
         ends = self._exchange(sent, list(arrived.view(len(arrived), -1)))
-        return Pending([*ends, lambda: add_all(out, blocks[self.rank], arrived), lambda: sent])
+        return Pending([*ends, lambda: add_all(out, own, arrived)])
 
     def all_to_all(
         self, out: Tensor, x: Tensor, out_counts: Sequence[int], in_counts: Sequence[int]

@@ -52,8 +52,8 @@ _OPEN: "WeakSet[Mailboxes]" = WeakSet()
 class _Outbox:
     """One way to another rank, seen from the sender: what is in it, oldest first."""
 
-    def __init__(self, numbers: memoryview, start: int, room_bytes: int) -> None:
-        self.numbers, self.start, self.room_bytes = numbers, start, room_bytes
+    def __init__(self, numbers: memoryview, room: "_Room", room_bytes: int) -> None:
+        self.numbers, self.room, self.room_bytes = numbers, room, room_bytes
         self.inside: deque[tuple[int, int, int]] = deque()  # message, where it begins and ends
         self.written = self.put_bytes = 0
 
@@ -62,7 +62,7 @@ class _Outbox:
         begin = self._free(x.nbytes)
         if begin != BY_GLOO:
             self.inside.append((self.written, begin, begin + x.nbytes))
-            ctypes.memmove(self.start + begin, x.data_ptr(), x.nbytes)
+            self.room.write(begin, x)
             self.put_bytes += x.nbytes
         while self.written - self.numbers[LINE] == PLACES:
             os.sched_yield()
@@ -85,6 +85,30 @@ class _Outbox:
         return 0 if newest > oldest and size_bytes <= oldest else BY_GLOO
 
 
+class _Room:
+    """Where the messages of one mailbox lie: from byte `first` of the memory on."""
+
+    def __init__(self, memory: mmap.mmap, first: int) -> None:
+        self.memory, self.first = memory, first
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + first
+
+    def tensor(self, begin: int, like: Tensor) -> Tensor:
+        """A message of as many elements as `like`, where it lies."""
+        numel, offset = like.numel(), self.first + begin
+        return torch.frombuffer(self.memory, dtype=like.dtype, count=numel, offset=offset)
+
+    def write(self, begin: int, x: Tensor) -> None:
+        """Copy `x` in, of any strides."""
+        if x.is_contiguous():
+            ctypes.memmove(self.address + begin, x.data_ptr(), x.nbytes)
+        else:
+            self.tensor(begin, x).view(x.shape).copy_(x)
+
+    def read(self, begin: int, x: Tensor) -> None:
+        """Copy out into `x`, which is contiguous."""
+        ctypes.memmove(x.data_ptr(), self.address + begin, x.nbytes)
+
+
 @dataclass(eq=False)
 class _Arrival:
     """A message that is expected: one like `like`, for `place`, or to be used where it lies.
@@ -101,8 +125,8 @@ class _Arrival:
 class _Inbox:
     """One way from another rank, seen from the receiver: what is expected, in order."""
 
-    def __init__(self, numbers: memoryview, start: int, room: Callable[..., Tensor]) -> None:
-        self.numbers, self.start, self.room = numbers, start, room
+    def __init__(self, numbers: memoryview, room: _Room) -> None:
+        self.numbers, self.room = numbers, room
         self.expected: deque[_Arrival] = deque()
         self.taken = 0
 
@@ -112,7 +136,7 @@ class _Inbox:
             one = self.expected[0]
             begin = self.numbers[2 * LINE + self.taken % PLACES]
             if one is wanted and one.place is None and one.use is not None and begin != BY_GLOO:
-                one.use(self.room(begin, one.like))
+                one.use(self.room.tensor(begin, one.like))
                 one.use = None
             else:
                 self._place(one, begin, by_gloo)
@@ -127,7 +151,7 @@ class _Inbox:
         if begin == BY_GLOO:
             by_gloo(one.place)
         else:
-            ctypes.memmove(one.place.data_ptr(), self.start + begin, one.place.nbytes)
+            self.room.read(begin, one.place)
 
 
 class Mailboxes:
@@ -140,27 +164,17 @@ class Mailboxes:
         me = group.rank()
         others = [rank for rank in range(ranks) if rank != me]
         self.out = {to: _Outbox(*self._way(me, to), room_bytes(ranks)) for to in others}
-        self.into = {source: self._inbox(*self._way(source, me)) for source in others}
+        self.into = {source: _Inbox(*self._way(source, me)) for source in others}
         _OPEN.add(self)
         crowded = ranks > len(os.sched_getaffinity(0))
         self.looks = 0 if crowded else LOOKS
 
-    def _way(self, source: int, to: int) -> tuple[memoryview, int]:
-        """The numbers of a mailbox, and the address of its room."""
+    def _way(self, source: int, to: int) -> tuple[memoryview, _Room]:
+        """The numbers of a mailbox, and its room."""
         ranks = len(self.pids)
         number = source * (ranks - 1) + to - (to > source)
         numbers = memoryview(self.memory).cast("q")[number * HEAD : (number + 1) * HEAD]
-        start = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        return numbers, start + _head_bytes(ranks) + number * room_bytes(ranks)
-
-    def _inbox(self, numbers: memoryview, start: int) -> _Inbox:
-        first = start - ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-        return _Inbox(numbers, start, partial(self._room, first))
-
-    def _room(self, first: int, begin: int, like: Tensor) -> Tensor:
-        """A message where it lies."""
-        numel, offset = like.numel(), first + begin
-        return torch.frombuffer(self.memory, dtype=like.dtype, count=numel, offset=offset)
+        return numbers, _Room(self.memory, _head_bytes(ranks) + number * room_bytes(ranks))
 
     @property
     def put_bytes(self) -> int:
@@ -172,10 +186,12 @@ class Mailboxes:
         return x.nbytes <= self.most_bytes
 
     def send(self, x: Tensor, to: int) -> list[Callable[[], object]]:
-        """Hand 1-D contiguous `x` to rank `to`; what to call before its memory is free again."""
+        """Hand `x` to rank `to`; what to call before its memory is free again."""
         if self.out[to].put(x):
             return []
-        return [self.group.send([x], to, TAG).wait]
+        sent = x.contiguous().view(-1)
+        work = self.group.send([sent], to, TAG)
+        return [work.wait, lambda: sent]
 
     def receive(self, x: Tensor, source: int) -> Callable[[], None]:
         """Expect a message in `x` after those expected before; call the result to wait for it."""

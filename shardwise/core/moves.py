@@ -14,6 +14,7 @@ IJHPCA 2005; Chan et al., "Collective communication: theory, practice, and exper
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shardwise.core.layout import Placement
 
@@ -50,6 +51,7 @@ class Move:
         return self.dst.dual, self.src.dual
 
 
+@lru_cache(maxsize=4096)
 def price(src: Placement, dst: Placement, numel: int, n: int) -> Move:
     """The move from `src` to `dst` of a tensor of `numel` elements (all of it) over `n` ranks.
 

@@ -73,7 +73,7 @@ class Stream:
         dim, self.whole = y.dim() - 2, y.shape[-2]
         y = _padded(y, dim, self.axis.size)
         crossing = self._note(y, P, S(0), y.numel())
-        return _heard(move(y, self.axis, P, S(dim)), crossing)
+        return move(y, self.axis, P, S(dim), crossing.come_back)
 
     def sum(self, y: Tensor, fresh: bool = True) -> Tensor:
         """The sum over the ranks of their partial `y`, whole and alike on every rank."""
@@ -93,7 +93,7 @@ class Stream:
             return x
         dim = x.dim() - 2
         crossing = self._note(x, S(0), dst, x.numel() * self.axis.size)
-        whole = _heard(move(x, self.axis, S(dim), dst), crossing)
+        whole = move(x, self.axis, S(dim), dst, crossing.come_back)
         return whole.narrow(dim, 0, self.whole).contiguous()
 
     def scatter(self, x: Tensor) -> Tensor:
@@ -103,7 +103,7 @@ class Stream:
         dim, self.whole = x.dim() - 2, x.shape[-2]
         x = _padded(x, dim, self.axis.size)
         crossing = self._note(x, I, S(0), x.numel())
-        return _heard(move(x, self.axis, I, S(dim)), crossing)
+        return move(x, self.axis, I, S(dim), crossing.come_back)
 
     def join(self, x: Tensor, cut: Cut) -> Tensor:
         """The whole features of which `x` are this rank's, alike on every rank."""
@@ -113,7 +113,10 @@ class Stream:
     def take(self, x: Tensor, cut: Cut) -> Tensor:
         """This rank's features of `x`, which is whole and alike on every rank."""
         crossing = self._note(x, I, S(0), x.shape[:-1].numel() * _padded_features(cut))
-        return _heard(take(x, self.axis, cut.on(x.dim() - 1)), crossing)
+        part = take(x, self.axis, cut.on(x.dim() - 1))
+        if part.requires_grad:
+            part.register_hook(lambda _: crossing.come_back())
+        return part
 
     def end(self) -> None:
         """The forward pass is over: nothing more reads what was entered."""
@@ -143,13 +146,6 @@ class _Entered(NamedTuple):
 
 def _now(x: Tensor) -> tuple[int, bool]:
     return 0 if x.is_inference() else x._version, torch.is_grad_enabled()
-
-
-def _heard(x: Tensor, crossing: Crossing) -> Tensor:
-    """`x`, which came by the crossing; its gradient goes back the same way, if there is one."""
-    if x.requires_grad:
-        x.register_hook(lambda _: crossing.come_back())
-    return x
 
 
 def _padded_features(cut: Cut) -> int:
