@@ -87,7 +87,7 @@ def move(
     """Give `x` another placement on `axis`.  Differentiable, counted, free when nothing moves.
 
     `x` is this rank's part: of S(d), the block of dim d.  Dims that are split must divide evenly.
-    `returning` is called whenever a gradient goes back this way.
+    `returning` is called whenever a gradient goes back this way, where something moves.
 
     Raises:
         InputError: a dim that the axis's ranks do not divide.

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.shared import Mailboxes, open_mailboxes
+from shardwise.comm.shared import Mailboxes, by_gloo, open_mailboxes
 from shardwise.comm.transport import Pending, Transport
 
 #: All-reduces up to this size are made of the two halves above (measured: they win below it).
@@ -88,9 +88,7 @@ class Gloo(Transport):
         for mailboxes in self._mailboxes():
             if mailboxes.fits(x):
                 return mailboxes.send(x, peer)
-        sent = x.contiguous().view(-1)
-        work = self.group.send([sent], peer, 0)
-        return [work.wait, lambda: sent]  # alive until it is sent
+        return by_gloo(self.group, x, peer, 0)
 
     def _mailboxes(self) -> list[Mailboxes]:
         """Those of this group, where its ranks share memory; opened when they are first wanted."""
@@ -146,6 +144,7 @@ class Gloo(Transport):
     def gather_blocks(self, views: Sequence[Tensor], x: Tensor) -> Pending:
         """Without putting them end to end first."""
         peers = self.peers if x.numel() else []
+        x = x if len(peers) == 1 else x.contiguous()  # once for all
         ends = [self._read(x, peer, partial(_place, views[peer])) for peer in peers]
         for peer in peers:
             ends += self._send(x, peer)

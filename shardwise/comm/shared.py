@@ -49,47 +49,11 @@ LOOKS, TURNS, SLEEP_S, LONGER = 300, 3000, 5e-5, 16
 _OPEN: "WeakSet[Mailboxes]" = WeakSet()
 
 
-class _Outbox:
-    """One way to another rank, seen from the sender: what is in it, oldest first."""
+class _Hold:
+    """Where the messages of one mailbox lie: `size_bytes` from byte `first` of the memory on."""
 
-    def __init__(self, numbers: memoryview, room: "_Room", room_bytes: int) -> None:
-        self.numbers, self.room, self.room_bytes = numbers, room, room_bytes
-        self.inside: deque[tuple[int, int, int]] = deque()  # message, where it begins and ends
-        self.written = self.put_bytes = 0
-
-    def put(self, x: Tensor) -> bool:
-        """Copy `x` in, or note that it goes through gloo: False."""
-        begin = self._free(x.nbytes)
-        if begin != BY_GLOO:
-            self.inside.append((self.written, begin, begin + x.nbytes))
-            self.room.write(begin, x)
-            self.put_bytes += x.nbytes
-        while self.written - self.numbers[LINE] == PLACES:
-            os.sched_yield()
-        self.numbers[2 * LINE + self.written % PLACES] = begin
-        self.written += 1
-        self.numbers[0] = self.written
-        return begin != BY_GLOO
-
-    def _free(self, size_bytes: int) -> int:
-        """Where a message of that size has room: behind the newest, or in front of the oldest."""
-        taken = self.numbers[LINE]
-        while self.inside and self.inside[0][0] < taken:
-            self.inside.popleft()
-        if not self.inside:
-            return 0
-        oldest, newest = self.inside[0][1], -(-self.inside[-1][2] // 64) * 64
-        end = self.room_bytes if newest > oldest else oldest
-        if newest + size_bytes <= end:
-            return newest
-        return 0 if newest > oldest and size_bytes <= oldest else BY_GLOO
-
-
-class _Room:
-    """Where the messages of one mailbox lie: from byte `first` of the memory on."""
-
-    def __init__(self, memory: mmap.mmap, first: int) -> None:
-        self.memory, self.first = memory, first
+    def __init__(self, memory: mmap.mmap, first: int, size_bytes: int) -> None:
+        self.memory, self.first, self.size_bytes = memory, first, size_bytes
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + first
 
     def tensor(self, begin: int, like: Tensor) -> Tensor:
@@ -109,6 +73,42 @@ class _Room:
         ctypes.memmove(x.data_ptr(), self.address + begin, x.nbytes)
 
 
+class _Outbox:
+    """One way to another rank, seen from the sender: what is in it, oldest first."""
+
+    def __init__(self, numbers: memoryview, hold: _Hold) -> None:
+        self.numbers, self.hold = numbers, hold
+        self.inside: deque[tuple[int, int, int]] = deque()  # message, where it begins and ends
+        self.written = self.put_bytes = 0
+
+    def put(self, x: Tensor) -> bool:
+        """Copy `x` in, or note that it goes through gloo: False."""
+        begin = self._free(x.nbytes)
+        if begin != BY_GLOO:
+            self.inside.append((self.written, begin, begin + x.nbytes))
+            self.hold.write(begin, x)
+            self.put_bytes += x.nbytes
+        while self.written - self.numbers[LINE] == PLACES:
+            os.sched_yield()
+        self.numbers[2 * LINE + self.written % PLACES] = begin
+        self.written += 1
+        self.numbers[0] = self.written
+        return begin != BY_GLOO
+
+    def _free(self, size_bytes: int) -> int:
+        """Where a message of that size has room: behind the newest, or in front of the oldest."""
+        taken = self.numbers[LINE]
+        while self.inside and self.inside[0][0] < taken:
+            self.inside.popleft()
+        if not self.inside:
+            return 0
+        oldest, newest = self.inside[0][1], -(-self.inside[-1][2] // 64) * 64
+        end = self.hold.size_bytes if newest > oldest else oldest
+        if newest + size_bytes <= end:
+            return newest
+        return 0 if newest > oldest and size_bytes <= oldest else BY_GLOO
+
+
 @dataclass(eq=False)
 class _Arrival:
     """A message that is expected: one like `like`, for `place`, or to be used where it lies.
@@ -125,8 +125,8 @@ class _Arrival:
 class _Inbox:
     """One way from another rank, seen from the receiver: what is expected, in order."""
 
-    def __init__(self, numbers: memoryview, room: _Room) -> None:
-        self.numbers, self.room = numbers, room
+    def __init__(self, numbers: memoryview, hold: _Hold) -> None:
+        self.numbers, self.hold = numbers, hold
         self.expected: deque[_Arrival] = deque()
         self.taken = 0
 
@@ -136,7 +136,7 @@ class _Inbox:
             one = self.expected[0]
             begin = self.numbers[2 * LINE + self.taken % PLACES]
             if one is wanted and one.place is None and one.use is not None and begin != BY_GLOO:
-                one.use(self.room.tensor(begin, one.like))
+                one.use(self.hold.tensor(begin, one.like))
                 one.use = None
             else:
                 self._place(one, begin, by_gloo)
@@ -151,7 +151,7 @@ class _Inbox:
         if begin == BY_GLOO:
             by_gloo(one.place)
         else:
-            self.room.read(begin, one.place)
+            self.hold.read(begin, one.place)
 
 
 class Mailboxes:
@@ -163,18 +163,19 @@ class Mailboxes:
         self.most_bytes = min(MESSAGE_BYTES, room_bytes(ranks) // 2)
         me = group.rank()
         others = [rank for rank in range(ranks) if rank != me]
-        self.out = {to: _Outbox(*self._way(me, to), room_bytes(ranks)) for to in others}
+        self.out = {to: _Outbox(*self._way(me, to)) for to in others}
         self.into = {source: _Inbox(*self._way(source, me)) for source in others}
         _OPEN.add(self)
         crowded = ranks > len(os.sched_getaffinity(0))
         self.looks = 0 if crowded else LOOKS
 
-    def _way(self, source: int, to: int) -> tuple[memoryview, _Room]:
-        """The numbers of a mailbox, and its room."""
+    def _way(self, source: int, to: int) -> tuple[memoryview, _Hold]:
+        """The numbers of a mailbox, and where its messages lie."""
         ranks = len(self.pids)
         number = source * (ranks - 1) + to - (to > source)
         numbers = memoryview(self.memory).cast("q")[number * HEAD : (number + 1) * HEAD]
-        return numbers, _Room(self.memory, _head_bytes(ranks) + number * room_bytes(ranks))
+        size_bytes = room_bytes(ranks)
+        return numbers, _Hold(self.memory, _head_bytes(ranks) + number * size_bytes, size_bytes)
 
     @property
     def put_bytes(self) -> int:
@@ -189,9 +190,7 @@ class Mailboxes:
         """Hand `x` to rank `to`; what to call before its memory is free again."""
         if self.out[to].put(x):
             return []
-        sent = x.contiguous().view(-1)
-        work = self.group.send([sent], to, TAG)
-        return [work.wait, lambda: sent]
+        return by_gloo(self.group, x, to, TAG)
 
     def receive(self, x: Tensor, source: int) -> Callable[[], None]:
         """Expect a message in `x` after those expected before; call the result to wait for it."""
@@ -210,7 +209,7 @@ class Mailboxes:
     def _wait(self, arrival: _Arrival, source: int) -> None:
         inbox, looks = self.into[source], 0
         while not arrival.here:
-            inbox.take(arrival, lambda x: self.group.recv([x], source, TAG).wait())
+            inbox.take(arrival, lambda x: self.group.recv([x.view(-1)], source, TAG).wait())
             looks += 1
             if looks > self.looks and not arrival.here:
                 self._pause(looks, source)
@@ -232,6 +231,13 @@ class Mailboxes:
         time.sleep(SLEEP_S * min(1 + slept // LONGER, 20))
         if looks % 1000 == 0 and not _lives(self.pids[source]):
             raise RuntimeError(f"rank {source} of the group is gone: process {self.pids[source]}")
+
+
+def by_gloo(group: dist.ProcessGroup, x: Tensor, to: int, tag: int) -> list[Callable[[], object]]:
+    """Begin to send `x`, of any strides, through gloo; what to call before it is done."""
+    sent = x.contiguous().view(-1)
+    work = group.send([sent], to, tag)
+    return [work.wait, lambda: sent]  # alive until then
 
 
 def leave() -> None:

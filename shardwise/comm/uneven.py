@@ -5,6 +5,7 @@ each is the other's backward.  What is sent is padded to the widest part, so tha
 all-gather of equal blocks.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,9 +18,12 @@ from shardwise.core.cut import Cut
 from shardwise.core.layout import R, S
 
 
-def take(x: Tensor, axis: Axis, cut: Cut) -> Tensor:
-    """This rank's part of `x`, which is whole and alike on every rank.  Differentiable."""
-    return x if axis.size == 1 else _Take.apply(x, axis, cut)
+def take(x: Tensor, axis: Axis, cut: Cut, returning: Callable[[], None] | None = None) -> Tensor:
+    """This rank's part of `x`, which is whole and alike on every rank.  Differentiable.
+
+    `returning` is called whenever a gradient goes back this way.
+    """
+    return x if axis.size == 1 else _Take.apply(x, axis, cut, returning)
 
 
 def join(x: Tensor, axis: Axis, cut: Cut) -> Tensor:
@@ -29,14 +33,16 @@ def join(x: Tensor, axis: Axis, cut: Cut) -> Tensor:
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, cut: Cut) -> Tensor:
-        ctx.axis, ctx.cut = axis, cut
+    def forward(ctx: Any, x: Tensor, axis: Axis, cut: Cut, returning: Any) -> Tensor:
+        ctx.axis, ctx.cut, ctx.returning = axis, cut, returning
         return part(x, cut, axis.rank)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _whole(grad, ctx.axis, ctx.cut), None, None
+        if ctx.returning is not None:
+            ctx.returning()
+        return _whole(grad, ctx.axis, ctx.cut), None, None, None
 
 
 class _Join(torch.autograd.Function):

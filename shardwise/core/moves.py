@@ -51,7 +51,7 @@ class Move:
         return self.dst.dual, self.src.dual
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)  # asked twice of every exchange
 def price(src: Placement, dst: Placement, numel: int, n: int) -> Move:
     """The move from `src` to `dst` of a tensor of `numel` elements (all of it) over `n` ranks.
 

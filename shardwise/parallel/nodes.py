@@ -16,9 +16,9 @@ fusion" in Megatron-LM.)
 
 A layer keeps its class, its forward and its hooks.  The input of a linear layer or a norm is marked
 before it computes, and the function that meets the mark is ours; behind an embedding a node of ours
-takes the place of autograd's, which is dropped.  Small matrices, one whose gradient somebody else
-looks at, autocast, tracing, compilers, transforms of functions, `torch.autograd.grad` and gradients
-that are differentiated in turn go autograd's way.
+takes the place of autograd's, which is dropped.  Autocast, tracing, compilers and transforms of
+functions go autograd's way; so do small matrices and one whose gradient somebody else looks at, and
+for them `torch.autograd.grad` and gradients that are differentiated in turn.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -61,7 +61,7 @@ def take_over(
     sizes: Mapping[nn.Parameter, int],
     several: bool = False,
 ) -> None:
-    """Hook the layers of `model` whose weights are in `sizes`, matrices with enough elements.
+    """Hook the layers of `model` whose weights are in `sizes`: norms, and large matrices.
 
     `norm`: how norms are computed, if not as torch does.  `several`: steps have several
     microbatches, and linear layers' gradients go to the sink too.
@@ -113,7 +113,7 @@ class _Layer(Protocol):
 class _Marked(Tensor):
     """An input on its way into its layer; to all but what that layer computes a tensor like others.
 
-    Who looks at it afterwards (a hook of the user's) finds the values and no mark.
+    Who looks at it once the layer has computed (a hook of the user's) finds the values and no mark.
     """
 
     of_layer: _Layer | None = None
@@ -190,6 +190,8 @@ class _Norm:
     ) -> Tensor | None:
         """The norm, of the shape of `x`."""
         if func is not functional.rms_norm or kwargs.get("weight") is not self.weight:
+            return None
+        if tuple(args[0]) != self.weight.shape:
             return None
         eps = kwargs.get("eps")
         return self.norm(x, self.weight, torch.finfo(x.dtype).eps if eps is None else eps)

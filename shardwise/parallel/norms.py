@@ -3,9 +3,10 @@
     forward     y  = x r w                        r = (mean x^2 + eps)^(-1/2), for each row
     backward    gx = r (g w) - x (r^3 / D) sum(g w x)          gw = sum over the rows of g x r
 
-The tensor g x is made once for both sums; kept are x and r, where autograd keeps the normalised x
-besides.  On processors, in fp32 and fp64: torch has kernels of its own for GPUs, and of 16 bits it
-rounds at other places.  Figures in docs/measurements.md.  (Zhang & Sennrich, arXiv 1910.07467.)
+w is the weight, of D elements, g the gradient of y.  The tensor g x is made once for both sums;
+kept are x and r, where autograd keeps the normalised x besides.  On processors, in fp32 and fp64:
+torch has kernels of its own for GPUs, and of 16 bits it rounds at other places.  Figures in
+docs/measurements.md.  (Zhang & Sennrich, arXiv 1910.07467.)
 """
 
 from collections.abc import Callable
@@ -18,16 +19,16 @@ Norm = Callable[[Tensor, Tensor, float], Tensor]
 
 
 def fused(device: torch.device) -> Norm | None:
-    """The norm of x by weight, of one shape without x's rows, that is faster than torch's."""
+    """The norm of x [..., *shape] by a weight [*shape] and eps; None where torch's own is used."""
     return _RMSNorm.apply if device.type == "cpu" else None
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Of x [..., D], or [..., D1, D2], by a weight of the last dims: the shape of x."""
+    """Of x [..., *shape] and a weight [*shape]: the shape of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Whatever the strides of `x`, the result is contiguous."""
+        """All that lies below the rows is one dim here."""
         ctx.eps = eps
         ctx.set_materialize_grads(False)
         by, rows = weight.reshape(-1), x.reshape(-1, weight.numel())
@@ -42,7 +43,7 @@ class _RMSNorm(torch.autograd.Function):
         if grad is None:
             return None, None, None
         x, weight, root = ctx.saved_tensors
-        _, trained, _ = ctx.needs_input_grad
+        passed, trained, _ = ctx.needs_input_grad
         by, width = weight.reshape(-1), weight.numel()
         rows, grad = x.reshape(-1, width), grad.reshape(-1, width)
         both = grad * rows
@@ -51,6 +52,8 @@ class _RMSNorm(torch.autograd.Function):
             to_x = root * grad * by - rows * root**3 * (both * by).mean(1, keepdim=True)
             return to_x.view(x.shape), (both * root).sum(0).view(weight.shape), None
         to_weight = both.t().mv(root.view(-1)).view(weight.shape) if trained else None
-        share = both.mv(by).unsqueeze(1).mul_(root).mul_(root).mul_(root).div_(-width)
-        to_x = torch.mul(grad, by, out=both).mul_(root).addcmul_(rows, share)
+        if not passed:
+            return None, to_weight, None
+        share = both.mv(by).unsqueeze(1).mul_(root**3)
+        to_x = torch.mul(grad, by, out=both).mul_(root).addcmul_(rows, share, value=-1 / width)
         return to_x.view(x.shape), to_weight, None
