@@ -63,14 +63,22 @@ class _Hold:
 
     def write(self, begin: int, x: Tensor) -> None:
         """Copy `x` in, of any strides."""
-        if x.is_contiguous():
+        if _plain(x):
             ctypes.memmove(self.address + begin, x.data_ptr(), x.nbytes)
         else:
             self.tensor(begin, x).view(x.shape).copy_(x)
 
     def read(self, begin: int, x: Tensor) -> None:
         """Copy out into `x`, which is contiguous."""
-        ctypes.memmove(x.data_ptr(), self.address + begin, x.nbytes)
+        if _plain(x):
+            ctypes.memmove(x.data_ptr(), self.address + begin, x.nbytes)
+        else:
+            x.view(-1).copy_(self.tensor(begin, x))
+
+
+def _plain(x: Tensor) -> bool:
+    """Whether its bytes, in order, are its values: no conjugate or negative that is yet to come."""
+    return x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
 class _Outbox:

@@ -117,20 +117,21 @@ class _Marked(Tensor):
     """
 
     of_layer: _Layer | None = None
-    plain: Tensor | None = None
+    plain: Tensor | None = None  # None: it is this one that goes in, of whose gradient hooks hear
 
     @staticmethod
-    def of(x: Tensor, layer: _Layer) -> "_Marked":
-        """`x`, marked as an input of `layer`."""
+    def of(x: Tensor, layer: _Layer, module: nn.Module) -> "_Marked":
+        """`x`, marked as an input of `layer`, which is computed by `module`."""
         marked = x.as_subclass(_Marked)
-        marked.of_layer, marked.plain = layer, x
+        marked.of_layer, marked.plain = layer, None if _shown(module) else x
         return marked
 
     def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
         """What the layer makes of it, if it is asked for that; the mark is gone then."""
-        if self.of_layer is None or self.plain is None:
+        if self.of_layer is None:
             return None
-        found = self.of_layer.answer(func, self.plain, args, kwargs)
+        x = self.as_subclass(Tensor) if self.plain is None else self.plain
+        found = self.of_layer.answer(func, x, args, kwargs)
         if found is not None:
             self.of_layer = self.plain = None
         return found
@@ -158,13 +159,20 @@ class _Marked(Tensor):
             return func(*args, **kwargs)
 
 
+def _shown(module: nn.Module) -> bool:
+    """Whether hooks other than ours are given what goes in."""
+    others = len(module._forward_pre_hooks) > 1 or module._forward_hooks
+    return bool(others or modules._global_forward_pre_hooks or modules._global_forward_hooks)
+
+
 def _usual(module: nn.Module, weight: nn.Parameter, x: Tensor) -> bool:
     """Whether a layer is about to compute as torch does, with its own weight."""
     if module._parameters.get("weight") is not weight or x.dtype != weight.dtype:
         return False
     if x.layout != torch.strided or x.is_nested or not _ordinary():
         return False
-    return not torch._C._is_any_autocast_enabled()
+    kept = not x.is_inference() or not torch.is_grad_enabled()
+    return kept and not torch._C._is_any_autocast_enabled()
 
 
 # --- norms -----------------------------------------------------------------------------------
@@ -183,7 +191,7 @@ class _Norm:
             return None
         able = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
         fits = x.shape[-len(shape) :] == shape
-        return (_Marked.of(x, self),) if able and fits and x.numel() else None
+        return (_Marked.of(x, self, module),) if able and fits and x.numel() else None
 
     def answer(
         self, func: Any, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -212,7 +220,7 @@ class _Product:
         if type(x) is not Tensor or not _usual(module, self.weight, x):
             return None
         gains = self._takes() is not None or x.dtype == torch.float32
-        return (_Marked.of(x, self),) if gains else None
+        return (_Marked.of(x, self, module),) if gains else None
 
     def _takes(self) -> Sink | None:
         """Who takes the weight's gradient, if not autograd."""

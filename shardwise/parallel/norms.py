@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_legacy_batchedtensor
+
+#: Rows that are added up one after another.
+BLOCK = 64
 
 Norm = Callable[[Tensor, Tensor, float], Tensor]
 
@@ -21,6 +25,18 @@ Norm = Callable[[Tensor, Tensor, float], Tensor]
 def fused(device: torch.device) -> Norm | None:
     """The norm of x [..., *shape] by a weight [*shape] and eps; None where torch's own is used."""
     return _RMSNorm.apply if device.type == "cpu" else None
+
+
+def _sum(rows: Tensor, by: Tensor) -> Tensor:
+    """The sum of rows [N, D] times by [N, 1]: of blocks, then of these, as exact as torch's sum."""
+    even = len(rows) - len(rows) % BLOCK
+    blocks = by[:even].view(-1, 1, BLOCK).bmm(rows[:even].view(-1, BLOCK, rows.shape[1]))
+    return blocks.sum((0, 1)).addmv_(rows[even:].t(), by[even:, 0])
+
+
+def _many(grad: Tensor) -> bool:
+    """Whether it stands for several gradients that are asked for at once."""
+    return torch._C._are_functorch_transforms_active() or is_legacy_batchedtensor(grad)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -47,11 +63,11 @@ class _RMSNorm(torch.autograd.Function):
         by, width = weight.reshape(-1), weight.numel()
         rows, grad = x.reshape(-1, width), grad.reshape(-1, width)
         both = grad * rows
-        if torch.is_grad_enabled():  # to be differentiated in turn
+        if torch.is_grad_enabled() or _many(grad):  # to be differentiated in turn: nothing in place
             root = (rows.square().mean(1, keepdim=True) + ctx.eps).rsqrt()
             to_x = root * grad * by - rows * root**3 * (both * by).mean(1, keepdim=True)
             return to_x.view(x.shape), (both * root).sum(0).view(weight.shape), None
-        to_weight = both.t().mv(root.view(-1)).view(weight.shape) if trained else None
+        to_weight = _sum(both, root).view(weight.shape) if trained else None
         if not passed:
             return None, to_weight, None
         share = both.mv(by).unsqueeze(1).mul_(root**3)

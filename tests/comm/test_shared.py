@@ -172,6 +172,17 @@ def test_a_message_is_taken_as_it_lies():
     assert place.tolist() == x.flatten().tolist()
 
 
+@pytest.mark.parametrize("lazy", [torch.conj, Tensor._neg_view])
+def test_what_a_view_has_yet_to_do_to_its_numbers_is_done(lazy: Any):
+    """A conjugate or negative that is only noted goes in as it is read, and is read as it came."""
+    a, b, _ = pair()
+    x, place = torch.full((2,), 1 + 2j), torch.zeros(2, dtype=torch.complex64)
+    for into in (place, lazy(place)):
+        a.send(lazy(x), 1)
+        b.receive(into, 0)()
+        assert torch.equal(into, lazy(x))
+
+
 def test_a_message_without_room_goes_as_it_lies_too():
     """Through gloo, in its order, and used by who reads it."""
     a, b, _ = pair()

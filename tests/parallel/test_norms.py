@@ -13,6 +13,7 @@ import shardwise as sw
 from shardwise.comm.world import alone
 from shardwise.parallel.nodes import take_over
 from shardwise.parallel.norms import fused
+from shardwise.parallel.products import by_onednn
 
 CPU = torch.device("cpu")
 
@@ -188,6 +189,54 @@ def test_without_a_weight_or_of_a_class_of_its_own():
 def test_gpus_have_kernels_of_their_own():
     """Nothing takes the place of torch's there."""
     assert fused(torch.device("cuda")) is None
+
+
+def test_many_gradients_at_once_are_those_of_torch():
+    """`torch.autograd.functional` may ask for all rows of a Jacobian in one pass."""
+    jacobian = torch.autograd.functional.jacobian
+    want, found = (jacobian(norm, numbers(2, 6), vectorize=True) for norm in pair())
+    torch.testing.assert_close(found, want, rtol=1e-13, atol=1e-13)
+
+
+def test_sums_over_many_rows_are_as_exact_as_torchs():
+    """Rows are not added up one after another, as a product would."""
+    rows = 4096 + 3
+    exact, _ = both(pair(8), numbers(rows, 8), plainly)
+    singles = both(pair(8, torch.float32), numbers(rows, 8, dtype=torch.float32), plainly)
+    error = [((found[2] - exact[2]).norm() / exact[2].norm()).item() for found in singles]
+    assert error[1] < 2 * error[0] < 2**-20
+
+
+def test_an_input_made_without_autograd_is_taken_as_torch_takes_it():
+    """What inference mode made cannot be kept by a node of ours."""
+    with torch.inference_mode():
+        x = numbers(4, 6)
+    for want, found in zip(
+        *(torch.autograd.grad(n(x).sum(), n.weight) for n in pair()), strict=True
+    ):
+        torch.testing.assert_close(found, want)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_what_a_hook_asks_of_an_input_is_heard(before: bool):
+    """Of its gradient, and that it is to have one; for a large linear layer as for a norm."""
+    heard: list[Tensor] = []
+
+    def ask(_: nn.Module, args: Any, y: Any = None) -> None:
+        if before:
+            args[0].requires_grad_()
+        args[0].register_hook(heard.append)
+
+    linear = nn.Linear(256, 256, dtype=torch.float64)
+    sizes = {p: p.numel() for p in linear.parameters()}
+    take_over(linear, by_onednn, None, cast("Any", None), sizes)
+    for module, width in ((pair()[1], 6), (linear, 256)):
+        hook = module.register_forward_pre_hook if before else module.register_forward_hook
+        hook(ask)
+        x = numbers(4, width).requires_grad_(not before)
+        module(x).sum().backward()
+        assert heard.pop().shape == x.shape
+    assert heard == []
 
 
 def test_hooks_see_a_norm_as_before():

@@ -43,10 +43,7 @@ def test_the_page_shows_the_example() -> None:
 
 def test_the_example_trains_alike_under_any_plan(tmp_path: Path) -> None:
     """One process and two ranks reach one loss; another plan goes on from their checkpoint."""
-    said = {
-        plan: _run(tmp_path / str(n), plan)
-        for n, plan in enumerate(("dp1", "pp2 1f1b:4"))
-    }
+    said = {plan: _run(tmp_path / str(n), plan) for n, plan in enumerate(("dp1", "pp2 1f1b:4"))}
     losses = {plan: re.findall(r"step (\d+): loss (\S+),", text) for plan, text in said.items()}
     assert [int(step) for step, _ in losses["dp1"]] == [16, 32, 48, 64, 80]
     alone = [float(loss) for _, loss in losses["dp1"]]
