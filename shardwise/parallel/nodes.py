@@ -17,8 +17,8 @@ fusion" in Megatron-LM.)
 A layer keeps its class, its forward and its hooks.  The input of a linear layer or a norm is marked
 before it computes, and the function that meets the mark is ours; behind an embedding a node of ours
 takes the place of autograd's, which is dropped.  Autocast, tracing, compilers and transforms of
-functions go autograd's way; so do small matrices and one whose gradient somebody else looks at, and
-for them `torch.autograd.grad` and gradients that are differentiated in turn.
+functions go autograd's way, as do small norms and matrices; of matrices one whose gradient somebody
+else looks at too, `torch.autograd.grad`, and gradients that are differentiated in turn.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,8 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.modules import module as modules
 
-#: Elements from which on a matrix is worth it: below, the node costs more than the copy.
+#: Elements of a matrix, or of what is normalised, from which on it is worth it: below, the node
+#: costs more than it saves.
 LEAST = 2**16
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # products.py
@@ -191,7 +192,7 @@ class _Norm:
             return None
         able = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
         fits = x.shape[-len(shape) :] == shape
-        return (_Marked.of(x, self, module),) if able and fits and x.numel() else None
+        return (_Marked.of(x, self, module),) if able and fits and x.numel() >= LEAST else None
 
     def answer(
         self, func: Any, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]

@@ -20,8 +20,8 @@ the B T positions in its stream (all, or under sp its shard):
 
 There is no term in T squared: torch's attention kernel computes the scores again. The column inputs
 are whole under sp too: they are gathered once, in forward, and kept for the weight gradients, where
-the paper keeps a shard of each and gathers it again.  In 16 bits, where the norm is torch's own, it
-keeps the normalised input too: 2 N D w more.
+the paper keeps a shard of each and gathers it again.  Where the norm is torch's own, in 16 bits and
+of fewer than 65,536 elements, it keeps the normalised input too: 2 N D w more.
 """
 
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ from shardwise.core.cut import even, heads
 from shardwise.core.errors import bad
 
 WIDE_BYTES: Final = 4  # norms and log-sum-exps are taken in fp32 at least
+LARGE: Final = 2**16  # elements from which on a norm is one node (parallel/nodes.py)
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,8 @@ def block_bytes(
     queries, keys = (cut.size(rank) for cut in heads(block.heads, block.kv_heads, ranks))
     features = even(0, block.hidden, ranks).size(rank)
     head_width = block.width // block.heads
-    kept = block.width if element_bytes >= WIDE_BYTES else 2 * block.width  # of a row, see above
-    norms = 2 * shard * (kept + 1) * wide
+    node = element_bytes >= WIDE_BYTES and batch * shard * block.width >= LARGE
+    norms = 2 * shard * ((1 if node else 2) * block.width + 1) * wide
     inputs = 2 * block.width * element_bytes
     attention = 2 * (queries + keys) * head_width * element_bytes + queries * wide
     forward = 4 * features * element_bytes

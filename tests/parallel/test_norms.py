@@ -11,11 +11,18 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm.world import alone
+from shardwise.parallel import nodes
 from shardwise.parallel.nodes import take_over
 from shardwise.parallel.norms import fused
 from shardwise.parallel.products import by_onednn
 
 CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inputs of a test are small."""
+    monkeypatch.setattr(nodes, "LEAST", 1)
 
 
 def pair(
@@ -184,6 +191,13 @@ def test_without_a_weight_or_of_a_class_of_its_own():
     assert pair(elementwise_affine=False)[1]._forward_pre_hooks == {}
     take_over(own, functional.linear, fused(CPU), cast("Any", None), {own.weight: 6})
     assert own._forward_pre_hooks == {}
+
+
+def test_small_inputs_are_left_to_torch(monkeypatch: pytest.MonkeyPatch):
+    """Below so many elements our node would cost more than it saves."""
+    monkeypatch.setattr(nodes, "LEAST", 24)
+    norm = pair()[1]
+    assert [taken(norm(numbers(rows, 6))) for rows in (3, 4)] == [False, True]
 
 
 def test_gpus_have_kernels_of_their_own():

@@ -10,7 +10,9 @@ from shardwise.engine.meter import Meter
 from shardwise.models import gpt
 from shardwise.models.initial import fill
 from shardwise.models.registry import random_text
+from shardwise.parallel.nodes import LEAST
 from shardwise.predict.activations import (
+    LARGE,
     BlockShape,
     PaperLayer,
     block_bytes,
@@ -67,7 +69,9 @@ BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 ROUND = BlockShape(width=64, heads=8, kv_heads=4, hidden=96)
 UNEVEN = BlockShape(width=60, heads=6, kv_heads=3, hidden=50)
 SHARED = BlockShape(width=32, heads=4, kv_heads=1, hidden=37)
-BLOCKS = {"round": ROUND, "uneven": UNEVEN, "shared": SHARED}
+WIDE = BlockShape(width=256, heads=4, kv_heads=4, hidden=64)
+BLOCKS = {"round": ROUND, "uneven": UNEVEN, "shared": SHARED, "wide": WIDE}
+TOKENS = {"round": (3, 8), "wide": (8, 64)}
 
 
 def live(world: World, plan: str, block: BlockShape, tokens: tuple[int, int]) -> list[int]:
@@ -107,7 +111,7 @@ PLANS = [
 def test_live_bytes_equal_the_formula(shape: str, plan: str):
     """Each further block adds its formula's bytes on every rank, exactly, with and without sp."""
     ranks = int(plan[2]) if plan.startswith("tp") else 1
-    block, tokens = BLOCKS[shape], (3, 8 if shape == "round" else 9)
+    block, tokens = BLOCKS[shape], TOKENS.get(shape, (3, 9))
     check(run_threads(ranks, live, plan, block, tokens), plan, block, tokens)
 
 
@@ -134,6 +138,15 @@ def step(world: World, plan: str) -> list[list[str]]:
 def test_a_step_leaves_no_activation_behind(plan: str):
     """What was entered, gathered or is on its way back is gone when the second step is over."""
     assert [later for _, later in run_gloo(2, step, plan)] == [[], []]
+
+
+def test_large_norms_keep_their_input_alone():
+    """From as many elements on as the code says; 16 bits and smaller ones keep another."""
+    assert LARGE == LEAST
+    bytes_of = {(n, size): block_bytes(WIDE, (1, n), size) for n in (255, 256) for size in (2, 4)}
+    row = {key: found / key[0] for key, found in bytes_of.items()}
+    assert row[255, 2] == row[256, 2]
+    assert row[255, 4] - row[256, 4] == 2 * WIDE.width * 4
 
 
 def test_sequence_parallelism_divides_the_stream():
