@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
-from shardwise.core.layout import P, Placement, S
-from shardwise.core.moves import price
+from shardwise.core.layout import P, Placement, R, S
+from shardwise.core.moves import Move, price
 
 
 def start(
@@ -50,25 +50,28 @@ def start(
         case _:
             raise ValueError(f"{src} -> {dst} has no form for flat tensors; use move")
     if step.sent:
-        axis.ledger.write(axis.name, step.what, round(step.sent), x.element_size())
+        _write(axis, step, x)
     return pending
 
 
-def begin_scatter(x: Tensor, axis: Axis, dim: int) -> tuple[Tensor, Pending]:
-    """Begin P -> S(dim) of `x` of any shape: the block to be, and what to wait for before its use.
+def begin_scatter(x: Tensor, axis: Axis, dim: int) -> Callable[[], Tensor]:
+    """Begin P -> S(dim) of `x` of any shape; call the result for this rank's block of the sum.
 
     Raises InputError for a dim that the axis's ranks do not divide.
     """
-    blocks = _blocks(x, dim, axis.size)
-    out = x.new_empty(blocks[0].shape)
-    arriving = axis.transport.sum_blocks(out, blocks)
-    _write(axis, P, S(dim), x)
-    return out, arriving
+    _check_even(x, dim, axis.size)
+    _write(axis, price(P, S(dim), x.numel(), axis.size), x)
+    return axis.transport.scatter(x, dim)
 
 
-def _write(axis: Axis, src: Placement, dst: Placement, whole: Tensor) -> None:
-    step = price(src, dst, whole.numel(), axis.size)
-    axis.ledger.write(axis.name, step.what, round(step.sent), whole.element_size())
+def begin_gather(x: Tensor, axis: Axis, dim: int) -> Callable[[], Tensor]:
+    """Begin S(dim) -> R of `x` of any shape; call the result for the whole.  `x` is left alone."""
+    _write(axis, price(S(dim), R, x.numel() * axis.size, axis.size), x)
+    return axis.transport.gather(x, dim)
+
+
+def _write(axis: Axis, step: Move, x: Tensor) -> None:
+    axis.ledger.write(axis.name, step.what, round(step.sent), x.element_size())
 
 
 def _kept(out: Tensor, x: Tensor) -> Pending:
@@ -120,15 +123,10 @@ def carry_out(x: Tensor, axis: Axis, src: Placement, dst: Placement) -> Tensor:
     match price(src, dst, x.numel() * (n if src.kind == "S" else 1), n).what:
         case "all_gather":
             assert src.dim is not None
-            out = x.new_empty(*x.shape[: src.dim], n * x.shape[src.dim], *x.shape[src.dim + 1 :])
-            axis.transport.gather_blocks(out.chunk(n, src.dim), x).wait()
-            _write(axis, src, dst, out)
-            return out
+            return begin_gather(x, axis, src.dim)()
         case "reduce_scatter":
             assert dst.dim is not None
-            out, arriving = begin_scatter(x, axis, dst.dim)
-            arriving.wait()
-            return out
+            return begin_scatter(x, axis, dst.dim)()
         case "all_reduce":
             out = x.clone(memory_format=torch.contiguous_format)
             start(out.view(-1), axis, src, dst, out.view(-1)).wait()
@@ -159,10 +157,14 @@ def _swap_dims(x: Tensor, axis: Axis, src_dim: int, dst_dim: int) -> Tensor:
 
 
 def _blocks(x: Tensor, dim: int, n: int) -> list[Tensor]:
+    _check_even(x, dim, n)
+    return list(x.chunk(n, dim))
+
+
+def _check_even(x: Tensor, dim: int, n: int) -> None:
     if x.shape[dim] % n:
         raise bad(
             f"dim {dim} of a tensor of shape {tuple(x.shape)}, to be split over {n} ranks",
             f"a dim that is a multiple of {n}",
             f"pad the dim to {x.shape[dim] + -x.shape[dim] % n}",
         )
-    return list(x.chunk(n, dim))

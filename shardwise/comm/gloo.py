@@ -17,7 +17,6 @@ On one host messages up to a few MiB do not go through gloo at all, see shared.p
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -65,11 +64,40 @@ class Gloo(Transport):
                 return mailboxes.receive(x, peer)
         return self.group.recv([x], peer, 0).wait
 
+    def _meet(
+        self, outgoing: Sequence[Tensor], make: Callable[[list[Tensor]], Tensor]
+    ) -> Callable[[], Tensor]:
+        """Send one message a peer, of any strides, and expect one of its shape from each.
+
+        Call the result for what `make` makes of those, in the order of `peers`.
+        """
+        like, met = outgoing[0], list[Tensor]()
+        if not like.numel():
+            return lambda: make(list(outgoing))
+
+        def use(x: Tensor) -> Tensor:
+            met.append(x.view(like.shape))
+            # a message is used where it lies, so the wait for the next is within its use
+            return make(met) if len(met) == len(waits) else waits[len(met)]()
+
+        waits = [self._read(like, peer, use) for peer in self.peers]
+        leaving: list[Callable[[], object]] = []
+        for peer, x in zip(self.peers, outgoing, strict=True):
+            leaving += self._send(x, peer)
+
+        def end() -> Tensor:
+            made = waits[0]()
+            for leave in leaving:
+                leave()
+            return made
+
+        return end
+
     def _read(
-        self, like: Tensor, peer: int, use: Callable[[Tensor], object]
-    ) -> Callable[[], object]:
-        """Receive a message like `like`, of which `use` is made in the wait: where it lies, if it
-        comes by a mailbox.
+        self, like: Tensor, peer: int, use: Callable[[Tensor], Tensor]
+    ) -> Callable[[], Tensor]:
+        """Receive a message like `like`; the wait gives what `use` makes of it: where it lies, if
+        it comes by a mailbox.
         """
         for mailboxes in self._mailboxes():
             if mailboxes.fits(like):
@@ -77,9 +105,9 @@ class Gloo(Transport):
         arrived = like.new_empty(like.numel())
         work = self.group.recv([arrived], peer, 0)
 
-        def end() -> None:
+        def end() -> Tensor:
             work.wait()
-            use(arrived)
+            return use(arrived)
 
         return end
 
@@ -137,30 +165,24 @@ class Gloo(Transport):
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
         blocks = x.view(self.size, -1)
-        arrived = torch.empty((len(self.peers), blocks.shape[1]), dtype=x.dtype, device=x.device)
-        ends = self._exchange([blocks[peer] for peer in self.peers], list(arrived))
-        return Pending([*ends, lambda: add_all(out, blocks[self.rank], arrived)])
+        outgoing, own = [blocks[peer] for peer in self.peers], blocks[self.rank]
+        return Pending([self._meet(outgoing, lambda others: add_all(own, others, out))])
 
-    def gather_blocks(self, views: Sequence[Tensor], x: Tensor) -> Pending:
+    def gather(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
         """Without putting them end to end first."""
-        peers = self.peers if x.numel() else []
-        x = x if len(peers) == 1 else x.contiguous()  # once for all
-        ends = [self._read(x, peer, partial(_place, views[peer])) for peer in peers]
-        for peer in peers:
-            ends += self._send(x, peer)
-        views[self.rank].copy_(x)
-        return Pending(ends)
+        above = self.size - 1 - self.rank  # peers that come after this rank are met first
 
-    def sum_blocks(self, out: Tensor, blocks: Sequence[Tensor]) -> Pending:
+        def join(others: list[Tensor]) -> Tensor:
+            return torch.cat((*others[above:], x, *others[:above]), dim)
+
+        sent = x if len(self.peers) == 1 else x.contiguous()  # once for all
+        return self._meet([sent] * len(self.peers), join)
+
+    def scatter(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
         """Only what goes to others through gloo is made contiguous."""
-        sent, own = [blocks[peer] for peer in self.peers], blocks[self.rank]
-        if len(sent) == 1 and out.numel():
-            (peer,) = self.peers
-            end = self._read(out, peer, lambda x: torch.add(own, x.view(out.shape), out=out))
-            return Pending([end, *self._send(sent[0], peer)])
-        arrived = out.new_empty((len(self.peers), *out.shape))
-        ends = self._exchange(sent, list(arrived.view(len(arrived), -1)))
-        return Pending([*ends, lambda: add_all(out, own, arrived)])
+        blocks = x.chunk(self.size, dim)
+        outgoing, own = [blocks[peer] for peer in self.peers], blocks[self.rank]
+        return self._meet(outgoing, lambda others: add_all(own, others).contiguous())
 
     def all_to_all(
         self, out: Tensor, x: Tensor, out_counts: Sequence[int], in_counts: Sequence[int]
@@ -191,20 +213,15 @@ class Gloo(Transport):
         dist.barrier(self.group)
 
 
-def add_all(out: Tensor, own: Tensor, others: Tensor) -> None:
-    """Write `own` plus the rows of `others` in `out`; many 16-bit terms are summed in fp32."""
-    if len(others) == 1:
-        torch.add(own, others[0], out=out)
-    elif own.dtype in (torch.bfloat16, torch.float16):
-        out.copy_(own.float().add_(others.sum(0, dtype=torch.float32)))
-    else:
-        torch.add(own, others[0], out=out)
-        for other in others[1:]:
-            out.add_(other)
-
-
-def _place(view: Tensor, block: Tensor) -> None:
-    view.copy_(block.view(view.shape))
+def add_all(own: Tensor, others: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """`own` plus `others`, in `out` where there is one; many 16-bit terms are summed in fp32."""
+    if len(others) > 1 and own.dtype in (torch.bfloat16, torch.float16):
+        total = add_all(own.float(), others)
+        return total.to(own.dtype) if out is None else out.copy_(total)
+    total = torch.add(own, others[0], out=out)
+    for other in others[1:]:
+        total.add_(other)
+    return total
 
 
 def _pending(work: Any) -> Pending:

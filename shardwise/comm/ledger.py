@@ -8,6 +8,7 @@ A rank counts what *it* hands to other ranks.  Nothing is sampled or estimated: 
 line for each call, from the tensor it was given.
 """
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,8 +50,13 @@ class Ledger:
     """The running totals of one rank."""
 
     def __init__(self) -> None:
-        self.lines: dict[Key, Tally] = {}
+        self._totals: defaultdict[Key, list[int]] = defaultdict(lambda: [0, 0, 0])
         self.now = "start"
+
+    @property
+    def lines(self) -> dict[Key, Tally]:
+        """The totals so far."""
+        return {key: Tally(*totals) for key, totals in self._totals.items()}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -63,14 +69,14 @@ class Ledger:
 
     def write(self, axis: str, kind: str, elements: int, element_bytes: int) -> None:
         """Add one call that sent `elements` elements of `element_bytes` bytes each."""
-        key = Key(axis, kind, self.now)
-        self.lines[key] = self.lines.get(key, Tally()) + Tally(
-            1, elements, elements * element_bytes
-        )
+        totals = self._totals[Key(axis, kind, self.now)]
+        totals[0] += 1
+        totals[1] += elements
+        totals[2] += elements * element_bytes
 
     def copy(self) -> dict[Key, Tally]:
         """The totals so far, to be given to `since` later."""
-        return dict(self.lines)
+        return self.lines
 
     def since(self, before: dict[Key, Tally]) -> dict[Key, Tally]:
         """What was written after `before = ledger.copy()`, without lines that did not change."""

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -126,7 +127,8 @@ class _Arrival:
 
     like: Tensor
     place: Tensor | None
-    use: Callable[[Tensor], object] | None = None
+    use: Callable[[Tensor], Any] | None = None
+    made: Any = None  # what came of its use
     here: bool = False
 
 
@@ -144,7 +146,7 @@ class _Inbox:
             one = self.expected[0]
             begin = self.numbers[2 * LINE + self.taken % PLACES]
             if one is wanted and one.place is None and one.use is not None and begin != BY_GLOO:
-                one.use(self.hold.tensor(begin, one.like))
+                one.made = one.use(self.hold.tensor(begin, one.like))
                 one.use = None
             else:
                 self._place(one, begin, by_gloo)
@@ -200,21 +202,22 @@ class Mailboxes:
             return []
         return by_gloo(self.group, x, to, TAG)
 
-    def receive(self, x: Tensor, source: int) -> Callable[[], None]:
+    def receive(self, x: Tensor, source: int) -> Callable[[], object]:
         """Expect a message in `x` after those expected before; call the result to wait for it."""
         return self._expect(_Arrival(x, x), source)
 
-    def read(
-        self, like: Tensor, source: int, use: Callable[[Tensor], object]
-    ) -> Callable[[], None]:
-        """As `receive`, of a message like `like`; `use` is given it in the wait, for that time."""
+    def read(self, like: Tensor, source: int, use: Callable[[Tensor], Any]) -> Callable[[], Any]:
+        """As `receive`, of a message like `like`; `use` is given it in the wait, for that time.
+
+        The wait gives what `use` gives.
+        """
         return self._expect(_Arrival(like, None, use), source)
 
-    def _expect(self, arrival: _Arrival, source: int) -> Callable[[], None]:
+    def _expect(self, arrival: _Arrival, source: int) -> Callable[[], Any]:
         self.into[source].expected.append(arrival)
         return partial(self._wait, arrival, source)
 
-    def _wait(self, arrival: _Arrival, source: int) -> None:
+    def _wait(self, arrival: _Arrival, source: int) -> Any:
         inbox, looks = self.into[source], 0
         while not arrival.here:
             inbox.take(arrival, lambda x: self.group.recv([x.view(-1)], source, TAG).wait())
@@ -223,7 +226,8 @@ class Mailboxes:
                 self._pause(looks, source)
         use, arrival.use = arrival.use, None
         if use is not None and arrival.place is not None:
-            use(arrival.place)
+            return use(arrival.place)
+        return arrival.made
 
     def _pause(self, looks: int, source: int) -> None:
         if looks < self.looks + TURNS:

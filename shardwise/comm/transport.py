@@ -74,22 +74,34 @@ class Transport(ABC):
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
         """Write the sum over the ranks of block `rank` of `x` in `out`; `out` may be that block."""
 
-    def gather_blocks(self, views: Sequence[Tensor], x: Tensor) -> Pending:
-        """As all_gather, into a view of any strides for each rank; `x` has their shape."""
+    def gather(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
+        """Begin an all_gather of `x` of any shape; call the result for the ranks' `x` along `dim`.
+
+        Until then `x` is left alone.
+        """
         out = x.new_empty(self.size * x.numel())
         arriving = self.all_gather(out, x.contiguous().view(-1))
 
-        def place() -> None:
-            for view, block in zip(views, out.view(self.size, *x.shape), strict=True):
-                view.copy_(block)
+        def end() -> Tensor:
+            arriving.wait()
+            return torch.cat(out.view(self.size, *x.shape).unbind(), dim)
 
-        return Pending([arriving.wait, place])
+        return end
 
-    def sum_blocks(self, out: Tensor, blocks: Sequence[Tensor]) -> Pending:
-        """As reduce_scatter, of a view of any strides for each rank; `out` is contiguous."""
-        together = torch.stack(list(blocks))
-        arriving = self.reduce_scatter(out.view(-1), together.view(-1))
-        return Pending([arriving.wait, lambda: together])  # alive until it is sent
+    def scatter(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
+        """Begin a reduce_scatter of `x` of any shape; call the result for this rank's block of it.
+
+        The blocks are of dim `dim`, which divides evenly.
+        """
+        blocks = torch.stack(x.chunk(self.size, dim))
+        out = torch.empty_like(blocks[0])
+        arriving = self.reduce_scatter(out.view(-1), blocks.view(-1))
+
+        def end() -> Tensor:
+            arriving.wait()
+            return out
+
+        return end
 
     @abstractmethod
     def all_to_all(

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from shardwise.comm.door import begin_scatter, carry_out, move, start
-from shardwise.comm.transport import Pending
+from shardwise.comm.door import begin_gather, begin_scatter, move, start
 from shardwise.comm.uneven import join, take
 from shardwise.comm.world import Axis
 from shardwise.core.cut import Cut
@@ -93,8 +92,7 @@ class Stream:
             return x
         dim = x.dim() - 2
         crossing = self._note(x, S(0), dst, x.numel() * self.axis.size)
-        whole = move(x, self.axis, S(dim), dst, crossing.come_back)
-        return whole.narrow(dim, 0, self.whole).contiguous()
+        return _first(move(x, self.axis, S(dim), dst, crossing.come_back), dim, self.whole)
 
     def scatter(self, x: Tensor) -> Tensor:
         """This rank's part of the sequence of `x`, which is the same on every rank."""
@@ -150,6 +148,10 @@ def _padded_features(cut: Cut) -> int:
     return cut.ranks * max(cut.size(rank) for rank in range(cut.ranks))
 
 
+def _first(x: Tensor, dim: int, length: int) -> Tensor:
+    return x if x.shape[dim] == length else x.narrow(dim, 0, length).contiguous()
+
+
 def _padded(x: Tensor, dim: int, ranks: int) -> Tensor:
     short = -x.shape[dim] % ranks
     return functional.pad(x, (0, 0, 0, short)) if short else x
@@ -163,8 +165,7 @@ class Entry:
         self.readers = self.waiting = 0
         self.mixed = False  # whether somebody sends a gradient by other ways than `add`
         self.grad: Tensor | None = None
-        self.out: Tensor | None = None
-        self.going = Pending()
+        self.going: Callable[[], Tensor] | None = None  # the sum over the ranks, under way
 
     def read(self) -> None:
         """One more layer reads it."""
@@ -190,24 +191,34 @@ class Entry:
         assert grad is not None
         if self.stream.split:
             dim = grad.dim() - 2
-            grad = _padded(grad, dim, axis.size)
-            self.out, self.going = begin_scatter(grad, axis, dim)
+            self.going = begin_scatter(_padded(grad, dim, axis.size), axis, dim)
         else:
-            self.grad = self.out = grad.contiguous()
-            self.going = start(self.out.view(-1), axis, P, I, self.out.view(-1))
+            self.grad = grad.contiguous()
+            self.going = _begin_sum(self.grad, axis)
 
     def end(self, rest: Tensor | None) -> Tensor | None:
         """The gradient in the stream.  `rest` came by other ways than `add`."""
-        if self.out is None and rest is not None:
+        if self.going is None and rest is not None:
             self.grad = rest.clone() if self.grad is None else self.grad.add_(rest)
-        if self.out is None and self.grad is not None:  # some reader was not in this pass
+        if self.going is None and self.grad is not None:  # some reader was not in this pass
             self.begin()
-        self.going.wait()
-        if self.out is not None:
-            self.crossing.come_back()
-        out, self.grad, self.out, self.going = self.out, None, None, Pending()
+        going, self.grad, self.going = self.going, None, None
         self.waiting = self.readers
-        return out
+        if going is None:
+            return None
+        self.crossing.come_back()
+        return going()
+
+
+def _begin_sum(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
+    """Begin the sum over the axis, in the memory of contiguous `x`; call the result for it."""
+    going = start(x.view(-1), axis, P, I, x.view(-1))
+
+    def end() -> Tensor:
+        going.wait()
+        return x
+
+    return end
 
 
 class _Enter(torch.autograd.Function):
@@ -222,8 +233,8 @@ class _Enter(torch.autograd.Function):
         if not stream.split:
             return x.view_as(x)
         dim = x.dim() - 2
-        whole = carry_out(x, stream.axis, S(dim), R).narrow(dim, 0, stream.whole)
-        return whole.contiguous()  # once, or each reader copies it and keeps its copy
+        # contiguous at once, or each reader copies it and keeps its copy
+        return _first(begin_gather(x, stream.axis, dim)(), dim, stream.whole)
 
     @staticmethod
     @once_differentiable
