@@ -9,6 +9,7 @@ from shardwise.comm.uneven import part
 from shardwise.comm.world import Axis
 from shardwise.core.cut import Cut
 from shardwise.parallel.dropout import Draws
+from shardwise.parallel.products import BY_TORCH
 from shardwise.parallel.tensor import Stream
 
 Groups = tuple[tuple[int, ...], ...]
@@ -94,7 +95,7 @@ class Tensors:
 
 def nowhere() -> Tensors:
     """A model that is on no tensor axis."""
-    return Tensors(Axis("none"), Stream(Axis("none"), split=False))
+    return Tensors(Axis("none"), Stream(Axis("none"), False, BY_TORCH))
 
 
 @dataclass(frozen=True)

@@ -60,13 +60,13 @@ def lay_out(model: nn.Module, build: Build) -> Laid:
         device=world.device,
     )
     schedule, tensor_ranks = staging.schedule_of(plan), world.axis(tensor.AXIS).size
-    linear, norm = fastest(world.device), fused(world.device)
+    products, norm = fastest(world.device), fused(world.device)
     if schedule is None:
         specs = units_of(model, how, tensor_ranks)
         tensors = tensor.lay_out(model, world, plan.sp, build.table)
         units = shard(how, specs, tensors)
         data = hooked(model, how, units, Pace(ahead=build.prefetch, by_hand=False))
-        take_over(model, linear, norm, data, sizes(units), several=plan.accumulate > 1)
+        take_over(model, products, norm, data, sizes(units), several=plan.accumulate > 1)
         return Laid(how.axes, tensors, None, data, flats_of(units))
     at = staging.stages_of(model, build.starts, build.beside)
     specs = units_of(model, how, tensor_ranks, lambda spec: {at[name] for name, _ in spec.params})
@@ -76,7 +76,7 @@ def lay_out(model: nn.Module, build: Build) -> Laid:
     staged = staging.lay_out(model, twins, world, schedule, build.starts, build.beside)
     units = shard(how, staged.here(specs), tensors, staged.ties)
     data = _driven(units, staged, agreed(model, how, units))
-    take_over(model, linear, norm, data, sizes(units), several=True)
+    take_over(model, products, norm, data, sizes(units), several=True)
     return Laid(how.axes, tensors, staged, data, flats_of(units))
 
 

@@ -18,6 +18,7 @@ from shardwise.parallel.buffers import Buffers
 from shardwise.parallel.data import Data, Pace, Unit
 from shardwise.parallel.facts import Facts
 from shardwise.parallel.flat import Fill, Flat, Kept
+from shardwise.parallel.products import fastest
 from shardwise.parallel.reductions import Reductions
 from shardwise.parallel.resting import Units
 from shardwise.parallel.units import Rule, UnitSpec, choose
@@ -88,7 +89,8 @@ def shard(
             counts = held.replica == 0 and tie.replica == 0
             others = _others([tensors.of(name) for name, _ in group])
             kept = Kept(how.row, how.shard, how.replicate, (held.sums, tie.axis), counts, others)
-            groups.append(Flat(group, kept, fill, how.device))
+            device = how.device or group[0][1].device
+            groups.append(Flat(group, kept, fill, device, fastest(device).add))
         units.append(Unit(spec.name, spec.modules, groups))
     return units
 

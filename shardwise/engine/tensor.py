@@ -54,7 +54,7 @@ def lay_out(model: nn.Module, world: World, sp: bool, table: Table | None) -> Te
     if table is None or axis.size == 1:
         return nowhere()
     _agree(model, axis)
-    tensors = Tensors(axis, tensor.Stream(axis, sp, linear=fastest(world.device)))
+    tensors = Tensors(axis, tensor.Stream(axis, sp, fastest(world.device)))
     known = shapes(model)
     styles = assign(table, list(known), sp)
     layout = _Layout(model, world, tensors)
@@ -100,7 +100,7 @@ class _Layout:
         self.model, self.world, self.tensors = model, world, tensors
         self.stream, self.axis = tensors.stream, tensors.axis
         #: where the sequence is joined
-        self.whole = tensor.Stream(self.axis, False, self.stream, self.stream.linear)
+        self.whole = tensor.Stream(self.axis, False, self.stream.products, self.stream)
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.wanted: dict[str, tuple[nn.Parameter, Cut]] = {}
         self.entered: list[str] = []  # modules whose inputs are gathered

@@ -43,6 +43,7 @@ from shardwise.core.layout import P, R, S
 from shardwise.core.states import Row
 
 Fill = Callable[[str, Tensor], None]
+Add = Callable[[Tensor, Tensor, Tensor, float, float], object]  # products.py
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,12 @@ class Flat:
         self,
         params: Sequence[tuple[str, nn.Parameter]],
         kept: Kept,
-        fill: Fill | None = None,
-        device: torch.device | None = None,
+        fill: Fill | None,
+        device: torch.device,
+        add: Add,
     ) -> None:
         row, shard, replicate = kept.row, kept.shard, kept.replicate
+        self.add = add
         self.names = [name for name, _ in params]
         self.params = [p for _, p in params]
         self.shapes = [p.shape for p in self.params]
@@ -98,7 +101,7 @@ class Flat:
         self.further = [axis for axis in further if axis.size > 1]
         self.plan = flatten([s.numel() for s in self.shapes], first.element_size(), ranks)
         self.pieces = [self.plan.piece(i, self.rank) for i in range(len(self.params))]
-        self.full = self._assemble(fill, device or first.device)
+        self.full = self._assemble(fill, device)
         self.shard = self._block(self.full).clone() if self.temporary else self._block(self.full)
         self.full_views = self.views(self.full)
         self.grad: Tensor | None = None
@@ -242,7 +245,7 @@ class Flat:
         if self.grad is None:
             self.begin_grad()
         view, beta = self.grad_views[index], float(self.filled[index])  # times 0: not read at all
-        torch.addmm(view, left.t(), right, beta=beta, alpha=scale, out=view)
+        self.add(view, left.t(), right, beta, scale)
         self.filled[index] = self.got[index] = True
 
     def add_rows(self, index: int, ids: Tensor, grad: Tensor, scale: float) -> None:

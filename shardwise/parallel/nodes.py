@@ -34,8 +34,16 @@ from torch.nn.modules import module as modules
 #: costs more than it saves.
 LEAST = 2**16
 
-Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # products.py
 Norm = Callable[[Tensor, Tensor, float], Tensor]  # norms.py
+
+
+class Products(Protocol):
+    """How matrices are multiplied, outside of autograd (products.py)."""
+
+    @property
+    def linear(self) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]: ...
+    @property
+    def multiply(self) -> Callable[[Tensor, Tensor], Tensor]: ...
 
 
 class Sink(Protocol):
@@ -56,7 +64,7 @@ class Sink(Protocol):
 
 def take_over(
     model: nn.Module,
-    linear: Linear,
+    products: Products,
     norm: Norm | None,
     sink: Sink,
     sizes: Mapping[nn.Parameter, int],
@@ -75,9 +83,9 @@ def take_over(
             module.register_forward_pre_hook(_Norm(weight, norm).mark)
         elif sizes[weight] < LEAST:
             continue
-        elif type(module) is nn.Linear and (several or linear is not functional.linear):
+        elif type(module) is nn.Linear and (several or products.linear is not functional.linear):
             own = sink if several and weight.requires_grad else None
-            module.register_forward_pre_hook(_Product(weight, linear, own).mark)
+            module.register_forward_pre_hook(_Product(weight, products, own).mark)
         elif type(module) is nn.Embedding and weight.requires_grad:
             lookup = _Lookup(weight, sink)
             lookup.hook = module.register_forward_hook(lookup.after, prepend=True).id
@@ -212,8 +220,8 @@ class _Norm:
 class _Product:
     """A linear layer with a large weight."""
 
-    def __init__(self, weight: nn.Parameter, linear: Linear, sink: Sink | None) -> None:
-        self.weight, self.linear, self.sink = weight, linear, sink
+    def __init__(self, weight: nn.Parameter, products: Products, sink: Sink | None) -> None:
+        self.weight, self.products, self.sink = weight, products, sink
 
     def mark(self, module: nn.Module, args: Any) -> Any:
         """The hook: the input marked, where the product is to be ours."""
@@ -234,7 +242,7 @@ class _Product:
         """The product, of shapes [..., in], [out, in] and [out]."""
         if func is not functional.linear or len(args) != 2 or args[0] is not self.weight:
             return None
-        return _Linear.apply(x, *args, self.linear, self._takes())
+        return _Linear.apply(x, *args, self.products, self._takes())
 
 
 class _Linear(torch.autograd.Function):
@@ -242,16 +250,21 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, linear: Linear, sink: Sink | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        products: Products,
+        sink: Sink | None,
     ) -> Tensor:
         """Of x [..., in], weight [out, in] and bias [out]: [..., out]."""
         ctx.parameter = weight  # what is saved may come back as another tensor
-        ctx.linear, ctx.sink = linear, sink
+        ctx.products, ctx.sink = products, sink
         # which of its edges leads to what can be put off, and whether it is (backward.py)
         ctx.can_put_off, ctx.puts_off = None if sink is None else 1, False
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x, weight)
-        return linear(x, weight, bias).detach()  # no view: its reader may work in place
+        return products.linear(x, weight, bias).detach()  # no view: its reader may work in place
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -261,12 +274,13 @@ class _Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         to_x, to_weight, to_bias, *_ = ctx.needs_input_grad
         in_turn = torch.is_grad_enabled()  # to be differentiated in turn
-        linear = functional.linear if in_turn else ctx.linear
+        linear = functional.linear if in_turn else ctx.products.linear
         left, right = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         dx = linear(left, weight.t(), None).view(x.shape) if to_x else None
         dbias = left.sum(0) if to_bias else None
         taken = to_weight and not in_turn and _handed_over(ctx, left, right)
-        dweight = left.t() @ right if to_weight and not taken else None
+        multiply = torch.mm if in_turn else ctx.products.multiply
+        dweight = multiply(left.t(), right) if to_weight and not taken else None
         return dx, dweight, dbias, None, None
 
 

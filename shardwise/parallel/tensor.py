@@ -20,7 +20,7 @@ al., arXiv 2205.05198, section 4.2.2.)
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,17 +35,22 @@ from shardwise.core.layout import I, P, Placement, R, S
 from shardwise.core.shape import Crossing
 
 
+class Products(Protocol):
+    """How matrices are multiplied, outside of autograd (products.py)."""
+
+    @property
+    def linear(self) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]: ...
+    @property
+    def add(self) -> Callable[[Tensor, Tensor, Tensor, float, float], object]: ...
+
+
 class Stream:
     """The residual stream on the tensor axis; `split` says that it is split along the sequence."""
 
     def __init__(
-        self,
-        axis: Axis,
-        split: bool,
-        within: "Stream | None" = None,
-        linear: Callable[..., Tensor] = functional.linear,
+        self, axis: Axis, split: bool, products: Products, within: "Stream | None" = None
     ) -> None:
-        self.axis, self.split, self.linear = axis, split, linear
+        self.axis, self.split, self.products = axis, split, products
         self.log = within or self  # whose crossings count what moves here
         self.whole = 0  # positions of the sequence now in the stream, where it is split
         self.slot: _Entered | None = None  # what was entered last
@@ -174,11 +179,12 @@ class Entry:
 
     def add(self, grad: Tensor, weight: Tensor) -> Tensor | None:
         """Take what one reader [out, in] sends back; the sum of all, when it is on its way."""
+        products = self.stream.products
         if self.grad is None:
-            self.grad = self.stream.linear(grad, weight.t(), None)
+            self.grad = products.linear(grad, weight.t(), None)
         else:
-            width = weight.shape[1]
-            self.grad.view(-1, width).addmm_(grad.reshape(-1, weight.shape[0]), weight)
+            out, width = weight.shape
+            products.add(self.grad.view(-1, width), grad.reshape(-1, out), weight, 1.0, 1.0)
         self.waiting -= 1
         if self.waiting or self.mixed:
             return None

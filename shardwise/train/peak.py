@@ -46,7 +46,7 @@ def measured_peak(
     """
     size = SIZES.get(device.type, 2048)
     a = torch.full((size, size), 0.5, device=device, dtype=dtype)
-    multiply = fastest(device)
+    multiply = fastest(device).linear
     multiply(a, a, None)  # the first one pays for start-up
     best_s = float("inf")
     for _ in range(ROUNDS):

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.comm.world import alone
 from shardwise.parallel.nodes import take_over
-from shardwise.parallel.products import by_onednn
+from shardwise.parallel.products import BY_ONEDNN
 from tests.engine.cases import difference
 from tests.parallel.test_linear import WIDE, Net, directly, made, once, rows, there, written
 
@@ -25,7 +25,7 @@ def test_inputs_that_do_not_fit_are_told_as_torch_tells(bad: tuple[int, ...]):
     """Whichever library multiplies."""
     x, texts = torch.ones(bad), []
     net = made(once).float()
-    take_over(net, by_onednn, None, cast("Any", None), {p: p.numel() for p in net.parameters()})
+    take_over(net, BY_ONEDNN, None, cast("Any", None), {p: p.numel() for p in net.parameters()})
     for layer in (made(once).float().a, net.a):
         with pytest.raises((RuntimeError, IndexError)) as told:
             layer(x)
@@ -67,7 +67,7 @@ def test_what_only_torch_does_is_left_to_torch(act: Callable[[Net, Tensor], Tens
     """Sparse inputs, forward-mode derivatives, tracing, a bias of one element, counting modes."""
     nets = made(once).float(), directly(made(once).float(), alone())
     take_over(
-        nets[1], by_onednn, None, cast("Any", None), {p: p.numel() for p in nets[1].parameters()}
+        nets[1], BY_ONEDNN, None, cast("Any", None), {p: p.numel() for p in nets[1].parameters()}
     )
     plain, found = (act(net, rows(0, 0).float()) for net in nets)
     assert difference(found.detach(), plain.detach()) <= 1e-5

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from threading import get_ident
 from typing import Any, cast
@@ -18,6 +19,7 @@ from shardwise.engine import laying, tensor
 from shardwise.engine.shard import drivers
 from shardwise.parallel.flat import Flat
 from shardwise.parallel.nodes import LEAST, take_over
+from shardwise.parallel.products import BY_TORCH, Products
 from tests.engine.cases import Case, build, difference, regression, rows_task, settled
 from tests.engine.tensors import mine
 from tests.pool import run_threads
@@ -96,7 +98,7 @@ def directly(net: Net, world: World) -> Net:
     sw.DDP(net, world)
     [data] = drivers(net)
     sizes = {p: p.numel() for p in net.parameters()}
-    take_over(net, functional.linear, None, data, sizes, several=True)
+    take_over(net, BY_TORCH, None, data, sizes, several=True)
     return net
 
 
@@ -288,6 +290,11 @@ class Library:
         return functional.linear(x, weight, bias)
 
     @property
+    def products(self) -> Products:
+        """Gradients of weights are torch's."""
+        return replace(BY_TORCH, linear=self.linear)
+
+    @property
     def asked(self) -> int:
         """By this thread."""
         return self.times[get_ident()]
@@ -296,7 +303,7 @@ class Library:
 def elsewhere(net: Net, library: Library) -> Net:
     """The net in fp32, its large products by `library`, its gradients by autograd."""
     sizes = {p: p.numel() for p in net.float().parameters()}
-    take_over(net, library.linear, None, cast("Any", None), sizes)  # nothing is handed over
+    take_over(net, library.products, None, cast("Any", None), sizes)  # nothing is handed over
     return net
 
 
@@ -349,7 +356,7 @@ def test_plans_of_fp32_take_the_faster_library(
     """How often each rank asks it, in a step."""
     library = Library()
     for module in (laying, tensor):
-        monkeypatch.setattr(module, "fastest", lambda _: library.linear)
+        monkeypatch.setattr(module, "fastest", lambda _: library.products)
     assert run_threads(len(asked), asking, plan, library) == asked
 
 

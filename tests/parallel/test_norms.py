@@ -6,7 +6,6 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
@@ -14,7 +13,7 @@ from shardwise.comm.world import alone
 from shardwise.parallel import nodes
 from shardwise.parallel.nodes import take_over
 from shardwise.parallel.norms import fused
-from shardwise.parallel.products import by_onednn
+from shardwise.parallel.products import BY_ONEDNN, BY_TORCH
 
 CPU = torch.device("cpu")
 
@@ -34,7 +33,7 @@ def pair(
         if norm.weight is not None:
             norm.weight.data = 1 + 0.2 * numbers(*norm.weight.shape, dtype=dtype)
     sizes = {p: p.numel() for p in ours.parameters()}
-    take_over(ours, functional.linear, fused(CPU), cast("Any", None), sizes)
+    take_over(ours, BY_TORCH, fused(CPU), cast("Any", None), sizes)
     return [plain, ours]
 
 
@@ -189,7 +188,7 @@ def test_without_a_weight_or_of_a_class_of_its_own():
 
     own = Own(6)
     assert pair(elementwise_affine=False)[1]._forward_pre_hooks == {}
-    take_over(own, functional.linear, fused(CPU), cast("Any", None), {own.weight: 6})
+    take_over(own, BY_TORCH, fused(CPU), cast("Any", None), {own.weight: 6})
     assert own._forward_pre_hooks == {}
 
 
@@ -243,7 +242,7 @@ def test_what_a_hook_asks_of_an_input_is_heard(before: bool):
 
     linear = nn.Linear(256, 256, dtype=torch.float64)
     sizes = {p: p.numel() for p in linear.parameters()}
-    take_over(linear, by_onednn, None, cast("Any", None), sizes)
+    take_over(linear, BY_ONEDNN, None, cast("Any", None), sizes)
     for module, width in ((pair()[1], 6), (linear, 256)):
         hook = module.register_forward_pre_hook if before else module.register_forward_hook
         hook(ask)

@@ -6,8 +6,15 @@ import pytest
 import torch
 from torch.nn import functional
 
-from shardwise.parallel import products
-from shardwise.parallel.products import by_onednn, fastest
+from shardwise.parallel import products as module
+from shardwise.parallel.products import (
+    BY_BOTH,
+    BY_ONEDNN,
+    BY_TORCH,
+    Products,
+    by_onednn,
+    fastest,
+)
 
 CPU = torch.device("cpu")
 ONEDNN = pytest.mark.skipif(
@@ -61,28 +68,52 @@ def test_onednn_is_used_unless_torch_is_told_not_to(monkeypatch: pytest.MonkeyPa
     assert given == [torch.float32]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("products", [BY_TORCH, BY_ONEDNN], ids=["torch", "onednn"])
+@pytest.mark.parametrize(("beta", "alpha"), [(0.0, 1.0), (1.0, 1.0), (1.0, 0.5), (2.0, -1.0)])
+def test_products_of_weights_gradients(
+    products: Products, dtype: torch.dtype, beta: float, alpha: float
+):
+    """Alone, and added to what is there; of beta 0 what is there may be anything."""
+    draw = torch.Generator().manual_seed(0)
+    grad, x = (torch.randn(7, n, generator=draw).to(dtype) for n in (24, 32))
+    there = torch.randn(24, 32, generator=draw) if beta else torch.full((24, 32), torch.nan)
+    there = there.to(dtype)
+    out = there.clone()
+    made = grad.double().t() @ x.double()
+    torch.testing.assert_close(products.multiply(grad.t(), x), made.to(dtype))
+    products.add(out, grad.t(), x, beta, alpha)
+    before = beta * there.double() if beta else 0
+    torch.testing.assert_close(out, (before + alpha * made).to(dtype))
+
+
 @ONEDNN
 @pytest.mark.parametrize(
-    ("told", "onednn"),
+    ("told", "products"),
     [
-        ("processor : 0\nvendor_id : AuthenticAMD\nmodel : 17", True),
-        ("AMD64 Family 25 Model 33 Stepping 0, AuthenticAMD", True),
-        ("processor : 0\nvendor_id : GenuineIntel\nmodel : 85", False),
-        ("arm", False),
-        ("", False),
+        ("vendor_id : AuthenticAMD\ncpu family\t: 25\nmodel : 17", BY_BOTH),
+        ("vendor_id : AuthenticAMD\ncpu family\t: 26\nmodel : 2", BY_ONEDNN),
+        ("AMD64 Family 25 Model 33 Stepping 0, AuthenticAMD", BY_BOTH),
+        ("AMD64 Family 26 Model 36 Stepping 0, AuthenticAMD", BY_ONEDNN),
+        ("AuthenticAMD", BY_BOTH),
+        ("vendor_id : GenuineIntel\ncpu family\t: 6\nmodel : 85", BY_TORCH),
+        ("arm", BY_TORCH),
+        ("", BY_TORCH),
     ],
 )
-def test_onednn_is_for_processors_of_amd(monkeypatch: pytest.MonkeyPatch, told: str, onednn: bool):
+def test_onednn_is_for_processors_of_amd(
+    monkeypatch: pytest.MonkeyPatch, told: str, products: Products
+):
     """As the system names them; not for others, and not for GPUs."""
-    monkeypatch.setattr(products, "_processor", lambda: told)
-    assert fastest(CPU) is (by_onednn if onednn else functional.linear)
-    assert fastest(torch.device("cuda")) is functional.linear
+    monkeypatch.setattr(module, "_processor", lambda: told)
+    assert fastest(CPU) is products
+    assert fastest(torch.device("cuda")) is BY_TORCH
 
 
 def test_without_the_systems_file_the_interpreter_is_asked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """On Windows and macOS."""
-    monkeypatch.setattr(products, "TOLD", tmp_path / "none")
+    monkeypatch.setattr(module, "TOLD", tmp_path / "none")
     monkeypatch.setattr("platform.processor", lambda: "x86, AuthenticAMD")
-    assert products._processor() == "x86, AuthenticAMD"
+    assert module._processor() == "x86, AuthenticAMD"
