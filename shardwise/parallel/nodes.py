@@ -30,7 +30,7 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.modules import module as modules
 
-#: Elements of a matrix, or of what is normalised, from which on it is worth it: below, the node
+#: Elements of a table, or of what is normalised, from which on it is worth it: below, the node
 #: costs more than it saves.
 LEAST = 2**16
 
@@ -44,6 +44,8 @@ class Products(Protocol):
     def linear(self) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]: ...
     @property
     def multiply(self) -> Callable[[Tensor, Tensor], Tensor]: ...
+    @property
+    def least(self) -> int: ...
 
 
 class Sink(Protocol):
@@ -81,12 +83,11 @@ def take_over(
             continue
         if type(module) is nn.RMSNorm and norm is not None:
             module.register_forward_pre_hook(_Norm(weight, norm).mark)
-        elif sizes[weight] < LEAST:
-            continue
-        elif type(module) is nn.Linear and (several or products.linear is not functional.linear):
+        elif type(module) is nn.Linear and sizes[weight] >= products.least:
             own = sink if several and weight.requires_grad else None
-            module.register_forward_pre_hook(_Product(weight, products, own).mark)
-        elif type(module) is nn.Embedding and weight.requires_grad:
+            if several or products.linear is not functional.linear:
+                module.register_forward_pre_hook(_Product(weight, products, own).mark)
+        elif type(module) is nn.Embedding and weight.requires_grad and sizes[weight] >= LEAST:
             lookup = _Lookup(weight, sink)
             lookup.hook = module.register_forward_hook(lookup.after, prepend=True).id
 

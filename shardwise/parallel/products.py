@@ -35,11 +35,13 @@ class Products:
     linear      x [..., in], weight [out, in], bias [out] or None -> [..., out]
     multiply    left [M, K], right [K, N] -> [M, N]
     add         out [M, N] becomes beta out + alpha left right; of beta 0 it is not read
+    least       elements of a weight from which on a node of ours (nodes.py) is worth it
     """
 
     linear: Linear
     multiply: Callable[[Tensor, Tensor], Tensor]
     add: Callable[[Tensor, Tensor, Tensor, float, float], object]
+    least: int = 2**16
 
 
 def fastest(device: torch.device) -> Products:
@@ -86,7 +88,7 @@ def _added(out: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) 
 
 BY_TORCH: Final = Products(functional.linear, torch.mm, _add)
 BY_BOTH: Final = Products(by_onednn, torch.mm, _add)
-BY_ONEDNN: Final = Products(by_onednn, _multiplied, _added)
+BY_ONEDNN: Final = Products(by_onednn, _multiplied, _added, least=2**13)
 
 
 def _processor() -> str:
