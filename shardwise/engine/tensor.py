@@ -106,7 +106,7 @@ class _Layout:
         self.entered: list[str] = []  # modules whose inputs are gathered
 
     def hook(self, name: str, style: Style, cut: Cut | None, shape: ModuleShape) -> None:
-        """Set the hooks of one module."""
+        """Set the hooks of one module: what is hooked last comes first, and the user's after it."""
         module = self.model.get_submodule(name)
         stream = self.whole if style.by == "whole" else self.stream
         entered = any(name.startswith(f"{outer}.") for outer in self.entered)
@@ -115,13 +115,13 @@ class _Layout:
                 straight = style.by == "sequence" or not stream.split
                 vocabulary.embed(module, self.axis, cut, stream.leave if straight else stream.sum)
             case "vocabulary", Cut():
-                tensor.columns(module, stream, shape.transposed, entered)
                 self._keep_cut(module, cut)
+                tensor.columns(module, stream, shape.transposed, entered)
             case "colwise", _:
                 tensor.columns(module, stream, shape.transposed, entered)
             case "colwise_gather_output", Cut():
-                tensor.columns(module, stream, shape.transposed, entered)
                 tensor.gather_output(module, stream, cut)
+                tensor.columns(module, stream, shape.transposed, entered)
             case "rowwise", _:
                 tensor.rows(module, stream)
             case "rowwise_split_input", Cut():
@@ -140,7 +140,7 @@ class _Layout:
         def whole(_: nn.Module, __: object, y: Tensor) -> Tensor:
             return self.stream.unsplit(y)
 
-        module.register_forward_hook(whole)
+        module.register_forward_hook(whole, prepend=True)
 
     def _keep_cut(self, module: nn.Module, cut: Cut) -> None:
         def logits(_: nn.Module, __: object, y: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ class _Layout:
                 self.tensors.logits.append(y.shape[:-1].numel())
             return Logits.of(y, self.axis, cut, cross_entropy)
 
-        module.register_forward_hook(logits)
+        module.register_forward_hook(logits, prepend=True)
 
     def hold(self, name: str, style: Style, weight: Cut | None, bias: Cut | None) -> None:
         """Note what becomes of the module's own parameters."""

@@ -14,8 +14,8 @@ one x (queries, keys, values; gate and up) share an `Entry`: x moves once, and t
 send back are added up before they are summed over the ranks, once, beside the weight gradients.
 
 Nothing here knows a model: modules keep their class, names and forward; hooks move what goes in
-and what comes out.  (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3; Korthikanti et
-al., arXiv 2205.05198, section 4.2.2.)
+and what comes out, ahead of the user's.  (Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section
+3; Korthikanti et al., arXiv 2205.05198, section 4.2.2.)
 """
 
 from collections.abc import Callable
@@ -254,9 +254,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(_: Any, y: Tensor, axis: Axis) -> Tensor:
         """The sum over the axis, in the memory of `y`."""
-        flat = y.contiguous().view(-1)
-        start(flat, axis, P, I, flat).wait()
-        return flat.view(y.shape)
+        return _begin_sum(y.contiguous(), axis)().view(y.shape)
 
     @staticmethod
     def backward(_: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -295,7 +293,7 @@ def columns(module: nn.Module, stream: Stream, transposed: bool, entered: bool) 
     plain = _plain(module)
     module.register_forward_pre_hook(partial(_before_columns, stream, plain, entered))
     if plain and not entered:
-        module.register_forward_hook(partial(_after_columns, stream, transposed))
+        module.register_forward_hook(partial(_after_columns, stream, transposed), prepend=True)
 
 
 def _plain(module: nn.Module) -> bool:
@@ -334,7 +332,8 @@ def rows(module: nn.Module, stream: Stream) -> None:
     """Hook a layer whose inputs are cut: its outputs are summed, then the bias is added, once."""
     held = _Bias()
     module.register_forward_pre_hook(held.put_aside)
-    module.register_forward_hook(partial(_after_rows, stream, held), always_call=True)
+    after = partial(_after_rows, stream, held)
+    module.register_forward_hook(after, prepend=True, always_call=True)
 
 
 class _Bias:
@@ -371,12 +370,12 @@ def _after_rows(
 
 
 def gather_output(module: nn.Module, stream: Stream, cut: Cut) -> None:
-    """Hook a layer of columns so that its outputs are whole again, alike on every rank."""
+    """Hook a layer so that its outputs are whole again, alike on every rank; before `columns`."""
 
     def after(_: nn.Module, __: Any, y: Tensor) -> Tensor:
         return stream.join(y, cut)
 
-    module.register_forward_hook(after)
+    module.register_forward_hook(after, prepend=True)
 
 
 def split_input(module: nn.Module, stream: Stream, cut: Cut) -> None:

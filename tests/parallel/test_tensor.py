@@ -20,9 +20,12 @@ from tests.pool import run_threads
 Act = Callable[[nn.Module, Tensor], Tensor]
 
 
-def cut(world: World, name: str, sp: bool) -> tuple[nn.Module, Tensors]:
-    """The model of a kind, laid out on all ranks."""
+def cut(
+    world: World, name: str, sp: bool, prepare: Callable[[nn.Module], object] = bool
+) -> tuple[nn.Module, Tensors]:
+    """The model of a kind, prepared, and laid out on all ranks."""
     model = KINDS[name].model()
+    prepare(model)
     return model, lay_out(model, world.on(Mesh(((AXIS, world.size),))), sp, table_of(model))
 
 
@@ -99,10 +102,17 @@ def assert_part(name: str, found: Tensor | None, whole: Tensor | None, largest: 
     assert worst <= 1e-10 * scale, f"gradient of {name}"
 
 
-def same(world: World, name: str, sp: bool, act: Act) -> None:
+def same(
+    world: World,
+    name: str,
+    sp: bool,
+    act: Act,
+    prepare: Callable[[nn.Module], object] = bool,
+) -> None:
     """The act on the cut model and on the whole one: outputs, gradients of input and weights."""
-    model, tensors = cut(world, name, sp)
+    model, tensors = cut(world, name, sp, prepare)
     oracle, (rows, _) = KINDS[name].model(), sequences(0)
+    prepare(oracle)
     x, y = plain(rows), plain(rows)
     assert difference(act(model, x).detach(), act(oracle, y).detach()) <= 1e-10
     wanted = {n: p.grad for n, p in oracle.named_parameters()}
@@ -133,3 +143,17 @@ SOME = ["gated", "another class first", "a layer nobody reads", "6 heads, 2 for 
 def test_any_use_of_autograd_gives_the_same(act: Act, name: str, sp: bool):
     """A retained graph, two graphs at once, looks without gradients, the input's gradient alone."""
     run_threads(2, same, name, sp, act)
+
+
+def hooked(model: nn.Module) -> None:
+    """Hooks that make something else of what layers give."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear | nn.LayerNorm):
+            module.register_forward_hook(lambda _, __, y: 2 * y.tanh())
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
+@pytest.mark.parametrize("name", SOME)
+def test_hooks_that_were_there_before_see_what_the_layer_gives(name: str, sp: bool):
+    """Of columns this rank's, of rows the sum, and their gradients go back through the hook."""
+    run_threads(2, same, name, sp, once, hooked)
