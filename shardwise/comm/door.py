@@ -1,7 +1,8 @@
-"""this file is the one door: every byte between ranks passes through `start` or `move`.
+"""this file is the one door: every byte between ranks passes through it.
 
-    start   the work itself, on flat tensors, returning a `Pending`; counted in the ledger
-    move    the same for tensors of any shape, waited for, and differentiable
+    start     the work itself, on flat tensors, returning a `Pending`; counted in the ledger
+    move      the same for tensors of any shape, waited for, and differentiable
+    begin_gather, begin_scatter     of any shape too, to be waited for later; not differentiable
 
 No collective has a backward of its own: the backward of `src -> dst` is `dst.dual -> src.dual`,
 so one autograd function serves them all.  On an axis of one rank both are free, so no caller
@@ -49,29 +50,33 @@ def start(
             pending = transport.all_reduce(x)
         case _:
             raise ValueError(f"{src} -> {dst} has no form for flat tensors; use move")
-    if step.sent:
-        _write(axis, step, x)
+    _write(axis, step, x)
     return pending
 
 
 def begin_scatter(x: Tensor, axis: Axis, dim: int) -> Callable[[], Tensor]:
     """Begin P -> S(dim) of `x` of any shape; call the result for this rank's block of the sum.
 
+    It is called once, and until then `x` is left alone.
     Raises InputError for a dim that the axis's ranks do not divide.
     """
     _check_even(x, dim, axis.size)
     _write(axis, price(P, S(dim), x.numel(), axis.size), x)
-    return axis.transport.scatter(x, dim)
+    return axis.transport.reduce_scatter_along(x, dim)
 
 
 def begin_gather(x: Tensor, axis: Axis, dim: int) -> Callable[[], Tensor]:
-    """Begin S(dim) -> R of `x` of any shape; call the result for the whole.  `x` is left alone."""
+    """Begin S(dim) -> R of `x` of any shape; call the result for the whole.
+
+    It is called once, and until then `x` is left alone.
+    """
     _write(axis, price(S(dim), R, x.numel() * axis.size, axis.size), x)
-    return axis.transport.gather(x, dim)
+    return axis.transport.all_gather_along(x, dim)
 
 
 def _write(axis: Axis, step: Move, x: Tensor) -> None:
-    axis.ledger.write(axis.name, step.what, round(step.sent), x.element_size())
+    if step.sent:
+        axis.ledger.write(axis.name, step.what, round(step.sent), x.element_size())
 
 
 def _kept(out: Tensor, x: Tensor) -> Pending:

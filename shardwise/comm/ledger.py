@@ -50,12 +50,13 @@ class Ledger:
     """The running totals of one rank."""
 
     def __init__(self) -> None:
+        #: calls, elements, bytes; a Tally made for each write would take longer than the write
         self._totals: defaultdict[Key, list[int]] = defaultdict(lambda: [0, 0, 0])
         self.now = "start"
 
     @property
     def lines(self) -> dict[Key, Tally]:
-        """The totals so far."""
+        """The totals so far, as a new dict each time."""
         return {key: Tally(*totals) for key, totals in self._totals.items()}
 
     @contextmanager

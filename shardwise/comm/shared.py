@@ -127,8 +127,8 @@ class _Arrival:
 
     like: Tensor
     place: Tensor | None
-    use: Callable[[Tensor], Any] | None = None
-    made: Any = None  # what came of its use
+    use: Callable[[Tensor], Tensor] | None = None
+    made: Tensor | None = None  # what came of its use
     here: bool = False
 
 
@@ -206,7 +206,7 @@ class Mailboxes:
         """Expect a message in `x` after those expected before; call the result to wait for it."""
         return self._expect(_Arrival(x, x), source)
 
-    def read(self, like: Tensor, source: int, use: Callable[[Tensor], Any]) -> Callable[[], Any]:
+    def read(self, like: Tensor, source: int, use: Callable[[Tensor], Tensor]) -> Callable[[], Any]:
         """As `receive`, of a message like `like`; `use` is given it in the wait, for that time.
 
         The wait gives what `use` gives.
@@ -217,7 +217,7 @@ class Mailboxes:
         self.into[source].expected.append(arrival)
         return partial(self._wait, arrival, source)
 
-    def _wait(self, arrival: _Arrival, source: int) -> Any:
+    def _wait(self, arrival: _Arrival, source: int) -> Tensor | None:
         inbox, looks = self.into[source], 0
         while not arrival.here:
             inbox.take(arrival, lambda x: self.group.recv([x.view(-1)], source, TAG).wait())
@@ -226,7 +226,7 @@ class Mailboxes:
                 self._pause(looks, source)
         use, arrival.use = arrival.use, None
         if use is not None and arrival.place is not None:
-            return use(arrival.place)
+            arrival.made = use(arrival.place)
         return arrival.made
 
     def _pause(self, looks: int, source: int) -> None:

@@ -1,7 +1,8 @@
 """this file is what an axis needs from the outside world: collectives that may finish later.
 
 Every transport speaks of one-dimensional contiguous tensors, starts the work, and returns a
-`Pending`.  The door (door.py) decides what to ask for and counts it; nobody else calls these.
+`Pending`; the two `along` a dim take any shape and strides, and return what to call for the result.
+The door (door.py) decides what to ask for and counts it; nobody else calls these.
 
     Alone    a world of one: nothing to do
     Threads  ranks are threads of this process (tests, and a first look on a laptop)
@@ -74,30 +75,31 @@ class Transport(ABC):
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
         """Write the sum over the ranks of block `rank` of `x` in `out`; `out` may be that block."""
 
-    def gather(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
+    def all_gather_along(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
         """Begin an all_gather of `x` of any shape; call the result for the ranks' `x` along `dim`.
 
-        Until then `x` is left alone.
+        It is called once, and until then `x` is left alone.
         """
-        out = x.new_empty(self.size * x.numel())
-        arriving = self.all_gather(out, x.contiguous().view(-1))
+        out, sent = x.new_empty(self.size * x.numel()), x.contiguous()
+        arriving = self.all_gather(out, sent.view(-1))
 
-        def end() -> Tensor:
+        def end(_: Tensor = sent) -> Tensor:  # alive until it is sent
             arriving.wait()
             return torch.cat(out.view(self.size, *x.shape).unbind(), dim)
 
         return end
 
-    def scatter(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
-        """Begin a reduce_scatter of `x` of any shape; call the result for this rank's block of it.
+    def reduce_scatter_along(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
+        """Begin a reduce_scatter of `x` of any shape; call the result for this rank's block.
 
-        The blocks are of dim `dim`, which divides evenly.
+        The blocks are of dim `dim`, which divides evenly.  It is called once, and until then `x` is
+        left alone.
         """
         blocks = torch.stack(x.chunk(self.size, dim))
         out = torch.empty_like(blocks[0])
         arriving = self.reduce_scatter(out.view(-1), blocks.view(-1))
 
-        def end() -> Tensor:
+        def end(_: Tensor = blocks) -> Tensor:  # alive until they are sent
             arriving.wait()
             return out
 

@@ -95,7 +95,7 @@ class Tensors:
 
 def nowhere() -> Tensors:
     """A model that is on no tensor axis."""
-    return Tensors(Axis("none"), Stream(Axis("none"), False, BY_TORCH))
+    return Tensors(Axis("none"), Stream(Axis("none"), split=False, products=BY_TORCH))
 
 
 @dataclass(frozen=True)

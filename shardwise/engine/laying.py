@@ -50,6 +50,7 @@ class Laid:
 def lay_out(model: nn.Module, build: Build) -> Laid:
     """Lay `model` out, in place; called by all ranks of the world."""
     world, plan = build.world, build.plan
+    products, norm = fastest(world.device), fused(world.device)
     how = Sharding(
         row=ROWS[plan.row],
         shard=world.axis(plan.shard_axis or "none"),
@@ -58,9 +59,9 @@ def lay_out(model: nn.Module, build: Build) -> Laid:
         bucket_bytes=plan.bucket_bytes,
         fill=build.fill,
         device=world.device,
+        products=products,
     )
     schedule, tensor_ranks = staging.schedule_of(plan), world.axis(tensor.AXIS).size
-    products, norm = fastest(world.device), fused(world.device)
     if schedule is None:
         specs = units_of(model, how, tensor_ranks)
         tensors = tensor.lay_out(model, world, plan.sp, build.table)

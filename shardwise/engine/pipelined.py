@@ -35,7 +35,7 @@ from shardwise.engine.staging import Staging
 from shardwise.engine.stale import Stale
 from shardwise.parallel.backward import Rest, Tape
 from shardwise.parallel.pipeline import Watch, open_channels, run
-from shardwise.parallel.staged import Products, Staged
+from shardwise.parallel.staged import PutOff, Staged
 
 #: Shapes of microbatches of which the crossings are kept in mind.
 KNOWN = 64
@@ -190,7 +190,7 @@ class Pipelined:
             found, rest = tape.tape.inputs(_own(tape, grads))
         return self._sent_back(stage, microbatch, found), (rest, self.data.later())
 
-    def weights(self, stage: int, microbatch: int, rest: tuple[Rest, Products]) -> None:
+    def weights(self, stage: int, microbatch: int, rest: tuple[Rest, PutOff]) -> None:
         """W."""
         own, products = rest
         with self._going_back(stage, microbatch):

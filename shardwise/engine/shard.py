@@ -18,7 +18,7 @@ from shardwise.parallel.buffers import Buffers
 from shardwise.parallel.data import Data, Pace, Unit
 from shardwise.parallel.facts import Facts
 from shardwise.parallel.flat import Fill, Flat, Kept
-from shardwise.parallel.products import fastest
+from shardwise.parallel.products import BY_TORCH, Products
 from shardwise.parallel.reductions import Reductions
 from shardwise.parallel.resting import Units
 from shardwise.parallel.units import Rule, UnitSpec, choose
@@ -42,6 +42,7 @@ class Sharding:
     bucket_bytes: int = 25 * 2**20
     fill: Fill | None = None
     device: torch.device | None = None
+    products: Products = BY_TORCH
 
     @property
     def axes(self) -> tuple[Axis, Axis]:
@@ -90,7 +91,7 @@ def shard(
             others = _others([tensors.of(name) for name, _ in group])
             kept = Kept(how.row, how.shard, how.replicate, (held.sums, tie.axis), counts, others)
             device = how.device or group[0][1].device
-            groups.append(Flat(group, kept, fill, device, fastest(device).add))
+            groups.append(Flat(group, kept, fill, device, how.products.add))
         units.append(Unit(spec.name, spec.modules, groups))
     return units
 

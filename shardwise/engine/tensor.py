@@ -100,7 +100,9 @@ class _Layout:
         self.model, self.world, self.tensors = model, world, tensors
         self.stream, self.axis = tensors.stream, tensors.axis
         #: where the sequence is joined
-        self.whole = tensor.Stream(self.axis, False, self.stream.products, self.stream)
+        self.whole = tensor.Stream(
+            self.axis, split=False, products=self.stream.products, within=self.stream
+        )
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.wanted: dict[str, tuple[nn.Parameter, Cut]] = {}
         self.entered: list[str] = []  # modules whose inputs are gathered

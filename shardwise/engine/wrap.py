@@ -139,13 +139,12 @@ def _wrap(
             p.data = p.data.to(world.device)
     for b in module.buffers():
         b.data = b.data.to(world.device)
-    how = Sharding(
-        ROWS[row], *axes, units, bucket_bytes or 2**20, default_fill(module, 0), world.device
-    )
+    products, fill = fastest(world.device), default_fill(module, 0)
+    how = Sharding(ROWS[row], *axes, units, bucket_bytes or 2**20, fill, world.device, products)
     pace = Pace(scale=1 / (axes[0].size * axes[1].size))
     laid = shard(how, units_of(module, how))
     data = hooked(module, how, laid, pace)
-    take_over(module, fastest(world.device), fused(world.device), data, sizes(laid))
+    take_over(module, products, fused(world.device), data, sizes(laid))
     keep_keys(module, data, flats_of(laid))
     if axes[0].size > 1:
         data.units.rest()

@@ -43,7 +43,8 @@ from shardwise.core.layout import P, R, S
 from shardwise.core.states import Row
 
 Fill = Callable[[str, Tensor], None]
-Add = Callable[[Tensor, Tensor, Tensor, float, float], object]  # products.py
+#: out, left, right, beta, alpha: out becomes beta out + alpha left right; of beta 0 it is not read.
+AddProduct = Callable[[Tensor, Tensor, Tensor, float, float], object]  # products.py
 
 
 @dataclass(frozen=True)
@@ -80,10 +81,10 @@ class Flat:
         kept: Kept,
         fill: Fill | None,
         device: torch.device,
-        add: Add,
+        add_to: AddProduct,
     ) -> None:
         row, shard, replicate = kept.row, kept.shard, kept.replicate
-        self.add = add
+        self.add_to = add_to
         self.names = [name for name, _ in params]
         self.params = [p for _, p in params]
         self.shapes = [p.shape for p in self.params]
@@ -245,7 +246,7 @@ class Flat:
         if self.grad is None:
             self.begin_grad()
         view, beta = self.grad_views[index], float(self.filled[index])  # times 0: not read at all
-        self.add(view, left.t(), right, beta, scale)
+        self.add_to(view, left.t(), right, beta, scale)
         self.filled[index] = self.got[index] = True
 
     def add_rows(self, index: int, ids: Tensor, grad: Tensor, scale: float) -> None:

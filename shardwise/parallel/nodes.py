@@ -2,17 +2,17 @@
 
     linear      forward     x, W, b ---> y      products.py says by which library
                 backward    gy, W -----> gx     the same
-                            gy, x -----> gW     new, for autograd; or, where there is a sink,
+                            gy, x -----> gW     the same: new, for autograd; or, if there is a sink,
                                     '--> sink   written or added where gradients are kept
     embedding   backward    gy, ids ---> sink   added to the N rows that were looked up
                                                 (autograd: to a table of zeros, which is added)
     RMSNorm     both        x, w ------> y      one node, norms.py
 
-Of 33M parameters the sink saves 130 MB to write and to read for each microbatch: it is for steps of
-several (of one, the node costs what the copy does); of an embedding it pays in any step.  Autograd
-still counts the uses: the weight's own node comes last, with nothing to add where all of it has
-been written, and calls its hooks all the same (torch 2.8 and newer).  ("Gradient accumulation
-fusion" in Megatron-LM.)
+Of 33M parameters the sink saves 130 MB to write and to read for each microbatch (by a library that
+adds in place): it is for steps of several (of one, the node costs what the copy does); of an
+embedding it pays in any step.  Autograd still counts the uses: the weight's own node comes last,
+with nothing to add where all of it has been written, and calls its hooks all the same (torch 2.8
+and newer).  ("Gradient accumulation fusion" in Megatron-LM.)
 
 A layer keeps its class, its forward and its hooks.  The input of a linear layer or a norm is marked
 before it computes, and the function that meets the mark is ours; behind an embedding a node of ours
@@ -74,6 +74,8 @@ def take_over(
 ) -> None:
     """Hook the layers of `model` whose weights are in `sizes`: norms, and large matrices.
 
+    Large is a linear layer's from `products.least` elements on, of a dtype that the library takes.
+
     `norm`: how norms are computed, if not as torch does.  `several`: steps have several
     microbatches, and linear layers' gradients go to the sink too.
     """
@@ -83,13 +85,17 @@ def take_over(
             continue
         if type(module) is nn.RMSNorm and norm is not None:
             module.register_forward_pre_hook(_Norm(weight, norm).mark)
-        elif type(module) is nn.Linear and sizes[weight] >= products.least:
+        elif type(module) is nn.Linear and sizes[weight] >= _least(weight, products):
             own = sink if several and weight.requires_grad else None
             if several or products.linear is not functional.linear:
                 module.register_forward_pre_hook(_Product(weight, products, own).mark)
         elif type(module) is nn.Embedding and weight.requires_grad and sizes[weight] >= LEAST:
             lookup = _Lookup(weight, sink)
             lookup.hook = module.register_forward_hook(lookup.after, prepend=True).id
+
+
+def _least(weight: Tensor, products: Products) -> int:
+    return products.least if weight.dtype == torch.float32 else LEAST
 
 
 def _ordinary() -> bool:
@@ -219,7 +225,7 @@ class _Norm:
 
 
 class _Product:
-    """A linear layer with a large weight."""
+    """A linear layer that is taken over."""
 
     def __init__(self, weight: nn.Parameter, products: Products, sink: Sink | None) -> None:
         self.weight, self.products, self.sink = weight, products, sink

@@ -1,8 +1,9 @@
 """this file is which library multiplies matrices: of those torch was built with, the faster here.
 
-    fp32 on an AMD processor      oneDNN: an eighth faster there than MKL, which torch takes, and
-                                  twice as fast from Zen 5 on, for weights' gradients too
-    everything else               torch's own choice
+                        y = x W^T, gx = gy W      gW = gy^T x
+    fp32 on AMD's       oneDNN, faster by 1/8     torch's own choice, MKL
+    from Zen 5 on       oneDNN, twice as fast     oneDNN, faster by half to all
+    everything else     torch's own choice        the same
 
 A layer's product is that of x [..., in], weight [out, in], bias [out] -> [..., out].  The weight
 may be a transposed view, so that gy W, which goes on to the layer before, is one as well.  Figures
@@ -30,18 +31,18 @@ TOLD = Path("/proc/cpuinfo")  # of Linux
 
 @dataclass(frozen=True)
 class Products:
-    """Products, outside of autograd.
+    """How matrices are multiplied, outside of autograd: by one library, or each by another.
 
     linear      x [..., in], weight [out, in], bias [out] or None -> [..., out]
     multiply    left [M, K], right [K, N] -> [M, N]
     add         out [M, N] becomes beta out + alpha left right; of beta 0 it is not read
-    least       elements of a weight from which on a node of ours (nodes.py) is worth it
+    least       elements of an fp32 weight from which on a node of ours (nodes.py) is worth it
     """
 
     linear: Linear
     multiply: Callable[[Tensor, Tensor], Tensor]
     add: Callable[[Tensor, Tensor, Tensor, float, float], object]
-    least: int = 2**16
+    least: int
 
 
 def fastest(device: torch.device) -> Products:
@@ -57,38 +58,47 @@ def fastest(device: torch.device) -> Products:
 
 def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """The product by oneDNN where it is one of fp32 on a processor, outside of autograd."""
-    able = x.dtype == weight.dtype == torch.float32 and x.device.type == weight.device.type == "cpu"
-    fits = x.dim() > 0 and x.shape[-1] == weight.shape[1]
     usual = bias is None or bias.shape == weight.shape[:1]
-    # a mode that counts or replaces operations knows torch's own
-    told = torch._C._get_mkldnn_enabled() and not torch._C._len_torch_dispatch_stack()
-    if not (able and fits and usual and told):
+    if not (usual and _takes(x, weight)):
         return functional.linear(x, weight, bias)
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 
-def _multiplied(left: Tensor, right: Tensor) -> Tensor:
+def _takes(x: Tensor, weight: Tensor) -> bool:
+    """Whether oneDNN is to multiply these."""
+    able = x.dtype == weight.dtype == torch.float32 and x.device.type == weight.device.type == "cpu"
+    fits = x.dim() > 0 and x.shape[-1] == weight.shape[1]
+    # a mode that counts or replaces operations knows torch's own
+    told = torch._C._get_mkldnn_enabled() and not torch._C._len_torch_dispatch_stack()
+    return able and fits and told
+
+
+def _multiply_by_onednn(left: Tensor, right: Tensor) -> Tensor:
     return by_onednn(left, right.t(), None)
 
 
-def _add(out: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> None:
+def _add_by_torch(out: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> None:
     torch.addmm(out, left, right, beta=beta, alpha=alpha, out=out)
 
 
-def _added(out: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> None:
-    """Made, then added: in place there is no such product of oneDNN's."""
-    if out.dtype != torch.float32:  # where the sum is rounded once
-        _add(out, left, right, beta, alpha)
-    elif beta:
-        out.mul_(beta) if beta != 1 else out
-        out.add_(_multiplied(left, right), alpha=alpha)
-    else:
-        torch.mul(_multiplied(left, right), alpha, out=out)
+def _add_by_onednn(out: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float) -> None:
+    """Made, at the cost of a tensor like `out`, then added: it has none that adds in place."""
+    if out.dtype != torch.float32 or not _takes(left, right.t()):
+        _add_by_torch(out, left, right, beta, alpha)
+        return
+    made = by_onednn(left, right.t(), None)
+    if beta == 0:
+        torch.mul(made, alpha, out=out)
+        return
+    if beta != 1:
+        out.mul_(beta)
+    out.add_(made, alpha=alpha)
 
 
-BY_TORCH: Final = Products(functional.linear, torch.mm, _add)
-BY_BOTH: Final = Products(by_onednn, torch.mm, _add)
-BY_ONEDNN: Final = Products(by_onednn, _multiplied, _added, least=2**13)
+BY_TORCH: Final = Products(functional.linear, torch.mm, _add_by_torch, least=2**16)
+#: A layer's by oneDNN, its weight's gradient by torch.
+BY_BOTH: Final = Products(by_onednn, torch.mm, _add_by_torch, least=2**16)
+BY_ONEDNN: Final = Products(by_onednn, _multiply_by_onednn, _add_by_onednn, least=2**13)
 
 
 def _processor() -> str:

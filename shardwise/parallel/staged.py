@@ -21,7 +21,7 @@ from shardwise.comm.world import Axis
 from shardwise.core.weak import weakly
 
 #: Of each a weight, and what left^T right is to be added to its gradient, see nodes.py.
-Products = list[tuple[nn.Parameter, Tensor, Tensor]]
+PutOff = list[tuple[nn.Parameter, Tensor, Tensor]]
 
 
 class Group(Protocol):
@@ -102,7 +102,7 @@ class Staged:
         self.sums, self.facts = sums, facts
         self.mute = False  # whether gradients of this backward pass count for nothing
         self.reduced: set[int] = set()  # stages, since `begin`
-        self.waiting: Products = []
+        self.waiting: PutOff = []
         self.places: dict[nn.Parameter, tuple[Group, int]] = {}
         for unit in units.order:
             for group in unit.trained:
@@ -144,13 +144,13 @@ class Staged:
         """In I: a product for W, which `later` gives out."""
         self.waiting.append((p, left, right))
 
-    def later(self) -> Products:
+    def later(self) -> PutOff:
         """The products that were put off since the last time."""
         waiting, self.waiting = self.waiting, []
         return waiting
 
     @torch.no_grad()
-    def multiply(self, products: Products) -> None:
+    def multiply(self, products: PutOff) -> None:
         """In W: add them to the gradients, the last layer's first; each is let go of at once."""
         products.reverse()
         while products:

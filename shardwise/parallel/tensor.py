@@ -154,6 +154,7 @@ def _padded_features(cut: Cut) -> int:
 
 
 def _first(x: Tensor, dim: int, length: int) -> Tensor:
+    # contiguous at once, or each reader copies it and keeps its copy
     return x if x.shape[dim] == length else x.narrow(dim, 0, length).contiguous()
 
 
@@ -200,7 +201,7 @@ class Entry:
             self.going = begin_scatter(_padded(grad, dim, axis.size), axis, dim)
         else:
             self.grad = grad.contiguous()
-            self.going = _begin_sum(self.grad, axis)
+            self.going = _begin_all_reduce(self.grad, axis)
 
     def end(self, rest: Tensor | None) -> Tensor | None:
         """The gradient in the stream.  `rest` came by other ways than `add`."""
@@ -216,7 +217,7 @@ class Entry:
         return going()
 
 
-def _begin_sum(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
+def _begin_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
     """Begin the sum over the axis, in the memory of contiguous `x`; call the result for it."""
     going = start(x.view(-1), axis, P, I, x.view(-1))
 
@@ -239,7 +240,6 @@ class _Enter(torch.autograd.Function):
         if not stream.split:
             return x.view_as(x)
         dim = x.dim() - 2
-        # contiguous at once, or each reader copies it and keeps its copy
         return _first(begin_gather(x, stream.axis, dim)(), dim, stream.whole)
 
     @staticmethod
@@ -254,7 +254,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(_: Any, y: Tensor, axis: Axis) -> Tensor:
         """The sum over the axis, in the memory of `y`."""
-        return _begin_sum(y.contiguous(), axis)().view(y.shape)
+        return _begin_all_reduce(y.contiguous(), axis)().view(y.shape)
 
     @staticmethod
     def backward(_: Any, grad: Tensor) -> tuple[Tensor, None]:

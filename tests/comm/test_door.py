@@ -1,10 +1,12 @@
+import gc
+import weakref
 from itertools import product
 
 import pytest
 import torch
 from torch import Tensor
 
-from shardwise.comm.door import move, start
+from shardwise.comm.door import begin_gather, begin_scatter, move, start
 from shardwise.comm.world import Axis, World, alone, traced
 from shardwise.core.errors import InputError, RankError
 from shardwise.core.layout import I, P, Placement, R, S
@@ -203,6 +205,81 @@ def large_beside_small(world: World) -> list[bool]:
 def test_moves_under_way_at_once_do_not_mix(run, ranks):
     """Large all-reduces (one call), small ones (two halves), odd ones and a gather, all pending."""
     assert all(all(good) for good in run(ranks, large_beside_small))
+
+
+def along(world: World, numel: int, dtype: torch.dtype) -> list[bool]:
+    """Two of each along the middle dim of a view, all under way at once, ended the other way."""
+    axis, n, good = world.everyone, world.size, list[bool]()
+    draw = torch.Generator().manual_seed(0)
+    wholes = [torch.randn(n, 3, 2 * n, numel, generator=draw).to(dtype) for _ in range(2)]
+    mine = [whole[world.rank].transpose(0, 1).transpose(0, 1) for whole in wholes]
+    parts = [x.transpose(0, 2).chunk(n, 1)[world.rank] for x in (whole[0] for whole in wholes)]
+    sums = [begin_scatter(x, axis, 1) for x in mine]
+    gathered = [begin_gather(x, axis, 1) for x in parts]
+    for k in (1, 0):
+        whole = gathered[k]()
+        good.append(whole.is_contiguous() and torch.equal(whole, wholes[k][0].transpose(0, 2)))
+        block, total = sums[k](), wholes[k].double().sum(0)
+        expected = total.chunk(n, 1)[world.rank].to(dtype)
+        good.append(block.is_contiguous() and torch.allclose(block, expected, 1e-2, 1e-2))
+    return good
+
+
+@on_worlds
+@pytest.mark.parametrize("elements", [4, 400_000], ids=["small", "by gloo"])
+def test_blocks_along_a_dim_arrive_in_any_order(run, ranks, elements):
+    """Of any strides, several under way, small or too large for shared memory; 16 bits too."""
+    for dtype in (torch.float32, torch.bfloat16):
+        assert all(all(good) for good in run(ranks, along, elements // ranks, dtype))
+
+
+def rounded(world: World) -> list[float]:
+    """256, 1 and 1 in bf16, where 256 + 1 is 256; in new memory, and in place."""
+    axis = world.everyone
+    x = torch.full((world.size, 4), 1.0 if world.rank else 256.0, dtype=torch.bfloat16)
+    block = begin_scatter(x, axis, 0)()
+    out = torch.empty(4, dtype=torch.bfloat16)
+    start(x.view(-1), axis, P, S(0), out).wait()
+    return [*block.view(-1).tolist(), *out.tolist()]
+
+
+def test_many_terms_of_16_bits_are_rounded_once():
+    """Their sum is taken in fp32."""
+    assert run_gloo(3, rounded) == [[258.0] * 8] * 3
+
+
+def kept_alive(world: World, numel: int) -> list[bool]:
+    """Whether anything of an exchange lives once it is over, with no collector to end it."""
+    axis, n = world.everyone, world.size
+    gc.disable()
+    try:
+        x, out = torch.ones(n, numel), torch.empty(numel)
+        known = [weakref.ref(x)]
+        start(x.view(-1), axis, P, S(0), out).wait()
+        y = begin_scatter(x, axis, 0)()
+        known.append(weakref.ref(y))
+        z = begin_gather(y, axis, 0)()
+        known.append(weakref.ref(z))
+        del x, y, z
+        return [ref() is None for ref in known]
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("numel", [16, 2**21], ids=["small", "by gloo"])
+def test_nothing_lives_longer_than_its_exchange(numel):
+    """No cycle holds what was sent or what came."""
+    assert run_gloo(2, kept_alive, numel) == [[True] * 3] * 2
+
+
+def test_a_sum_of_blocks_needs_a_dim_that_divides():
+    """What to pad it to is said."""
+
+    def uneven(world: World) -> None:
+        begin_scatter(torch.ones(3, 5), world.everyone, 1)
+
+    with pytest.raises(RankError, match="pad the dim to 6"):
+        run_threads(2, uneven)
 
 
 def empty(world: World) -> tuple[int, int]:

@@ -121,8 +121,8 @@ def test_a_message_is_used_once_in_its_wait(overtaken: bool, full: bool):
     if overtaken:
         second()
     assert total.tolist() == [10] * 4
-    first()
-    first()
+    assert first() is total
+    assert first() is total
     second()
     assert (total.tolist(), last.tolist()) == ([11] * 4, [2] * 4)
 
@@ -189,7 +189,7 @@ def test_a_message_without_room_goes_as_it_lies_too():
     full = torch.zeros(room_bytes(2) // 4)
     x, seen = torch.arange(24.0).view(2, 3, 4)[:, 1:, ::2], list[Tensor]()
     first = b.receive(torch.empty_like(full), 0)
-    last = b.read(x, 0, lambda y: seen.append(y.clone()))
+    last = b.read(x, 0, lambda y: seen.append(y.clone()) or y)
     assert a.send(full, 1) == []
     ends = a.send(x, 1)
     assert len(ends) == 2
@@ -201,7 +201,7 @@ def test_a_message_without_room_goes_as_it_lies_too():
 
 
 def opened(world: World, split: bool, full: bool) -> tuple[bool, list[float]]:
-    """Whether the ranks have mailboxes, and a sum over them; on hosts apart, or without memory."""
+    """Whether the ranks have mailboxes, and sums over them; on hosts apart, or without memory."""
     world = world.on(Mesh((("dp", world.size),)))
     own = shared._host, shared._create
     try:
@@ -209,11 +209,14 @@ def opened(world: World, split: bool, full: bool) -> tuple[bool, list[float]]:
             shared._host = lambda: 12345
         if full:
             shared._create = lambda _: ""
-        x = torch.ones(6) * (world.rank + 1)
+        x = torch.ones(8) * (world.rank + 1)
         given = world.axis("dp").transport
         assert isinstance(given, Gloo)
         fresh = Gloo(given.group)
         fresh.all_reduce(x).wait()
+        strided = torch.ones(3, 2 * world.size).t() * (world.rank + 1)
+        block = fresh.reduce_scatter_along(strided, 0)
+        x = torch.cat([x, fresh.all_gather_along(block(), 1)().flatten()])
     finally:
         shared._host, shared._create = own
     return bool(fresh.opened), x.tolist()
@@ -229,7 +232,7 @@ def test_ranks_share_memory_where_they_can(ranks: int, split: bool, full: bool, 
     """Real processes: the sum is the same with mailboxes and without, and there are some if any."""
     for found, x in run_gloo(ranks, opened, split, full):
         assert found == has
-        assert x == [ranks * (ranks + 1) / 2] * 6
+        assert x == [ranks * (ranks + 1) / 2] * (8 + 2 * 3 * ranks)
 
 
 def test_no_name_is_left_behind():

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from threading import get_ident
 from typing import Any, cast
@@ -10,7 +9,6 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
@@ -18,14 +16,14 @@ from shardwise.comm.world import World, alone
 from shardwise.engine import laying, tensor
 from shardwise.engine.shard import drivers
 from shardwise.parallel.flat import Flat
-from shardwise.parallel.nodes import LEAST, take_over
+from shardwise.parallel.nodes import take_over
 from shardwise.parallel.products import BY_TORCH, Products
 from tests.engine.cases import Case, build, difference, regression, rows_task, settled
 from tests.engine.tensors import mine
 from tests.pool import run_threads
 
 WIDE = 256  # a square weight has just enough elements
-assert WIDE * WIDE == LEAST
+assert BY_TORCH.least == WIDE * WIDE
 
 
 class Net(nn.Module):
@@ -280,24 +278,25 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 class Library:
-    """A product that counts how often it is asked for."""
+    """Products that are counted: those of layers, of weights' gradients, and the added ones."""
 
-    def __init__(self) -> None:
-        self.times = Counter[int]()
+    def __init__(self, least: int = BY_TORCH.least) -> None:
+        self.times = Counter[tuple[int, str]]()
+        named = {name: self.counted(name) for name in ("linear", "multiply", "add")}
+        self.products = Products(**named, least=least)
 
-    def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        self.times[get_ident()] += 1
-        return functional.linear(x, weight, bias)
+    def counted(self, name: str) -> Callable[..., Any]:
+        def product(*args: Any) -> Any:
+            self.times[get_ident(), name] += 1
+            return getattr(BY_TORCH, name)(*args)
+
+        return product
 
     @property
-    def products(self) -> Products:
-        """Gradients of weights are torch's."""
-        return replace(BY_TORCH, linear=self.linear)
-
-    @property
-    def asked(self) -> int:
+    def asked(self) -> tuple[int, int, int]:
         """By this thread."""
-        return self.times[get_ident()]
+        me = get_ident()
+        return self.times[me, "linear"], self.times[me, "multiply"], self.times[me, "add"]
 
 
 def elsewhere(net: Net, library: Library) -> Net:
@@ -308,18 +307,37 @@ def elsewhere(net: Net, library: Library) -> Net:
 
 
 def test_another_library_multiplies_without_a_sink():
-    """Forward, and for the gradient of what goes in; gradients are left to autograd."""
+    """Forward, for the gradient of what goes in and for the weight's, which autograd keeps."""
     library, plain = Library(), made(once).float()
     net, x = elsewhere(made(once), library), rows(0, 0).float()
     for each in (plain, net):
         each(x).square().sum().backward()
-    assert library.asked == 2 + 1  # what goes into the first layer needs no gradient
+    assert library.asked == (2 + 1, 2, 0)  # what goes into the first layer needs no gradient
     for (name, p), q in zip(net.named_parameters(), plain.parameters(), strict=True):
         assert difference(there(p), there(q)) <= 1e-5, name
     for without in (torch.no_grad, torch.inference_mode):
         with without():
             assert difference(net(x), plain(x)) <= 1e-5
-    assert library.asked == 7
+    assert library.asked == (7, 2, 0)
+
+
+def test_how_small_a_matrix_may_be_is_the_librarys_to_say():
+    """Of fp32; a table is not a matrix to be multiplied."""
+    for least, asked in ((3 * WIDE, 3), (3 * WIDE + 1, 2)):
+        library = Library(least)
+        net = nn.Sequential(nn.Embedding(3, WIDE), made(once).float())
+        take_over(
+            net, library.products, None, cast("Any", None), {p: p.numel() for p in net.parameters()}
+        )
+        net(torch.tensor([0, 2]))
+        assert library.asked == (asked, 0, 0)
+    library = Library(1)
+    net = made(once).double()
+    take_over(
+        net, library.products, None, cast("Any", None), {p: p.numel() for p in net.parameters()}
+    )
+    assert len(net.c._forward_pre_hooks) == 0
+    assert len(net.a._forward_pre_hooks) == 1
 
 
 @torch.no_grad()
@@ -337,21 +355,21 @@ def test_another_library_leaves_the_rest_to_torch(monkeypatch: pytest.MonkeyPatc
     others = {name: p.detach().clone() for name, p in net.named_parameters()}
     assert difference(torch.func.functional_call(net, others, x), net(x)) <= 1e-5
     net.double()(x.double())
-    assert (asked, library.asked) == (2, 4)
+    assert (asked[0], library.asked[0]) == (2, 4)
 
 
 @pytest.mark.parametrize(
     ("plan", "asked"),
     [
-        ("ddp", [3]),  # forward, and the second layer's input
-        ("dp2 zero3", [3, 3]),
-        ("dp2 accumulate:2", [6, 6]),
-        ("tp2", [5, 5]),  # see `cut`
-        ("pp2 1f1b:2", [2, 4]),  # a wide layer on each rank, of two microbatches
+        ("ddp", [(3, 2, 0)]),  # forward, and the second layer's input
+        ("dp2 zero3", [(3, 2, 0)] * 2),
+        ("dp2 accumulate:2", [(6, 0, 4)] * 2),
+        ("tp2", [(5, 3, 0)] * 2),  # see `cut`
+        ("pp2 1f1b:2", [(2, 0, 2), (4, 0, 2)]),  # a wide layer on each rank, of two microbatches
     ],
 )
 def test_plans_of_fp32_take_the_faster_library(
-    monkeypatch: pytest.MonkeyPatch, plan: str, asked: list[int]
+    monkeypatch: pytest.MonkeyPatch, plan: str, asked: list[tuple[int, int, int]]
 ):
     """How often each rank asks it, in a step."""
     library = Library()
@@ -360,7 +378,7 @@ def test_plans_of_fp32_take_the_faster_library(
     assert run_threads(len(asked), asking, plan, library) == asked
 
 
-def asking(world: World, plan: str, library: Library) -> int:
+def asking(world: World, plan: str, library: Library) -> tuple[int, int, int]:
     model, table = (cut(), {"2": "colwise", "4": "rowwise"}) if "tp" in plan else (in_a_row(), None)
     optimizer = sw.AdamW(lr=0.01)
     engine = sw.parallelize(model, plan, world, optimizer=optimizer, loss=regression, table=table)

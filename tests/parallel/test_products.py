@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from shardwise.parallel import products as module
+from shardwise.parallel import products
 from shardwise.parallel.products import (
     BY_BOTH,
     BY_ONEDNN,
@@ -63,16 +63,23 @@ def test_onednn_is_used_unless_torch_is_told_not_to(monkeypatch: pytest.MonkeyPa
     x = torch.ones(2, 2)
     by_onednn(x, x, None)
     by_onednn(x.double(), x.double(), None)
+    BY_ONEDNN.multiply(x, x)
+    BY_ONEDNN.multiply(x.double(), x.double())
+    BY_ONEDNN.add(x.clone(), x, x, 1.0, 1.0)
+    BY_ONEDNN.add(x.double(), x.double(), x.double(), 1.0, 1.0)
     monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
     by_onednn(x, x, None)
-    assert given == [torch.float32]
+    BY_ONEDNN.add(x.clone(), x, x, 1.0, 1.0)
+    assert given == [torch.float32] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("products", [BY_TORCH, BY_ONEDNN], ids=["torch", "onednn"])
+@pytest.mark.parametrize(
+    "library", [BY_TORCH, pytest.param(BY_ONEDNN, marks=ONEDNN)], ids=["torch", "onednn"]
+)
 @pytest.mark.parametrize(("beta", "alpha"), [(0.0, 1.0), (1.0, 1.0), (1.0, 0.5), (2.0, -1.0)])
 def test_products_of_weights_gradients(
-    products: Products, dtype: torch.dtype, beta: float, alpha: float
+    library: Products, dtype: torch.dtype, beta: float, alpha: float
 ):
     """Alone, and added to what is there; of beta 0 what is there may be anything."""
     draw = torch.Generator().manual_seed(0)
@@ -81,15 +88,15 @@ def test_products_of_weights_gradients(
     there = there.to(dtype)
     out = there.clone()
     made = grad.double().t() @ x.double()
-    torch.testing.assert_close(products.multiply(grad.t(), x), made.to(dtype))
-    products.add(out, grad.t(), x, beta, alpha)
+    torch.testing.assert_close(library.multiply(grad.t(), x), made.to(dtype))
+    library.add(out, grad.t(), x, beta, alpha)
     before = beta * there.double() if beta else 0
     torch.testing.assert_close(out, (before + alpha * made).to(dtype))
 
 
 @ONEDNN
 @pytest.mark.parametrize(
-    ("told", "products"),
+    ("told", "expected"),
     [
         ("vendor_id : AuthenticAMD\ncpu family\t: 25\nmodel : 17", BY_BOTH),
         ("vendor_id : AuthenticAMD\ncpu family\t: 26\nmodel : 2", BY_ONEDNN),
@@ -102,11 +109,11 @@ def test_products_of_weights_gradients(
     ],
 )
 def test_onednn_is_for_processors_of_amd(
-    monkeypatch: pytest.MonkeyPatch, told: str, products: Products
+    monkeypatch: pytest.MonkeyPatch, told: str, expected: Products
 ):
-    """As the system names them; not for others, and not for GPUs."""
-    monkeypatch.setattr(module, "_processor", lambda: told)
-    assert fastest(CPU) is products
+    """As the system names them, from Zen 5 on for weights too; not for others, nor for GPUs."""
+    monkeypatch.setattr(products, "_processor", lambda: told)
+    assert fastest(CPU) is expected
     assert fastest(torch.device("cuda")) is BY_TORCH
 
 
@@ -114,6 +121,6 @@ def test_without_the_systems_file_the_interpreter_is_asked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """On Windows and macOS."""
-    monkeypatch.setattr(module, "TOLD", tmp_path / "none")
+    monkeypatch.setattr(products, "TOLD", tmp_path / "none")
     monkeypatch.setattr("platform.processor", lambda: "x86, AuthenticAMD")
-    assert module._processor() == "x86, AuthenticAMD"
+    assert products._processor() == "x86, AuthenticAMD"
