@@ -94,7 +94,7 @@ def scatter(xs: Sequence[Tensor] | None, out: Tensor, axis: Axis, root: int = 0)
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """Block `rank` of dim `dim` of the sum over the axis."""
-    return x if axis.size == 1 else carry_out(x, axis, P, S(dim))
+    return x if axis.size == 1 else carry_out(x.detach(), axis, P, S(dim))
 
 
 def all_to_all(

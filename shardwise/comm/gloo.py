@@ -80,39 +80,29 @@ class Gloo(Transport):
         like, met = outgoing[0], list[Tensor]()
         if not like.numel():  # nothing is sent
             return lambda: make(list(outgoing))
+        mailboxes = next((m for m in self._mailboxes() if m.fits(like)), None)
+        if mailboxes is None:
+            met = [like.new_empty(like.shape) for _ in self.peers]
+            ends = self._exchange(outgoing, [x.view(-1) for x in met])
+
+            def arrived() -> Tensor:
+                _end(ends)
+                return make(met)
+
+            return arrived
 
         def use(x: Tensor) -> Tensor:
             met.append(x.view(like.shape))
             # a message is used where it lies, so the wait for the next is within its use
             return make(met) if len(met) == len(waits) else waits[len(met)]()
 
-        waits = [self._read(like, peer, use) for peer in self.peers]
+        waits = [mailboxes.read(like, peer, use) for peer in self.peers]
         leaving = self._send_all(outgoing)
 
         def end() -> Tensor:
             made = waits[0]()
-            waits.clear()  # they hold `use`, which holds them
-            for leave in leaving:
-                leave()
+            _end(leaving)
             return made
-
-        return end
-
-    def _read(
-        self, like: Tensor, peer: int, use: Callable[[Tensor], Tensor]
-    ) -> Callable[[], Tensor]:
-        """Receive a message like `like`; the wait gives what `use` makes of it: where it lies, if
-        it comes by a mailbox.
-        """
-        for mailboxes in self._mailboxes():
-            if mailboxes.fits(like):
-                return mailboxes.read(like, peer, use)
-        arrived = like.new_empty(like.numel())
-        work = self.group.recv([arrived], peer, 0)
-
-        def end() -> Tensor:
-            work.wait()
-            return use(arrived)
 
         return end
 
@@ -148,8 +138,9 @@ class Gloo(Transport):
         """Between two ranks: `x` is handed over whole, and what comes is added to it."""
         (peer,) = self.peers
         leaving = self._send(x, peer)
-        if not leaving:
-            return [self._read(x, peer, lambda theirs: op(x, theirs, out=x))]
+        if not leaving:  # it is in a mailbox
+            (mailboxes,) = self._mailboxes()
+            return [mailboxes.read(x, peer, lambda theirs: op(x, theirs.view(x.shape), out=x))]
         arrived = torch.empty_like(x)
         return [self._receive(arrived, peer), *leaving, lambda: op(x, arrived, out=x)]
 
@@ -216,6 +207,11 @@ class Gloo(Transport):
 
     def barrier(self) -> None:
         dist.barrier(self.group)
+
+
+def _end(ends: Sequence[Callable[[], object]]) -> None:
+    for end in ends:
+        end()
 
 
 def add_all(own: Tensor, others: Sequence[Tensor], out: Tensor | None = None) -> Tensor:

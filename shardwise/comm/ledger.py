@@ -46,12 +46,16 @@ class Tally:
         )
 
 
+def _nothing() -> list[int]:  # by name, so that a ledger can be pickled
+    return [0, 0, 0]
+
+
 class Ledger:
     """The running totals of one rank."""
 
     def __init__(self) -> None:
         #: calls, elements, bytes; a Tally made for each write would take longer than the write
-        self._totals: defaultdict[Key, list[int]] = defaultdict(lambda: [0, 0, 0])
+        self._totals: defaultdict[Key, list[int]] = defaultdict(_nothing)
         self.now = "start"
 
     @property

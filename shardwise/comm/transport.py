@@ -95,7 +95,7 @@ class Transport(ABC):
         The blocks are of dim `dim`, which divides evenly.  It is called once, and until then `x` is
         left alone.
         """
-        blocks = torch.stack(x.chunk(self.size, dim))
+        blocks = torch.stack(x.chunk(self.size, dim)).contiguous()
         out = torch.empty_like(blocks[0])
         arriving = self.reduce_scatter(out.view(-1), blocks.view(-1))
 

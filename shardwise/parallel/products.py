@@ -67,13 +67,26 @@ def by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _takes(x: Tensor, weight: Tensor) -> bool:
     """Whether oneDNN is to multiply these."""
     able = x.dtype == weight.dtype == torch.float32 and x.device.type == weight.device.type == "cpu"
-    fits = x.dim() > 0 and x.shape[-1] == weight.shape[1]
+    fits = x.dim() > 0 and x.shape[-1] == weight.shape[1] > 0 and _apart(weight)
     # a mode that counts or replaces operations knows torch's own
     told = torch._C._get_mkldnn_enabled() and not torch._C._len_torch_dispatch_stack()
     return able and fits and told
 
 
+def _apart(weight: Tensor) -> bool:
+    """Whether no two elements share their memory, by rows or by columns."""
+    (out, width), (down, along) = weight.shape, weight.stride()
+    return (along == 1 and down >= width) or (down == 1 and along >= out)
+
+
 def _multiply_by_onednn(left: Tensor, right: Tensor) -> Tensor:
+    return _made(left, right).contiguous()
+
+
+def _made(left: Tensor, right: Tensor) -> Tensor:
+    """The product, by rows or by columns: a factor that lies by columns is copied, the smaller."""
+    if left.shape[0] > right.shape[1]:
+        return by_onednn(right.t(), left, None).t()
     return by_onednn(left, right.t(), None)
 
 
@@ -86,7 +99,7 @@ def _add_by_onednn(out: Tensor, left: Tensor, right: Tensor, beta: float, alpha:
     if out.dtype != torch.float32 or not _takes(left, right.t()):
         _add_by_torch(out, left, right, beta, alpha)
         return
-    made = by_onednn(left, right.t(), None)
+    made = _made(left, right)
     if beta == 0:
         torch.mul(made, alpha, out=out)
         return

@@ -1,3 +1,5 @@
+import pickle
+
 from shardwise.comm.ledger import Key, Ledger, Tally
 
 
@@ -32,3 +34,12 @@ def test_since_gives_what_was_written_in_between():
     assert ledger.since(before) == {}
     ledger.write("dp", "all_gather", 2, 4)
     assert ledger.since(before) == {Key("dp", "all_gather", "start"): Tally(1, 2, 8)}
+
+
+def test_a_ledger_can_be_handed_to_another_process():
+    """As what a rank returns from `sw.spawn`."""
+    ledger = Ledger()
+    ledger.write("dp", "all_reduce", 5, 4)
+    again = pickle.loads(pickle.dumps(ledger))  # noqa: S301 (its own bytes)
+    again.write("dp", "all_reduce", 5, 4)
+    assert again.lines == {Key("dp", "all_reduce", "start"): Tally(2, 10, 40)}

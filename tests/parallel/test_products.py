@@ -78,13 +78,28 @@ def test_onednn_is_used_unless_torch_is_told_not_to(monkeypatch: pytest.MonkeyPa
     "library", [BY_TORCH, pytest.param(BY_ONEDNN, marks=ONEDNN)], ids=["torch", "onednn"]
 )
 @pytest.mark.parametrize(("beta", "alpha"), [(0.0, 1.0), (1.0, 1.0), (1.0, 0.5), (2.0, -1.0)])
+@pytest.mark.parametrize(
+    ("count", "width", "overlapping"),
+    [(7, 32, False), (7, 16, False), (0, 32, False), (7, 32, True)],
+)
 def test_products_of_weights_gradients(
-    library: Products, dtype: torch.dtype, beta: float, alpha: float
+    library: Products,
+    dtype: torch.dtype,
+    beta: float,
+    alpha: float,
+    count: int,
+    width: int,
+    overlapping: bool,
 ):
-    """Alone, and added to what is there; of beta 0 what is there may be anything."""
+    """Alone, and added to what is there; of beta 0 what is there may be anything.
+
+    Of no rows too, of more outputs than inputs or fewer, and of rows that overlap.
+    """
     draw = torch.Generator().manual_seed(0)
-    grad, x = (torch.randn(7, n, generator=draw).to(dtype) for n in (24, 32))
-    there = torch.randn(24, 32, generator=draw) if beta else torch.full((24, 32), torch.nan)
+    grad, x = (torch.randn(count, n, generator=draw).to(dtype) for n in (24, width))
+    if overlapping:
+        x = torch.randn(count + width, generator=draw).to(dtype).unfold(0, width, 1)[:count]
+    there = torch.randn(24, width, generator=draw) if beta else torch.full((24, width), torch.nan)
     there = there.to(dtype)
     out = there.clone()
     made = grad.double().t() @ x.double()
