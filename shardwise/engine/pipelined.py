@@ -17,7 +17,8 @@ import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any
+from threading import Lock
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +37,11 @@ from shardwise.engine.stale import Stale
 from shardwise.parallel.backward import Rest, Tape
 from shardwise.parallel.pipeline import Watch, open_channels, run
 from shardwise.parallel.staged import PutOff, Staged
+
+#: Held while the state of a generator is read or written: ranks that are threads share it. Torch
+#: holds a lock of its own for that time. If the collector comes by then it lets another thread in,
+#: which with the interpreter in hand would wait for torch's lock, and both for ever.
+STATES: Final = Lock()
 
 #: Shapes of microbatches of which the crossings are kept in mind.
 KNOWN = 64
@@ -251,14 +257,16 @@ class Pipelined:
         generators = [torch.default_generator]  # torch.manual_seed walks the stack for each device
         if self.device.type == "cuda":
             generators.append(torch.cuda.default_generators[self.device.index or 0])
-        were = [generator.get_state() for generator in generators]
-        for generator in generators:
-            generator.manual_seed(self.seed + 1_000_003 * (self.first + microbatch) + stage)
+        with STATES:
+            were = [generator.get_state() for generator in generators]
+            for generator in generators:
+                generator.manual_seed(self.seed + 1_000_003 * (self.first + microbatch) + stage)
         try:
             yield
         finally:
-            for generator, state in zip(generators, were, strict=True):
-                generator.set_state(state)
+            with STATES:
+                for generator, state in zip(generators, were, strict=True):
+                    generator.set_state(state)
 
     # --- what was sent ------------------------------------------------------------------------
 
