@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from shardwise.comm.once import once
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
-from shardwise.core.layout import P, Placement, R, S
-from shardwise.core.moves import Move, price
+from shardwise.core.layout import Placement
+from shardwise.core.moves import price, what
 
 
 def start(
@@ -50,7 +50,7 @@ def start(
             pending = transport.all_reduce(x)
         case _:
             raise ValueError(f"{src} -> {dst} has no form for flat tensors; use move")
-    _write(axis, step, x)
+    _write(axis, step.what, round(step.sent), x)
     return pending
 
 
@@ -60,8 +60,9 @@ def begin_scatter(x: Tensor, axis: Axis, dim: int) -> Callable[[], Tensor]:
     It is called once, and until then `x` is left alone.
     Raises InputError for a dim that the axis's ranks do not divide.
     """
-    _check_even(x, dim, axis.size)
-    _write(axis, price(P, S(dim), x.numel(), axis.size), x)
+    n = axis.size
+    _check_even(x, dim, n)
+    _write(axis, "reduce_scatter", x.numel() // n * (n - 1), x)
     return axis.transport.reduce_scatter_along(x, dim)
 
 
@@ -70,13 +71,13 @@ def begin_gather(x: Tensor, axis: Axis, dim: int) -> Callable[[], Tensor]:
 
     It is called once, and until then `x` is left alone.
     """
-    _write(axis, price(S(dim), R, x.numel() * axis.size, axis.size), x)
+    _write(axis, "all_gather", x.numel() * (axis.size - 1), x)
     return axis.transport.all_gather_along(x, dim)
 
 
-def _write(axis: Axis, step: Move, x: Tensor) -> None:
-    if step.sent:
-        axis.ledger.write(axis.name, step.what, round(step.sent), x.element_size())
+def _write(axis: Axis, what: str, sent: int, x: Tensor) -> None:
+    if sent:
+        axis.ledger.write(axis.name, what, sent, x.element_size())
 
 
 def _kept(out: Tensor, x: Tensor) -> Pending:
@@ -115,7 +116,7 @@ class _Move(torch.autograd.Function):
         return carry_out(x, axis, src, dst)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.returning is not None:
             ctx.returning()
@@ -125,7 +126,7 @@ class _Move(torch.autograd.Function):
 def carry_out(x: Tensor, axis: Axis, src: Placement, dst: Placement) -> Tensor:
     """Bring `x` from `src` to `dst` now, as a new tensor; `move` without its derivative."""
     n = axis.size
-    match price(src, dst, x.numel() * (n if src.kind == "S" else 1), n).what:
+    match what(src, dst):
         case "all_gather":
             assert src.dim is not None
             return begin_gather(x, axis, src.dim)()

@@ -64,10 +64,10 @@ class Gloo(Transport):
         return ends
 
     def _receive(self, x: Tensor, peer: int) -> Callable[[], object]:
-        for mailboxes in self._mailboxes():
-            if mailboxes.fits(x):
-                return mailboxes.receive(x, peer)
-        return self.group.recv([x], peer, 0).wait
+        mailboxes = self._holding(x)
+        return (
+            self.group.recv([x], peer, 0).wait if mailboxes is None else mailboxes.receive(x, peer)
+        )
 
     def _meet(
         self, outgoing: Sequence[Tensor], make: Callable[[list[Tensor]], Tensor]
@@ -80,7 +80,7 @@ class Gloo(Transport):
         like, met = outgoing[0], list[Tensor]()
         if not like.numel():  # nothing is sent
             return lambda: make(list(outgoing))
-        mailboxes = next((m for m in self._mailboxes() if m.fits(like)), None)
+        mailboxes = self._holding(like)
         if mailboxes is None:
             met = [like.new_empty(like.shape) for _ in self.peers]
             ends = self._exchange(outgoing, [x.view(-1) for x in met])
@@ -92,12 +92,14 @@ class Gloo(Transport):
             return arrived
 
         def use(x: Tensor) -> Tensor:
-            met.append(x.view(like.shape))
+            met.append(x)
             # a message is used where it lies, so the wait for the next is within its use
             return make(met) if len(met) == len(waits) else waits[len(met)]()
 
         waits = [mailboxes.read(like, peer, use) for peer in self.peers]
         leaving = self._send_all(outgoing)
+        if not leaving:
+            return waits[0]
 
         def end() -> Tensor:
             made = waits[0]()
@@ -108,10 +110,15 @@ class Gloo(Transport):
 
     def _send(self, x: Tensor, peer: int) -> list[Callable[[], object]]:
         """Of any strides; a mailbox takes it as it lies."""
+        mailboxes = self._holding(x)
+        return by_gloo(self.group, x, peer, 0) if mailboxes is None else mailboxes.send(x, peer)
+
+    def _holding(self, x: Tensor) -> Mailboxes | None:
+        """The mailboxes that a message goes through, if it does."""
         for mailboxes in self._mailboxes():
             if mailboxes.fits(x):
-                return mailboxes.send(x, peer)
-        return by_gloo(self.group, x, peer, 0)
+                return mailboxes
+        return None
 
     def _mailboxes(self) -> list[Mailboxes]:
         """Those of this group, where its ranks share memory; opened when they are first wanted."""
@@ -140,7 +147,7 @@ class Gloo(Transport):
         leaving = self._send(x, peer)
         if not leaving:  # it is in a mailbox
             (mailboxes,) = self._mailboxes()
-            return [mailboxes.read(x, peer, lambda theirs: op(x, theirs.view(x.shape), out=x))]
+            return [mailboxes.read(x, peer, lambda theirs: op(x, theirs, out=x))]
         arrived = torch.empty_like(x)
         return [self._receive(arrived, peer), *leaving, lambda: op(x, arrived, out=x)]
 

@@ -55,13 +55,13 @@ class Ledger:
 
     def __init__(self) -> None:
         #: calls, elements, bytes; a Tally made for each write would take longer than the write
-        self._totals: defaultdict[Key, list[int]] = defaultdict(_nothing)
+        self._totals: defaultdict[tuple[str, str, str], list[int]] = defaultdict(_nothing)
         self.now = "start"
 
     @property
     def lines(self) -> dict[Key, Tally]:
         """The totals so far, as a new dict each time."""
-        return {key: Tally(*totals) for key, totals in self._totals.items()}
+        return {Key(*key): Tally(*totals) for key, totals in self._totals.items()}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -74,7 +74,7 @@ class Ledger:
 
     def write(self, axis: str, kind: str, elements: int, element_bytes: int) -> None:
         """Add one call that sent `elements` elements of `element_bytes` bytes each."""
-        totals = self._totals[Key(axis, kind, self.now)]
+        totals = self._totals[axis, kind, self.now]
         totals[0] += 1
         totals[1] += elements
         totals[2] += elements * element_bytes

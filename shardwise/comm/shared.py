@@ -45,6 +45,7 @@ OVER = 1  # the place, beside `written`, of whether its sender will send no more
 #: Looks without a pause, then looks with a turn for others; then a sleep between two, longer by as
 #: much again after so many: who waits out a pipeline's bubble takes no processor from who computes.
 LOOKS, TURNS, SLEEP_S, LONGER = 300, 3000, 5e-5, 16
+VIEWS = 256  # of messages, that a mailbox keeps
 
 
 _OPEN: "WeakSet[Mailboxes]" = WeakSet()
@@ -56,25 +57,36 @@ class _Hold:
     def __init__(self, memory: mmap.mmap, first: int, size_bytes: int) -> None:
         self.memory, self.first, self.size_bytes = memory, first, size_bytes
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + first
+        self.views: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
 
     def tensor(self, begin: int, like: Tensor) -> Tensor:
-        """A message of as many elements as `like`, where it lies."""
-        numel, offset = like.numel(), self.first + begin
-        return torch.frombuffer(self.memory, dtype=like.dtype, count=numel, offset=offset)
+        """A message of the shape of `like`, contiguous, where it lies."""
+        key = begin, like.dtype, like.shape
+        return self.views[key] if key in self.views else self._view(*key)
+
+    def _view(self, begin: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+        """Made once: training sends the same again and again, from the same few places."""
+        if len(self.views) == VIEWS:
+            self.views.clear()
+        numel, offset = shape.numel(), self.first + begin
+        with torch.inference_mode(False):  # for use in any mode
+            flat = torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=offset)
+            view = self.views[begin, dtype, shape] = flat.view(shape)
+        return view
 
     def write(self, begin: int, x: Tensor) -> None:
         """Copy `x` in, of any strides."""
         if _plain(x):
             ctypes.memmove(self.address + begin, x.data_ptr(), x.nbytes)
         else:
-            self.tensor(begin, x).view(x.shape).copy_(x)
+            self.tensor(begin, x).copy_(x)
 
     def read(self, begin: int, x: Tensor) -> None:
         """Copy out into `x`, which is contiguous."""
         if _plain(x):
             ctypes.memmove(x.data_ptr(), self.address + begin, x.nbytes)
         else:
-            x.view(-1).copy_(self.tensor(begin, x))
+            x.copy_(self.tensor(begin, x))
 
 
 def _plain(x: Tensor) -> bool:
@@ -118,7 +130,7 @@ class _Outbox:
         return 0 if newest > oldest and size_bytes <= oldest else BY_GLOO
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Arrival:
     """A message that is expected: one like `like`, for `place`, or to be used where it lies.
 
@@ -135,12 +147,14 @@ class _Arrival:
 class _Inbox:
     """One way from another rank, seen from the receiver: what is expected, in order."""
 
-    def __init__(self, numbers: memoryview, hold: _Hold) -> None:
-        self.numbers, self.hold = numbers, hold
+    def __init__(
+        self, numbers: memoryview, hold: _Hold, by_gloo: Callable[[Tensor], object]
+    ) -> None:
+        self.numbers, self.hold, self.by_gloo = numbers, hold, by_gloo
         self.expected: deque[_Arrival] = deque()
         self.taken = 0
 
-    def take(self, wanted: _Arrival, by_gloo: Callable[[Tensor], object]) -> None:
+    def take(self, wanted: _Arrival) -> None:
         """Take out whatever has come; the one that is `wanted` is used where it lies."""
         while self.expected and self.numbers[0] > self.taken:
             one = self.expected[0]
@@ -149,17 +163,17 @@ class _Inbox:
                 one.made = one.use(self.hold.tensor(begin, one.like))
                 one.use = None
             else:
-                self._place(one, begin, by_gloo)
+                self._place(one, begin)
             self.taken += 1
             self.numbers[LINE] = self.taken
             self.expected.popleft()
             one.here = True
 
-    def _place(self, one: _Arrival, begin: int, by_gloo: Callable[[Tensor], object]) -> None:
+    def _place(self, one: _Arrival, begin: int) -> None:
         if one.place is None:
             one.place = torch.empty_like(one.like, memory_format=torch.contiguous_format)
         if begin == BY_GLOO:
-            by_gloo(one.place)
+            self.by_gloo(one.place)
         else:
             self.hold.read(begin, one.place)
 
@@ -174,7 +188,10 @@ class Mailboxes:
         me = group.rank()
         others = [rank for rank in range(ranks) if rank != me]
         self.out = {to: _Outbox(*self._way(me, to)) for to in others}
-        self.into = {source: _Inbox(*self._way(source, me)) for source in others}
+        self.into = {
+            source: _Inbox(*self._way(source, me), partial(self._receive_by_gloo, source))
+            for source in others
+        }
         _OPEN.add(self)
         crowded = ranks > len(os.sched_getaffinity(0))
         self.looks = 0 if crowded else LOOKS
@@ -220,7 +237,7 @@ class Mailboxes:
     def _wait(self, arrival: _Arrival, source: int) -> Tensor | None:
         inbox, looks = self.into[source], 0
         while not arrival.here:
-            inbox.take(arrival, lambda x: self.group.recv([x.view(-1)], source, TAG).wait())
+            inbox.take(arrival)
             looks += 1
             if looks > self.looks and not arrival.here:
                 self._pause(looks, source)
@@ -228,6 +245,9 @@ class Mailboxes:
         if use is not None and arrival.place is not None:
             arrival.made = use(arrival.place)
         return arrival.made
+
+    def _receive_by_gloo(self, source: int, x: Tensor) -> None:
+        self.group.recv([x.view(-1)], source, TAG).wait()
 
     def _pause(self, looks: int, source: int) -> None:
         if looks < self.looks + TURNS:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from shardwise.comm.door import start
+from shardwise.comm.once import once
 from shardwise.comm.world import Axis
 from shardwise.core.cut import Cut
 from shardwise.core.layout import R, S
@@ -38,7 +38,7 @@ class _Take(torch.autograd.Function):
         return part(x, cut, axis.rank)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.returning is not None:
             ctx.returning()
@@ -52,7 +52,7 @@ class _Join(torch.autograd.Function):
         return _whole(x, axis, cut)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return part(grad, ctx.cut, ctx.axis.rank), None, None
 

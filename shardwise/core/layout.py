@@ -19,6 +19,7 @@ everywhere, so its gradient is already whole (I). These are the placements of sh
 import math
 import re
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from shardwise.core.errors import bad
@@ -64,6 +65,7 @@ class Placement:
 R, I, P = Placement("R"), Placement("I"), Placement("P")
 
 
+@cache  # made anew for each exchange
 def S(dim: int) -> Placement:  # noqa: N802 - the letter of the table above
     """Sharded by blocks of `dim`, the r-th on rank r."""
     return Placement("S", dim)

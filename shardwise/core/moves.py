@@ -51,7 +51,12 @@ class Move:
         return self.dst.dual, self.src.dual
 
 
-@lru_cache(maxsize=4096)  # asked twice of every exchange
+def what(src: Placement, dst: Placement) -> str:
+    """What is done to bring a tensor from `src` to `dst`, by ranks that are several."""
+    return _kind(src, dst)[0]
+
+
+@lru_cache(maxsize=4096)  # asked of every exchange
 def price(src: Placement, dst: Placement, numel: int, n: int) -> Move:
     """The move from `src` to `dst` of a tensor of `numel` elements (all of it) over `n` ranks.
 
@@ -59,10 +64,10 @@ def price(src: Placement, dst: Placement, numel: int, n: int) -> Move:
     same numbers: the move is `keep`. Raises ValueError where there is no such move (R -> I would
     declare differing uses to be alike; R -> P and I -> P would count the value n times).
     """
-    what, times, split = _kind(src, dst)
+    done, times, split = _kind(src, dst)
     if n == 1:
         return Move("keep", src, dst, 0.0)
-    return Move(what, src, dst, times * numel * (n - 1) / (n * n if split else n))
+    return Move(done, src, dst, times * numel * (n - 1) / (n * n if split else n))
 
 
 def _kind(src: Placement, dst: Placement) -> tuple[str, int, bool]:

@@ -22,10 +22,10 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from shardwise.comm.collectives import all_reduce
+from shardwise.comm.once import once
 from shardwise.comm.world import Axis
 from shardwise.core.cut import Cut, even
 from shardwise.core.errors import bad
@@ -180,7 +180,7 @@ class _Losses(torch.autograd.Function):
         return losses.squeeze(1).masked_fill_(ignored, 0)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Every rank computes the gradient of its own columns from what it has kept."""
         kept, here, mine, ignored, share, hit = ctx.saved_tensors

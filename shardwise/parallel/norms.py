@@ -29,9 +29,10 @@ def fused(device: torch.device) -> Norm | None:
 
 def _sum(rows: Tensor, by: Tensor) -> Tensor:
     """The sum of rows [N, D] times by [N, 1]: of blocks, then of these, as exact as torch's sum."""
-    even = len(rows) - len(rows) % BLOCK
-    blocks = by[:even].view(-1, 1, BLOCK).bmm(rows[:even].view(-1, BLOCK, rows.shape[1]))
-    return blocks.sum((0, 1)).addmv_(rows[even:].t(), by[even:, 0])
+    rest = len(rows) % BLOCK
+    if not rest:
+        return by.view(-1, 1, BLOCK).bmm(rows.view(-1, BLOCK, rows.shape[1])).sum((0, 1))
+    return _sum(rows[:-rest], by[:-rest]).addmv_(rows[-rest:].t(), by[-rest:, 0])
 
 
 def _many(grad: Tensor) -> bool:
@@ -49,7 +50,7 @@ class _RMSNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         by, rows = weight.reshape(-1), x.reshape(-1, weight.numel())
         root = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
-        root = root.square_().div_(rows.shape[1]).add_(eps).rsqrt_()
+        root = torch.rsub(root.square_(), eps, alpha=-1 / rows.shape[1]).rsqrt_()
         ctx.save_for_backward(x, weight, root)
         return torch.mul(rows, root).mul_(by).view(x.shape).detach()  # no view, as in nodes.py
 

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from shardwise.comm.door import begin_gather, begin_scatter, move, start
+from shardwise.comm.once import once
 from shardwise.comm.uneven import join, take
 from shardwise.comm.world import Axis
 from shardwise.core.cut import Cut
@@ -243,7 +243,7 @@ class _Enter(torch.autograd.Function):
         return _first(begin_gather(x, stream.axis, dim)(), dim, stream.whole)
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         return ctx.entry.end(grad), None
 
@@ -278,7 +278,7 @@ class _Columns(torch.autograd.Function):
         return y.detach()  # no view of y: its reader may work in place
 
     @staticmethod
-    @once_differentiable
+    @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         weight = ctx.weight()
         own = grad if ctx.needs_input_grad[0] else None
