@@ -54,10 +54,6 @@ class Gloo(Transport):
         for peer, x in zip(self.peers, incoming, strict=True):
             if x.numel():
                 ends.append(self._receive(x, peer))
-        return ends + self._send_all(outgoing)
-
-    def _send_all(self, outgoing: Sequence[Tensor]) -> list[Callable[[], object]]:
-        ends: list[Callable[[], object]] = []
         for peer, x in zip(self.peers, outgoing, strict=True):
             if x.numel():
                 ends += self._send(x, peer)
@@ -77,34 +73,19 @@ class Gloo(Transport):
         Call the result, once, for what `make` makes of those, in the order of `peers`; it keeps no
         view of them, which may lie in a mailbox.  Until then what is sent is left alone.
         """
-        like, met = outgoing[0], list[Tensor]()
+        like = outgoing[0]
         if not like.numel():  # nothing is sent
             return lambda: make(list(outgoing))
         mailboxes = self._holding(like)
-        if mailboxes is None:
-            met = [like.new_empty(like.shape) for _ in self.peers]
-            ends = self._exchange(outgoing, [x.view(-1) for x in met])
-
-            def arrived() -> Tensor:
-                _end(ends)
-                return make(met)
-
-            return arrived
-
-        def use(x: Tensor) -> Tensor:
-            met.append(x)
-            # a message is used where it lies, so the wait for the next is within its use
-            return make(met) if len(met) == len(waits) else waits[len(met)]()
-
-        waits = [mailboxes.read(like, peer, use) for peer in self.peers]
-        leaving = self._send_all(outgoing)
-        if not leaving:
-            return waits[0]
+        if mailboxes is not None:
+            return mailboxes.meet(outgoing, self.peers, make)
+        met = [like.new_empty(like.shape) for _ in self.peers]
+        ends = self._exchange(outgoing, [x.view(-1) for x in met])
 
         def end() -> Tensor:
-            made = waits[0]()
-            _end(leaving)
-            return made
+            for each in ends:
+                each()
+            return make(met)
 
         return end
 
@@ -115,7 +96,7 @@ class Gloo(Transport):
 
     def _holding(self, x: Tensor) -> Mailboxes | None:
         """The mailboxes that a message goes through, if it does."""
-        for mailboxes in self._mailboxes():
+        for mailboxes in self._mailboxes() if self.opened is None else self.opened:
             if mailboxes.fits(x):
                 return mailboxes
         return None
@@ -214,11 +195,6 @@ class Gloo(Transport):
 
     def barrier(self) -> None:
         dist.barrier(self.group)
-
-
-def _end(ends: Sequence[Callable[[], object]]) -> None:
-    for end in ends:
-        end()
 
 
 def add_all(own: Tensor, others: Sequence[Tensor], out: Tensor | None = None) -> Tensor:

@@ -1,9 +1,5 @@
 """this file is shared memory between the ranks of one host: a mailbox for each two, each way.
 
-    src  -->  | 7 | 8 |     free     | 5 | 6 |  -->  dst      messages 5 to 8 are on their way
-              written = 9   put in so far, by src             number k in place[k % PLACES]
-              taken = 5     taken out so far, by dst
-
 A message through gloo goes through the kernel, and on either side through a thread that has to be
 woken on a processor that computes: two ranks on two cores, 256 KiB each way in the middle of a
 step, 1.6 ms after the later rank has come.  Here the ranks copy themselves: 0.1 ms.  What is large
@@ -16,15 +12,12 @@ looks, and finds out if the other process is gone, or has said that its program 
 One store becomes visible after those before it on x86-64 only; elsewhere there are no mailboxes.
 """
 
-import ctypes
 import mmap
 import os
 import platform
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -35,147 +28,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm.mailbox import HEAD, Arrival, Hold, Inbox, Outbox
+
 #: What all mailboxes of a group take together, and the most that one message may.
 SHARED_BYTES, MESSAGE_BYTES = 2**24, 2**22
 FOLDER = Path("/dev/shm")  # noqa: S108 (memory that has a name, not a place for files)
-PLACES, BY_GLOO, TAG = 4096, -1, 2
-LINE = 8  # numbers of a cache line, so that two counters never share one
-HEAD = 2 * LINE + PLACES  # numbers of a mailbox: written, taken, where messages begin
+TAG = 2
 OVER = 1  # the place, beside `written`, of whether its sender will send no more
 #: Looks without a pause, then looks with a turn for others; then a sleep between two, longer by as
 #: much again after so many: who waits out a pipeline's bubble takes no processor from who computes.
 LOOKS, TURNS, SLEEP_S, LONGER = 300, 3000, 5e-5, 16
-VIEWS = 256  # of messages, that a mailbox keeps
 
 
 _OPEN: "WeakSet[Mailboxes]" = WeakSet()
-
-
-class _Hold:
-    """Where the messages of one mailbox lie: `size_bytes` from byte `first` of the memory on."""
-
-    def __init__(self, memory: mmap.mmap, first: int, size_bytes: int) -> None:
-        self.memory, self.first, self.size_bytes = memory, first, size_bytes
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + first
-        self.views: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
-
-    def tensor(self, begin: int, like: Tensor) -> Tensor:
-        """A message of the shape of `like`, contiguous, where it lies."""
-        key = begin, like.dtype, like.shape
-        return self.views[key] if key in self.views else self._view(*key)
-
-    def _view(self, begin: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-        """Made once: training sends the same again and again, from the same few places."""
-        if len(self.views) == VIEWS:
-            self.views.clear()
-        numel, offset = shape.numel(), self.first + begin
-        with torch.inference_mode(False):  # for use in any mode
-            flat = torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=offset)
-            view = self.views[begin, dtype, shape] = flat.view(shape)
-        return view
-
-    def write(self, begin: int, x: Tensor) -> None:
-        """Copy `x` in, of any strides."""
-        if _plain(x):
-            ctypes.memmove(self.address + begin, x.data_ptr(), x.nbytes)
-        else:
-            self.tensor(begin, x).copy_(x)
-
-    def read(self, begin: int, x: Tensor) -> None:
-        """Copy out into `x`, which is contiguous."""
-        if _plain(x):
-            ctypes.memmove(x.data_ptr(), self.address + begin, x.nbytes)
-        else:
-            x.copy_(self.tensor(begin, x))
-
-
-def _plain(x: Tensor) -> bool:
-    """Whether its bytes, in order, are its values: no conjugate or negative that is yet to come."""
-    return x.is_contiguous() and not x.is_conj() and not x.is_neg()
-
-
-class _Outbox:
-    """One way to another rank, seen from the sender: what is in it, oldest first."""
-
-    def __init__(self, numbers: memoryview, hold: _Hold) -> None:
-        self.numbers, self.hold = numbers, hold
-        self.inside: deque[tuple[int, int, int]] = deque()  # message, where it begins and ends
-        self.written = self.put_bytes = 0
-
-    def put(self, x: Tensor) -> bool:
-        """Copy `x` in, or note that it goes through gloo: False."""
-        begin = self._free(x.nbytes)
-        if begin != BY_GLOO:
-            self.inside.append((self.written, begin, begin + x.nbytes))
-            self.hold.write(begin, x)
-            self.put_bytes += x.nbytes
-        while self.written - self.numbers[LINE] == PLACES:
-            os.sched_yield()
-        self.numbers[2 * LINE + self.written % PLACES] = begin
-        self.written += 1
-        self.numbers[0] = self.written
-        return begin != BY_GLOO
-
-    def _free(self, size_bytes: int) -> int:
-        """Where a message of that size has room: behind the newest, or in front of the oldest."""
-        taken = self.numbers[LINE]
-        while self.inside and self.inside[0][0] < taken:
-            self.inside.popleft()
-        if not self.inside:
-            return 0
-        oldest, newest = self.inside[0][1], -(-self.inside[-1][2] // 64) * 64
-        end = self.hold.size_bytes if newest > oldest else oldest
-        if newest + size_bytes <= end:
-            return newest
-        return 0 if newest > oldest and size_bytes <= oldest else BY_GLOO
-
-
-@dataclass(eq=False, slots=True)
-class _Arrival:
-    """A message that is expected: one like `like`, for `place`, or to be used where it lies.
-
-    Who is overtaken by a later message's wait is given a place.
-    """
-
-    like: Tensor
-    place: Tensor | None
-    use: Callable[[Tensor], Tensor] | None = None
-    made: Tensor | None = None  # what came of its use
-    here: bool = False
-
-
-class _Inbox:
-    """One way from another rank, seen from the receiver: what is expected, in order."""
-
-    def __init__(
-        self, numbers: memoryview, hold: _Hold, by_gloo: Callable[[Tensor], object]
-    ) -> None:
-        self.numbers, self.hold, self.by_gloo = numbers, hold, by_gloo
-        self.expected: deque[_Arrival] = deque()
-        self.taken = 0
-
-    def take(self, wanted: _Arrival) -> None:
-        """Take out whatever has come; the one that is `wanted` is used where it lies."""
-        while self.expected and self.numbers[0] > self.taken:
-            one = self.expected[0]
-            begin = self.numbers[2 * LINE + self.taken % PLACES]
-            if one is wanted and one.place is None and one.use is not None and begin != BY_GLOO:
-                one.made = one.use(self.hold.tensor(begin, one.like))
-                one.use = None
-            else:
-                self._place(one, begin)
-            self.taken += 1
-            self.numbers[LINE] = self.taken
-            self.expected.popleft()
-            one.here = True
-
-    def _place(self, one: _Arrival, begin: int) -> None:
-        if one.place is None:
-            one.place = torch.empty_like(one.like, memory_format=torch.contiguous_format)
-        if begin == BY_GLOO:
-            self.by_gloo(one.place)
-        else:
-            self.hold.read(begin, one.place)
 
 
 class Mailboxes:
@@ -187,22 +52,22 @@ class Mailboxes:
         self.most_bytes = min(MESSAGE_BYTES, room_bytes(ranks) // 2)
         me = group.rank()
         others = [rank for rank in range(ranks) if rank != me]
-        self.out = {to: _Outbox(*self._way(me, to)) for to in others}
+        self.out = {to: Outbox(*self._way(me, to)) for to in others}
         self.into = {
-            source: _Inbox(*self._way(source, me), partial(self._receive_by_gloo, source))
+            source: Inbox(*self._way(source, me), partial(self._receive_by_gloo, source))
             for source in others
         }
         _OPEN.add(self)
         crowded = ranks > len(os.sched_getaffinity(0))
         self.looks = 0 if crowded else LOOKS
 
-    def _way(self, source: int, to: int) -> tuple[memoryview, _Hold]:
+    def _way(self, source: int, to: int) -> tuple[memoryview, Hold]:
         """The numbers of a mailbox, and where its messages lie."""
         ranks = len(self.pids)
         number = source * (ranks - 1) + to - (to > source)
         numbers = memoryview(self.memory).cast("q")[number * HEAD : (number + 1) * HEAD]
         size_bytes = room_bytes(ranks)
-        return numbers, _Hold(self.memory, _head_bytes(ranks) + number * size_bytes, size_bytes)
+        return numbers, Hold(self.memory, _head_bytes(ranks) + number * size_bytes, size_bytes)
 
     @property
     def put_bytes(self) -> int:
@@ -221,20 +86,50 @@ class Mailboxes:
 
     def receive(self, x: Tensor, source: int) -> Callable[[], object]:
         """Expect a message in `x` after those expected before; call the result to wait for it."""
-        return self._expect(_Arrival(x, x), source)
+        return self._expect(Arrival(x, x), source)
 
     def read(self, like: Tensor, source: int, use: Callable[[Tensor], Tensor]) -> Callable[[], Any]:
         """As `receive`, of a message like `like`; `use` is given it in the wait, for that time.
 
         The wait gives what `use` gives.
         """
-        return self._expect(_Arrival(like, None, use), source)
+        return self._expect(Arrival(like, None, use), source)
 
-    def _expect(self, arrival: _Arrival, source: int) -> Callable[[], Any]:
+    def meet(
+        self,
+        outgoing: Sequence[Tensor],
+        peers: Sequence[int],
+        make: Callable[[list[Tensor]], Tensor],
+    ) -> Callable[[], Tensor]:
+        """Send one message a peer, and expect one of its shape from each, see gloo.py."""
+        met: list[Tensor] = []
+
+        def use(x: Tensor) -> Tensor:
+            met.append(x)
+            # a message is used where it lies, so the wait for the next is within its use
+            return make(met) if len(met) == len(waits) else waits[len(met)]()
+
+        leaving: list[Callable[[], object]] = []
+        waits: list[Callable[[], Any]] = []
+        for peer, x in zip(peers, outgoing, strict=True):
+            waits.append(self.read(x, peer, use))
+            leaving += self.send(x, peer)
+        if not leaving:
+            return waits[0]
+
+        def end() -> Tensor:
+            made = waits[0]()
+            for each in leaving:
+                each()
+            return made
+
+        return end
+
+    def _expect(self, arrival: Arrival, source: int) -> Callable[[], Any]:
         self.into[source].expected.append(arrival)
         return partial(self._wait, arrival, source)
 
-    def _wait(self, arrival: _Arrival, source: int) -> Tensor | None:
+    def _wait(self, arrival: Arrival, source: int) -> Tensor | None:
         inbox, looks = self.into[source], 0
         while not arrival.here:
             inbox.take(arrival)

@@ -157,6 +157,22 @@ def test_a_second_derivative_is_refused():
         run_threads(2, second_derivative)
 
 
+def derivative(world: World) -> list[bool]:
+    x = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    found: list[bool] = []
+    for in_turn in (False, True):
+        (grad,) = torch.autograd.grad(
+            move(x * x, world.everyone, P, I).sum(), x, create_graph=in_turn
+        )
+        found += [grad.tolist() == [2.0, 2.0], grad.requires_grad == in_turn]
+    return found
+
+
+def test_a_first_derivative_is_the_same_whether_it_is_to_be_differentiated_or_not():
+    """Only what is asked to be differentiable in turn is marked as such."""
+    assert run_threads(2, derivative) == [[True] * 4] * 2
+
+
 def in_place(world: World, numel: int, dtype: torch.dtype) -> list[bool]:
     """start() with `out` a block of `x` and `x` a block of `out`; both queues; ended in order."""
     axis, n, good = world.everyone, world.size, []

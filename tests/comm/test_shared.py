@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.comm import shared
+from shardwise.comm import mailbox, shared
 from shardwise.comm.gloo import Gloo
-from shardwise.comm.shared import HEAD, Mailboxes, room_bytes
+from shardwise.comm.mailbox import HEAD
+from shardwise.comm.shared import Mailboxes, room_bytes
 from shardwise.comm.world import World
 from shardwise.core.mesh import Mesh
 from tests.pool import run_gloo
@@ -181,6 +182,27 @@ def test_what_a_view_has_yet_to_do_to_its_numbers_is_done(lazy: Any):
         a.send(lazy(x), 1)
         b.receive(into, 0)()
         assert torch.equal(into, lazy(x))
+
+
+def test_views_of_messages_are_kept_but_not_without_end(monkeypatch: pytest.MonkeyPatch):
+    """A view serves again, in a later mode too, and only so many are held."""
+    monkeypatch.setattr(mailbox, "VIEWS", 3)
+    a, b, _ = pair()
+    for turn in range(2):
+        for width in range(1, 9):
+            x = (torch.arange(4.0 * width) + turn).view(width, 4)[:, ::2]
+            with torch.inference_mode(turn == 0):
+                a.send(x, 1)
+                seen = b.read(x, 0, Tensor.clone)()
+            assert torch.equal(seen, x)
+    holds = a.out[1].hold, b.into[0].hold
+    assert [0 < len(hold.views) <= 3 for hold in holds] == [True] * 2
+    x = torch.arange(8.0).view(2, 4)[:, ::2]
+    kept = [hold.tensor(0, x) for hold in holds]
+    assert [hold.tensor(0, x) is view for hold, view in zip(holds, kept, strict=True)] == [True] * 2
+    a.send(x, 1)
+    assert torch.equal(b.read(x, 0, Tensor.clone)(), x)
+    assert [torch.equal(view, x) for view in kept] == [True] * 2  # the same memory
 
 
 def test_a_message_without_room_goes_as_it_lies_too():

@@ -1,0 +1,152 @@
+"""this file is a mailbox: one way from a rank to another, through memory that both have mapped.
+
+    | 7 | 8 |     free     | 5 | 6 |      messages 5 to 8 are on their way
+    written = 9   put in so far, by the sender           message k begins at places[k % PLACES]
+    taken = 5     taken out so far, by the receiver
+
+A message lies in one piece, each behind the one before it or at the front again.  What finds no
+room goes through gloo, and its place says so.
+"""
+
+import ctypes
+import mmap
+import os
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PLACES, BY_GLOO = 4096, -1
+LINE = 8  # numbers of a cache line, so that two counters never share one
+HEAD = 2 * LINE + PLACES  # numbers of a mailbox: written, taken, where messages begin
+VIEWS = 256  # of messages, that a mailbox keeps
+
+
+class Hold:
+    """Where the messages of one mailbox lie: `size_bytes` from byte `first` of the memory on."""
+
+    def __init__(self, memory: mmap.mmap, first: int, size_bytes: int) -> None:
+        self.memory, self.first, self.size_bytes = memory, first, size_bytes
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + first
+        self.views: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
+
+    def tensor(self, begin: int, like: Tensor) -> Tensor:
+        """A message of the shape of `like`, contiguous, where it lies."""
+        key = begin, like.dtype, like.shape
+        return self.views[key] if key in self.views else self._view(*key)
+
+    def _view(self, begin: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+        """Made once: training sends the same again and again, from the same few places."""
+        if len(self.views) == VIEWS:
+            self.views.clear()
+        numel, offset = shape.numel(), self.first + begin
+        with torch.inference_mode(False):  # for use in any mode
+            flat = torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=offset)
+            view = self.views[begin, dtype, shape] = flat.view(shape)
+        return view
+
+    def write(self, begin: int, x: Tensor) -> None:
+        """Copy `x` in, of any strides."""
+        if _plain(x):
+            ctypes.memmove(self.address + begin, x.data_ptr(), x.nbytes)
+        else:
+            self.tensor(begin, x).copy_(x)
+
+    def read(self, begin: int, x: Tensor) -> None:
+        """Copy out into `x`, which is contiguous."""
+        if _plain(x):
+            ctypes.memmove(x.data_ptr(), self.address + begin, x.nbytes)
+        else:
+            x.copy_(self.tensor(begin, x))
+
+
+def _plain(x: Tensor) -> bool:
+    """Whether its bytes, in order, are its values: no conjugate or negative that is yet to come."""
+    return x.is_contiguous() and not x.is_conj() and not x.is_neg()
+
+
+class Outbox:
+    """One way to another rank, seen from the sender: what is in it, oldest first."""
+
+    def __init__(self, numbers: memoryview, hold: Hold) -> None:
+        self.numbers, self.hold = numbers, hold
+        self.inside: deque[tuple[int, int, int]] = deque()  # message, where it begins and ends
+        self.written = self.put_bytes = 0
+
+    def put(self, x: Tensor) -> bool:
+        """Copy `x` in, or note that it goes through gloo: False."""
+        size_bytes = x.nbytes
+        begin = self._free(size_bytes)
+        if begin != BY_GLOO:
+            self.inside.append((self.written, begin, begin + size_bytes))
+            self.hold.write(begin, x)
+            self.put_bytes += size_bytes
+        while self.written - self.numbers[LINE] == PLACES:
+            os.sched_yield()
+        self.numbers[2 * LINE + self.written % PLACES] = begin
+        self.written += 1
+        self.numbers[0] = self.written
+        return begin != BY_GLOO
+
+    def _free(self, size_bytes: int) -> int:
+        """Where a message of that size has room: behind the newest, or in front of the oldest."""
+        taken = self.numbers[LINE]
+        while self.inside and self.inside[0][0] < taken:
+            self.inside.popleft()
+        if not self.inside:
+            return 0
+        oldest, newest = self.inside[0][1], -(-self.inside[-1][2] // 64) * 64
+        end = self.hold.size_bytes if newest > oldest else oldest
+        if newest + size_bytes <= end:
+            return newest
+        return 0 if newest > oldest and size_bytes <= oldest else BY_GLOO
+
+
+@dataclass(eq=False, slots=True)
+class Arrival:
+    """A message that is expected: one like `like`, for `place`, or to be used where it lies.
+
+    Who is overtaken by a later message's wait is given a place.
+    """
+
+    like: Tensor
+    place: Tensor | None
+    use: Callable[[Tensor], Tensor] | None = None
+    made: Tensor | None = None  # what came of its use
+    here: bool = False
+
+
+class Inbox:
+    """One way from another rank, seen from the receiver: what is expected, in order."""
+
+    def __init__(
+        self, numbers: memoryview, hold: Hold, by_gloo: Callable[[Tensor], object]
+    ) -> None:
+        self.numbers, self.hold, self.by_gloo = numbers, hold, by_gloo
+        self.expected: deque[Arrival] = deque()
+        self.taken = 0
+
+    def take(self, wanted: Arrival) -> None:
+        """Take out whatever has come; the one that is `wanted` is used where it lies."""
+        while self.expected and self.numbers[0] > self.taken:
+            one = self.expected[0]
+            begin = self.numbers[2 * LINE + self.taken % PLACES]
+            if one is wanted and one.place is None and one.use is not None and begin != BY_GLOO:
+                one.made = one.use(self.hold.tensor(begin, one.like))
+                one.use = None
+            else:
+                self._place(one, begin)
+            self.taken += 1
+            self.numbers[LINE] = self.taken
+            self.expected.popleft()
+            one.here = True
+
+    def _place(self, one: Arrival, begin: int) -> None:
+        if one.place is None:
+            one.place = torch.empty_like(one.like, memory_format=torch.contiguous_format)
+        if begin == BY_GLOO:
+            self.by_gloo(one.place)
+        else:
+            self.hold.read(begin, one.place)
