@@ -33,19 +33,24 @@ class Hold:
         self.views: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
 
     def tensor(self, begin: int, like: Tensor) -> Tensor:
-        """A message of the shape of `like`, contiguous, where it lies."""
+        """A message of the shape of `like`, contiguous, where it lies.
+
+        Views are kept: training sends the same again and again, from the same few places.
+        """
         key = begin, like.dtype, like.shape
-        return self.views[key] if key in self.views else self._view(*key)
+        if torch._C._len_torch_dispatch_stack():
+            return self._view(*key)  # a mode that follows storages would count what is kept
+        if key not in self.views:
+            if len(self.views) == VIEWS:
+                self.views.clear()
+            with torch.inference_mode(False):  # for use in any mode
+                self.views[key] = self._view(*key)
+        return self.views[key]
 
     def _view(self, begin: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-        """Made once: training sends the same again and again, from the same few places."""
-        if len(self.views) == VIEWS:
-            self.views.clear()
         numel, offset = shape.numel(), self.first + begin
-        with torch.inference_mode(False):  # for use in any mode
-            flat = torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=offset)
-            view = self.views[begin, dtype, shape] = flat.view(shape)
-        return view
+        flat = torch.frombuffer(self.memory, dtype=dtype, count=numel, offset=offset)
+        return flat.view(shape)
 
     def write(self, begin: int, x: Tensor) -> None:
         """Copy `x` in, of any strides."""
