@@ -1,11 +1,12 @@
 """this file is a mailbox: one way from a rank to another, through memory that both have mapped.
 
     | 7 | 8 |     free     | 5 | 6 |      messages 5 to 8 are on their way
-    written = 9   put in so far, by the sender           message k begins at places[k % PLACES]
+    written = 9   put in so far, by the sender
     taken = 5     taken out so far, by the receiver
+    places        of message k where it begins and its size, in one number, at k % PLACES
 
-A message lies in one piece, each behind the one before it or at the front again.  What finds no
-room goes through gloo, and its place says so.
+A message lies in one piece, behind the one before it or at the front again.  What finds no room
+goes through gloo, and its place says so.
 """
 
 import ctypes
@@ -40,12 +41,13 @@ class Hold:
         key = begin, like.dtype, like.shape
         if torch._C._len_torch_dispatch_stack():
             return self._view(*key)  # a mode that follows storages would count what is kept
-        if key not in self.views:
+        view = self.views.get(key)
+        if view is None:
             if len(self.views) == VIEWS:
                 self.views.clear()
             with torch.inference_mode(False):  # for use in any mode
-                self.views[key] = self._view(*key)
-        return self.views[key]
+                view = self.views[key] = self._view(*key)
+        return view
 
     def _view(self, begin: int, dtype: torch.dtype, shape: torch.Size) -> Tensor:
         numel, offset = shape.numel(), self.first + begin
@@ -90,7 +92,7 @@ class Outbox:
             self.put_bytes += size_bytes
         while self.written - self.numbers[LINE] == PLACES:
             os.sched_yield()
-        self.numbers[2 * LINE + self.written % PLACES] = begin
+        self.numbers[2 * LINE + self.written % PLACES] = begin << 32 | size_bytes
         self.written += 1
         self.numbers[0] = self.written
         return begin != BY_GLOO
@@ -107,6 +109,14 @@ class Outbox:
         if newest + size_bytes <= end:
             return newest
         return 0 if newest > oldest and size_bytes <= oldest else BY_GLOO
+
+
+def _check_size(sent_bytes: int, expected_bytes: int) -> None:
+    if sent_bytes != expected_bytes:
+        raise RuntimeError(
+            f"a message of {sent_bytes} bytes came where one of {expected_bytes} is expected: "
+            "all ranks are to make the same steps, with tensors of the same shapes"
+        )
 
 
 @dataclass(eq=False, slots=True)
@@ -137,7 +147,9 @@ class Inbox:
         """Take out whatever has come; the one that is `wanted` is used where it lies."""
         while self.expected and self.numbers[0] > self.taken:
             one = self.expected[0]
-            begin = self.numbers[2 * LINE + self.taken % PLACES]
+            told = self.numbers[2 * LINE + self.taken % PLACES]
+            begin = told >> 32
+            _check_size(told & 0xFFFFFFFF, one.like.nbytes)
             if one is wanted and one.place is None and one.use is not None and begin != BY_GLOO:
                 one.made = one.use(self.hold.tensor(begin, one.like))
                 one.use = None

@@ -205,6 +205,14 @@ def test_views_of_messages_are_kept_but_not_without_end(monkeypatch: pytest.Monk
     assert [torch.equal(view, x) for view in kept] == [True] * 2  # the same memory
 
 
+def test_ranks_that_expect_other_sizes_are_told():
+    """Not given whatever lies behind the message."""
+    a, b, _ = pair()
+    a.send(torch.ones(3), 1)
+    with pytest.raises(RuntimeError, match="of 12 bytes came where one of 16 is expected"):
+        b.receive(torch.zeros(4), 0)()
+
+
 def test_a_message_without_room_goes_as_it_lies_too():
     """Through gloo, in its order, and used by who reads it."""
     a, b, _ = pair()
