@@ -112,8 +112,9 @@ class Mailboxes:
         leaving: list[Callable[[], object]] = []
         waits: list[Callable[[], Any]] = []
         for peer, x in zip(peers, outgoing, strict=True):
-            waits.append(self.read(x, peer, use))
-            leaving += self.send(x, peer)
+            waits.append(self._expect(Arrival(x, None, use), peer))
+            if not self.out[peer].put(x):
+                leaving += by_gloo(self.group, x, peer, TAG)
         if not leaving:
             return waits[0]
 

@@ -203,11 +203,10 @@ class _Norm:
     def mark(self, module: nn.Module, args: Any) -> Any:
         """The hook: the input marked, where the norm is to be ours."""
         x, shape = args[0] if len(args) == 1 else None, self.weight.shape
-        if type(x) is not Tensor or not _usual(module, self.weight, x):
+        if type(x) is not Tensor or x.numel() < LEAST or not _usual(module, self.weight, x):
             return None
         able = x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64)
-        fits = x.shape[-len(shape) :] == shape
-        return (_Marked.of(x, self, module),) if able and fits and x.numel() >= LEAST else None
+        return (_Marked.of(x, self, module),) if able and x.shape[-len(shape) :] == shape else None
 
     def answer(
         self, func: Any, x: Tensor, args: Sequence[Any], kwargs: Mapping[str, Any]
