@@ -62,6 +62,7 @@ def begin_scatter(x: Tensor, axis: Axis, dim: int) -> Callable[[], Tensor]:
     """
     n = axis.size
     _check_even(x, dim, n)
+    # the price of it, which takes longer to ask for than to count
     _write(axis, "reduce_scatter", x.numel() // n * (n - 1), x)
     return axis.transport.reduce_scatter_along(x, dim)
 
@@ -75,9 +76,9 @@ def begin_gather(x: Tensor, axis: Axis, dim: int) -> Callable[[], Tensor]:
     return axis.transport.all_gather_along(x, dim)
 
 
-def _write(axis: Axis, what: str, sent: int, x: Tensor) -> None:
+def _write(axis: Axis, kind: str, sent: int, x: Tensor) -> None:
     if sent:
-        axis.ledger.write(axis.name, what, sent, x.element_size())
+        axis.ledger.write(axis.name, kind, sent, x.element_size())
 
 
 def _kept(out: Tensor, x: Tensor) -> Pending:

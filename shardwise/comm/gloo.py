@@ -96,7 +96,7 @@ class Gloo(Transport):
 
     def _holding(self, x: Tensor) -> Mailboxes | None:
         """The mailboxes that a message goes through, if it does."""
-        for mailboxes in self._mailboxes() if self.opened is None else self.opened:
+        for mailboxes in self._mailboxes():
             if mailboxes.fits(x):
                 return mailboxes
         return None

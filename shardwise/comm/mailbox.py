@@ -21,7 +21,7 @@ from torch import Tensor
 
 PLACES, BY_GLOO = 4096, -1
 LINE = 8  # numbers of a cache line, so that two counters never share one
-HEAD = 2 * LINE + PLACES  # numbers of a mailbox: written, taken, where messages begin
+HEAD = 2 * LINE + PLACES  # numbers of a mailbox: written, taken, places
 VIEWS = 256  # of messages, that a mailbox keeps
 
 

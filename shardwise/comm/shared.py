@@ -3,7 +3,8 @@
 A message through gloo goes through the kernel, and on either side through a thread that has to be
 woken on a processor that computes: two ranks on two cores, 256 KiB each way in the middle of a
 step, 1.6 ms after the later rank has come.  Here the ranks copy themselves: 0.1 ms.  What is large
-is left to gloo, which carries it beside the computation.
+is left to gloo, which carries it beside the computation.  How a message lies in its mailbox, and
+finds its way out again: mailbox.py.
 
 A rank never waits to send: what finds no room goes through gloo too, and its place says so.  Who
 waits watches the mailbox without sleep for a moment, then lets others run, then sleeps between two
@@ -112,11 +113,8 @@ class Mailboxes:
         leaving: list[Callable[[], object]] = []
         waits: list[Callable[[], Any]] = []
         for peer, x in zip(peers, outgoing, strict=True):
-            waits.append(self._expect(Arrival(x, None, use), peer))
-            if not self.out[peer].put(x):
-                leaving += by_gloo(self.group, x, peer, TAG)
-        if not leaving:
-            return waits[0]
+            waits.append(self.read(x, peer, use))
+            leaving += self.send(x, peer)
 
         def end() -> Tensor:
             made = waits[0]()

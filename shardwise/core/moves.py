@@ -56,7 +56,7 @@ def what(src: Placement, dst: Placement) -> str:
     return _kind(src, dst)[0]
 
 
-@lru_cache(maxsize=4096)  # asked of every exchange
+@lru_cache(maxsize=4096)  # asked of every flat exchange
 def price(src: Placement, dst: Placement, numel: int, n: int) -> Move:
     """The move from `src` to `dst` of a tensor of `numel` elements (all of it) over `n` ranks.
 

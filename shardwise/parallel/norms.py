@@ -50,6 +50,7 @@ class _RMSNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         by, rows = weight.reshape(-1), x.reshape(-1, weight.numel())
         root = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+        # eps + root^2 / D
         root = torch.rsub(root.square_(), eps, alpha=-1 / rows.shape[1]).rsqrt_()
         ctx.save_for_backward(x, weight, root)
         return torch.mul(rows, root).mul_(by).view(x.shape).detach()  # no view, as in nodes.py
