@@ -11,12 +11,13 @@ waits watches the mailbox without sleep for a moment, then lets others run, then
 looks, and finds out if the other process is gone, or has said that its program is over.
 
 One store becomes visible after those before it on x86-64 only; elsewhere there are no mailboxes.
+The memory never has a name in a file system, so that no rank, however it ends, leaves it behind:
+others open it through the process that made it.
 """
 
 import mmap
 import os
 import platform
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -33,7 +34,6 @@ from shardwise.comm.mailbox import HEAD, Arrival, Hold, Inbox, Outbox
 
 #: What all mailboxes of a group take together, and the most that one message may.
 SHARED_BYTES, MESSAGE_BYTES = 2**24, 2**22
-FOLDER = Path("/dev/shm")  # noqa: S108 (memory that has a name, not a place for files)
 TAG = 2
 OVER = 1  # the place, beside `written`, of whether its sender will send no more
 #: Looks without a pause, then looks with a turn for others; then a sleep between two, longer by as
@@ -191,21 +191,18 @@ def open_mailboxes(group: dist.ProcessGroup) -> Mailboxes | None:
     hosts = {int(host) for host, _ in everyone}
     if len(hosts) > 1 or 0 in hosts or not room_bytes(size):
         return None
-    memory = None
-    name = torch.zeros(128, dtype=torch.uint8)
-    path = _create(size) if rank == 0 else ""
-    if path:
-        name[: len(path)] = torch.frombuffer(bytearray(path.encode()), dtype=torch.uint8)
-    dist.broadcast(name, dist.get_global_rank(group, 0), group)
-    path = bytes(name.tolist()).rstrip(b"\0").decode()
-    memory = _attach(path) if path else None
-    attached = torch.tensor([float(memory is not None)])
-    dist.all_reduce(attached, dist.ReduceOp.MIN, group)
-    if rank == 0 and path:
-        Path(path).unlink()  # it lives for as long as somebody has it mapped
-    if memory is None or not attached.item():
-        return None
-    return Mailboxes(memory, group, [int(pid) for _, pid in everyone])
+    pids = [int(pid) for _, pid in everyone]
+    handle = _create(size) if rank == 0 else -1
+    try:
+        told = torch.tensor([handle])
+        dist.broadcast(told, dist.get_global_rank(group, 0), group)
+        memory = _attach(pids[0], int(told))
+        attached = torch.tensor([float(memory is not None)])
+        dist.all_reduce(attached, dist.ReduceOp.MIN, group)
+    finally:
+        if handle != -1:
+            os.close(handle)  # it lives for as long as somebody has it mapped
+    return None if memory is None or not attached.item() else Mailboxes(memory, group, pids)
 
 
 def _head_bytes(ranks: int) -> int:
@@ -221,7 +218,7 @@ def _host() -> int:
     if platform.system() != "Linux" or platform.machine() != "x86_64":
         return 0
     try:
-        told = [Path("/proc/sys/kernel/random/boot_id").read_text(), FOLDER.stat().st_dev]
+        told: list[object] = [Path("/proc/sys/kernel/random/boot_id").read_text()]
         told += [Path(f"/proc/self/ns/{kind}").stat().st_ino for kind in ("net", "pid")]
     except OSError:
         return 0
@@ -229,25 +226,24 @@ def _host() -> int:
     return int.from_bytes(found.digest(), "big")
 
 
-def _create(ranks: int) -> str:
-    """The path of new shared memory, reserved and zero; "" where there is not enough."""
+def _create(ranks: int) -> int:
+    """A handle of new memory, reserved and zero; -1 where there is not enough."""
     try:
-        handle, path = tempfile.mkstemp(prefix="shardwise-", dir=FOLDER)
+        handle = os.memfd_create("shardwise")
     except OSError:
-        return ""
+        return -1
     try:
         os.posix_fallocate(handle, 0, _head_bytes(ranks) + SHARED_BYTES)
     except OSError:
-        Path(path).unlink()
-        path = ""
-    finally:
         os.close(handle)
-    return path
+        return -1
+    return handle
 
 
-def _attach(path: str) -> mmap.mmap | None:
+def _attach(pid: int, handle: int) -> mmap.mmap | None:
+    """The memory that process `pid` has under that handle; None where it cannot be had."""
     try:
-        handle = os.open(path, os.O_RDWR)
+        handle = os.open(f"/proc/{pid}/fd/{handle}", os.O_RDWR)
     except OSError:
         return None
     try:

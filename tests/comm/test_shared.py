@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections import deque
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -238,7 +239,7 @@ def opened(world: World, split: bool, full: bool) -> tuple[bool, list[float]]:
         if split and world.rank:
             shared._host = lambda: 12345
         if full:
-            shared._create = lambda _: ""
+            shared._create = lambda _: -1
         x = torch.ones(8) * (world.rank + 1)
         given = world.axis("dp").transport
         assert isinstance(given, Gloo)
@@ -265,6 +266,28 @@ def test_ranks_share_memory_where_they_can(ranks: int, split: bool, full: bool, 
         assert x == [ranks * (ranks + 1) / 2] * (8 + 2 * 3 * ranks)
 
 
-def test_no_name_is_left_behind():
-    """The memory has no name once it is mapped: a rank that is killed leaves nothing behind."""
-    assert not list(shared.FOLDER.glob("shardwise-*"))
+def handles(world: World) -> tuple[int, int]:
+    """How many handles of mailboxes a rank has open, and maps of them, with one group more.
+
+    Python keeps a handle for each map.
+    """
+    given = world.everyone.transport
+    assert isinstance(given, Gloo)
+    fresh = Gloo(given.group)
+    fresh.ready()
+    names = [os.path.realpath(each) for each in Path("/proc/self/fd").iterdir()]
+    maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+    return sum("memfd:shardwise" in n for n in names), sum("memfd:shardwise" in m for m in maps)
+
+
+def test_the_memory_has_no_name():
+    """It is mapped by those who use it, under no path: a rank that is killed leaves nothing."""
+    for open_handles, maps in run_gloo(2, handles):
+        assert open_handles == maps > 0
+
+
+def test_a_process_that_cannot_be_asked_lends_no_memory():
+    """One that is gone, a handle it does not have, and one that is no memory."""
+    assert shared._attach(2**22 + 1, 5) is None
+    assert shared._attach(os.getpid(), -1) is None
+    assert shared._attach(os.getpid(), 10**6) is None
