@@ -2,7 +2,7 @@
 
 begin      a session of its own (a terminal's Ctrl-C reaches the launcher alone), its number of
            threads, and a lifeline: when the launcher dies, however it dies, so does the rank
-work       the function
+work       the function, with a look-out for ranks that will not come (lookout.py)
 end        wait for the others, destroy the process group, hand over the result
 or fail    write the error down, and hold still until ended
 """
@@ -24,12 +24,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.lookout import look_out
 from shardwise.comm.room import Room
 from shardwise.comm.shared import leave
 from shardwise.core.errors import InputError
 
 #: How long a failed rank waits to be ended before it ends itself.
 _HOLD_S = 8.0
+#: Files whose frames are around the function's own.
+_AROUND = (__file__, runpy.__file__, "<frozen runpy>")
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ def run(job: Job) -> bytes:
     if job.quiet and rank > 0:
         _keep_stderr(job.room, rank)
     torch.set_num_threads(job.threads)
+    look_out(job.room, rank, _AROUND)
     try:
         packed = _work(job)
         leave()  # before the wait for the others, of whom one may wait for us
@@ -98,9 +102,8 @@ def _exit_code(error: SystemExit) -> int:
 
 def _told(error: BaseException) -> str:
     """The traceback, from the first frame that is not this file's nor runpy's."""
-    ours = {__file__, runpy.__file__, "<frozen runpy>"}
     frames: TracebackType | None = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in ours:
+    while frames is not None and frames.tb_frame.f_code.co_filename in _AROUND:
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames)).rstrip()
 

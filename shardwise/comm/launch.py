@@ -176,32 +176,32 @@ def _together(job: Job, device: str | None, signals: list[int]) -> _Ended:
         logs_specs=DefaultLogsSpecs(log_dir=str(job.room.folder / "agent")),
     )
     outcomes: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    over = threading.Event()  # a thread that Ctrl-C finds joining another takes that for ended
 
     def agent() -> None:
         try:
             outcomes.put(elastic_launch(config, run)(job))
         except BaseException as error:  # noqa: BLE001  handed to the main thread
             outcomes.put(error)
+        over.set()
 
-    # A daemon: should every rank leave by os._exit(0), the agent would wait for ever.
-    thread = threading.Thread(target=agent, name="agent", daemon=True)
     ended = _Ended()
     with _silent(), _variables(_for_ranks(job, device)):
-        thread.start()
+        # A daemon: should every rank leave by os._exit(0), the agent would wait for ever.
+        threading.Thread(target=agent, name="agent", daemon=True).start()
         try:
-            _watch(job.room, thread, ended, signals)
+            _watch(job.room, over, ended, signals)
         finally:
-            _end(job.room, ended, thread)
+            _end(job.room, ended, over)
     _take(ended, None if outcomes.empty() else outcomes.get())
     return ended
 
 
-def _watch(room: Room, agent: threading.Thread, ended: _Ended, signals: list[int]) -> None:
+def _watch(room: Room, over: threading.Event, ended: _Ended, signals: list[int]) -> None:
     """Return when the agent has ended, or when the time has come to end the ranks."""
     deadline = float("inf")
     told: set[int] = set()  # ranks that the signal was passed on to; others may yet begin
-    while agent.is_alive() and time.monotonic() < deadline:
-        agent.join(_GLANCE_S)
+    while time.monotonic() < deadline and not over.wait(_GLANCE_S):
         if signals:
             deadline = min(deadline, time.monotonic() + _SAVE_S)
             told |= _send(room, signal.SIGTERM, besides=told)
@@ -215,7 +215,7 @@ def _watch(room: Room, agent: threading.Thread, ended: _Ended, signals: list[int
         if len(room.notes()) == room.ranks:
             return
     told_all = bool(signals) and ended.missing is None
-    ended.overdue = told_all and agent.is_alive() and not room.notes()
+    ended.overdue = told_all and not over.is_set() and not room.notes()
 
 
 def _gone(room: Room) -> int | None:
@@ -247,16 +247,17 @@ def _send(room: Room, number: int, besides: set[int] | frozenset[int] = frozense
     return reached
 
 
-def _end(room: Room, ended: _Ended, agent: threading.Thread) -> None:
+def _end(room: Room, ended: _Ended, over: threading.Event) -> None:
     """Kill the ranks, unless the agent has seen them all end."""
-    if not agent.is_alive():
+    if over.is_set():
         return
     room.close()
     give_up = time.monotonic() + 3.0
-    while agent.is_alive() and time.monotonic() < give_up:
+    while time.monotonic() < give_up:
         if len(room.finished()) < room.ranks:
             ended.killed |= _send(room, signal.SIGKILL)
-        agent.join(_GLANCE_S)
+        if over.wait(_GLANCE_S):
+            return
 
 
 def _take(ended: _Ended, outcome: Any) -> None:

@@ -6,7 +6,7 @@ the first note in the room is the cause.  A rank that dies without a word is fou
 
     0.pid     the rank has begun                  0.failed   its error, with the time
     0.done    its function has returned           0.stderr   what it wrote there, where kept back
-    closed    whoever begins now leaves at once
+    0.waits   it waits for others                 closed     whoever begins now leaves at once
 """
 
 import json
@@ -55,6 +55,18 @@ class Room:
         """Rank: I have failed, and this is my error."""
         note = Note(time.monotonic_ns(), rank, code, text, refused)
         self._write(f"{rank}.failed", json.dumps(asdict(note)))
+
+    def waits(self, rank: int, long: bool) -> None:
+        """Rank: whether I have waited for others for long."""
+        path = self.folder / f"{rank}.waits"
+        if long and not path.exists():
+            self._write(path.name, "")
+        elif not long:
+            path.unlink(missing_ok=True)
+
+    def waiting(self) -> set[int]:
+        """Rank: those that wait for others."""
+        return {int(path.stem) for path in self.folder.glob("*.waits")}
 
     def stderr(self, rank: int) -> Path:
         """Both: where the rank's error output is kept, if it is."""

@@ -192,6 +192,60 @@ def test_a_rank_that_waits_for_one_that_is_done_is_told():
     assert caught.value.rank == 0
 
 
+def meet_without_1(alone: bool) -> None:
+    """Rank 1 returns before anybody has met."""
+    world = init("cpu")
+    if world.rank == 1:
+        return
+    if alone:
+        time.sleep(6)
+    else:
+        all_reduce(torch.ones(1), world.everyone)
+
+
+def test_ranks_that_wait_for_one_that_never_came_are_told():
+    """Nobody else can come to what they wait for: an error with its place, within seconds."""
+    with pytest.raises(RankError, match=r"rank 1 has ended the program.*same steps") as caught:
+        spawn(meet_without_1, 3, (False,))
+    assert caught.value.rank != 1
+    assert "in meet_without_1" in str(caught.value)
+    assert "child.py" not in str(caught.value)
+
+
+def test_a_rank_may_go_on_alone_for_as_long_as_it_likes():
+    """What a rank does without the others is none of their business."""
+    assert spawn(meet_without_1, 2, (True,)) == [None, None]
+
+
+INTERRUPTED = """
+import time
+import shardwise as sw
+
+def work(folder):
+    world = sw.init("cpu")
+    world.barrier()
+    (folder / f"pid-{world.rank}").write_text(str(__import__("os").getpid()))
+    time.sleep(60)
+
+if __name__ == "__main__":
+    from pathlib import Path
+    sw.spawn(work, 2, (Path(__file__).parent,))
+"""
+
+
+def test_ctrl_c_ends_the_ranks_of_spawn(tmp_path: Path):
+    """The launcher raises KeyboardInterrupt, and takes its ranks with it."""
+    script = tmp_path / "script.py"
+    script.write_text(INTERRUPTED)
+    pids = [tmp_path / f"pid-{rank}" for rank in range(2)]
+    with subprocess.Popen([sys.executable, script], stderr=subprocess.PIPE, text=True) as process:
+        wait_for(*pids)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=15)
+    assert said.rstrip().endswith("KeyboardInterrupt")
+    assert not any(is_alive(int(pid.read_text())) for pid in pids)
+
+
 def test_launch_passes_on_success(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     """When every rank ends well the code is 0, and the launcher says nothing of its own."""
     assert launch(["end", str(tmp_path)], 2, "tests.comm.program") == 0

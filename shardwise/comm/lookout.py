@@ -1,0 +1,69 @@
+"""this file is a rank's look-out: whether it waits for ranks whose function has returned.
+
+    rank 0    step   step   all_gather ..........      has stood there for 3 s, in a collective
+    rank 1    step   done   (stays for what it has sent, and sends no more)
+
+Nobody can come to such a collective any more, and it would give up only after minutes.  The rank
+says in the room that it waits; where all others wait or are done, none can help the other, and the
+first to see that fails with the place at which its program stands.
+"""
+
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Collection
+from pathlib import Path
+from types import FrameType
+
+import torch.distributed as dist
+
+from shardwise.comm.room import Room
+
+_GLANCE_S = 0.5
+_LOOKS = 6  # in a row that find a rank where it was
+#: Where a program stands that waits for other ranks.
+_MEETING = (str(Path(__file__).parent), str(Path(dist.__file__).parent))
+
+
+def look_out(room: Room, rank: int, ours: Collection[str]) -> None:
+    """Begin to look, beside the calling thread, until that has its result.
+
+    `ours` are files whose frames the place is told without.
+    """
+    program = threading.get_ident()
+    threading.Thread(
+        target=_look, args=(room, rank, program, ours), name="look-out", daemon=True
+    ).start()
+
+
+def _look(room: Room, rank: int, program: int, ours: Collection[str]) -> None:
+    stands: tuple[FrameType, int] | None = None
+    looks = 0
+    while rank not in (done := room.finished()):
+        time.sleep(_GLANCE_S)
+        before, stands = stands, _stands(program) if done else None
+        looks = looks + 1 if stands is not None and stands == before else 0
+        room.waits(rank, looks >= _LOOKS)
+        if stands is not None and looks > _LOOKS and len(done | room.waiting()) == room.ranks:
+            room.fail(rank, _told(stands[0], sorted(done), ours))
+            return
+
+
+def _stands(program: int) -> tuple[FrameType, int] | None:
+    """The call in which the program is, where it is one that other ranks are to join."""
+    frame = sys._current_frames().get(program)
+    if frame is None or not frame.f_code.co_filename.startswith(_MEETING):
+        return None
+    return frame, frame.f_lasti
+
+
+def _told(frame: FrameType, done: Collection[int], ours: Collection[str]) -> str:
+    stack = traceback.extract_stack(frame)
+    first = max((i for i, each in enumerate(stack) if each.filename in ours), default=-1) + 1
+    ranks = f"rank {', '.join(map(str, done))} {'has' if len(done) == 1 else 'have'}"
+    return (
+        f"Traceback (most recent call last):\n{''.join(traceback.format_list(stack[first:]))}"
+        f"RuntimeError: {ranks} ended the program, and {'is' if len(done) == 1 else 'are'} waited "
+        "for here: all ranks are to make the same steps"
+    )
