@@ -22,6 +22,7 @@ from shardwise.comm.collectives import begin_sum
 from shardwise.comm.ledger import Key, Ledger, Tally
 from shardwise.core.shape import ModelShape
 from shardwise.engine import memory, shape, state
+from shardwise.engine.alike import Alike
 from shardwise.engine.batch import cast, enough, filled, rows, split
 from shardwise.engine.laying import lay_out
 from shardwise.engine.optimizer import ShardedOptimizer
@@ -53,6 +54,7 @@ class Engine:
             self.laid = lay_out(model, build)
         self.tensors, self.data, self.flats = self.laid.tensors, self.laid.data, self.laid.flats
         self.axes, self.facts, self.staging = self.laid.axes, self.data.facts, self.laid.staging
+        self.alike = Alike(self.tensors, self.staging and self.staging.axis, self.world.device)
         self.passes = self._passes()
         self.optimizer = ShardedOptimizer(training.optimizer, self.flats)
         if isinstance(self.passes, Pipelined) and self.passes.staging.schedule.update:
@@ -110,6 +112,10 @@ class Engine:
         """Train on this rank's share of the global batch: tensors in any nesting, rows first.
 
         A share without rows, or without tokens, takes part with weight zero.
+
+        Raises:
+            InputError: a batch that cannot be split; in the first step, ranks that compute it
+                together and have not the same batch, loss, or gradients of what each holds.
         """
         if self.staging:
             enough(batch, self.microbatches)
@@ -121,13 +127,19 @@ class Engine:
         parts = split(batch, self.microbatches, self.plan.cut)
         counts = [self._count(part) for part in parts]
         parts = [filled(part) for part in parts]
-        if not self.expected:
+        first = not self.expected
+        if first:
+            self.alike.require_batch(batch)
             self.expected = self._total(sum(counts))
         weights = [self.scale.value * count / self.expected for count in counts]
         summed = self.passes.run(parts, counts, weights)
         self.tensors.end()
         with self.ledger.phase("update"):
-            facts = self._settle(summed, sum(counts))
+            arriving = self._arrivals()
+            if first:
+                loss = summed / max(1, sum(counts))
+                arriving = self.alike.compared(arriving, loss, self.flats)
+            facts = self._settle(summed, sum(counts), arriving)
         self.own_loss = summed.item()
         self.steps += 1
         self.broken = False
@@ -143,7 +155,7 @@ class Engine:
             counted = self.facts.agree(torch.tensor([float(mine)], device=self.world.device))
         return max(1, round(counted.item()))
 
-    def _settle(self, summed: Tensor, count: int) -> Settled:
+    def _settle(self, summed: Tensor, count: int, arriving: Iterator[Unit]) -> Settled:
         """Finish the reductions, agree, update, and begin to gather for the next step.
 
         Gradients were divided by the number of tokens expected, that of the step before: a number
@@ -152,7 +164,6 @@ class Engine:
         own = torch.cat([summed.view(1), summed.new_tensor([count]), self.facts.got().to(summed)])
         with self.ledger.phase("check"):
             agreed = self.facts.begin_agree(own)
-        arriving = self._arrivals()
         first = [unit for unit in (next(arriving, None),) if unit is not None]
         with self.ledger.phase("check"):
             facts = agreed()

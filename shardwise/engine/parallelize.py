@@ -10,7 +10,7 @@ from shardwise.comm.world import World
 from shardwise.core.check import require
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
-from shardwise.engine import given, staging, stale
+from shardwise.engine import alike, given, staging, stale
 from shardwise.engine.engine import Engine
 from shardwise.engine.recipe import AdamW, Recipe
 from shardwise.engine.shard import default_fill, layable
@@ -36,7 +36,8 @@ def parallelize(
 
     Raises:
         InputError: the plan cannot work, with every problem and its remedy; what is given is of
-            the wrong kind; an unknown option. The model is as it was then.
+            the wrong kind, or not the same on all ranks; an unknown option. The model is as it
+            was then.
     """
     given.module(model, "sw.parallelize")
     given.world(world)
@@ -55,6 +56,14 @@ def parallelize(
     begin = staging.fitting(model, plan, options["stages"], beside)
     clip = stale.require(model, plan, begin, options["clip"], beside)
     training = Training(recipe, objective, tokens, clip)
+    told = {
+        "the plan": str(plan),
+        "the model": alike.described(model),
+        "the table": table,
+        "the optimizer": recipe,
+        "the options": [options[name] for name in ALIKE],
+    }
+    alike.given(world, told)
     world = world.on(plan.mesh)
     build = Build(plan, world, options["units"], fill, options["prefetch"], table, begin, beside)
     return Engine(model, build, training)
@@ -72,6 +81,9 @@ USUAL: dict[str, Any] = {
     "stages": None,
     "beside": None,
 }
+
+#: Those that have to be alike on all ranks, and can be told by what they print.
+ALIKE = ("clip", "units", "seed", "prefetch", "stages", "beside")
 
 
 def _plan(plan: Any) -> Plan:

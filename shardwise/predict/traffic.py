@@ -17,6 +17,10 @@ and, whatever the model's size:
                several stages hold, whether any of them had a gradient
     forward    the buffers that training changes, from the first rank of each axis
 
+In the first step the data ranks tell their numbers of tokens beforehand, the ranks of the other
+axes a double of their batch, and those of the tensor axis one of the loss and two of each trained
+parameter that they hold whole (engine/alike.py).
+
 A schedule that updates by itself does what is said to be done once, and agrees on the facts but the
 loss and the buffers, with each of its updates.
 
@@ -133,6 +137,11 @@ def step_bytes(
         tariff.ask(PIPELINE, param.holders if param.trainable else 1)  # was it used by any?
     if first:
         tariff.agree(1, COUNT_BYTES)
+        whole = [p for p in model.params if p.trainable and p.kept.startswith("whole")]
+        told = (1 + 2 * len(whole)) * tariff.size(TENSOR)  # the loss, gradients
+        tariff.move(TENSOR, S(0), R, told, FACT_BYTES, "check")
+        for axis in (TENSOR, PIPELINE):  # the batch
+            tariff.move(axis, S(0), R, tariff.size(axis), FACT_BYTES, "check")
     return tariff.sent_bytes
 
 

@@ -1,0 +1,204 @@
+"""this file is what ranks are to have alike, and how they find out that they have not.
+
+    before anything is laid out    plan, model, table, optimizer, options     all ranks
+    before the first step          the batch                                  those of one data rank
+    in the first step              the loss, and the gradients of             those of a tensor axis
+                                   parameters that each of them holds whole
+
+Ranks of a tensor axis compute one step together.  What they do not cut each of them computes by
+itself, the same on all: a difference there is a fault that no shape gives away, for a parameter
+used on a part of the features trains on a part of its gradient.  So each tells a few numbers of
+it: sums with fixed weights, which differ if the tensors do.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardwise.comm.collectives import all_gather
+from shardwise.comm.world import Axis, World
+from shardwise.core.errors import bad
+from shardwise.engine.held import Tensors
+
+#: Weights of a sum, one after the other and again: a prime number of them, so that no shape fits.
+WEIGHTS = 509
+#: By how much what is alike may differ, of its size: sums in another order, if that.
+CLOSE, CLOSE_IN_16_BITS = 1e-3, 3e-2
+#: What is smaller than so much of all gradients together is rounding.
+NOTHING = 1e-5
+
+U = TypeVar("U")
+
+
+# --- what is given ---------------------------------------------------------------------------
+
+
+def given(world: World, parts: Mapping[str, object]) -> None:
+    """Raise InputError on every rank where ranks were given another part, by name, than rank 0.
+
+    Called by all ranks.  Functions and where objects lie are left out.
+    """
+    if world.size == 1:
+        return
+    own = [_hash(re.sub(r" at 0x[0-9a-f]+", "", repr(part))) for part in parts.values()]
+    everyone = all_gather(torch.tensor(own, device=world.device), world.everyone)
+    told = torch.stack(everyone).tolist()
+    for number, name in enumerate(parts):
+        others = [rank for rank in range(world.size) if told[rank][number] != told[0][number]]
+        if others:
+            raise bad(
+                f"{name} of {_ranks(others)} that is not as on rank 0",
+                "one model, plan, table, optimizer and options on all ranks, which train together",
+                "the same call on every rank; what is to differ between them is the data",
+            )
+
+
+def described(model: nn.Module) -> list[tuple[str, tuple[int, ...], torch.dtype, bool]]:
+    """What of a model has to be the same on all ranks before its weights are."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors]
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
+
+
+# --- what is made ----------------------------------------------------------------------------
+
+
+class Flat(Protocol):
+    """Parameters end to end, and this rank's block of their gradients (parallel/flat.py)."""
+
+    names: list[str]
+    pieces: list[tuple[int, int]]
+    gshard: Tensor | None
+
+    @property
+    def trained(self) -> bool: ...
+
+
+class Alike:
+    """What is compared by ranks that compute a step together: along these axes."""
+
+    def __init__(self, tensors: Tensors, pipeline: Axis | None, device: torch.device) -> None:
+        self.axis, self.device, self.tensors = tensors.axis, device, tensors
+        self.axes = [axis for axis in (tensors.axis, pipeline) if axis and axis.size > 1]
+
+    def require_batch(self, batch: Any) -> None:
+        """Raise InputError on every rank of an axis whose ranks do not have the same batch."""
+        for axis in self.axes:
+            with axis.ledger.phase("check"):
+                told = torch.stack(all_gather(_mark(batch, self.device), axis)).nan_to_num()
+            others = [rank for rank, mark in enumerate(told.tolist()) if mark != told[0]]
+            if others:
+                raise bad(
+                    f"a batch of {_ranks(others)} of the {axis.name} axis that is not as on rank 0",
+                    f"one batch on all ranks of a {axis.name} axis, which compute it together",
+                    "a sampler over engine.data_ranks ranks, of which this is engine.data_rank",
+                )
+
+    def compared(self, arriving: Iterator[U], loss: Tensor, flats: Sequence[Flat]) -> Iterator[U]:
+        """`arriving`, when the gradients of `flats` have all arrived and been compared.
+
+        Raises:
+            InputError: the loss or a gradient is not alike, on every rank that finds it so.
+        """
+        if self.axis.size == 1:
+            return arriving
+        arrived = list(arriving)
+        with self.axis.ledger.phase("check"):
+            self._require(loss, flats)
+        return iter(arrived)
+
+    def _require(self, loss: Tensor, flats: Sequence[Flat]) -> None:
+        names, gradients = self._gradients(flats)
+        own = torch.cat([loss.detach().to(gradients).view(1), gradients])
+        told = torch.stack(all_gather(own, self.axis)).cpu()
+        losses, (sums, sizes) = told[:, 0], told[:, 1:].chunk(2, dim=1)
+        if not _close(losses, losses.abs().max(), CLOSE):
+            raise self._other_losses(losses.tolist())
+        everything = NOTHING * sizes.nan_to_num().norm(dim=1).max()
+        close = CLOSE if all(_wide(flat) for flat in flats) else CLOSE_IN_16_BITS
+        for name, of_sum, size in zip(names, sums.t(), sizes.t(), strict=True):
+            room = size.nan_to_num().max() + everything
+            if not (_close(of_sum, room, close) and _close(size, room, close)):
+                raise self._other_gradients(name)
+
+    def _gradients(self, flats: Sequence[Flat]) -> tuple[list[str], Tensor]:
+        """Names, and a sum with weights of each gradient, then a size of each."""
+        none = torch.zeros((), dtype=torch.float64, device=self.device)
+        names, sums, sizes = [], [], []
+        for flat in (flat for flat in flats if flat.trained):
+            for name, (low, high) in zip(flat.names, flat.pieces, strict=True):
+                if self.tensors.of(name).cut is None:
+                    piece = None if flat.gshard is None else flat.gshard[low:high]
+                    names.append(name)
+                    sums.append(none if piece is None else _sum(piece))
+                    sizes.append(none if piece is None else _size(piece))
+        return names, torch.stack([*sums, *sizes]) if names else none.new_zeros(0)
+
+    def _other_losses(self, losses: Sequence[float]) -> Exception:
+        told = ", ".join(f"{loss:.6g}" for loss in losses)
+        return bad(
+            f"a loss that differs between the ranks of the {self.axis.name} axis: {told}",
+            "a forward and a loss that use what the table cuts only as it says: a cut weight by "
+            "calling its module, cut features between the layers by columns and by rows",
+            'an entry that makes the result whole ("colwise_gather_output", "sequence:join"), and '
+            "the same random numbers on all ranks",
+        )
+
+    def _other_gradients(self, name: str) -> Exception:
+        module = name.rpartition(".")[0] or name
+        return bad(
+            f"the gradient of {name}, which differs between the ranks of the {self.axis.name} axis "
+            "though each holds all of it: each has used it on other features or positions",
+            "parameters that all these ranks use alike, or of a module that the table names and "
+            "that holds no other modules",
+            f'in the table "{module}": "replicated" between layers cut by columns and by rows, or '
+            f'"{module}": "sequence" on the stream under sp',
+        )
+
+
+def _close(values: Tensor, size: Tensor, close: float) -> bool:
+    """Whether they differ by no more than so much of `size`; what is no number is not compared."""
+    found = values.nan_to_num(0.0, 0.0, 0.0)
+    return bool(found.max() - found.min() <= close * size.nan_to_num(math.inf))
+
+
+def _wide(flat: Flat) -> bool:
+    return flat.gshard is None or flat.gshard.dtype in (torch.float32, torch.float64)
+
+
+def _mark(batch: Any, device: torch.device) -> Tensor:
+    """A number that tells batches apart: of the shapes and of the values."""
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for place, x in enumerate(tree_leaves(batch), 1):
+        if isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested:
+            total += place * (_sum(x.detach()).to(device) + _hash(f"{x.shape}") % WEIGHTS)
+    return total
+
+
+def _sum(x: Tensor) -> Tensor:
+    """The sum of `x` with fixed weights, in double, without dims."""
+    flat = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
+    rows = flat[: len(flat) - len(flat) % WEIGHTS].view(-1, WEIGHTS)
+    folded = rows.sum(0, dtype=torch.float64)
+    rest = flat[rows.numel() :]
+    folded[: len(rest)] += rest
+    weights = torch.arange(WEIGHTS, dtype=torch.float64, device=x.device).cos()
+    return folded.dot(weights)
+
+
+def _size(x: Tensor) -> Tensor:
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    return torch.linalg.vector_norm(x, dtype=dtype).double()

@@ -1,0 +1,225 @@
+"""What ranks are to have alike: each fault is told on every rank, by name, before it trains."""
+
+import re
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise.comm.world import World
+from shardwise.core.errors import InputError
+from shardwise.core.mesh import Mesh
+from shardwise.engine import alike
+from shardwise.engine.held import nowhere
+from tests.pool import run_gloo, run_threads
+
+WORDS = 50
+
+
+class Block(nn.Module):
+    """A parameter between two linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(16, 32), nn.PReLU(), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.act(self.up(x)))
+
+
+class Small(nn.Module):
+    """Words through a block; `scaled` by a parameter of its own, `read` with the table read."""
+
+    def __init__(self, depth: int = 1, scaled: bool = False, read: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head = nn.Embedding(WORDS, 16), nn.Linear(16, WORDS)
+        self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.gamma, self.read = nn.Parameter(torch.ones(16)) if scaled else None, read
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        x = x if self.gamma is None else x * self.gamma
+        for block in self.blocks:
+            x = block(x)
+        return functional.linear(x, self.embed.weight) if self.read else self.head(x)
+
+
+TABLE = {"embed": "vocabulary", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+FIXED = TABLE | {"blocks.*.act": "replicated"}
+SEQUENCE = {"embed": "vocabulary:sequence", "head": "vocabulary"}
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The mean over all positions; targets in the first half of the words."""
+    return functional.cross_entropy(model(batch["x"]).flatten(0, 1), batch["y"].flatten())
+
+
+def text(seed: int = 0, rows: int = 4, length: int = 8) -> dict[str, Tensor]:
+    """Random words."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(WORDS // 2, (2, rows, length), generator=draw)
+    return {"x": ids[0], "y": ids[1]}
+
+
+def engine_of(world: World, model: nn.Module, plan: str = "tp2", **options: Any) -> sw.Engine:
+    """The model on this world."""
+    return sw.parallelize(
+        model, plan, world, **{"optimizer": sw.AdamW(lr=0.01), "loss": loss} | options
+    )
+
+
+def told(world: World, act: Any) -> str:
+    """What this rank is told when it does this."""
+    with pytest.raises(InputError) as caught:
+        act(world)
+    return str(caught.value)
+
+
+GIVEN = [
+    ("model", lambda world: engine_of(world, Small(1 + world.rank), table=FIXED)),
+    ("table", lambda world: engine_of(world, Small(), table=[TABLE, FIXED][world.rank])),
+    ("options", lambda world: engine_of(world, Small(), table=FIXED, clip=1.0 + world.rank)),
+    ("plan", lambda world: engine_of(world, Small(), ["dp2", "dp2 zero1"][world.rank])),
+    (
+        "optimizer",
+        lambda world: engine_of(world, Small(), table=FIXED, optimizer=sw.SGD(lr=1 + world.rank)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("what", "act"), GIVEN, ids=[what for what, _ in GIVEN])
+def test_what_ranks_are_given_is_compared_before_anything_is_changed(what: str, act: Any):
+    """One paragraph, the same on both ranks."""
+    first, second = run_threads(2, told, act)
+    assert first == second
+    assert f"the {what} of rank 1 that is not as on rank 0" in first
+
+
+def step(world: World, model: Any, plan: str, batch: Any, **options: Any) -> None:
+    """A first step."""
+    engine_of(world, model(), plan, **options).step(batch(world.rank))
+
+
+def test_ranks_that_are_given_the_same_train():
+    """Functions and what is made anew on each rank are no difference."""
+    same = partial(step, plan="tp2", batch=lambda _: text(), table=FIXED, units=Block)
+    assert run_threads(2, partial(same, model=Small)) == [None, None]
+
+
+@pytest.mark.parametrize("plan", ["tp2", "pp2 1f1b:2", "tp2 pp2 1f1b:2"])
+@pytest.mark.parametrize(
+    "batch",
+    [
+        lambda rank: text(seed=rank),
+        lambda rank: text(rows=4 + 4 * (rank % 2), length=8 - 4 * (rank % 2)),
+    ],
+    ids=["words", "shapes"],
+)
+def test_ranks_that_compute_a_step_together_have_one_batch(plan: str, batch: Any):
+    """Also where the shapes that differ have as many words."""
+    stages = ["blocks.0"] if "pp2" in plan else None
+    act = partial(step, model=Small, plan=plan, batch=batch, table=FIXED, stages=stages)
+    for said in run_threads(4 if "tp2 pp2" in plan else 2, told, act):
+        assert "that is not as on rank 0" in said
+        assert "engine.data_rank" in said
+
+
+def test_data_ranks_have_batches_of_their_own():
+    """What is compared is what one data rank has."""
+    act = partial(step, model=Small, plan="dp2 tp2", batch=lambda r: text(r // 2), table=FIXED)
+    assert run_threads(4, act) == [None] * 4
+
+
+FAULTS = [
+    ("tp2", Small, {"table": TABLE}, r"the gradient of blocks\.0\.act\.weight.*replicated"),
+    ("dp2 tp2", Small, {"table": TABLE}, r"the gradient of blocks\.0\.act\.weight"),
+    ("tp2 accumulate:2", Small, {"table": TABLE, "clip": 1.0}, r"of blocks\.0\.act\.weight"),
+    (
+        "tp2 sp",
+        partial(Small, scaled=True),
+        {"table": sw.Table.of(FIXED, sequence=SEQUENCE)},
+        r'the gradient of gamma,.*"gamma": "sequence"',
+    ),
+    ("tp2", partial(Small, read=True), {"table": FIXED}, "a loss that differs.*a cut weight by"),
+]
+
+
+@pytest.mark.parametrize(("plan", "model", "options", "match"), FAULTS)
+def test_what_every_rank_computes_by_itself_is_the_same(
+    plan: str, model: Any, options: dict[str, Any], match: str
+):
+    """A parameter whose gradient nobody sums, or a cut weight that is read: told, on all ranks."""
+    ranks = 4 if "dp2" in plan else 2
+    act = partial(step, model=model, plan=plan, batch=lambda _: text(), **options)
+    for said in run_threads(ranks, told, act):
+        assert re.search(match, said)
+
+
+def test_a_fault_is_told_on_real_processes():
+    """The exchange is that of any step."""
+    for said in run_gloo(2, _faulty):
+        assert "the gradient of blocks.0.act.weight" in said
+
+
+def _faulty(world: World) -> str:
+    return told(world, partial(step, model=Small, plan="tp2", batch=_text, table=TABLE))
+
+
+def _text(_: int) -> dict[str, Tensor]:
+    return text()
+
+
+class Made:
+    """Gradients of one flat group: one large, one of nothing but rounding."""
+
+    names, pieces, trained = ["large", "small"], [(0, 1000), (1000, 1010)], True
+
+    def __init__(self, rank: int, off: float, noise: float) -> None:
+        draw = torch.Generator().manual_seed(0)
+        large = torch.randn(1000, generator=draw) * (1 + off * rank)
+        self.gshard = torch.cat([large, torch.full((10,), noise * (-1) ** rank)])
+
+
+def compared(world: World, off: float, noise: float) -> bool:
+    """Whether the ranks find their gradients alike."""
+    axis = world.on(Mesh((("tp", 2),))).axis("tp")
+    flats: Any = [Made(world.rank, off, noise)]
+    try:
+        tensors = replace(nowhere(), axis=axis)
+        told = alike.Alike(tensors, None, world.device).compared(iter("ab"), torch.ones(()), flats)
+        assert list(told) == ["a", "b"]
+    except InputError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("off", "noise", "same"),
+    [(0.0, 0.0, True), (1e-5, 1e-7, True), (1e-2, 0.0, False), (0.0, 1.0, False)],
+)
+def test_rounding_is_no_difference(off: float, noise: float, same: bool):
+    """A gradient that is zero but for rounding may be of another sign on every rank."""
+    assert run_threads(2, compared, off, noise) == [same, same]
+
+
+@given(numel=st.integers(1, 3000), at=st.integers(0, 2999), seed=st.integers(0, 2**31))
+def test_sums_with_weights_tell_tensors_apart(numel: int, at: int, seed: int):
+    """One element changed, or two that stand side by side exchanged, is another sum."""
+    x = torch.randint(0, 1000, (numel,), generator=torch.Generator().manual_seed(seed))
+    at %= numel
+    other = x.clone()
+    other[at] += 1
+    assert alike._sum(other) != alike._sum(x)
+    if at + 1 < numel and x[at] != x[at + 1]:
+        swapped = x.clone()
+        swapped[at], swapped[at + 1] = x[at + 1], x[at]
+        assert alike._sum(swapped) != alike._sum(x)
+    assert alike._sum(x.view(numel, 1)) == alike._sum(x)
