@@ -54,7 +54,7 @@ def given(world: World, parts: Mapping[str, object]) -> None:
         if others:
             raise bad(
                 f"{name} of {_ranks(others)} that is not as on rank 0",
-                "one model, plan, table, optimizer and options on all ranks, which train together",
+                "the same model and the same arguments on all ranks, which train it together",
                 "the same call on every rank; what is to differ between them is the data",
             )
 

@@ -34,7 +34,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.schedule.action import Action, Token
 from shardwise.core.schedule.library import LIBRARY, MOST_FORWARDS, Size, build, entry
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.engine import given, staging
+from shardwise.engine import alike, given, staging
 from shardwise.engine.batch import split
 from shardwise.engine.held import nowhere
 from shardwise.engine.shard import drivers, materialise
@@ -78,6 +78,8 @@ def Pipe(  # noqa: N802
     if world is None:
         world = init()
     given.world(world)
+    asked = {"chunks": chunks, "stages": stages, "schedule": schedule}
+    alike.given(world, {"the module": alike.described(module)} | asked)
     world = world.on(Mesh(((staging.AXIS, world.size),)))
     whole = _schedule(schedule, chunks, world.size)
     begin = starts(module, len(whole.home), stages)

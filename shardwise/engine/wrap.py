@@ -22,7 +22,7 @@ from shardwise.comm.world import Axis, World, init
 from shardwise.core.errors import bad
 from shardwise.core.mesh import Mesh
 from shardwise.core.states import ROWS
-from shardwise.engine import given
+from shardwise.engine import alike, given
 from shardwise.engine.norm import squared_norm
 from shardwise.engine.shard import (
     Sharding,
@@ -64,6 +64,7 @@ def DDP(module: nn.Module, world: World | None = None, bucket_bytes: int = 25 * 
     given.whole("bucket_bytes", bucket_bytes, 1, 25 * 2**20)
     layable(module, "auto")
     world = _world(world)
+    alike.given(world, {"the module": alike.described(module), "bucket_bytes": bucket_bytes})
     world = world.on(Mesh((("dp", world.size),)))
     return _wrap(module, "ddp", (Axis("none"), world.axis("dp")), world, "auto", bucket_bytes)
 
@@ -94,6 +95,8 @@ def FSDP(  # noqa: N802
     inner = _shard_size(name, shard_size, world.size)
     if name == "NO_SHARD":
         return DDP(module, world)
+    asked = {"the strategy": name, "shard_size": inner, "units": units}
+    alike.given(world, {"the module": alike.described(module)} | asked)
     world = world.on(Mesh((("dp_replicate", world.size // inner), ("dp_shard", inner))))
     axes = world.axis("dp_shard"), world.axis("dp_replicate")
     return _wrap(module, STRATEGIES[name], axes, world, units, 0)

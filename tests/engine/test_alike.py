@@ -223,3 +223,17 @@ def test_sums_with_weights_tell_tensors_apart(numel: int, at: int, seed: int):
         swapped[at], swapped[at + 1] = x[at + 1], x[at]
         assert alike._sum(swapped) != alike._sum(x)
     assert alike._sum(x.view(numel, 1)) == alike._sum(x)
+
+
+WRAPPED = [
+    lambda world: sw.DDP(Small(1 + world.rank), world),
+    lambda world: sw.FSDP(Small(1 + world.rank), world=world),
+    lambda world: sw.Pipe(Small(2 + world.rank), 2, ["blocks.1"], world=world),
+]
+
+
+@pytest.mark.parametrize("wrap", WRAPPED, ids=["DDP", "FSDP", "Pipe"])
+def test_modules_that_are_wrapped_are_the_same_on_all_ranks(wrap: Any):
+    """Told before anything is sent of them."""
+    for said in run_threads(2, told, wrap):
+        assert "the module of rank 1 that is not as on rank 0" in said
