@@ -41,8 +41,8 @@ def _serve(rank: int, ranks: int, port: int, inbox: Any, outbox: Any) -> None:
         "gloo", init_method=address, rank=rank, world_size=ranks, timeout=patience
     )
     world = world_of(rank, ranks, CPU, TorchLinks(ours=True))
-    while (job := inbox.get()) is not None:
-        function, args = job
+    while True:
+        function, args = inbox.get()
         links = TorchLinks(ours=False)  # of this test alone, and gone with it
         try:
             value = function(replace(world, links=links), *args)
@@ -53,7 +53,6 @@ def _serve(rank: int, ranks: int, port: int, inbox: Any, outbox: Any) -> None:
         except BaseException as error:  # noqa: BLE001 - whatever it is, the test is told
             text = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
             outbox.put((rank, False, text))
-    world.close()
 
 
 class Pool:
@@ -114,6 +113,4 @@ def run_gloo(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
 @atexit.register
 def _close_all() -> None:
     for pool in list(POOLS.values()):
-        for inbox in pool.inboxes:
-            inbox.put(None)
         pool.close()
