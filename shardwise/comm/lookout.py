@@ -21,7 +21,8 @@ import torch.distributed as dist
 from shardwise.comm.room import Room
 
 _GLANCE_S = 0.5
-_LOOKS = 6  # in a row that find a rank where it was
+_LOOKS = 6  # in a row that find a rank where it was, with nothing done
+_IDLE_S = 0.2 * _GLANCE_S  # more of a processor's time than this in a glance: messages move
 #: Where a program stands that waits for other ranks.
 _MEETING = (str(Path(__file__).parent), str(Path(dist.__file__).parent))
 
@@ -39,11 +40,13 @@ def look_out(room: Room, rank: int, ours: Collection[str]) -> None:
 
 def _look(room: Room, rank: int, program: int, ours: Collection[str]) -> None:
     stands: tuple[FrameType, int] | None = None
-    looks = 0
+    looks, spent_s = 0, 0.0
     while rank not in (done := room.finished()):
         time.sleep(_GLANCE_S)
         before, stands = stands, _stands(program) if done else None
-        looks = looks + 1 if stands is not None and stands == before else 0
+        idle_s, spent_s = spent_s + _IDLE_S, time.process_time()
+        still = stands is not None and stands == before and spent_s < idle_s
+        looks = looks + 1 if still else 0
         room.waits(rank, looks >= _LOOKS)
         if stands is not None and looks > _LOOKS and len(done | room.waiting()) == room.ranks:
             room.fail(rank, _told(stands[0], sorted(done), ours))
