@@ -98,8 +98,9 @@ class Alike:
         """Raise InputError on every rank of an axis whose ranks do not have the same batch."""
         for axis in self.axes:
             with axis.ledger.phase("check"):
-                told = torch.stack(all_gather(_mark(batch, self.device), axis)).nan_to_num()
-            others = [rank for rank, mark in enumerate(told.tolist()) if mark != told[0]]
+                told = torch.stack(all_gather(_mark(batch, self.device), axis))
+            marks = told.nan_to_num().tolist()
+            others = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
             if others:
                 raise bad(
                     f"a batch of {_ranks(others)} of the {axis.name} axis that is not as on rank 0",
