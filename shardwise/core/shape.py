@@ -76,6 +76,14 @@ class Crossing:
         self.returns += 1
 
 
+class CutLoss(NamedTuple):
+    """One cross-entropy of logits that stay cut: its positions, and what its sums are of."""
+
+    positions: int
+    smoothing: bool
+    element_bytes: int
+
+
 class Crossed(NamedTuple):
     """One tensor that went from a stage to another, forward or as a gradient backward."""
 

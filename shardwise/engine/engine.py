@@ -377,9 +377,8 @@ class Engine:
         clips = self.training.clip is not None
         rank, plan = self.world.rank, self.plan
         states = traffic.step_bytes(plan, self.model_shape(), rank, norm=clips, first=first)
-        size = 8 if self.dtype is torch.float64 else 4  # a loss is summed in fp32 at least
-        stream, losses = self.tensors.stream, self.tensors.logits
-        moved = traffic.activation_bytes(plan, stream.crossings, losses, size)
+        crossings, losses = self.tensors.stream.crossings, self.tensors.losses
+        moved = traffic.activation_bytes(plan, crossings, losses)
         crossed = traffic.crossing_bytes(plan, self.passes.sent)
         every = states, moved, crossed
         return {k: sum(one.get(k, 0) for one in every) for k in {**states, **moved, **crossed}}

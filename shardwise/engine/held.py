@@ -8,6 +8,7 @@ from torch import Tensor
 from shardwise.comm.uneven import part
 from shardwise.comm.world import Axis
 from shardwise.core.cut import Cut
+from shardwise.core.shape import CutLoss
 from shardwise.parallel.dropout import Draws
 from shardwise.parallel.products import BY_TORCH
 from shardwise.parallel.tensor import Stream
@@ -57,14 +58,14 @@ class Common:
 class Tensors:
     """A model on the tensor axis; on an axis of one rank nothing is held and nothing moves.
 
-    logits    positions of each parallel loss of this step, in the order of its forward passes
+    losses    each parallel loss of this step, in the order of its forward passes
     draws     random numbers of what is cut
     """
 
     axis: Axis
     stream: Stream
     held: dict[str, Held] = field(default_factory=dict)
-    logits: list[int] = field(default_factory=list)
+    losses: list[CutLoss] = field(default_factory=list)
     draws: Draws = field(default_factory=lambda: Draws(Axis("none")))
 
     def of(self, name: str) -> Held:
@@ -81,11 +82,24 @@ class Tensors:
         fill(name, whole)
         tensor.copy_(part(whole, cut, self.axis.rank))
 
+    def join(self, x: Tensor, cut: Cut) -> Tensor:
+        """Logits of which `x` are this rank's columns, gathered."""
+        return self.stream.join(x, cut)
+
+    def take(self, x: Tensor, cut: Cut) -> Tensor:
+        """This rank's columns of logits that were gathered."""
+        return self.stream.take(x, cut)
+
+    def lost(self, positions: int, smoothing: bool, element_bytes: int) -> None:
+        """A loss of logits that stay cut."""
+        if self.stream.counting:
+            self.losses.append(CutLoss(positions, smoothing, element_bytes))
+
     def begin(self) -> None:
         """A step begins: its moves are counted."""
         self.stream.counting = True
         self.stream.crossings.clear()
-        self.logits.clear()
+        self.losses.clear()
 
     def end(self) -> None:
         """The last backward pass of the step is over."""

@@ -50,6 +50,7 @@ class Straight:
             self.data.sums.sync, self.data.mute = k == len(parts) - 1, count == 0
             with self.tensors.draws.during(self.device):
                 loss = self.objective(self.model, part)
+                self.data.facts.phase("backward")
                 (loss * weight).backward()
             if count:  # the mean over no tokens may be NaN
                 summed += loss.detach() * count

@@ -146,9 +146,7 @@ class _Layout:
 
     def _keep_cut(self, module: nn.Module, cut: Cut) -> None:
         def logits(_: nn.Module, __: object, y: Tensor) -> Tensor:
-            if torch.is_grad_enabled():
-                self.tensors.logits.append(y.shape[:-1].numel())
-            return Logits.of(y, self.axis, cut, cross_entropy)
+            return Logits.of(y, self.axis, cut, cross_entropy, self.tensors)
 
         module.register_forward_hook(logits, prepend=True)
 

@@ -34,6 +34,12 @@ from shardwise.core.errors import bad
 BLOCK_ELEMENTS = 2**18
 
 
+class Heard(Protocol):
+    """Who is told of each loss: so many positions, summed in elements of so many bytes."""
+
+    def lost(self, positions: int, smoothing: bool, element_bytes: int) -> None: ...
+
+
 @runtime_checkable
 class CutLogits(Protocol):
     """Logits [..., V] of which each rank of `axis` holds the columns `local` [..., v] by `cut`."""
@@ -43,6 +49,8 @@ class CutLogits(Protocol):
 
     @property
     def local(self) -> Tensor: ...
+    @property
+    def moves(self) -> Heard: ...
 
 
 def cross_entropy(
@@ -84,6 +92,8 @@ def cross_entropy(
         terms = _Terms(axis, cut, label_smoothing, z_loss)
         losses = _Losses.apply(x, _words(wanted, ignored, cut.whole), ignored, terms)
         loss = _reduced(losses, ignored, reduction).to(_told_in(x))
+        if held:
+            logits.moves.lost(len(losses), label_smoothing > 0, losses.element_size())
     else:
         loss = F.cross_entropy(
             x,

@@ -14,7 +14,7 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,30 @@ from shardwise.core.cut import Cut
 from shardwise.core.errors import bad
 
 Rule = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
+
+
+class Moves(Protocol):
+    """What logits send: who moves it knows its bytes."""
+
+    def join(self, x: Tensor, cut: Cut) -> Tensor: ...
+    def take(self, x: Tensor, cut: Cut) -> Tensor: ...
+    def lost(self, positions: int, smoothing: bool, element_bytes: int) -> None: ...
+
+
+class _Uncounted:
+    """Moves of logits that belong to no model."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def join(self, x: Tensor, cut: Cut) -> Tensor:
+        return join(x, self.axis, cut.on(x.dim() - 1))
+
+    def take(self, x: Tensor, cut: Cut) -> Tensor:
+        return take(x, self.axis, cut.on(x.dim() - 1))
+
+    def lost(self, positions: int, smoothing: bool, element_bytes: int) -> None:
+        pass
 
 
 class Logits(Tensor):
@@ -40,13 +64,20 @@ class Logits(Tensor):
     axis: Axis
     cut: Cut
     loss: Callable[..., Tensor]
+    moves: Moves
 
     @staticmethod
-    def of(local: Tensor, axis: Axis, cut: Cut, loss: Callable[..., Tensor]) -> "Logits":
+    def of(
+        local: Tensor,
+        axis: Axis,
+        cut: Cut,
+        loss: Callable[..., Tensor],
+        moves: Moves | None = None,
+    ) -> "Logits":
         """The logits of which `local` [..., v] are this rank's columns by `cut`; nothing is copied.
 
         `loss(logits, targets, ignore_index=, label_smoothing=, reduction=)` is the cross-entropy
-        of such logits, to stand for torch's.
+        of such logits, to stand for torch's. `moves` gathers them, and is told of each loss.
 
         Raises:
             InputError: `local` has not as many columns as this rank holds.
@@ -58,7 +89,7 @@ class Logits(Tensor):
                 f"the {columns} columns of {cut.whole} that this rank holds",
                 "the loss of whole logits as torch.nn.functional.cross_entropy(logits, targets)",
             )
-        return _made(local, axis, cut, loss)
+        return _made(local, axis, cut, loss, moves or _Uncounted(axis))
 
     @property
     def local(self) -> Tensor:
@@ -68,8 +99,7 @@ class Logits(Tensor):
 
     def whole(self) -> Tensor:
         """All columns [..., V], plain and the same on every rank: an all-gather."""
-        x = self.local
-        return join(x, self.axis, self.cut.on(x.dim() - 1))
+        return self.moves.join(self.local, self.cut)
 
     @classmethod
     def __torch_function__(
@@ -118,7 +148,6 @@ def _in_place(name: str, kwargs: dict[str, Any]) -> bool:
 
 def _write_back(x: Logits, whole: Tensor) -> Logits:
     """The whole of `x` was changed: change this rank's columns."""
-    axis, cut = x.axis, x.cut
     with torch._C.DisableTorchFunctionSubclass():
         if whole.shape != _shape(x):
             raise bad(
@@ -126,8 +155,8 @@ def _write_back(x: Logits, whole: Tensor) -> Logits:
                 "changes of values in place",
                 "the function that returns a new tensor",
             )
-        if axis.size > 1:  # else it is the same memory
-            x.copy_(take(whole, axis, cut.on(x.dim() - 1)))
+        if x.axis.size > 1:  # else it is the same memory
+            x.copy_(x.moves.take(whole, x.cut))
     return x
 
 
@@ -139,9 +168,9 @@ def _shape(x: Logits) -> torch.Size:
     return torch.Size((*x.shape[:-1], x.cut.whole))
 
 
-def _made(x: Tensor, axis: Axis, cut: Cut, loss: Callable[..., Tensor]) -> Logits:
+def _made(x: Tensor, axis: Axis, cut: Cut, loss: Callable[..., Tensor], moves: Moves) -> Logits:
     out = x.as_subclass(Logits)
-    out.axis, out.cut, out.loss = axis, cut, loss
+    out.axis, out.cut, out.loss, out.moves = axis, cut, loss, moves
     return out
 
 
@@ -151,7 +180,7 @@ def _like(x: Logits, out: Any) -> Any:
         return type(out)(_like(x, one) for one in out)
     if not isinstance(out, Tensor) or out is x:
         return out
-    return _made(out, x.axis, x.cut, x.loss)
+    return _made(out, x.axis, x.cut, x.loss, x.moves)
 
 
 def _attribute(func: Any, args: Sequence[Any], _: dict[str, Any]) -> Any:
@@ -298,10 +327,10 @@ def _dims_used(part: Any) -> int:
 def _hook(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """A hook sees the gradient as logits too, and may return it so, or whole."""
     x, hook = args[0], _second(args, kwargs, "hook")
-    axis, cut, loss = x.axis, x.cut, x.loss  # not x itself, which would then hold itself
+    held = axis, cut, *_ = x.axis, x.cut, x.loss, x.moves  # not x, which would then hold itself
 
     def on_columns(grad: Tensor) -> Tensor | None:
-        out = hook(_made(grad, axis, cut, loss))
+        out = hook(_made(grad, *held))
         if isinstance(out, Tensor) and not isinstance(out, Logits):
             return take(out, axis, cut.on(out.dim() - 1))
         return None if out is None else out.local

@@ -34,7 +34,7 @@ from shardwise.core.layout import P, Placement, R, S
 from shardwise.core.moves import price
 from shardwise.core.plan import Plan
 from shardwise.core.schedule.library import updates
-from shardwise.core.shape import Crossed, Crossing, ModelShape
+from shardwise.core.shape import Crossed, Crossing, CutLoss, ModelShape
 from shardwise.predict.group import Group, groups
 from shardwise.predict.tensor import loss_bytes
 
@@ -84,9 +84,11 @@ class Tariff:
         """A tensor that goes from one stage to another."""
         self._add(Line(PIPELINE, "send", phase), numel * element_bytes)
 
-    def loss(self, positions: int, number_bytes: int) -> None:
+    def loss(self, one: CutLoss) -> None:
         """A cross-entropy over the words that tensor ranks share."""
-        sent_bytes = loss_bytes(positions, self.size(TENSOR), element_bytes=number_bytes)
+        positions, smoothing, size = one
+        ranks = self.size(TENSOR)
+        sent_bytes = loss_bytes(positions, ranks, smoothing=smoothing, element_bytes=size)
         self._add(Line(TENSOR, "all_reduce", "forward"), sent_bytes)
 
     def broadcast(self, stored_bytes: int, phase: str) -> None:
@@ -146,13 +148,12 @@ def step_bytes(
 
 
 def activation_bytes(
-    plan: Plan, crossings: Sequence[Crossing], losses: Sequence[int], number_bytes: int = 4
+    plan: Plan, crossings: Sequence[Crossing], losses: Sequence[CutLoss]
 ) -> dict[Line, int]:
     """The bytes a rank sends along the tensor axis for the activations of a step.
 
     Each crossing moves forward as it says, and its gradient the other way between the duals.
-    `losses` are the positions of each cross-entropy whose logits stay cut (see predict/tensor.py),
-    which sums numbers of `number_bytes`.
+    `losses` are the cross-entropies whose logits stay cut (see predict/tensor.py).
     """
     tariff = Tariff(plan, 0)
     for one in crossings:
@@ -160,8 +161,8 @@ def activation_bytes(
         for _ in range(one.returns):
             back = one.dst.dual, one.src.dual
             tariff.move(TENSOR, *back, one.numel, one.element_bytes, "backward")
-    for positions in losses:
-        tariff.loss(positions, number_bytes)
+    for one in losses:
+        tariff.loss(one)
     return tariff.sent_bytes
 
 

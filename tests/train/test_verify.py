@@ -51,6 +51,66 @@ def test_models_of_transformers_hold(model: str):
     assert on_gloo("dp2 zero3 fp64", f"hf:{model}").holds
 
 
+LOGITS = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shardwise as sw
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(11, 6), nn.Linear(6, 11, bias=False)
+        self.tensor_table = {"embed": "vocabulary", "head": "vocabulary"}
+
+    def forward(self, x):
+        return self.head(self.embed(x))
+
+def batch(rows, seed):
+    return torch.randint(11, (rows, 5), generator=torch.Generator().manual_seed(seed))
+
+def alone():
+    return Words()
+
+def made_with(lost):
+    return Words(), lambda model, x: lost(model(x), x), batch
+
+def shifted():
+    return made_with(lambda y, x: F.cross_entropy(y[:, :-1].flatten(0, 1), x[:, 1:].flatten()))
+
+def smoothed():
+    return made_with(lambda y, x: sw.cross_entropy(y, x, label_smoothing=0.1))
+
+def fp32():
+    return made_with(lambda y, x: F.cross_entropy(y.float().flatten(0, 1), x.flatten()).double())
+
+def both():
+    return made_with(lambda y, x: sw.cross_entropy(y, x) + y.logsumexp(-1).square().mean())
+
+def written():
+    def lost(y, x):
+        y[..., 3] = 0.5
+        return sw.cross_entropy(y, x)
+    return made_with(lost)
+"""
+
+
+@pytest.mark.parametrize("build", ["alone", "shifted", "smoothed", "both", "written"])
+def test_what_a_loss_does_with_cut_logits_is_predicted(build: str, tmp_path: Path):
+    """Gathered where it must be, and summed over the positions that a loss is really taken of."""
+    (tmp_path / "words.py").write_text(LOGITS)
+    found = on_gloo("tp2 fp64", f"{tmp_path / 'words.py'}:{build}")
+    assert found.holds, found.sent
+
+
+def test_a_loss_in_fp32_of_logits_in_fp64_is_predicted(tmp_path: Path):
+    """Its sums have four bytes a number; its values are not those of fp64."""
+    (tmp_path / "words.py").write_text(LOGITS)
+    found = on_gloo("tp2 fp64", f"{tmp_path / 'words.py'}:fp32")
+    assert found.sent["measured"] == found.sent["predicted"]
+
+
 def broken(world: World, name: str) -> Finding:
     """Rank 1 doubles its piece of one gradient after the sum, before the update."""
     plan, trainable = Plan.parse("dp2 fp64"), find("gpt")
