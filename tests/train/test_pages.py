@@ -13,6 +13,7 @@ import pytest
 from shardwise.core.check import problems
 from shardwise.core.plan import WORDS, Plan, words_table
 from shardwise.train.config import Config
+from shardwise.train.verify import verify
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -71,6 +72,19 @@ def test_a_snippet_runs_as_shown(page: str, number: int) -> None:
     command = [sys.executable, "-W", "error", "-c", snippet]
     done = subprocess.run(command, check=False, capture_output=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_model_of_the_tables_page_holds_by_the_commands_beside_it(tmp_path: Path) -> None:
+    """The page's file, as it stands, and each `shardwise verify` that the page has for it."""
+    page = (DOCS / "tensor-tables.md").read_text(encoding="utf-8")
+    (shown,) = [code for code in SNIPPET.findall(page) if "def build():" in code]
+    (tmp_path / "model.py").write_text(shown)
+    plans = dict.fromkeys(
+        re.findall(r'^shardwise verify "(.+)" --model model.py:build$', page, re.MULTILINE)
+    )
+    assert list(plans) == ["tp2", "tp2 sp"]
+    for plan in plans:
+        assert verify(plan, f"{tmp_path / 'model.py'}:build").holds
 
 
 def test_the_words_say_what_is_to_come() -> None:
