@@ -75,9 +75,23 @@ def _kinds(laid: Laid) -> Iterator[Fault]:
             inner = inside.removeprefix(f"{name}.")
             given = f'{what}, of all that is in it, and {inner} in it is "{laid.style(inside)}"'
             allowed = f"{style} for a module that no other entry looks into"
-            yield Fault(
-                name, given, allowed, f'"{{name}}.norm": "{style}", each module by its name'
-            )
+            yield Fault(name, given, allowed, _each(laid, name, style))
+
+
+def _each(laid: Laid, block: str, style: Style) -> str:
+    """What to write where `style` was said of a module that others with entries are in."""
+    bare = (key for key in laid.modules if key.startswith(f"{block}.") and key not in laid.styles)
+    inner = next((general(key) for key in bare if laid.modules[key].parameters), "")
+    if inner:
+        return f'"{inner}": "{style}", each module by its name'
+    own = laid.modules[block].own
+    return _apart(own[0], general(f"{block}.{own[0]}"), style) if own else 'no entry for "{name}"'
+
+
+def _apart(own: str, pattern: str, style: Style) -> str:
+    """How a parameter that a block uses itself gets an entry."""
+    made = f"self.{own} = LayerScale(...), a module whose forward uses the parameter"
+    return f'{made}, and "{pattern}": "{style}"'
 
 
 def _heads(laid: Laid) -> Iterator[Problem]:
@@ -172,6 +186,9 @@ def _sequence(laid: Laid) -> Iterator[Fault]:
         told = any(laid.style(key).name in _INSIDE for key in around)
         if name in laid.styles or shape.kind == "embedding" or not shape.parameters or told:
             continue
+        if name in laid.blocks:
+            yield from _used_by_block(name, shape)
+            continue
         what = "without an entry under sp, so that nothing sums its gradient over the shards"
         allowed = "an entry for all that has parameters and is not below a gather"
         logits = ', or "vocabulary" if it makes the logits' if shape.kind == "linear" else ""
@@ -181,6 +198,15 @@ def _sequence(laid: Laid) -> Iterator[Fault]:
         what = 'as "gather", and no rowwise in it makes shards of the sequence again'
         allowed = "gather for a block that ends with a rowwise, as attention does"
         yield Fault(name, what, allowed, 'sequence={"{name}": "sequence"} if it works by token')
+
+
+def _used_by_block(name: str, shape: ModuleShape) -> Iterator[Fault]:
+    """Parameters of a module that can have no entry, since modules in it have theirs."""
+    for own in shape.own:
+        what = f"a parameter that a {shape.type_name} uses itself, beside modules with entries: "
+        what += "nothing sums its gradient over the shards of the sequence"
+        allowed = "parameters in a module of their own, whose entry says what they are used on"
+        yield Fault(f"{name}.{own}", what, allowed, _apart(own, "{name}", Style("sequence")))
 
 
 def _around(name: str) -> Iterator[str]:

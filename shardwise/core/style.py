@@ -87,7 +87,7 @@ class ModuleShape:
     columns; of another module `in_features` is the length of its parameters, where they are of one
     dim and one length. `transposed` weights are [in, out], as Conv1D of transformers has them.
     `tied` names the module before it that holds the same weight. `numbers` are its attributes that
-    are whole numbers, and `parameters` says whether it holds any itself.
+    are whole numbers; `parameters` says whether it holds any itself, `own` what they are called.
     """
 
     kind: Literal["linear", "embedding", "other"]
@@ -99,6 +99,7 @@ class ModuleShape:
     type_name: str = ""
     tied: str = ""
     numbers: tuple[tuple[str, int], ...] = ()
+    own: tuple[str, ...] = ()
 
 
 def general(name: str) -> str:

@@ -64,8 +64,8 @@ def shapes(model: nn.Module) -> dict[str, ModuleShape]:
 def _shape(module: nn.Module) -> ModuleShape:
     """One module, as far as it can be told from itself."""
     kind = type(module).__name__
-    own = list(module.parameters(recurse=False))
-    sizes = {parameter.shape for parameter in own}
+    own = dict(module.named_parameters(recurse=False))
+    sizes = {parameter.shape for parameter in own.values()}
     common: dict[str, Any] = {
         "bias": getattr(module, "bias", None) is not None,
         "parameters": bool(own),
@@ -75,6 +75,7 @@ def _shape(module: nn.Module) -> ModuleShape:
             for key, value in vars(module).items()
             if type(value) is int and not key.startswith("_")
         ),
+        "own": tuple(own),
     }
     weight = getattr(module, "weight", None)
     if isinstance(module, nn.Embedding):

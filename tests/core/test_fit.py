@@ -1,5 +1,6 @@
 """Whether a table fits a model: all that can be wrong, each with its module and a remedy."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -70,7 +71,11 @@ def test_a_table_that_fits_has_no_problem(sp: bool, ranks: int):
         (table({"blocks.*.mlp": "rowwise"}), "blocks.0.mlp (and 2 more", '.mlp.up": "rowwise"'),
         (table({"norm": "vocabulary"}), "norm, of type LayerNorm", '"norm": "whole"'),
         (table({"embed": "colwise"}), 'embed, of type embedding, as "colwise"', '"embed": "whole"'),
-        (table({"blocks.*.attn": "replicated"}), "of all that is in it", '.attn.norm": "rep'),
+        (
+            table({"blocks.*.attn": "replicated"}),
+            "of all that is in it",
+            'no entry for "blocks.*.attn"',
+        ),
         # heads
         (table(heads=None, kv_heads=None), "without a number of heads", "heads=8, kv_heads=2"),
         (table(kv_heads=3), "heads=8, kv_heads=3", "kv_heads=2"),
@@ -163,6 +168,25 @@ def test_under_sp_all_that_works_on_shards_says_so(changed: Table, given: str, i
     for problem in problems:
         assert given in problem.given
         assert instead in problem.instead
+
+
+def test_a_parameter_that_a_block_uses_itself_is_to_be_in_a_module_of_its_own():
+    """No entry for the block can say it: neither message sends the user to the other."""
+    scaled = replace(BLOCK, parameters=True, own=("gamma",))
+    model = MODEL | {f"blocks.{i}": scaled for i in range(2)}
+    own = 'self.gamma = LayerScale(...), a module whose forward uses the parameter, and "{}"'
+    instead = own.format('blocks.*.gamma": "sequence')
+    (problem,) = check(table(), model, sp=True, ranks=2)
+    assert problem.given.startswith("blocks.0.gamma (and 1 more like it), a parameter that a Block")
+    assert problem.instead == instead
+    named = {"blocks.0": "sequence"} | SEQUENCE
+    (problem,) = check(table(sequence=named), model, sp=True, ranks=2)
+    assert problem.instead == instead
+    (problem,) = check(table(sequence=named), MODEL, sp=True, ranks=2)
+    assert problem.instead == 'no entry for "blocks.0"'
+    apart = {f"blocks.{i}.gamma": ModuleShape("other", 64) for i in range(2)}
+    entries = {"blocks.*.gamma": "sequence"} | SEQUENCE
+    assert check(table(sequence=entries), MODEL | apart, sp=True, ranks=2) == []
 
 
 def test_a_head_that_is_forgotten_under_sp_is_told():

@@ -297,8 +297,8 @@ def test_modules_as_a_table_sees_them():
     seen = shapes(model)
     assert list(seen) == ["embed", "norm", "attn", "attn.out_proj", "drop", "head"]
     numbers = (("num_embeddings", 10), ("embedding_dim", 8))
-    embed = ModuleShape("embedding", 10, 8, type_name="Embedding", numbers=numbers)
-    assert seen["embed"] == embed
+    said = {"type_name": "Embedding", "numbers": numbers, "own": ("weight",)}
+    assert seen["embed"] == ModuleShape("embedding", 10, 8, **said)
     assert (seen["norm"].kind, seen["norm"].in_features) == ("other", 8)
     assert seen["attn.out_proj"].kind == "other"
     assert ("num_heads", 2) in seen["attn"].numbers
