@@ -1,6 +1,7 @@
 """this file is what a checkpoint holds, told without reading its tensors."""
 
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,7 @@ class Contents:
         return sum(tensor.bytes for tensor in self.tensors if tensor.name.startswith(kind))
 
 
-def describe(folder: Path) -> Contents:
+def describe(folder: str | os.PathLike[str]) -> Contents:
     """What the newest checkpoint in `folder` holds; the folder may be one checkpoint's own.
 
     Raises InputError where there is none, or where it is damaged: a file is missing or too short.

@@ -23,6 +23,13 @@ CHECKPOINTS = "checkpoints"  # where a run keeps them in its folder
 _NAME = re.compile(r"step-(\d+)(\.again)?")
 
 
+def as_path(folder: object) -> Path:
+    """What a user gave as a folder, text or a path. Raises InputError for anything else."""
+    if isinstance(folder, (str, os.PathLike)):
+        return Path(folder)
+    raise bad(f"the checkpoint folder {folder!r}", "text or a pathlib.Path", '"runs/example"')
+
+
 def name_of(step: int) -> str:
     """The name of the checkpoint of a step; names sort as steps do up to a million."""
     return f"step-{step:06d}"
@@ -67,11 +74,12 @@ def all_in(folder: Path) -> list[Path]:
     return [path for _, _, path in sorted(named)]
 
 
-def find(folder: Path) -> Path:
+def find(folder: str | os.PathLike[str]) -> Path:
     """The newest whole checkpoint in a folder; the folder itself where it is a checkpoint.
 
     Raises InputError where there is none, or where the folder cannot be read.
     """
+    folder = as_path(folder)
     try:
         if is_whole(folder):
             return folder
@@ -101,14 +109,14 @@ def _none(folder: Path, what: str) -> InputError:
     )
 
 
-def prune(folder: Path, keep: int) -> list[Path]:
+def prune(folder: str | os.PathLike[str], keep: int) -> list[Path]:
     """Remove all but the `keep` newest checkpoints, for one rank; what was removed.
 
     What `find` would give stays.  Raises InputError for keep below one.
     """
     if keep < 1:
         raise bad(f"keep={keep}", "one checkpoint or more", "keep=1")
-    whole = all_in(folder)
+    whole = all_in(as_path(folder))
     old = [path for path in whole[:-keep] if path != find(folder)]
     for path in old:
         _remove(path)

@@ -1,6 +1,7 @@
 """this file is saving: every rank writes its boxes, and the whole appears at once or not at all."""
 
 import json
+import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,9 @@ from shardwise.engine.box import Box
 _ALONE = "torch.distributed is (disabled|unavailable)"
 
 
-def save(folder: Path, boxes: Sequence[Box], scalars: dict[str, Any], world: World) -> Path:
+def save(
+    folder: str | os.PathLike[str], boxes: Sequence[Box], scalars: dict[str, Any], world: World
+) -> Path:
     """Publish a checkpoint in `folder`, which all ranks see; its path.  Called by all ranks.
 
     The boxes of all ranks with `replica` 0 make up their tensors, each element once; of those that
@@ -32,7 +35,7 @@ def save(folder: Path, boxes: Sequence[Box], scalars: dict[str, Any], world: Wor
         InputError: the scalars have no step, or cannot be written as JSON.
         RunError: a rank could not write, or the boxes do not make up their tensors.
     """
-    step = scalars.get("step")
+    folder, step = folders.as_path(folder), scalars.get("step")
     if not isinstance(step, int) or step < 0:
         raise bad(f"a checkpoint of step {step!r}", "a number of steps", 'scalars with "step": 100')
     try:

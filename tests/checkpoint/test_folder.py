@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint import folder as folders
+from shardwise.checkpoint.contents import describe
 from shardwise.checkpoint.folder import all_in, find, prune
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.save import save
@@ -42,6 +43,22 @@ def test_a_checkpoint_is_published_under_its_step_and_as_the_latest(tmp_path: Pa
     assert (tmp_path / "latest").read_text() == "step-000200\n"
     assert find(tmp_path) == tmp_path / "step-000200"
     assert find(tmp_path / "step-000100") == tmp_path / "step-000100"
+
+
+def test_a_folder_may_be_given_as_text(tmp_path: Path):
+    """To all that take one; what is no path at all is refused in the user's words."""
+    text = str(tmp_path / "here")
+    for step in (100, 200):
+        path = save(text, [box(float(step))], {"step": step}, alone())
+    assert path == find(text) == describe(text).path == tmp_path / "here" / "step-000200"
+    assert prune(text, 1) == [tmp_path / "here" / "step-000100"]
+    into = box(-1.0)
+    assert load(text, [into], alone()) == {"step": 200}
+    assert into.tensor.tolist() == [200.0] * 4
+    wrong: Any = 3
+    for use in (lambda: load(wrong, [], alone()), lambda: save(wrong, [], {"step": 1}, alone())):
+        with pytest.raises(InputError, match=r"folder 3\. Allowed: text or a pathlib\.Path"):
+            use()
 
 
 def test_latest_is_what_was_saved_last_not_what_has_the_largest_step(tmp_path: Path):
