@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import begin_sum
 from shardwise.comm.ledger import Key, Ledger, Tally
 from shardwise.core.shape import ModelShape
-from shardwise.engine import memory, shape, state
+from shardwise.engine import given, memory, shape, state
 from shardwise.engine.alike import Alike
 from shardwise.engine.batch import cast, enough, filled, rows, split
 from shardwise.engine.laying import lay_out
@@ -299,7 +299,8 @@ class Engine:
         self.data.units.wait()
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of the steps to come."""
+        """Set the learning rate of the steps to come. Raises InputError for what is none."""
+        given.rate(lr)
         self.optimizer.set_lr(lr)
 
     # --- state, memory, bytes -----------------------------------------------------------------
@@ -344,7 +345,8 @@ class Engine:
         }
 
     def load_scalars(self, saved: dict[str, Any]) -> None:
-        """Take the numbers of `scalars` back; before `loaded()`."""
+        """Take the numbers of `scalars` back; before `loaded()`. Raises InputError for others."""
+        given.scalars(saved)
         self.steps, self.idle = int(saved["step"]), list(saved.get("idle", ()))
         self.expected = int(saved.get("tokens", 0))  # so that gradients are rounded as they were
         self.scale.value, self.scale.good = float(saved["loss_scale"]), int(saved["since"])

@@ -7,7 +7,7 @@ somewhere inside a step.
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from numbers import Real
 from typing import Any
@@ -75,10 +75,33 @@ def whole(name: str, value: Any, least: int, example: int, most: int | None = No
 
 def positive(name: str, value: Any) -> None:
     """Raise InputError unless `value` is None or a number above 0; infinity is one."""
-    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    number = float(value) if _number(value) else math.nan
     if value is not None and not number > 0:
         allowed = "a number above 0, or None for no bound"
         raise bad(f"{name}={shown(value)}", allowed, f"{name}=1.0")
+
+
+def rate(value: Any) -> None:
+    """Raise InputError unless `value` is a learning rate: a finite number from 0 up."""
+    if not _number(value) or not 0 <= value < math.inf:
+        raise bad(f"a learning rate of {shown(value)}", "a finite number from 0 up", "set_lr(3e-4)")
+
+
+def scalars(value: Any) -> None:
+    """Raise InputError unless `value` has the numbers of `engine.scalars()`."""
+    wanted = ("step", "loss_scale", "since")
+    there: Any = value if isinstance(value, Mapping) else {}
+    wrong = [key for key in wanted if not _number(there.get(key))]
+    if wrong:
+        given = f"load_scalars({shown(value)}), without a number for {', '.join(wrong)}"
+        allowed = "what engine.scalars() returned, as it was saved"
+        raise bad(
+            given, allowed, 'engine.load_scalars(saved["engine"]), under the name it has there'
+        )
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def function(name: str, value: Any, takes: tuple[str, ...], example: str) -> None:

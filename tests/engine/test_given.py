@@ -255,3 +255,31 @@ def test_a_fill_that_writes_nothing_is_refused():
     with pytest.raises(InputError, match="another tensor for the parameter weight"):
         on_meta(partial(forgetful, seed=1))
     on_meta(lambda _, tensor: tensor.fill_(0.5)).step(vectors(0))
+
+
+@pytest.mark.parametrize("lr", ["a", None, True, -1.0, float("nan"), float("inf")])
+def test_a_rate_that_is_none_is_refused_and_the_one_before_stays(lr: Any):
+    """Nothing is trained backwards, and no step fails later for it; 0 is a rate."""
+    engine = engine_of(regression, optimizer=sw.SGD(lr=0.5))
+    with pytest.raises(InputError, match=r"a learning rate of .* a finite number from 0 up"):
+        engine.set_lr(lr)
+    assert engine.optimizer.lr == 0.5
+    engine.set_lr(0)
+    assert engine.optimizer.lr == 0.0
+
+
+def test_scalars_of_something_else_are_refused():
+    """Those of the checkpoint that has the engine's in it, or none; the engine is as it was."""
+    engine = engine_of(regression)
+    saved = engine.scalars() | {"step": 3}
+    without = {k: v for k, v in saved.items() if k != "since"}
+    for wrong, names in (({"step": 1, "engine": saved}, "loss_scale, since"), (without, "since")):
+        with pytest.raises(InputError, match=f"without a number for {names}. Allowed: what engine"):
+            engine.load_scalars(wrong)
+    other: Any = "all"
+    for wrong in ({}, other, saved | {"step": "3"}):
+        with pytest.raises(InputError, match="without a number for step"):
+            engine.load_scalars(wrong)
+    assert engine.steps == 0
+    engine.load_scalars(saved)
+    assert engine.steps == 3
