@@ -40,7 +40,7 @@ def table_of(model: nn.Module, given: Table | Mapping[str, str] | None = None) -
         heads = (own.heads, own.kv_heads) if own else (None, None)
         return Table.of(given, *heads)
     if own is None:
-        raise _without(model)
+        raise without(model, "has no table of styles")
     return own
 
 
@@ -104,9 +104,9 @@ def _own(module: nn.Module, name: str) -> Table | None:
     raise bad(f"{where} = {shown(table)} of the model", allowed, f"tensor_table = {_EXAMPLE}")
 
 
-def _without(model: nn.Module) -> InputError:
+def without(model: nn.Module, why: str) -> InputError:
     """What to answer for a model without a table: one to begin with, made of its linear layers."""
-    what = f"tensor parallelism of a {type(model).__name__}, which has no table of styles"
+    what = f"tensor parallelism of a {type(model).__name__}, which {why}"
     guessed = _guess(shapes(model))
     if not guessed:
         allowed = "models with linear layers, which can be cut"
@@ -128,10 +128,8 @@ def _guess(modules: Mapping[str, ModuleShape]) -> dict[str, str]:
     found: dict[str, str] = {}
     for names in beside.values():
         final = linear[names[-1]]
-        for name in names:
-            gives = linear[name].out_features == final.in_features and len(names) > 1
-            style = "rowwise" if name == names[-1] and len(names) > 1 else "colwise"
-            if name in repeated:
-                known = style if gives or style == "rowwise" else "colwise_gather_output"
-                found.setdefault(general(name), known)
+        giving = [name for name in names[:-1] if linear[name].out_features == final.in_features]
+        known = dict.fromkeys(giving, "colwise") | ({names[-1]: "rowwise"} if giving else {})
+        for name in (name for name in names if name in repeated):
+            found.setdefault(general(name), known.get(name, "colwise_gather_output"))
     return dict(list(found.items())[:8])

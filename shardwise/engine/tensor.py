@@ -22,7 +22,7 @@ from shardwise.core.style import ModuleShape, Style
 from shardwise.core.table import Table, assign, bias_cut, cuts, numbers
 from shardwise.engine import draws
 from shardwise.engine.held import Common, Groups, Held, Tensors, nowhere
-from shardwise.engine.table import shapes, table_of
+from shardwise.engine.table import shapes, table_of, without
 from shardwise.parallel import tensor, vocabulary
 from shardwise.parallel.common import sum_spans
 from shardwise.parallel.cross_entropy import cross_entropy
@@ -43,6 +43,8 @@ def fitting(model: nn.Module, plan: Plan, given: Table | Mapping[str, str] | Non
     table = table_of(model, given)  # one that is given is read, whether the plan uses it or not
     if ranks == 1:
         return None
+    if not table.styles:
+        raise without(model, "has a table without a style")
     if problems := check(table, shapes(model), plan.sp, ranks):
         raise refusal(f"the table of the {type(model).__name__} under '{plan}'", problems)
     return table

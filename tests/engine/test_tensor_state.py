@@ -84,6 +84,7 @@ def test_a_step_leaves_nothing_behind(plan: str, name: str):
 
 REFUSED = [
     (lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "tp2", None, "no table of styles"),
+    (partial(made, "untied"), "tp2", {}, "a table without a style.*Write instead: table={'blocks"),
     (partial(made, "untied"), "tp2", {"block.*.mlp.up": "colwise"}, r"blocks\.\*\.mlp"),
     (partial(made, "untied"), "tp2", {"embed": "vocabluary"}, '"vocabulary"'),
     (partial(made, "untied"), "tp8", None, r"tp8 for a model of 4 query heads.*tp4"),
