@@ -188,7 +188,10 @@ def _fit(plan: Plan, world_size: int) -> Plan:
     if world_size == 1:
         return replace(near, axes=(), sp=False)
     if world_size % tensor:  # not so many tensor ranks, then
-        return replace(near, axes=(("dp", world_size),), sp=False)
+        only = world_size if near.data_size == 1 else 1
+        fewer = range(2, min(tensor, world_size + 1))
+        tensor = max((n for n in fewer if world_size % n == 0), default=only)
+        near = replace(near, sp=near.sp and tensor > 1)
     kept = (("tp", tensor),) if tensor > 1 else ()
     ranks = world_size // tensor
     if near.mesh.size_of("dp_replicate") > 1 and ranks % shard == 0 and ranks > shard:
