@@ -8,6 +8,7 @@ A block is the smallest module that has a colwise and a rowwise, within one laye
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 from shardwise.core.cut import Range, even, wide
 from shardwise.core.laid import Fault, Laid
@@ -34,6 +35,10 @@ def faults(laid: Laid) -> Iterator[Fault]:
         beside.setdefault((parent(name), laid.style(name).name), []).append(name)
     yield from (_alone(laid, names) for names in beside.values())
     for block in blocks:
+        exchanged = list(_exchanged(laid, block))
+        yield from exchanged
+        if exchanged:
+            continue
         yield from _misfits(laid, block)
         yield from _forgotten(laid, block)
         yield from _inside(laid, block)
@@ -84,6 +89,31 @@ def _alone(laid: Laid, names: list[str]) -> Fault:
         other, alone = f"colwise{by}", "rowwise_split_input"
     both = f'"{general(fits[0])}": "{other}" beside it, or ' if fits else ""
     return Fault(name, what, _PAIR, f'{both}"{{name}}": "{alone}"')
+
+
+def _exchanged(laid: Laid, block: _Block) -> Iterator[Fault]:
+    """A rowwise and, after it, a colwise that gives the stream: a norm beside them is as wide.
+
+    By their sizes alone they may as well be right, and in the model in another order than they run.
+    """
+    for row, column in product(block.rows, block.columns):
+        first, then = laid.modules[row], laid.modules[column]
+        across = (then.out_features, then.in_features)
+        if parent(row) != parent(column) or (first.in_features, first.out_features) != across:
+            continue
+        norms = [key for key in laid.beside(column) if laid.modules[key].kind == "other"]
+        norm = next((key for key in norms if laid.modules[key].in_features == across[0]), None)
+        order = [key for key in laid.beside(column) if key in (row, column)]
+        if norm and across[0] != across[1] and order == [row, column]:
+            what = (
+                f'as "{laid.style(row)}", and {last(column)} after it as "{laid.style(column)}": '
+            )
+            what += f"they look exchanged, since {last(norm)} is as wide ({across[0]}) as what "
+            what += f"{last(row)} takes and {last(column)} gives"
+            instead = (
+                f'"{{name}}": "{laid.style(column)}", "{general(column)}": "{laid.style(row)}"'
+            )
+            yield Fault(row, what, _PAIR, instead)
 
 
 def _misfits(laid: Laid, block: _Block) -> Iterator[Fault]:

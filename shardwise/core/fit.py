@@ -9,7 +9,8 @@
     sets       attributes that count heads are there      "num_head", or 8 where heads=4
 
 Each line is looked at when those before it hold. What only running can tell (two layers that were
-given each other's style) torch tells by the shapes, and `shardwise verify` by the numbers.
+given each other's style, and no norm is beside them) torch tells by the shapes, and `shardwise
+verify` by the numbers.
 """
 
 from collections.abc import Iterator, Mapping

@@ -57,6 +57,10 @@ class Laid:
         there = (name for name in self._children.get(block, []) if name not in self.styles)
         return (name for name in there if name and self.modules[name].parameters)
 
+    def beside(self, name: str) -> Iterator[str]:
+        """The modules right below the one that `name` is in, in the model's order."""
+        return iter(self._children[parent(name)])
+
 
 @dataclass(frozen=True)
 class Fault:

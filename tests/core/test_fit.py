@@ -285,6 +285,27 @@ def test_a_norm_as_long_as_what_is_cut_is_told():
     assert problem.instead == '"up": "colwise_gather_output"; or "mid": "whole"'
 
 
+@pytest.mark.parametrize("sp", [False, True])
+def test_styles_that_were_exchanged_are_told_as_that(sp: bool):
+    """By the norm beside them; layers that are only defined in another order are no mistake."""
+    linear = {"up": ModuleShape("linear", 64, 96), "down": ModuleShape("linear", 96, 64)}
+    first = {"embed": MODEL["embed"], "blocks.0.norm": NORM}
+    wrong = {"embed": "vocabulary", "blocks.*.up": "rowwise", "blocks.*.down": "colwise"}
+    right = wrong | {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    sequence = {"embed": "vocabulary:sequence", "*norm": "sequence"}
+
+    def told(styles: dict[str, str], order: list[str]) -> list[str]:
+        modules = first | {f"blocks.0.{name}": linear[name] for name in order}
+        found = check(Table.of(styles, sequence=sequence), modules, sp, 2)
+        return [str(problem) for problem in found]
+
+    (said,) = told(wrong, ["up", "down"])
+    assert said.startswith('Given: blocks.0.up, as "rowwise", and down after it as "colwise": they')
+    assert "exchanged, since norm is as wide (64) as what up takes and down gives" in said
+    assert said.endswith('instead: "blocks.*.up": "colwise", "blocks.*.down": "rowwise".')
+    assert told(right, ["up", "down"]) == told(right, ["down", "up"]) == []
+
+
 def test_an_entry_for_a_module_is_for_all_that_is_in_it():
     """Experts that are whole work on shards together, and gradients of all of them are summed."""
     experts = {f"blocks.0.moe{name}": LAYER[".mlp" + name] for name in ("", ".up", ".down")}
