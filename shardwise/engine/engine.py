@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import begin_sum
 from shardwise.comm.ledger import Key, Ledger, Tally
 from shardwise.core.shape import ModelShape
-from shardwise.engine import given, memory, shape, state
+from shardwise.engine import given, hint, memory, shape, state
 from shardwise.engine.alike import Alike
 from shardwise.engine.batch import cast, enough, filled, rows, split
 from shardwise.engine.laying import lay_out
@@ -76,7 +76,11 @@ class Engine:
         return Straight(model, self.data, tensors, objective, self.world.device)
 
     def _objective(self, model: nn.Module, part: Any) -> Tensor:
-        return self.training.loss(model, cast(part, self.dtype))
+        try:
+            return self.training.loss(model, cast(part, self.dtype))
+        except (RuntimeError, IndexError) as error:
+            hint.shapes(error, self.tensors)
+            raise
 
     def _cast(self) -> None:
         """The plan's precision, the plan's device; parameters on meta stay there."""

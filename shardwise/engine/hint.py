@@ -1,0 +1,26 @@
+"""this file is a word beside torch's errors of shapes: what the table of a cut model may lack."""
+
+import re
+
+from shardwise.engine.held import Tensors
+
+#: How torch says that shapes do not fit, or that a place is not there.
+_SHAPES = re.compile(
+    r"shape '|sizes? of tensor|shapes cannot be multiplied|normalized_shape|[Ss]izes of tensors"
+    r"|exceeds dimension size|index \d+ is out of bounds"
+)
+_FEATURES = (
+    "If it runs on one process, the table may lack sets= for a number of heads that the code "
+    "reads, colwise_gather_output before code that needs all features"
+)
+_POSITIONS = (
+    ", gather for a block that reads the number of positions, sequence:join for the norm before "
+    "code that pools or picks them"
+)
+
+
+def shapes(error: Exception, tensors: Tensors) -> None:
+    """Add a note to an error of shapes where a model is on a tensor axis; to no other."""
+    if tensors.axis.size > 1 and _SHAPES.search(str(error)):
+        sequence = _POSITIONS if tensors.stream.split else ""
+        error.add_note(f"{_FEATURES}{sequence}: docs/tensor-tables.md.")
