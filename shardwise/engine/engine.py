@@ -76,11 +76,8 @@ class Engine:
         return Straight(model, self.data, tensors, objective, self.world.device)
 
     def _objective(self, model: nn.Module, part: Any) -> Tensor:
-        try:
+        with hint.shapes(self.tensors):
             return self.training.loss(model, cast(part, self.dtype))
-        except (RuntimeError, IndexError) as error:
-            hint.shapes(error, self.tensors)
-            raise
 
     def _cast(self) -> None:
         """The plan's precision, the plan's device; parameters on meta stay there."""

@@ -1,6 +1,8 @@
 """this file is a word beside torch's errors of shapes: what the table of a cut model may lack."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from shardwise.engine.held import Tensors
 
@@ -19,8 +21,13 @@ _POSITIONS = (
 )
 
 
-def shapes(error: Exception, tensors: Tensors) -> None:
+@contextmanager
+def shapes(tensors: Tensors) -> Iterator[None]:
     """Add a note to an error of shapes where a model is on a tensor axis; to no other."""
-    if tensors.axis.size > 1 and _SHAPES.search(str(error)):
-        sequence = _POSITIONS if tensors.stream.split else ""
-        error.add_note(f"{_FEATURES}{sequence}: docs/tensor-tables.md.")
+    try:
+        yield
+    except (RuntimeError, IndexError) as error:
+        if tensors.axis.size > 1 and _SHAPES.search(str(error)):
+            sequence = _POSITIONS if tensors.stream.split else ""
+            error.add_note(f"{_FEATURES}{sequence}: docs/tensor-tables.md.")
+        raise

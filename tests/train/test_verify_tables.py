@@ -113,6 +113,6 @@ def test_a_shape_that_does_not_fit_is_told_what_the_table_may_lack(tmp_path: Pat
 
 def test_where_nothing_is_cut_an_error_is_torchs_own():
     """A model that is on no tensor axis has no table that could lack anything."""
-    error = RuntimeError("shape '[2, 3]' is invalid for input of size 4")
-    hint.shapes(error, nowhere())
-    assert not hasattr(error, "__notes__")
+    with pytest.raises(RuntimeError) as error, hint.shapes(nowhere()):
+        raise RuntimeError("shape '[2, 3]' is invalid for input of size 4")
+    assert not hasattr(error.value, "__notes__")
