@@ -313,7 +313,14 @@ def _said(room: Room, rank: int) -> str:
 def _afterwards(room: Room, first: Note) -> str:
     """One line for each other rank that had an error to tell."""
     others = [note for note in room.notes() if note.rank != first.rank]
-    return "".join(f"\n(then rank {o.rank}: {o.text.splitlines()[-1]})" for o in others)
+    return "".join(f"\n(then rank {o.rank}: {_line(o.text)})" for o in others)
+
+
+def _line(text: str) -> str:
+    """The first line of an error below its traceback; notes come after it."""
+    lines = text.splitlines()
+    below = max((i for i, line in enumerate(lines) if line.startswith("  File ")), default=-1) + 1
+    return next((line for line in lines[below:] if not line.startswith(" ")), lines[-1])
 
 
 def _report(room: Room, note: Note) -> int:

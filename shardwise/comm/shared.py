@@ -124,6 +124,11 @@ class Mailboxes:
 
         return end
 
+    def leave(self) -> None:
+        """Tell whoever waits for a message of this rank's that there will be none."""
+        for out in self.out.values():
+            out.numbers[OVER] = 1
+
     def _expect(self, arrival: Arrival, source: int) -> Callable[[], Any]:
         self.into[source].expected.append(arrival)
         return partial(self._wait, arrival, source)
@@ -150,7 +155,7 @@ class Mailboxes:
         inbox = self.into[source]
         if inbox.numbers[OVER] and inbox.numbers[0] == inbox.taken:
             raise RuntimeError(
-                f"rank {source} of the group has ended its program, and is waited for here: "
+                f"rank {source} of the group has left, and is waited for here: "
                 "all ranks are to make the same steps"
             )
         slept = looks - self.looks - TURNS
@@ -169,8 +174,7 @@ def by_gloo(group: dist.ProcessGroup, x: Tensor, to: int, tag: int) -> list[Call
 def leave() -> None:
     """This rank's program is over: whoever waits for a message of its mailboxes is told."""
     for mailboxes in _OPEN:
-        for out in mailboxes.out.values():
-            out.numbers[OVER] = 1
+        mailboxes.leave()
 
 
 def room_bytes(ranks: int) -> int:

@@ -50,10 +50,15 @@ class TorchLinks(Links):
         return sum(mailboxes.put_bytes for one in gloo for mailboxes in one.opened or [])
 
     def close(self) -> None:
-        """Destroy what was opened.  All ranks have come to the end of what they did on it."""
+        """Destroy what was opened.  All ranks have come to the end of what they did on it.
+
+        One that has not is told where it waits for this one.
+        """
         if not dist.is_initialized():
             return
         for transport in self.opened.values():
+            for mailboxes in (isinstance(transport, Gloo) and transport.opened) or ():
+                mailboxes.leave()
             dist.destroy_process_group(transport.group)
         self.opened = {}
         if self.ours:

@@ -113,6 +113,23 @@ def test_a_failed_rank_ends_the_others_and_is_named_first(how: str, said: str, t
     assert not any(is_alive(pid) for pid in pids)
 
 
+def fail_everywhere() -> None:
+    world = init()
+    world.barrier()
+    error = ValueError(f"that of {world.rank}\nand more of it")
+    error.add_note("a note")
+    raise error
+
+
+def test_the_errors_of_other_ranks_are_a_line_each():
+    """What kind of error, and how its message begins."""
+    with pytest.raises(RankError) as caught:
+        spawn(fail_everywhere, 2)
+    first, other = caught.value.rank, 1 - caught.value.rank
+    assert f"ValueError: that of {first}\nand more of it\na note" in str(caught.value)
+    assert str(caught.value).endswith(f"\n(then rank {other}: ValueError: that of {other})")
+
+
 def leave_silently() -> None:
     os._exit(0)
 
@@ -178,17 +195,21 @@ def test_bad_input_found_by_a_rank_is_the_callers_to_mend(rank: int):
     assert rank in (-1, caught.value.__cause__.rank)
 
 
-def take_fewer_steps_on_1() -> None:
+def take_fewer_steps_on_1(closes: bool) -> None:
     world = init("cpu")
     for step in range(3):
         if step < 2 or world.rank == 0:
             all_reduce(torch.ones(1), world.everyone)
+    if closes:
+        world.close()
+        time.sleep(60)
 
 
-def test_a_rank_that_waits_for_one_that_is_done_is_told():
+@pytest.mark.parametrize("closes", [False, True])
+def test_a_rank_that_waits_for_one_that_is_done_is_told(closes: bool):
     """A loader that gives one rank fewer batches is an error, not a program that hangs."""
-    with pytest.raises(RankError, match="rank 1 of the group has ended its program") as caught:
-        spawn(take_fewer_steps_on_1, 2)
+    with pytest.raises(RankError, match="rank 1 of the group has left, and is waited") as caught:
+        spawn(take_fewer_steps_on_1, 2, (closes,))
     assert caught.value.rank == 0
 
 

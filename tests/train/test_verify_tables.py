@@ -95,10 +95,17 @@ def proved(tmp_path: Path, build: str, plan: str = "tp2 sp fp64") -> Report:
     return report(read, name, run_gloo(read.size, prove, read, name, 2))
 
 
-@pytest.mark.parametrize("build", ["shifted", "stream_mean", "hidden_mean"])
-def test_code_that_mixes_what_ranks_share_computes_something_else(build: str, tmp_path: Path):
-    """Each rank mixes its own part, by other numbers than one process: verify finds it."""
-    assert not proved(tmp_path, build).holds
+def test_code_that_mixes_what_ranks_share_computes_something_else(tmp_path: Path):
+    """All ranks go on from the same wrong numbers, which are not one process's: verify finds it."""
+    assert not proved(tmp_path, "shifted").holds
+    assert proved(tmp_path, "shifted_mended").holds
+
+
+@pytest.mark.parametrize("build", ["stream_mean", "hidden_mean"])
+def test_a_penalty_on_what_ranks_share_is_another_on_each(build: str, tmp_path: Path):
+    """Each has the mean of its own part: the first step finds it."""
+    with pytest.raises(RankError, match="a loss that differs between the ranks of the tp axis"):
+        proved(tmp_path, build)
     assert proved(tmp_path, f"{build}_mended").holds
 
 
