@@ -16,15 +16,15 @@ from collections.abc import Collection
 from pathlib import Path
 from types import FrameType
 
-import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from shardwise.comm.room import Room
 
 _GLANCE_S = 0.5
 _LOOKS = 6  # in a row that find a rank where it was, with nothing done
 _IDLE_S = 0.2 * _GLANCE_S  # more of a processor's time than this in a glance: messages move
-#: Where a program stands that waits for other ranks.
-_MEETING = (str(Path(__file__).parent), str(Path(dist.__file__).parent))
+#: Where a program stands that waits for other ranks: in this folder, or in torch's collectives.
+_MEETING = (str(Path(__file__).parent), str(distributed_c10d.__file__))
 
 
 def look_out(room: Room, rank: int, ours: Collection[str]) -> None:

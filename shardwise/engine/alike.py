@@ -14,6 +14,7 @@ it: sums with fixed weights, which differ if the tensors do.
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, Protocol, TypeVar
 
@@ -33,6 +34,9 @@ CLOSE, CLOSE_IN_16_BITS = 1e-3, 3e-2
 #: What is smaller than so much of all gradients together is rounding.
 NOTHING = 1e-5
 
+#: Numbers that ranks tell of what they are given.
+PARTS = 16
+
 U = TypeVar("U")
 
 
@@ -42,14 +46,16 @@ U = TypeVar("U")
 def given(world: World, parts: Mapping[str, object]) -> None:
     """Raise InputError on every rank where ranks were given another part, by name, than rank 0.
 
-    Called by all ranks.  Functions and where objects lie are left out.
+    Called by all ranks.  Of a function only that it is one is compared; not where objects lie.
     """
     if world.size == 1:
         return
-    own = [_hash(re.sub(r" at 0x[0-9a-f]+", "", repr(part))) for part in parts.values()]
+    names = ["the call", *parts]
+    own = [_hash(repr(names)), *(_hash(_printed(part)) for part in parts.values())]
+    own += [0] * (PARTS - len(own))  # as many in every call, also of another kind
     everyone = all_gather(torch.tensor(own, device=world.device), world.everyone)
     told = torch.stack(everyone).tolist()
-    for number, name in enumerate(parts):
+    for number, name in enumerate(names):
         others = [rank for rank in range(world.size) if told[rank][number] != told[0][number]]
         if others:
             raise bad(
@@ -63,6 +69,12 @@ def described(model: nn.Module) -> list[tuple[str, tuple[int, ...], torch.dtype,
     """What of a model has to be the same on all ranks before its weights are."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors]
+
+
+def _printed(part: object) -> str:
+    if callable(part) and not isinstance(part, type):
+        return "a function"
+    return re.sub(r" at 0x[0-9a-f]+|, device='[^']*'", "", repr(part))
 
 
 def _hash(text: str) -> int:
@@ -99,7 +111,7 @@ class Alike:
         for axis in self.axes:
             with axis.ledger.phase("check"):
                 told = torch.stack(all_gather(_mark(batch, self.device), axis))
-            marks = told.nan_to_num().tolist()
+            marks = told.tolist()
             others = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
             if others:
                 raise bad(
@@ -126,10 +138,10 @@ class Alike:
         own = torch.cat([loss.detach().to(gradients).view(1), gradients])
         told = torch.stack(all_gather(own, self.axis)).cpu()
         losses, (sums, sizes) = told[:, 0], told[:, 1:].chunk(2, dim=1)
-        if not _close(losses, losses.abs().max(), CLOSE):
+        close = CLOSE if all(_wide(flat) for flat in flats) else CLOSE_IN_16_BITS
+        if not _close(losses, losses.abs().max() + CLOSE, close):  # one of zero is of rounding
             raise self._other_losses(losses.tolist())
         everything = NOTHING * sizes.nan_to_num().norm(dim=1).max()
-        close = CLOSE if all(_wide(flat) for flat in flats) else CLOSE_IN_16_BITS
         for name, of_sum, size in zip(names, sums.t(), sizes.t(), strict=True):
             room = size.nan_to_num().max() + everything
             if not (_close(of_sum, room, close) and _close(size, room, close)):
@@ -181,23 +193,24 @@ def _wide(flat: Flat) -> bool:
 
 
 def _mark(batch: Any, device: torch.device) -> Tensor:
-    """A number that tells batches apart: of the shapes and of the values."""
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    for place, x in enumerate(tree_leaves(batch), 1):
-        if isinstance(x, Tensor) and x.layout == torch.strided and not x.is_nested:
-            total += place * (_sum(x.detach()).to(device) + _hash(f"{x.shape}") % WEIGHTS)
-    return total
+    """A number that tells batches apart, in whatever order: of the shapes, and of what adds up."""
+    marks = [torch.zeros((), dtype=torch.float64, device=device)]
+    for x in (x for x in tree_leaves(batch) if type(x) is Tensor and x.layout == torch.strided):
+        marks.append(torch.full_like(marks[0], _hash(f"{x.shape}") % WEIGHTS))
+        with suppress(RuntimeError):  # quantised, float8: no sum is known
+            marks.append(_sum(x.detach()).to(device))
+    return torch.stack(marks).sort().values.sum()  # rounded the same in any order
 
 
 def _sum(x: Tensor) -> Tensor:
     """The sum of `x` with fixed weights, in double, without dims."""
-    flat = (torch.view_as_real(x) if x.is_complex() else x).reshape(-1)
+    flat = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1)
     rows = flat[: len(flat) - len(flat) % WEIGHTS].view(-1, WEIGHTS)
     folded = rows.sum(0, dtype=torch.float64)
     rest = flat[rows.numel() :]
     folded[: len(rest)] += rest
     weights = torch.arange(WEIGHTS, dtype=torch.float64, device=x.device).cos()
-    return folded.dot(weights)
+    return folded.nan_to_num(1, 2, 3).dot(weights)  # masks of -inf beside other values
 
 
 def _size(x: Tensor) -> Tensor:

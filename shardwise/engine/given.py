@@ -101,7 +101,8 @@ def scalars(value: Any) -> None:
 
 
 def _number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
+    single = isinstance(value, Tensor) and value.dim() == 0
+    return single or (isinstance(value, Real) and not isinstance(value, bool))
 
 
 def function(name: str, value: Any, takes: tuple[str, ...], example: str) -> None:

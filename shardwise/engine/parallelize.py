@@ -56,13 +56,14 @@ def parallelize(
     begin = staging.fitting(model, plan, options["stages"], beside)
     clip = stale.require(model, plan, begin, options["clip"], beside)
     training = Training(recipe, objective, tokens, clip)
-    told = {
+    told: dict[str, object] = {
         "the plan": str(plan),
         "the model": alike.described(model),
         "the table": table,
         "the optimizer": recipe,
-        "the options": [options[name] for name in ALIKE],
-    }
+    } | {f"the option {name}": options[name] for name in ALIKE}
+    if any(p.is_meta for p in model.parameters()):
+        told["the option seed"] = options["seed"]
     alike.given(world, told)
     world = world.on(plan.mesh)
     build = Build(plan, world, options["units"], fill, options["prefetch"], table, begin, beside)
@@ -82,8 +83,8 @@ USUAL: dict[str, Any] = {
     "beside": None,
 }
 
-#: Those that have to be alike on all ranks, and can be told by what they print.
-ALIKE = ("clip", "units", "seed", "prefetch", "stages", "beside")
+#: Those that have to be alike on all ranks; so has the seed, where weights are made of it.
+ALIKE = ("clip", "units", "prefetch", "stages", "beside")
 
 
 def _plan(plan: Any) -> Plan:

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint import filesystem
 
+from shardwise.comm import lookout
 from shardwise.comm.collectives import all_reduce
 from shardwise.comm.launch import launch, spawn
 from shardwise.comm.rendezvous import Start, environment, first_host
@@ -231,6 +234,12 @@ def test_ranks_that_wait_for_one_that_never_came_are_told():
     assert caught.value.rank != 1
     assert "in meet_without_1" in str(caught.value)
     assert "child.py" not in str(caught.value)
+
+
+def test_writing_a_checkpoint_is_no_waiting_for_others():
+    """A rank that torch's own modules keep busy is not where others have to come."""
+    assert distributed_c10d.__file__.startswith(lookout._MEETING)
+    assert not filesystem.__file__.startswith(lookout._MEETING)
 
 
 def test_a_rank_may_go_on_alone_for_as_long_as_it_likes():

@@ -86,7 +86,8 @@ def told(world: World, act: Any) -> str:
 GIVEN = [
     ("model", lambda world: engine_of(world, Small(1 + world.rank), table=FIXED)),
     ("table", lambda world: engine_of(world, Small(), table=[TABLE, FIXED][world.rank])),
-    ("options", lambda world: engine_of(world, Small(), table=FIXED, clip=1.0 + world.rank)),
+    ("option clip", lambda world: engine_of(world, Small(), table=FIXED, clip=1.0 + world.rank)),
+    ("call", lambda world: sw.FSDP(Small(), ["FULL_SHARD", "NO_SHARD"][world.rank], world=world)),
     ("plan", lambda world: engine_of(world, Small(), ["dp2", "dp2 zero1"][world.rank])),
     (
         "optimizer",
@@ -112,6 +113,22 @@ def test_ranks_that_are_given_the_same_train():
     """Functions and what is made anew on each rank are no difference."""
     same = partial(step, plan="tp2", batch=lambda _: text(), table=FIXED, units=Block)
     assert run_threads(2, partial(same, model=Small)) == [None, None]
+
+
+def masked(rank: int, seed: int = 0) -> dict[str, Any]:
+    """Text, and beside it what has no sum, is no number or stands elsewhere, on each rank."""
+    nothing = torch.full((4, 8), -torch.inf)
+    extra = {"mask": nothing, "scale": torch.ones(3, dtype=torch.float8_e4m3fn), "name": str(rank)}
+    batch = text(seed) | extra | {"z": torch.ones(4, dtype=torch.complex64).conj()}
+    return dict(sorted(batch.items(), reverse=rank == 1))
+
+
+def test_batches_are_compared_by_what_can_be():
+    """The order of keys is no difference, nor is what is no tensor; what is beside a mask is."""
+    zero, one, other = (
+        alike._mark(masked(*of), torch.device("cpu")) for of in [(0,), (1,), (1, 5)]
+    )
+    assert zero == one != other
 
 
 @pytest.mark.parametrize("plan", ["tp2", "pp2 1f1b:2", "tp2 pp2 1f1b:2"])
