@@ -33,7 +33,6 @@ WEIGHTS = 509
 CLOSE, CLOSE_IN_16_BITS = 1e-3, 3e-2
 #: What is smaller than so much of all gradients together is rounding.
 NOTHING = 1e-5
-
 #: Numbers that ranks tell of what they are given.
 PARTS = 16
 
