@@ -16,7 +16,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ from shardwise.comm.collectives import all_gather
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import bad
 from shardwise.engine.held import Tensors
+from shardwise.engine.norm import squared_norm
+from shardwise.parallel.flat import Flat
 
 #: Weights of a sum, one after the other and again: a prime number of them, so that no shape fits.
 WEIGHTS = 509
@@ -87,17 +89,6 @@ def _ranks(ranks: Sequence[int]) -> str:
 # --- what is made ----------------------------------------------------------------------------
 
 
-class Flat(Protocol):
-    """Parameters end to end, and this rank's block of their gradients (parallel/flat.py)."""
-
-    names: list[str]
-    pieces: list[tuple[int, int]]
-    gshard: Tensor | None
-
-    @property
-    def trained(self) -> bool: ...
-
-
 class Alike:
     """What is compared by ranks that compute a step together: along these axes."""
 
@@ -156,7 +147,7 @@ class Alike:
                     piece = None if flat.gshard is None else flat.gshard[low:high]
                     names.append(name)
                     sums.append(none if piece is None else _sum(piece))
-                    sizes.append(none if piece is None else _size(piece))
+                    sizes.append(none if piece is None else squared_norm(piece).sqrt())
         return names, torch.stack([*sums, *sizes]) if names else none.new_zeros(0)
 
     def _other_losses(self, losses: Sequence[float]) -> Exception:
@@ -210,8 +201,3 @@ def _sum(x: Tensor) -> Tensor:
     folded[: len(rest)] += rest
     weights = torch.arange(WEIGHTS, dtype=torch.float64, device=x.device).cos()
     return folded.nan_to_num(1, 2, 3).dot(weights)  # masks of -inf beside other values
-
-
-def _size(x: Tensor) -> Tensor:
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    return torch.linalg.vector_norm(x, dtype=dtype).double()
