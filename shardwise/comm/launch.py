@@ -41,7 +41,8 @@ from shardwise.core.errors import InputError, RankError, bad
 _GRACE_S = 1.0
 #: How long the ranks may take to save and leave after SIGTERM or SIGINT.
 _SAVE_S = 60.0
-_GLANCE_S = 0.02
+#: Between two looks into the room: of ranks as many as processors each look holds one up.
+_GLANCE_S = 0.05
 #: What a rank says whose peer has gone: true, but never the cause where another has one.
 _LOST = re.compile(
     r"closed by peer|reset by peer|Connection reset|Broken pipe|pair\.cc|recvValue failed"
@@ -171,7 +172,7 @@ def _together(job: Job, device: str | None, signals: list[int]) -> _Ended:
         rdzv_endpoint="localhost:0",  # 0: a free port
         local_addr="localhost",
         max_restarts=0,
-        monitor_interval=0.05,
+        monitor_interval=2 * _GLANCE_S,
         start_method="spawn",
         logs_specs=DefaultLogsSpecs(log_dir=str(job.room.folder / "agent")),
     )
@@ -201,28 +202,30 @@ def _watch(room: Room, over: threading.Event, ended: _Ended, signals: list[int])
     """Return when the agent has ended, or when the time has come to end the ranks."""
     deadline = float("inf")
     told: set[int] = set()  # ranks that the signal was passed on to; others may yet begin
+    seen, noted, working = frozenset[str](), 0, dict[int, int]()
     while time.monotonic() < deadline and not over.wait(_GLANCE_S):
         if signals:
             deadline = min(deadline, time.monotonic() + _SAVE_S)
             told |= _send(room, signal.SIGTERM, besides=told)
         if len(signals) > 1:  # asked twice: now
             return
-        if len(room.finished()) == room.ranks:
-            continue
-        ended.missing = _gone(room) if ended.missing is None else ended.missing
-        if room.notes() or ended.missing is not None:
+        if (word := room.word()) != seen:
+            seen, noted = word, len(room.notes())
+            finished = room.finished()
+            working = {rank: pid for rank, pid in room.pids().items() if rank not in finished}
+        ended.missing = _gone(room, working) if ended.missing is None else ended.missing
+        if noted or ended.missing is not None:
             deadline = min(deadline, time.monotonic() + _GRACE_S)
-        if len(room.notes()) == room.ranks:
+        if noted == room.ranks:
             return
     told_all = bool(signals) and ended.missing is None
     ended.overdue = told_all and not over.is_set() and not room.notes()
 
 
-def _gone(room: Room) -> int | None:
+def _gone(room: Room, working: dict[int, int]) -> int | None:
     """A rank whose process has ended though its function has not returned."""
-    pids = room.pids()
-    working = sorted(pids.keys() - room.finished())
-    return next((rank for rank in working if _is_over(pids[rank])), None)
+    over = {rank for rank, pid in working.items() if _is_over(pid)}
+    return min(over - room.finished(), default=None) if over else None
 
 
 def _is_over(pid: int) -> bool:

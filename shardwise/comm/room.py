@@ -68,6 +68,10 @@ class Room:
         """Rank: those that wait for others."""
         return {int(path.stem) for path in self.folder.glob("*.waits")}
 
+    def word(self) -> frozenset[str]:
+        """Launcher: what is in the room, by names; of one name it stays the same."""
+        return frozenset(path.name for path in self.folder.iterdir())
+
     def stderr(self, rank: int) -> Path:
         """Both: where the rank's error output is kept, if it is."""
         return self.folder / f"{rank}.stderr"
