@@ -182,6 +182,9 @@ def _fit(plan: Plan, world_size: int) -> Plan:
     if stages > 1 and world_size % stages == 0:
         inner = _fit(replace(near, axes=_without(near, "pp")), world_size // stages)
         return replace(inner, axes=(("pp", stages), *inner.axes), schedule=near.schedule)
+    if 1 < stages == near.size and world_size > 1:  # nothing but a pipeline: one of that length
+        other = replace(near, axes=(("pp", world_size),))
+        return replace(other, schedule=None) if _forbidden(other) else other
     if stages > 1 or near.schedule:
         near = replace(near, axes=_without(near, "pp"), schedule=None)
     shard, tensor = near.mesh.size_of("dp_shard"), near.mesh.size_of("tp")

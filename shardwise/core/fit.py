@@ -77,6 +77,11 @@ def _kinds(laid: Laid) -> Iterator[Fault]:
             given = f'{what}, of all that is in it, and {inner} in it is "{laid.style(inside)}"'
             allowed = f"{style} for a module that no other entry looks into"
             yield Fault(name, given, allowed, _each(laid, name, style))
+        elif style.name == "whole" and (inside := next(laid.inside(name), None)):
+            given = f'{what}, and {inside.removeprefix(f"{name}.")} in it is "{laid.style(inside)}"'
+            allowed = "whole for one layer, not for all that is in a block"
+            instead = f'"{inside}": "whole", and each other in it, above the patterns they match'
+            yield Fault(name, given, allowed, instead)
 
 
 def _each(laid: Laid, block: str, style: Style) -> str:

@@ -45,6 +45,11 @@ class Laid:
                 found.add(name)
         return frozenset(found)
 
+    def inside(self, block: str) -> Iterator[str]:
+        """The modules in `block` that have a style."""
+        there = (name for name in self.styles if name.startswith(f"{block}."))
+        return (name for name in there if self.style(name) != _WHOLE)
+
     @cached_property
     def _children(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}

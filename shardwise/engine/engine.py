@@ -280,7 +280,7 @@ class Engine:
         Called by all ranks, each of which gets it, also where stages of the model are elsewhere.
         """
         found = self._made(call)
-        own = torch.zeros_like(like) if found is None else found.to(like)
+        own = torch.zeros_like(like) if found is None else given.outputs(found, like)
         with self.ledger.phase("check"):
             return self._over_stages(own)
 

@@ -171,6 +171,21 @@ def tokens(value: Callable[[Any], Any]) -> Callable[[Any], int]:
     return held
 
 
+def outputs(found: Any, like: Tensor) -> Tensor:
+    """What a call made of the model, in the dtype and on the device of `like`, whose shape it has.
+
+    Raises InputError for another shape: ranks that have no outputs give zeros like `like`.
+    """
+    shape, there = tuple(like.shape), isinstance(found, Tensor)
+    if there and found.shape == like.shape:
+        return found.to(like)
+    raise bad(
+        f"outputs of {f'shape {tuple(found.shape)}' if there else shown(found)} for like={shape}",
+        "a call that returns one tensor, and a tensor of its shape as like",
+        f"like=torch.zeros({tuple(found.shape)})" if there else "outputs[0], if it is that one",
+    )
+
+
 def fill(value: Callable[[str, Tensor], Any]) -> Callable[[str, Tensor], None]:
     """The initial weights, held to being written in place. Raises InputError, as `loss` does."""
     example = "fill=lambda name, tensor: tensor.normal_(0, 0.02)"

@@ -64,7 +64,7 @@ def test_plans_that_run(text: str, world: int | None):
         ("pp2 interleaved:3x2", None, "3 microbatches for interleaved", "interleaved:4x2"),
         ("pp4 dualpipe-v:4", None, "4 microbatches for DualPipe-V on 4 ranks", "dualpipe-v:8"),
         ("pp2 dp2 1f1b:4", 2, "where 2 run", "'pp2 1f1b:4', or start 4"),
-        ("pp2 1f1b:4", 3, "where 3 run", "'dp3', or start 2"),
+        ("pp2 1f1b:4", 3, "where 3 run", "'pp3 1f1b:4', or start 2"),
         ("cp2 zero1", None, "'cp2', but context parallelism is not", "'zero1'"),
         ("ep2", None, "'ep2', but expert parallelism is not", "'ddp'"),
         ("pp2 pipedream:8 fp16", None, "fp16 with pipedream:8, which updates", "pipedream:8 bf16'"),

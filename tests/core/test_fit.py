@@ -76,6 +76,11 @@ def test_a_table_that_fits_has_no_problem(sp: bool, ranks: int):
             "of all that is in it",
             'no entry for "blocks.*.attn"',
         ),
+        (
+            table({"blocks.*.attn": "whole"}),
+            'as "whole", and q in it is "colwise:heads"',
+            '"blocks.0.attn.q": "whole"',
+        ),
         # heads
         (table(heads=None, kv_heads=None), "without a number of heads", "heads=8, kv_heads=2"),
         (table(kv_heads=3), "heads=8, kv_heads=3", "kv_heads=2"),

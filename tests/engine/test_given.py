@@ -87,6 +87,17 @@ BAD: dict[str, tuple[Give, str]] = {
 }
 
 
+def test_outputs_have_the_shape_that_others_take_them_to_have():
+    """Where a stage has no outputs it gives zeros like `like`, which would be added to anything."""
+    engine, (x, _) = give(plan="fp64")(make("stack")), vectors(0, rows=4)
+    found = engine.outputs(lambda model: model(x), torch.zeros_like(x))
+    assert found.shape == x.shape and found.any()
+    with pytest.raises(InputError, match=r"shape \(4, 6\) for like=\(2,\).*zeros\(\(4, 6\)\)"):
+        engine.outputs(lambda model: model(x), torch.zeros(2))
+    with pytest.raises(InputError, match="a call that returns one tensor"):
+        engine.outputs(lambda model: [model(x)], x)
+
+
 @pytest.mark.parametrize("what", BAD)
 def test_what_cannot_work_is_refused_and_changes_nothing(what: str):
     """The error says what would do; weights, their types and their classes are what they were."""
