@@ -54,6 +54,7 @@ class TorchLinks(Links):
 
         One that has not is told where it waits for this one.
         """
+        self.closed = True
         if not dist.is_initialized():
             return
         for transport in self.opened.values():

@@ -131,6 +131,8 @@ class Transport(ABC):
 class Links(ABC):
     """Who can make a transport for a group of ranks of this world."""
 
+    closed = False  # whether what was opened has been given back
+
     @abstractmethod
     def transport(
         self, axis: str, lines: Sequence[Sequence[int]], rank: int, queue: str = "now"

@@ -123,6 +123,15 @@ class World:
         """Return when every rank has come here."""
         self.everyone.transport.barrier()
 
+    def require_open(self) -> None:
+        """Raise InputError if it has been closed."""
+        if self.links.closed:
+            raise bad(
+                "an engine that is used after world.close()",
+                "steps, evaluation and checkpoints before the world is left",
+                "world.close() as the program's last line",
+            )
+
     def close(self) -> None:
         """Leave the world: process groups that `init` began are destroyed."""
         self.links.close()

@@ -29,7 +29,7 @@ from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.passes import Straight
 from shardwise.engine.pipelined import Pipelined
 from shardwise.engine.scale import LossScale
-from shardwise.engine.shard import materialise
+from shardwise.engine.shard import cast_whole
 from shardwise.engine.stale import Stale
 from shardwise.engine.training import DTYPES, Build, Metrics, Settled, Training
 from shardwise.parallel.data import Data, Unit
@@ -49,7 +49,7 @@ class Engine:
         self.model, self.plan, self.world, self.training = model, build.plan, build.world, training
         self.ledger: Ledger = build.world.ledger
         self.dtype = DTYPES[build.plan.precision]
-        self._cast()
+        cast_whole(model, self.dtype, self.world.device)
         with self.ledger.phase("start"):
             self.laid = lay_out(model, build)
         self.tensors, self.data, self.flats = self.laid.tensors, self.laid.data, self.laid.flats
@@ -60,7 +60,8 @@ class Engine:
         if isinstance(self.passes, Pipelined) and self.passes.staging.schedule.update:
             self.passes.stale = Stale(self.passes.staging, self.passes.data, self.optimizer)
         self.scale = LossScale(on=self.plan.precision == "fp16")
-        self.steps = 0
+        self.steps = 0  # of the run
+        self.made = 0  # of these, by this engine
         self.idle: list[str] = []  # names that had no gradient before the checkpoint now loaded
         self.broken = False  # whether a step has begun and not ended
         self.expected = 0  # tokens of the global batch, of the step before
@@ -78,19 +79,6 @@ class Engine:
     def _objective(self, model: nn.Module, part: Any) -> Tensor:
         with hint.shapes(self.tensors):
             return self.training.loss(model, cast(part, self.dtype))
-
-    def _cast(self) -> None:
-        """The plan's precision, the plan's device; parameters on meta stay there."""
-        materialise(self.model, self.world.device)
-        for p in self.model.parameters():
-            if p.is_floating_point() and self.dtype is not None:
-                p.data = p.data.to(self.dtype)
-            if not p.is_meta:
-                p.data = p.data.to(self.world.device)
-        for b in self.model.buffers():
-            b.data = b.data.to(self.world.device)
-            if self.dtype is torch.float64 and b.is_floating_point():
-                b.data = b.data.double()
 
     @property
     def microbatches(self) -> int:
@@ -115,9 +103,10 @@ class Engine:
         A share without rows, or without tokens, takes part with weight zero.
 
         Raises:
-            InputError: a batch that cannot be split; in the first step, ranks that compute it
-                together and have not the same batch, loss, or gradients of what each holds.
+            InputError: a batch that cannot be split; in an engine's first step, ranks that compute
+                it together and have not the same batch, loss, or gradients of what each holds.
         """
+        self.world.require_open()
         if self.staging:
             enough(batch, self.microbatches)
         before = self.ledger.copy()
@@ -128,9 +117,10 @@ class Engine:
         parts = split(batch, self.microbatches, self.plan.cut)
         counts = [self._count(part) for part in parts]
         parts = [filled(part) for part in parts]
-        first = not self.expected
+        first = not self.made
         if first:
             self.alike.require_batch(batch)
+        if not self.expected:
             self.expected = self._total(sum(counts))
         weights = [self.scale.value * count / self.expected for count in counts]
         summed = self.passes.run(parts, counts, weights)
@@ -142,7 +132,7 @@ class Engine:
                 arriving = self.alike.compared(arriving, loss, self.flats)
             facts = self._settle(summed, sum(counts), arriving)
         self.own_loss = summed.item()
-        self.steps += 1
+        self.steps, self.made = self.steps + 1, self.made + 1
         self.broken = False
         self.last = self.ledger.since(before)
         sent = sum(tally.sent_bytes for tally in self.last.values())
@@ -286,6 +276,7 @@ class Engine:
 
     def _made(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
         """What `call` makes of the model in eval mode; None where another stage has it."""
+        self.world.require_open()
         was_training = self.model.training
         self.model.eval()
         with self.ledger.phase("check"):
@@ -312,6 +303,7 @@ class Engine:
         Before loading, call with the optimizer prepared (`engine.prepare()`), then `loaded()`.
         Called by all ranks.
         """
+        self.world.require_open()
         begun, missing = self.optimizer.begun, not self.optimizer.complete
         if self.staging:
             begun, missing = self.staging.anywhere([begun, missing])
@@ -372,14 +364,16 @@ class Engine:
         """The ledger so far, by axis, kind and phase."""
         return self.ledger.copy()
 
-    def step_bytes(self, first: bool = False) -> dict[Line, int]:
-        """What this rank's steps send by the formula of the plan; the first one a little more.
+    def step_bytes(self, first: bool = False, meets: bool = False) -> dict[Line, int]:
+        """What this rank's steps send by the formula of the plan.
 
-        Activations on the tensor axis are those of the last step, by their shapes.
+        The first one sends a little more, and so does the first of an engine that goes on from a
+        checkpoint (`meets`).  Activations on the tensor axis are those of the last step.
         """
         clips = self.training.clip is not None
         rank, plan = self.world.rank, self.plan
-        states = traffic.step_bytes(plan, self.model_shape(), rank, norm=clips, first=first)
+        more = {"norm": clips, "first": first, "meets": first or meets}
+        states = traffic.step_bytes(plan, self.model_shape(), rank, **more)
         crossings, losses = self.tensors.stream.crossings, self.tensors.losses
         moved = traffic.activation_bytes(plan, crossings, losses)
         crossed = traffic.crossing_bytes(plan, self.passes.sent)
@@ -392,7 +386,7 @@ class Engine:
 
     def predicted_bytes(self) -> dict[str, int]:
         """The same by the formula, for the step that was the last, or else the first."""
-        return traffic.by_kind(self.step_bytes(first=self.steps <= 1))
+        return traffic.by_kind(self.step_bytes(first=self.steps <= 1, meets=self.made <= 1))
 
     def model_shape(self) -> ModelShape:
         """The model as numbers, in the units of this engine."""

@@ -185,6 +185,20 @@ def materialise(model: nn.Module, device: torch.device) -> None:
                 reset()
 
 
+def cast_whole(model: nn.Module, dtype: torch.dtype | None, device: torch.device) -> None:
+    """Bring `model` to the plan's precision and device; parameters on meta stay there."""
+    materialise(model, device)
+    for p in model.parameters():
+        if p.is_floating_point() and dtype is not None:
+            p.data = p.data.to(dtype)
+        if not p.is_meta:
+            p.data = p.data.to(device)
+    for b in model.buffers():
+        b.data = b.data.to(device)
+        if dtype is torch.float64 and b.is_floating_point():
+            b.data = b.data.double()
+
+
 def default_fill(model: nn.Module, seed: int) -> Fill:
     """Initial weights for a model on the meta device that brings no rule of its own.
 

@@ -108,12 +108,19 @@ class Tariff:
 
 
 def step_bytes(
-    plan: Plan, model: ModelShape, rank: int = 0, *, norm: bool = False, first: bool = False
+    plan: Plan,
+    model: ModelShape,
+    rank: int = 0,
+    *,
+    norm: bool = False,
+    first: bool = False,
+    meets: bool = False,
 ) -> dict[Line, int]:
     """The bytes `rank` sends in one step, activations apart; lines without any are left out.
 
     `norm`: gradients are clipped (under fp16 their norm is wanted in any case). `first`: the first
     step of a run, which asks for its number of tokens beforehand, and finds buffers unchanged.
+    `meets`: the first of an engine, in which ranks compare what they are to have alike.
     """
     tariff = Tariff(plan, rank)
     own = updates(plan.pipeline, plan.mesh.size_of(PIPELINE))
@@ -139,6 +146,7 @@ def step_bytes(
         tariff.ask(PIPELINE, param.holders if param.trainable else 1)  # was it used by any?
     if first:
         tariff.agree(1, COUNT_BYTES)
+    if meets:
         whole = [p for p in model.params if p.trainable and p.kept.startswith("whole")]
         told = (1 + 2 * len(whole)) * tariff.size(TENSOR)  # the loss, gradients
         tariff.move(TENSOR, S(0), R, told, FACT_BYTES, "check")

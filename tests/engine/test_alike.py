@@ -180,6 +180,27 @@ def test_what_every_rank_computes_by_itself_is_the_same(
         assert re.search(match, said)
 
 
+def resumed(world: World, table: dict[str, str]) -> list[bool]:
+    """Whether what is sent is what is predicted, in three steps of an engine that goes on."""
+    before = engine_of(world, Small(), table=FIXED)
+    before.step(text())
+    saved = before.scalars()
+    engine = engine_of(world, Small(), table=table)
+    engine.load_scalars(saved)
+    found = []
+    for _ in range(3):
+        engine.step(text())
+        found.append(engine.measured_bytes() == engine.predicted_bytes())
+    return found
+
+
+def test_ranks_that_go_on_from_a_checkpoint_compare_in_their_first_step():
+    """The run may have been another plan's, or this table's first."""
+    assert run_threads(2, resumed, FIXED) == [[True] * 3] * 2
+    for said in run_threads(2, told, partial(resumed, table=TABLE)):
+        assert "the gradient of blocks.0.act.weight" in said
+
+
 def test_a_fault_is_told_on_real_processes():
     """The exchange is that of any step."""
     for said in run_gloo(2, _faulty):

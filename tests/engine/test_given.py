@@ -16,6 +16,7 @@ from shardwise.comm.world import World, alone, traced
 from shardwise.core.errors import InputError
 from tests.engine.cases import regression, vectors
 from tests.engine.zoo import make
+from tests.pool import run_gloo
 
 Give = Callable[[nn.Module], Any]
 
@@ -96,6 +97,26 @@ def test_outputs_have_the_shape_that_others_take_them_to_have():
         engine.outputs(lambda model: model(x), torch.zeros(2))
     with pytest.raises(InputError, match="a call that returns one tensor"):
         engine.outputs(lambda model: [model(x)], x)
+
+
+def closed(_: World) -> list[str]:
+    """What an engine of a world that has been left says."""
+    world = sw.init("cpu")
+    engine = give(plan="dp2 fp64", world=world)(make("stack"))
+    engine.step(vectors(0, rows=4))
+    world.close()
+    found: list[str] = []
+    for act in (engine.step, engine.evaluate, lambda _: engine.boxes()):
+        with pytest.raises(InputError) as caught:
+            act(vectors(0, rows=4))
+        found.append(str(caught.value))
+    return found
+
+
+def test_an_engine_of_a_closed_world_says_so():
+    """Not torch's words of a group that is gone, or nothing where its messages are small."""
+    for found in run_gloo(2, closed):
+        assert all("after world.close()" in text for text in found)
 
 
 @pytest.mark.parametrize("what", BAD)
