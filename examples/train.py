@@ -17,8 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import shardwise as sw
-from shardwise.checkpoint.load import load
-from shardwise.checkpoint.save import save
 
 FOLDER = Path("runs/example")
 
@@ -74,10 +72,7 @@ def train(plan: str, resume: bool) -> float:
         Model(), plan, world, optimizer=sw.AdamW(lr=3e-3), loss=loss_fn, clip=1.0, table=TABLE
     )
     if resume:
-        engine.prepare()
-        scalars = load(FOLDER, engine.boxes(), world)
-        engine.load_scalars(scalars["engine"])
-        engine.loaded()
+        sw.load(engine, FOLDER)
 
     data = squares(4096)
     # Ranks of one tensor or pipeline line have one data rank, and so are given the same rows.
@@ -90,7 +85,7 @@ def train(plan: str, resume: bool) -> float:
         if world.rank == 0:
             print(f"step {engine.steps}: loss {metrics.loss:.4f}, sent {metrics.bytes} bytes")
 
-    save(FOLDER, engine.boxes(), {"step": engine.steps, "engine": engine.scalars()}, world)
+    sw.save(engine, FOLDER)
     world.close()
     return metrics.loss
 

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from shardwise.checkpoint.engines import load, save
     from shardwise.comm.door import move
     from shardwise.comm.launch import spawn
     from shardwise.comm.world import World, init
@@ -58,7 +59,9 @@ _HOMES = {
     "World": "comm.world",
     "init": "comm.world",
     "cross_entropy": "parallel.cross_entropy",
+    "load": "checkpoint.engines",
     "move": "comm.door",
+    "save": "checkpoint.engines",
     "spawn": "comm.launch",
 }
 
@@ -87,9 +90,11 @@ __all__ = [
     "clip_grad_norm",
     "cross_entropy",
     "init",
+    "load",
     "move",
     "no_sync",
     "parallelize",
+    "save",
     "spawn",
 ]
 

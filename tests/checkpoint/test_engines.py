@@ -1,0 +1,109 @@
+"""`sw.save` and `sw.load`: an engine goes on from where another was, under any plan."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.checkpoint.folder import all_in
+from shardwise.checkpoint.save import save as save_boxes
+from shardwise.comm.world import World, alone
+from shardwise.core.errors import InputError
+from tests.engine.cases import regression, vectors
+from tests.engine.tensors import mine
+from tests.engine.zoo import make
+from tests.pool import run_gloo
+
+PLANS = ["dp2 zero3 fp64", "pp2 1f1b:2 fp64", "dp2 fp64"]
+
+
+def engine_of(world: World, plan: str, model: nn.Module | None = None) -> sw.Engine:
+    """The model on this world."""
+    optimizer = sw.AdamW(lr=0.01)
+    return sw.parallelize(
+        model or make("stack"), plan, world, optimizer=optimizer, loss=regression, clip=1.0
+    )
+
+
+def steps(engine: sw.Engine, first: int, count: int = 3) -> list[float]:
+    """Losses of these steps."""
+    return [engine.step(mine(engine, vectors(first + k, rows=8))).loss for k in range(count)]
+
+
+def interrupted(world: World, folder: str, plan: str, then: str) -> tuple[list[float], object]:
+    """Three steps under a plan, and three under another that goes on from its checkpoint."""
+    before = engine_of(world, plan)
+    losses = steps(before, 0)
+    assert sw.save(before, folder, {"epoch": 7}).name == "step-000003"
+    engine = engine_of(world, then)
+    extra = sw.load(engine, folder)
+    assert engine.steps == 3
+    return losses + steps(engine, 3), extra
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("then", PLANS)
+def test_a_run_goes_on_under_another_plan(tmp_path: Path, plan: str, then: str):
+    """As if there had been no break, and with what else was saved."""
+    straight = steps(engine_of(alone(), "fp64"), 0, 6)
+    for losses, extra in run_gloo(2, interrupted, str(tmp_path), plan, then):
+        assert losses == pytest.approx(straight, rel=1e-10)
+        assert extra == {"epoch": 7}
+
+
+def test_the_newest_stay(tmp_path: Path):
+    """`keep` counts them, and `load` of one that is named takes that one."""
+    engine = engine_of(alone(), "fp64")
+    for step in range(4):
+        steps(engine, step, 1)
+        sw.save(engine, tmp_path, keep=2)
+    assert [path.name for path in all_in(tmp_path)] == ["step-000003", "step-000004"]
+    other = engine_of(alone(), "fp64")
+    assert sw.load(other, tmp_path / "step-000003") == {}
+    assert other.steps == 3
+    assert steps(other, 3, 1) != steps(engine, 4, 1)
+    sw.load(other, tmp_path)
+    assert other.steps == 4
+
+
+def test_what_cannot_be_saved_leaves_what_was_there(tmp_path: Path):
+    """No checkpoint is begun."""
+    engine = engine_of(alone(), "fp64")
+    steps(engine, 0, 1)
+    sw.save(engine, tmp_path)
+    for options in ({"extra": [1]}, {"extra": {"x": torch.ones(2)}}, {"keep": 0}, {"keep": "2"}):
+        with pytest.raises(InputError):
+            sw.save(engine, tmp_path, **options)  # type: ignore[arg-type]
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-000001"]
+
+
+@pytest.mark.parametrize("what", ["tensors alone", "numbers that are none", "another model"])
+def test_what_cannot_be_loaded_leaves_the_engine_alone(tmp_path: Path, what: str):
+    """Weights and numbers are those of before."""
+    engine, other = engine_of(alone(), "fp64"), engine_of(alone(), "fp64", nn.Linear(6, 6))
+    steps(engine, 0, 1)
+    if what == "tensors alone":
+        engine.prepare()
+        save_boxes(tmp_path, engine.boxes(), {"step": 1}, alone())
+        other = engine_of(alone(), "fp64")
+    else:
+        path = sw.save(engine, tmp_path) / "scalars.json"
+        if what == "numbers that are none":
+            said = json.loads(path.read_text())
+            said["scalars"]["engine"]["step"] = None
+            path.write_text(json.dumps(said))
+            other = engine_of(alone(), "fp64")
+    before = [p.clone() for p in other.model.parameters()]
+    with pytest.raises(InputError):
+        sw.load(other, tmp_path)
+    assert other.steps == 0
+    assert all(torch.equal(p, q) for p, q in zip(before, other.model.parameters(), strict=True))
+
+
+def test_a_folder_without_a_checkpoint_is_told(tmp_path: Path):
+    """As of any other folder."""
+    with pytest.raises(InputError, match="the checkpoint folder"):
+        sw.load(engine_of(alone(), "fp64"), tmp_path)
