@@ -2,13 +2,14 @@
 
     before anything is laid out    plan, model, table, optimizer, options     all ranks
     before the first step          the batch                                  those of one data rank
-    in the first step              the loss, and the gradients of             those of a tensor axis
+    in the first step(s)           the loss, and the gradients of             those of a tensor axis
                                    parameters that each of them holds whole
 
 Ranks of a tensor axis compute one step together.  What they do not cut each of them computes by
 itself, the same on all: a difference there is a fault that no shape gives away, for a parameter
 used on a part of the features trains on a part of its gradient.  So each tells a few numbers of
-it: sums with fixed weights, which differ if the tensors do.
+it: sums with fixed weights, which differ if the tensors do.  A gradient of zeros says nothing (all
+of an adapter's behind one that begins at zero): they compare again, a few times, while there is one.
 """
 
 import math
@@ -35,6 +36,8 @@ WEIGHTS = 509
 CLOSE, CLOSE_IN_16_BITS = 1e-3, 3e-2
 #: What is smaller than so much of all gradients together is rounding.
 NOTHING = 1e-5
+#: In so many steps gradients are compared while some are zero; those with infinite ones besides.
+TIMES = 3
 #: Numbers that ranks tell of what they are given.
 PARTS = 16
 
@@ -95,6 +98,7 @@ class Alike:
     def __init__(self, tensors: Tensors, pipeline: Axis | None, device: torch.device) -> None:
         self.axis, self.device, self.tensors = tensors.axis, device, tensors
         self.axes = [axis for axis in (tensors.axis, pipeline) if axis and axis.size > 1]
+        self.due, self.times = self.axis.size > 1, 0  # whether gradients are still to be compared
 
     def require_batch(self, batch: Any) -> None:
         """Raise InputError on every rank of an axis whose ranks do not have the same batch."""
@@ -116,8 +120,6 @@ class Alike:
         Raises:
             InputError: the loss or a gradient is not alike, on every rank that finds it so.
         """
-        if self.axis.size == 1:
-            return arriving
         arrived = list(arriving)
         with self.axis.ledger.phase("check"):
             self._require(loss, flats)
@@ -136,6 +138,9 @@ class Alike:
             room = size.nan_to_num().max() + everything
             if not (_close(of_sum, room, close) and _close(size, room, close)):
                 raise self._other_gradients(name)
+        finite = bool(sizes.isfinite().all())
+        self.times += finite
+        self.due = not finite or (self.times < TIMES and not bool(sizes.any(0).all()))
 
     def _gradients(self, flats: Sequence[Flat]) -> tuple[list[str], Tensor]:
         """Names, and a sum with weights of each gradient, then a size of each."""

@@ -88,7 +88,7 @@ class _Marks:
 
         def after(_: nn.Module, __: Any, y: Any) -> None:
             if self.draws.on and isinstance(y, Tensor):
-                self.draws.put(y, self._shard(shards))
+                self.draws.put(y, self._shard(y, shards))
 
         return after
 
@@ -99,13 +99,16 @@ class _Marks:
             tensors = (x for x in (*args[:1], *kwargs.values()) if isinstance(x, Tensor))
             first = next(tensors, None)
             if self.draws.on and first is not None:
-                self.draws.put(first, self._shard(shards))
+                self.draws.put(first, self._shard(first, shards))
 
         return before
 
-    def _shard(self, shards: bool) -> Mark | None:
+    def _shard(self, x: Tensor, shards: bool) -> Mark | None:
         stream = self.tensors.stream
-        return Shard(stream.whole, stream.axis.size) if shards and stream.split else None
+        if not (shards and stream.split and x.dim() > 1):
+            return None
+        size = x.shape[-2]
+        return Shard(stream.lengths.whole(size), stream.axis.size, size)
 
 
 def _columns(style: Style, shape: ModuleShape, table: Table, ranks: int) -> Columns:

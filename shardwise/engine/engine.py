@@ -62,6 +62,7 @@ class Engine:
         self.scale = LossScale(on=self.plan.precision == "fp16")
         self.steps = 0  # of the run
         self.made = 0  # of these, by this engine
+        self.met = self.compared = False  # what ranks told each other in the last step (alike.py)
         self.idle: list[str] = []  # names that had no gradient before the checkpoint now loaded
         self.broken = False  # whether a step has begun and not ended
         self.expected = 0  # tokens of the global batch, of the step before
@@ -117,8 +118,8 @@ class Engine:
         parts = split(batch, self.microbatches, self.plan.cut)
         counts = [self._count(part) for part in parts]
         parts = [filled(part) for part in parts]
-        first = not self.made
-        if first:
+        self.met, self.compared = not self.made, self.alike.due
+        if self.met:
             self.alike.require_batch(batch)
         if not self.expected:
             self.expected = self._total(sum(counts))
@@ -127,7 +128,7 @@ class Engine:
         self.tensors.end()
         with self.ledger.phase("update"):
             arriving = self._arrivals()
-            if first:
+            if self.compared:
                 loss = summed / max(1, sum(counts))
                 arriving = self.alike.compared(arriving, loss, self.flats)
             facts = self._settle(summed, sum(counts), arriving)
@@ -364,15 +365,15 @@ class Engine:
         """The ledger so far, by axis, kind and phase."""
         return self.ledger.copy()
 
-    def step_bytes(self, first: bool = False, meets: bool = False) -> dict[Line, int]:
-        """What this rank's steps send by the formula of the plan.
+    def step_bytes(self, first: bool = False) -> dict[Line, int]:
+        """What this rank's steps send by the formula of the plan; the first of a run a little more.
 
-        The first one sends a little more, and so does the first of an engine that goes on from a
-        checkpoint (`meets`).  Activations on the tensor axis are those of the last step.
+        Activations on the tensor axis, and what ranks compare, are those of the last step.
         """
         clips = self.training.clip is not None
         rank, plan = self.world.rank, self.plan
-        more = {"norm": clips, "first": first, "meets": first or meets}
+        more = {"norm": clips, "first": first}
+        more |= {"meets": first or self.met, "compares": first or self.compared}
         states = traffic.step_bytes(plan, self.model_shape(), rank, **more)
         crossings, losses = self.tensors.stream.crossings, self.tensors.losses
         moved = traffic.activation_bytes(plan, crossings, losses)
@@ -386,7 +387,7 @@ class Engine:
 
     def predicted_bytes(self) -> dict[str, int]:
         """The same by the formula, for the step that was the last, or else the first."""
-        return traffic.by_kind(self.step_bytes(first=self.steps <= 1, meets=self.made <= 1))
+        return traffic.by_kind(self.step_bytes(first=self.steps <= 1))
 
     def model_shape(self) -> ModelShape:
         """The model as numbers, in the units of this engine."""

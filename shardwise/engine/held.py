@@ -98,6 +98,7 @@ class Tensors:
     def begin(self) -> None:
         """A step begins: its moves are counted."""
         self.stream.counting = True
+        self.stream.begin()
         self.stream.crossings.clear()
         self.losses.clear()
 

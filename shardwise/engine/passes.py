@@ -57,4 +57,5 @@ class Straight:
         return summed
 
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
+        self.tensors.stream.begin()
         return call(self.model)

@@ -14,11 +14,11 @@ which rank has the stage.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -55,6 +55,13 @@ class _Taped:
     loss: Tensor | None
 
 
+class _Known(NamedTuple):
+    """What is known of a forward, and of the sequences that are split in it."""
+
+    trace: Trace
+    lengths: Mapping[int, int]
+
+
 class Pipelined:
     """The stages of one rank at work."""
 
@@ -70,11 +77,11 @@ class Pipelined:
         self.objective, self.device = objective, staging.stages.device
         self.microbatches = staging.schedule.microbatches
         self.watch: Watch | None = None
-        self.known: dict[Any, Trace] = {}
+        self.known: dict[Any, _Known] = {}
         self.share = _place(data.facts.axes)
         self.first = 0  # of the step's microbatches, in this run of the schedule
         self.parts: Sequence[Any] = ()
-        self.traces: list[Trace] = []
+        self.traces: list[_Known] = []
         self.call: Callable[[nn.Module, Any], Tensor] = objective
         self.training = True
         self.sent: list[Crossed] = []  # in the last step
@@ -127,13 +134,13 @@ class Pipelined:
         """Forward only, one microbatch through all stages; the result where the last stage is."""
         self.parts, self.training, self.result = [None], False, None
         self.call = lambda model, _: call(model)
-        self.traces = [self.staging.stages.follow(call)]
+        self.traces = [self._follow(call)]
         self.seed = 0
         with self._whole_run():
             run(forward_only(self.staging.schedule), self.staging.axis, self)
         return self._forget(self.result)
 
-    def _trace(self, part: Any) -> Trace:
+    def _trace(self, part: Any) -> "_Known":
         """What crosses for a microbatch of these shapes; learnt when they are first seen."""
         leaves, spec = tree_flatten(part)
         shapes = [(x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves]
@@ -141,14 +148,19 @@ class Pipelined:
         if key not in self.known:
             if len(self.known) == KNOWN:
                 del self.known[next(iter(self.known))]
-            self.known[key] = self.staging.stages.follow(lambda model: self.objective(model, part))
+            self.known[key] = self._follow(lambda model: self.objective(model, part))
         return self.known[key]
+
+    def _follow(self, call: Callable[[nn.Module], Any]) -> "_Known":
+        stream = self.staging.beside.stream
+        stream.begin()
+        return _Known(self.staging.stages.follow(call), stream.lengths.known)
 
     # --- what a schedule asks (parallel/pipeline.py) ------------------------------------------
 
     def specs(self, token: Token) -> Sequence[Spec]:
         """What crosses: values of a stage forward, the gradients of those that have one back."""
-        bundles = self.traces[token.microbatch].bundles
+        bundles = self.traces[token.microbatch].trace.bundles
         if token.kind == "act":
             return bundles[token.stage]
         return [spec for spec in bundles[token.stage - 1] if spec.requires_grad]
@@ -157,13 +169,13 @@ class Pipelined:
         """F, from the values that came; the tape is None where nothing is trained."""
         self.data.facts.phase("forward")
         self.data.gather(stage)  # which under most rows waits for what the last update published
-        trace = self.traces[microbatch]
+        trace, lengths = self.traces[microbatch]
         if self.training and stage:
             for x, spec in zip(given, trace.bundles[stage - 1], strict=True):
                 x.requires_grad_(spec.requires_grad)
         part = self.parts[microbatch]
         stream = self.tensors.stream
-        stream.whole = self.staging.beside.stream.whole
+        stream.begin(lengths)
         drawing = self._drawing(stage, microbatch)
         with self._version(stage, microbatch), drawing, self.tensors.draws.during(self.device):
             ran = self.staging.stages.run(stage, trace, given, lambda model: self.call(model, part))
@@ -242,7 +254,7 @@ class Pipelined:
         """The gradients of the values that were given, zeros where none came."""
         if not stage:
             return []
-        specs = self.traces[microbatch].bundles[stage - 1]
+        specs = self.traces[microbatch].trace.bundles[stage - 1]
         return [
             torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
             if x is None

@@ -40,8 +40,8 @@ class Staging:
     """A model on the pipeline axis.
 
     `at` are the stages of each parameter by its name in the whole model, `ties` how several ranks
-    hold one; `beside` is the twin on the tensor axis, whose stream knows how long a split sequence
-    is.
+    hold one; `beside` is the twin on the tensor axis, whose stream knows how long split sequences
+    are.
     """
 
     axis: Axis

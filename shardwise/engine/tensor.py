@@ -23,7 +23,7 @@ from shardwise.core.table import Table, assign, bias_cut, cuts, numbers
 from shardwise.engine import draws
 from shardwise.engine.held import Common, Groups, Held, Tensors, nowhere
 from shardwise.engine.table import shapes, table_of, without
-from shardwise.parallel import tensor, vocabulary
+from shardwise.parallel import rows, tensor, vocabulary
 from shardwise.parallel.common import sum_spans
 from shardwise.parallel.cross_entropy import cross_entropy
 from shardwise.parallel.logits import Logits
@@ -124,17 +124,17 @@ class _Layout:
             case "colwise", _:
                 tensor.columns(module, stream, shape.transposed, entered)
             case "colwise_gather_output", Cut():
-                tensor.gather_output(module, stream, cut)
+                rows.gather_output(module, stream, cut)
                 tensor.columns(module, stream, shape.transposed, entered)
             case "rowwise", _:
-                tensor.rows(module, stream)
+                rows.rows(module, stream, tensor.plain(module))
             case "rowwise_split_input", Cut():
-                tensor.split_input(module, stream, cut)
-                tensor.rows(module, stream)
+                rows.split_input(module, stream, cut)
+                rows.rows(module, stream, tensor.plain(module))
             case "gather", _:
-                tensor.change_input(module, stream.gather)
+                rows.gather_input(module, stream)
             case "split", _:
-                tensor.change_input(module, stream.scatter)
+                rows.change_input(module, stream.scatter)
             case "sequence", _ if style.by == "join":
                 self._join(module)
             case _:

@@ -120,18 +120,18 @@ def _folded(heads: Cut, count: int, rank: int) -> Cut | None:
 
 @dataclass(frozen=True)
 class Shard:
-    """Made of a shard of a sequence of `whole` positions, [..., T/n, D], padded to n alike."""
+    """Made of a shard [..., size, D] of a sequence of `whole` positions, padded to n alike."""
 
     whole: int
     ranks: int
+    size: int
     weight: int = 0
 
     def cut(self, x: Tensor, rank: int) -> Cut | None:
         """By positions; the padding belongs to no one."""
-        size = -(-self.whole // self.ranks)
-        if x.dim() < 2 or x.shape[-2] != size:
+        if x.dim() < 2 or x.shape[-2] != self.size:
             return None
-        edges = [min(r * size, self.whole) for r in range(self.ranks + 1)]
+        edges = [min(r * self.size, self.whole) for r in range(self.ranks + 1)]
         ranges = tuple(((a, b),) for a, b in pairwise(edges))
         return Cut(x.dim() - 2, self.whole, ranges)
 

@@ -18,7 +18,7 @@ and what comes out, ahead of the user's.  (Shoeybi et al., "Megatron-LM", arXiv 
 3; Korthikanti et al., arXiv 2205.05198, section 4.2.2.)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -32,6 +32,7 @@ from shardwise.comm.uneven import join, take
 from shardwise.comm.world import Axis
 from shardwise.core.cut import Cut
 from shardwise.core.layout import I, P, Placement, R, S
+from shardwise.core.lengths import Lengths
 from shardwise.core.shape import Crossing
 
 
@@ -52,7 +53,7 @@ class Stream:
     ) -> None:
         self.axis, self.split, self.products = axis, split, products
         self.log = within or self  # whose crossings count what moves here
-        self.whole = 0  # positions of the sequence now in the stream, where it is split
+        self.lengths = Lengths(axis.size)  # of sequences in the stream, where it is split
         self.slot: _Entered | None = None  # what was entered last
         self.counting = False  # whether a step is going on
         self.crossings: list[Crossing] = []  # of this step, in the order of its forward passes
@@ -62,7 +63,8 @@ class Stream:
         now = _now(x)
         if self.slot is None or self.slot.x is not x or self.slot.when != now:
             numel = x.numel() * self._parts
-            entry = Entry(self, self._note(x, S(0) if self.split else I, R, numel))
+            crossing = self._note(x, S(0) if self.split else I, R, numel)
+            entry = Entry(self, crossing, x.shape[-2] if self.split else 0)
             self.slot = _Entered(x, now, _Enter.apply(x, entry), entry)
         return self.slot.moved, self.slot.entry
 
@@ -74,10 +76,9 @@ class Stream:
         self.slot = None
         if not self.split:
             return self.sum(y, fresh)
-        dim, self.whole = y.dim() - 2, y.shape[-2]
-        y = _padded(y, dim, self.axis.size)
+        y = self._padded(y)
         crossing = self._note(y, P, S(0), y.numel())
-        return move(y, self.axis, P, S(dim), crossing.come_back)
+        return move(y, self.axis, P, S(y.dim() - 2), crossing.come_back)
 
     def sum(self, y: Tensor, fresh: bool = True) -> Tensor:
         """The sum over the ranks of their partial `y`, whole and alike on every rank."""
@@ -88,6 +89,11 @@ class Stream:
         """The whole sequence of `x`, which ranks go on to use differently."""
         return self._whole(x, R)
 
+    def spread(self, x: Tensor) -> Tensor:
+        """`x`, whole and alike on every rank, which ranks go on to use differently."""
+        crossing = self._note(x, I, R, x.numel())
+        return move(x, self.axis, I, R, crossing.come_back)
+
     def unsplit(self, x: Tensor) -> Tensor:
         """The whole sequence of `x`, with which every rank goes on alike."""
         return self._whole(x, I)
@@ -97,16 +103,16 @@ class Stream:
             return x
         dim = x.dim() - 2
         crossing = self._note(x, S(0), dst, x.numel() * self.axis.size)
-        return _first(move(x, self.axis, S(dim), dst, crossing.come_back), dim, self.whole)
+        length = self.lengths.whole(x.shape[dim])
+        return _first(move(x, self.axis, S(dim), dst, crossing.come_back), dim, length)
 
     def scatter(self, x: Tensor) -> Tensor:
         """This rank's part of the sequence of `x`, which is the same on every rank."""
         if not self.split:
             return x
-        dim, self.whole = x.dim() - 2, x.shape[-2]
-        x = _padded(x, dim, self.axis.size)
+        x = self._padded(x)
         crossing = self._note(x, I, S(0), x.numel())
-        return move(x, self.axis, I, S(dim), crossing.come_back)
+        return move(x, self.axis, I, S(x.dim() - 2), crossing.come_back)
 
     def join(self, x: Tensor, cut: Cut) -> Tensor:
         """The whole features of which `x` are this rank's, alike on every rank."""
@@ -118,9 +124,17 @@ class Stream:
         crossing = self._note(x, I, S(0), x.shape[:-1].numel() * _padded_features(cut))
         return take(x, self.axis, cut.on(x.dim() - 1), crossing.come_back)
 
+    def begin(self, known: Mapping[int, int] | None = None) -> None:
+        """A pass begins; `known`: lengths of sequences that were split elsewhere."""
+        self.lengths.known = dict(known or {})
+
     def end(self) -> None:
         """The forward pass is over: nothing more reads what was entered."""
         self.slot = None
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """`x`, whole, so long that every rank has a shard of the same size."""
+        return _padded(x, self.lengths.shard(x.shape[-2]) * self.axis.size)
 
     @property
     def _parts(self) -> int:
@@ -158,16 +172,16 @@ def _first(x: Tensor, dim: int, length: int) -> Tensor:
     return x if x.shape[dim] == length else x.narrow(dim, 0, length).contiguous()
 
 
-def _padded(x: Tensor, dim: int, ranks: int) -> Tensor:
-    short = -x.shape[dim] % ranks
+def _padded(x: Tensor, length: int) -> Tensor:
+    short = length - x.shape[-2]
     return functional.pad(x, (0, 0, 0, short)) if short else x
 
 
 class Entry:
     """The gradient of one input, added up over the layers that read it, then over the ranks."""
 
-    def __init__(self, stream: Stream, crossing: Crossing) -> None:
-        self.stream, self.crossing = stream, crossing
+    def __init__(self, stream: Stream, crossing: Crossing, shard: int) -> None:
+        self.stream, self.crossing, self.shard = stream, crossing, shard
         self.readers = self.waiting = 0
         self.mixed = False  # whether somebody sends a gradient by other ways than `add`
         self.grad: Tensor | None = None
@@ -181,6 +195,7 @@ class Entry:
     def add(self, grad: Tensor, weight: Tensor) -> Tensor | None:
         """Take what one reader [out, in] sends back; the sum of all, when it is on its way."""
         products = self.stream.products
+        grad = grad if grad.dtype == weight.dtype else grad.to(weight.dtype)  # of autocast
         if self.grad is None:
             self.grad = products.linear(grad, weight.t(), None)
         else:
@@ -197,8 +212,8 @@ class Entry:
         grad, axis = self.grad, self.stream.axis
         assert grad is not None
         if self.stream.split:
-            dim = grad.dim() - 2
-            self.going = begin_scatter(_padded(grad, dim, axis.size), axis, dim)
+            whole = _padded(grad, self.shard * axis.size)
+            self.going = begin_scatter(whole, axis, grad.dim() - 2)
         else:
             self.grad = grad.contiguous()
             self.going = _begin_all_reduce(self.grad, axis)
@@ -240,7 +255,8 @@ class _Enter(torch.autograd.Function):
         if not stream.split:
             return x.view_as(x)
         dim = x.dim() - 2
-        return _first(begin_gather(x, stream.axis, dim)(), dim, stream.whole)
+        length = stream.lengths.whole(x.shape[dim])
+        return _first(begin_gather(x, stream.axis, dim)(), dim, length)
 
     @staticmethod
     @once
@@ -290,25 +306,29 @@ def columns(module: nn.Module, stream: Stream, transposed: bool, entered: bool) 
 
     `entered`: its input is whole on every rank already (an outer module gathers it).
     """
-    plain = _plain(module)
-    module.register_forward_pre_hook(partial(_before_columns, stream, plain, entered))
-    if plain and not entered:
+    if entered:
+        return
+    alone = plain(module)
+    module.register_forward_pre_hook(partial(_before_columns, stream, alone), with_kwargs=True)
+    if alone:
         module.register_forward_hook(partial(_after_columns, stream, transposed), prepend=True)
 
 
-def _plain(module: nn.Module) -> bool:
+def plain(module: nn.Module) -> bool:
     """Whether it is a product with its weight and no more: torch's Linear, transformers' Conv1D."""
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 
 
-def _before_columns(stream: Stream, plain: bool, entered: bool, _: nn.Module, args: Any) -> Any:
-    if entered:
-        return None
-    moved, entry = stream.enter(args[0])
+def _before_columns(
+    stream: Stream, alone: bool, _: nn.Module, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    name = None if args else next(k for k, value in kwargs.items() if isinstance(value, Tensor))
+    moved, entry = stream.enter(args[0] if name is None else kwargs[name])
     # the weight gradients of a plain layer are made apart from its input's, see _Columns
-    apart = plain and torch.is_grad_enabled() and moved.requires_grad
-    entry.mixed |= not plain
-    return (moved.detach() if apart else moved, *args[1:])
+    apart = alone and torch.is_grad_enabled() and moved.requires_grad
+    entry.mixed |= not alone
+    x = moved.detach() if apart else moved
+    return ((x, *args[1:]), kwargs) if name is None else (args, kwargs | {name: x})
 
 
 def _after_columns(
@@ -326,74 +346,3 @@ def _weight(module: nn.Module, transposed: bool) -> Tensor:
     """The weight [out, in] as it is when backward comes by: gathered then, under zero3."""
     weight = module.get_parameter("weight").detach()
     return weight.t() if transposed else weight
-
-
-def rows(module: nn.Module, stream: Stream) -> None:
-    """Hook a layer whose inputs are cut: its outputs are summed, then the bias is added, once."""
-    held = _Bias()
-    module.register_forward_pre_hook(held.put_aside)
-    after = partial(_after_rows, stream, held)
-    module.register_forward_hook(after, prepend=True, always_call=True)
-
-
-class _Bias:
-    """A layer's bias, replaced by nothing while each rank computes a part of the sum."""
-
-    def __init__(self) -> None:
-        self.bias: nn.Parameter | None = None
-
-    def put_aside(self, module: nn.Module, args: Any) -> None:
-        """Before the layer: it computes without its bias."""
-        bias = module._parameters.get("bias")
-        if bias is None:
-            return
-        self.bias = bias
-        # not every class of layer can do without one (transformers' Conv1D)
-        nothing = None if isinstance(module, nn.Linear) else torch.zeros_like(bias.detach())
-        module._parameters["bias"] = nothing  # pyright: ignore[reportArgumentType]
-
-    def put_back(self, module: nn.Module) -> nn.Parameter | None:
-        bias, self.bias = self.bias, None
-        if bias is not None:
-            module._parameters["bias"] = bias
-        return bias
-
-
-def _after_rows(
-    stream: Stream, held: _Bias, module: nn.Module, _: Any, y: Tensor | None
-) -> Tensor | None:
-    bias = held.put_back(module)
-    if y is None:  # it raised
-        return None
-    y = stream.leave(y, fresh=_plain(module))
-    return y if bias is None else y + bias
-
-
-def gather_output(module: nn.Module, stream: Stream, cut: Cut) -> None:
-    """Hook a layer so that its outputs are whole again, alike on every rank; before `columns`."""
-
-    def after(_: nn.Module, __: Any, y: Tensor) -> Tensor:
-        return stream.join(y, cut)
-
-    module.register_forward_hook(after, prepend=True)
-
-
-def split_input(module: nn.Module, stream: Stream, cut: Cut) -> None:
-    """Hook a layer of rows so that it takes its part of inputs that are whole on every rank."""
-
-    def before(_: nn.Module, args: Any) -> Any:
-        return (stream.take(args[0], cut), *args[1:])
-
-    module.register_forward_pre_hook(before)
-
-
-def change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Hook a module so that `change` is made to its first tensor argument."""
-
-    def before(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        if args:
-            return (change(args[0]), *args[1:]), kwargs
-        name = next(k for k, value in kwargs.items() if isinstance(value, Tensor))
-        return args, kwargs | {name: change(kwargs[name])}
-
-    module.register_forward_pre_hook(before, with_kwargs=True)

@@ -115,12 +115,14 @@ def step_bytes(
     norm: bool = False,
     first: bool = False,
     meets: bool = False,
+    compares: bool = False,
 ) -> dict[Line, int]:
     """The bytes `rank` sends in one step, activations apart; lines without any are left out.
 
     `norm`: gradients are clipped (under fp16 their norm is wanted in any case). `first`: the first
     step of a run, which asks for its number of tokens beforehand, and finds buffers unchanged.
-    `meets`: the first of an engine, in which ranks compare what they are to have alike.
+    `meets`: the first of an engine, in which ranks compare batches; `compares`: one in which they
+    compare gradients.
     """
     tariff = Tariff(plan, rank)
     own = updates(plan.pipeline, plan.mesh.size_of(PIPELINE))
@@ -146,10 +148,11 @@ def step_bytes(
         tariff.ask(PIPELINE, param.holders if param.trainable else 1)  # was it used by any?
     if first:
         tariff.agree(1, COUNT_BYTES)
-    if meets:
+    if compares:
         whole = [p for p in model.params if p.trainable and p.kept.startswith("whole")]
         told = (1 + 2 * len(whole)) * tariff.size(TENSOR)  # the loss, gradients
         tariff.move(TENSOR, S(0), R, told, FACT_BYTES, "check")
+    if meets:
         for axis in (TENSOR, PIPELINE):  # the batch
             tariff.move(axis, S(0), R, tariff.size(axis), FACT_BYTES, "check")
     return tariff.sent_bytes

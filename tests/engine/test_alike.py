@@ -201,6 +201,39 @@ def test_ranks_that_go_on_from_a_checkpoint_compare_in_their_first_step():
         assert "the gradient of blocks.0.act.weight" in said
 
 
+class Late(Small):
+    """What it adds is zero at first, and so is the gradient of what is before that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            nn.init.zeros_(block.down.weight)
+
+
+def steps(world: World, table: dict[str, str], plan: str, weight: float) -> list[bool]:
+    """Whether what is sent is what is predicted, in steps whose losses weigh so much."""
+    engine = engine_of(
+        world, Late(), plan, table=table, loss=lambda model, batch: weight * loss(model, batch)
+    )
+    found = []
+    for k in range(8):
+        skipped = engine.step(text(k)).skipped
+        assert skipped == (weight > 1 and k < 2)
+        found.append(engine.measured_bytes() == engine.predicted_bytes())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("plan", "weight"), [("tp2", 1.0), ("dp2 tp2", 1.0), ("tp2 fp16", 3.0)]
+)
+def test_a_gradient_that_says_nothing_is_compared_again(plan: str, weight: float):
+    """Zeros in the first step, or an overflow of fp16: the fault is told when it can be seen."""
+    ranks = 4 if "dp2" in plan else 2
+    assert run_threads(ranks, steps, FIXED, plan, weight) == [[True] * 8] * ranks
+    for said in run_threads(ranks, told, partial(steps, table=TABLE, plan=plan, weight=weight)):
+        assert "the gradient of blocks.0.act.weight" in said
+
+
 def test_a_fault_is_told_on_real_processes():
     """The exchange is that of any step."""
     for said in run_gloo(2, _faulty):

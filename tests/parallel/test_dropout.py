@@ -174,7 +174,11 @@ PLACES: dict[str, tuple[Mark, Tensor, Cut]] = {
     "attention": (Cutting(BY_HEADS, 10), ones(2, 6, 5, 5), QUERIES.on(1)),
     "transposed": (Cutting(BY_HEADS, 10), ones(2, 5, 6, 4).transpose(1, 2), QUERIES.on(1)),
     "before": (Cutting(BY_HEADS, 10), ones(2, 5, 6, 4), QUERIES.on(2)),
-    "shard": (Shard(9, 4), ones(2, 9, 8), Cut(1, 9, (((0, 3),), ((3, 6),), ((6, 9),), ((9, 9),)))),
+    "shard": (
+        Shard(9, 4, 3),
+        ones(2, 9, 8),
+        Cut(1, 9, (((0, 3),), ((3, 6),), ((6, 9),), ((9, 9),))),
+    ),
 }
 ACTS: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: functional.dropout(x, 0.4),
