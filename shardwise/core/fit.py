@@ -58,7 +58,12 @@ def _kinds(laid: Laid) -> Iterator[Fault]:
             below = [key for key in laid.modules if key.startswith(f"{name}.")]
             linear = [general(key) for key in below if laid.modules[key].kind == "linear"]
             near = f'"{linear[0]}": "{style}"' if linear else '"{name}": "whole"'
-            yield Fault(name, what, f"{style} for a linear layer that is called, with a weight of its own", near)
+            yield Fault(
+                name,
+                what,
+                f"{style} for a linear layer that is called, with a weight of its own",
+                near,
+            )
         elif str(style) == "vocabulary:sequence" and shape.kind != "embedding":
             instead = '"{name}": "whole"' if shape.kind == "other" else '"{name}": "vocabulary"'
             yield Fault(name, what, f"{style} for an nn.Embedding", instead)

@@ -223,9 +223,7 @@ def steps(world: World, table: dict[str, str], plan: str, weight: float) -> list
     return found
 
 
-@pytest.mark.parametrize(
-    ("plan", "weight"), [("tp2", 1.0), ("dp2 tp2", 1.0), ("tp2 fp16", 3.0)]
-)
+@pytest.mark.parametrize(("plan", "weight"), [("tp2", 1.0), ("dp2 tp2", 1.0), ("tp2 fp16", 3.0)])
 def test_a_gradient_that_says_nothing_is_compared_again(plan: str, weight: float):
     """Zeros in the first step, or an overflow of fp16: the fault is told when it can be seen."""
     ranks = 4 if "dp2" in plan else 2
