@@ -8,8 +8,8 @@
 Ranks of a tensor axis compute one step together.  What they do not cut each of them computes by
 itself, the same on all: a difference there is a fault that no shape gives away, for a parameter
 used on a part of the features trains on a part of its gradient.  So each tells a few numbers of
-it: sums with fixed weights, which differ if the tensors do.  A gradient of zeros says nothing (all
-of an adapter's behind one that begins at zero): they compare again, a few times, while there is one.
+it: sums with fixed weights, which differ if the tensors do.  A gradient of zeros says nothing (of
+an adapter behind one that begins at zero): they compare again, a few times, while there is one.
 """
 
 import math

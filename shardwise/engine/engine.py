@@ -114,6 +114,7 @@ class Engine:
         self.tensors.begin()
         if self.broken:  # the step before raised
             self.data.abandon()
+            self.facts.rounds += 1  # if not on all ranks, this one is a step ahead
         self.broken = True
         parts = split(batch, self.microbatches, self.plan.cut)
         counts = [self._count(part) for part in parts]

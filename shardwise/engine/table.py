@@ -79,7 +79,7 @@ def _shape(module: nn.Module) -> ModuleShape:
     }
     weight = getattr(module, "weight", None)
     if weight is not None and "weight" not in own:  # weight_norm, spectral_norm, parametrizations
-        made = common | {"type_name": f"{kind}, whose weight is made from others"}
+        made: dict[str, Any] = common | {"type_name": f"{kind}, whose weight is made from others"}
         return ModuleShape("other", 0, 0, **made)
     if isinstance(module, nn.Embedding):
         return ModuleShape("embedding", module.num_embeddings, module.embedding_dim, **common)

@@ -83,12 +83,14 @@ class Facts(Protocol):
     """What the data ranks agree on (facts.py)."""
 
     axes: list[Axis]
+    rounds: int
 
     def got(self) -> Tensor: ...
     def begin_agree(self, x: Tensor) -> Callable[[], Tensor]: ...
     def agree(self, x: Tensor) -> Tensor: ...
     def hear(self, used: Tensor) -> None: ...
     def phase(self, name: str) -> None: ...
+    def gathers(self, unit: int) -> None: ...
     @property
     def buffers(self) -> Any: ...
 
@@ -115,6 +117,7 @@ class Unit:
 
     def __init__(self, name: str, modules: Sequence[nn.Module], groups: Sequence[Group]) -> None:
         self.name, self.modules, self.groups = name, list(modules), list(groups)
+        self.number = 0  # among all, as they were defined
         self.trained = [group for group in groups if group.trained]
         self.temporary = any(group.temporary for group in groups)
         # looking a row up in a table needs the table only forward
@@ -153,6 +156,8 @@ class Data:
         self.root, self.pace = root, pace
         self.sums, self.facts = sums, facts
         self.units = units
+        for number, unit in enumerate(units.order):
+            unit.number = number
         self.places: dict[nn.Parameter, tuple[Unit, Group, int]] = {}
         self.seen: list[Unit] = []
         self.in_backward = False
@@ -197,6 +202,7 @@ class Data:
         if unit.depth == 1 and unit.temporary and not self.in_backward:
             if unit not in self.seen:
                 self.seen.append(unit)
+                self.facts.gathers(unit.number)
             place = self.units.order.index(unit)
             for following in self.units.order[place + 1 : place + 1 + self.pace.ahead]:
                 following.begin_gather()

@@ -2,8 +2,13 @@
 
 Which parameters had a gradient on any rank, and whether any rank has changed a buffer of its own,
 decide what ranks send one another: ranks that disagreed would wait for each other for ever.
+
+Beside them each tells a mark of what it has done: how many steps it has ended, and which units it
+has gathered, in which order.  Ranks that gather other units take one's weights for another's, for
+blocks are alike; one that went on after an error of its own is a step ahead.  Nothing else tells.
 """
 
+import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
@@ -12,6 +17,10 @@ from torch import Tensor
 
 from shardwise.comm.collectives import begin_sum
 from shardwise.comm.world import Axis
+from shardwise.core.errors import bad
+
+#: Marks are numbers below it: small, for they are added up in single precision too.
+MARKS = 4096
 
 
 class Group(Protocol):
@@ -36,14 +45,22 @@ class Facts:
 
     def __init__(self, axes: Sequence[Axis], trained: Collection[Group], buffers: Buffers) -> None:
         self.axes, self.trained, self.buffers = list(axes), trained, buffers
+        self.ranks = math.prod(axis.size for axis in self.axes)
+        self.rounds = self.gathered = self.mark = 0
+
+    def gathers(self, unit: int) -> None:
+        """Take note of a unit, by its number, that is gathered."""
+        self.gathered = (31 * self.gathered + unit + 1) % MARKS
 
     def got(self) -> Tensor:
         """One number a trained parameter: 1 where this rank had a gradient for it, else 0.
 
-        Behind them, where there are buffers, whether this rank has changed one.
+        Behind them, where there are buffers, whether this rank has changed one; and its mark.
         """
+        self.rounds += 1
+        self.mark, self.gathered = (self.gathered + 7 * self.rounds) % MARKS, 0
         flags = [float(got) for group in self.trained for got in group.got]
-        return torch.tensor(flags + self.buffers.changed())
+        return torch.tensor([*flags, *self.buffers.changed(), float(self.mark)])
 
     def begin_agree(self, x: Tensor) -> Callable[[], Tensor]:
         """Start to add up a small vector over all data ranks; call the result for the sum."""
@@ -63,8 +80,21 @@ class Facts:
         return self.begin_agree(x)()
 
     def hear(self, used: Tensor) -> None:
-        """Take the sum of `got` over the ranks: which parameters have a gradient anywhere."""
-        flags = iter((used > 0).tolist())
+        """Take the sum of `got` over the ranks: which parameters have a gradient anywhere.
+
+        Raises InputError where ranks have not done the same.
+        """
+        *found, marks = used.tolist()
+        if marks != self.mark * self.ranks:
+            raise bad(
+                "a step in which data ranks differ: in the units that they gathered, or their "
+                "order, or in how many steps they have ended",
+                "the same steps on all ranks, and under zero3 and FSDP the same modules in the "
+                "same order",
+                "zero2 (SHARD_GRAD_OP) for modules that some ranks skip; no step after an error "
+                "of one rank",
+            )
+        flags = iter(each > 0 for each in found)
         for group in self.trained:
             group.used = [next(flags) for _ in group.used]
         self.buffers.heard(list(flags))

@@ -74,6 +74,7 @@ class Facts(Protocol):
     """What the data ranks agree on (facts.py)."""
 
     axes: list[Axis]
+    rounds: int
 
     def begin_agree(self, x: Tensor) -> Callable[[], Tensor]: ...
     def agree(self, x: Tensor) -> Tensor: ...

@@ -139,7 +139,7 @@ def step_bytes(
     changing = sum(buffer.stored_bytes for buffer in model.buffers if buffer.changes)
     tariff.broadcast(changing * (plan.accumulate - first), "forward")
     others = any(not buffer.changes for buffer in model.buffers)  # has one of them changed?
-    tariff.agree(2 + sum(param.trainable for param in model.params) + others, FACT_BYTES)
+    tariff.agree(3 + sum(param.trainable for param in model.params) + others, FACT_BYTES)
     if norm or plan.precision == "fp16":
         for axis in (tariff.shard, TENSOR, PIPELINE):
             tariff.move(axis, S(0), R, tariff.size(axis), FACT_BYTES, "check")
@@ -148,13 +148,11 @@ def step_bytes(
         tariff.ask(PIPELINE, param.holders if param.trainable else 1)  # was it used by any?
     if first:
         tariff.agree(1, COUNT_BYTES)
-    if compares:
-        whole = [p for p in model.params if p.trainable and p.kept.startswith("whole")]
-        told = (1 + 2 * len(whole)) * tariff.size(TENSOR)  # the loss, gradients
-        tariff.move(TENSOR, S(0), R, told, FACT_BYTES, "check")
-    if meets:
-        for axis in (TENSOR, PIPELINE):  # the batch
-            tariff.move(axis, S(0), R, tariff.size(axis), FACT_BYTES, "check")
+    whole = [p for p in model.params if p.trainable and p.kept.startswith("whole")]
+    told = (1 + 2 * len(whole)) * tariff.size(TENSOR) * compares  # the loss, gradients
+    tariff.move(TENSOR, S(0), R, told, FACT_BYTES, "check")
+    for axis in (TENSOR, PIPELINE):  # the batch
+        tariff.move(axis, S(0), R, tariff.size(axis) * meets, FACT_BYTES, "check")
     return tariff.sent_bytes
 
 

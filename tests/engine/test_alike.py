@@ -207,6 +207,7 @@ class Late(Small):
     def __init__(self) -> None:
         super().__init__()
         for block in self.blocks:
+            assert isinstance(block, Block)
             nn.init.zeros_(block.down.weight)
 
 
