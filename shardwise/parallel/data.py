@@ -169,7 +169,8 @@ class Data:
     def _hook(self) -> None:
         for unit in self.units.order:
             for module in unit.modules:
-                module.register_forward_pre_hook(partial(self._before, unit))
+                before = partial(self._before, unit)
+                module.register_forward_pre_hook(before, prepend=True)  # hooks may read weights
                 module.register_forward_hook(partial(self._after, unit), always_call=True)
             for group in unit.trained:
                 for index, p in enumerate(group.params):

@@ -229,6 +229,21 @@ class Gated(nn.Module):
         return out
 
 
+class ByHook(nn.Module):
+    """Its weight is made before each forward, by a hook of its own (the old weight_norm)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.size, self.way = nn.Parameter(torch.ones(6, 1)), nn.Parameter(torch.ones(6, 6))
+        self.register_forward_pre_hook(lambda *_: self.prepare())
+
+    def prepare(self) -> None:
+        self.weight = self.size * self.way / self.way.norm(dim=1, keepdim=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x @ self.weight).tanh()
+
+
 def frozen(which: str) -> nn.Module:
     """Three blocks of which some parts are not trained."""
     model = Stack(*[Block() for _ in range(3)])
@@ -250,6 +265,7 @@ ZOO = {
         parametrizations.weight_norm(nn.Linear(6, 6)),
         parametrizations.weight_norm(nn.Linear(6, 6, bias=False)),
     ),
+    "weight by a hook": lambda: Stack(Block(), ByHook(), ByHook()),
     "sparse": Sparse,
     "first frozen": lambda: frozen("blocks.0"),
     "middle frozen": lambda: frozen("blocks.1"),
