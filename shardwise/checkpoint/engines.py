@@ -11,8 +11,9 @@ from typing import Any
 
 from shardwise.checkpoint import load as reading
 from shardwise.checkpoint import save as writing
+from shardwise.checkpoint.contents import MODEL
 from shardwise.checkpoint.folder import as_path, find, prune
-from shardwise.checkpoint.storage import read_scalars
+from shardwise.checkpoint.storage import read_metadata, read_scalars
 from shardwise.core.errors import bad
 from shardwise.engine import given
 from shardwise.engine.engine import Engine
@@ -63,8 +64,26 @@ def load(engine: Engine, folder: str | os.PathLike[str]) -> dict[str, Any]:
             "sw.save(engine, folder)",
         )
     given.scalars(saved["engine"])
+    _require_all(engine, path)
     engine.prepare()
     reading.load(path, engine.boxes(), engine.world)
     engine.load_scalars(saved["engine"])
     engine.loaded()
     return saved.get("extra", {})
+
+
+def _require_all(engine: Engine, path: Path) -> None:
+    """Raise InputError for a checkpoint of a model that has more; of stages each knows its own."""
+    if engine.staging:
+        return
+    model = engine.model
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    known = {f"{MODEL}{name}" for name, _ in tensors}
+    saved = [name for name in read_metadata(path).state_dict_metadata if name.startswith(MODEL)]
+    more = [name.removeprefix(MODEL) for name in saved if name not in known]
+    if more:
+        raise bad(
+            f"a checkpoint in '{path}' with {', '.join(more[:5])}, which the model does not have",
+            "a checkpoint of the same model",
+            "the model that it was saved from, then its parts into another by load_state_dict",
+        )

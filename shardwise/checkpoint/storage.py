@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pickle
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -183,9 +184,25 @@ def _read(file: Path, offset: int, length: int) -> Tensor:
     try:
         with file.open("rb") as stream:
             content = _exactly(file, stream, offset, length)
+        _check(file, content)
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, pickle.UnpicklingError) as error:
+    except InputError:
+        raise
+    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
         raise _damaged(file, str(error).splitlines()[0]) from error
+
+
+def _check(file: Path, content: bytes) -> None:
+    """Raise InputError unless the piece is what was written, by the checksums it came with."""
+    if not torch.serialization.get_crc32_options():  # the program has them left out
+        return
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as records:
+            wrong = records.testzip()
+    except zipfile.BadZipFile as error:
+        raise _damaged(file, str(error)) from error
+    if wrong is not None:
+        raise _damaged(file, f"the checksum of {wrong} is another than when it was written")
 
 
 def _exactly(file: Path, stream: IO[bytes], offset: int, length: int) -> bytes:

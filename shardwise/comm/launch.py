@@ -46,7 +46,7 @@ _GLANCE_S = 0.05
 #: What a rank says whose peer has gone: true, but never the cause where another has one.
 _LOST = re.compile(
     r"closed by peer|reset by peer|Connection reset|Broken pipe|pair\.cc|recvValue failed"
-    r"|Failed to recv|ncclRemoteError|remote process exited"
+    r"|Failed to recv|ncclRemoteError|remote process exited|of the group is gone: process"
 )
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
 _EVENTS = "torchelastic-events-null"  # made when the first event is told

@@ -19,6 +19,8 @@ class TorchLinks(Links):
     torch.distributed itself was started by us, and ends with us.
     """
 
+    left = False  # whether this process has been in a world of ours, and has left it
+
     def __init__(self, *, ours: bool) -> None:
         self.ours = ours
         self.opened: dict[tuple[tuple[tuple[int, ...], ...], str], Gloo | Nccl] = {}
@@ -63,6 +65,7 @@ class TorchLinks(Links):
             dist.destroy_process_group(transport.group)
         self.opened = {}
         if self.ours:
+            TorchLinks.left = True
             dist.destroy_process_group()
 
 

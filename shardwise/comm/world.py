@@ -166,7 +166,8 @@ def init(device: str | None = None) -> World:
     can have a GPU.
 
     Raises:
-        InputError: CUDA was asked for and there is none; the environment is incomplete.
+        InputError: CUDA was asked for and there is none; the environment is incomplete; the world
+            of this process has been closed.
     """
     start = environment()
     local = start.local_rank if start else 0
@@ -176,6 +177,12 @@ def init(device: str | None = None) -> World:
     if not dist.is_initialized():
         if start is None or (start.size == 1 and start.rank == 0 and start.address is None):
             return alone(where)
+        if TorchLinks.left:
+            raise bad(
+                "sw.init() after world.close() in one process, whose ranks have parted",
+                "one world a process, which any number of engines share",
+                "world.close() as the program's last line",
+            )
         _begin(start.rank, start.size, start.address, where)
         links = TorchLinks(ours=True)
         atexit.register(links.close)

@@ -45,6 +45,7 @@ def parallelize(
     require(plan, world.size)
     options = USUAL | _known(options)
     recipe = _recipe(optimizer)
+    recipe.require([name for name, _ in model.named_parameters(remove_duplicate=False)])
     objective = given.loss(_own_loss if loss is None else loss)
     tokens = None if options["tokens"] is None else given.tokens(options["tokens"])
     fill = options["fill"]

@@ -80,6 +80,17 @@ class Recipe:
                 f"sw.{_maker(self.kind)}{_near(self.options | own, takes)})",
             ) from error
 
+    def require(self, names: Sequence[str]) -> None:
+        """Raise InputError for a group that none of a model's parameters is in."""
+        for pattern in self.groups:
+            if not any(fnmatch(name, pattern) for name in names):
+                close = get_close_matches(pattern, names, n=1, cutoff=0.0)
+                raise bad(
+                    f'the group "{pattern}" of the optimizer, which no parameter is in',
+                    "patterns of names of parameters, * for any part: the first that fits is taken",
+                    f'"{close[0] if close else "*"}", or "*.bias" for all of one kind',
+                )
+
     def build(self, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
         """The optimizer over `named`, fused where torch has it; over nothing on a frozen stage."""
         options = dict(self.options)

@@ -23,6 +23,7 @@ from shardwise.core.errors import Problem, bad, refusal
 
 CLOSED: Final = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 MOST: Final = 10**9  # of anything that is counted
+MOST_CHARACTERS: Final = 2**20  # of a configuration
 WARMUP: Final = 50
 
 Count = Annotated[int, Field(ge=0, le=MOST)]
@@ -188,13 +189,20 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
             "shardwise train examples/quickstart.toml",
         )
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(MOST_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise bad(
             f"the configuration {path}, which cannot be read ({_reason(error)})",
             "a TOML file",
             "shardwise train examples/quickstart.toml",
         ) from None
+    if len(text) > MOST_CHARACTERS:
+        raise bad(
+            f"the configuration {path}, which is longer than {MOST_CHARACTERS} characters",
+            "a TOML file of a few dozen lines",
+            "shardwise train examples/quickstart.toml",
+        )
     try:
         values = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # a number of 5000 digits, 5000 brackets

@@ -80,18 +80,24 @@ def test_what_cannot_be_saved_leaves_what_was_there(tmp_path: Path):
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["step-000001"]
 
 
-@pytest.mark.parametrize("what", ["tensors alone", "numbers that are none", "another model"])
+@pytest.mark.parametrize(
+    "what", ["tensors alone", "numbers of nothing", "another model", "less of it"]
+)
 def test_what_cannot_be_loaded_leaves_the_engine_alone(tmp_path: Path, what: str):
     """Weights and numbers are those of before."""
     engine, other = engine_of(alone(), "fp64"), engine_of(alone(), "fp64", nn.Linear(6, 6))
     steps(engine, 0, 1)
+    if what == "less of it":
+        engine = engine_of(alone(), "fp64", nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))
+        other = engine_of(alone(), "fp64", nn.Sequential(nn.Linear(6, 6)))
+        steps(engine, 0, 1)
     if what == "tensors alone":
         engine.prepare()
         save_boxes(tmp_path, engine.boxes(), {"step": 1}, alone())
         other = engine_of(alone(), "fp64")
     else:
         path = sw.save(engine, tmp_path) / "scalars.json"
-        if what == "numbers that are none":
+        if what == "numbers of nothing":
             said = json.loads(path.read_text())
             said["scalars"]["engine"]["step"] = None
             path.write_text(json.dumps(said))

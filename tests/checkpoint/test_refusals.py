@@ -18,9 +18,13 @@ def whole(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Box:
     return Box(name, shape, (0,) * len(shape), shape, torch.zeros(shape, dtype=dtype))
 
 
+WEIGHTS = torch.full((12,), 0.75).numpy().tobytes()
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    save(tmp_path, [whole("model/w", 4, 3), whole("model/b", 3)], {"step": 1}, alone())
+    weights = Box("model/w", (4, 3), (0, 0), (4, 3), torch.full((4, 3), 0.75))
+    save(tmp_path, [weights, whole("model/b", 3)], {"step": 1}, alone())
     return tmp_path
 
 
@@ -74,6 +78,13 @@ def scramble(path: Path) -> None:
     path.write_bytes(b"?" * path.stat().st_size)
 
 
+def change(path: Path) -> None:
+    """One bit of a weight, whose value nobody can tell to be wrong."""
+    content = bytearray(path.read_bytes())
+    content[content.find(WEIGHTS) + 1] ^= 1
+    path.write_bytes(content)
+
+
 def rewrite(path: Path) -> None:
     path.write_text(json.dumps({"format": "another"}))
 
@@ -83,6 +94,7 @@ def rewrite(path: Path) -> None:
     [
         ("__0_0.distcp", shorten, r"__0_0.distcp', which is damaged \(it has \d+ bytes"),
         ("__0_0.distcp", scramble, r"__0_0.distcp', which is damaged"),
+        ("__0_0.distcp", change, r"__0_0.distcp', which is damaged \(the checksum of "),
         ("__0_0.distcp", Path.unlink, r"__0_0.distcp', which is damaged \(.*No such file"),
         (".metadata", shorten, r"\.metadata', which is damaged"),
         (".metadata", scramble, r"\.metadata', which is damaged"),

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.collectives import all_reduce
 from shardwise.comm.launch import launch, spawn
 from shardwise.comm.rendezvous import Start, environment, first_host
 from shardwise.comm.world import init
@@ -67,6 +68,35 @@ def test_spawn_returns_the_results_of_all_ranks_in_rank_order(monkeypatch: pytes
     assert [result[:5] for result in results] == [(rank, 3, 18.0, 1, "hello") for rank in range(3)]
     assert [result[5].sum().item() for result in results] == [0.0, 2.0**20, 2.0**21]
     assert dict(os.environ) == before
+
+
+def part_and_meet() -> None:
+    world = init("cpu")
+    world.barrier()
+    world.close()
+    init("cpu")
+
+
+def test_a_process_has_one_world():
+    """The ranks of one that was closed would not find each other again."""
+    with pytest.raises(InputError, match=r"sw\.init\(\) after world\.close\(\)"):
+        spawn(part_and_meet, 2)
+
+
+def kill_the_other() -> None:
+    """Rank 1 is killed while rank 0 watches a mailbox, and is the first to see it."""
+    world = init("cpu")
+    all_reduce(torch.ones(1), world.everyone)
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    all_reduce(torch.ones(1), world.everyone)
+
+
+def test_a_rank_that_is_killed_is_the_one_that_is_named():
+    """Whoever saw that it was gone says so, and is not the cause."""
+    with pytest.raises(RankError, match="it was ended by SIGKILL") as caught:
+        spawn(kill_the_other, 2)
+    assert caught.value.rank == 1
 
 
 def stay(number: int, frame: FrameType | None) -> None:
