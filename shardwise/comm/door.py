@@ -2,7 +2,8 @@
 
     start     the work itself, on flat tensors, returning a `Pending`; counted in the ledger
     move      the same for tensors of any shape, waited for, and differentiable
-    begin_gather, begin_scatter     of any shape too, to be waited for later; not differentiable
+    gather, scatter                 of any shape too, not differentiable
+    begin_scatter                   the same, to be waited for later
 
 No collective has a backward of its own: the backward of `src -> dst` is `dst.dual -> src.dual`,
 so one autograd function serves them all.  On an axis of one rank both are free, so no caller
@@ -67,11 +68,16 @@ def begin_scatter(x: Tensor, axis: Axis, dim: int) -> Callable[[], Tensor]:
     return axis.transport.reduce_scatter_along(x, dim)
 
 
-def begin_gather(x: Tensor, axis: Axis, dim: int) -> Callable[[], Tensor]:
-    """Begin S(dim) -> R of `x` of any shape; call the result for the whole.
+def scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """`begin_scatter`, and wait for it."""
+    n = axis.size
+    _check_even(x, dim, n)
+    _write(axis, "reduce_scatter", x.numel() // n * (n - 1), x)
+    return axis.transport.reduce_scatter_at_once(x, dim)
 
-    It is called once, and until then `x` is left alone.
-    """
+
+def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """S(dim) -> R of `x` of any shape: the whole."""
     _write(axis, "all_gather", x.numel() * (axis.size - 1), x)
     return axis.transport.all_gather_along(x, dim)
 
@@ -130,10 +136,10 @@ def carry_out(x: Tensor, axis: Axis, src: Placement, dst: Placement) -> Tensor:
     match what(src, dst):
         case "all_gather":
             assert src.dim is not None
-            return begin_gather(x, axis, src.dim)()
+            return gather(x, axis, src.dim)
         case "reduce_scatter":
             assert dst.dim is not None
-            return begin_scatter(x, axis, dst.dim)()
+            return scatter(x, axis, dst.dim)
         case "all_reduce":
             out = x.clone(memory_format=torch.contiguous_format)
             start(out.view(-1), axis, src, dst, out.view(-1)).wait()

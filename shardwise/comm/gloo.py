@@ -152,21 +152,38 @@ class Gloo(Transport):
         outgoing, own = [blocks[peer] for peer in self.peers], blocks[self.rank]
         return Pending([self._meet(outgoing, lambda others: add_all(own, others, out))])
 
-    def all_gather_along(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
+    def all_gather_along(self, x: Tensor, dim: int) -> Tensor:
         """The blocks are joined from where they lie, not put end to end first."""
+        mailboxes = self._holding(x) if len(self.peers) == 1 and x.numel() else None
+        if mailboxes is not None:
+            if self.rank:
+                return mailboxes.swap(x, 0, lambda theirs: torch.cat((theirs, x), dim))
+            return mailboxes.swap(x, 1, lambda theirs: torch.cat((x, theirs), dim))
         above = self.size - 1 - self.rank  # peers that come after this rank are met first
 
         def join(others: list[Tensor]) -> Tensor:
             return torch.cat((*others[above:], x, *others[:above]), dim)
 
         sent = x if len(self.peers) == 1 else x.contiguous()  # once for all
-        return self._meet([sent] * len(self.peers), join)
+        return self._meet([sent] * len(self.peers), join)()
 
     def reduce_scatter_along(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
         """Only what goes to others through gloo is made contiguous."""
         blocks = x.chunk(self.size, dim)
         outgoing, own = [blocks[peer] for peer in self.peers], blocks[self.rank]
         return self._meet(outgoing, lambda others: add_all(own, others).contiguous())
+
+    def reduce_scatter_at_once(self, x: Tensor, dim: int) -> Tensor:
+        """Between two ranks a swap."""
+        part, rank = x.shape[dim] // 2, self.rank
+        if len(self.peers) > 1 or not x.numel():
+            return super().reduce_scatter_at_once(x, dim)
+        sent = x.narrow(dim, (1 - rank) * part, part)
+        mailboxes = self._holding(sent)
+        if mailboxes is None:
+            return super().reduce_scatter_at_once(x, dim)
+        own = x.narrow(dim, rank * part, part)
+        return mailboxes.swap(sent, 1 - rank, lambda theirs: torch.add(own, theirs).contiguous())
 
     def all_to_all(
         self, out: Tensor, x: Tensor, out_counts: Sequence[int], in_counts: Sequence[int]

@@ -160,6 +160,29 @@ class Inbox:
             self.expected.popleft()
             one.here = True
 
+    @property
+    def ready(self) -> bool:
+        """Whether a message has come that is not taken out yet."""
+        return self.numbers[0] > self.taken
+
+    def use(self, like: Tensor, use: Callable[[Tensor], Tensor]) -> Tensor:
+        """Take out the next message, which has come, like `like`; what `use` makes of it.
+
+        Where none is expected.
+        """
+        told = self.numbers[2 * LINE + self.taken % PLACES]
+        begin = told >> 32
+        _check_size(told & 0xFFFFFFFF, like.nbytes)
+        if begin == BY_GLOO:
+            place = torch.empty_like(like, memory_format=torch.contiguous_format)
+            self.by_gloo(place)
+            made = use(place)
+        else:
+            made = use(self.hold.tensor(begin, like))
+        self.taken += 1
+        self.numbers[LINE] = self.taken
+        return made
+
     def _place(self, one: Arrival, begin: int) -> None:
         if one.place is None:
             one.place = torch.empty_like(one.like, memory_format=torch.contiguous_format)

@@ -75,19 +75,11 @@ class Transport(ABC):
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
         """Write the sum over the ranks of block `rank` of `x` in `out`; `out` may be that block."""
 
-    def all_gather_along(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
-        """Begin an all_gather of `x` of any shape; call the result for the ranks' `x` along `dim`.
-
-        It is called once, and until then `x` is left alone.
-        """
+    def all_gather_along(self, x: Tensor, dim: int) -> Tensor:
+        """The ranks' `x`, of any shape, one after the other along `dim`."""
         out, sent = x.new_empty(self.size * x.numel()), x.contiguous()
-        arriving = self.all_gather(out, sent.view(-1))
-
-        def end(_: Tensor = sent) -> Tensor:  # alive until it is sent
-            arriving.wait()
-            return torch.cat(out.view(self.size, *x.shape).unbind(), dim)
-
-        return end
+        self.all_gather(out, sent.view(-1)).wait()
+        return torch.cat(out.view(self.size, *x.shape).unbind(), dim)
 
     def reduce_scatter_along(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
         """Begin a reduce_scatter of `x` of any shape; call the result for this rank's block.
@@ -104,6 +96,10 @@ class Transport(ABC):
             return out
 
         return end
+
+    def reduce_scatter_at_once(self, x: Tensor, dim: int) -> Tensor:
+        """`reduce_scatter_along`, and wait for it."""
+        return self.reduce_scatter_along(x, dim)()
 
     @abstractmethod
     def all_to_all(

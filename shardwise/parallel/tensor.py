@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.comm.door import begin_gather, begin_scatter, move, start
+from shardwise.comm.door import begin_scatter, gather, move, scatter, start
 from shardwise.comm.once import once
 from shardwise.comm.uneven import join, take
 from shardwise.comm.world import Axis
@@ -78,7 +78,7 @@ class Stream:
             return self.sum(y, fresh)
         y = self._padded(y)
         crossing = self._note(y, P, S(0), y.numel())
-        return move(y, self.axis, P, S(y.dim() - 2), crossing.come_back)
+        return _Leave.apply(y, self.axis, crossing)
 
     def sum(self, y: Tensor, fresh: bool = True) -> Tensor:
         """The sum over the ranks of their partial `y`, whole and alike on every rank."""
@@ -256,12 +256,28 @@ class _Enter(torch.autograd.Function):
             return x.view_as(x)
         dim = x.dim() - 2
         length = stream.lengths.whole(x.shape[dim])
-        return _first(begin_gather(x, stream.axis, dim)(), dim, length)
+        return _first(gather(x, stream.axis, dim), dim, length)
 
     @staticmethod
     @once
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None]:
         return ctx.entry.end(grad), None
+
+
+class _Leave(torch.autograd.Function):
+    """P -> S(T): `move` without its choice of what to do."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, axis: Axis, crossing: Crossing) -> Tensor:
+        """This rank's shard of the sum."""
+        ctx.axis, ctx.crossing = axis, crossing
+        return scatter(y, axis, y.dim() - 2)
+
+    @staticmethod
+    @once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.crossing.come_back()
+        return gather(grad, ctx.axis, grad.dim() - 2), None, None
 
 
 class _Sum(torch.autograd.Function):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.comm.door import begin_gather, begin_scatter, move, start
+from shardwise.comm.door import begin_scatter, gather, move, scatter, start
 from shardwise.comm.world import Axis, World, alone, traced
 from shardwise.core.errors import InputError, RankError
 from shardwise.core.layout import I, P, Placement, R, S
@@ -224,20 +224,23 @@ def test_moves_under_way_at_once_do_not_mix(run, ranks):
 
 
 def along(world: World, numel: int, dtype: torch.dtype) -> list[bool]:
-    """Two of each along the middle dim of a view, all under way at once, ended the other way."""
+    """Along the middle dim of a view: two sums ended the other way, gathers while they are on
+    their way and after, and a sum at once.
+    """
     axis, n, good = world.everyone, world.size, list[bool]()
     draw = torch.Generator().manual_seed(0)
     wholes = [torch.randn(n, 3, 2 * n, numel, generator=draw).to(dtype) for _ in range(2)]
     mine = [whole[world.rank].transpose(0, 1).transpose(0, 1) for whole in wholes]
     parts = [x.transpose(0, 2).chunk(n, 1)[world.rank] for x in (whole[0] for whole in wholes)]
     sums = [begin_scatter(x, axis, 1) for x in mine]
-    gathered = [begin_gather(x, axis, 1) for x in parts]
+    gathered = [gather(x, axis, 1) for x in parts]
     for k in (1, 0):
-        whole = gathered[k]()
-        good.append(whole.is_contiguous() and torch.equal(whole, wholes[k][0].transpose(0, 2)))
-        block, total = sums[k](), wholes[k].double().sum(0)
+        total = wholes[k].double().sum(0)
         expected = total.chunk(n, 1)[world.rank].to(dtype)
-        good.append(block.is_contiguous() and torch.allclose(block, expected, 1e-2, 1e-2))
+        for block in (sums[k](), scatter(mine[k], axis, 1)):
+            good.append(block.is_contiguous() and torch.allclose(block, expected, 1e-2, 1e-2))
+        for whole in (gathered[k], gather(parts[k], axis, 1)):
+            good.append(whole.is_contiguous() and torch.equal(whole, wholes[k][0].transpose(0, 2)))
     return good
 
 
@@ -274,7 +277,7 @@ def kept_alive(world: World, numel: int) -> list[bool]:
         start(x.view(-1), axis, P, S(0), out).wait()
         y = begin_scatter(x, axis, 0)()
         known.append(weakref.ref(y))
-        z = begin_gather(y, axis, 0)()
+        z = gather(y, axis, 0)
         known.append(weakref.ref(z))
         del x, y, z
         return [ref() is None for ref in known]
