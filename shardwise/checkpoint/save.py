@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from shardwise.comm.world import World
 from shardwise.core.errors import bad
 from shardwise.engine.box import Box
 
+#: Room below which it is the likely reason why nothing can be written.
+LITTLE_BYTES = 2**24
 _ALONE = "torch.distributed is (disabled|unavailable)"
 
 
@@ -54,6 +57,17 @@ def save(
                 no_dist=world.size == 1,
             )
     except CheckpointException as error:
-        what = f"The checkpoint of step {step} could not be saved in '{folder}'"
+        what = f"The checkpoint of step {step} could not be saved in '{folder}'{_room_in(folder)}"
+        if world.rank == 0:  # what there is of it would fill the disk for the next, too
+            shutil.rmtree(folders.unfinished(folder, step), ignore_errors=True)
         raise reason(error, what) from None
     return folder / folders.name_of(step)
+
+
+def _room_in(folder: Path) -> str:
+    """How much room is left, where it is little."""
+    try:
+        free_bytes = shutil.disk_usage(folder).free
+    except OSError:
+        return ""
+    return f", where only {free_bytes} bytes are free" if free_bytes < LITTLE_BYTES else ""

@@ -186,7 +186,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all(tmp_path: Path):
     assert "step 2 could not be saved" in said[0]
     assert "on rank 1, OSError: [Errno 28] No space left on device" in said[0]
     assert find(tmp_path) == tmp_path / "step-000001"
-    assert names(tmp_path)[-2:] == ["latest", "step-000001"]
+    assert names(tmp_path) == ["latest", "step-000001"]  # nor does the other fill the disk
 
 
 @pytest.mark.parametrize(
