@@ -257,6 +257,8 @@ def override(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
 
 def _full(key: str, value: str) -> str:
     """The override that `key=value` without its section must mean, or else an example."""
+    if key in Config.model_fields:  # a section, with nothing of it
+        return f"--set {key}.{next(iter(_fields(key)))}={value}, for example"
     full = [f"{part}.{name}" for part in Config.model_fields for name in _fields(part)]
     named = [name for name in full if name.partition(".")[2] == key]
     if not named:

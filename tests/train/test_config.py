@@ -169,6 +169,12 @@ def test_an_override_without_its_parts_is_refused(text: str) -> None:
         config.override({}, [text])
 
 
+def test_an_override_that_names_a_section_is_told_a_key_of_it() -> None:
+    """Not whatever key of another section is written nearly so."""
+    with pytest.raises(InputError, match=r"Write instead: --set train\.steps=3, for example"):
+        config.override({}, ["train=3"])
+
+
 def test_a_file_that_is_missing_or_not_toml_is_refused(tmp_path: Path) -> None:
     """The file's name is in the answer."""
     with pytest.raises(InputError, match=r"absent\.toml"):
@@ -178,6 +184,11 @@ def test_a_file_that_is_missing_or_not_toml_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=r"broken\.toml, which is not TOML"):
             config.read(tmp_path / "broken.toml")
         assert config.override({}, [f"train.steps={broken[4:]}"])["train"]["steps"] == broken[4:]
+    (tmp_path / "long.toml").write_text("#" * 2**21)
+    with pytest.raises(InputError, match=r"long\.toml, which is longer than"):
+        config.read(tmp_path / "long.toml")
+    with pytest.raises(InputError, match=r"/dev/zero, which is longer than"):
+        config.read(Path("/dev/zero"))
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(InputError, match=r"bytes\.toml, which cannot be read"):
         config.read(tmp_path / "bytes.toml")
