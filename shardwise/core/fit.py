@@ -91,6 +91,8 @@ def _kinds(laid: Laid) -> Iterator[Fault]:
 
 def _each(laid: Laid, block: str, style: Style) -> str:
     """What to write where `style` was said of a module that others with entries are in."""
+    if style.name == "replicated":  # which says that it is used on what is cut: nobody knows that
+        return 'no entry for "{name}", and one for each in it that is used on cut values'
     bare = (key for key in laid.modules if key.startswith(f"{block}.") and key not in laid.styles)
     inner = next((general(key) for key in bare if laid.modules[key].parameters), "")
     if inner:

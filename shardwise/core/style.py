@@ -59,7 +59,8 @@ class Style:
             or re.fullmatch(r"colwise:([2-9]|[1-9]\d+)", text, re.ASCII)
         )
         if not known:
-            near = get_close_matches(str(text).lower(), STYLES, n=1, cutoff=0.0)
+            usable = [style for style in STYLES if style != "colwise:N"]
+            near = get_close_matches(str(text).lower(), usable, n=1, cutoff=0.0)
             shown = f'"{text}"' if isinstance(text, str) else repr(text)
             raise bad(f"the style {shown}", ", ".join(STYLES), f'"{near[0]}"')
         name, _, by = str(text).partition(":")
