@@ -227,7 +227,7 @@ def test_bad_input_found_by_a_rank_is_the_callers_to_mend(rank: int):
 
 
 INTERRUPTED = """
-import time
+import signal, time
 import shardwise as sw
 
 def work(folder):
@@ -238,6 +238,7 @@ def work(folder):
 
 if __name__ == "__main__":
     from pathlib import Path
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     sw.spawn(work, 2, (Path(__file__).parent,))
 """
 
