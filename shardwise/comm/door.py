@@ -61,18 +61,13 @@ def begin_scatter(x: Tensor, axis: Axis, dim: int) -> Callable[[], Tensor]:
     It is called once, and until then `x` is left alone.
     Raises InputError for a dim that the axis's ranks do not divide.
     """
-    n = axis.size
-    _check_even(x, dim, n)
-    # the price of it, which takes longer to ask for than to count
-    _write(axis, "reduce_scatter", x.numel() // n * (n - 1), x)
+    _write_scatter(x, axis, dim)
     return axis.transport.reduce_scatter_along(x, dim)
 
 
 def scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """`begin_scatter`, and wait for it."""
-    n = axis.size
-    _check_even(x, dim, n)
-    _write(axis, "reduce_scatter", x.numel() // n * (n - 1), x)
+    _write_scatter(x, axis, dim)
     return axis.transport.reduce_scatter_at_once(x, dim)
 
 
@@ -80,6 +75,13 @@ def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """S(dim) -> R of `x` of any shape: the whole."""
     _write(axis, "all_gather", x.numel() * (axis.size - 1), x)
     return axis.transport.all_gather_along(x, dim)
+
+
+def _write_scatter(x: Tensor, axis: Axis, dim: int) -> None:
+    n = axis.size
+    _check_even(x, dim, n)
+    # the price of it, which takes longer to ask for than to count
+    _write(axis, "reduce_scatter", x.numel() // n * (n - 1), x)
 
 
 def _write(axis: Axis, kind: str, sent: int, x: Tensor) -> None:
