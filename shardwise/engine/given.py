@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
 
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, bad
@@ -37,6 +38,45 @@ def module(value: Any, caller: str, example: str = "nn.Linear(8, 8)") -> None:
     else:
         given, instead = shown(value), f"{caller}({example}, ...)"
     raise bad(f"{caller} of {given}", "an nn.Module, made", instead)
+
+
+def model(value: Any, caller: str, example: str = "nn.Linear(8, 8)") -> None:
+    """Raise InputError unless `value` is a module whose parameters can be laid out anew."""
+    module(value, caller, example)
+    name = type(value).__name__
+    if any(isinstance(part, torch.jit.ScriptModule) for part in value.modules()):
+        given = f"{caller} of a {name} that is compiled by torch.jit, or has a part that is"
+        raise bad(given, "modules of Python, whose forward can be hooked", "the one it was made of")
+    for key, p in value.named_parameters():
+        if isinstance(p, UninitializedParameter):
+            given = f"a {name} whose parameter {key} has no shape yet, for it is a lazy module's"
+            raise bad(given, "parameters that are made", "call the model once on a batch before")
+        if what := _unusual(p):
+            given, instead = f"a {name} whose parameter {key} is {what[0]}", what[1]
+            raise bad(given, "dense tensors of torch, of real numbers", instead)
+
+
+def _unusual(p: nn.Parameter) -> tuple[str, str] | None:
+    """What of a parameter has no place in a flat tensor of its dtype, and what has."""
+    if p.is_complex():
+        return "complex", "torch.view_as_real(w) as the parameter, and view_as_complex in forward"
+    if p.layout != torch.strided:
+        return f"of the layout {str(p.layout).removeprefix('torch.')}", "w.to_dense()"
+    if type(p.data) is not Tensor:
+        return f"a {type(p.data).__name__}", "the model as it was before something else laid it out"
+    return None
+
+
+def unchanging(model: nn.Module, copies: int) -> None:
+    """Raise InputError for weights that a forward pass changes, where there are several copies."""
+    for name, part in model.named_modules():
+        if copies > 1 and isinstance(part, nn.Embedding) and part.max_norm is not None:
+            given = f"{name or 'a model that is an embedding'} with max_norm={part.max_norm}, which"
+            raise bad(
+                f"{given} changes its weights by what a rank looks up, of which there are copies",
+                "weights that only the update changes: max_norm=None",
+                "functional.normalize of what was looked up, in forward",
+            )
 
 
 def wrapped(model: nn.Module) -> InputError:

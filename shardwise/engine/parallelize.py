@@ -39,7 +39,7 @@ def parallelize(
             the wrong kind, or not the same on all ranks; an unknown option. The model is as it
             was then.
     """
-    given.module(model, "sw.parallelize")
+    given.model(model, "sw.parallelize")
     given.world(world)
     plan = _plan(plan)
     require(plan, world.size)
@@ -51,6 +51,8 @@ def parallelize(
     fill = options["fill"]
     fill = default_fill(model, options["seed"]) if fill is None else given.fill(fill)
     given.trained(model)
+    mixed = plan.precision in ("bf16", "fp16")
+    given.unchanging(model, plan.data_size * (1 + mixed))
     layable(model, options["units"])
     table = fitting(model, plan, options["table"])
     beside = given.names(options["beside"])

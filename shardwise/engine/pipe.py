@@ -71,7 +71,7 @@ def Pipe(  # noqa: N802
             chunks; a module that is wrapped already.  From a call: fewer rows than chunks; an
             output without rows.
     """
-    given.module(module, "sw.Pipe", "nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))")
+    given.model(module, "sw.Pipe", "nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))")
     given.whole("chunks", chunks, 1, 8, MOST_FORWARDS)
     if any(drivers(m) or isinstance(vars(m).get("forward"), _Piped) for m in module.modules()):
         raise given.wrapped(module)

@@ -60,11 +60,12 @@ def DDP(module: nn.Module, world: World | None = None, bucket_bytes: int = 25 * 
     forward.  Gradients are reduced in buckets of up to `bucket_bytes`.  (Li et al., "PyTorch
     Distributed", arXiv 2006.15704.)
     """
-    given.module(module, "sw.DDP")
+    given.model(module, "sw.DDP")
     given.whole("bucket_bytes", bucket_bytes, 1, 25 * 2**20)
     layable(module, "auto")
     world = _world(world)
     alike.given(world, {"the module": alike.described(module), "bucket_bytes": bucket_bytes})
+    given.unchanging(module, world.size)
     world = world.on(Mesh((("dp", world.size),)))
     return _wrap(module, "ddp", (Axis("none"), world.axis("dp")), world, "auto", bucket_bytes)
 
@@ -85,7 +86,7 @@ def FSDP(  # noqa: N802
     Raises:
         InputError: an unknown strategy; a shard_size that does not divide the world.
     """
-    given.module(module, "sw.FSDP")
+    given.model(module, "sw.FSDP")
     layable(module, units)
     name = getattr(sharding_strategy, "name", sharding_strategy)
     if not isinstance(name, str) or name not in STRATEGIES:
@@ -95,6 +96,7 @@ def FSDP(  # noqa: N802
     inner = _shard_size(name, shard_size, world.size)
     if name == "NO_SHARD":
         return DDP(module, world)
+    given.unchanging(module, world.size)
     asked = {"the strategy": name, "shard_size": inner, "units": units}
     alike.given(world, {"the module": alike.described(module)} | asked)
     world = world.on(Mesh((("dp_replicate", world.size // inner), ("dp_shard", inner))))

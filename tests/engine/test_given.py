@@ -27,6 +27,17 @@ def give(**options: Any) -> Give:
     return lambda model: sw.parallelize(model, **{**usual, **options})
 
 
+def odd(weight: Tensor) -> nn.Module:
+    """A module with one unusual parameter."""
+    module = nn.Linear(2, 2)
+    module.weight = nn.Parameter(weight)
+    return module
+
+
+class Tagged(Tensor):
+    """A tensor that another system laid out."""
+
+
 def plain_sgd(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.5)
 
@@ -88,6 +99,24 @@ BAD: dict[str, tuple[Give, str]] = {
     "stages there are not": (give(stages=["9"]), '"9", which is no module of the'),
     "beside that is a list": (give(beside=["0"]), r"beside=\['0'\]"),
     "beside there is not": (give(beside={"nrom": "0"}), '"nrom", which is no module of the'),
+    "a scripted part": (
+        lambda m: give()(nn.Sequential(m, torch.jit.ScriptModule())),
+        r"compiled by torch\.jit",
+    ),
+    "a lazy model": (lambda _: give()(nn.LazyLinear(4)), "weight has no shape yet"),
+    "complex weights": (
+        lambda _: sw.DDP(odd(torch.zeros(2, dtype=torch.cfloat)), alone()),
+        "is complex",
+    ),
+    "sparse weights": (
+        lambda _: sw.FSDP(odd(torch.eye(2).to_sparse())),
+        "of the layout sparse_coo",
+    ),
+    "weights of another system": (lambda _: sw.Pipe(odd(Tagged(torch.eye(2)))), "is a Tagged"),
+    "rows renormed in mixed precision": (
+        lambda _: give(plan="bf16")(nn.Sequential(nn.Embedding(4, 2, max_norm=1.0))),
+        r"0 with max_norm=1\.0",
+    ),
     "wrapped already": (lambda m: give()(sw.DDP(m, alone())), "wrapped already"),
 }
 
