@@ -111,13 +111,15 @@ class BufferShape:
 class UnitShape:
     """The parameters that are gathered and freed together, in the order they are laid out.
 
-    `uses` is how often a pass forward and backward finds it freed and needs it whole: 2, once each
-    way; 1 where backward wants it while it is still whole, or does not read it at all.
+    `uses` is how often a forward pass finds it freed and needs it whole: once for each time that
+    it is called. `again`: so often a backward pass; 0 where that wants it while it is still whole,
+    or does not read it at all. Of a pipeline `uses` are those of a run of the schedule.
     """
 
     name: str
     params: tuple[ParamShape, ...]
-    uses: int = 2
+    uses: int = 1
+    again: int = 1
 
     @property
     def numel(self) -> int:

@@ -26,12 +26,13 @@ def model_shape(engine: Any) -> ModelShape:
     trained_before = False  # whether the backward pass gets as far as here
     for unit in engine.data.units.order:
         trained_before = trained_before or bool(unit.trained)
-        again = trained_before and unit.wanted_backward and not unit.keep
         params = _params(engine, cast("list[Flat]", unit.groups))
-        uses = 2 if again else 1
         if engine.staging is not None:
-            uses = engine.passes.gathers(engine.staging.used(param.name for param in params))
-        units.append(UnitShape(unit.name, params, uses))
+            uses, again = engine.passes.gathers(engine.staging.used(p.name for p in params)), 0
+        else:
+            uses, again = engine.data.uses(unit)
+            again *= trained_before
+        units.append(UnitShape(unit.name, params, uses, again))
     return ModelShape(tuple(units), _buffers(engine.model))
 
 

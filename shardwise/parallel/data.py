@@ -1,12 +1,12 @@
 """this file is when things happen to the units of a model: gathered, used, freed, reduced.
 
-    forward     gather 0 | use 0, gather 1 | free 0, use 1, gather 2 | ...      order 0 1 2 .. k
+    forward     gather 0 | use 0, gather 1 | free 0, use 1, gather 2 | ...      path 0 1 2 .. k
     backward    ... | use 2, gather 1, reduce 3 | use 1, gather 0, reduce 2 | ...     k .. 2 1 0
 
 Hooks call four moments of each unit:
 
-    before forward     gather it, begin to gather the next `ahead` ones
-    after forward      free it, unless backward will want it at once
+    before forward     free the one before, gather it, begin to gather the next `ahead` ones
+    after forward      keep it, for it may be the last, which backward wants at once
     before backward    gather it again, begin to gather the ones before it
     gradients complete free it, begin to sum its gradients (reductions.py)
 
@@ -26,6 +26,9 @@ from torch.utils._pytree import tree_leaves
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.weak import weakly
+
+#: Uses of units that are kept in mind where no backward pass ever comes.
+LONGEST = 2**16
 
 
 class Group(Protocol):
@@ -125,6 +128,7 @@ class Unit:
         self.reached = True  # gradients arrive at what it gave
         self.keep = False
         self.depth = 0  # forward passes of its modules that are running
+        self.used = False  # in a forward pass since it was freed
         self.missing = self.expected = sum(len(group.params) for group in self.trained)
         self.complete = False
 
@@ -139,6 +143,7 @@ class Unit:
             group.gather()
 
     def free(self) -> None:
+        self.used = False
         for group in self.groups:
             group.free()
 
@@ -159,7 +164,11 @@ class Data:
         for number, unit in enumerate(units.order):
             unit.number = number
         self.places: dict[nn.Parameter, tuple[Unit, Group, int]] = {}
-        self.seen: list[Unit] = []
+        self.seen: list[Unit] = []  # each use of a unit since the last backward pass, in order
+        self.over = False  # whether the next use is the first one again
+        self.path: list[Unit] = []  # those before the last backward pass
+        self.way: list[Unit] = []  # the same, each unit once
+        self.latest: Unit | None = None  # that was used: whole until another is
         self.in_backward = False
         self.mute = False  # whether gradients of this backward pass count for nothing
         self.frozen = [p for u in units.order for g in u.groups if not g.trained for p in g.params]
@@ -192,21 +201,37 @@ class Data:
                 "requires_grad_(True) before the wrapping, and lr=0 for a group until it is wanted",
             )
         self.facts.phase("forward")
-        self.seen = []
+        self.over |= not torch.is_grad_enabled()
         self.units.publish()  # where somebody else has updated them
         if module.training and torch.is_grad_enabled():
             self.facts.buffers.forward_begins()
 
     def _before(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        begins = unit.temporary and not self.in_backward and not unit.used
+        if begins:
+            self._free_latest(unit)
         unit.depth += 1
         unit.gather()
-        if unit.depth == 1 and unit.temporary and not self.in_backward:
-            if unit not in self.seen:
-                self.seen.append(unit)
-                self.facts.gathers(unit.number)
-            place = self.units.order.index(unit)
-            for following in self.units.order[place + 1 : place + 1 + self.pace.ahead]:
+        if begins:
+            unit.used = True
+            if self.over or len(self.seen) == LONGEST:
+                self.seen, self.over = [], False
+            self.seen.append(unit)
+            self.facts.gathers(unit.number)
+            for following in self._following():
                 following.begin_gather()
+
+    def _free_latest(self, now: Unit) -> None:
+        """What was used before `now` is not the last."""
+        before, self.latest = self.latest, None
+        if before is not None and before is not now:
+            before.free()
+
+    def _following(self) -> list[Unit]:
+        """The units to be gathered next, where the way is that of the pass before."""
+        place = len(self.seen)
+        here = self.path[place - 1 : place] == self.seen[-1:]
+        return self.path[place : place + self.pace.ahead] if here else []
 
     def _after(self, unit: Unit, module: nn.Module, args: Any, out: Any) -> None:
         unit.depth -= 1
@@ -214,19 +239,37 @@ class Data:
         if recording and unit.temporary and not self.in_backward:
             unit.reached = self._watch(out, partial(self._before_backward, unit))
         over = unit.depth == 0 and module is unit.modules[-1] and not self.in_backward
-        if over and not (recording and unit.keep):
+        if over and not recording:
             unit.free()
+        elif over and not unit.keep:
+            self._free_latest(unit)
+            self.latest = unit
 
     def _after_root(self, module: nn.Module, args: Any, out: Any) -> None:
         if self.in_backward:
             return
-        if len(self.seen) == len(self.units.order) and self.seen != self.units.order:
-            self.units.order = self.seen
-            _mark_kept(self.units.order)
         if torch.is_grad_enabled():
             self._watch(out, self._begin_backward)
-        elif self.pace.by_hand:
+            return
+        self.over = True
+        if self.pace.by_hand:
             self.units.rest()
+
+    def _learn(self) -> None:
+        """Backward begins: the next forward takes the same way."""
+        self.over = True
+        if self.seen == self.path:
+            return
+        self.path, self.way = list(self.seen), list(dict.fromkeys(self.seen))
+        if len(self.way) == len(self.units.order):
+            self.units.order = self.way
+
+    def uses(self, unit: Unit) -> tuple[int, int]:
+        """How often a training pass gathers `unit`, forward and backward, as the last did."""
+        way = self.path or self.units.order
+        times = way.count(unit)
+        again = times > 0 and unit.wanted_backward and not unit.keep and unit is not way[-1]
+        return times, int(again)
 
     def _watch(self, out: Any, act: Callable[[], None]) -> bool:
         """Call `act` when a gradient of `out` arrives; whether one ever will."""
@@ -253,6 +296,7 @@ class Data:
         if self.in_backward:
             return
         self.in_backward = True
+        self._learn()
         self.sums.begin()
         self.facts.phase("backward")
         for unit in self.units.order:
@@ -265,8 +309,9 @@ class Data:
 
     def _before_backward(self, unit: Unit) -> None:
         self._begin_backward()
-        place = self.units.order.index(unit)
-        for later in self.units.order[place + 1 :]:
+        order = self.way if unit in self.way else self.units.order
+        place = order.index(unit)
+        for later in order[place + 1 :]:
             if (later.complete or not later.trained) and not later.keep and later.depth == 0:
                 later.free()
         if unit.complete:
@@ -276,7 +321,7 @@ class Data:
                 group.pretend()
             return
         unit.gather()
-        for earlier in self.units.order[max(0, place - self.pace.ahead) : place][::-1]:
+        for earlier in order[max(0, place - self.pace.ahead) : place][::-1]:
             if earlier.wanted_backward and earlier.reached and not earlier.complete:
                 earlier.begin_gather()
 
@@ -325,11 +370,11 @@ class Data:
 
 
 def _mark_kept(order: Sequence[Unit]) -> None:
-    """Units that backward wants at once after forward: the last, and those around all others."""
+    """Units around others, which backward wants first and last."""
     for unit in order:
         mine = {m for module in unit.modules for m in module.modules()}
         others = [m for other in order if other is not unit for m in other.modules]
-        unit.keep = unit is order[-1] or any(m in mine for m in others)
+        unit.keep = any(m in mine for m in others)
 
 
 def _tensors(out: Any, deep: int = 2) -> Iterator[Tensor]:

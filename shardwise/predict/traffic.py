@@ -206,12 +206,8 @@ def by_kind(sent_bytes: dict[Line, int]) -> dict[str, int]:
 
 def _use(tariff: Tariff, group: Group) -> None:
     """Whole for the forward pass, and again for the backward pass; or as the schedule says."""
-    if tariff.plan.pipeline is not None:
-        for _ in range(tariff.plan.accumulate * group.unit.uses):
-            _inside(tariff, group, group.row.param, R, "forward")
-        return
-    for phase in ("forward", "backward")[: group.unit.uses]:
-        for _ in range(tariff.plan.accumulate):
+    for phase, times in (("forward", group.unit.uses), ("backward", group.unit.again)):
+        for _ in range(tariff.plan.accumulate * times):
             _inside(tariff, group, group.row.param, R, phase)
 
 

@@ -94,7 +94,7 @@ def test_step_moves_are_the_same_sum(row: str, microbatches: int):
 
 def test_a_unit_that_stays_whole_is_sent_once():
     """Where backward wants a unit at once, or does not read it, a third of its bytes are saved."""
-    once = ModelShape(tuple(UnitShape(u.name, u.params, uses=1) for u in plain().units))
+    once = ModelShape(tuple(UnitShape(u.name, u.params, again=0) for u in plain().units))
     plan = Plan.parse("dp2 zero3")
     gather = Line("dp", "all_gather", "backward")
     assert gather in step_bytes(plan, plain()) and gather not in step_bytes(plan, once)

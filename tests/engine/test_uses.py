@@ -1,0 +1,72 @@
+"""How often units are gathered, of models that call a module several times, or never."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.world import World
+from tests.engine.cases import (
+    Case,
+    Task,
+    assert_same,
+    build,
+    oracle,
+    regression,
+    settled,
+    share,
+    train,
+    vectors,
+)
+from tests.engine.tensors import sent
+from tests.pool import run_threads
+
+SGD = {"kind": torch.optim.SGD, "options": {"lr": 0.1, "momentum": 0.9}}
+
+
+class Winding(nn.Module):
+    """Blocks in an order of its own: some twice, one never."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.blocks = way, nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in map(int, self.way):
+            x = self.blocks[block](x).tanh()
+        return x
+
+
+def twice(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """A loss of a part that is called by itself, and of two passes."""
+    assert isinstance(model, Winding)
+    return regression(model, batch) + regression(model, (model.blocks[1](batch[0]), batch[1]))
+
+
+WINDING = {
+    f"{way}{' twice' * (loss is twice)}": Task(
+        partial(lambda way: settled(Winding(way)), way), vectors, loss, None
+    )
+    for way in ("012", "0012", "0120", "2012", "010", "20202", "1")
+    for loss in (regression, twice)
+}
+
+
+def counted(world: World, name: str) -> list[bool]:
+    """Of each of three steps, whether the ledger has what is predicted."""
+    engine = build(world, WINDING[name], Case("dp2 zero3 fp64"))
+    found: list[bool] = []
+    for step in range(3):
+        engine.step(share(vectors(step), engine.data_rank, engine.data_ranks))
+        found.append(sent(engine) == engine.step_bytes(first=step == 0))
+    return found
+
+
+@pytest.mark.parametrize("name", WINDING)
+def test_a_unit_is_gathered_as_often_as_it_is_used(name: str, monkeypatch: pytest.MonkeyPatch):
+    """Once for each call forward, once backward; and one that is not called never."""
+    monkeypatch.setattr("shardwise.engine.shard.LEAST_BYTES", 0)
+    assert run_threads(2, counted, name) == [[True] * 3] * 2
+    task, case = WINDING[name], Case("dp2 zero3 fp64", **SGD)
+    assert_same(run_threads(2, train, task, case), oracle(task, case), 1e-10)
