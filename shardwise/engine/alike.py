@@ -32,6 +32,10 @@ from shardwise.parallel.flat import Flat
 
 #: Weights of a sum, one after the other and again: a prime number of them, so that no shape fits.
 WEIGHTS = 509
+#: Of whole numbers, with another factor each: any large prime.
+PRIME = 2_305_843_009_213_693_951
+#: By how much batches may differ that ranks have made each for itself, of their size.
+ROUNDED = 1e-6
 #: By how much what is alike may differ, of its size: sums in another order, if that.
 CLOSE, CLOSE_IN_16_BITS = 1e-3, 3e-2
 #: What is smaller than so much of all gradients together is rounding.
@@ -105,8 +109,8 @@ class Alike:
         for axis in self.axes:
             with axis.ledger.phase("check"):
                 told = torch.stack(all_gather(_mark(batch, self.device), axis))
-            marks = told.tolist()
-            others = [rank for rank, mark in enumerate(marks) if mark != marks[0]]
+            marks = list(told.cpu())
+            others = [rank for rank, mark in enumerate(marks) if not _same(mark, marks[0])]
             if others:
                 raise bad(
                     f"a batch of {_ranks(others)} of the {axis.name} axis that is not as on rank 0",
@@ -188,21 +192,43 @@ def _wide(flat: Flat) -> bool:
 
 
 def _mark(batch: Any, device: torch.device) -> Tensor:
-    """A number that tells batches apart, in whatever order: of the shapes, and of what adds up."""
-    marks = [torch.zeros((), dtype=torch.float64, device=device)]
+    """Three numbers that tell batches apart, in whatever order: the last is the second's size.
+
+    The first is exact, of shapes and of what is whole numbers; the second of what may be rounded.
+    """
+    exact = torch.zeros((), dtype=torch.int64, device=device)
+    sums, sizes = [exact.double()], [exact.double()]
     for x in (x for x in tree_leaves(batch) if type(x) is Tensor and x.layout == torch.strided):
-        marks.append(torch.full_like(marks[0], _hash(f"{x.shape}") % WEIGHTS))
+        exact = exact + _hash(f"{x.shape}")
         with suppress(RuntimeError):  # quantised, float8: no sum is known
-            marks.append(_sum(x.detach()).to(device))
-    return torch.stack(marks).sort().values.sum()  # rounded the same in any order
+            if x.is_floating_point() or x.is_complex():
+                sums.append(_sum(x.detach()).to(device))
+                sizes.append(_folded(x.detach(), torch.float64).norm().to(device))
+            else:
+                weights = torch.arange(1, WEIGHTS + 1, device=x.device) * PRIME
+                exact = exact + (_folded(x, torch.int64) * weights).sum().to(device)
+    return torch.stack(
+        [(exact % 2**52).double(), torch.stack(sums).sum(), torch.stack(sizes).sum()]
+    )
+
+
+def _same(mark: Tensor, other: Tensor) -> bool:
+    """Whether two batches with these marks are the same."""
+    (exact, sums, sizes) = torch.stack([mark, other], dim=1)
+    return bool(exact[0] == exact[1]) and _close(sums, sizes.max(), ROUNDED)
 
 
 def _sum(x: Tensor) -> Tensor:
     """The sum of `x` with fixed weights, in double, without dims."""
+    weights = torch.arange(WEIGHTS, dtype=torch.float64, device=x.device).cos()
+    return _folded(x, torch.float64).dot(weights)
+
+
+def _folded(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum [WEIGHTS] of all rows of so many elements that `x` has, end to end."""
     flat = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1)
     rows = flat[: len(flat) - len(flat) % WEIGHTS].view(-1, WEIGHTS)
-    folded = rows.sum(0, dtype=torch.float64)
+    folded = rows.sum(0, dtype=dtype)
     rest = flat[rows.numel() :]
     folded[: len(rest)] += rest
-    weights = torch.arange(WEIGHTS, dtype=torch.float64, device=x.device).cos()
-    return folded.nan_to_num(1, 2, 3).dot(weights)  # masks of -inf beside other values
+    return folded.nan_to_num(1, 2, 3)  # masks of -inf beside other values

@@ -182,7 +182,7 @@ class Entry:
 
     def __init__(self, stream: Stream, crossing: Crossing, shard: int) -> None:
         self.stream, self.crossing, self.shard = stream, crossing, shard
-        self.readers = self.waiting = 0
+        self.readers = self.waiting = self.turn = 0
         self.mixed = False  # whether somebody sends a gradient by other ways than `add`
         self.grad: Tensor | None = None
         self.going: Callable[[], Tensor] | None = None  # the sum over the ranks, under way
@@ -191,6 +191,17 @@ class Entry:
         """One more layer reads it."""
         self.readers += 1
         self.waiting += 1
+
+    def line_up(self, y: Tensor) -> None:
+        """Of a reader's output: its weight's gradient is to come after every reader has sent back.
+
+        Of what is ready autograd takes first what was made last; to it this was made with the
+        first reader's.
+        """
+        node: Any = y.grad_fn
+        if node is not None:
+            self.turn = self.turn or node._sequence_nr()
+            node._set_sequence_nr(self.turn)
 
     def add(self, grad: Tensor, weight: Tensor) -> Tensor | None:
         """Take what one reader [out, in] sends back; the sum of all, when it is on its way."""
@@ -355,6 +366,7 @@ def _after_columns(
     moved, entry = stream.slot.moved, stream.slot.entry
     if not (torch.is_grad_enabled() and moved.requires_grad):
         return None
+    entry.line_up(y)
     return _Columns.apply(y, moved, entry, partial(_weight, module, transposed))
 
 

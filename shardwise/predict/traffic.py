@@ -18,8 +18,8 @@ and, whatever the model's size:
     forward    the buffers that training changes, from the first rank of each axis
 
 In the first step the data ranks tell their numbers of tokens beforehand, the ranks of the other
-axes a double of their batch, and those of the tensor axis one of the loss and two of each trained
-parameter that they hold whole (engine/alike.py).
+axes three doubles of their batch, and those of the tensor axis one of the loss and two of each
+trained parameter that they hold whole (engine/alike.py).
 
 A schedule that updates by itself does what is said to be done once, and agrees on the facts but the
 loss and the buffers, with each of its updates.
@@ -152,7 +152,7 @@ def step_bytes(
     told = (1 + 2 * len(whole)) * tariff.size(TENSOR) * compares  # the loss, gradients
     tariff.move(TENSOR, S(0), R, told, FACT_BYTES, "check")
     for axis in (TENSOR, PIPELINE):  # the batch
-        tariff.move(axis, S(0), R, tariff.size(axis) * meets, FACT_BYTES, "check")
+        tariff.move(axis, S(0), R, 3 * tariff.size(axis) * meets, FACT_BYTES, "check")
     return tariff.sent_bytes
 
 

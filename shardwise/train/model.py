@@ -13,6 +13,7 @@ from shardwise.comm.world import World
 from shardwise.core.errors import RunError, bad
 from shardwise.core.plan import Plan
 from shardwise.core.states import ROWS, STATE_BYTES, bytes_per_parameter
+from shardwise.engine import tensor
 from shardwise.engine.engine import Engine
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.recipe import AdamW
@@ -78,6 +79,12 @@ def require_memory(sizes: GPTConfig, plan: Plan, there_bytes: int, share: float 
             "smaller model.layers, model.width or model.hidden, such as model.name = 'quickstart' "
             "alone; or a plan that shards more over more machines",
         )
+
+
+def require_fit(sizes: GPTConfig, plan: Plan) -> None:
+    """Raise InputError for a plan that has more tensor ranks than the model has heads, or words."""
+    with torch.device("meta"):
+        tensor.fitting(GPT(replace(sizes, layers=1)), plan, None)
 
 
 def build(prepared: Prepared, world: World) -> Engine:

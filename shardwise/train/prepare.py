@@ -103,10 +103,11 @@ def prepare(config: Config, ranks: int, start: Start) -> Prepared:
     packed = tokenise(source, config.data.tokens, config.cache)
 
     # imports torch, which takes seconds: what was refused so far was refused without it
-    from shardwise.train.model import gpt_config, machine_bytes, require_memory
+    from shardwise.train.model import gpt_config, machine_bytes, require_fit, require_memory
 
     sizes = gpt_config(config.model, packed.vocabulary.size)
     check_fits(packed.vocabulary, sizes.vocabulary)
+    require_fit(sizes, plan)
     # of ranks that others have started, this one at least is here
     share = 1.0 if environment() is None else 1 / ranks
     require_memory(sizes, plan, machine_bytes(config.run.device), share)

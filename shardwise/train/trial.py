@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan import Plan
-from shardwise.engine import staging, stale
+from shardwise.engine import staging, stale, tensor
 from shardwise.models.registry import find
 from shardwise.train.proof import SEED, engine_of
 
@@ -23,9 +23,10 @@ def tried(model: str, plan: Plan) -> nn.Module:
     """The model named `model`, which has trained one step in the plan's precision.
 
     Raises InputError for a name that is none, for a model that cannot be trained, and for one that
-    cannot be cut into the plan's stages.
+    cannot be cut into the plan's stages, or whose table does not fit its tensor ranks.
     """
     found = _trained(model, plan)
+    tensor.fitting(found, plan, None)
     stale.require(found, plan, staging.fitting(found, plan, None), None)
     return found
 

@@ -128,7 +128,20 @@ def test_batches_are_compared_by_what_can_be():
     zero, one, other = (
         alike._mark(masked(*of), torch.device("cpu")) for of in [(0,), (1,), (1, 5)]
     )
-    assert zero == one != other
+    assert alike._same(zero, one) and not alike._same(one, other)
+
+
+def test_a_batch_that_each_rank_makes_may_be_rounded_otherwise():
+    """Of numbers that are not whole the last digits are no difference; a single value is."""
+    x = torch.randn(40, 50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    other = x.clone()
+    other[3, 4] += 1.0
+    rounded = x * (1 + 1e-15 * x.cos())
+    ids = torch.randint(50_000, (40, 500), generator=torch.Generator().manual_seed(0))
+    one = ids.clone()
+    one[7, 8] += 1
+    base, near, far, ids, one = (alike._mark(x, x.device) for x in (x, rounded, other, ids, one))
+    assert alike._same(base, near) and not alike._same(base, far) and not alike._same(ids, one)
 
 
 @pytest.mark.parametrize("plan", ["tp2", "pp2 1f1b:2", "tp2 pp2 1f1b:2"])

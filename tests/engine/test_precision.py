@@ -7,6 +7,7 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.comm.world import World
+from shardwise.engine.norm import ROW, squared_norm
 from shardwise.engine.scale import LossScale
 from shardwise.engine.whole import whole
 from tests.engine.cases import (
@@ -197,6 +198,15 @@ def test_precision_is_the_plans_and_fp64_reaches_buffers():
         wide = torch.float64 if word == "fp64" else torch.float32
         assert model.get_buffer("1.running_mean").dtype == wide
         assert model.get_buffer("1.num_batches_tracked").dtype == torch.int64
+
+
+@pytest.mark.parametrize("dtype", [*HALF.values(), torch.float32], ids=str)
+def test_norms_are_those_of_the_values_in_double(dtype: torch.dtype):
+    """Of rows of 65,536 and what is left of one: sums of 16-bit values are not rounded to them."""
+    x = torch.rand(2 * ROW + 77, generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = x.double().square().sum()
+    assert squared_norm(x).dtype == torch.float64
+    assert float(squared_norm(x)) == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_fp16_and_bf16_run_every_row_alike():

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
@@ -54,25 +55,31 @@ UNEVEN += [("6 heads, 2 for keys", f"tp{n}{sp}") for n in (2, 4) for sp in ("", 
 def test_parity_of_heads_that_the_degree_does_not_divide(shape: str, plan: str):
     """3 heads on 2 ranks, 6 with 2 for keys on 4: ranks hold what they can, and it is the same."""
     case = Case(f"{plan} fp64", **ADAMW)
-    ranks = run_threads(ranks_of(plan), train, gpt_task(shape), case)
+    ranks = run_gloo(ranks_of(plan), train, gpt_task(shape), case)
     assert_parity(ranks, whole_run(gpt_task(shape), case), 1e-10)
     assert_counted(ranks)
 
 
-@pytest.mark.parametrize("plan", ["tp2", "tp2 sp", "tp4 sp", "dp2 tp2 zero2"])
+@pytest.mark.parametrize("plan", ["tp2", "tp2 sp", "tp4", "tp4 sp", "dp2 tp2 zero2", "dp2 tp2 sp"])
 def test_parity_in_fp32(plan: str):
     """fp32: the same to five digits."""
     case = Case(f"{plan} fp32", units="auto", **SGD)
-    ranks = run_threads(ranks_of(plan), train, gpt_task(), case)
+    ranks = run_gloo(ranks_of(plan), train, gpt_task(), case)
     assert_parity(ranks, whole_run(gpt_task(), case, torch.float32), 1e-5)
     assert_counted(ranks)
 
 
+def train_kind(world: World, name: str, case: Case) -> Held:
+    """The case on a kind of model, made on this side of the process."""
+    return train(world, task(name), case)
+
+
+@pytest.mark.parametrize("plan", ["tp2", "tp2 sp"])
 @pytest.mark.parametrize("name", KINDS)
-def test_tables_of_ones_own_train(name: str):
+def test_tables_of_ones_own_train(name: str, plan: str):
     """Models with biases, packed weights, recomputation, frozen parts: parity, bytes and memory."""
-    case = Case("tp2 sp fp64 accumulate:2", clip=0.5, **SGD)
-    ranks = run_threads(2, train, task(name), case)
+    case = Case(f"{plan} fp64 accumulate:2", clip=0.5, **SGD)
+    ranks = run_gloo(2, train_kind, name, case)
     assert_parity(ranks, whole_run(task(name), case), 1e-10)
     assert_counted(ranks)
 
@@ -84,7 +91,7 @@ COMPOSED = [f"dp2 {tensor} {row}" for row in ROWS for tensor in ("tp2", "tp2 sp"
 def test_every_row_of_the_data_table_goes_with_it(plan: str):
     """Clipped by one norm over all axes, accumulated over 2 microbatches: parity, bytes, memory."""
     case = Case(f"{plan} fp64 accumulate:2", clip=0.5, **ADAMW)
-    ranks = run_threads(4, train, gpt_task(), case)
+    ranks = run_gloo(4, train, gpt_task(), case)
     assert_parity(ranks, whole_run(gpt_task(), case), 1e-10)
     assert_counted(ranks)
 
@@ -102,7 +109,7 @@ def test_two_data_axes_go_with_it(row: str):
 def test_parts_of_ones_own_models_are_sharded(name: str):
     """Frozen weights, recomputation under zero3, norms on heads."""
     case = Case("dp2 tp2 sp zero3 fp64", clip=0.5, **SGD)
-    ranks = run_threads(4, train, task(name), case)
+    ranks = run_gloo(4, train_kind, name, case)
     assert_parity(ranks, whole_run(task(name), case), 1e-10)
     assert_counted(ranks)
 
@@ -119,15 +126,7 @@ def test_packed_heads_that_ranks_share(plan: str, keys: int):
         task(f"packed qkv, 6 heads, {keys} for keys"),
         Case(f"{plan} fp64", clip=0.5, **ADAMW),
     )
-    ranks = run_threads(ranks_of(plan), train, work, case)
-    assert_parity(ranks, whole_run(work, case), 1e-10)
-    assert_counted(ranks)
-
-
-def test_packed_heads_that_processes_share():
-    """The same on real processes."""
-    work, case = task("packed qkv, 6 heads, 1 for keys"), Case("dp2 tp2 zero2 fp64", **ADAMW)
-    ranks = run_gloo(4, train, work, case)
+    ranks = run_gloo(ranks_of(plan), train, work, case)
     assert_parity(ranks, whole_run(work, case), 1e-10)
     assert_counted(ranks)
 
@@ -147,7 +146,7 @@ def test_parameters_of_several_dtypes(plan: str):
     """fp32 layers in an fp64 model keep their dtype, and every move is counted in its own."""
     work = Task(in_two_dtypes, sequences, regression, None)
     case = Case(plan, clip=0.5, **SGD)
-    ranks = run_threads(ranks_of(plan), train, work, case)
+    ranks = run_gloo(ranks_of(plan), train, work, case)
     expected = oracle(work, case, None)
     assert_parity(ranks, expected, 1e-5)
     assert_counted(ranks)
@@ -155,11 +154,11 @@ def test_parameters_of_several_dtypes(plan: str):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("plan", ["tp2", "tp2 sp", "dp2 tp2 sp zero3"])
+@pytest.mark.parametrize("plan", ["tp2", "tp2 sp", "dp2 tp2 zero3", "dp2 tp2 sp zero3"])
 def test_half_precision(plan: str, precision: str):
     """Losses stay within 2 % of fp32's, the same on every rank; bytes and memory hold."""
     case = Case(f"{plan} {precision}", clip=1.0, **ADAMW)
-    ranks = run_threads(ranks_of(plan), train, gpt_task(), case)
+    ranks = run_gloo(ranks_of(plan), train, gpt_task(), case)
     expected = whole_run(gpt_task(), case, torch.float32)
     assert all(held.losses == ranks[0].losses for held in ranks)
     assert ranks[0].losses == pytest.approx(expected.losses, rel=0.02)
@@ -169,7 +168,7 @@ def test_half_precision(plan: str, precision: str):
 @pytest.mark.parametrize("plan", ["tp2", "dp2 tp2 sp zero2"])
 def test_an_overflow_on_one_tensor_rank_is_skipped_by_all(plan: str):
     """A part that only one rank holds overflows: nobody updates, the scale is halved everywhere."""
-    found = run_threads(ranks_of(plan), overflowing, plan, "blocks.1.mlp.up.weight", 1)
+    found = run_gloo(ranks_of(plan), overflowing, plan, "blocks.1.mlp.up.weight", 1)
     assert found == [SKIPPED] * ranks_of(plan)
 
 
@@ -213,6 +212,39 @@ def looking(world: World, plan: str) -> bool:
 def test_looks_between_steps_are_steps_without_traces(plan: str):
     """A look gives the loss of the step to come, or whole logits, and is not in its bytes."""
     assert run_threads(2, looking, plan) == [True, True]
+
+
+def agreed(world: World) -> tuple[list[Piece], Tensor]:
+    """Weights and a buffer of a model that every rank made otherwise, once it is laid out."""
+    model = KINDS["biases, norm and residual inside"].model()
+    model.register_buffer("table", torch.full((3,), 1.0 + world.rank))
+    for p in model.parameters():
+        p.data.add_(world.rank)
+    engine = sw.parallelize(model, "tp2 fp64", world, loss=regression)
+    return pieces(engine.boxes(), "model/"), model.get_buffer("table")
+
+
+def test_the_first_ranks_weights_and_buffers_are_everyones():
+    """Of parameters that are cut, the first rank's in parts."""
+    whole = dict(KINDS["biases, norm and residual inside"].model().named_parameters())
+    kept, tables = zip(*run_threads(2, agreed), strict=True)
+    assert_pieces(list(kept), {name: p.detach() for name, p in whole.items()}, 0.0)
+    assert [table.tolist() for table in tables] == [[1.0] * 3] * 2
+
+
+def lowered(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The loss of a model that computes in 16 bits as autocast says."""
+    x, y = batch
+    with torch.autocast("cpu", torch.bfloat16):
+        return functional.mse_loss(model(x.float()), y.float())
+
+
+@pytest.mark.parametrize("plan", ["tp2", "tp2 sp"])
+def test_autocast_in_the_loss(plan: str):
+    """Layers compute in 16 bits, weights and their gradients stay fp32: near one process's."""
+    work, case = replace(task("gated"), loss=lowered), Case(f"{plan} fp32", **SGD)
+    ranks = run_threads(2, train, work, case)
+    assert_parity(ranks, whole_run(work, case, torch.float32), 0.05)
 
 
 def eight(step: int) -> dict[str, Tensor]:

@@ -174,6 +174,29 @@ class Recomputed(nn.Module):
         return again
 
 
+class Inner(nn.Module):
+    """Two layers and nothing else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(functional.gelu(self.up(x)))
+
+
+class Named(nn.Module):
+    """Two blocks, of which one's name begins with the other's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mlp, self.mlp2 = nn.LayerNorm(WIDTH), Inner(), Inner()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mlp(self.norm(x))
+        return x + self.mlp2(self.norm(x))
+
+
 @dataclass(frozen=True)
 class Kind:
     """How one kind of block is made and cut; `names` are its layers in the table."""
@@ -205,6 +228,7 @@ class Kind:
 PAIR = {"up": "colwise", "down": "rowwise"}
 GATED = {"gate": "colwise", **PAIR}
 UNUSED = {"side": "colwise", **PAIR}
+NAMED = {f"{name}.{layer}": style for name in ("mlp", "mlp2") for layer, style in PAIR.items()}
 MIXED = {"a": "colwise", "b": "colwise", "other": "colwise", "down": "rowwise"}
 APART = {"q": "colwise:heads", "[kv]": "colwise:kv_heads", "out": "rowwise:heads"}
 APART |= {"[qk]_norm": "replicated"}
@@ -256,6 +280,7 @@ KINDS: dict[str, Kind] = {
     "packed qkv, 6 heads, 1 for keys": attention(6, 1, packed=True),
     "frozen packed qkv": frozen(attention(6, 1, packed=True), "qkv.weight"),
     "gathered output, split input": Kind(Both, ENDS, {"middle": "whole"}),
+    "gathered beside a longer name": Kind(Named, NAMED, {"norm": "sequence", "mlp": "gather"}),
     "another class last": Kind(partial(Mixed, "a b other"), MIXED),
     "another class first": Kind(partial(Mixed, "other b a"), MIXED),
     "a layer nobody reads": Kind(partial(Unused, "nothing"), UNUSED),

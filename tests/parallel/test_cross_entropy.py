@@ -171,15 +171,16 @@ def test_the_ledger_is_what_is_predicted_and_has_no_gather(ranks, dtype):
             assert sent == [expected] * ranks
 
 
-def narrow(world: World, dtype: torch.dtype) -> tuple[float, float]:
+def narrow(world: World, dtype: torch.dtype, terms: dict[str, Any]) -> tuple[float, float]:
     """How far the loss and the gradient of 16-bit logits are from those in fp64, relatively."""
     x, targets = sample(4001, dtype)
+    x += 40 * bool(terms)  # whose sum over half the words is no number of 16 bits
     exact = x.double().requires_grad_()
-    expected = by_torch(exact, targets)
+    expected = by_torch(exact, targets, **terms)
     expected.backward()
     cut = even(2, 4001, world.size)
     local = part(x, cut, world.rank).requires_grad_()
-    loss = cross_entropy(Logits.of(local, world.everyone, cut, cross_entropy), targets)
+    loss = cross_entropy(Logits.of(local, world.everyone, cut, cross_entropy), targets, **terms)
     assert loss.dtype == dtype
     (loss * 1024).backward()
     assert isinstance(exact.grad, Tensor) and isinstance(local.grad, Tensor)
@@ -190,9 +191,10 @@ def narrow(world: World, dtype: torch.dtype) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_16_bit_logits_are_summed_in_fp32(dtype):
+@pytest.mark.parametrize("terms", [{}, {"label_smoothing": 0.3}], ids=["plain", "smoothing"])
+def test_16_bit_logits_are_summed_in_fp32(dtype, terms):
     """Loss and gradient are the exact ones rounded once."""
-    for loss_off, grad_off in run_threads(2, narrow, dtype):
+    for loss_off, grad_off in run_threads(2, narrow, dtype, terms):
         assert loss_off <= torch.finfo(dtype).eps
         assert grad_off <= torch.finfo(dtype).eps
 

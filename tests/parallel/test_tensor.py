@@ -1,12 +1,15 @@
 """Layers cut over ranks compute what they computed whole, forward and backward."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm.collectives import all_reduce
+from shardwise.comm.transport import Pending
 from shardwise.comm.uneven import part
 from shardwise.comm.world import World
 from shardwise.core.mesh import Mesh
@@ -14,7 +17,7 @@ from shardwise.engine.held import Tensors
 from shardwise.engine.table import table_of
 from shardwise.engine.tensor import AXIS, lay_out
 from tests.engine.cases import difference
-from tests.parallel.layers import KINDS, sequences
+from tests.parallel.layers import KINDS, Doubled, sequences
 from tests.pool import run_threads
 
 Act = Callable[[nn.Module, Tensor], Tensor]
@@ -157,3 +160,116 @@ def hooked(model: nn.Module) -> None:
 def test_hooks_that_were_there_before_see_what_the_layer_gives(name: str, sp: bool):
     """Of columns this rank's, of rows the sum, and their gradients go back through the hook."""
     run_threads(2, same, name, sp, once, hooked)
+
+
+def failing_once(world: World, sp: bool) -> bool:
+    """Whether a pass that breaks off in a layer of rows leaves the next as it would have been."""
+    model, _ = cut(world, "biases, norm and residual inside", sp)
+    rows, _ = sequences(0)
+    before = model(rows)
+    down = model.get_submodule("blocks.1.down")
+    hook = down.register_forward_pre_hook(lambda _, args: (args[0][..., 1:],))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(rows)
+    hook.remove()
+    there = "blocks.1.down.bias" in dict(model.named_parameters())
+    return there and torch.equal(model(rows), before)
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
+def test_a_pass_that_breaks_off_takes_no_bias_with_it(sp: bool):
+    """The bias that was put aside is back."""
+    assert run_threads(2, failing_once, sp) == [True, True]
+
+
+class Keeping(nn.Linear):
+    """A layer that looks at its outputs again."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+        self.kept = super().forward(input)
+        self.copy = self.kept.detach().clone()
+        return self.kept
+
+
+def kept(world: World) -> bool:
+    """Whether what a layer of rows keeps of its part of the sum stays that part."""
+    model = KINDS["biases, norm and residual inside"].model()
+    own = Keeping(13, 10).double()
+    model.get_submodule("blocks.1").down = own
+    lay_out(model, world.on(Mesh(((AXIS, world.size),))), False, table_of(model))
+    model(sequences(0)[0])
+    return torch.equal(own.kept, own.copy)
+
+
+def test_what_a_layer_looks_at_again_is_not_written_over():
+    """The sum is in memory of its own."""
+    assert run_threads(2, kept) == [True, True]
+
+
+def watched(world: World, sp: bool) -> bool:
+    """Whether a gradient that a hook was given is later what it was."""
+
+    def alone(model: nn.Module) -> None:
+        model.get_submodule("blocks.1.up").__class__ = Doubled
+
+    model, _ = cut(world, "biases, norm and residual inside", sp, alone)
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def look(_: nn.Module, args: tuple[Tensor]) -> None:
+        args[0].register_hook(lambda grad: seen.append((grad, grad.clone())))
+
+    model.get_submodule("blocks.1.up").register_forward_pre_hook(look)
+    once(model, plain(sequences(0)[0]))
+    return len(seen) == 1 and all(torch.equal(grad, copy) for grad, copy in seen)
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
+def test_a_gradient_that_somebody_holds_is_not_added_to(sp: bool):
+    """The sum over the ranks is made in a copy."""
+    assert run_threads(2, watched, sp) == [True, True]
+
+
+class Products(TorchDispatchMode):
+    """Notes each product of the shape of a weight."""
+
+    def __init__(self, shape: torch.Size, said: list[str]) -> None:
+        super().__init__()
+        self.shape, self.said = shape, said
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default and made.shape in (self.shape, self.shape[::-1]):
+            self.said.append("weight")
+        return made
+
+
+def in_order(world: World, sp: bool) -> list[str]:
+    """The backward pass of two gated blocks and a head: sums over the ranks, weights' gradients."""
+    model, tensors = cut(world, "gated", sp)
+    transport, said = tensors.axis.transport, list[str]()
+    name = "reduce_scatter_along" if sp else "all_reduce"
+    begin = getattr(transport, name)
+
+    def noted(*args: Any) -> Any:
+        said.append("begin")
+        end = begin(*args)
+
+        def over() -> Any:
+            said.append("end")
+            return end() if sp else end.wait()
+
+        return over if sp else Pending([over])
+
+    weight = model.get_parameter("blocks.0.up.weight")
+    loss = model(plain(sequences(0)[0])).square().sum()
+    setattr(transport, name, noted)
+    with Products(weight.shape, said):
+        loss.backward()
+    return said
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
+def test_gradients_of_weights_are_made_beside_the_sum_of_the_inputs(sp: bool):
+    """Of both layers of columns of a block: while their input's gradient is on its way."""
+    head, rows, columns = ["begin", "end"], ["weight"], ["begin", "weight", "weight", "end"]
+    assert run_threads(2, in_order, sp) == [head + 2 * (rows + columns)] * 2

@@ -29,6 +29,7 @@ PLANS = [
     *("dp2 fp64", "dp2 zero1 fp64", "dp2 zero2 fp64", "dp2 zero3 fp64", "dp4 zero3 bf16"),
     *("dp2 zero3 fp16", "dp2 zero1 fp32", "dp_replicate2 dp_shard2 zero3 fp64"),
     *("dp2 zero2 accumulate:2 fp64", "pp2 dp2 zero3 1f1b:4 fp64"),
+    *("tp2 fp64", "tp4 sp fp64", "dp2 tp2 zero3 bf16", "dp2 tp2 sp zero3 fp64"),
 ]
 
 
@@ -49,6 +50,18 @@ def test_models_of_transformers_hold(model: str):
     """Tied embeddings, encoders, decoders: sharded, they are what one process computes."""
     pytest.importorskip("transformers")
     assert on_gloo("dp2 zero3 fp64", f"hf:{model}").holds
+
+
+TENSOR = ["gpt2", "llama", "qwen3", "mistral", "gemma2", "phi3", "mixtral", "qwen3_moe"]
+
+
+@pytest.mark.parametrize("plan", ["tp2 fp64", "tp2 sp fp64", "tp4 fp64"])
+@pytest.mark.parametrize("model", TENSOR)
+def test_models_of_transformers_hold_on_the_tensor_axis(model: str, plan: str):
+    """By the plan of their configuration, or our table; of mixtures the attention is cut."""
+    pytest.importorskip("transformers")
+    found = on_gloo(plan, f"hf:{model}")
+    assert found.holds and found.sent["measured"]["tp all_reduce"] > 0
 
 
 LOGITS = """
@@ -190,6 +203,7 @@ def test_json_has_exactly_these_keys():
         ("pp2 interleaved:4x100000000", "gpt", 3, "800000000 forwards. Allowed: 32768"),
         ("pp2 interleaved:4x100", "gpt", 3, "'pp2 interleaved:4x3 fp64'"),
         ("dp2 accumulate:257", "gpt", 3, "'dp2 fp64 accumulate:2', which proves the same"),
+        ("tp8", "gpt", 3, "tp8 for a model of 4 query heads.*Write instead: tp4"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(
@@ -279,7 +293,6 @@ def test_a_model_that_cannot_be_trained_is_answered_once(own: str, build: str, p
 @pytest.mark.parametrize(
     ("plan", "build", "phrase"),
     [
-        ("tp2", "linear", "tensor parallelism of a Linear, which has no table of styles"),
         ("pp2", "asks", "item of a tensor .* asks for numbers"),
     ],
 )

@@ -1,5 +1,6 @@
 """Code that a table must say more of: what goes wrong without, and that the entries mend it."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from shardwise.core.errors import RankError
 from shardwise.core.plan import Plan
 from shardwise.engine import hint
 from shardwise.engine.held import nowhere
+from shardwise.train.cli import main
 from shardwise.train.proof import prove
 from shardwise.train.verify import Report, report
 from tests.pool import run_gloo
@@ -123,3 +125,53 @@ def test_where_nothing_is_cut_an_error_is_torchs_own():
     with pytest.raises(RuntimeError) as error, hint.shapes(nowhere()):
         raise RuntimeError("shape '[2, 3]' is invalid for input of size 4")
     assert not hasattr(error.value, "__notes__")
+
+
+OWN = """
+from torch import nn
+
+def untold():
+    return nn.Linear(6, 6)
+
+def table(**styles):
+    model = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 6))
+    model.tensor_table = {name.strip("_"): style for name, style in styles.items()}
+    return model
+
+def misspelt():
+    return table(_0="colwise", _2="rowise")
+
+def nowhere():
+    return table(_0="colwise", _2="rowwise", _3="rowwise")
+
+def halved():
+    return table(_0="colwise")
+
+def narrow_table():
+    model = nn.Sequential(nn.Linear(6, 1), nn.Linear(1, 6))
+    model.tensor_table = {"0": "colwise", "1": "rowwise"}
+    return model
+"""
+
+
+@pytest.mark.parametrize(
+    ("build", "phrase"),
+    [
+        ("untold", "tensor parallelism of a Linear, which has no table of styles"),
+        ("misspelt", '"rowise".*"rowwise"'),
+        ("nowhere", r'"3".*no module'),
+        ("halved", "whose result stays cut"),
+        ("narrow_table", "0, which has 1 output features, on 2 ranks"),
+    ],
+)
+def test_a_table_that_does_not_fit_is_answered_before_any_rank_is_started(
+    build: str, phrase: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """One paragraph for each fault, no traceback, and the command ends with 2."""
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    with pytest.raises(SystemExit) as leaving:
+        main(["verify", "tp2", "--model", f"{path}:{build}", "--steps", "1"])
+    said = capsys.readouterr().err.strip()
+    assert leaving.value.code == 2
+    assert re.search(phrase, said) and "Write instead:" in said and "Traceback" not in said
