@@ -10,6 +10,7 @@ The stream is whole, or under sp a shard of the sequence.  See parallel/dropout.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,32 +31,38 @@ def follow(
     known: Mapping[str, ModuleShape],
     table: Table,
     tensors: Tensors,
-) -> None:
+) -> "Marks":
     """Hook the modules that have a style, so that `tensors.draws` knows what they make.
 
-    After all hooks that change what goes in and what comes out.
+    Before the hooks that change what comes out, each of which is put first, ahead of the user's.
     """
-    marks = _Marks(tensors)
+    marks = Marks(tensors)
     tensors.draws = marks.draws = Draws(tensors.axis, model.modules())
     for name, style in styles.items():
         module = model.get_submodule(name)
         match style.name:
             case "colwise":
                 columns = _columns(style, known[name], table, tensors.axis.size)
-                module.register_forward_hook(marks.cut(columns))
+                module.register_forward_hook(marks.cut(columns), prepend=True)
             case "rowwise" | "rowwise_split_input":
-                module.register_forward_hook(marks.made(style.by != "whole"))
+                module.register_forward_hook(marks.made(style.by != "whole"), prepend=True)
             case "vocabulary" if isinstance(module, nn.Embedding):
-                module.register_forward_hook(marks.made(style.by == "sequence"))
+                module.register_forward_hook(marks.made(style.by == "sequence"), prepend=True)
             case "colwise_gather_output":
-                module.register_forward_hook(marks.made(shards=False))
+                module.register_forward_hook(marks.made(shards=False), prepend=True)
             case "sequence" if style.by == "join":
-                module.register_forward_hook(marks.made(shards=False))
-            case "gather" | "split":
-                given = marks.given(style.name == "split")
-                module.register_forward_pre_hook(given, with_kwargs=True)
+                module.register_forward_hook(marks.made(shards=False), prepend=True)
             case _:
                 pass
+    return marks
+
+
+def enter(model: nn.Module, styles: Mapping[str, Style], marks: "Marks") -> None:
+    """The same of what goes in, after the hooks that change it, each of which is put last."""
+    for name, style in styles.items():
+        if style.name in ("gather", "split"):
+            given = marks.given(style.name == "split")
+            model.get_submodule(name).register_forward_pre_hook(given, with_kwargs=True)
 
 
 def agree(axis: Axis, device: torch.device) -> None:
@@ -67,7 +74,7 @@ def agree(axis: Axis, device: torch.device) -> None:
         torch.cuda.set_rng_state(everyones.cpu(), device)
 
 
-class _Marks:
+class Marks:
     """Hooks that mark tensors, where somebody looks at marks."""
 
     def __init__(self, tensors: Tensors) -> None:
@@ -120,9 +127,12 @@ def _columns(style: Style, shape: ModuleShape, table: Table, ranks: int) -> Colu
         part = even(0, shape.out_features // style.parts, ranks)
         return Columns((own, part) if style.parts > 1 else (own,))
     queries, keys = table.head_cuts(ranks)
+    leading = partial(Columns, heads=(queries, keys), weight=2)
+    serving = partial(Columns, heads=(keys, queries))
     if style.by == "kv_heads":
-        return Columns((own,), (keys, queries))
+        return serving((own,))
     if style.by == "heads":
-        return Columns((own,), (queries, keys), weight=2)
+        return leading((own,))
     width = shape.out_features // (queries.whole + 2 * keys.whole)
-    return Columns((own, wide(queries, 0, width), wide(keys, 0, width)), (queries, keys), weight=2)
+    q, kv = leading((wide(queries, 0, width),)), serving((wide(keys, 0, width),))
+    return leading((own,), parts=(q, kv, kv))

@@ -60,6 +60,7 @@ def lay_out(model: nn.Module, world: World, sp: bool, table: Table | None) -> Te
     known = shapes(model)
     styles = assign(table, list(known), sp)
     layout = _Layout(model, world, tensors)
+    marks = draws.follow(model, styles, known, table, tensors)
     layout.entered = [name for name, style in styles.items() if style.name == "gather"]
     for name, style in styles.items():
         sizes = cuts(style, known[name], table, axis.size)
@@ -69,7 +70,7 @@ def lay_out(model: nn.Module, world: World, sp: bool, table: Table | None) -> Te
         for attribute, number in changed.items():
             setattr(model.get_submodule(name), attribute, number)
     layout.cut()
-    draws.follow(model, styles, known, table, tensors)
+    draws.enter(model, styles, marks)
     draws.agree(axis, world.device)
     for stream in (layout.stream, layout.whole):
         model.register_forward_hook(partial(_end, stream))

@@ -65,17 +65,23 @@ class Mark(Protocol):
         """How the whole of `x` is cut, of which `rank` has `x`; None where `x` is whole."""
         ...
 
+    def on(self, x: Tensor, rank: int) -> "Mark":
+        """The mark of `x`, which was made on `rank` of what has this one."""
+        ...
+
 
 @dataclass(frozen=True)
 class Columns:
     """How the outputs of a layer of columns lie: all of them, and each of several packed in them.
 
     `features` are cuts of the last dim; `heads` count heads, those first that the layer makes.
+    `parts` are those of queries, keys and values end to end, whose sizes on a rank may be alike.
     """
 
     features: tuple[Cut, ...]
     heads: tuple[Cut, ...] = ()
     weight: int = 1
+    parts: tuple["Columns", ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,6 +110,17 @@ class Cutting:
         if x.dim() == 3 and heads and not (fits and x.shape[:2].numel() == self.positions):
             return _folded(heads[0], x.shape[0], rank)
         return fits[0] if fits else None
+
+    def on(self, x: Tensor, rank: int) -> "Cutting":
+        """That of a part, where `x` is a view of all of it, in rows as long as all features."""
+        start = 0
+        for columns in self.columns.parts:
+            size, row = (each.features[0].size(rank) for each in (columns, self.columns))
+            within = row in x.stride() and x.shape[-1] < row and x.numel() == self.positions * size
+            if within and x.storage_offset() % row == start:
+                return Cutting(columns, self.positions)
+            start += size
+        return self
 
 
 def _folded(heads: Cut, count: int, rank: int) -> Cut | None:
@@ -134,6 +151,10 @@ class Shard:
         edges = [min(r * self.size, self.whole) for r in range(self.ranks + 1)]
         ranges = tuple(((a, b),) for a, b in pairwise(edges))
         return Cut(x.dim() - 2, self.whole, ranges)
+
+    def on(self, x: Tensor, rank: int) -> "Shard":
+        """Itself."""
+        return self
 
 
 class Draws(TorchFunctionMode):
@@ -211,7 +232,7 @@ class Draws(TorchFunctionMode):
 
     def _carry(self, out: Any, mark: Mark) -> None:
         if isinstance(out, Tensor):
-            self.marks[out] = mark
+            self.marks[out] = mark.on(out, self.axis.rank)
         elif isinstance(out, (list, tuple)):
             for each in out:
                 self._carry(each, mark)

@@ -1,6 +1,6 @@
 """Dropout on the tensor axis: ranks have their parts of what one process draws."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.comm.uneven import part
 from shardwise.comm.world import World, alone, traced
-from shardwise.core.cut import Cut, even, heads, packed
+from shardwise.core.cut import Cut, even, heads, packed, wide
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.engine.engine import Engine
@@ -116,13 +116,13 @@ def net(again: bool) -> Trainable:
 
 
 def trained(world: World, plan: str, model: str) -> tuple[Finding, Tensor, Tensor]:
-    """What two steps find, and the generator after one more, both ways."""
+    """What three steps find, and the generator after one more, both ways."""
     task = net(model == "recomputed") if model in ("net", "recomputed") else find(model)
     torch.manual_seed(world.rank)  # the first rank's is everyone's from here on
     ours = engine_of(task, Plan.parse(f"{plan} fp64"), world)
     agreed = torch.get_rng_state()
     oracle = engine_of(task, Plan.parse("fp64"), alone())
-    finding = compare(ours, oracle, task.batch, 2)
+    finding = compare(ours, oracle, task.batch, 3)
     after = [_after(engine, agreed, task.batch(3, 5)) for engine in (ours, oracle)]
     return finding, after[0], after[1]
 
@@ -307,6 +307,43 @@ def test_products_are_by_query_heads_whichever_comes_first():
         random.put(k, Cutting(Columns((), (KEYS, QUERIES)), 10))
         for scores in (q @ k.transpose(2, 3), k @ q.transpose(2, 3)):
             assert random.marks[scores.softmax(-1)].columns is BY_HEADS
+
+
+#: Ways to take [2, 5, heads * 4] apart into (q, k, v), of which there are `h` and `k` heads.
+WAYS: dict[str, Callable[[Tensor, int, int], Sequence[Tensor]]] = {
+    "split": lambda x, h, k: x.split([4 * h, 4 * k, 4 * k], -1),
+    "sliced": lambda x, h, _: (x[..., : 4 * h], *x[..., 4 * h :].chunk(2, -1)),
+    "flat": lambda x, h, k: x.flatten(0, 1).split([4 * h, 4 * k, 4 * k], -1),
+    "turned": lambda x, h, k: x.transpose(0, 1).split([4 * h, 4 * k, 4 * k], -1),
+    "by head": lambda x, h, k: x.unflatten(-1, (-1, 4)).split([h, k, k], 2),
+}
+
+
+def qkv() -> Columns:
+    """Queries, keys and values of width 4, end to end."""
+    q, kv = (Columns((wide(cut, 0, 4),)) for cut in (QUERIES, KEYS))
+    return Columns((packed(0, [q.features[0], *kv.features * 2]),), parts=(q, kv, kv))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_packed_is_known_by_where_it_lies(way: str):
+    """Queries, keys and values of one layer, of which a rank may have as many of each."""
+    columns = qkv()
+    for rank in range(4):
+        random, y = draws(rank), ones(2, 5, columns.features[0].size(rank))
+        with random:
+            random.put(y, Cutting(columns, 10))
+            made = WAYS[way](y * 1, QUERIES.size(rank), KEYS.size(rank))
+            assert [random.marks[x * 1].columns for x in made] == list(columns.parts)
+
+
+def test_rows_and_sums_of_what_is_packed_are_no_part():
+    """They have as many elements as one: of three parts, a row of three and the sum of all."""
+    columns, random, y = qkv(), draws(0), ones(3, 5, 12)
+    with random:
+        random.put(y, Cutting(columns, 15))
+        for x in (y[:1], y.unflatten(-1, (3, 4)).sum(2)):
+            assert random.marks[x].columns is columns
 
 
 def test_the_mode_is_entered_for_models_that_draw_and_left_whatever_happens():
