@@ -154,7 +154,8 @@ def report(plan: Plan, model: str, findings: Sequence[Finding]) -> Report:
     differences: list[Difference] = []
     later: list[Difference] = []  # a loss, which a wrong gradient makes wrong a step later
     for by_rank in zip(*(finding.errors for finding in findings), strict=True):  # one kind each
-        parity[by_rank[0].kind] = max(errors.largest for errors in by_rank)
+        kind, largest = by_rank[0].kind, max(errors.largest for errors in by_rank)
+        parity[kind] = max(parity.get(kind, 0.0), largest)
         for errors, finding in zip(by_rank, findings, strict=True):
             found = later if errors.kind == "loss" else differences
             found += _first(errors, finding.rank, tolerance)
