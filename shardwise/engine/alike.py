@@ -202,8 +202,9 @@ def _mark(batch: Any, device: torch.device) -> Tensor:
         exact = exact + _hash(f"{x.shape}")
         with suppress(RuntimeError):  # quantised, float8: no sum is known
             if x.is_floating_point() or x.is_complex():
-                sums.append(_sum(x.detach()).to(device))
-                sizes.append(_folded(x.detach(), torch.float64).norm().to(device))
+                folded = _folded(x.detach(), torch.float64)
+                sums.append(_weighed(folded).to(device))
+                sizes.append(folded.norm().to(device))
             else:
                 weights = torch.arange(1, WEIGHTS + 1, device=x.device) * PRIME
                 exact = exact + (_folded(x, torch.int64) * weights).sum().to(device)
@@ -220,8 +221,12 @@ def _same(mark: Tensor, other: Tensor) -> bool:
 
 def _sum(x: Tensor) -> Tensor:
     """The sum of `x` with fixed weights, in double, without dims."""
-    weights = torch.arange(WEIGHTS, dtype=torch.float64, device=x.device).cos()
-    return _folded(x, torch.float64).dot(weights)
+    return _weighed(_folded(x, torch.float64))
+
+
+def _weighed(folded: Tensor) -> Tensor:
+    weights = torch.arange(WEIGHTS, dtype=torch.float64, device=folded.device).cos()
+    return folded.dot(weights)
 
 
 def _folded(x: Tensor, dtype: torch.dtype) -> Tensor:

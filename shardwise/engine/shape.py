@@ -19,8 +19,8 @@ from shardwise.predict.memory import OptimizerShape
 def model_shape(engine: Any) -> ModelShape:
     """The units in the order in which they are used, and the buffers.
 
-    The order is learnt in the first forward pass of a model whose modules run in another order
-    than they were defined in.
+    The order, and how often each is called, are learnt in the first training pass; until then they
+    are taken to be used once, in the order in which they are defined.
     """
     units: list[UnitShape] = []
     trained_before = False  # whether the backward pass gets as far as here
