@@ -5,7 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
 
-.PHONY: setup train test check format wheel clean
+.PHONY: setup train test test-all check format wheel clean
 
 # The environment: made once, and again only when what it is made from has changed.
 setup: $(STAMP)
@@ -26,6 +26,10 @@ train: setup
 
 test: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+# Every case of every matrix of tests: the sample that `make test` runs, then the rest.
+test-all: test
+	$(BIN)/python -m pytest --matrix=rest $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check

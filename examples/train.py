@@ -3,7 +3,9 @@
 torchrun --nproc_per_node 2 examples/train.py                  under torchrun
 python examples/train.py                                       starts two ranks by itself
 python examples/train.py "pp2 1f1b:4"                          under another plan
-python examples/train.py "tp2" --resume                        from the last checkpoint
+python examples/train.py "tp2" --resume                        five epochs more, from the last one
+torchrun --nproc_per_node 2 --max-restarts 3 examples/train.py --resume auto
+                                                               begun, and continued if restarted
 """
 
 import os
@@ -64,36 +66,40 @@ def squares(count: int) -> TensorDataset:
     return TensorDataset(points, (points.prod(dim=1) > 0).long())
 
 
-def train(plan: str, resume: bool) -> float:
-    """Train on all ranks of the world; the last loss."""
+def train(plan: str, resume: str) -> float:
+    """Train on all ranks of the world; the last loss. `resume`: "", "always" or "auto"."""
     world = sw.init()
     torch.manual_seed(0)
     engine = sw.parallelize(
         Model(), plan, world, optimizer=sw.AdamW(lr=3e-3), loss=loss_fn, clip=1.0, table=TABLE
     )
-    if resume:
-        sw.load(engine, FOLDER)
+    extra = sw.load(engine, FOLDER, missing_ok=resume == "auto") if resume else {}
+    first = extra.get("epoch", 0)
+    last = first + 5 if resume == "always" else 5
 
     data = squares(4096)
     # Ranks of one tensor or pipeline line have one data rank, and so are given the same rows.
     sampler = DistributedSampler(data, engine.data_ranks, engine.data_rank, seed=0)
     loader = DataLoader(data, batch_size=256 // engine.data_ranks, sampler=sampler, drop_last=True)
-    for epoch in range(5):
+    loss = float("nan")
+    for epoch in range(first, last):
         sampler.set_epoch(epoch)
         for batch in loader:
             metrics = engine.step(batch)
+        loss = metrics.loss
         if world.rank == 0:
-            print(f"step {engine.steps}: loss {metrics.loss:.4f}, sent {metrics.bytes} bytes")
+            print(f"step {engine.steps}: loss {loss:.4f}, sent {metrics.bytes} bytes")
+        sw.save(engine, FOLDER, extra={"epoch": epoch + 1}, keep=2)
 
-    sw.save(engine, FOLDER)
     world.close()
-    return metrics.loss
+    return loss
 
 
 if __name__ == "__main__":
-    words = [word for word in sys.argv[1:] if word != "--resume"]
-    given = (words[0] if words else "dp2 zero3", "--resume" in sys.argv)
+    words = [word for word in sys.argv[1:] if word not in ("--resume", "auto")]
+    resume = "" if "--resume" not in sys.argv else "auto" if "auto" in sys.argv else "always"
+    given = (words[0] if words else "zero3", resume)
     if "RANK" in os.environ:  # torchrun has started this process as one of the ranks
         train(*given)
     else:
-        sw.spawn(train, ranks=sw.Plan.parse(given[0]).size, args=given)
+        sw.spawn(train, ranks=sw.Plan.parse(given[0]).completed().size, args=given)

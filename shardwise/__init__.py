@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from shardwise.core.plan import Plan
     from shardwise.core.table import Table
     from shardwise.engine.engine import Engine
+    from shardwise.engine.full import full_state_dict
     from shardwise.engine.parallelize import parallelize
     from shardwise.engine.pipe import Pipe
     from shardwise.engine.recipe import SGD, Adam, AdamW, Optim
     from shardwise.engine.stages import balance_by_time
     from shardwise.engine.training import Metrics
+    from shardwise.engine.unwrap import unwrap
     from shardwise.engine.wrap import DDP, FSDP, clip_grad_norm, no_sync
     from shardwise.parallel.cross_entropy import cross_entropy
 
@@ -42,6 +44,7 @@ _HOMES = {
     "balance_by_time": "engine.stages",
     "parallelize": "engine.parallelize",
     "Pipe": "engine.pipe",
+    "full_state_dict": "engine.full",
     "Adam": "engine.recipe",
     "AdamW": "engine.recipe",
     "Optim": "engine.recipe",
@@ -63,6 +66,7 @@ _HOMES = {
     "move": "comm.door",
     "save": "checkpoint.engines",
     "spawn": "comm.launch",
+    "unwrap": "engine.unwrap",
 }
 
 __all__ = [
@@ -89,6 +93,7 @@ __all__ = [
     "balance_by_time",
     "clip_grad_norm",
     "cross_entropy",
+    "full_state_dict",
     "init",
     "load",
     "move",
@@ -96,6 +101,7 @@ __all__ = [
     "parallelize",
     "save",
     "spawn",
+    "unwrap",
 ]
 
 

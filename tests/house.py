@@ -5,6 +5,7 @@ on every file, and on a small bad file that must be complained of.
 """
 
 import ast
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -15,9 +16,11 @@ ROOT = Path(__file__).parent.parent
 #: Layers from the bottom up; a file imports from its own layer and from those below it. The
 #: package's own face, and the command line, which names every part, stand above all but bench.
 LAYERS = (
-    *("core", "predict", "comm", "parallel", "engine", "checkpoint", "models", "train"),
+    *("core", "predict", "comm", "parallel", "engine", "checkpoint", "models", "verify", "train"),
     *("face", "bench", "cli"),
 )
+#: What a parallel run is compared with.
+ORACLES = ("shardwise.verify.oracle", "shardwise.verify.async_oracle")
 FILE_LINES, FUNCTION_LINES, PARAMETERS, NESTING, SHORT_LINES = 400, 60, 7, 3, 6
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -237,6 +240,47 @@ def one_door(source: Source) -> list[str]:
     ]
 
 
+#: The files of comm/ that carry out what is asked of a transport, and count it.
+COUNTING = [
+    f"shardwise/comm/{name}.py"
+    for name in (
+        *("ledger", "volume", "transport", "gloo", "nccl", "shared", "mailbox"),
+        *("threads", "trace", "alone", "torch_links"),
+    )
+]
+
+
+def counted_apart(source: Source) -> list[str]:
+    """What is counted and what is predicted share no arithmetic.
+
+    No file of comm/ imports a price or a prediction; the transports and their ledger do not import
+    the table of moves or the door either.  (That predict/ does not import comm/ is a layer's rule.)
+    """
+    if source.layer != "comm":
+        return []
+    priced = ["shardwise.core.moves.price", "shardwise.predict"]
+    asking = ["shardwise.core.moves", "shardwise.comm.door", "shardwise.comm.collectives"]
+    refused = priced + asking * (source.path in COUNTING)
+    return [
+        source.say(node, f"imports {name}: what it counts is compared with that")
+        for node, name in imports(source)
+        if any(within(name, module) for module in refused)
+    ]
+
+
+def oracles_apart(source: Source) -> list[str]:
+    """The oracles of verify/ import torch and one another, and nothing of what they judge."""
+    module = source.path.removesuffix(".py").replace("/", ".")
+    if module not in ORACLES:
+        return []
+    allowed = ("torch", *ORACLES, *sorted(sys.stdlib_module_names))
+    return [
+        source.say(node, f"imports {name}, while an oracle stands alone")
+        for node, name in imports(source)
+        if not any(within(name, one) for one in allowed) or within(name, "torch.distributed")
+    ]
+
+
 def no_torch_below(source: Source) -> list[str]:
     if source.layer not in ("core", "predict"):
         return []
@@ -290,7 +334,9 @@ SIZE: list[Rule] = [short_file, short_functions, few_parameters, shallow_functio
 PACKAGE: list[Rule] = [
     *SIZE,
     *(no_globals, no_module_state, abstract_or_final, plain_names),
-    *(downward_imports, techniques_apart, one_door, no_torch_below, no_environment),
+    *(downward_imports, techniques_apart, one_door, oracles_apart),
+    *(no_torch_below, no_environment),
+    counted_apart,
     *(module_docstring, public_docstrings),
 ]
 TESTS: list[Rule] = [*SIZE, no_globals, plain_names, says_its_fact]

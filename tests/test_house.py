@@ -84,6 +84,18 @@ BAD: dict[Rule, list[tuple[str, str]]] = {
         ("shardwise/train/x.py", "import torch\nn = torch.distributed"),
         ("shardwise/checkpoint/x.py", "from torch.distributed import barrier"),
     ],
+    house.counted_apart: [
+        ("shardwise/comm/door.py", "from shardwise.core.moves import price"),
+        ("shardwise/comm/x.py", "from shardwise.predict.traffic import step_bytes"),
+        ("shardwise/comm/gloo.py", "from shardwise.core.moves import what"),
+        ("shardwise/comm/ledger.py", "from shardwise.comm.door import start"),
+    ],
+    house.oracles_apart: [
+        ("shardwise/verify/oracle.py", "from shardwise.engine.recipe import Recipe"),
+        ("shardwise/verify/oracle.py", "from .parity import SEED"),
+        ("shardwise/verify/async_oracle.py", "import torch.distributed as dist"),
+        ("shardwise/verify/async_oracle.py", "def f():\n    import numpy"),
+    ],
     house.no_torch_below: [
         ("shardwise/core/x.py", "import torch"),
         ("shardwise/predict/x.py", "def f():\n    from torch.nn import Module"),
@@ -128,6 +140,15 @@ GOOD: dict[Rule, list[tuple[str, str]]] = {
         ("shardwise/comm/x.py", "import torch.distributed as dist"),
         ("shardwise/bench/x.py", "import torch.distributed as dist"),
         ("shardwise/checkpoint/x.py", "from torch.distributed.checkpoint import save"),
+    ],
+    house.counted_apart: [
+        ("shardwise/comm/door.py", "from shardwise.core.moves import what"),
+        ("shardwise/train/x.py", "from shardwise.core.moves import price"),
+    ],
+    house.oracles_apart: [
+        ("shardwise/verify/oracle.py", "import math\nfrom torch import nn"),
+        ("shardwise/verify/async_oracle.py", "from shardwise.verify.oracle import Task"),
+        ("shardwise/verify/parity.py", "from shardwise.engine.recipe import Recipe"),
     ],
     house.no_torch_below: [("shardwise/comm/x.py", "import torch")],
     house.no_environment: [("shardwise/comm/x.py", "import os\nx = os.environ")],

@@ -13,8 +13,8 @@ import shardwise as sw
 NAMES = [
     *("DDP", "FSDP", "SGD", "Adam", "AdamW", "Engine", "I", "InputError", "Mesh", "Metrics"),
     *("Optim", "P", "Pipe", "Plan", "R", "RankError", "RunError", "S", "Table", "World"),
-    *("balance_by_time", "clip_grad_norm", "cross_entropy", "init", "load", "move"),
-    *("no_sync", "parallelize", "save", "spawn"),
+    *("balance_by_time", "clip_grad_norm", "cross_entropy", "full_state_dict", "init", "load"),
+    *("move", "no_sync", "parallelize", "save", "spawn", "unwrap"),
 ]
 
 

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from shardwise.bench.contender import Batch, Contender, Loop, Setup, Task
 from shardwise.bench.live import Live
 from shardwise.bench.roster import ROSTER
-from shardwise.bench.wire import sent_bytes
+from shardwise.comm.interface import sent_bytes
 from shardwise.models import gpt
 from shardwise.models.registry import of_gpt
 

@@ -1,6 +1,7 @@
-"""this file is `shardwise checkpoint inspect`, to be registered by the command line."""
+"""`shardwise checkpoint inspect`, which the command line registers."""
 
 import json
+import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -18,10 +19,20 @@ def inspect_command(
         typer.Argument(metavar="PATH", help="A checkpoint, a folder of them, or a run's folder."),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    deep: Annotated[
+        bool, typer.Option("--deep", help="Read every byte, and compare it with what was saved.")
+    ] = False,
 ) -> None:
-    """Show what a checkpoint holds: tensors with shapes, dtypes and bytes, and its scalars."""
+    """Show what a checkpoint holds: tensors with shapes, dtypes and bytes, and its scalars.
+
+    Exit code 2 for a checkpoint that is damaged or has a file of another one in it.
+    """
     folder = of_run(path)
-    contents = describe(folder)
+    with warnings.catch_warnings(record=True) as noted:
+        warnings.simplefilter("always")
+        contents = describe(folder, deep)
+    for warning in noted:
+        typer.echo(warning.message, err=True)
     if over := passed_over(folder):
         typer.echo(over, err=True)
     if as_json:

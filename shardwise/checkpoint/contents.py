@@ -1,4 +1,4 @@
-"""this file is what a checkpoint holds, told without reading its tensors."""
+"""What a checkpoint holds, from its small files; with `deep`, every byte of it is verified."""
 
 import math
 import os
@@ -9,7 +9,8 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from shardwise.checkpoint.folder import find
-from shardwise.checkpoint.storage import read_metadata, read_scalars, require_files
+from shardwise.checkpoint.open_checkpoint import open_checkpoint
+from shardwise.checkpoint.storage import require_content
 
 #: How the names of tensors begin (engine/state.py).
 MODEL, OPTIMIZER = "model/", "optim/"
@@ -51,22 +52,24 @@ class Contents:
         return sum(tensor.bytes for tensor in self.tensors if tensor.name.startswith(kind))
 
 
-def describe(folder: str | os.PathLike[str]) -> Contents:
+def describe(folder: str | os.PathLike[str], deep: bool = False) -> Contents:
     """What the newest checkpoint in `folder` holds; the folder may be one checkpoint's own.
 
-    Raises InputError where there is none, or where it is damaged: a file is missing or too short.
+    With `deep` every byte of it is read and compared with what was saved.
+
+    Raises InputError where there is none, or where a file is missing, has another length, is
+    damaged or belongs to another checkpoint; wrong bytes of tensors are found by `deep` alone.
     """
-    path = find(folder)
-    said = read_scalars(path)
-    metadata = read_metadata(path)
-    require_files(path, metadata)
-    tensors = metadata.state_dict_metadata
+    opened = open_checkpoint(find(folder))
+    if deep:
+        require_content(opened)
+    tensors = opened.metadata.state_dict_metadata
     saved = (
         _saved(name, tensor)
         for name, tensor in sorted(tensors.items())
         if isinstance(tensor, TensorStorageMetadata)
     )
-    return Contents(path, int(said["ranks"]), said["scalars"], tuple(saved))
+    return Contents(opened.path, opened.ranks, opened.scalars, tuple(saved))
 
 
 def _saved(name: str, tensor: TensorStorageMetadata) -> Saved:

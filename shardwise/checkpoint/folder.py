@@ -1,6 +1,6 @@
 """this file is the folder of checkpoints, in which at every moment there is a whole one.
 
-    step-000100/           a checkpoint: files of tensors, .metadata, scalars.json
+    step-000100/           a checkpoint: files of tensors, .metadata, scalars.json, manifest.json
     step-000200/
     latest                 the name of the newest, a line of text
     .saving-step-000300/   one being written; becomes step-000300 by one rename when it is complete
@@ -41,6 +41,11 @@ def step_of(path: Path) -> int:
     if found is None:
         raise _none(path, "not named after a step")
     return int(found[1])
+
+
+def is_named_by_step(path: Path) -> bool:
+    """Whether a folder has a checkpoint's name, which tells its step."""
+    return _NAME.fullmatch(path.name) is not None
 
 
 def passed_over(folder: Path) -> str:

@@ -36,8 +36,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from shardwise.core.errors import InputError, Problem, refusal
-from shardwise.engine.box import Box
+from shardwise.core.errors import InputError, Problem, RunError, refusal
+from shardwise.engine.box import Box, block
 
 #: What a rank must hold beside its state to write a piece, or to read one.
 PIECE_BYTES = 32 * 2**20
@@ -71,16 +71,16 @@ def overlap(a: Block, b: Block) -> Block | None:
     return (offsets, sizes) if all(size > 0 for size in sizes) else None
 
 
-def part(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """A view of the block of a tensor."""
-    return tensor[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
-
-
 class BoxSavePlanner(SavePlanner):
-    """Offers this rank's boxes to be written, and hands them over."""
+    """Offers this rank's boxes to be written, and hands them over.
 
-    def __init__(self, boxes: Sequence[Box], piece_bytes: int = PIECE_BYTES) -> None:
-        self.boxes = boxes
+    `create_local_plan` raises RunError where `refusal` says why they are not to be.
+    """
+
+    def __init__(
+        self, boxes: Sequence[Box], piece_bytes: int = PIECE_BYTES, refusal: str = ""
+    ) -> None:
+        self.boxes, self.refusal = boxes, refusal
         self.piece_bytes = piece_bytes
         self.tensors: dict[MetadataIndex, Tensor] = {}
 
@@ -95,6 +95,8 @@ class BoxSavePlanner(SavePlanner):
 
     def create_local_plan(self) -> SavePlan:
         """Every piece of every box, with its replica number."""
+        if self.refusal:
+            raise RunError(self.refusal)
         items: list[WriteItem] = []
         replicas: list[int] = []
         for box in self.boxes:
@@ -105,7 +107,7 @@ class BoxSavePlanner(SavePlanner):
                 begin = tuple(o - b for o, b in zip(offsets, box.offsets, strict=True))
                 items.append(_write_item(box, offsets, sizes))
                 replicas.append(box.replica)
-                self.tensors[items[-1].index] = part(box.tensor.detach(), begin, sizes)
+                self.tensors[items[-1].index] = block(box.tensor.detach(), begin, sizes)
         return SavePlan(items, planner_data=replicas)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -194,7 +196,7 @@ class BoxLoadPlanner(LoadPlanner):
         raise ValueError(f"'{read_item.storage_index.fqn}' is no tensor")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        return part(self.tensors[read_item.dest_index], read_item.dest_offsets, read_item.lengths)
+        return block(self.tensors[read_item.dest_index], read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Nothing is left to do: `resolve_tensor` gives the live data."""
@@ -256,22 +258,22 @@ def _tensors(written: Sequence[WriteItem], offered: Sequence[WriteItem]) -> dict
     for item in written:
         found[item.index.fqn].chunks.append(_data(item).chunk)
     for name, tensor in found.items():
-        _check_whole(name, tensor)
+        check_whole(name, tensor)
     return found
 
 
-def _check_whole(name: str, tensor: TensorStorageMetadata) -> None:
+def check_whole(name: str, tensor: TensorStorageMetadata) -> None:
     """Raise ValueError unless the pieces cover the tensor once, none of it twice."""
     blocks = sorted((tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks)
     held = sum(math.prod(sizes) for _, sizes in blocks)
     near: list[Block] = []  # of the blocks so far, those that reach the present row
-    for block in blocks if tensor.size else ():
-        near = [b for b in near if b[0][0] + b[1][0] > block[0][0]]
-        if any(overlap(b, block) for b in near):
+    for piece in blocks if tensor.size else ():
+        near = [b for b in near if b[0][0] + b[1][0] > piece[0][0]]
+        if any(overlap(b, piece) for b in near):
             raise ValueError(
-                f"'{name}': two boxes hold the element at {block[0]} of {_said(tensor)}"
+                f"'{name}': two boxes hold the element at {piece[0]} of {_said(tensor)}"
             )
-        near.append(block)
+        near.append(piece)
     if held != math.prod(tensor.size):
         raise ValueError(f"'{name}': boxes hold {held} elements of {_said(tensor)}")
 

@@ -1,4 +1,4 @@
-"""this file is saving: every rank writes its boxes, and the whole appears at once or not at all."""
+"""Saving: every rank writes its boxes, and the whole appears at once or not at all."""
 
 import json
 import os
@@ -12,31 +12,34 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from shardwise.checkpoint import folder as folders
-from shardwise.checkpoint.failure import reason
+from shardwise.checkpoint.failure import LITTLE_BYTES, free_bytes, reason
 from shardwise.checkpoint.plans import BoxSavePlanner
 from shardwise.checkpoint.storage import Publisher
 from shardwise.comm.world import World
 from shardwise.core.errors import bad
 from shardwise.engine.box import Box
 
-#: Room below which it is the likely reason why nothing can be written.
-LITTLE_BYTES = 2**24
 _ALONE = "torch.distributed is (disabled|unavailable)"
 
 
 def save(
-    folder: str | os.PathLike[str], boxes: Sequence[Box], scalars: dict[str, Any], world: World
+    folder: str | os.PathLike[str],
+    boxes: Sequence[Box],
+    scalars: dict[str, Any],
+    world: World,
+    refusal: str = "",
 ) -> Path:
     """Publish a checkpoint in `folder`, which all ranks see; its path.  Called by all ranks.
 
     The boxes of all ranks with `replica` 0 make up their tensors, each element once; of those that
     hold the same box, whoever has least to write writes it.  `scalars` are numbers and text as
     JSON takes them, the same on every rank, with the "step" that gives the checkpoint its name.
-    Until this returns, and if it fails, the checkpoints of before are what there is.
+    Until this returns, and if it fails, the checkpoints of before are what there is.  `refusal` is
+    why this rank's boxes are not to be saved, if they are not.
 
     Raises:
         InputError: the scalars have no step, or cannot be written as JSON.
-        RunError: a rank could not write, or the boxes do not make up their tensors.
+        RunError: a rank could not write, or refuses to; the boxes do not make up their tensors.
     """
     folder, step = folders.as_path(folder), scalars.get("step")
     if not isinstance(step, int) or step < 0:
@@ -53,7 +56,7 @@ def save(
             save_state(
                 {},
                 storage_writer=Publisher(folder, step, scalars),
-                planner=BoxSavePlanner(boxes),
+                planner=BoxSavePlanner(boxes, refusal=refusal),
                 no_dist=world.size == 1,
             )
     except CheckpointException as error:
@@ -66,8 +69,5 @@ def save(
 
 def _room_in(folder: Path) -> str:
     """How much room is left, where it is little."""
-    try:
-        free_bytes = shutil.disk_usage(folder).free
-    except OSError:
-        return ""
-    return f", where only {free_bytes} bytes are free" if free_bytes < LITTLE_BYTES else ""
+    free = free_bytes(folder)
+    return f", where only {free:.0f} bytes are free" if free < LITTLE_BYTES else ""

@@ -1,18 +1,20 @@
-"""this file is the files of a checkpoint: written unseen, then published; read by pieces."""
+"""The files of a checkpoint: written unseen, then published; checked, then read by pieces."""
 
 import io
 import json
 import os
 import pickle
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -24,11 +26,22 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from shardwise.checkpoint import folder as folders
-from shardwise.checkpoint.plans import part
+from shardwise.checkpoint.failure import damaged, unwritten
+from shardwise.checkpoint.manifest import Manifest, Seal, require_files, seal, write_manifest
+from shardwise.checkpoint.open_checkpoint import FORMAT, OpenCheckpoint, open_checkpoint
 from shardwise.core.errors import InputError, bad
+from shardwise.engine.box import block
 
-#: The first entry of scalars.json, for whoever reads it in years to come.
-FORMAT = "shardwise 1"
+#: What else is asked of a checkpoint before any of it is loaded; raises InputError.
+Check = Callable[[OpenCheckpoint], None]
+
+
+@dataclass(frozen=True)
+class _Written:
+    """Where a piece was written, and the seal of that file."""
+
+    place: Any
+    seal: Seal
 
 
 class Publisher(StorageWriter):
@@ -59,14 +72,35 @@ class Publisher(StorageWriter):
         return self.files.prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        return self.files.write_data(plan, planner)
+        """Write this rank's pieces, and hash the files they are in."""
+        try:
+            results = self.files.write_data(plan, planner).wait()
+            names = {result.storage_data.relative_path for result in results}
+            seals = {name: seal(self.path / name) for name in names}
+        except (OSError, RuntimeError) as error:
+            raise unwritten(error, self.path) from None
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([_sealed(result, seals) for result in results])
+        return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the first rank, when every rank has written."""
-        self.files.finish(metadata, results)
-        written = {"format": FORMAT, "ranks": len(results), "scalars": self.scalars}
-        text = json.dumps(written, indent=2) + "\n"
+        """On the first rank, when every rank has written: the manifest last."""
+        try:
+            self._finish(metadata, results)
+        except (OSError, RuntimeError) as error:
+            raise unwritten(error, self.path) from None
+
+    def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        written = [each.storage_data for rank in results for each in rank]
+        files = {each.place.relative_path: each.seal for each in written}
+        plain = [[replace(r, storage_data=r.storage_data.place) for r in rank] for rank in results]
+        self.files.finish(metadata, plain)
+        save = uuid4().hex
+        said = {"format": FORMAT, "save": save, "ranks": len(results), "scalars": self.scalars}
+        text = json.dumps(said, indent=2) + "\n"
         (self.path / folders.SCALARS).write_text(text, encoding="utf-8")
+        files |= {name: seal(self.path / name) for name in (folders.METADATA, folders.SCALARS)}
+        write_manifest(self.path, Manifest(save, self.step, files))
         folders.publish(self.path, self.step)
 
     @classmethod
@@ -78,16 +112,20 @@ class Publisher(StorageWriter):
 
 
 class Pieces(StorageReader):
-    """Reads a checkpoint: each piece that a rank needs is read once, and is not kept.
+    """Reads a checkpoint: first all of it is checked, then each piece that a rank needs is read.
 
-    `scalars` is there once the metadata has been read.
+    `check` sees what the small files say before any tensor is looked at.  The hashing of the files
+    is shared between the ranks: this is one of `ranks`.  `scalars` is there once the metadata has
+    been read, and `reading` is true once every rank has found everything in order.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.path = folder
+    def __init__(self, folder: Path, rank: int, ranks: int, check: Check | None = None) -> None:
+        self.folder, self.path = folder, folder
+        self.rank, self.ranks, self.check = rank, ranks, check
         self.scalars: dict[str, Any] = {}
         self.places: dict[Any, Any] = {}
+        self.opened: OpenCheckpoint | None = None
+        self.reading = False
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """The path was given at the beginning, and stays."""
@@ -99,24 +137,40 @@ class Pieces(StorageReader):
         """
         try:
             self.path = folders.find(self.folder)
-            self.scalars = read_scalars(self.path)["scalars"]
-            return read_metadata(self.path)
+            self.opened = open_checkpoint(self.path)
+            self.scalars = self.opened.scalars
+            if self.check is not None:
+                self.check(self.opened)
         except InputError as error:
             return Metadata({}, planner_data=error, storage_data={})
+        return self.opened.metadata
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        self.places = metadata.storage_data
+        self.places = metadata.storage_data or {}
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
+        """Hash this rank's share of the files; what is raised here, every rank raises."""
+        assert self.opened is not None
+        require_content(self.opened, self.rank, self.ranks)
+        return replace(plan, planner_data=self.opened.mark)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Raises InputError unless all ranks have found the same checkpoint."""
+        other = [rank for rank, p in enumerate(plans) if p.planner_data != plans[0].planner_data]
+        if other:
+            raise bad(
+                f"the checkpoint folder '{self.folder}', in which rank {other[0]} finds another "
+                f"checkpoint than rank 0, which finds {self.path.name}",
+                "one folder that all ranks see",
+                "a folder on a disk that all machines share",
+            )
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the boxes. Raises InputError for a file that is missing, short or damaged."""
+        self.reading = True
         wanted: dict[tuple[str, int], list[ReadItem]] = {}
         for item in plan.items:
             place = self.places[item.storage_index]
@@ -134,50 +188,28 @@ class Pieces(StorageReader):
         return FileSystemReader.validate_checkpoint_id(checkpoint_id)
 
 
-def read_metadata(path: Path) -> Metadata:
-    """The names, shapes and places of a checkpoint's tensors. Raises InputError if damaged."""
-    try:
-        metadata = FileSystemReader(path).read_metadata()
-    except Exception as error:  # what a pickle of nonsense raises depends on the nonsense
-        raise _damaged(path / folders.METADATA, repr(error)) from error
-    if not isinstance(metadata, Metadata) or metadata.storage_data is None:
-        raise _damaged(path / folders.METADATA, "it describes no tensors")
-    return metadata
+def require_content(opened: OpenCheckpoint, rank: int = 0, ranks: int = 1) -> None:
+    """Read this rank's share of all tensors and raise InputError for what is not as it was saved.
 
-
-def require_files(path: Path, metadata: Metadata) -> None:
-    """Raise InputError unless every file that the metadata names is there and long enough.
-
-    Nothing is read: the files' sizes tell.
+    Files are compared with their hashes; without a manifest, pieces with their checksums.
     """
-    wanted: dict[str, int] = {}
-    for place in (metadata.storage_data or {}).values():
-        end = place.offset + place.length
-        wanted[place.relative_path] = max(end, wanted.get(place.relative_path, 0))
-    for name, size in sorted(wanted.items()):
-        file = path / name
-        if not file.is_file():
-            raise _damaged(file, "it is not there")
-        if file.stat().st_size < size:
-            raise _damaged(file, _short(file, size))
+    if opened.manifest is not None:
+        require_files(opened.path, opened.manifest, opened.files()[rank::ranks])
+        return
+    tensors = opened.metadata.state_dict_metadata
+    for index, place in list((opened.metadata.storage_data or {}).items())[rank::ranks]:
+        file, tensor = opened.path / place.relative_path, tensors[index.fqn]
+        assert isinstance(tensor, TensorStorageMetadata)
+        sizes = next(chunk.sizes for chunk in tensor.chunks if chunk.offsets == index.offset)
+        piece = _read(file, place.offset, place.length)
+        if piece.shape != sizes or piece.dtype != tensor.properties.dtype:
+            raise damaged(file, f"'{index.fqn}' has another shape or dtype in it")
 
 
-def read_scalars(path: Path) -> dict[str, Any]:
-    """What scalars.json says: its format, the number of ranks, the scalars; or an InputError."""
-    file = path / folders.SCALARS
-    try:
-        said = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise _damaged(file, repr(error)) from error
-    if not isinstance(said, dict) or said.get("format") != FORMAT:
-        raise bad(
-            f"'{file}' of another format than '{FORMAT}'",
-            "checkpoints of this version",
-            "a checkpoint that 'shardwise train' saved",
-        )
-    if not isinstance(said.get("ranks"), int) or not isinstance(said.get("scalars"), dict):
-        raise _damaged(file, "its ranks or scalars are missing")
-    return said
+def _sealed(result: WriteResult, seals: Mapping[str, Seal]) -> WriteResult:
+    """The result with the seal of its file, which the first rank is to put into the manifest."""
+    place = result.storage_data
+    return replace(result, storage_data=_Written(place, seals[place.relative_path]))
 
 
 def _read(file: Path, offset: int, length: int) -> Tensor:
@@ -189,7 +221,7 @@ def _read(file: Path, offset: int, length: int) -> Tensor:
     except InputError:
         raise
     except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        raise _damaged(file, str(error).splitlines()[0]) from error
+        raise damaged(file, str(error).splitlines()[0]) from error
 
 
 def _check(file: Path, content: bytes) -> None:
@@ -200,16 +232,16 @@ def _check(file: Path, content: bytes) -> None:
         with zipfile.ZipFile(io.BytesIO(content)) as records:
             wrong = records.testzip()
     except zipfile.BadZipFile as error:
-        raise _damaged(file, str(error)) from error
+        raise damaged(file, str(error)) from error
     if wrong is not None:
-        raise _damaged(file, f"the checksum of {wrong} is another than when it was written")
+        raise damaged(file, f"the checksum of {wrong} is another than when it was written")
 
 
 def _exactly(file: Path, stream: IO[bytes], offset: int, length: int) -> bytes:
     stream.seek(offset)
     content = stream.read(length)
     if len(content) < length:
-        raise _damaged(file, _short(file, offset + length))
+        raise damaged(file, _short(file, offset + length))
     return content
 
 
@@ -224,24 +256,6 @@ def _fill(file: Path, piece: Tensor, items: Sequence[ReadItem], planner: LoadPla
         ends = map(sum, zip(item.storage_offsets, item.lengths, strict=True))
         fits = piece.dim() == len(item.lengths) and all(map(int.__ge__, piece.shape, ends))
         if not fits or piece.dtype != target.dtype:
-            raise _damaged(file, f"'{item.storage_index.fqn}' has changed its shape or dtype")
-        target.copy_(part(piece, item.storage_offsets, item.lengths))
+            raise damaged(file, f"'{item.storage_index.fqn}' has changed its shape or dtype")
+        target.copy_(block(piece, item.storage_offsets, item.lengths))
         planner.commit_tensor(item, target)
-
-
-def _damaged(file: Path, why: str) -> InputError:
-    path = file.parent
-    others = [other.name for other in folders.all_in(path.parent) if other != path]
-    if others:
-        instead = (
-            f"rm -r '{path}', and the same command again: {others[-1]} is the newest then, and "
-            "what was trained after it is trained again"
-        )
-    else:
-        instead = (
-            f"a copy of '{path}' from elsewhere, for no other checkpoint is beside it; or a new "
-            "run (shardwise train with --overwrite)"
-        )
-    return bad(
-        f"the file '{file}', which is damaged ({why})", "a checkpoint as it was saved", instead
-    )

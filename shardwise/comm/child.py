@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.lookout import look_out
+from shardwise.comm.lookout import LookOut
 from shardwise.comm.room import Room
 from shardwise.comm.shared import leave
 from shardwise.core.errors import InputError
@@ -48,8 +48,8 @@ class Job:
     quiet: bool
 
 
-def run(job: Job) -> bytes:
-    """The entry point of a rank: the pickled result of its function."""
+def run(job: Job) -> None:
+    """The entry point of a rank: the pickled result of its function goes to the room."""
     rank = int(os.environ["RANK"])
     os.setsid()
     _follow_launcher()
@@ -58,11 +58,12 @@ def run(job: Job) -> bytes:
     if job.quiet and rank > 0:
         _keep_stderr(job.room, rank)
     torch.set_num_threads(job.threads)
-    look_out(job.room, rank, _AROUND)
+    look_out = LookOut(job.room, rank, _AROUND)
     try:
         packed = _work(job)
         leave()  # before the wait for the others, of whom one may wait for us
-        job.room.finish(rank)
+        look_out.stop()
+        job.room.finish(rank, packed)
     except SystemExit as error:
         _hold(job.room, rank, f"it ended by sys.exit({error.code!r})", _exit_code(error))
     except InputError as error:
@@ -71,7 +72,6 @@ def run(job: Job) -> bytes:
         _hold(job.room, rank, _told(error))
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
-    return packed
 
 
 def run_module(module: str, argv: Sequence[str]) -> None:

@@ -1,8 +1,7 @@
 """this file is the collectives by their usual names, for those who think in them.
 
-Each takes an axis where torch.distributed takes a group, waits for its result, and is counted in
-the ledger.  `root`, `to` and `source` are ranks on the axis.  For tensors that autograd follows,
-use `move`.
+Each takes an axis where torch.distributed takes a group, and waits for its result.  `root`, `to`
+and `source` are ranks on the axis.  For tensors that autograd follows, use `move`.
 """
 
 import math
@@ -15,7 +14,6 @@ from shardwise.comm.door import carry_out, start
 from shardwise.comm.transport import Pending, Transport
 from shardwise.comm.world import Axis
 from shardwise.core.layout import P, R, S
-from shardwise.core.moves import price
 
 
 def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -24,21 +22,18 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
         start(x.view(-1), axis, P, R, x.view(-1)).wait()
     elif axis.size > 1:
         axis.transport.all_reduce(x.view(-1), op).wait()
-        _count(axis, "all_reduce", round(price(P, R, x.numel(), axis.size).sent), x)
     return x
 
 
 def reduce(x: Tensor, axis: Axis, root: int = 0, op: str = "sum") -> Tensor:
     """Leave the sum in `x` of rank `root`; elsewhere `x` holds nothing of use."""
     axis.transport.reduce(x.view(-1), root, op).wait()
-    _count(axis, "reduce", 0 if axis.rank == root else x.numel(), x)
     return x
 
 
 def broadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
     """Overwrite `x` with that of rank `root`, which sends it n-1 times; returns `x`."""
     axis.transport.broadcast(x.view(-1), root).wait()
-    _count(axis, "broadcast", x.numel() * (axis.size - 1) if axis.rank == root else 0, x)
     return x
 
 
@@ -105,7 +100,6 @@ def all_to_all(
     out = x.new_empty((sum(out_counts), *x.shape[1:]))
     elements = [c * row for c in out_counts], [c * row for c in in_counts]
     axis.transport.all_to_all(out.view(-1), x.contiguous().view(-1), *elements).wait()
-    _count(axis, "all_to_all", sum(elements[1]) - elements[1][axis.rank], x)
     return out
 
 
@@ -115,7 +109,6 @@ def send(x: Tensor, axis: Axis, to: int) -> None:
     It may return only when that rank receives: of two that send to each other, one receives first.
     """
     axis.transport.send(x.contiguous(), to).wait()
-    _count(axis, "send", x.numel(), x)
 
 
 def receive(out: Tensor, axis: Axis, source: int) -> Tensor:
@@ -133,9 +126,7 @@ def begin_send(x: Tensor, axis: Axis, to: int) -> Pending:
     each other each would wait for the other to receive.  What `begin_send` sends `begin_receive`
     takes; what `send` sends, `receive`.
     """
-    pending = _way(axis, axis.rank, to).send(x.detach().contiguous(), to)
-    _count(axis, "send", x.numel(), x)
-    return pending
+    return _way(axis, axis.rank, to).send(x.detach().contiguous(), to)
 
 
 def begin_receive(out: Tensor, axis: Axis, source: int) -> Pending:
@@ -147,15 +138,18 @@ def open_ways(axis: Axis, ways: Iterable[tuple[int, int]], device: torch.device)
     """Make ready to `begin_send` along these ways, each from a rank to another; called by all.
 
     NCCL joins two ranks at their first message, for which both must come.  So before messages go
-    as they will, one goes each way, in one order on all ranks.  They are not counted.
+    as they will, one of an element goes each way, in one order on all ranks; the ledger has them
+    under phase "open".
     """
     for transport in (axis.transport, axis.behind):
         transport.ready()
     for source, to in sorted(set(ways)):
+        one = torch.zeros(1, device=device)
         if axis.rank == source:
-            _way(axis, source, to).send(torch.zeros(1, device=device), to).wait()
+            with axis.ledger.phase("open"):
+                _way(axis, source, to).send(one, to).wait()
         elif axis.rank == to:
-            _way(axis, source, to).receive(torch.zeros(1, device=device), source).wait()
+            _way(axis, source, to).receive(one, source).wait()
 
 
 def _way(axis: Axis, source: int, to: int) -> Transport:
@@ -165,8 +159,3 @@ def _way(axis: Axis, source: int, to: int) -> Transport:
 def barrier(axis: Axis) -> None:
     """Return when every rank of the axis has come here."""
     axis.transport.barrier()
-
-
-def _count(axis: Axis, kind: str, elements: int, x: Tensor) -> None:
-    if axis.size > 1:
-        axis.ledger.write(axis.name, kind, elements, x.element_size())

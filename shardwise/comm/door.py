@@ -1,13 +1,13 @@
 """this file is the one door: every byte between ranks passes through it.
 
-    start     the work itself, on flat tensors, returning a `Pending`; counted in the ledger
+    start     the work itself, on flat tensors, returning a `Pending`
     move      the same for tensors of any shape, waited for, and differentiable
     gather, scatter                 of any shape too, not differentiable
     begin_scatter                   the same, to be waited for later
 
 No collective has a backward of its own: the backward of `src -> dst` is `dst.dual -> src.dual`,
 so one autograd function serves them all.  On an axis of one rank both are free, so no caller
-asks whether a parallelism is on.
+asks whether a parallelism is on.  The transports count what they send (ledger.py), not the door.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.layout import Placement
-from shardwise.core.moves import price, what
+from shardwise.core.moves import what
 
 
 def start(
@@ -37,22 +37,19 @@ def start(
     Raises:
         ValueError: there is no such move between flat tensors.
     """
-    whole = max(x.numel(), out.numel())
-    step = price(src, dst, whole, axis.size)
+    asked = what(src, dst)
     transport = axis.behind if behind else axis.transport
-    match step.what:
+    match "keep" if axis.size == 1 else asked:
         case "keep":
-            pending = _kept(out, x)
+            return _kept(out, x)
         case "all_gather":
-            pending = transport.all_gather(out, x)
+            return transport.all_gather(out, x)
         case "reduce_scatter":
-            pending = transport.reduce_scatter(out, x)
+            return transport.reduce_scatter(out, x)
         case "all_reduce":
-            pending = transport.all_reduce(x)
+            return transport.all_reduce(x)
         case _:
             raise ValueError(f"{src} -> {dst} has no form for flat tensors; use move")
-    _write(axis, step.what, round(step.sent), x)
-    return pending
 
 
 def begin_scatter(x: Tensor, axis: Axis, dim: int) -> Callable[[], Tensor]:
@@ -61,32 +58,19 @@ def begin_scatter(x: Tensor, axis: Axis, dim: int) -> Callable[[], Tensor]:
     It is called once, and until then `x` is left alone.
     Raises InputError for a dim that the axis's ranks do not divide.
     """
-    _write_scatter(x, axis, dim)
+    _check_even(x, dim, axis.size)
     return axis.transport.reduce_scatter_along(x, dim)
 
 
 def scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """`begin_scatter`, and wait for it."""
-    _write_scatter(x, axis, dim)
+    _check_even(x, dim, axis.size)
     return axis.transport.reduce_scatter_at_once(x, dim)
 
 
 def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """S(dim) -> R of `x` of any shape: the whole."""
-    _write(axis, "all_gather", x.numel() * (axis.size - 1), x)
     return axis.transport.all_gather_along(x, dim)
-
-
-def _write_scatter(x: Tensor, axis: Axis, dim: int) -> None:
-    n = axis.size
-    _check_even(x, dim, n)
-    # the price of it, which takes longer to ask for than to count
-    _write(axis, "reduce_scatter", x.numel() // n * (n - 1), x)
-
-
-def _write(axis: Axis, kind: str, sent: int, x: Tensor) -> None:
-    if sent:
-        axis.ledger.write(axis.name, kind, sent, x.element_size())
 
 
 def _kept(out: Tensor, x: Tensor) -> Pending:
@@ -102,7 +86,7 @@ def move(
     dst: Placement,
     returning: Callable[[], None] | None = None,
 ) -> Tensor:
-    """Give `x` another placement on `axis`.  Differentiable, counted, free when nothing moves.
+    """Give `x` another placement on `axis`.  Differentiable, free when nothing moves.
 
     `x` is this rank's part: of S(d), the block of dim d.  Dims that are split must divide evenly.
     `returning` is called whenever a gradient goes back this way, where something moves.
@@ -167,7 +151,6 @@ def _swap_dims(x: Tensor, axis: Axis, src_dim: int, dst_dim: int) -> Tensor:
     out = torch.empty_like(blocks)
     counts = [blocks[0].numel()] * n
     axis.transport.all_to_all(out.view(-1), blocks.view(-1), counts, counts).wait()
-    axis.ledger.write(axis.name, "all_to_all", blocks.numel() // n * (n - 1), x.element_size())
     return torch.cat(list(out), src_dim)
 
 

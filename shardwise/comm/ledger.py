@@ -1,22 +1,27 @@
-"""this file is the ledger: what every move sent, by axis, kind and phase.
+"""The ledger of one rank: what it handed to other ranks, by axis, kind and phase.
 
-    axis     the mesh axis the move went along ("dp", "tp", ...)
-    kind     what was done (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send)
-    phase    when it was done (start, forward, backward, update, check): the engine says
+    axis     the mesh axis ("dp", "tp", ...)
+    kind     the collective (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send)
+    phase    when it was begun (open, start, forward, backward, update, check), which the engine
+             sets
 
-A rank counts what *it* hands to other ranks.  Nothing is sampled or estimated: the door writes a
-line for each call, from the tensor it was given.
+A transport writes it, at the last point before a tensor goes to torch.distributed or into memory
+that a peer reads.  The numbers come from the tensor that is handed over there.  Neither the door,
+which decides what to ask of a transport, nor the prediction takes part: see volume.py.
 """
 
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
+
+from torch import Tensor
+
+from shardwise.comm.volume import Volume
 
 
 class Key(NamedTuple):
-    """One line of the ledger."""
+    """What a line of the ledger is found by."""
 
     axis: str
     kind: str
@@ -25,59 +30,79 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Tally:
-    """How much went through one line: calls, elements and bytes this rank sent."""
+    """The totals of one line: calls; elements and bytes this rank handed over; peers.
+
+    `peers` are the ranks that received something in a call, added up over the calls.
+    """
 
     calls: int = 0
     elements: int = 0
     sent_bytes: int = 0
+    peers: int = 0
 
     def __add__(self, other: "Tally") -> "Tally":
-        return Tally(
-            self.calls + other.calls,
-            self.elements + other.elements,
-            self.sent_bytes + other.sent_bytes,
-        )
+        return Tally(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
     def __sub__(self, other: "Tally") -> "Tally":
-        return Tally(
-            self.calls - other.calls,
-            self.elements - other.elements,
-            self.sent_bytes - other.sent_bytes,
-        )
+        return Tally(*(a - b for a, b in zip(astuple(self), astuple(other), strict=True)))
 
 
-def _nothing() -> list[int]:  # by name, so that a ledger can be pickled
-    return [0, 0, 0]
+class Line:
+    """The running totals of one line.  A Tally made for each message would cost more than it."""
+
+    __slots__ = ("calls", "elements", "peers", "sent_bytes")
+
+    def __init__(self) -> None:
+        self.calls = self.elements = self.sent_bytes = self.peers = 0
+
+    def message(self, x: Tensor) -> None:
+        """All of `x` goes to one peer."""
+        numel = x.numel()
+        self.elements += numel
+        self.sent_bytes += numel * x.element_size()
+        self.peers += 1
+
+    def collective(self, x: Tensor, volume: Volume) -> None:
+        """A library carries out a collective on `x`, of which this rank hands over `volume`."""
+        self.elements += volume.elements
+        self.sent_bytes += volume.elements * x.element_size()
+        self.peers += volume.peers
+
+    @property
+    def tally(self) -> Tally:
+        """The totals so far."""
+        return Tally(self.calls, self.elements, self.sent_bytes, self.peers)
 
 
 class Ledger:
     """The running totals of one rank."""
 
     def __init__(self) -> None:
-        #: calls, elements, bytes; a Tally made for each write would take longer than the write
-        self._totals: defaultdict[tuple[str, str, str], list[int]] = defaultdict(_nothing)
+        self._lines: dict[tuple[str, str, str], Line] = {}
         self.now = "start"
 
     @property
     def lines(self) -> dict[Key, Tally]:
         """The totals so far, as a new dict each time."""
-        return {Key(*key): Tally(*totals) for key, totals in self._totals.items()}
+        return {Key(*key): line.tally for key, line in self._lines.items()}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Write everything that is sent inside this block under phase `name`."""
+        """Write everything that is begun inside this block under phase `name`."""
         before, self.now = self.now, name
         try:
             yield
         finally:
             self.now = before
 
-    def write(self, axis: str, kind: str, elements: int, element_bytes: int) -> None:
-        """Add one call that sent `elements` elements of `element_bytes` bytes each."""
-        totals = self._totals[axis, kind, self.now]
-        totals[0] += 1
-        totals[1] += elements
-        totals[2] += elements * element_bytes
+    def begin(self, axis: str, kind: str) -> Line:
+        """One more call of this kind in the present phase; the line in which its messages count."""
+        key = axis, kind, self.now
+        line = self._lines.get(key)
+        if line is None:
+            line = self._lines[key] = Line()
+        line.calls += 1
+        return line
 
     def copy(self) -> dict[Key, Tally]:
         """The totals so far, to be given to `since` later."""
@@ -90,4 +115,4 @@ class Ledger:
 
     def sent_bytes(self) -> int:
         """All bytes this rank has sent."""
-        return sum(tally.sent_bytes for tally in self.lines.values())
+        return sum(line.sent_bytes for line in self._lines.values())

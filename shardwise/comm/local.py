@@ -20,3 +20,18 @@ def require_local(ranks: int) -> None:
             f"up to {most} processes here; more on several machines, each started by torchrun",
             "fewer ranks, such as dp2",
         )
+
+
+def require_cores(ranks: int, plan: str) -> None:
+    """Raise InputError for more processes than processor cores, which nobody asked for.
+
+    So a plan for a cluster is not started on a laptop by accident.
+    """
+    cores = os.cpu_count() or 1
+    if ranks > cores:
+        raise bad(
+            f"the plan '{plan}', which needs {ranks} processes, on a machine with {cores} "
+            f"processor core{'s' * (cores > 1)}",
+            f"up to {cores} without --nproc, and more where --nproc asks for them",
+            f"--nproc {ranks}",
+        )

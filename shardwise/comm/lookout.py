@@ -1,4 +1,4 @@
-"""this file is a rank's look-out: whether it waits for ranks whose function has returned.
+"""The look-out of a rank: a thread that gives signs of life, and sees waits that cannot end.
 
     rank 0    step   step   all_gather ..........      has stood there for 3 s, in a collective
     rank 1    step   done   (stays for what it has sent, and sends no more)
@@ -9,74 +9,94 @@ first to see that fails with the place at which its program stands.  Where none 
 for another kind of message than the others have sent: it takes them longer to be sure of that.
 """
 
-import sys
+import os
 import threading
 import time
 import traceback
 from collections.abc import Collection
-from pathlib import Path
+from contextlib import suppress
+from dataclasses import replace
 from types import FrameType
-from typing import TypeGuard
 
 import torch
-from torch.distributed import distributed_c10d
 
+from shardwise.comm.beat import Beat
+from shardwise.comm.host import host_number
+from shardwise.comm.limits import read_limits
 from shardwise.comm.room import Room
+from shardwise.comm.standing import Standing
 
+LOOKOUT = "look-out"  # the name of the threads
 _GLANCE_S = 0.5
 _LOOKS = 6  # in a row that find a rank where it was, with nothing done
 _MORE_LOOKS = 20  # where no rank is done
 _IDLE_S = 0.2 * _GLANCE_S  # more of a processor's time than this in a glance: messages move
-#: Where a program stands that waits for other ranks: in this folder, or in torch's collectives.
-_MEETING = (str(Path(__file__).parent), str(distributed_c10d.__file__))
 
 
-def look_out(room: Room, rank: int, ours: Collection[str]) -> None:
-    """Begin to look, beside the calling thread, until that has its result.
+class LookOut:
+    """The thread, which looks at the thread that makes it until `stop`.
 
-    `ours` are files whose frames the place is told without.
+    `around` are files whose frames the place is told without.
     """
-    program = threading.get_ident()
-    threading.Thread(
-        target=_look, args=(room, rank, program, ours), name="look-out", daemon=True
-    ).start()
+
+    def __init__(self, room: Room, rank: int, around: Collection[str]) -> None:
+        self.room, self.rank, self.around = room, rank, around
+        self.standing = Standing(threading.get_ident(), around)
+        self.beat = Beat(0, os.getpid(), host_number())
+        self.beat_s = read_limits().beat_s
+        room.send_beat(rank, self.beat)
+        self.stopped = threading.Event()
+        self.threads = [
+            threading.Thread(target=each, name=LOOKOUT, daemon=True)
+            for each in (self._look, self._beat)
+        ]
+        for thread in self.threads:
+            thread.start()
+
+    def stop(self) -> None:
+        """End the threads, and with them their references to the program's frames.
+
+        A process group that such a frame keeps alive would otherwise be destroyed by a thread
+        while the interpreter ends, which aborts the process.
+        """
+        self.stopped.set()
+        for thread in self.threads:
+            thread.join()
+        self.standing.meeting = None
+        self.room.send_beat(self.rank, replace(self.beat, left=True, waits_s=0.0))
+
+    def _beat(self) -> None:
+        standing = Standing(self.standing.ident, self.around)
+        while not self.stopped.is_set():
+            standing.look()
+            count, calls = self.beat.count + 1, standing.calls()
+            self.beat = replace(self.beat, count=count, calls=calls, waits_s=standing.waits_s)
+            with suppress(OSError):  # the launcher has gone, and its room; so will this rank
+                self.room.send_beat(self.rank, self.beat)
+            self.stopped.wait(self.beat_s)
+
+    def _look(self) -> None:
+        room, rank, standing = self.room, self.rank, self.standing
+        looks, spent_s = 0, 0.0
+        while not self.stopped.wait(_GLANCE_S):
+            done = room.finished()
+            idle_s, spent_s = spent_s + _IDLE_S, time.process_time()
+            still = standing.look() and spent_s < idle_s
+            looks = looks + 1 if still else 0
+            if not done and torch.cuda.is_initialized():  # a processor may wait for its own GPU
+                looks = 0
+            enough = _LOOKS if done else _MORE_LOOKS
+            room.waits(rank, looks >= enough)
+            if standing.meeting is None or looks <= enough:
+                continue
+            if len(done | room.waiting()) == room.ranks:
+                room.fail(rank, _told(standing.meeting[0], sorted(done), self.around))
+                return
 
 
-def _look(room: Room, rank: int, program: int, ours: Collection[str]) -> None:
-    stands: tuple[FrameType, int] | None = None
-    looks, spent_s = 0, 0.0
-    while rank not in (done := room.finished()):
-        time.sleep(_GLANCE_S)
-        before, stands = stands, _stands(program)
-        idle_s, spent_s = spent_s + _IDLE_S, time.process_time()
-        still = stands is not None and stands == before and spent_s < idle_s
-        looks = looks + 1 if still else 0
-        if not done and torch.cuda.is_initialized():  # a processor may wait for its own GPU there
-            stands = None
-        enough = _LOOKS if done else _MORE_LOOKS
-        room.waits(rank, looks >= enough)
-        if stands is not None and looks > enough and len(done | room.waiting()) == room.ranks:
-            room.fail(rank, _told(stands[0], sorted(done), ours))
-            return
-
-
-def _stands(program: int) -> tuple[FrameType, int] | None:
-    """The call in which the program is, where it is one that other ranks are to join."""
-    frame = sys._current_frames().get(program)
-    if not _meets(frame):
-        return None
-    while _meets(frame.f_back):  # who watches a mailbox is in another call each time
-        frame = frame.f_back
-    return frame, frame.f_lasti
-
-
-def _meets(frame: FrameType | None) -> TypeGuard[FrameType]:
-    return frame is not None and frame.f_code.co_filename.startswith(_MEETING)
-
-
-def _told(frame: FrameType, done: Collection[int], ours: Collection[str]) -> str:
+def _told(frame: FrameType, done: Collection[int], around: Collection[str]) -> str:
     stack = traceback.extract_stack(frame)
-    first = max((i for i, each in enumerate(stack) if each.filename in ours), default=-1) + 1
+    first = max((i for i, each in enumerate(stack) if each.filename in around), default=-1) + 1
     told = "every rank waits here or elsewhere for another, and none can go on"
     if done:
         ranks = f"rank {', '.join(map(str, done))} {'has' if len(done) == 1 else 'have'}"

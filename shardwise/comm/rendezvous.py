@@ -17,6 +17,8 @@ from shardwise.core.errors import bad
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
+#: Set by our launcher, for the ranks it starts, to its own process number.
+LAUNCHER = "SHARDWISE_LAUNCHER"
 #: Ports for Slurm jobs: above the registered services, below what systems give to clients.
 _PORTS = range(15000, 32000)
 
@@ -49,6 +51,21 @@ def environment(variables: Mapping[str, str] | None = None) -> Start | None:
     if "SLURM_STEP_NUM_TASKS" in given and "SLURM_PROCID" in given:
         return _slurm(given)
     return None
+
+
+def launched(variables: Mapping[str, str] | None = None) -> bool:
+    """Whether our own launcher started this process, and watches it."""
+    return (os.environ if variables is None else variables).get(LAUNCHER) == str(os.getppid())
+
+
+def local_rank(rank: int, variables: Mapping[str, str] | None = None) -> int:
+    """The rank among those of this host: what a launcher says of it; else `rank`, as on one host.
+
+    For a process that has met the others by means of its own: nothing else is asked for.
+    """
+    given = os.environ if variables is None else variables
+    told = [given.get(name, "") for name in ("LOCAL_RANK", "SLURM_LOCALID")]
+    return next((int(text) for text in told if text.isdecimal()), rank)
 
 
 def _torchrun(given: Mapping[str, str]) -> Start:

@@ -21,7 +21,6 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 from weakref import WeakSet
@@ -30,6 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwise.comm.host import host_number
+from shardwise.comm.ledger import Line
+from shardwise.comm.limits import read_limits
 from shardwise.comm.mailbox import HEAD, Arrival, Hold, Inbox, Outbox
 
 #: What all mailboxes of a group take together, and the most that one message may.
@@ -50,6 +52,7 @@ class Mailboxes:
     def __init__(self, memory: mmap.mmap, group: dist.ProcessGroup, pids: Sequence[int]) -> None:
         self.group, self.pids, ranks = group, list(pids), len(pids)
         self.memory = memory  # kept mapped
+        self.patience_s = read_limits().patience_s + 60.0  # a rank that hangs is found before
         self.most_bytes = min(MESSAGE_BYTES, room_bytes(ranks) // 2)
         me = group.rank()
         others = [rank for rank in range(ranks) if rank != me]
@@ -79,8 +82,9 @@ class Mailboxes:
         """Whether a message goes this way; both ends find the same."""
         return x.nbytes <= self.most_bytes
 
-    def send(self, x: Tensor, to: int) -> list[Callable[[], object]]:
-        """Hand `x` to rank `to`; what to call before its memory is free again."""
+    def send(self, x: Tensor, to: int, line: Line) -> list[Callable[[], object]]:
+        """Hand `x` to rank `to`, counted in `line`; what to call before `x` may be changed."""
+        line.message(x)
         if self.out[to].put(x):
             return []
         return by_gloo(self.group, x, to, TAG)
@@ -101,6 +105,7 @@ class Mailboxes:
         outgoing: Sequence[Tensor],
         peers: Sequence[int],
         make: Callable[[list[Tensor]], Tensor],
+        line: Line,
     ) -> Callable[[], Tensor]:
         """Send one message a peer, and expect one of its shape from each, see gloo.py."""
         met: list[Tensor] = []
@@ -114,7 +119,7 @@ class Mailboxes:
         waits: list[Callable[[], Any]] = []
         for peer, x in zip(peers, outgoing, strict=True):
             waits.append(self.read(x, peer, use))
-            leaving += self.send(x, peer)
+            leaving += self.send(x, peer, line)
 
         def end() -> Tensor:
             made = waits[0]()
@@ -124,15 +129,15 @@ class Mailboxes:
 
         return end
 
-    def swap(self, x: Tensor, peer: int, use: Callable[[Tensor], Tensor]) -> Tensor:
+    def swap(self, x: Tensor, peer: int, use: Callable[[Tensor], Tensor], line: Line) -> Tensor:
         """Send `x`, and wait for what comes of its shape; what `use` makes of that, where it lies.
 
         `meet` with one peer and at once, in half its time.
         """
         inbox, looks = self.into[peer], 0
         if inbox.expected:
-            return self.meet([x], [peer], lambda met: use(met[0]))()
-        leaving = self.send(x, peer)
+            return self.meet([x], [peer], lambda met: use(met[0]), line)()
+        leaving = self.send(x, peer, line)
         while not inbox.ready:
             looks += 1
             if looks > self.looks:
@@ -180,6 +185,11 @@ class Mailboxes:
         time.sleep(SLEEP_S * min(1 + slept // LONGER, 20))
         if looks % 1000 == 0 and not _lives(self.pids[source]):
             raise RuntimeError(f"rank {source} of the group is gone: process {self.pids[source]}")
+        if slept * 20 * SLEEP_S > self.patience_s:  # no less has passed by far
+            raise RuntimeError(
+                f"rank {source} of the group has not come for {self.patience_s:.0f} s, and is "
+                "waited for here"
+            )
 
 
 def by_gloo(group: dist.ProcessGroup, x: Tensor, to: int, tag: int) -> list[Callable[[], object]]:
@@ -233,19 +243,8 @@ def _head_bytes(ranks: int) -> int:
 
 
 def _host() -> int:
-    """A number that ranks have in common if they share memory, processes and network; 0: none.
-
-    Ranks in network namespaces of their own are on hosts of their own to whoever measures a link.
-    """
-    if platform.system() != "Linux" or platform.machine() != "x86_64":
-        return 0
-    try:
-        told: list[object] = [Path("/proc/sys/kernel/random/boot_id").read_text()]
-        told += [Path(f"/proc/self/ns/{kind}").stat().st_ino for kind in ("net", "pid")]
-    except OSError:
-        return 0
-    found = blake2b(repr(told).encode(), digest_size=7)
-    return int.from_bytes(found.digest(), "big")
+    """The number of this host, where its memory can be shared; 0 elsewhere."""
+    return host_number() if platform.machine() == "x86_64" else 0
 
 
 def _create(ranks: int) -> int:

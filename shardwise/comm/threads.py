@@ -6,7 +6,9 @@ Ranks meet at a board: each writes what it brings, all wait, each reads what it 
         rank 1   write  | gate read  | gate
         rank 2   write  |      read  |
 
-It proves logic, not transports.  A rank that fails breaks every gate, so the others stop at once.
+A tensor on the board counts by the definition of its collective (volume.py), as it does where a
+library carries the collective out.  It proves logic, not transports.  A rank that fails breaks
+every gate, so the others stop at once.
 """
 
 import queue
@@ -18,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.comm import volume
+from shardwise.comm.ledger import Line
 from shardwise.comm.transport import Links, Pending, Transport
 from shardwise.core.errors import RankError
 
@@ -66,7 +70,9 @@ class Threads(Transport):
     def __init__(self, rank: int, board: Board) -> None:
         self.rank, self.size, self.board = rank, len(board.slots), board
 
-    def _swap(self, mine: Any) -> list[Any]:
+    def _swap(self, mine: Any, x: Tensor, line: Line, sent: volume.Volume) -> list[Any]:
+        """Show `mine` to the others, which hands over `sent` elements of `x`; what all show."""
+        line.collective(x, sent)
         self.board.slots[self.rank] = mine
         self.board.gate.wait(PATIENCE_S)
         everyone = list(self.board.slots)
@@ -74,30 +80,39 @@ class Threads(Transport):
 
     def _done(self) -> Pending:
         self.board.gate.wait(PATIENCE_S)
+        self.board.slots[self.rank] = None  # everybody has read; what was shown is not kept
         return Pending()
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
-        stack = torch.stack(self._swap(x))
+        return self._reduce(x, op, "all_reduce", volume.all_reduce(x.numel(), self.size))
+
+    def _reduce(self, x: Tensor, op: str, kind: str, sent: volume.Volume) -> Pending:
+        stack = torch.stack(self._swap(x, x, self.begin(kind), sent))
         total = {"sum": stack.sum, "max": stack.amax, "min": stack.amin}[op](0)
         self.board.gate.wait(PATIENCE_S)  # nobody overwrites before everybody has read
         x.copy_(total)
         return self._done()
 
     def reduce(self, x: Tensor, root: int, op: str = "sum") -> Pending:
-        return self.all_reduce(x, op)
+        return self._reduce(x, op, "reduce", volume.reduce(x.numel(), self.rank == root))
 
     def broadcast(self, x: Tensor, root: int) -> Pending:
-        x.copy_(self._swap(x)[root].clone())
+        sent = volume.broadcast(x.numel(), self.size, self.rank == root)
+        x.copy_(self._swap(x, x, self.begin("broadcast"), sent)[root].clone())
         return self._done()
 
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
-        parts = [part.clone() for part in self._swap(x)]
+        sent = volume.all_gather(x.numel(), self.size)
+        parts = [part.clone() for part in self._swap(x, x, self.begin("all_gather"), sent)]
         self.board.gate.wait(PATIENCE_S)
         torch.cat(parts, out=out)
         return self._done()
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
-        blocks = [whole.chunk(self.size)[self.rank] for whole in self._swap(x)]
+        """Every rank adds up its own block of what the others brought."""
+        sent = volume.reduce_scatter(out.numel(), self.size)
+        shown = self._swap(x, x, self.begin("reduce_scatter"), sent)
+        blocks = [whole.chunk(self.size)[self.rank] for whole in shown]
         total = torch.stack(blocks).sum(0)
         self.board.gate.wait(PATIENCE_S)
         out.copy_(total)
@@ -107,13 +122,14 @@ class Threads(Transport):
         self, out: Tensor, x: Tensor, out_counts: Sequence[int], in_counts: Sequence[int]
     ) -> Pending:
         """Every rank reads its own part of what the others brought."""
-        parts = [
-            whole.split(list(counts))[self.rank] for whole, counts in self._swap((x, in_counts))
-        ]
+        sent = volume.all_to_all(in_counts, self.rank)
+        shown = self._swap((x, in_counts), x, self.begin("all_to_all"), sent)
+        parts = [whole.split(list(counts))[self.rank] for whole, counts in shown]
         out.copy_(torch.cat(parts))
         return self._done()
 
     def send(self, x: Tensor, to: int) -> Pending:
+        self.begin("send").message(x)
         self.board.wires[self.rank, to].put(x.clone())
         return Pending()
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from shardwise.comm import volume
 from shardwise.comm.transport import Links, Pending, Transport
 
 
@@ -18,29 +19,37 @@ class Trace(Transport):
         self.rank, self.size = rank, size
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
+        self.begin("all_reduce").collective(x, volume.all_reduce(x.numel(), self.size))
         return Pending()
 
     def reduce(self, x: Tensor, root: int, op: str = "sum") -> Pending:
+        self.begin("reduce").collective(x, volume.reduce(x.numel(), self.rank == root))
         return Pending()
 
     def broadcast(self, x: Tensor, root: int) -> Pending:
+        sent = volume.broadcast(x.numel(), self.size, self.rank == root)
+        self.begin("broadcast").collective(x, sent)
         return Pending()
 
     def all_gather(self, out: Tensor, x: Tensor) -> Pending:
+        self.begin("all_gather").collective(x, volume.all_gather(x.numel(), self.size))
         out.view(self.size, -1).copy_(x.clone())  # as if every rank brought the same
         return Pending()
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
+        self.begin("reduce_scatter").collective(x, volume.reduce_scatter(out.numel(), self.size))
         out.copy_(x.view(self.size, -1)[self.rank])
         return Pending()
 
     def all_to_all(
         self, out: Tensor, x: Tensor, out_counts: Sequence[int], in_counts: Sequence[int]
     ) -> Pending:
+        self.begin("all_to_all").collective(x, volume.all_to_all(in_counts, self.rank))
         out.zero_()
         return Pending()
 
     def send(self, x: Tensor, to: int) -> Pending:
+        self.begin("send").message(x)
         return Pending()
 
     def receive(self, x: Tensor, source: int) -> Pending:

@@ -2,7 +2,10 @@
 
 Every transport speaks of one-dimensional contiguous tensors, starts the work, and returns a
 `Pending`; the two `along` a dim take any shape and strides, and return what to call for the result.
-The door (door.py) decides what to ask for and counts it; nobody else calls these.
+The door (door.py) decides what to ask for; nobody else calls these.
+
+Every transport counts, in the ledger of the axis it works for, what it hands to other ranks, at the
+point where it does: `begin` gives the line of a call, in which each message is counted.
 
     Alone    a world of one: nothing to do
     Threads  ranks are threads of this process (tests, and a first look on a laptop)
@@ -10,11 +13,15 @@ The door (door.py) decides what to ask for and counts it; nobody else calls thes
     Trace    no data at all: what would be sent by any world, on any machine
 """
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
+
+from shardwise.comm.ledger import Ledger, Line
 
 
 class Pending:
@@ -50,10 +57,25 @@ class Pending:
 
 
 class Transport(ABC):
-    """The collectives of one group of ranks; `rank` is this rank's place in it."""
+    """The collectives of one group of ranks; `rank` is this rank's place in it.
+
+    Only one that `counted` returned can send.
+    """
 
     rank: int
     size: int
+    axis: str
+    ledger: Ledger
+
+    def counted(self, axis: str, ledger: Ledger) -> Self:
+        """The same group of ranks, for this axis: what is sent counts in `ledger`."""
+        one = copy.copy(self)
+        one.axis, one.ledger = axis, ledger
+        return one
+
+    def begin(self, kind: str) -> Line:
+        """The ledger's line for one more call of this kind."""
+        return self.ledger.begin(self.axis, kind)
 
     @abstractmethod
     def all_reduce(self, x: Tensor, op: str = "sum") -> Pending:

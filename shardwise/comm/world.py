@@ -10,24 +10,27 @@ The world is a value that is passed along; nothing in Shardwise asks for "the cu
 import atexit
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.alone import Alone, AloneLinks
 from shardwise.comm.ledger import Ledger
+from shardwise.comm.limits import Limits, read_limits
 from shardwise.comm.malloc import keep_freed_memory
-from shardwise.comm.rendezvous import environment
-from shardwise.comm.torch_links import TorchLinks, device_mesh
+from shardwise.comm.peers import watch_peers
+from shardwise.comm.refusal import show_refusals
+from shardwise.comm.rendezvous import Start, environment, launched, local_rank
+from shardwise.comm.start import meet
+from shardwise.comm.torch_links import TorchLinks, device_mesh, group_timeout
 from shardwise.comm.trace import TraceLinks
 from shardwise.comm.transport import Links, Transport
-from shardwise.core.errors import bad
+from shardwise.core.errors import InputError, bad
+from shardwise.core.hook import no_copy
 from shardwise.core.mesh import Mesh
-
-#: How long a collective may wait for a rank that neither comes nor dies.
-PATIENCE = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -35,13 +38,19 @@ class Axis:
     """A named axis of the mesh, seen from one rank.
 
     `transport` carries what the next computation waits for, `behind` what runs behind it (gradient
-    reductions): two queues, so that neither holds up the other.
+    reductions): two queues, so that neither holds up the other.  Both count in `ledger`.
     """
 
     name: str
     transport: Transport = field(default_factory=Alone)
     behind: Transport = field(default_factory=Alone)
     ledger: Ledger = field(default_factory=Ledger)
+
+    def __reduce__(self) -> Any:
+        """Copied and pickled only where there are no process groups in it."""
+        if self.size > 1:
+            raise no_copy("model on several ranks")
+        return Axis, (self.name,)
 
     @property
     def rank(self) -> int:
@@ -52,6 +61,11 @@ class Axis:
     def size(self) -> int:
         """How many ranks the axis has."""
         return self.transport.size
+
+
+def counted_axis(name: str, queues: Sequence[Transport], ledger: Ledger) -> Axis:
+    """The axis over these queues, none or both, which count what they send in `ledger`."""
+    return Axis(name, *(queue.counted(name, ledger) for queue in queues), ledger=ledger)
 
 
 @dataclass(frozen=True)
@@ -91,8 +105,9 @@ class World:
                 lines = mesh.lines(name)
                 now = self.links.transport(name, lines, self.rank)
                 behind = self.links.transport(name, lines, self.rank, "behind")
-                opened.append(Axis(name, now, behind, ledger))
-        everyone = replace(self.everyone, ledger=ledger)
+                opened.append(counted_axis(name, (now, behind), ledger))
+        here = self.everyone
+        everyone = counted_axis(here.name, (here.transport, here.behind), ledger)
         return replace(self, mesh=mesh, axes=tuple(opened), everyone=everyone, ledger=ledger)
 
     def within(self, name: str, groups: Sequence[Sequence[int]]) -> Axis:
@@ -108,7 +123,7 @@ class World:
         # opened by ranks that are alone too: every rank opens the same, in one order
         pair = [self.links.transport(name, lines, self.rank, queue) for queue in ("now", "behind")]
         opened = pair if len(mine) > 1 else []
-        return Axis(name, *opened, ledger=self.ledger)
+        return counted_axis(name, opened, self.ledger)
 
     def device_mesh(self) -> DeviceMesh:
         """These axes as torch's DeviceMesh, on the same process groups; axes of one rank left out.
@@ -143,9 +158,8 @@ def world_of(rank: int, size: int, device: torch.device, links: Links) -> World:
     lines = [list(range(size))]
     queues = ("now", "behind") if size > 1 else ()
     pair = [links.transport("world", lines, rank, queue) for queue in queues]
-    return World(
-        rank, size, device, links, everyone=Axis("world", *pair, ledger=ledger), ledger=ledger
-    )
+    everyone = counted_axis("world", pair, ledger)
+    return World(rank, size, device, links, everyone=everyone, ledger=ledger)
 
 
 def alone(device: torch.device | str = "cpu") -> World:
@@ -158,47 +172,68 @@ def traced(rank: int, size: int) -> World:
     return world_of(rank, size, torch.device("cpu"), TraceLinks())
 
 
-def init(device: str | None = None) -> World:
+def init(device: str | None = None, *, shared_memory: bool = True) -> World:
     """The world this process was started in.
 
-    An initialised `torch.distributed` is used as it is; else torchrun's environment, then Slurm's;
-    else this is a world of one.  `device` is "cpu", "cuda", or None: CUDA where every local rank
-    can have a GPU.
+    An initialised `torch.distributed` is used, however it was initialised: the environment is not
+    looked at.  Else torchrun's environment, then Slurm's; else this is a world of one.  `device` is
+    "cpu", "cuda", or None: CUDA where every local rank can have a GPU.  Without `shared_memory`
+    ranks of one host send everything through their process group, as ranks of several hosts do.
+
+    From then on an InputError that ends a rank is shown as one paragraph (refusal.py).
 
     Raises:
         InputError: CUDA was asked for and there is none; the environment is incomplete; the world
-            of this process has been closed.
+            of this process has been closed; the ranks cannot meet, or not all came in time (see
+            start.py).
     """
-    start = environment()
-    local = start.local_rank if start else 0
-    where = _device(device, local)
-    if where.type == "cpu":
-        keep_freed_memory()
-    if not dist.is_initialized():
-        if start is None or (start.size == 1 and start.rank == 0 and start.address is None):
-            return alone(where)
-        if TorchLinks.left:
-            raise bad(
-                "sw.init() after world.close() in one process, whose ranks have parted",
-                "one world a process, which any number of engines share",
-                "world.close() as the program's last line",
-            )
-        _begin(start.rank, start.size, start.address, where)
-        links = TorchLinks(ours=True)
-        atexit.register(links.close)
-    else:
-        links = TorchLinks(ours=False)
+    if dist.is_initialized():
+        rank, size = dist.get_rank(), dist.get_world_size()
+        where = _device(device, local_rank(rank))
+        show_refusals(rank, size)
+        links = TorchLinks(ours=False, device_type=where.type, shared_memory=shared_memory)
+        return world_of(rank, size, _ready(where), links)
+    try:
+        start = environment()
+    except InputError:
+        show_refusals()
+        raise
+    where = _ready(_device(device, start.local_rank if start else 0))
+    if start is None or (start.size == 1 and start.rank == 0 and start.address is None):
+        return alone(where)
+    if TorchLinks.left:
+        raise bad(
+            "sw.init() after world.close() in one process, whose ranks have parted",
+            "one world a process, which any number of engines share",
+            "world.close() as the program's last line",
+        )
+    limits = read_limits()
+    show_refusals(start.rank)  # of a start that fails
+    store = _begin(start, where, limits)
+    show_refusals(start.rank, start.size)  # after torch, which sets a hook too
+    links = TorchLinks(ours=True, device_type=where.type, shared_memory=shared_memory)
+    if not launched():
+        links.peers = watch_peers(store, start.rank, start.size, limits)
+    atexit.register(links.close)
     return world_of(dist.get_rank(), dist.get_world_size(), where, links)
 
 
-def _begin(rank: int, size: int, address: str | None, device: torch.device) -> None:
+def _ready(device: torch.device) -> torch.device:
+    if device.type == "cpu":
+        keep_freed_memory()
+    return device
+
+
+def _begin(start: Start, device: torch.device, limits: Limits) -> Store:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "nccl"
+    store, timeout = meet(start, limits), group_timeout(limits)
     dist.init_process_group(
-        backend, init_method=address, rank=rank, world_size=size, timeout=PATIENCE
+        backend, store=store, rank=start.rank, world_size=start.size, timeout=timeout
     )
+    return store
 
 
 def _device(asked: str | None, local_rank: int) -> torch.device:

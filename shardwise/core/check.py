@@ -136,7 +136,7 @@ def _data_axes(plan: Plan) -> list[Problem]:
 
 def _world(plan: Plan, world_size: int | None) -> list[Problem]:
     """Ranks that were started and ranks that the plan needs."""
-    if world_size is None or world_size == plan.size:
+    if world_size is None or plan.completed(world_size).size == world_size:
         return []
     if world_size < 1:
         given = f"a world of {world_size} ranks"
@@ -144,8 +144,11 @@ def _world(plan: Plan, world_size: int | None) -> list[Problem]:
     needs = f"{plan.size} processes" if plan.size > 1 else "1 process"
     runs = "1 runs" if world_size == 1 else f"{world_size} run"
     product = "*".join(f"{name}{size}" for name, size in plan.axes) or "no axis, so one rank"
-    given = f"the plan '{plan}', which needs {needs} ({product}), where {runs}"
+    more = " or a multiple" * plan.open
+    given = f"the plan '{plan}', which needs {needs}{more} ({product}), where {runs}"
     allowed = "as many processes as the product of the plan's axes"
+    if plan.open:
+        allowed = "a multiple of the product of the plan's axes; the ranks left over are data ranks"
     instead = f"'{_fit(plan, world_size)}'"
     if plan == _runnable(plan):
         instead += f", or start {needs} for this one"

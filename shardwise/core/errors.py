@@ -21,6 +21,10 @@ class RunError(RuntimeError):
     """A run that began well has failed, as by a loss of NaN. The command line exits with 1."""
 
 
+class NonFiniteError(RunError):
+    """A loss or gradient that is infinite or no number; no weight was updated from it."""
+
+
 class RankError(RuntimeError):
     """One of several ranks has failed, and the others were ended for it.
 

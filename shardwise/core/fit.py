@@ -14,9 +14,10 @@ verify` by the numbers.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 
-from shardwise.core import block
+from shardwise.core import advice, block
 from shardwise.core.errors import Problem
 from shardwise.core.laid import Fault, Laid, told
 from shardwise.core.style import ModuleShape, Style, general, last, parent
@@ -39,6 +40,8 @@ def check(table: Table, modules: Mapping[str, ModuleShape], sp: bool, ranks: int
     if missing:
         return missing
     laid = Laid(table, modules, sp, ranks, matches(table, list(modules), sp))
+    if sp and not table.sequence:
+        return _advised(laid)
     if found := list(told(_kinds(laid))):
         return found
     if found := list(_heads(laid)):
@@ -47,6 +50,21 @@ def check(table: Table, modules: Mapping[str, ModuleShape], sp: bool, ranks: int
         return found
     faults = [*block.faults(laid), *_ties(laid), *_sequence(laid), *_sets(laid)]
     return [*_no_shards(laid), *told(faults)]
+
+
+def _advised(laid: Laid) -> list[Problem]:
+    """A table without entries for the sequence: a set that was checked, and what it leaves open."""
+    entries = advice.sequence(laid)
+    given = "sp with a table that has no entries for the sequence"
+    allowed = "a table whose sequence says what works on shards of it; docs/tensor-tables.md"
+    if not entries:
+        instead = "a plan without sp, or entries of your own: no repeated block has a style"
+        return [Problem(given, allowed, instead)]
+    table = replace(laid.table, sequence=tuple(entries.items()))
+    rest = check(table, laid.modules, True, laid.ranks)
+    line = f"sw.Table.of({{...}}, sequence={entries!r})"
+    more = f", and what follows for {len(rest)} more" if rest else ""
+    return [Problem(given, allowed, f"{line}{more}; `shardwise verify` proves it"), *rest]
 
 
 def _kinds(laid: Laid) -> Iterator[Fault]:
@@ -128,7 +146,7 @@ def _heads(laid: Laid) -> Iterator[Problem]:
         table.head_cuts(laid.ranks)
     except ValueError as error:
         given = f"tp{laid.ranks} for a model of {table.heads} query heads ({error})"
-        allowed = f"a degree from 1 to {table.heads}, so that every rank has a head"
+        allowed = f"the degrees 1 to {table.heads}, so that every rank has a head"
         yield Problem(given, allowed, f"tp{table.heads}")
 
 
@@ -203,10 +221,10 @@ def _sequence(laid: Laid) -> Iterator[Fault]:
             yield from _used_by_block(name, shape)
             continue
         what = "without an entry under sp, so that nothing sums its gradient over the shards"
+        if advice.mixes(shape):
+            what = f"a {shape.type_name}, which uses several positions and has only a shard of them"
         allowed = "an entry for all that has parameters and is not below a gather"
-        logits = ', or "vocabulary" if it makes the logits' if shape.kind == "linear" else ""
-        instead = f'sequence={{"{{name}}": "sequence"}}{logits}, or "whole" if its input is'
-        yield Fault(name, what, allowed, instead)
+        yield Fault(name, what, allowed, advice.entry(laid, name))
     for name in (name for name, shards in gathers.items() if not shards):
         what = 'as "gather", and no rowwise in it makes shards of the sequence again'
         allowed = "gather for a block that ends with a rowwise, as attention does"

@@ -4,11 +4,12 @@
     dp_replicate2 dp_shard4 zero2 accumulate:4
     dp2 tp2 pp2 zero1 1f1b:8 bf16
 
-Words come in any order; what is left out is one or the default. `Plan` holds what can be written;
-whether this version can run it, and on how many ranks, is for `check` to say.
+Words come in any order. A plan that names no data axis runs on any world that its other axes
+divide, and the remaining ranks are data ranks: `completed` fills `dp` in. Every other word left out
+has its default. `Plan` holds what can be written; `check` says whether this version can run it.
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from shardwise.core.errors import bad
@@ -80,8 +81,26 @@ class Plan:
 
     @property
     def size(self) -> int:
-        """How many ranks the plan needs."""
+        """How many ranks the axes named in the plan need; a plan that is `open` takes multiples."""
         return self.mesh.size
+
+    @property
+    def open(self) -> bool:
+        """Whether the plan names no data axis, so that the data ranks are what the world leaves."""
+        return not any(name.startswith("dp") for name, _ in self.axes)
+
+    def completed(self, ranks: int | None = None) -> "Plan":
+        """The plan on a world of so many ranks: with `dp` filled in if it is open.
+
+        None: the smallest world on which every word has an effect, so `zero3` is `dp2 zero3` and
+        `tp2` is `tp2`. A plan that does not fit the world is returned unchanged, for `check`.
+        """
+        if not self.open:
+            return self
+        if ranks is None:
+            ranks = self.size * (2 if self.size == 1 or self.row != "ddp" else 1)
+        data, over = divmod(ranks, self.size)
+        return self if over or data <= 1 else replace(self, axes=(*self.axes, ("dp", data)))
 
     @property
     def pipeline(self) -> str | None:

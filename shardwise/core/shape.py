@@ -94,12 +94,11 @@ class Crossed(NamedTuple):
 
 @dataclass(frozen=True)
 class BufferShape:
-    """One buffer: full name in the model, dims, element type; whether training changes it."""
+    """One buffer: full name in the model, dims, element type."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
-    changes: bool = False
 
     @property
     def stored_bytes(self) -> int:

@@ -156,7 +156,7 @@ def assign(table: Table, modules: Sequence[str], sp: bool) -> dict[str, Style]:
 
     The first pattern that matches a module wins, `sequence` entries first under `sp`; a module that
     is "whole" has no style. Raises InputError with every pattern that matches nothing and the
-    nearest name that would, and under `sp` for a table without `sequence`.
+    nearest name that would.
     """
     problems = unmatched(table, modules, sp)
     if problems:
@@ -176,7 +176,7 @@ def matches(table: Table, modules: Sequence[str], sp: bool) -> dict[str, Style]:
 
 
 def unmatched(table: Table, modules: Sequence[str], sp: bool) -> list[Problem]:
-    """A problem for each pattern that matches no module, and for `sp` without its entries."""
+    """A problem for each pattern that matches no module of the model."""
     names = [name for name in modules if name]
     keys = [key for key, _ in (*_entries(table, sp), *table.sets)]
     used = {key for key in keys if any(map(_pattern(key).match, names))}
@@ -194,10 +194,6 @@ def unmatched(table: Table, modules: Sequence[str], sp: bool) -> list[Problem]:
         for key in keys
         if key not in used and not key.endswith("?")
     ]
-    if sp and not table.sequence:
-        given = "sp with a table that has no entries for the sequence"
-        allowed = "a table whose sequence says what works on shards of it"
-        problems.append(Problem(given, allowed, _sequence_for(names)))
     return problems
 
 
@@ -306,15 +302,6 @@ def _some(names: Sequence[str]) -> list[str]:
     """A few of the names, deepest first: those hold the weights."""
     known = dict.fromkeys(map(general, names))
     return sorted(known, key=lambda name: -name.count("."))[:6] or ["it has none"]
-
-
-def _sequence_for(names: Sequence[str]) -> str:
-    """Entries for the sequence that fit names such as these."""
-    last = [general(name) for name in names if re.search(r"(norm|ln)[^.]*$", name)]
-    entries = dict.fromkeys(last or ["*norm*"], "sequence")
-    first = next((name for name in names if re.search(r"(^|\.)0$", name)), None)
-    entries |= {first: "split"} if first else {"embed": "vocabulary:sequence"}
-    return f"sw.Table.of({{...}}, sequence={entries!r})"
 
 
 def _named(pattern: object) -> None:

@@ -18,4 +18,11 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
         if own is not None:
             own(*args)
 
+    call.weakly_of = known  # type: ignore[attr-defined]
     return call
+
+
+def owner(function: Any) -> Any:
+    """The owner of the method that `weakly` made `function` of; None for any other function."""
+    method: Any = getattr(function, "weakly_of", lambda: None)()
+    return getattr(method, "__self__", None)

@@ -4,6 +4,8 @@
     before the first step          the batch                                  those of one data rank
     in the first step(s)           the loss, and the gradients of             those of a tensor axis
                                    parameters that each of them holds whole
+    every `check_every` steps      the batch                                  those of one data rank
+                                   the loss; a sum and the norm of gradients  those of a tensor axis
 
 Ranks of a tensor axis compute one step together.  What they do not cut each of them computes by
 itself, the same on all: a difference there is a fault that no shape gives away, for a parameter
@@ -42,6 +44,8 @@ CLOSE, CLOSE_IN_16_BITS = 1e-3, 3e-2
 NOTHING = 1e-5
 #: In so many steps gradients are compared while some are zero; those with infinite ones besides.
 TIMES = 3
+#: After so many steps they are compared again, by a few numbers, unless the user says otherwise.
+EVERY = 100
 #: Numbers that ranks tell of what they are given.
 PARTS = 16
 
@@ -97,14 +101,28 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 class Alike:
-    """What is compared by ranks that compute a step together: along these axes."""
+    """What is compared by ranks that compute a step together: along these axes.
 
-    def __init__(self, tensors: Tensors, pipeline: Axis | None, device: torch.device) -> None:
+    `met`: whether the last step compared batches; `compared`: and which gradients (traffic.py).
+    """
+
+    def __init__(
+        self, tensors: Tensors, pipeline: Axis | None, device: torch.device, every: int = EVERY
+    ) -> None:
         self.axis, self.device, self.tensors = tensors.axis, device, tensors
         self.axes = [axis for axis in (tensors.axis, pipeline) if axis and axis.size > 1]
         self.due, self.times = self.axis.size > 1, 0  # whether gradients are still to be compared
+        self.every, self.met, self.compared = every, False, ""
 
-    def require_batch(self, batch: Any) -> None:
+    def begin(self, step: int, batch: Any) -> None:
+        """What is compared in an engine's step of that number, from 0 on; the batch at once."""
+        again = self.every > 0 and step % self.every == 0
+        self.met = again or not step
+        self.compared = "each" if self.due else "sums" if again and self.axis.size > 1 else ""
+        if self.met:
+            self._require_batch(batch)
+
+    def _require_batch(self, batch: Any) -> None:
         """Raise InputError on every rank of an axis whose ranks do not have the same batch."""
         for axis in self.axes:
             with axis.ledger.phase("check"):
@@ -118,23 +136,38 @@ class Alike:
                     "a sampler over engine.data_ranks ranks, of which this is engine.data_rank",
                 )
 
-    def compared(self, arriving: Iterator[U], loss: Tensor, flats: Sequence[Flat]) -> Iterator[U]:
-        """`arriving`, when the gradients of `flats` have all arrived and been compared.
+    def settled(self, arriving: Iterator[U], loss: Tensor, flats: Sequence[Flat]) -> Iterator[U]:
+        """`arriving`, in a step that compares when the gradients of `flats` have come and agree.
 
         Raises:
             InputError: the loss or a gradient is not alike, on every rank that finds it so.
         """
+        if not self.compared:
+            return arriving
         arrived = list(arriving)
         with self.axis.ledger.phase("check"):
-            self._require(loss, flats)
+            if self.compared == "each" or not self._sums_agree(loss, flats):
+                self._require(loss, flats)
         return iter(arrived)
+
+    def _sums_agree(self, loss: Tensor, flats: Sequence[Flat]) -> bool:
+        """Whether three numbers do: the loss, the sum of all gradients, and their norm."""
+        sums, sizes = self._gradients(flats)[1].chunk(2)
+        own = torch.stack([loss.detach().to(sums), sums.sum(), sizes.norm()])
+        losses, total, norm = torch.stack(all_gather(own, self.axis)).cpu().t()
+        close, size = self._tolerance(flats), norm.nan_to_num().max()
+        same = _close(losses, losses.abs().max() + CLOSE, close)
+        return same and _close(total, size, close) and _close(norm, size, close)
+
+    def _tolerance(self, flats: Sequence[Flat]) -> float:
+        return CLOSE if all(_wide(flat) for flat in flats) else CLOSE_IN_16_BITS
 
     def _require(self, loss: Tensor, flats: Sequence[Flat]) -> None:
         names, gradients = self._gradients(flats)
         own = torch.cat([loss.detach().to(gradients).view(1), gradients])
         told = torch.stack(all_gather(own, self.axis)).cpu()
         losses, (sums, sizes) = told[:, 0], told[:, 1:].chunk(2, dim=1)
-        close = CLOSE if all(_wide(flat) for flat in flats) else CLOSE_IN_16_BITS
+        close = self._tolerance(flats)
         if not _close(losses, losses.abs().max() + CLOSE, close):  # one of zero is of rounding
             raise self._other_losses(losses.tolist())
         everything = NOTHING * sizes.nan_to_num().norm(dim=1).max()

@@ -1,5 +1,6 @@
-"""this file is the box: a rectangle of a whole named tensor, and the live data that fills it."""
+"""Boxes: a rectangle of a whole named tensor, and the live data that fills it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -19,3 +20,8 @@ class Box:
     sizes: tuple[int, ...]
     tensor: Tensor
     replica: int = 0
+
+
+def block(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    """A view of the elements [offsets, offsets + sizes) of a tensor."""
+    return tensor[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]

@@ -2,15 +2,16 @@
 
     for each microbatch: forward, backward        (data.py gathers, frees and reduces)
     finish the reductions; agree on the facts     (loss, tokens, which gradients exist; the norm)
-    update this rank's pieces                     (optimizer.py)
+    update this rank's pieces                     (updating.py)
     begin to gather what the next step uses
 
-The loss is the mean over the tokens of the *global* batch: each microbatch's mean enters with the
-share of the tokens it has, whichever rank holds it, however uneven.
+The loss is the mean over the tokens of the *global* batch.  Each microbatch's mean is multiplied by
+its number of tokens, which makes it a sum, on whichever rank it is, and by a power of two; the
+update divides by the tokens of all (scale.py).
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -21,25 +22,23 @@ from torch import Tensor, nn
 from shardwise.comm.collectives import begin_sum
 from shardwise.comm.ledger import Key, Ledger, Tally
 from shardwise.core.shape import ModelShape
-from shardwise.engine import given, hint, memory, shape, state
+from shardwise.engine import compiled, given, hint, memory, sent_bytes, shape, state
 from shardwise.engine.alike import Alike
 from shardwise.engine.batch import cast, enough, filled, rows, split
+from shardwise.engine.guard import Guard
 from shardwise.engine.laying import lay_out
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.passes import Straight
 from shardwise.engine.pipelined import Pipelined
-from shardwise.engine.scale import LossScale
+from shardwise.engine.scale import LossScale, power_of_two
 from shardwise.engine.shard import cast_whole
 from shardwise.engine.stale import Stale
 from shardwise.engine.training import DTYPES, Build, Metrics, Settled, Training
+from shardwise.engine.updating import Updates
 from shardwise.parallel.data import Data, Unit
-from shardwise.parallel.flat import Flat
 from shardwise.parallel.staged import Staged
 from shardwise.predict import traffic
 from shardwise.predict.traffic import Line
-
-#: So much is updated at once where updates need not wait for one another.
-EARLY_BYTES = 2**21
 
 
 class Engine:
@@ -49,26 +48,43 @@ class Engine:
         self.model, self.plan, self.world, self.training = model, build.plan, build.world, training
         self.ledger: Ledger = build.world.ledger
         self.dtype = DTYPES[build.plan.precision]
+        self.names = [name for name, _ in model.named_parameters()]  # those of all stages
         cast_whole(model, self.dtype, self.world.device)
         with self.ledger.phase("start"):
             self.laid = lay_out(model, build)
         self.tensors, self.data, self.flats = self.laid.tensors, self.laid.data, self.laid.flats
         self.axes, self.facts, self.staging = self.laid.axes, self.data.facts, self.laid.staging
-        self.alike = Alike(self.tensors, self.staging and self.staging.axis, self.world.device)
+        pipeline, every = self.staging and self.staging.axis, training.check_every
+        self.alike = Alike(self.tensors, pipeline, self.world.device, every)
         self.passes = self._passes()
         self.optimizer = ShardedOptimizer(training.optimizer, self.flats)
-        if isinstance(self.passes, Pipelined) and self.passes.staging.schedule.update:
-            self.passes.stale = Stale(self.passes.staging, self.passes.data, self.optimizer)
         self.scale = LossScale(on=self.plan.precision == "fp16")
+        self.guard, self.updates = self._guarded()
         self.steps = 0  # of the run
         self.made = 0  # of these, by this engine
-        self.met = self.compared = False  # what ranks told each other in the last step (alike.py)
         self.idle: list[str] = []  # names that had no gradient before the checkpoint now loaded
         self.broken = False  # whether a step has begun and not ended
         self.expected = 0  # tokens of the global batch, of the step before
         self.last: dict[Key, Tally] = {}  # what the last step sent
-        self.own_loss = 0.0  # of the last step, times tokens: what was made here
-        self.own_finite = True  # whether the part of the gradient that is held here was
+
+    def _guarded(self) -> tuple[Guard, Updates]:
+        training, passes = self.training, self.passes
+        by_norm = training.clip is not None or self.scale.on
+        skip = training.on_nonfinite == "skip"
+        guard = Guard(self.world, self.tensors.axis, self.names, by_norm=by_norm, skip=skip)
+        sums: Any = self.data.sums
+        sums.see = guard.see
+        by_schedule = False
+        if isinstance(passes, Pipelined) and passes.staging.schedule.update:
+            passes.stale = Stale(passes.staging, passes.data, self.optimizer, guard)
+            by_schedule = True
+        return guard, Updates(
+            *(self.optimizer, self.data, self.flats, guard, self.scale, self.ledger),
+            axes=(self.axes[0], self.tensors.axis),
+            over_stages=self._over_stages,
+            clip=training.clip,
+            by_schedule=by_schedule,
+        )
 
     def _passes(self) -> Straight | Pipelined:
         model, tensors, objective = self.model, self.tensors, self._objective
@@ -104,10 +120,16 @@ class Engine:
         A share without rows, or without tokens, takes part with weight zero.
 
         Raises:
-            InputError: a batch that cannot be split; in an engine's first step, ranks that compute
-                it together and have not the same batch, loss, or gradients of what each holds.
+            InputError: a batch that cannot be split; a learning rate that is not finite; in an
+                engine's first step and in one of `check_every`, ranks that compute it together and
+                have not the same batch, loss, or gradients of what each holds.
+            NonFiniteError: on every rank, a loss or gradient that is not finite; nothing was
+                updated.  With `on_nonfinite="skip"`, and where fp16 overflows, only after a
+                hundred such steps in a row.
         """
         self.world.require_open()
+        compiled.require_plain(self.model, self.plan)
+        self.optimizer.require_finite_rates()
         if self.staging:
             enough(batch, self.microbatches)
         before = self.ledger.copy()
@@ -119,26 +141,23 @@ class Engine:
         parts = split(batch, self.microbatches, self.plan.cut)
         counts = [self._count(part) for part in parts]
         parts = [filled(part) for part in parts]
-        self.met, self.compared = not self.made, self.alike.due
-        if self.met:
-            self.alike.require_batch(batch)
+        self.alike.begin(self.made, batch)
         if not self.expected:
             self.expected = self._total(sum(counts))
-        weights = [self.scale.value * count / self.expected for count in counts]
-        summed = self.passes.run(parts, counts, weights)
+        self.guard.begin()
+        sum_scale = self.scale.value / power_of_two(self.expected)
+        summed = self.passes.run(parts, counts, sum_scale)
         self.tensors.end()
         with self.ledger.phase("update"):
-            arriving = self._arrivals()
-            if self.compared:
-                loss = summed / max(1, sum(counts))
-                arriving = self.alike.compared(arriving, loss, self.flats)
+            loss = summed / max(1, sum(counts))
+            arriving = self.alike.settled(self._arrivals(), loss, self.flats)
             facts = self._settle(summed, sum(counts), arriving)
-        self.own_loss = summed.item()
         self.steps, self.made = self.steps + 1, self.made + 1
         self.broken = False
         self.last = self.ledger.since(before)
-        sent = sum(tally.sent_bytes for tally in self.last.values())
-        return Metrics(facts.loss, facts.tokens, facts.norm, facts.skipped, self.optimizer.lr, sent)
+        total = sum(tally.sent_bytes for tally in self.last.values())
+        lr = self.optimizer.lr
+        return Metrics(facts.loss, facts.tokens, facts.norm, facts.skipped, lr, total)
 
     def _count(self, part: Any) -> int:
         return self.training.tokens(part) if self.training.tokens else rows(part)
@@ -151,19 +170,21 @@ class Engine:
     def _settle(self, summed: Tensor, count: int, arriving: Iterator[Unit]) -> Settled:
         """Finish the reductions, agree, update, and begin to gather for the next step.
 
-        Gradients were divided by the number of tokens expected, that of the step before: a number
-        every rank has without asking.  Where the true one differs, the update makes up for it.
+        Gradients were divided by a power of two next to the number of tokens of the step before,
+        which every rank has without asking; the update makes them the mean.
         """
-        own = torch.cat([summed.view(1), summed.new_tensor([count]), self.facts.got().to(summed)])
+        told = self.guard.reported_loss(summed).view(1)
+        own = torch.cat([told, summed.new_tensor([count]), self.facts.got().to(summed)])
         with self.ledger.phase("check"):
             agreed = self.facts.begin_agree(own)
         first = [unit for unit in (next(arriving, None),) if unit is not None]
         with self.ledger.phase("check"):
             facts = agreed()
             facts[:1] = self._over_stages(facts[:1])  # known on the last stage
+            facts[:1] = self.guard.over_tensors(facts[:1])
         counted = round(facts[1].item())
         total = max(1, counted)
-        loss, correction = facts[0].item() / total, self.expected / total
+        loss, correction = facts[0].item() / total, power_of_two(self.expected) / total
         self.expected = counted or self.expected
         used = facts[2:]
         if self.staging:
@@ -171,33 +192,16 @@ class Engine:
                 used = self.staging.shared(self.optimizer.names, used)
         self.facts.hear(used)
         asked = self.training.clip is not None
-        norm, skipped = None, False
+        norm, skipped = None, not math.isfinite(loss)
         if asked or self.scale.on:
-            norm, skipped = self._update(correction)
-        else:
-            self._update_early(chain(first, arriving), correction)
+            norm = self.updates.by_norm(correction, update=not skipped)
+            skipped = skipped or not math.isfinite(norm)
+        elif not skipped:
+            self.updates.early(chain(first, arriving), correction)
+        if skipped:
+            self._leave_out(summed, norm if math.isfinite(loss) else None)
         self.data.units.publish()
         return Settled(loss, counted, norm if asked and not skipped else None, skipped)
-
-    def _update_early(self, arriving: Iterable[Unit], correction: float) -> None:
-        """Update units as soon as their gradients are summed, while others are on their way.
-
-        Small ones together: an update costs as much again as what it does to so few elements.
-        """
-        ready: list[Flat] = []
-        for unit in arriving:
-            unit.show()
-            ready += [flat for flat in self.flats if flat in unit.trained]
-            if sum(flat.shard.nbytes for flat in ready) >= EARLY_BYTES:
-                self._update_only(ready, correction)
-                ready = []
-        self._update_only(ready, correction)
-
-    def _update_only(self, flats: Sequence[Flat], correction: float) -> None:
-        if flats:
-            self.optimizer.step(flats, correction)
-        for flat in flats:
-            flat.clear()
 
     def _arrivals(self) -> Iterator[Unit]:
         arriving = self.data.sums.arrivals()
@@ -208,44 +212,21 @@ class Engine:
                 return
             yield unit
 
-    def _update(self, correction: float) -> tuple[float, bool]:
-        """Update all units at once, where the norm of all gradients decides by how much.
-
-        Returns the norm, and whether it has no finite value and the update was skipped (fp16).
-        """
-        with self.ledger.phase("backward"):
-            self.data.sums.finish()
-        norm = self._norm(correction)
-        self.data.units.show()
-        skipped = self.scale.on and not math.isfinite(norm)
-        if not skipped:
-            self.optimizer.step(self.flats, self._factor(norm) * correction)
-        self.scale.saw(overflow=skipped)
-        for flat in self.flats:
-            flat.clear()
-        return norm, skipped
+    def _leave_out(self, summed: Tensor, norm: float | None = None) -> None:
+        """End a step without its update. Raises NonFiniteError unless it may be skipped."""
+        error = self.updates.leave_out(self.steps + 1, summed, norm)
+        if error is None:
+            return
+        if isinstance(self.passes, Pipelined) and self.passes.stale:
+            self.passes.torn = True  # some stages have updated, from earlier microbatches
+        else:  # all is as it was before the step
+            self.data.units.publish()
+            self.broken = False
+        raise error
 
     def _over_stages(self, x: Tensor) -> Tensor:
         """The sum of a small vector over the pipeline axis."""
         return begin_sum(x, self.staging.axis)() if self.staging else x
-
-    def _norm(self, correction: float) -> float:
-        """The norm of the global gradient, loss scale taken out."""
-        with self.ledger.phase("check"):
-            squared = self.optimizer.squared_norm().view(1).to(self.world.device)
-            own = squared.clone()
-            for axis in (self.axes[0], self.tensors.axis):
-                squared = begin_sum(squared, axis)()
-            squared = self._over_stages(squared)
-        total = squared.item()
-        self.own_finite = math.isfinite(total) or math.isfinite(own.item())
-        return math.sqrt(total) * correction / self.scale.value
-
-    def _factor(self, norm: float) -> float:
-        """What gradients are multiplied by: loss scale out, clipping in (Pascanu et al., 2013)."""
-        clip = self.training.clip
-        shrink = 1.0 if clip is None else min(1.0, clip / (norm + 1e-6))
-        return shrink / self.scale.value
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> tuple[float, int]:
@@ -274,7 +255,7 @@ class Engine:
         found = self._made(call)
         own = torch.zeros_like(like) if found is None else given.outputs(found, like)
         with self.ledger.phase("check"):
-            return self._over_stages(own)
+            return self._over_stages(own.flatten()).view_as(own)
 
     def _made(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
         """What `call` makes of the model in eval mode; None where another stage has it."""
@@ -322,7 +303,6 @@ class Engine:
     def loaded(self) -> None:
         """Boxes were written to from outside: bring every copy in line with them."""
         self.optimizer.idle = set(self.idle)
-        self.facts.buffers.loaded()
         state.refresh(self)
 
     def scalars(self) -> dict[str, Any]:
@@ -337,15 +317,17 @@ class Engine:
             "since": self.scale.good,
             "tokens": self.expected,
             "idle": self.staging.together(idle) if self.staging else idle,
+            "groups": self.optimizer.changed(),
         }
 
     def load_scalars(self, saved: dict[str, Any]) -> None:
         """Take the numbers of `scalars` back; before `loaded()`. Raises InputError for others."""
         given.scalars(saved)
         self.steps, self.idle = int(saved["step"]), list(saved.get("idle", ()))
-        self.expected = int(saved.get("tokens", 0))  # so that gradients are rounded as they were
+        self.expected = int(saved.get("tokens", 0))  # which sets the power of two
         self.scale.value, self.scale.good = float(saved["loss_scale"]), int(saved["since"])
         self.scale.value = self.scale.value if self.scale.on else 1.0
+        self.optimizer.load_changed(saved.get("groups", {}))
 
     def gradients(self) -> list[state.Box]:
         """The gradients of the last update, as it used them: summed, unscaled, clipped.
@@ -371,20 +353,11 @@ class Engine:
 
         Activations on the tensor axis, and what ranks compare, are those of the last step.
         """
-        clips = self.training.clip is not None
-        rank, plan = self.world.rank, self.plan
-        more = {"norm": clips, "first": first}
-        more |= {"meets": first or self.met, "compares": first or self.compared}
-        states = traffic.step_bytes(plan, self.model_shape(), rank, **more)
-        crossings, losses = self.tensors.stream.crossings, self.tensors.losses
-        moved = traffic.activation_bytes(plan, crossings, losses)
-        crossed = traffic.crossing_bytes(plan, self.passes.sent)
-        every = states, moved, crossed
-        return {k: sum(one.get(k, 0) for one in every) for k in {**states, **moved, **crossed}}
+        return sent_bytes.predicted(self, first=first)
 
     def measured_bytes(self) -> dict[str, int]:
         """The bytes this rank sent in the last step, by axis and kind."""
-        return traffic.by_kind({Line(*k): t.sent_bytes for k, t in self.last.items()})
+        return sent_bytes.measured(self)
 
     def predicted_bytes(self) -> dict[str, int]:
         """The same by the formula, for the step that was the last, or else the first."""

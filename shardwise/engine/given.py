@@ -18,6 +18,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, bad
+from shardwise.core.hook import in_backward
 
 SHOWN = 60  # characters of a value in an error
 LOSS = "loss=lambda model, batch: mse_loss(model(batch[0]), batch[1])"
@@ -79,12 +80,18 @@ def unchanging(model: nn.Module, copies: int) -> None:
             )
 
 
+def stepped_after(model: nn.Module, what: str) -> None:
+    """Raise InputError if parameters of `model` have optimizers to be run in the backward pass."""
+    if any(hasattr(p, "_in_backward_optimizers") for p in model.parameters()):
+        raise in_backward(what)
+
+
 def wrapped(model: nn.Module) -> InputError:
     """The error for a model that stands under a part of Shardwise already."""
     return bad(
         f"a {type(model).__name__} that is wrapped already, or has a part that is",
         "a module that no part of Shardwise drives yet",
-        "wrap the outermost module, once",
+        "wrap the outermost module, once; sw.unwrap(module) first, to wrap it anew",
     )
 
 

@@ -10,6 +10,7 @@ from shardwise.engine.held import Tensors
 _SHAPES = re.compile(
     r"shape '|sizes? of tensor|shapes cannot be multiplied|normalized_shape|[Ss]izes of tensors"
     r"|exceeds dimension size|index \d+ is out of bounds"
+    r"|Expected (input|target) (batch_)?size|Using a target size"
 )
 _FEATURES = (
     "If it runs on one process, the table may lack sets= for a number of heads that the code "
@@ -17,7 +18,7 @@ _FEATURES = (
 )
 _POSITIONS = (
     ", gather for a block that reads the number of positions, sequence:join for the norm before "
-    "code that pools or picks them"
+    "code that pools, picks or returns them"
 )
 
 
@@ -26,7 +27,7 @@ def shapes(tensors: Tensors) -> Iterator[None]:
     """Add a note to an error of shapes where a model is on a tensor axis; to no other."""
     try:
         yield
-    except (RuntimeError, IndexError) as error:
+    except (RuntimeError, IndexError, ValueError) as error:
         if tensors.axis.size > 1 and _SHAPES.search(str(error)):
             sequence = _POSITIONS if tensors.stream.split else ""
             error.add_note(f"{_FEATURES}{sequence}: docs/tensor-tables.md.")

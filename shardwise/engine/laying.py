@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwise.comm.world import Axis
+from shardwise.core.hook import Hook, nothing
 from shardwise.core.states import ROWS
 from shardwise.engine import staging, tensor
 from shardwise.engine.held import Tensors
@@ -60,6 +61,7 @@ def lay_out(model: nn.Module, build: Build) -> Laid:
         fill=build.fill,
         device=world.device,
         products=products,
+        least_unit_bytes=build.least_unit_bytes,
     )
     schedule, tensor_ranks = staging.schedule_of(plan), world.axis(tensor.AXIS).size
     if schedule is None:
@@ -78,6 +80,7 @@ def lay_out(model: nn.Module, build: Build) -> Laid:
     units = shard(how, staged.here(specs), tensors, staged.ties)
     data = _driven(units, staged, agreed(model, how, units))
     take_over(model, products, norm, data, sizes(units), several=True)
+    model.register_forward_pre_hook(Hook(data, nothing))  # no copy of a part passes for the model
     return Laid(how.axes, tensors, staged, data, flats_of(units))
 
 

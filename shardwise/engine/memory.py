@@ -1,12 +1,14 @@
 """this file is the bytes an engine keeps between steps, by category: measured and predicted."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor
 
 from shardwise.engine.shape import model_shape, optimizer_shape
 from shardwise.predict.memory import PLAIN, held_bytes
+
+CATEGORIES = ("parameters", "gradients", "optimizer", "buffers")
 
 
 def measured(engine: Any) -> dict[str, int]:
@@ -17,17 +19,22 @@ def measured(engine: Any) -> dict[str, int]:
     updates by itself, `versions` is the peak of the last step (stale.py).
     """
     seen: set[int] = set()
-    flats = engine.flats
-    kept: list[Tensor] = []
-    engine.optimizer.map_state(kept.append)
-    found = {
-        "parameters": _bytes([t for f in flats for t in (f.full, f.shard)], seen),
-        "gradients": _bytes([t for f in flats for t in (f.grad, f.gshard) if t is not None], seen),
-        "optimizer": _bytes(kept, seen),
-        "buffers": _bytes(engine.model.buffers(), seen),
-    }
+    found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+    for category, tensor in owned(engine):
+        found[category] += _bytes([tensor], seen)
     stale = getattr(engine.passes, "stale", None)
     return found if stale is None else found | {"versions": stale.peak_bytes}
+
+
+def owned(engine: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that an engine keeps between steps, with its category."""
+    kept: list[Tensor] = []
+    engine.optimizer.map_state(kept.append)
+    for flat in engine.flats:
+        yield from (("parameters", t) for t in (flat.full, flat.shard))
+        yield from (("gradients", t) for t in (flat.grad, flat.gshard) if t is not None)
+    yield from (("optimizer", t) for t in kept)
+    yield from (("buffers", t) for t in engine.model.buffers())
 
 
 def predicted(engine: Any) -> dict[str, int]:

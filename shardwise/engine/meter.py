@@ -153,7 +153,7 @@ class Meter(TorchDispatchMode):
             yield from ((Place("gradients", unit), t) for t in grads)
         for k, master in engine.optimizer.masters.items():
             yield Place("optimizer", unit_of[id(engine.optimizer.flats[k])]), master
-        for flat, _, _, value in engine.optimizer.state():
+        for flat, _, _, value in engine.optimizer.tensors():
             yield Place("optimizer", unit_of[id(flat)]), value
         yield from ((Place("buffers", ""), b) for b in engine.model.buffers())
 

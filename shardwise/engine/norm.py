@@ -4,8 +4,13 @@ One fp32 sum over ten million elements is wrong by 6e-4 on a processor: late ter
 the sum.  Rows of 2^16 elements are summed in fp32 and added up in fp64: wrong by 6e-7, as fast.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+
+from shardwise.core.boxes import boxes
+from shardwise.parallel.flat import Flat
 
 ROW = 2**16
 
@@ -17,3 +22,17 @@ def squared_norm(x: Tensor) -> Tensor:
     rows = torch.linalg.vector_norm(x[:whole].view(-1, ROW), dim=1, dtype=dtype)
     rest = torch.linalg.vector_norm(x[whole:], dtype=dtype)
     return rows.double().square().sum() + rest.double().square()
+
+
+def counted_elsewhere(flat: Flat) -> Iterator[Tensor]:
+    """The parts of a flat group's gradient whose squares another rank counts."""
+    assert flat.gshard is not None
+    for index, dim, first, length in flat.others:
+        (low, high), origin = flat.pieces[index], flat.plan.origin(index, flat.rank)
+        for box in boxes(tuple(flat.shapes[index]), origin, origin + high - low):
+            begin = low + box.start - origin
+            values = flat.gshard[begin : begin + box.numel].view(box.sizes)
+            start = max(0, first - box.offsets[dim])
+            stop = min(box.sizes[dim], first + length - box.offsets[dim])
+            if start < stop:
+                yield values.narrow(dim, start, stop - start)

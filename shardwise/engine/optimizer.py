@@ -1,6 +1,6 @@
 """this file is the optimizer over shards: any elementwise torch.optim class on this rank's pieces.
 
-    fp32, fp64    the class steps on the user's own parameters at rest (1-D pieces, see flat.py)
+    fp32, fp64    the class steps on the user's own parameters at rest (pieces, see flat.py)
     bf16, fp16    it steps on fp32 masters of the pieces, one unit at a time:
                       master.grad = p.grad in fp32;  step;  p = master in 16 bits
                   so that a parameter costs 2 (weight) + 2 (gradient) + 12 (master, two moments)
@@ -8,15 +8,25 @@
 
 A parameter that had no gradient on any rank has none here, and is left alone, its step count too,
 exactly as one process would.
+
+It is a `torch.optim.Optimizer`, so that torch's schedulers take it: its `param_groups` are those of
+torch's own optimizer, and the rates a scheduler writes there are used by the next step.
+
+    group 0       "default": the parameters that no pattern of the recipe fits, maybe none
+    group k       "name" is the recipe's pattern k; the same groups on every rank, some maybe empty
 """
 
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from shardwise.engine.norm import squared_norm
+from shardwise.core.errors import bad
+from shardwise.engine.norm import counted_elsewhere, squared_norm
 from shardwise.engine.recipe import Recipe
 from shardwise.parallel.flat import Flat
 
@@ -28,8 +38,8 @@ def _pieces(flats: Sequence[Flat]) -> Iterator[None]:
     """Parameters are this rank's pieces inside: some classes (Adagrad) make their state at once."""
     shown = [(p, p.data) for flat in flats for p in flat.params]
     for flat in (flat for flat in flats if flat.split):
-        for p, (low, high) in zip(flat.params, flat.pieces, strict=True):
-            p.data = flat.shard[low:high]
+        for i, p in enumerate(flat.params):
+            p.data = flat.piece(i, flat.shard)
     try:
         yield
     finally:
@@ -37,8 +47,12 @@ def _pieces(flats: Sequence[Flat]) -> Iterator[None]:
             p.data = data
 
 
-class ShardedOptimizer:
-    """One torch optimizer over the pieces this rank updates."""
+#: What a group has besides its options.
+NAMING = ("params", "param_names", "name")
+
+
+class ShardedOptimizer(Optimizer):
+    """One torch optimizer over the pieces this rank updates; `engine.step` drives it."""
 
     def __init__(self, recipe: Recipe, flats: Sequence[Flat]) -> None:
         self.flats = [flat for flat in flats if flat.trained]
@@ -54,24 +68,37 @@ class ShardedOptimizer:
         self.names = [name for name, _ in named]
         with _pieces(self.flats):
             self.torch = recipe.build(named)
+            super().__init__(self.torch.param_groups, self.torch.defaults)
+        self.param_groups, self.state = self.torch.param_groups, self.torch.state  # shared
+        self.recipe_options = [_options(group) for group in self.param_groups]
         places = [{id(p) for p in group["params"]} for group in self.torch.param_groups]
         self.members = [  # of each flat group in each group of the optimizer
             [[t for t in targets if id(t) in place] for place in places] for targets in self.targets
         ]
         self.factor = 1.0  # of the last step
         self.idle: set[str] = set()  # names whose state was made for a checkpoint, by no gradient
-        self.base_lr = [group["lr"] for group in self.torch.param_groups]
+        self.base_lr = [group["lr"] for group in self.param_groups]
 
     def _targets(self, k: int, flat: Flat) -> list[nn.Parameter]:
         if k not in self.masters:
             return flat.params
         master = self.masters[k]
         if flat.split:
-            return [nn.Parameter(master[low:high]) for low, high in flat.pieces]
+            return [nn.Parameter(flat.piece(i, master)) for i in range(len(flat.params))]
         return [nn.Parameter(view) for view in flat.views(master)]
 
-    def step(self, flats: Sequence[Flat], factor: float = 1.0) -> None:
-        """Update `flats` from the gradients on their parameters at rest, each times `factor`."""
+    def step(self, flats: Sequence[Flat] | None = None, factor: float = 1.0) -> None:
+        """Update `flats` from the gradients on their parameters at rest, each times `factor`.
+
+        Raises InputError where a user's loop calls it: `engine.step(batch)` updates.
+        """
+        if flats is None:
+            raise bad(
+                "engine.optimizer.step()",
+                "engine.step(batch), which runs forward, backward and the update; a scheduler on "
+                "engine.optimizer steps after it",
+                "engine.step(batch), then scheduler.step()",
+            )
         self.factor = factor
         chosen = [k for k, flat in enumerate(self.flats) if flat in flats]
         self._wake(chosen)
@@ -130,6 +157,73 @@ class ShardedOptimizer:
             target.grad = None
         flat.shard.copy_(self.masters[k])
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing is left to clear: `engine.step` clears each gradient after its update."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Raise InputError: the recipe's patterns make the groups, before the engine exists."""
+        if hasattr(self, "recipe_options"):
+            raise bad(
+                "engine.optimizer.add_param_group",
+                "groups named in the recipe, by patterns of parameter names",
+                'sw.AdamW(lr=3e-4, groups={"head.*": {"lr": 1e-3}})',
+            )
+        super().add_param_group(param_group)
+
+    def skip(self) -> None:
+        """Note that a step left out its update (fp16 overflow); a scheduler's step may follow."""
+        self._opt_called = True  # what torch's schedulers ask for
+
+    def state_dict(self) -> dict[str, Any]:
+        """The options of the groups (rates, betas), without tensors: `sw.save` keeps those.
+
+        `sw.save` keeps these options too; this is for schedulers and for a program's own use.
+        """
+        named = [{"name": group["name"]} | _options(group) for group in self.param_groups]
+        return {"state": {}, "param_groups": [{**group, "params": []} for group in named]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the options of the groups back. Raises InputError for groups of another recipe."""
+        groups = state_dict.get("param_groups", ())
+        names, own = ([group.get("name") for group in gs] for gs in (groups, self.param_groups))
+        if names != own:
+            raise bad(
+                f"engine.optimizer.load_state_dict with the groups {names}",
+                f"the state_dict() of an engine's optimizer with the groups {own}",
+                "the same recipe, or sw.load(engine, folder), which takes what fits",
+            )
+        for group, saved in zip(self.param_groups, groups, strict=True):
+            _take(group, _options(saved))
+
+    def changed(self) -> dict[str, dict[str, Any]]:
+        """By group and option what differs from the recipe, as [the recipe's value, this one]."""
+        found: dict[str, dict[str, Any]] = {}
+        for group, recipe in zip(self.param_groups, self.recipe_options, strict=True):
+            now = _options(group)
+            pairs = {k: [recipe.get(k), v] for k, v in now.items() if recipe.get(k) != v}
+            found |= {group["name"]: pairs} if pairs else {}
+        return found
+
+    def load_changed(self, saved: dict[str, dict[str, Any]]) -> None:
+        """Take back what `changed` gave, where this recipe has the value that was changed then.
+
+        So a schedule goes on where it was, and a recipe with another rate begins with that one.
+        """
+        for group, recipe in zip(self.param_groups, self.recipe_options, strict=True):
+            pairs = saved.get(group["name"], {}).items()
+            _take(group, {k: now for k, (was, now) in pairs if _listed(recipe.get(k)) == was})
+
+    def require_finite_rates(self) -> None:
+        """Raise InputError for a learning rate, of a scheduler or a program, that is no number."""
+        for group in self.param_groups:
+            lr = group["lr"]
+            if not isinstance(lr, int | float | Tensor) or not math.isfinite(lr):
+                raise bad(
+                    f"a learning rate of {lr!r} in the group {group['name']!r} of engine.optimizer",
+                    "a finite number",
+                    "engine.set_lr(3e-4), or a scheduler whose rates are finite",
+                )
+
     def set_lr(self, lr: float) -> None:
         """Set the learning rate; groups with a rate of their own keep its proportion."""
         for group, base in zip(self.torch.param_groups, self.base_lr, strict=True):
@@ -137,8 +231,8 @@ class ShardedOptimizer:
 
     @property
     def lr(self) -> float:
-        """The learning rate of the first group."""
-        return float(self.torch.param_groups[0]["lr"])
+        """The learning rate of the group "default"."""
+        return float(self.param_groups[0]["lr"])
 
     def squared_norm(self) -> Tensor:
         """The sum of squares of the gradients in this rank's blocks, padding (zeros) included.
@@ -150,7 +244,7 @@ class ShardedOptimizer:
             return torch.zeros((), dtype=torch.float64)
         squares = [squared_norm(flat.gshard) for flat in mine if flat.gshard is not None]
         for flat in mine:
-            squares += [-squared_norm(part.flatten()) for part in flat.counted_elsewhere()]
+            squares += [-squared_norm(part.flatten()) for part in counted_elsewhere(flat)]
         return torch.stack(squares).sum()
 
     def prepare(self) -> None:
@@ -175,6 +269,14 @@ class ShardedOptimizer:
         for group, lr in zip(self.torch.param_groups, rates, strict=True):
             group["lr"] = lr
 
+    def unprepare(self, names: set[str]) -> None:
+        """Drop the state that `prepare` has made for these parameters, which are idle by it."""
+        everything = [t for targets in self.targets for t in targets]
+        for name, target in zip(self.names, everything, strict=True):
+            if name in names:
+                self.torch.state.pop(target, None)
+        self.idle -= names
+
     @property
     def begun(self) -> bool:
         """Whether any parameter has its state."""
@@ -193,7 +295,7 @@ class ShardedOptimizer:
         """Whether every parameter has its state."""
         return all(self.torch.state.get(t) for targets in self.targets for t in targets)
 
-    def state(self) -> Iterator[tuple[Flat, int, str, Tensor]]:
+    def tensors(self) -> Iterator[tuple[Flat, int, str, Tensor]]:
         """Every state tensor: its flat group, the parameter's index in it, its key, the tensor."""
         for flat, targets in zip(self.flats, self.targets, strict=True):
             for index, target in enumerate(targets):
@@ -204,5 +306,32 @@ class ShardedOptimizer:
         """Call `act` on every tensor this optimizer keeps, masters included."""
         for master in self.masters.values():
             act(master)
-        for _, _, _, value in self.state():
+        for _, _, _, value in self.tensors():
             act(value)
+
+
+def _options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a group that are numbers or tuples of them, as JSON holds them."""
+    found = {key: _listed(value) for key, value in group.items() if key not in NAMING}
+    return {key: value for key, value in found.items() if _numeric(value)}
+
+
+def _listed(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.dim() == 0:
+        return value.item()
+    return [_listed(x) for x in value] if isinstance(value, tuple | list) else value
+
+
+def _numeric(value: Any) -> bool:
+    if isinstance(value, list):
+        return all(map(_numeric, value))
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _take(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    """Set options of a group: a tensor in place, a list as the tuple that it was."""
+    for key, value in options.items():
+        if isinstance(group.get(key), Tensor):
+            group[key].fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(value, list) else value

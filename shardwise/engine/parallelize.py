@@ -1,5 +1,6 @@
 """this file is what a user may ask of the engine, checked before anything is changed."""
 
+import sys
 from difflib import get_close_matches
 from typing import Any
 
@@ -10,12 +11,13 @@ from shardwise.comm.world import World
 from shardwise.core.check import require
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
-from shardwise.engine import alike, given, staging, stale
+from shardwise.engine import alike, compiled, given, staging, stale
 from shardwise.engine.engine import Engine
 from shardwise.engine.recipe import AdamW, Recipe
 from shardwise.engine.shard import default_fill, layable
 from shardwise.engine.tensor import fitting
 from shardwise.engine.training import Build, Loss, Training
+from shardwise.engine.unwrap import no_pipe
 
 
 def parallelize(
@@ -28,10 +30,12 @@ def parallelize(
 ) -> Engine:
     """Lay `model` out as `plan` says, in place, and return the engine that trains it.
 
-    Options: `tokens`, `clip` (see Training); `units` (see parallel/units.py); `fill(name, tensor)`
-    for the weights of a model on the meta device; `seed` where it has no fill; `prefetch`, the
-    units gathered ahead; `table`, the styles of tensor parallelism (docs/tensor-tables.md);
-    `stages`, the names of the modules that begin the stages of a pipeline but the first, and
+    Options: `tokens`, `clip`, `on_nonfinite`, `check_every` (see Training); `units` (see
+    parallel/units.py), of which neighbours smaller than `least_unit_bytes` (None: 2 MiB) are one;
+    `fill(name, tensor)` for the weights of a model on the meta device; `seed` where it has no fill;
+    `prefetch`, the units gathered ahead; `table`, the styles of tensor parallelism
+    (docs/tensor-tables.md); `stages`, the names of the modules that begin the stages of a pipeline
+    but the first, and
     `beside={"norm": "head"}`, modules that are not called where they are defined (docs/stages.md).
 
     Raises:
@@ -40,12 +44,14 @@ def parallelize(
             was then.
     """
     given.model(model, "sw.parallelize")
+    given.stepped_after(model, "sw.parallelize of a model")
     given.world(world)
     plan = _plan(plan)
     require(plan, world.size)
+    plan = _completed(plan, world)
+    compiled.require_plain(model, plan, loss)
     options = USUAL | _known(options)
     recipe = _recipe(optimizer)
-    recipe.require([name for name, _ in model.named_parameters(remove_duplicate=False)])
     objective = given.loss(_own_loss if loss is None else loss)
     tokens = None if options["tokens"] is None else given.tokens(options["tokens"])
     fill = options["fill"]
@@ -53,23 +59,20 @@ def parallelize(
     given.trained(model)
     mixed = plan.precision in ("bf16", "fp16")
     given.unchanging(model, plan.data_size * (1 + mixed))
+    no_pipe(model)
     layable(model, options["units"])
     table = fitting(model, plan, options["table"])
     beside = given.names(options["beside"])
     begin = staging.fitting(model, plan, options["stages"], beside)
-    clip = stale.require(model, plan, begin, options["clip"], beside)
-    training = Training(recipe, objective, tokens, clip)
-    told: dict[str, object] = {
-        "the plan": str(plan),
-        "the model": alike.described(model),
-        "the table": table,
-        "the optimizer": recipe,
-    } | {f"the option {name}": options[name] for name in ALIKE}
-    if any(p.is_meta for p in model.parameters()):
-        told["the option seed"] = options["seed"]
-    alike.given(world, told)
+    on_nonfinite = options["on_nonfinite"]
+    clip = stale.require(model, plan, begin, options["clip"], beside, on_nonfinite)
+    if world.rank == 0:
+        recipe.warn_unmatched([n for n, _ in model.named_parameters(remove_duplicate=False)])
+    training = Training(recipe, objective, tokens, clip, on_nonfinite, options["check_every"])
+    alike.given(world, _told(model, plan, table, recipe, options))
     world = world.on(plan.mesh)
-    build = Build(plan, world, options["units"], fill, options["prefetch"], table, begin, beside)
+    asked = options["units"], fill, options["prefetch"], table
+    build = Build(plan, world, *asked, begin, beside, options["least_unit_bytes"])
     return Engine(model, build, training)
 
 
@@ -78,16 +81,37 @@ USUAL: dict[str, Any] = {
     "tokens": None,
     "clip": None,
     "units": "auto",
+    "least_unit_bytes": None,
     "fill": None,
     "seed": 0,
     "prefetch": 1,
     "table": None,
     "stages": None,
     "beside": None,
+    "on_nonfinite": "raise",
+    "check_every": alike.EVERY,
 }
 
 #: Those that have to be alike on all ranks; so has the seed, where weights are made of it.
-ALIKE = ("clip", "units", "prefetch", "stages", "beside")
+ALIKE = (
+    *("clip", "units", "least_unit_bytes", "prefetch", "stages", "beside"),
+    *("on_nonfinite", "check_every"),
+)
+
+
+def _told(
+    model: nn.Module, plan: Plan, table: Any, recipe: Recipe, options: dict[str, Any]
+) -> dict[str, object]:
+    """What has to be the same on all ranks, by name."""
+    told: dict[str, object] = {
+        "the plan": str(plan),
+        "the model": alike.described(model),
+        "the table": table,
+        "the optimizer": recipe,
+    } | {f"the option {name}": options[name] for name in ALIKE}
+    if any(p.is_meta for p in model.parameters()):
+        told["the option seed"] = options["seed"]
+    return told
 
 
 def _plan(plan: Any) -> Plan:
@@ -96,6 +120,16 @@ def _plan(plan: Any) -> Plan:
     if not isinstance(plan, str):
         raise bad(f"the plan {given.shown(plan)}", "a text of plan words, or a Plan", '"dp2 zero3"')
     return Plan.parse(plan)
+
+
+def _completed(plan: Plan, world: World) -> Plan:
+    """The plan with the data ranks that this world leaves over, printed once where it has any."""
+    completed = plan.completed(world.size)
+    if completed != plan and world.rank == 0:
+        print(
+            f"shardwise: the plan '{plan}' on {world.size} ranks is '{completed}'", file=sys.stderr
+        )
+    return completed
 
 
 def _known(options: dict[str, Any]) -> dict[str, Any]:
@@ -107,8 +141,14 @@ def _known(options: dict[str, Any]) -> dict[str, Any]:
         named = ", ".join(unknown)
         raise bad(f"parallelize with the option {named}", ", ".join(sorted(USUAL)), instead)
     given.positive("clip", options.get("clip"))
+    if options.get("on_nonfinite", "raise") not in ("raise", "skip"):
+        what = f"on_nonfinite={given.shown(options['on_nonfinite'])}"
+        raise bad(what, "'raise' or 'skip'", 'on_nonfinite="skip"')
     given.whole("seed", options.get("seed", 0), 0, 0)
     given.whole("prefetch", options.get("prefetch", 1), 0, 1)
+    given.whole("check_every", options.get("check_every", 1), 0, 1)
+    if options.get("least_unit_bytes") is not None:
+        given.whole("least_unit_bytes", options["least_unit_bytes"], 0, 2**21)
     return options
 
 

@@ -16,16 +16,15 @@ Objective = Callable[[nn.Module, Any], Tensor]
 class Pass(Protocol):
     """What takes a step's microbatches forward and backward.
 
-    `parts` are the microbatches, `counts` their tokens, `weights` what each one's mean loss is
-    multiplied by.  Returns the sum of loss times tokens, a double, as far as it is known here.
+    `parts` are the microbatches, `counts` their tokens. The sum of the loss over tokens is
+    multiplied by `sum_scale`, a power of two, before it is differentiated.  Returns the sum of loss
+    times tokens, a double, as far as it is known here.
     """
 
     microbatches: int
     sent: list[Crossed]
 
-    def run(
-        self, parts: Sequence[Any], counts: Sequence[int], weights: Sequence[float]
-    ) -> Tensor: ...
+    def run(self, parts: Sequence[Any], counts: Sequence[int], sum_scale: float) -> Tensor: ...
 
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
         """What `call` makes of the model, without gradients; None where it is not known here."""
@@ -43,17 +42,17 @@ class Straight:
         self.microbatches = 1
         self.sent: list[Crossed] = []  # nothing goes from stage to stage
 
-    def run(self, parts: Sequence[Any], counts: Sequence[int], weights: Sequence[float]) -> Tensor:
+    def run(self, parts: Sequence[Any], counts: Sequence[int], sum_scale: float) -> Tensor:
         """All microbatches; gradients are summed over the ranks with the last."""
         summed = torch.zeros((), dtype=torch.float64, device=self.device)
-        for k, (part, count, weight) in enumerate(zip(parts, counts, weights, strict=True)):
+        for k, (part, count) in enumerate(zip(parts, counts, strict=True)):
             self.data.sums.sync, self.data.mute = k == len(parts) - 1, count == 0
             with self.tensors.draws.during(self.device):
                 loss = self.objective(self.model, part)
                 self.data.facts.phase("backward")
-                (loss * weight).backward()
+                (loss * (count * sum_scale)).backward()
             if count:  # the mean over no tokens may be NaN
-                summed += loss.detach() * count
+                summed += loss.detach().double() * count
         return summed
 
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:

@@ -30,12 +30,14 @@ from shardwise.comm.collectives import all_reduce, broadcast
 from shardwise.comm.world import Axis, World, init
 from shardwise.core.crossing import Spec, Trace
 from shardwise.core.errors import bad
+from shardwise.core.hook import no_copy
 from shardwise.core.mesh import Mesh
 from shardwise.core.schedule.action import Action, Token
 from shardwise.core.schedule.library import LIBRARY, MOST_FORWARDS, Size, build, entry
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine import alike, given, staging
 from shardwise.engine.batch import split
+from shardwise.engine.compiled import refuse
 from shardwise.engine.held import nowhere
 from shardwise.engine.shard import drivers, materialise
 from shardwise.engine.stages import starts
@@ -73,8 +75,9 @@ def Pipe(  # noqa: N802
     """
     given.model(module, "sw.Pipe", "nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))")
     given.whole("chunks", chunks, 1, 8, MOST_FORWARDS)
-    if any(drivers(m) or isinstance(vars(m).get("forward"), _Piped) for m in module.modules()):
+    if any(drivers(m) or isinstance(vars(m).get("forward"), Piped) for m in module.modules()):
         raise given.wrapped(module)
+    refuse(module, "sw.Pipe", "sw.FSDP(module)")
     if world is None:
         world = init()
     given.world(world)
@@ -92,7 +95,7 @@ def Pipe(  # noqa: N802
     trained = any(p.requires_grad for p in named.values())
     tied = {named[name]: staged.ties[name].axis for name in sorted(staged.ties)}
     # a hook cannot take a module's place; its class is other people's too
-    module.forward = _Piped(module, staged, trained, tied)
+    module.forward = Piped(module, staged, trained, tied)
     return module
 
 
@@ -123,7 +126,7 @@ class _Known:
     structure: Any
 
 
-class _Piped:
+class Piped:
     """What stands in place of the module's forward."""
 
     def __init__(
@@ -140,9 +143,14 @@ class _Piped:
         for half in self.halves:
             open_channels(half, staged.axis, staged.stages.device)
 
+    def __reduce__(self) -> Any:
+        raise no_copy(type(self.module).__name__)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the whole batch, on every rank."""
+        refuse(self.module, "sw.Pipe", "sw.FSDP(module)")
         chunks = self.staged.schedule.microbatches
+        given.stepped_after(self.module, "sw.Pipe of a module")
         _enough((args, kwargs), chunks)
         graded = torch.is_grad_enabled()
         inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
@@ -184,7 +192,7 @@ class _Piped:
 class _Pass:
     """One call: its microbatches, on their way forward and back (parallel/pipeline.py: Work)."""
 
-    piped: _Piped
+    piped: Piped
     parts: list[Any]
     known: list[_Known]
     table: dict[Token, Any] = field(default_factory=dict)

@@ -86,20 +86,21 @@ class Pipelined:
         self.training = True
         self.sent: list[Crossed] = []  # in the last step
         self.torn = False  # whether a run has begun and not ended
+        self.sum_scale = 1.0  # what the sum of the loss over tokens is multiplied by
         self.summed: Tensor | None = None  # loss times tokens, of this step so far
         self.result: Tensor | None = None  # of the last stage, where nothing is trained
         self.stale: Stale | None = None  # where the schedule updates by itself
         open_channels(staging.schedule, staging.axis, self.device)
 
-    def run(self, parts: Sequence[Any], counts: Sequence[int], weights: Sequence[float]) -> Tensor:
+    def run(self, parts: Sequence[Any], counts: Sequence[int], sum_scale: float) -> Tensor:
         """All microbatches, so many at a time as the schedule has; gradients are summed once."""
         self.summed = torch.zeros((), dtype=torch.float64, device=self.device)
         self.seed = int(torch.randint(2**61, ())) + 2_147_483_647 * self.share
-        self.call, self.training = self.objective, True
+        self.call, self.training, self.sum_scale = self.objective, True, sum_scale
         self.sent = []
         for first in range(0, len(parts), self.microbatches):
             these = slice(first, first + self.microbatches)
-            self.parts, self.counts, self.weighed = parts[these], counts[these], weights[these]
+            self.parts, self.counts = parts[these], counts[these]
             self.first = first
             self.traces = [self._trace(part) for part in self.parts]
             self.data.sums.sync = these.stop == len(parts)
@@ -190,9 +191,8 @@ class Pipelined:
                 Tape(given, [y for y, spec in pairs if spec.requires_grad]), None
             )
         if self.counts[microbatch] and self.summed is not None:  # the mean of none may be NaN
-            self.summed += ran.result.detach() * self.counts[microbatch]
-        weights = self.counts if self.stale else self.weighed  # an update divides by all tokens
-        scaled = ran.result * weights[microbatch]
+            self.summed += ran.result.detach().double() * self.counts[microbatch]
+        scaled = ran.result * (self.counts[microbatch] * self.sum_scale)
         return [], _Taped(Tape(given, [scaled]), torch.ones_like(scaled))
 
     def backward(self, stage: int, microbatch: int, tape: Any, grads: list[Tensor]) -> list[Tensor]:
@@ -233,7 +233,7 @@ class Pipelined:
         """U, which schedules that update by themselves have."""
         assert self.stale is not None
         first = microbatch + 1 - self.staging.schedule.update
-        self.stale.update(stage, sum(self.counts[first : microbatch + 1]))
+        self.stale.update(stage, sum(self.counts[first : microbatch + 1]), self.sum_scale)
 
     @contextmanager
     def _going_back(self, stage: int, microbatch: int) -> Iterator[None]:

@@ -7,6 +7,7 @@ by trying it on a parameter of two elements.
 
 import inspect
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -18,12 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
-
-#: torch.optim classes that treat every element alike, so that a piece is updated as in the whole.
-ELEMENTWISE = (
-    *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax"),
-    *("ASGD", "Rprop"),
-)
+from shardwise.engine.elementwise import ELEMENTWISE, needs_whole
 
 
 @dataclass(frozen=True)
@@ -80,30 +76,44 @@ class Recipe:
                 f"sw.{_maker(self.kind)}{_near(self.options | own, takes)})",
             ) from error
 
-    def require(self, names: Sequence[str]) -> None:
-        """Raise InputError for a group that none of a model's parameters is in."""
+    def warn_unmatched(self, names: Sequence[str]) -> None:
+        """Warn of each group pattern that matches none of a model's parameters.
+
+        Not an error: one recipe may serve models of which only one has such parameters.
+        """
         for pattern in self.groups:
             if not any(fnmatch(name, pattern) for name in names):
                 close = get_close_matches(pattern, names, n=1, cutoff=0.0)
-                raise bad(
-                    f'the group "{pattern}" of the optimizer, which no parameter is in',
-                    "patterns of names of parameters, * for any part: the first that fits is taken",
-                    f'"{close[0] if close else "*"}", or "*.bias" for all of one kind',
+                nearest = f"; the nearest name is {close[0]}" if close else ""
+                warnings.warn(
+                    f'The optimizer\'s group "{pattern}" matches no parameter of this model, so '
+                    f"its options are not used{nearest}.",
+                    stacklevel=3,
                 )
 
     def build(self, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-        """The optimizer over `named`, fused where torch has it; over nothing on a frozen stage."""
+        """The optimizer over `named`, fused where torch has it.
+
+        Group 0 is "default"; a group follows for each pattern, also where this rank has none of it.
+        """
         options = dict(self.options)
         fusable = "fused" in inspect.signature(self.kind).parameters
         damped = any(o.get("dampening") for o in (options, *self.groups.values()))  # see _even_out
         if fusable and not damped and not {"fused", "foreach", "differentiable"} & options.keys():
             options["fused"] = True
-        members: dict[str, list[nn.Parameter]] = {}
+        members: dict[str, list[tuple[str, nn.Parameter]]] = {
+            "": [],
+            **{g: [] for g in self.groups},
+        }
         for name, p in named:
             pattern = next((g for g in self.groups if fnmatch(name, g)), "")
-            members.setdefault(pattern, []).append(p)
-        groups = [{"params": ps, **self.groups.get(g, {})} for g, ps in members.items()]
-        return self.kind(groups or [{"params": []}], **options)
+            members[pattern].append((name, p))
+        groups = [
+            {"params": [p for _, p in pairs], **self.groups.get(pattern, {})}
+            | {"name": pattern or "default", "param_names": [name for name, _ in pairs]}
+            for pattern, pairs in members.items()
+        ]
+        return self.kind(groups, **options)
 
 
 _OPTIMIZERS = "a class of torch.optim, or one of your own made like them"
@@ -143,7 +153,7 @@ def Optim(  # noqa: N802
         )
     if not isinstance(kind, type):
         return Recipe(kind, options, groups or {})  # which says so
-    if kind.__name__ not in ELEMENTWISE and kind.__module__.startswith("torch.optim"):
+    if needs_whole(kind):
         raise bad(
             f"optimizer torch.optim.{kind.__name__}, which needs whole tensors",
             f"a class that treats every element alike: {', '.join(ELEMENTWISE)}",

@@ -6,7 +6,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from shardwise.core.shape import BufferShape, ModelShape, ParamShape, UnitShape
 from shardwise.engine.held import Held
@@ -33,7 +32,7 @@ def model_shape(engine: Any) -> ModelShape:
             uses, again = engine.data.uses(unit)
             again *= trained_before
         units.append(UnitShape(unit.name, params, uses, again))
-    return ModelShape(tuple(units), _buffers(engine.model))
+    return ModelShape(tuple(units), buffer_shapes(engine.model))
 
 
 def _params(engine: Any, groups: Sequence[Flat]) -> tuple[ParamShape, ...]:
@@ -44,7 +43,9 @@ def _params(engine: Any, groups: Sequence[Flat]) -> tuple[ParamShape, ...]:
             tie = engine.staging.ties.get(name) if engine.staging else None
             kept = held.kind + (f" {name}" if tie else "")
             how = kept, held.sums.size, len(tie.ranks) if tie else 1, *_common(held, shape)
-            found.append(ParamShape(name, tuple(shape), _name(group.dtype), group.trained, *how))
+            found.append(
+                ParamShape(name, tuple(shape), dtype_name(group.dtype), group.trained, *how)
+            )
     return tuple(found)
 
 
@@ -56,17 +57,10 @@ def _common(held: Held, shape: Sequence[int]) -> tuple[int, int]:
     return math.prod(shape) // shape[held.cut.dim] * along, held.common.line.size
 
 
-def _buffers(model: nn.Module) -> tuple[BufferShape, ...]:
-    """Every buffer; running statistics of normalisation layers are what training changes."""
-    changing = {
-        id(b)
-        for module in model.modules()
-        if isinstance(module, _NormBase) and module.training and module.track_running_stats
-        for b in module.buffers(recurse=False)
-    }
+def buffer_shapes(model: nn.Module) -> tuple[BufferShape, ...]:
+    """The shapes of all buffers of `model`, real or on meta."""
     return tuple(
-        BufferShape(name, tuple(b.shape), _name(b.dtype), id(b) in changing)
-        for name, b in model.named_buffers()
+        BufferShape(name, tuple(b.shape), dtype_name(b.dtype)) for name, b in model.named_buffers()
     )
 
 
@@ -84,5 +78,6 @@ def optimizer_shape(recipe: Recipe, dtype: torch.dtype) -> OptimizerShape:
     return OptimizerShape(len(kept) - len(scalars), sum(value.nbytes for value in scalars))
 
 
-def _name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name as shapes have it, such as "float32"."""
     return str(dtype).removeprefix("torch.")

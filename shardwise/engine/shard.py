@@ -12,7 +12,9 @@ from torch import nn
 
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
+from shardwise.core.hook import Hook
 from shardwise.core.states import Row
+from shardwise.engine import given
 from shardwise.engine.held import Held, Tensors, Tie, nowhere
 from shardwise.parallel.buffers import Buffers
 from shardwise.parallel.data import Data, Pace, Unit
@@ -32,6 +34,8 @@ class Sharding:
     """How parameters are kept: the row, the axes it lies on, and how units are chosen.
 
     device: where they are kept; None leaves them where they are.
+    broadcast_buffers: whether buffers are rank 0's in every training forward, or at first only.
+    Neighbours smaller than `least_unit_bytes` (None: LEAST_BYTES) are one unit.
     fill(name, tensor) writes the initial weights of parameters on the meta device, unit by unit.
     """
 
@@ -43,6 +47,8 @@ class Sharding:
     fill: Fill | None = None
     device: torch.device | None = None
     products: Products = BY_TORCH
+    broadcast_buffers: bool = True
+    least_unit_bytes: int | None = None
 
     @property
     def axes(self) -> tuple[Axis, Axis]:
@@ -63,7 +69,8 @@ def units_of(
     """
     # what is gathered for use stays small; what is only reduced may fill a bucket
     most = 2 * LEAST_BYTES if how.row.param.kind == "S" else how.bucket_bytes
-    return choose(model, how.units, LEAST_BYTES * parts, most * parts, apart)
+    least = LEAST_BYTES if how.least_unit_bytes is None else how.least_unit_bytes
+    return choose(model, how.units, least * parts, most * parts, apart)
 
 
 def shard(
@@ -114,7 +121,8 @@ def flats_of(units: Sequence[Unit]) -> list[Flat]:
 def agreed(model: nn.Module, how: Sharding, units: Sequence[Unit]) -> Facts:
     """What the data ranks agree on of the model in each step."""
     trained = [flat for flat in flats_of(units) if flat.trained]
-    return Facts(how.axes, trained, Buffers(model, how.axes))
+    buffers = Buffers(model, how.axes, follow=how.broadcast_buffers)
+    return Facts(how.axes, trained, buffers)
 
 
 def sums_of(units: Sequence[Unit], in_flight: int) -> Reductions[Unit]:
@@ -140,19 +148,20 @@ def sizes(units: Sequence[Unit]) -> dict[nn.Parameter, int]:
 def layable(model: nn.Module, rule: Rule) -> None:
     """Raise InputError, with the model untouched, where `shard` would."""
     if any(drivers(module) for module in model.modules()):
-        raise bad(
-            f"a {type(model).__name__} that is wrapped already, or has a part that is",
-            "a module that no part of Shardwise drives yet",
-            "wrap the outermost module, once; units= says how it is divided",
-        )
+        raise given.wrapped(model)
     choose(model, rule)
 
 
 def drivers(module: nn.Module) -> list[Data]:
     """The owners of the hooks on `module` that lay parameters out."""
-    hooks = module._forward_pre_hooks.values()
-    owners = [getattr(getattr(hook, "func", hook), "__self__", None) for hook in hooks]
-    return [owner for owner in owners if isinstance(owner, Data)]
+    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Hook)]
+    found = dict.fromkeys(hook.driver for hook in hooks)
+    return [driver for driver in found if isinstance(driver, Data)]
+
+
+def driver_of(module: nn.Module) -> Data | None:
+    """The Data that drives the module itself, not one inside of it; None for a plain module."""
+    return next((data for data in drivers(module) if data.root is module), None)
 
 
 def _alike(

@@ -32,6 +32,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.schedule.action import COMPUTE_OPS
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine import staging
+from shardwise.engine.guard import Guard
 from shardwise.engine.staging import Staging
 from shardwise.parallel.flat import Flat
 from shardwise.parallel.staged import Staged
@@ -43,12 +44,13 @@ def require(
     starts: Sequence[str] | None,
     clip: float | None,
     beside: Mapping[str, str] | None = None,
+    on_nonfinite: str = "raise",
 ) -> float | None:
     """The bound for the gradient's norm, None for infinity too, of which there is no norm to tell.
 
     `starts` are the modules that begin stages, `beside` as in cut.py. Raises InputError for what a
     schedule that updates by itself cannot do: clip, and train one parameter in stages that update
-    at different times.
+    at different times, or skip a step.
     """
     schedule = staging.schedule_of(plan)
     if schedule is None or not schedule.update:
@@ -60,6 +62,13 @@ def require(
             "clip=None (`shardwise train`: --set train.clip=0, or clip = 0 under [train] in its "
             f"file), or a schedule that updates at the end, 1f1b:{schedule.microbatches}",
             "--set train.clip=0 (in Python: clip=None)",
+        )
+    if on_nonfinite != "raise":
+        raise bad(
+            f"on_nonfinite='{on_nonfinite}' with {plan.pipeline}, whose stages update each on its "
+            "own time: some have updated from a step before others find that it is not finite",
+            "on_nonfinite='raise', or a schedule that updates at the end of the step",
+            f"1f1b:{schedule.microbatches}",
         )
     at = staging.stages_of(model, starts or (), beside)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
@@ -89,8 +98,9 @@ class Optimizer(Protocol):
 class Stale:
     """The versions of the parameters of this rank's stages, during one run of a schedule."""
 
-    def __init__(self, staged: Staging, data: Staged, optimizer: Optimizer) -> None:
+    def __init__(self, staged: Staging, data: Staged, optimizer: Optimizer, guard: Guard) -> None:
         self.schedule, self.data, self.optimizer = staged.schedule, data, optimizer
+        self.guard = guard
         self.staged, self.device = staged, staged.stages.device
         trained = {
             stage: [group for unit in data.stages[stage] for group in unit.trained]
@@ -132,8 +142,11 @@ class Stale:
             self._show(stage, self._newest(stage))
             del self.kept[stage][version]
 
-    def update(self, stage: int, count: int) -> None:
-        """U: update a stage from the gradients that have come since the last, of so many tokens."""
+    def update(self, stage: int, count: int, sum_scale: float) -> None:
+        """U: update a stage from the gradients that have come since the last, of so many tokens.
+
+        They are those of the sum over the tokens, times `sum_scale`.
+        """
         phase = self.data.facts.phase
         flats = self.flats[stage]
         phase("backward")
@@ -154,8 +167,9 @@ class Stale:
         params = tuple(p for flat in flats for p in flat.params)
         for unit in self.data.stages[stage]:
             unit.show()
-        with _uncounted(params):
-            self.optimizer.step(flats, 1 / max(1, total))
+        if not self.guard.spoils(flats):
+            with _uncounted(params):
+                self.optimizer.step(flats, 1 / (sum_scale * max(1, total)))
         for flat in flats:
             flat.clear()
         for unit in self.data.stages[stage]:

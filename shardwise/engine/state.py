@@ -22,6 +22,11 @@ from shardwise.parallel.flat import Flat
 
 def boxes(engine: Any) -> list[Box]:
     """All boxes of this rank; `replica` is 0 on exactly one of the ranks that hold the same."""
+    return [*weights(engine), *_optimizer(engine), *buffers(engine)]
+
+
+def weights(engine: Any) -> list[Box]:
+    """The boxes of this rank's pieces of the parameters."""
     found: list[Box] = []
     masters = {id(f): engine.optimizer.masters.get(k) for k, f in enumerate(engine.optimizer.flats)}
     for flat in engine.flats:
@@ -32,13 +37,26 @@ def boxes(engine: Any) -> list[Box]:
             found += _pieces(
                 engine, flat, index, f"model/{name}", _piece(flat, index, values), copy
             )
-    for flat, index, key, value in engine.optimizer.state():
+    return found
+
+
+def _optimizer(engine: Any) -> list[Box]:
+    """The boxes of this rank's states of the optimizer."""
+    found: list[Box] = []
+    for flat, index, key, value in engine.optimizer.tensors():
         name = f"optim/{key}/{flat.names[index]}"
         if value.dim() == 0:
-            copy = _copy(engine) + _tied(engine, flat.names[index])
+            holder = flat.plan.offsets[index] // max(1, flat.plan.share)  # of its first element
+            copy = _copy(engine, holder) + _tied(engine, flat.names[index])
             found.append(Box(name, (), (), (), value, copy))
         else:
             found += _pieces(engine, flat, index, name, value.view(-1), _copy_of(engine, flat))
+    return found
+
+
+def buffers(engine: Any) -> list[Box]:
+    """The model's buffers."""
+    found: list[Box] = []
     for name, b in engine.model.named_buffers():
         zeros = (0,) * b.dim()
         copy = _copy(engine) + (engine.staging.copy(name) if engine.staging else 0)
@@ -71,9 +89,11 @@ def _piece(flat: Flat, index: int, block: Tensor) -> Tensor:
     return block[low:high]
 
 
-def _copy(engine: Any) -> int:
-    """Which of all ranks this one is, as far as they hold the same."""
-    return engine.data_rank + engine.data_ranks * engine.tensors.axis.rank
+def _copy(engine: Any, first: int = 0) -> int:
+    """Which of all ranks this one is, as far as they hold the same, from shard rank `first` on."""
+    shard, replicate = engine.axes
+    rank = replicate.rank * shard.size + (shard.rank - first) % shard.size
+    return rank + engine.data_ranks * engine.tensors.axis.rank
 
 
 def _tied(engine: Any, name: str) -> int:

@@ -115,8 +115,8 @@ def without(model: nn.Module, why: str) -> InputError:
         allowed = "models with linear layers, which can be cut"
         return bad(f"{what} and no linear layer", allowed, "a plan without tp, as dp2")
     allowed = (
-        "a table given as table=, a model with the attribute tensor_table, a model of "
-        "transformers that has a tensor plan; docs/tensor-tables.md tells how to write one"
+        "a table given as table= (verify: --table FILE), a model with the attribute tensor_table, "
+        "a model of transformers that has a tensor plan; see docs/tensor-tables.md"
     )
     return bad(what, allowed, f"table={guessed!r}, with the styles that fit your layers")
 

@@ -171,7 +171,9 @@ class _Layout:
         """Cut the parameters, and open the lines on which shared parts are summed."""
         rank = self.axis.rank
         lines: dict[Groups, Axis] = {(): Axis(AXIS)}
-        for name, (p, cut) in self.wanted.items():
+        # hooks keep this object alive; it must not keep the weights of other stages with it
+        wanted, self.wanted = self.wanted, {}
+        for name, (p, cut) in wanted.items():
             groups = tuple(dict.fromkeys(map(cut.holders, range(cut.ranks)))) if cut.shared else ()
             within = _lines(cut)
             for each in (groups, within):

@@ -29,8 +29,9 @@ DTYPES = {
 @dataclass(frozen=True)
 class Metrics:
     """What one step was: the mean loss over the global batch's tokens, their number, the norm of
-    the gradient before clipping (None where nobody asked), whether fp16 overflowed and the update
-    was skipped, the learning rate, and the bytes this rank sent.
+    the gradient before clipping (None where nobody asked), whether there was no update because fp16
+    overflowed or the step was not finite (its loss may be NaN then), the learning rate, and the
+    bytes this rank sent.
     """
 
     loss: float
@@ -45,21 +46,26 @@ class Metrics:
 class Training:
     """How an engine trains: `loss(model, batch)` is the mean over the batch's own tokens,
     `tokens(batch)` their number (None: the rows of the batch); gradients are clipped to norm
-    `clip` (None: not).
+    `clip` (None: not); a step whose loss or gradient is not finite raises, or is left out
+    (`on_nonfinite`: "raise" or "skip"). Ranks that compute a step together compare it every
+    `check_every` steps (0: only an engine's first).
     """
 
     optimizer: Recipe
     loss: Loss
     tokens: Count | None = None
     clip: float | None = None
+    on_nonfinite: str = "raise"
+    check_every: int = 100
 
 
 @dataclass(frozen=True)
 class Build:
     """What the user asked for: the plan, the world it lies on, units, initial weights, prefetch.
 
-    `table` is that of the tensor axis, `starts` the modules that begin the stages of a pipeline,
-    `beside` those that are not called where they are defined (cut.py).
+    Units smaller than `least_unit_bytes` (None: 2 MiB) are merged with their neighbours. `table` is
+    that of the tensor axis, `starts` the modules that begin the stages of a pipeline, `beside`
+    those that are not called where they are defined (cut.py).
     """
 
     plan: Plan
@@ -70,6 +76,7 @@ class Build:
     table: Table | None
     starts: tuple[str, ...] = ()
     beside: dict[str, str] = field(default_factory=dict)
+    least_unit_bytes: int | None = None
 
 
 @dataclass(frozen=True)

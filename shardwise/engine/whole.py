@@ -6,22 +6,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.parallel.data import Data
 from shardwise.parallel.flat import Flat
 
 
-def keep_keys(module: nn.Module, data: Data, flats: Sequence[Flat]) -> None:
+def keep_keys(module: nn.Module, data: Data, flats: Sequence[Flat]) -> list[RemovableHandle]:
     """Make `module.state_dict()` give whole tensors and `load_state_dict` take them.
 
-    Both are collective where the row shards: every rank calls them.
+    Both are collective where the row shards: every rank calls them.  The handles undo it.
     """
     if not any(flat.split for flat in flats):
-        return
-    module.register_state_dict_pre_hook(partial(_gather_all, flats))
-    module.register_state_dict_post_hook(partial(_copy_whole, data))
-    module.register_load_state_dict_pre_hook(partial(_before_load, flats))
-    module.register_load_state_dict_post_hook(partial(_after_load, data, flats))
+        return []
+    return [
+        module.register_state_dict_pre_hook(partial(_gather_all, flats)),
+        module.register_state_dict_post_hook(partial(_copy_whole, data)),
+        module.register_load_state_dict_pre_hook(partial(_before_load, flats)),
+        module.register_load_state_dict_post_hook(partial(_after_load, data, flats)),
+    ]
 
 
 def _gather_all(flats: Sequence[Flat], *_: Any) -> None:

@@ -6,12 +6,14 @@
     optim.step()
 
 The module is changed in place and returned: its class, its parameters, their names and identity
-stay.  Between backward and forward the parameters are at rest: 1-D pieces where the row shards.
+stay.  Between backward and forward the parameters are at rest: pieces of k elements where the row
+shards, of the shape [k, 1, ..., 1], with as many dimensions as before.
 Gradients are the mean over the ranks of what each rank's loss gave.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ from shardwise.engine.norm import squared_norm
 from shardwise.engine.shard import (
     Sharding,
     default_fill,
-    drivers,
+    driver_of,
     flats_of,
     hooked,
     layable,
@@ -36,8 +38,9 @@ from shardwise.engine.shard import (
     sizes,
     units_of,
 )
+from shardwise.engine.unwrap import no_pipe
 from shardwise.engine.whole import keep_keys
-from shardwise.parallel.data import Data, Pace
+from shardwise.parallel.data import Pace
 from shardwise.parallel.nodes import take_over
 from shardwise.parallel.norms import fused
 from shardwise.parallel.products import fastest
@@ -53,21 +56,29 @@ STRATEGIES = {
 }
 
 
-def DDP(module: nn.Module, world: World | None = None, bucket_bytes: int = 25 * 2**20) -> nn.Module:  # noqa: N802
+def DDP(  # noqa: N802
+    module: nn.Module,
+    world: World | None = None,
+    bucket_bytes: int = 25 * 2**20,
+    broadcast_buffers: bool = True,
+) -> nn.Module:
     """Replicate `module`: every rank holds all of it, gradients are averaged while backward runs.
 
     Rank 0's parameters and buffers are everyone's at the start, its buffers before every training
-    forward.  Gradients are reduced in buckets of up to `bucket_bytes`.  (Li et al., "PyTorch
-    Distributed", arXiv 2006.15704.)
+    forward (unless `broadcast_buffers` is False).  Gradients are reduced in buckets of up to
+    `bucket_bytes`.  (Li et al., "PyTorch Distributed", arXiv 2006.15704.)
     """
     given.model(module, "sw.DDP")
     given.whole("bucket_bytes", bucket_bytes, 1, 25 * 2**20)
+    no_pipe(module)
     layable(module, "auto")
     world = _world(world)
-    alike.given(world, {"the module": alike.described(module), "bucket_bytes": bucket_bytes})
+    asked = {"bucket_bytes": bucket_bytes, "broadcast_buffers": broadcast_buffers}
+    alike.given(world, {"the module": alike.described(module)} | asked)
     given.unchanging(module, world.size)
     world = world.on(Mesh((("dp", world.size),)))
-    return _wrap(module, "ddp", (Axis("none"), world.axis("dp")), world, "auto", bucket_bytes)
+    how = Sharding(ROWS["ddp"], Axis("none"), world.axis("dp"), "auto", bucket_bytes)
+    return _wrap(module, replace(how, broadcast_buffers=broadcast_buffers), world)
 
 
 def FSDP(  # noqa: N802
@@ -87,6 +98,7 @@ def FSDP(  # noqa: N802
         InputError: an unknown strategy; a shard_size that does not divide the world.
     """
     given.model(module, "sw.FSDP")
+    no_pipe(module)
     layable(module, units)
     name = getattr(sharding_strategy, "name", sharding_strategy)
     if not isinstance(name, str) or name not in STRATEGIES:
@@ -101,7 +113,7 @@ def FSDP(  # noqa: N802
     alike.given(world, {"the module": alike.described(module)} | asked)
     world = world.on(Mesh((("dp_replicate", world.size // inner), ("dp_shard", inner))))
     axes = world.axis("dp_shard"), world.axis("dp_replicate")
-    return _wrap(module, STRATEGIES[name], axes, world, units, 0)
+    return _wrap(module, Sharding(ROWS[STRATEGIES[name]], *axes, units), world)
 
 
 def _world(world: World | None) -> World:
@@ -130,14 +142,7 @@ def _shard_size(name: str, asked: int | None, ranks: int) -> int:
     return asked
 
 
-def _wrap(
-    module: nn.Module,
-    row: str,
-    axes: tuple[Axis, Axis],
-    world: World,
-    units: Rule,
-    bucket_bytes: int,
-) -> nn.Module:
+def _wrap(module: nn.Module, how: Sharding, world: World) -> nn.Module:
     materialise(module, world.device)
     for p in module.parameters():
         if not p.is_meta:
@@ -145,20 +150,15 @@ def _wrap(
     for b in module.buffers():
         b.data = b.data.to(world.device)
     products, fill = fastest(world.device), default_fill(module, 0)
-    how = Sharding(ROWS[row], *axes, units, bucket_bytes or 2**20, fill, world.device, products)
-    pace = Pace(scale=1 / (axes[0].size * axes[1].size))
+    how = replace(how, fill=fill, device=world.device, products=products)
+    pace = Pace(scale=1 / world.size)
     laid = shard(how, units_of(module, how))
     data = hooked(module, how, laid, pace)
-    take_over(module, products, fused(world.device), data, sizes(laid))
-    keep_keys(module, data, flats_of(laid))
-    if axes[0].size > 1:
+    data.handles += take_over(module, products, fused(world.device), data, sizes(laid))
+    data.handles += keep_keys(module, data, flats_of(laid))
+    if how.shard.size > 1:
         data.units.rest()
     return module
-
-
-def _found(module: nn.Module) -> Data | None:
-    """The Data that drives a wrapped module: the owner of its first hook."""
-    return next((data for data in drivers(module) if data.root is module), None)
 
 
 @contextmanager
@@ -172,7 +172,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
         InputError: the module is not wrapped.
     """
     given.module(module, "sw.no_sync")
-    data = _found(module)
+    data = driver_of(module)
     if data is None:
         raise bad(f"a plain {type(module).__name__}", "a wrapped module", "sw.DDP(module) first")
     data.sums.sync = False
@@ -190,14 +190,14 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
     """
     given.module(module, "sw.clip_grad_norm")
     given.positive("max_norm", max_norm)
-    data = _found(module)
+    data = driver_of(module)
     if data is None:
         return torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
     grads = [p.grad for p in module.parameters() if p.grad is not None]
     squares = [squared_norm(g.reshape(-1)) for g in grads]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
     norm = begin_sum(total.view(1), data.facts.axes[0])().sqrt()
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = (max_norm / (norm[0] + 1e-6)).clamp(max=1.0)
     for g in grads:
         g.mul_(factor.to(g.dtype))
     return norm[0]

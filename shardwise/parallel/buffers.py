@@ -1,11 +1,7 @@
 """this file is how a model's buffers stay those of rank 0 on every data rank.
 
-    running statistics   (batch norm and its kin) after every training forward, as DDP does
-    all others           in the step after some rank has found one of its own changed
-
-Running statistics are known by their module, the others by torch's version counters: that one
-has changed is a fact the ranks agree on together with the other facts of a step, because ranks
-that disagreed on what to broadcast would wait for each other for ever.
+Every training forward begins with rank 0's buffers, as under DDP: all of them, in one message, for
+no rank can know whether another has changed one.  A model without buffers sends nothing.
 """
 
 from collections.abc import Sequence
@@ -18,70 +14,37 @@ from shardwise.comm.world import Axis
 
 
 class Buffers:
-    """The buffers of one model on the data axes."""
+    """The buffers of one model on the data axes.
 
-    def __init__(self, root: nn.Module, axes: Sequence[Axis]) -> None:
-        self.axes = list(axes)
-        holders = [m for m in root.modules() if any(b is not None for b in m._buffers.values())]
-        self.norms = [m for m in holders if m._buffers.get("running_mean") is not None]
-        self.others = [m for m in holders if m._buffers.get("running_mean") is None]
-        self.trained, self.stale = False, False
-        self.versions: list[tuple[int, int]] = []
-        self._broadcast(_of(self.norms))
-        self._broadcast(_of(self.others))
-        self._note()
+    Without `follow` they are rank 0's at first only.
+    """
 
-    def forward_begins(self) -> None:
-        """Bring every rank's buffers in line before a training forward."""
-        if self.trained:
-            self._broadcast(_of([m for m in self.norms if m.training]))
-        self.trained = True
-        if self.stale:
-            self._broadcast(_of(self.others))
-            self.stale = False
-            self._note()
+    def __init__(self, root: nn.Module, axes: Sequence[Axis], *, follow: bool = True) -> None:
+        self.axes = [axis for axis in axes if axis.size > 1]
+        self.holders = [m for m in root.modules() if m._buffers]
+        self.follow = follow
+        self._broadcast()
 
     def refresh(self) -> None:
-        """Bring running statistics in line now: somebody is about to use them."""
-        if self.trained:
-            self._broadcast(_of(self.norms))
+        """Bring every rank's buffers in line: they are about to be used.  Called by all ranks."""
+        if self.follow:
+            self._broadcast()
 
-    def loaded(self) -> None:
-        """Every rank has been given the same buffers from outside."""
-        self.trained = True
-        self._note()
-
-    def changed(self) -> list[float]:
-        """One number, 1 where this rank has changed a buffer that is no running statistic."""
-        return [float(self._seen() != self.versions)] if self.others else []
-
-    def heard(self, flags: Sequence[bool]) -> None:
-        """Take note of whether any rank has."""
-        self.stale = any(flags)
-
-    def _seen(self) -> list[tuple[int, int]]:
-        return [(id(b), b._version) for b in _of(self.others)]
-
-    def _note(self) -> None:
-        self.versions = self._seen()
-
-    def _broadcast(self, buffers: Sequence[Tensor]) -> None:
-        for axis in self.axes:
-            for dtype in dict.fromkeys(b.dtype for b in buffers):
-                _broadcast_together([b for b in buffers if b.dtype == dtype], axis)
+    @torch.no_grad()
+    def _broadcast(self) -> None:
+        # looked up each time: a module may have put another in its place
+        found = dict.fromkeys(b for m in self.holders for b in m._buffers.values() if b is not None)
+        # the widest elements first: each begins in the message at a multiple of its size
+        buffers = sorted((b for b in found if b.numel()), key=lambda b: -b.element_size())
+        for axis in self.axes if buffers else []:
+            together = torch.cat([b.detach().reshape(-1).view(torch.uint8) for b in buffers])
+            broadcast(together, axis)
+            if axis.rank:
+                _spread(together, buffers)
 
 
-def _of(modules: Sequence[nn.Module]) -> list[Tensor]:
-    return list(dict.fromkeys(b for m in modules for b in m._buffers.values() if b is not None))
-
-
-@torch.no_grad()
-def _broadcast_together(tensors: Sequence[Tensor], axis: Axis) -> None:
-    if axis.size == 1 or not tensors:
-        return
-    together = torch.cat([t.detach().reshape(-1) for t in tensors])
-    broadcast(together, axis)
-    for t, part in zip(tensors, together.split([t.numel() for t in tensors]), strict=True):
+def _spread(together: Tensor, buffers: Sequence[Tensor]) -> None:
+    for b, part in zip(buffers, together.split([b.nbytes for b in buffers]), strict=True):
         # .data: a graph that has saved the buffer (an earlier forward) is not invalidated, as it
         # is not by the normalisation layer's own update
-        t.data.copy_(part.view_as(t))
+        b.data.copy_(part.view(b.dtype).view_as(b))

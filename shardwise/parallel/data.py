@@ -22,13 +22,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
+from shardwise.core.graph_break import graph_break
+from shardwise.core.hook import Hook, no_copy, nothing
+from shardwise.core.way import Way
 from shardwise.core.weak import weakly
-
-#: Uses of units that are kept in mind where no backward pass ever comes.
-LONGEST = 2**16
 
 
 class Group(Protocol):
@@ -36,6 +37,7 @@ class Group(Protocol):
 
     params: list[nn.Parameter]
     trained: bool
+    split: bool
     temporary: bool
     scatters: bool
 
@@ -80,6 +82,7 @@ class Units(Protocol):
     def drop(self) -> None: ...
     def wait(self) -> None: ...
     def publish(self) -> None: ...
+    def step_in_backward(self) -> None: ...
 
 
 class Facts(Protocol):
@@ -87,6 +90,7 @@ class Facts(Protocol):
 
     axes: list[Axis]
     rounds: int
+    buffers: Any
 
     def got(self) -> Tensor: ...
     def begin_agree(self, x: Tensor) -> Callable[[], Tensor]: ...
@@ -94,8 +98,6 @@ class Facts(Protocol):
     def hear(self, used: Tensor) -> None: ...
     def phase(self, name: str) -> None: ...
     def gathers(self, unit: int) -> None: ...
-    @property
-    def buffers(self) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -164,29 +166,40 @@ class Data:
         for number, unit in enumerate(units.order):
             unit.number = number
         self.places: dict[nn.Parameter, tuple[Unit, Group, int]] = {}
-        self.seen: list[Unit] = []  # each use of a unit since the last backward pass, in order
-        self.over = False  # whether the next use is the first one again
-        self.path: list[Unit] = []  # those before the last backward pass
-        self.way: list[Unit] = []  # the same, each unit once
+        self.way = Way[Unit]()
         self.latest: Unit | None = None  # that was used: whole until another is
         self.in_backward = False
         self.mute = False  # whether gradients of this backward pass count for nothing
+        self.handles: list[RemovableHandle] = []  # of everything that is hung on the model
         self.frozen = [p for u in units.order for g in u.groups if not g.trained for p in g.params]
+        self.split = any(group.split for unit in units.order for group in unit.groups)
         _mark_kept(self.units.order)
         self._hook()
 
     def _hook(self) -> None:
+        keep = self.handles.append
         for unit in self.units.order:
-            for module in unit.modules:
-                before = partial(self._before, unit)
-                module.register_forward_pre_hook(before, prepend=True)  # hooks may read weights
-                module.register_forward_hook(partial(self._after, unit), always_call=True)
+            acts = partial(self._before, unit), partial(self._after, unit)
+            divided = any(group.split for group in unit.groups)  # else whole at all times
+            before, after = map(graph_break, acts) if divided else (nothing, nothing)
+            for module in unit.modules:  # hooks of the user's may read weights, so ours come first
+                keep(module.register_forward_pre_hook(Hook(self, before), prepend=True))
+                keep(module.register_forward_hook(Hook(self, after), always_call=True))
             for group in unit.trained:
                 for index, p in enumerate(group.params):
                     self.places[p] = unit, group, index
-                    p.register_post_accumulate_grad_hook(weakly(self.collected))
-        self.root.register_forward_pre_hook(self._before_root, prepend=True)
-        self.root.register_forward_hook(self._after_root)
+                    keep(p.register_post_accumulate_grad_hook(weakly(self.collected)))
+        begin, end = (
+            Hook(self, graph_break(self._before_root)),
+            Hook(self, graph_break(self._after_root)),
+        )
+        keep(self.root.register_forward_pre_hook(begin, prepend=True))
+        keep(self.root.register_forward_hook(end))
+
+    def require_copyable(self) -> None:
+        """Raise InputError where this rank has only a part of the values (core/hook.py)."""
+        if self.split:
+            raise no_copy(type(self.root).__name__)
 
     # --- forward ------------------------------------------------------------------------------
 
@@ -201,10 +214,10 @@ class Data:
                 "requires_grad_(True) before the wrapping, and lr=0 for a group until it is wanted",
             )
         self.facts.phase("forward")
-        self.over |= not torch.is_grad_enabled()
+        self.way.over |= not torch.is_grad_enabled()
         self.units.publish()  # where somebody else has updated them
         if module.training and torch.is_grad_enabled():
-            self.facts.buffers.forward_begins()
+            self.facts.buffers.refresh()
 
     def _before(self, unit: Unit, module: nn.Module, args: Any) -> None:
         begins = unit.temporary and not self.in_backward and not unit.used
@@ -214,11 +227,9 @@ class Data:
         unit.gather()
         if begins:
             unit.used = True
-            if self.over or len(self.seen) == LONGEST:
-                self.seen, self.over = [], False
-            self.seen.append(unit)
+            self.way.use(unit)
             self.facts.gathers(unit.number)
-            for following in self._following():
+            for following in self.way.following(self.pace.ahead):
                 following.begin_gather()
 
     def _free_latest(self, now: Unit) -> None:
@@ -226,12 +237,6 @@ class Data:
         before, self.latest = self.latest, None
         if before is not None and before is not now:
             before.free()
-
-    def _following(self) -> list[Unit]:
-        """The units to be gathered next, where the way is that of the pass before."""
-        place = len(self.seen)
-        here = self.path[place - 1 : place] == self.seen[-1:]
-        return self.path[place : place + self.pace.ahead] if here else []
 
     def _after(self, unit: Unit, module: nn.Module, args: Any, out: Any) -> None:
         unit.depth -= 1
@@ -251,32 +256,26 @@ class Data:
         if torch.is_grad_enabled():
             self._watch(out, self._begin_backward)
             return
-        self.over = True
+        self.way.over = True
         if self.pace.by_hand:
             self.units.rest()
 
     def _learn(self) -> None:
         """Backward begins: the next forward takes the same way."""
-        self.over = True
-        if self.seen == self.path:
-            return
-        self.path, self.way = list(self.seen), list(dict.fromkeys(self.seen))
-        if len(self.way) == len(self.units.order):
-            self.units.order = self.way
+        if self.way.learn() and len(self.way.once) == len(self.units.order):
+            self.units.order = self.way.once
 
     def uses(self, unit: Unit) -> tuple[int, int]:
         """How often a training pass gathers `unit`, forward and backward, as the last did."""
-        way = self.path or self.units.order
+        way = self.way.path or self.units.order
         times = way.count(unit)
         again = times > 0 and unit.wanted_backward and not unit.keep and unit is not way[-1]
         return times, int(again)
 
     def _watch(self, out: Any, act: Callable[[], None]) -> bool:
         """Call `act` when a gradient of `out` arrives; whether one ever will."""
-        watched = [leaf for leaf in _tensors(out) if leaf.requires_grad]
-        for leaf in watched:
-            leaf.register_hook(lambda _: act())
-        return bool(watched)
+        handles = [x.register_hook(lambda _: act()) for x in _tensors(out) if x.requires_grad]
+        return bool(handles)
 
     # --- backward -----------------------------------------------------------------------------
 
@@ -295,6 +294,14 @@ class Data:
     def _begin_backward(self) -> None:
         if self.in_backward:
             return
+        freed = self.split and (self.pace.by_hand or any(u.temporary for u in self.units.order))
+        if freed and torch.is_grad_enabled():
+            raise bad(
+                "backward(create_graph=True), or autograd.grad, of a "
+                f"{type(self.root).__name__} of whose parameters each rank holds a part",
+                "gradients that are differentiated in turn where every rank holds the parameters",
+                "sw.DDP(module), or the plan word ddp",
+            )
         self.in_backward = True
         self._learn()
         self.sums.begin()
@@ -309,7 +316,7 @@ class Data:
 
     def _before_backward(self, unit: Unit) -> None:
         self._begin_backward()
-        order = self.way if unit in self.way else self.units.order
+        order = self.way.once if unit in self.way.once else self.units.order
         place = order.index(unit)
         for later in order[place + 1 :]:
             if (later.complete or not later.trained) and not later.keep and later.depth == 0:
@@ -367,6 +374,7 @@ class Data:
             self.sums.finish()
             self.facts.hear(self.facts.agree(self.facts.got()))
             self.units.show()
+            self.units.step_in_backward()
 
 
 def _mark_kept(order: Sequence[Unit]) -> None:
@@ -379,9 +387,6 @@ def _mark_kept(order: Sequence[Unit]) -> None:
 
 def _tensors(out: Any, deep: int = 2) -> Iterator[Tensor]:
     """The tensors of a module's output, in containers, dataclasses and plain objects."""
-    if isinstance(out, Tensor):
-        yield out
-        return
     for leaf in tree_leaves(out):
         if isinstance(leaf, Tensor):
             yield leaf

@@ -1,7 +1,6 @@
 """this file is what the data ranks agree on in a step: a few numbers, summed over all of them.
 
-Which parameters had a gradient on any rank, and whether any rank has changed a buffer of its own,
-decide what ranks send one another: ranks that disagreed would wait for each other for ever.
+Which parameters had a gradient on any rank decides what is updated on all of them.
 
 Beside them each tells a mark of what it has done: how many steps it has ended, and which units it
 has gathered, in which order.  Ranks that gather other units take one's weights for another's, for
@@ -33,11 +32,7 @@ class Group(Protocol):
 class Buffers(Protocol):
     """What keeps the buffers of the model alike (buffers.py)."""
 
-    def forward_begins(self) -> None: ...
     def refresh(self) -> None: ...
-    def loaded(self) -> None: ...
-    def changed(self) -> list[float]: ...
-    def heard(self, flags: Sequence[bool]) -> None: ...
 
 
 class Facts:
@@ -55,12 +50,12 @@ class Facts:
     def got(self) -> Tensor:
         """One number a trained parameter: 1 where this rank had a gradient for it, else 0.
 
-        Behind them, where there are buffers, whether this rank has changed one; and its mark.
+        Behind them its mark.
         """
         self.rounds += 1
         self.mark, self.gathered = (self.gathered + 7 * self.rounds) % MARKS, 0
         flags = [float(got) for group in self.trained for got in group.got]
-        return torch.tensor([*flags, *self.buffers.changed(), float(self.mark)])
+        return torch.tensor([*flags, float(self.mark)])
 
     def begin_agree(self, x: Tensor) -> Callable[[], Tensor]:
         """Start to add up a small vector over all data ranks; call the result for the sum."""
@@ -97,7 +92,6 @@ class Facts:
         flags = iter(each > 0 for each in found)
         for group in self.trained:
             group.used = [next(flags) for _ in group.used]
-        self.buffers.heard(list(flags))
 
     def phase(self, name: str) -> None:
         """What is sent from now on is counted as of this part of the step."""

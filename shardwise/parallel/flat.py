@@ -12,8 +12,9 @@ and the equations between them:
 
     WHOLE    p.data is a view of `full`, in its own shape: what the model computes with
     COMING   as REST, while an all-gather writes `full`
-    REST     p.data is this rank's piece of p, a view of `shard` (1-D, perhaps empty), and
-             p.grad the same piece of `gshard`: what an elementwise optimizer works on
+    REST     p.data is this rank's piece of p, a view of `shard`, and p.grad the same piece of
+             `gshard`: what an elementwise optimizer works on.  A piece has as many dimensions as
+             p: k elements of a matrix are [k, 1], so that a choice by p.ndim is the same
 
               gather              free / rest
     REST ----------------> WHOLE ------------> REST     (zero3: `full` has memory in WHOLE only)
@@ -26,7 +27,7 @@ between forward and backward; where weights have several versions at once, each 
 shape; that is the row `ddp`, and any row on one rank.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -35,9 +36,9 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import broadcast
 from shardwise.comm.door import start
+from shardwise.comm.mean import mean_with_graph
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
-from shardwise.core.boxes import boxes
 from shardwise.core.flatten import flatten
 from shardwise.core.layout import P, R, S
 from shardwise.core.states import Row
@@ -114,6 +115,7 @@ class Flat:
         self.got = list(none)  # this rank has had a gradient for parameter i since `clear`
         self.used = list(none)  # and so has any rank, as far as has been heard
         self.shown = False  # the pieces of gshard are on the parameters
+        self.graphs: dict[int, Tensor] = {}  # gradients that are to be differentiated in turn
         self.coming, self.going = Pending(), Pending()
         self.stage = Stage.WHOLE
         self.point_at(self.full)
@@ -144,6 +146,16 @@ class Flat:
 
     def _block(self, flat: Tensor) -> Tensor:
         return flat.view(self.plan.ranks, self.plan.share)[self.rank]
+
+    def piece(self, index: int, block: Tensor) -> Tensor:
+        """What `block`, of this rank, holds of parameter `index`: [k, 1, ..., 1], as many dims.
+
+        A parameter without dimensions keeps none where its element is, and is [0] elsewhere.
+        """
+        (low, high), dims = self.pieces[index], len(self.shapes[index])
+        if dims == 0 and high > low:
+            return block[low]
+        return block[low:high].view(high - low, *[1] * (dims - 1))
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's place in `flat`, in its own shape."""
@@ -191,8 +203,8 @@ class Flat:
             return
         if self.stage is Stage.COMING:
             self.coming.wait()
-        for p, (low, high) in zip(self.params, self.pieces, strict=True):
-            p.data = self.shard[low:high]
+        for i, p in enumerate(self.params):
+            p.data = self.piece(i, self.shard)
         self.stage = Stage.REST
 
     def free(self) -> None:
@@ -231,6 +243,10 @@ class Flat:
             self.begin_grad()
         gradient, view = p.grad, self.grad_views[index]
         p.grad = None
+        if gradient.requires_grad:  # it is to be differentiated in turn
+            before = self.graphs.get(index)
+            self.graphs[index] = gradient if before is None else before + gradient
+            gradient = gradient.detach()
         if gradient.is_sparse:
             gradient = gradient.to_dense()
         if self.filled[index]:
@@ -258,19 +274,6 @@ class Flat:
             view.zero_()
         view.index_add_(0, ids, grad, alpha=scale)
         self.filled[index] = self.got[index] = True
-
-    def counted_elsewhere(self) -> Iterator[Tensor]:
-        """The parts of `gshard` whose squares another rank counts."""
-        assert self.gshard is not None
-        for index, dim, first, length in self.others:
-            (low, high), origin = self.pieces[index], self.plan.origin(index, self.rank)
-            for box in boxes(tuple(self.shapes[index]), origin, origin + high - low):
-                begin = low + box.start - origin
-                values = self.gshard[begin : begin + box.numel].view(box.sizes)
-                start = max(0, first - box.offsets[dim])
-                stop = min(box.sizes[dim], first + length - box.offsets[dim])
-                if start < stop:
-                    yield values.narrow(dim, start, stop - start)
 
     def begin_grad(self) -> None:
         """Make room for gradients in the layout of `full`."""
@@ -341,13 +344,14 @@ class Flat:
         """Put each piece of `gshard` on its parameter; None where no rank had a gradient for it."""
         for i, p in enumerate(self.params):
             p.grad = self._shown_piece(i) if self.used[i] else None
+            if i in self.graphs and p.grad is not None:
+                p.grad = mean_with_graph(self.graphs.pop(i), p.grad)
         self.shown = True
 
     def _shown_piece(self, index: int) -> Tensor:
         """The gradient of parameter `index` at rest."""
         assert self.gshard is not None
-        low, high = self.pieces[index]
-        return self.gshard[low:high] if self.split else self.grad_views[index]
+        return self.piece(index, self.gshard) if self.split else self.grad_views[index]
 
     def hide_grads(self) -> None:
         """Before a backward pass: take the pieces back; what the user has dropped is dropped.
@@ -362,7 +366,9 @@ class Flat:
         for i, p in enumerate(self.params):
             piece = self._shown_piece(i)
             if p.grad is not None and p.grad.data_ptr() != piece.data_ptr():
-                piece.copy_(p.grad)  # the user has put another there
+                piece.copy_(p.grad.detach())  # the user has put another there
+            if p.grad is not None and p.grad.requires_grad and torch.is_grad_enabled():
+                self.graphs[i] = p.grad
             p.grad = None
         self.got = list(kept)
         assert self.gshard is not None
@@ -382,5 +388,6 @@ class Flat:
         none = [False] * len(self.params)
         self.filled, self.valid, self.got = list(none), list(none), list(none)
         self.shown = False
+        self.graphs.clear()
         for p in self.params:
             p.grad = None

@@ -29,6 +29,9 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.modules import module as modules
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.core.hook import Hook
 
 #: Elements of a table, or of what is normalised, from which on it is worth it: below, the node
 #: costs more than it saves.
@@ -51,6 +54,8 @@ class Products(Protocol):
 class Sink(Protocol):
     """The owner of the gradients."""
 
+    def require_copyable(self) -> None: ...
+
     def product(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
         """Add left^T right, of left [N, out] and right [N, in], to the gradient of `p`."""
         ...
@@ -71,27 +76,33 @@ def take_over(
     sink: Sink,
     sizes: Mapping[nn.Parameter, int],
     several: bool = False,
-) -> None:
+) -> list[RemovableHandle]:
     """Hook the layers of `model` whose weights are in `sizes`: norms, and large matrices.
 
     Large is a linear layer's from `products.least` elements on, of a dtype that the library takes.
 
     `norm`: how norms are computed, if not as torch does.  `several`: steps have several
-    microbatches, and linear layers' gradients go to the sink too.
+    microbatches, and linear layers' gradients go to the sink too.  The handles remove the hooks.
     """
+    handles: list[RemovableHandle] = []
     for module in model.modules():
         weight = module._parameters.get("weight")
         if weight is None or weight not in sizes:
             continue
         if type(module) is nn.RMSNorm and norm is not None:
-            module.register_forward_pre_hook(_Norm(weight, norm).mark)
+            hook = Hook(sink, _Norm(weight, norm).mark)
+            handles.append(module.register_forward_pre_hook(hook))
         elif type(module) is nn.Linear and sizes[weight] >= _least(weight, products):
             own = sink if several and weight.requires_grad else None
             if several or products.linear is not functional.linear:
-                module.register_forward_pre_hook(_Product(weight, products, own).mark)
+                hook = Hook(sink, _Product(weight, products, own).mark)
+                handles.append(module.register_forward_pre_hook(hook))
         elif type(module) is nn.Embedding and weight.requires_grad and sizes[weight] >= LEAST:
             lookup = _Lookup(weight, sink)
-            lookup.hook = module.register_forward_hook(lookup.after, prepend=True).id
+            handle = module.register_forward_hook(Hook(sink, lookup.after), prepend=True)
+            lookup.hook = handle.id
+            handles.append(handle)
+    return handles
 
 
 def _least(weight: Tensor, products: Products) -> int:
@@ -183,9 +194,9 @@ def _shown(module: nn.Module) -> bool:
 
 def _usual(module: nn.Module, weight: nn.Parameter, x: Tensor) -> bool:
     """Whether a layer is about to compute as torch does, with its own weight."""
-    if module._parameters.get("weight") is not weight or x.dtype != weight.dtype:
+    if torch.compiler.is_compiling() or module._parameters.get("weight") is not weight:
         return False
-    if x.layout != torch.strided or x.is_nested or not _ordinary():
+    if x.dtype != weight.dtype or x.layout != torch.strided or x.is_nested or not _ordinary():
         return False
     kept = not x.is_inference() or not torch.is_grad_enabled()
     return kept and not torch._C._is_any_autocast_enabled()
@@ -330,7 +341,9 @@ class _Lookup:
 
         Not in 16 bits, where each addition would round, nor on GPUs, which add in any order.
         """
-        if not (torch.is_grad_enabled() and args and self._untouched(module)):
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return None
+        if not (args and self._untouched(module)):
             return None
         ids, options = args[0], (module.max_norm, module.scale_grad_by_freq, module.sparse)
         plain = type(ids) is type(y) is Tensor and options == (None, False, False)

@@ -9,8 +9,8 @@ hybrid sharding; over tensor ranks that each have a part) they begin when the fi
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Generic, Protocol, TypeVar
 
 
 class Summed(Protocol):
@@ -44,6 +44,7 @@ class Reductions(Generic[U]):
         self.next = 0  # how many units, counted from the last, have had their turn
         self.flying: deque[tuple[U, bool]] = deque()  # and whether the update waits for it
         self.landed: deque[U] = deque()
+        self.see: Callable[[Any], None] = lambda _: None  # before the sum of a group begins
 
     def begin(self) -> None:
         """A backward pass begins."""
@@ -71,6 +72,7 @@ class Reductions(Generic[U]):
         while any(unit is flying for flying, _ in self.flying):
             self._land()  # its sum of the microbatch before
         for group in unit.trained:
+            self.see(group)
             group.begin_reduce()
         self.flying.append((unit, self.sync))
         while scatters and len(self.flying) > self.in_flight:

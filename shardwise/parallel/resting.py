@@ -10,6 +10,8 @@ What happens to them during a pass is for those who drive it: hooks (data.py), a
 from collections.abc import Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from shardwise.core.hook import in_backward
+
 
 class Unit(Protocol):
     """What is gathered and freed at once (data.py)."""
@@ -64,6 +66,22 @@ class Units(Generic[U]):
         for unit in self.order:
             if not unit.temporary:
                 unit.gather()
+
+    def step_in_backward(self) -> None:
+        """The updates of parameters that have an optimizer to be run in the backward pass.
+
+        Put there by torch.distributed.optim._apply_optimizer_in_backward; the gradient is dropped.
+        Raises InputError where parameters are at rest in pieces.
+        """
+        for group in (group for unit in self.order for group in unit.trained):
+            for p in group.params:
+                optimizers = getattr(p, "_in_backward_optimizers", ())
+                if optimizers and group.split:
+                    raise in_backward("sharded parameters")
+                for optimizer in optimizers:
+                    optimizer.step()
+                if optimizers:
+                    p.grad = None
 
     def publish(self) -> None:
         """After the update: begin to gather what is kept whole, in the order of its next use."""

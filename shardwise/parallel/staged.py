@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.world import Axis
+from shardwise.core.hook import no_copy
 from shardwise.core.weak import weakly
 
 #: Of each a weight, and what left^T right is to be added to its gradient, see nodes.py.
@@ -111,11 +112,16 @@ class Staged:
                     self.places[p] = group, index
                     p.register_post_accumulate_grad_hook(weakly(self.collected))
 
+    def require_copyable(self) -> None:
+        """Raise InputError: a copy of the model would have this rank's stages only."""
+        raise no_copy("model in stages")
+
     def begin(self, *, training: bool = True) -> None:
         """A run of the schedule begins; the last of a step is the one that sums (`sums.sync`)."""
         self.reduced = set()
         if training:
-            self.facts.buffers.forward_begins()
+            self.facts.phase("forward")
+            self.facts.buffers.refresh()
 
     def gather(self, stage: int) -> None:
         """Make the parameters of a stage whole."""

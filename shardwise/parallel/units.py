@@ -22,6 +22,9 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from shardwise.core.errors import InputError, bad
 
+#: What torch.compile puts before the names of the module inside.
+COMPILED = "_orig_mod"
+
 Rule = str | int | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]
 
 
@@ -100,13 +103,13 @@ def _fits(root: nn.Module, rule: Rule) -> Callable[[str, nn.Module], bool]:
     """The rule as a question to ask of each module."""
     if rule == "auto":
         kind = _block_class(root)
-        return lambda _, module: type(module) is kind
+        return lambda _, module: type(plain(module)) is kind
     if isinstance(rule, str):
         return lambda name, _: fnmatch(name, rule)
     if isinstance(rule, type):
-        return lambda _, module: isinstance(module, rule)
+        return lambda _, module: isinstance(plain(module), rule)
     if isinstance(rule, tuple) and all(isinstance(kind, type) for kind in rule):
-        return lambda _, module: isinstance(module, rule)
+        return lambda _, module: isinstance(plain(module), rule)
     if isinstance(rule, int | tuple) or not callable(rule):
         raise _no_rule(rule)
     return _asked(rule)
@@ -147,16 +150,24 @@ def _block_class(root: nn.Module) -> type[nn.Module] | None:
     weight: dict[type[nn.Module], int] = defaultdict(int)
     lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
     for held in [list(m.children()) for m in root.modules() if isinstance(m, lists)]:
-        kinds = [type(child) for child in held]
-        for child in [c for c in held if _runs(c) and kinds.count(type(c)) > 1]:
-            weight[type(child)] += sum(p.numel() for p in child.parameters())
+        kinds = [type(plain(child)) for child in held]
+        for child in [c for c in held if _runs(c) and kinds.count(type(plain(c))) > 1]:
+            weight[type(plain(child))] += sum(p.numel() for p in child.parameters())
     heaviest = max(weight, key=lambda kind: weight[kind], default=None)
     return heaviest if heaviest and weight[heaviest] else None
 
 
 def _runs(module: nn.Module) -> bool:
     """Whether it has a forward of its own: lists of modules or parameters are never called."""
-    return type(module).forward is not nn.Module.forward
+    return type(plain(module)).forward is not nn.Module.forward
+
+
+def plain(module: nn.Module) -> nn.Module:
+    """The module itself, or the one inside of what `torch.compile(module)` gave.
+
+    A unit begins at the outer one: its hooks run outside of the compiled graph.
+    """
+    return module._modules.get(COMPILED) or module
 
 
 def _read(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -178,7 +189,7 @@ def _walk(
     (nn.MultiheadAttention reads out_proj.weight), so it is not looked into any further, unless
     there are blocks in it.
     """
-    owns = next(_read(module), None) is not None and _runs(module)
+    owns = next(_read(plain(module)), None) is not None and _runs(module)
     holds = any(top.startswith(f"{name}." if name else "") for top in tops)
     if name in tops or (owns and not holds):
         yield name, module

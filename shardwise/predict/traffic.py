@@ -12,17 +12,18 @@ then once, with the placements of its row of the states table:
 and, whatever the model's size:
 
     check      the facts: loss, tokens, and for each trained parameter whether it had a gradient,
-               and for all other buffers together whether one has changed, as doubles that every
-               rank gathers; one double more where the norm is wanted; and of a parameter that
-               several stages hold, whether any of them had a gradient
-    forward    the buffers that training changes, from the first rank of each axis
+               as doubles that every rank gathers; one double more where the norm is wanted, and
+               along the tensor axis in any case; and of a parameter that several stages hold,
+               whether any of them had a gradient
+    forward    all buffers, from the first rank of each axis
 
 In the first step the data ranks tell their numbers of tokens beforehand, the ranks of the other
 axes three doubles of their batch, and those of the tensor axis one of the loss and two of each
-trained parameter that they hold whole (engine/alike.py).
+trained parameter that they hold whole (engine/alike.py). In later steps that compare they tell the
+batch again, and of the loss and the gradients three doubles in all.
 
 A schedule that updates by itself does what is said to be done once, and agrees on the facts but the
-loss and the buffers, with each of its updates.
+loss, with each of its updates.
 
 Prices are those of `core.moves`, the table that of `core.states`. Nothing here is measured.
 """
@@ -115,14 +116,14 @@ def step_bytes(
     norm: bool = False,
     first: bool = False,
     meets: bool = False,
-    compares: bool = False,
+    compares: str = "",
 ) -> dict[Line, int]:
     """The bytes `rank` sends in one step, activations apart; lines without any are left out.
 
     `norm`: gradients are clipped (under fp16 their norm is wanted in any case). `first`: the first
-    step of a run, which asks for its number of tokens beforehand, and finds buffers unchanged.
-    `meets`: the first of an engine, in which ranks compare batches; `compares`: one in which they
-    compare gradients.
+    step of a run, which asks for its number of tokens beforehand.
+    `meets`: one in which ranks compare batches; `compares`: and the loss and the gradients, "each"
+    or by their "sums".
     """
     tariff = Tariff(plan, rank)
     own = updates(plan.pipeline, plan.mesh.size_of(PIPELINE))
@@ -136,21 +137,22 @@ def step_bytes(
             tariff.sum_parts(TENSOR, param.common, param.sharers, param.element_bytes)
     for _ in range(own):  # tokens, and which parameters had a gradient
         tariff.agree(1 + sum(param.trainable for param in model.params), FACT_BYTES)
-    changing = sum(buffer.stored_bytes for buffer in model.buffers if buffer.changes)
-    tariff.broadcast(changing * (plan.accumulate - first), "forward")
-    others = any(not buffer.changes for buffer in model.buffers)  # has one of them changed?
-    tariff.agree(3 + sum(param.trainable for param in model.params) + others, FACT_BYTES)
+    buffers = sum(buffer.stored_bytes for buffer in model.buffers)
+    tariff.broadcast(buffers * plan.accumulate, "forward")
+    tariff.agree(3 + sum(param.trainable for param in model.params), FACT_BYTES)
     if norm or plan.precision == "fp16":
         for axis in (tariff.shard, TENSOR, PIPELINE):
             tariff.move(axis, S(0), R, tariff.size(axis), FACT_BYTES, "check")
+    else:  # are all of their gradients finite?
+        tariff.move(TENSOR, S(0), R, tariff.size(TENSOR), FACT_BYTES, "check")
     tariff.move(PIPELINE, S(0), R, tariff.size(PIPELINE), FACT_BYTES, "check")  # the loss
     for param in [*model.params] * (1 + own):
         tariff.ask(PIPELINE, param.holders if param.trainable else 1)  # was it used by any?
     if first:
         tariff.agree(1, COUNT_BYTES)
     whole = [p for p in model.params if p.trainable and p.kept.startswith("whole")]
-    told = (1 + 2 * len(whole)) * tariff.size(TENSOR) * compares  # the loss, gradients
-    tariff.move(TENSOR, S(0), R, told, FACT_BYTES, "check")
+    told = {"": 0, "sums": 3, "each": 1 + 2 * len(whole)}[compares]  # the loss, gradients
+    tariff.move(TENSOR, S(0), R, told * tariff.size(TENSOR), FACT_BYTES, "check")
     for axis in (TENSOR, PIPELINE):  # the batch
         tariff.move(axis, S(0), R, 3 * tariff.size(axis) * meets, FACT_BYTES, "check")
     return tariff.sent_bytes

@@ -12,9 +12,10 @@ Nothing heavy is imported before it is needed: help and answers to bad input do 
 imported only when they are asked for.
 """
 
-import os
+import inspect
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -30,9 +31,16 @@ if TYPE_CHECKING:
     from shardwise.train.prepare import Start
     from shardwise.train.wish import StopWish
 
+# the values of --resume
+ALWAYS, AUTO = "always", "auto"
+
 # command: where its function is, and its line in the help
 ELSEWHERE = {
-    "verify": ("shardwise.train.verify", "verify_command", "Prove a plan: parity, bytes, memory."),
+    "verify": (
+        "shardwise.verify.command",
+        "verify_command",
+        "Prove a plan: parity, bytes, memory.",
+    ),
     "bench": ("shardwise.bench.cli", "bench_command", "Measure side by side with the peers."),
     "schedule": ("shardwise.train.schedule", "schedule_command", "Draw and price a schedule."),
     "inspect": ("shardwise.checkpoint.command", "inspect_command", "What a checkpoint holds."),
@@ -44,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if argv is None else argv)
     app = application(given)
     try:
-        code = app(given, standalone_mode=False, prog_name="shardwise")
+        code = app(spelled(given), standalone_mode=False, prog_name="shardwise")
     except UsageError as error:
         print(answer(error, get_command(app), given), file=sys.stderr)
         code = 2
@@ -57,6 +65,25 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(error, file=sys.stderr)
         code = 1
     raise SystemExit(code or 0)
+
+
+def spelled(given: Sequence[str]) -> list[str]:
+    """`--resume` with its value: the library for command lines knows none that may be left out."""
+    words, result = list(given), list[str]()
+    while words:
+        word = words.pop(0)
+        if word == "--resume":
+            auto = words[:1] == [AUTO]
+            word, words = f"--resume={AUTO if auto else ALWAYS}", words[auto:]
+        result.append(word)
+    return result
+
+
+def known_resume(resume: str | None) -> str | None:
+    """The value of --resume; the answer to bad input for any other word than `auto`."""
+    if resume not in (None, ALWAYS, AUTO):
+        raise typer.BadParameter(f"it takes {AUTO} or nothing")
+    return resume
 
 
 def application(given: Sequence[str] = ()) -> typer.Typer:
@@ -112,13 +139,18 @@ def options(
     """What may stand before a command."""
 
 
-def train(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file.")],
-    plan: Annotated[str | None, typer.Option(help="The plan, instead of the file's.")] = None,
+@dataclass(frozen=True)
+class TrainOptions:
+    """What `shardwise train` may be asked."""
+
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file.")]
+    plan: Annotated[str | None, typer.Option(help="The plan, instead of the file's.")] = None
     nproc: Annotated[
         int | None,
-        typer.Option(help="Processes to start here; without it, as many as the plan needs."),
-    ] = None,
+        typer.Option(
+            help="Processes to start here; without it, the fewest on which the plan runs."
+        ),
+    ] = None
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -126,26 +158,38 @@ def train(
             metavar="KEY=VALUE",
             help="Replace a value, e.g. train.steps=100. Can be given several times.",
         ),
-    ] = None,
+    ] = None
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the run in run.folder from its checkpoint.")
-    ] = False,
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="[auto]",
+            callback=known_resume,
+            help="Continue the run in run.folder from its checkpoint; with auto, begin it if there "
+            "is none.",
+        ),
+    ] = None
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace the run in run.folder by a new one.")
-    ] = False,
-    trace: Annotated[bool, typer.Option("--trace", help="Record a pipeline's timeline.")] = False,
-) -> None:
+    ] = False
+    trace: Annotated[bool, typer.Option("--trace", help="Record a pipeline's timeline.")] = False
+    check: Annotated[bool, typer.Option("--check", help="Compare ranks in every step.")] = False
+
+
+def train(**given: Any) -> None:
     """Train a model; also under torchrun and Slurm."""
     from shardwise.comm.rendezvous import environment
     from shardwise.train.prepare import Start
     from shardwise.train.wish import NOTHING, StopWish
 
-    overrides = [*(set_ or ()), *([] if plan is None else [f"plan.text={plan}"])]
-    overrides += ["run.trace=true"] * trace
+    asked = TrainOptions(**given)
+    overrides = [*(asked.set_ or ()), *([] if asked.plan is None else [f"plan.text={asked.plan}"])]
+    overrides += ["run.trace=true"] * asked.trace + ["run.check_every=1"] * asked.check
     # one of several ranks must not leave the others alone
     with StopWish(leaving=environment() is None) as wish:
         try:
-            code = _train(config, overrides, Start(resume, overwrite), nproc, wish)
+            start = Start(asked.resume == ALWAYS, asked.overwrite, asked.resume == AUTO)
+            code = _train(asked.config, overrides, start, asked.nproc, wish)
         except KeyboardInterrupt:
             if not wish.leaving:  # asked a second time
                 raise
@@ -154,11 +198,15 @@ def train(
     raise typer.Exit(code)
 
 
+# typer reads the options off a function's signature
+train.__signature__ = inspect.signature(TrainOptions)
+
+
 def _train(
     config: Path, overrides: Sequence[str], start: "Start", nproc: int | None, wish: "StopWish"
 ) -> int:
     """Train here, or start the ranks that do; the exit code."""
-    from shardwise.comm.local import require_local
+    from shardwise.comm.local import require_cores, require_local
     from shardwise.comm.rendezvous import environment
     from shardwise.core.plan import Plan
     from shardwise.train.config import read
@@ -167,19 +215,19 @@ def _train(
 
     settings = read(config, overrides)
     if environment() is None:
-        wanted = Plan.parse(settings.plan.text).size
-        # a plan for a cluster is not started on a laptop by accident
-        alone = wanted > (os.cpu_count() or 1)
-        ranks = nproc if nproc is not None else 1 if alone else wanted
-        require_local(wanted if nproc is None else nproc)
-        prepare(settings, ranks, start)
-        if start.resume and (done := finished(settings)):
+        ranks = Plan.parse(settings.plan.text).size if nproc is None else nproc
+        require_local(ranks)
+        settled = start.settled(settings)
+        prepare(settings, ranks, settled)
+        if nproc is None:
+            require_cores(ranks, settings.plan.text)
+        if settled.resume and (done := finished(settings)):
             print(done)
             return 0
         if ranks > 1:
             before = _trained(settings.folder)
             code = _launch(config, overrides, start, ranks)
-            if code and not start.resume:  # the rank that would do it may have been ended
+            if code and not settled.resume:  # the rank that would do it may have been ended
                 forget(settings.folder)
             # a signal may have ended ranks that had not begun to listen
             wish.leaving = code > 128 and _trained(settings.folder) in (0, before)
@@ -210,7 +258,8 @@ def _launch(config: Path, overrides: Sequence[str], start: "Start", ranks: int) 
 
     argv = ["train", str(config)]
     argv += [part for override in overrides for part in ("--set", override)]
-    argv += ["--resume"] * start.resume + ["--overwrite"] * start.overwrite
+    argv += ["--resume"] * (start.resume or start.auto) + ["auto"] * start.auto
+    argv += ["--overwrite"] * start.overwrite
     return launch(argv, ranks)
 
 
@@ -227,7 +276,9 @@ def plan(
         return
     read = Plan.parse(text)
     require(read)
-    print(f"{read} ({read.size} rank{'s' * (read.size > 1)})")
+    needs = f"{read.size} rank{'s' * (read.size > 1)}"
+    more = ", or a multiple: the others are data ranks" * read.open
+    print(f"{read} ({needs}{more})")
 
 
 if __name__ == "__main__":

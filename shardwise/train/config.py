@@ -57,6 +57,7 @@ class DataSection(BaseModel):
     """[data]: where the text is and how it becomes tokens.
 
     `source` is "stdlib" or a path: a file (.txt, .jsonl, .parquet), a folder of them, a glob.
+    `encoding` is that of .txt and .jsonl; with tokens "bytes" the bytes of a .txt are kept anyway.
     `tokens` is "bytes", "bpe:SIZE" (trained on the data), or the path of a tokenizer.json.
     `validation` is the share of the sequences held out; `cache` holds the tokenised data, beside
     the run's folder where it is not given.
@@ -66,6 +67,7 @@ class DataSection(BaseModel):
 
     source: Text = "stdlib"
     field: Text = "text"
+    encoding: Text = "utf-8"
     tokens: Text = "bytes"
     validation: float = Field(default=0.05, gt=0, lt=1)
     cache: Text | None = None
@@ -75,8 +77,9 @@ class TrainSection(BaseModel):
     """[train]: `batch` is the global batch in sequences, whatever the number of ranks.
 
     `warmup` counts steps, at most all of them; `final` is the share of `lr` that is left at the end
-    of the decay; `clip` bounds the gradient's norm, 0 for none; `eval_every` and `save_every` count
-    steps, 0 for the end only; `keep` is how many checkpoints are kept.
+    of the decay; `clip` bounds the gradient's norm, 0 for none; `on_nonfinite` is what becomes of a
+    step whose loss or gradient is not finite; `eval_every` and `save_every` count steps, 0 for the
+    end only; `keep` is how many checkpoints are kept.
     """
 
     model_config = CLOSED
@@ -91,6 +94,7 @@ class TrainSection(BaseModel):
     # TOML has lists and no tuples
     betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
     clip: float = Field(default=1.0, ge=0)
+    on_nonfinite: Literal["raise", "skip"] = "raise"
     seed: int = Field(default=0, ge=0, lt=2**63)
     eval_every: Count = 100
     eval_sequences: Size = 64
@@ -108,7 +112,7 @@ class TrainSection(BaseModel):
 
 
 class PlanSection(BaseModel):
-    """[plan]: `text` in plan words; "" for one rank.
+    """[plan]: `text` in plan words; without a data axis, on any world its other axes divide.
 
     `stages` is how a pipeline's are balanced, by "parameters" or by measured "time", or the names
     of the modules that begin them but the first: "blocks.1, blocks.3".
@@ -143,6 +147,7 @@ class RunSection(BaseModel):
 
     `device = "auto"` is a GPU where every rank on the machine can have one, else the processor.
     `trace` records what every rank of a pipeline did when, in a few steps after the first ones.
+    Ranks of a tensor or pipeline axis compare their step every `check_every` steps.
     """
 
     model_config = CLOSED
@@ -151,6 +156,7 @@ class RunSection(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     tensorboard: bool = True
     trace: bool = False
+    check_every: Count = 100
 
 
 class Config(BaseModel):

@@ -8,8 +8,10 @@
       trace.json       with run.trace               timeline.svg   measured beside predicted
 
 A run that is there is never written over by accident: it is continued with --resume, replaced with
---overwrite, refused otherwise. A folder that has files in it, and no run, belongs to somebody else:
-it is refused in any case. A start that is refused, or ends before its first step, leaves no run.
+--overwrite, refused otherwise. --resume auto continues a run that has a checkpoint and begins one
+otherwise, so that one command serves the first start and every restart. A folder that has files in
+it, and no run, belongs to somebody else: it is refused in any case. A start that is refused, or
+ends before its first step, leaves no run.
 """
 
 import difflib
@@ -66,7 +68,8 @@ def check(config: Config, resume: bool, overwrite: bool) -> None:
     if run and not (resume or overwrite):
         raise bad(
             f"run.folder = '{folder}', where a run is already",
-            "a new folder, or --resume to continue that run, or --overwrite to replace it",
+            "a new folder, or --resume to continue that run (--resume auto to do so wherever there "
+            "is one, as a launcher that restarts needs it), or --overwrite to replace it",
             f"--set run.folder={folder}-2",
         )
     _try_to_write(folder)
@@ -76,6 +79,14 @@ def is_run(folder: Path) -> bool:
     """Whether a run of this program left something here: the settings, the record, a checkpoint."""
     checkpoints = folder / CHECKPOINTS
     return _is_dump(folder / CONFIG) or _is_record(folder / METRICS) or bool(all_in(checkpoints))
+
+
+def saved(config: Config) -> bool:
+    """Whether a run has saved a checkpoint. Raises InputError for a folder that cannot be read."""
+    try:
+        return bool(all_in(config.folder / CHECKPOINTS))
+    except OSError as error:
+        raise unwritable(config.folder, "run.folder", error) from None
 
 
 def claim(config: Config, overwrite: bool) -> None:

@@ -1,7 +1,7 @@
 """The training of a model, from checked inputs to the report.
 
     take the step's share of the global batch
-    step, and stop the run if the loss or the gradient is not finite
+    step; the run stops if the loss or the gradient is not finite (engine/guard.py)
     evaluate, record, show
     agree on whether anyone was asked to stop
     save
@@ -24,16 +24,17 @@ from rich.text import Text
 from torch import Tensor
 
 from shardwise.checkpoint.folder import all_in, find, passed_over
+from shardwise.comm.objects import all_gather_object
 from shardwise.comm.world import World
-from shardwise.core.errors import RunError
+from shardwise.core.errors import NonFiniteError
 from shardwise.engine.engine import Engine
 from shardwise.engine.meter import Meter
 from shardwise.engine.training import Metrics as StepMetrics
 from shardwise.models.gpt import flops_per_token, parameters
 from shardwise.train import folder, metrics, progress, report
+from shardwise.train.baseline import ddp_baseline
 from shardwise.train.config import Config
 from shardwise.train.data import Index, block, unigram_entropy
-from shardwise.train.gathered import gathered
 from shardwise.train.learning import learning_rate
 from shardwise.train.metrics import Metrics, Record
 from shardwise.train.model import batch, build
@@ -43,7 +44,7 @@ from shardwise.train.progress import Progress
 from shardwise.train.report import Cost, Summary
 from shardwise.train.sample import NextToken, sample, visible
 from shardwise.train.saving import Position, load_run, save_run
-from shardwise.train.stop import any_rank, ranks_with
+from shardwise.train.stop import any_rank
 from shardwise.train.tracing import Tracing
 from shardwise.train.wish import NOTHING, StopWish
 
@@ -76,10 +77,10 @@ def train(
     `wish` hears the signals since before this was called; without it they are heard in here. One
     that comes before the first step ends the run without a trace of it.
 
-    Raises InputError for inputs that cannot work, before anything is written, and RunError for a
-    loss or gradient that is not finite; the checkpoints saved before stay.
+    Raises InputError for inputs that cannot work, before anything is written, and NonFiniteError
+    for a loss or gradient that is not finite; the checkpoints saved before stay.
     """
-    start = start or Start()
+    start = (start or Start()).settled(config)
     with ExitStack() as stack:
         first = world.rank == 0
         wish = wish or stack.enter_context(StopWish())
@@ -148,11 +149,10 @@ def steps(run: Run, at: Position) -> bool:
         run.engine.set_lr(learning_rate(at.step, config))
         look = Meter(run.engine) if at.step + 1 == metered else nullcontext()
         with run.tracing.recording(at.step), look as meter:
-            done = run.engine.step(share(run, numbers))
+            done = trained(run, numbers)
             seconds = time.perf_counter() - began
         activations = {"activations": meter.peak["activations"]} if meter else activations
         at = Position(at.step + 1, at.consumed + len(numbers))
-        require_finite(run, done, at.step)
         last = at.step == config.steps
         validation = evaluate(run) if last or due(at.step, config.eval_every) else None
         entry = record(run, done, at, seconds)
@@ -180,24 +180,22 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def require_finite(run: Run, done: StepMetrics, step: int) -> None:
-    """Raise RunError, on every rank, unless the step's loss and gradient are finite numbers."""
-    norm = 0.0 if done.grad_norm is None else done.grad_norm
-    if math.isfinite(done.loss) and math.isfinite(norm):
-        return
-    if not math.isfinite(done.loss):
-        ranks = ranks_with(not math.isfinite(run.engine.own_loss), run.engine.world)
-        what, whole = f"loss is {done.loss}", "where every rank's loss was finite"
-    else:
-        ranks = ranks_with(not run.engine.own_finite, run.engine.world)
-        what, whole = f"gradient's norm is {norm}", "where every rank's part of it was finite"
-    where = f"on rank {', '.join(map(str, ranks))}" if ranks else whole
-    checkpoints = run.prepared.config.folder / folder.CHECKPOINTS
-    kept = "No checkpoint had been saved yet. A smaller train.lr or a longer train.warmup may help"
-    if all_in(checkpoints):
-        slower = f"--resume --set train.lr={run.prepared.config.train.lr / 3:.1g}"
-        kept = f"The last good checkpoint is {find(checkpoints)}: go on with {slower}, for example"
-    raise RunError(f"Step {step}: the {what}, {where}. The run was stopped. {kept}.")
+def trained(run: Run, numbers: Index) -> StepMetrics:
+    """A step. Raises NonFiniteError, on every rank, with what to do about it."""
+    try:
+        return run.engine.step(share(run, numbers))
+    except NonFiniteError as error:
+        checkpoints = run.prepared.config.folder / folder.CHECKPOINTS
+        kept = (
+            "No checkpoint had been saved yet. A smaller train.lr or a longer train.warmup may help"
+        )
+        if all_in(checkpoints):
+            slower = f"--resume --set train.lr={run.prepared.config.train.lr / 3:.1g}"
+            kept = f"The last good checkpoint is {find(checkpoints)}: go on with {slower}"
+        raise NonFiniteError(
+            f"{error}. The run was stopped. {kept}, for example, or leave such steps out: --set "
+            "train.on_nonfinite=skip."
+        ) from None
 
 
 def evaluate(run: Run) -> float:
@@ -274,7 +272,7 @@ def finish(run: Run, began: Position, stopped: bool, console: Console | None) ->
         seed, window = config.train.seed, prepared.corpus.sequence
         text = visible(sample(likely(run), prepared.vocabulary, window, config.sample, seed))
     recorded = run.tracing.recorded()
-    costs = gathered(own_cost(engine), engine.world)
+    costs = all_gather_object(own_cost(engine), engine.world)
     if engine.world.rank != 0:
         return None
     summary = Summary(
@@ -288,6 +286,7 @@ def finish(run: Run, began: Position, stopped: bool, console: Console | None) ->
         began=began.step,
         peak_flops=run.peak.flops,
         costs=costs,
+        baseline=ddp_baseline(prepared.sizes, prepared.plan),
         sample=text,
         stopped=stopped,
         recorded=recorded,

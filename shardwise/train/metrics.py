@@ -5,6 +5,7 @@ each step once. A line that a crash cut short is dropped with it.
 """
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -23,8 +24,9 @@ FILE = "metrics.jsonl"
 class Record:
     """One step, counted from 1.
 
-    `loss` is the mean over the global batch's `tokens`, in nats; `validation` is set where the
-    step ended with an evaluation. `sent_bytes`, `mfu` and `memory_bytes` (by category) are those
+    `loss` is the mean over the global batch's `tokens`, in nats; of a step that was skipped because
+    it was not finite it is null in the file and NaN here. `validation` is set where the step ended
+    with an evaluation. `sent_bytes`, `mfu` and `memory_bytes` (by category) are those
     of rank 0; `peak_flops` a second is what `mfu` is a share of. `seconds` is the step alone,
     without evaluation and saving. Activations are those at the peak of the run's second step, the
     rest what is held between steps.
@@ -47,7 +49,9 @@ class Record:
 
     def line(self) -> str:
         """The record as one line of JSON; what is None is left out."""
-        return json.dumps({key: v for key, v in asdict(self).items() if v is not None})
+        known = {key: v for key, v in asdict(self).items() if v is not None}
+        finite = math.isfinite(self.loss)
+        return json.dumps(known if finite else known | {"loss": None}, allow_nan=False)
 
 
 def read(folder: Path) -> list[Record]:
@@ -56,8 +60,10 @@ def read(folder: Path) -> list[Record]:
     records = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         try:
-            records.append(Record(**json.loads(line)))
-        except (json.JSONDecodeError, TypeError):
+            found = json.loads(line)
+            lost = {"loss": math.nan} if found["loss"] is None else {}
+            records.append(Record(**found | lost))
+        except (json.JSONDecodeError, TypeError, KeyError):
             break
     return records
 
@@ -97,7 +103,8 @@ def tags(record: Record) -> dict[str, float]:
     }
     memory = record.memory_bytes or {}
     named |= {f"memory/{category}": size for category, size in memory.items()}
-    return {tag: float(value) for tag, value in named.items() if value is not None}
+    known = {tag: float(value) for tag, value in named.items() if value is not None}
+    return {tag: value for tag, value in known.items() if math.isfinite(value)}
 
 
 @contextmanager

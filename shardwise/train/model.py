@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from shardwise.comm.objects import all_gather_object
 from shardwise.comm.world import World
 from shardwise.core.errors import RunError, bad
 from shardwise.core.plan import Plan
@@ -24,7 +25,6 @@ from shardwise.models.gpt import GPT, SIZES, GPTConfig
 from shardwise.models.initial import initial
 from shardwise.train.config import ModelSection
 from shardwise.train.data import Rows, padded
-from shardwise.train.gathered import gathered
 from shardwise.train.prepare import Prepared
 from shardwise.train.progress import size_text
 
@@ -114,11 +114,12 @@ def _built(prepared: Prepared, world: World) -> Engine:
         optimizer=AdamW(lr=train.lr, betas=train.betas, weight_decay=train.weight_decay),
         loss=gpt.loss,  # of a part without targets no number; the engine lets it count for nothing
         tokens=gpt.tokens,
-        # an infinite bound clips nothing, and still gives the norm, which shows a bad gradient
-        # before it becomes a bad weight
+        # an infinite bound clips nothing, and still gives the norm, which is recorded
         clip=train.clip or float("inf"),
+        on_nonfinite=train.on_nonfinite,
         fill=partial(initial, seed=train.seed),
         stages=starts(prepared, world),
+        check_every=prepared.config.run.check_every,
     )
 
 
@@ -136,7 +137,7 @@ def starts(prepared: Prepared, world: World) -> list[str] | None:
         return _named(model, given)
     fitting(model, prepared.plan, None)  # what has too few layers takes no time either
     measured = _measured(prepared, world.device) if world.rank == 0 else []
-    return gathered(measured, world)[0]
+    return all_gather_object(measured, world)[0]
 
 
 def _named(model: GPT, given: str) -> list[str]:

@@ -21,7 +21,7 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from shardwise.core.errors import InputError, bad
-from shardwise.train.sources import Source
+from shardwise.train.sources import Source, raw
 from shardwise.train.tokens import (
     ByteVocabulary,
     Vocabulary,
@@ -31,14 +31,14 @@ from shardwise.train.tokens import (
 )
 
 PROBE = ".shardwise-"  # how the names of files begin that are made to see if one can
-FORMAT = "1"  # part of the key: to be raised when the meaning of the files changes
+FORMAT = "2"  # part of the key: to be raised when the meaning of the files changes
 
 Stream = NDArray[np.unsignedinteger]  # 16 bits a token where the vocabulary allows, else 32
 
 
 @dataclass(frozen=True)
 class Packed:
-    """All tokens of a source: `stream` [tokens], mapped; `text_bytes` counts the text in UTF-8."""
+    """All tokens of a source: `stream` [tokens], mapped; `text_bytes` of text in UTF-8."""
 
     key: str
     stream: Stream
@@ -118,11 +118,11 @@ def _write(source: Source, vocabulary: Vocabulary, path: Path, about: Path) -> N
     def write(beside: Path) -> None:
         """Every document and a separator, counted on the way."""
         with beside.open("wb") as out:
-            for text in source.documents():
+            for text in source.documents(exact=isinstance(vocabulary, ByteVocabulary)):
                 out.write(vocabulary.encode(text).astype(dtype).tobytes())
                 out.write(separator.tobytes())
                 facts["documents"] += 1
-                facts["text_bytes"] += len(text.encode("utf-8", errors="replace"))
+                facts["text_bytes"] += len(raw(text))
 
     publish(path, write)
     if not facts["documents"]:

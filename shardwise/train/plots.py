@@ -1,5 +1,6 @@
-"""The pictures of a run, as PNG: the loss, and measured memory and bytes beside their formulas."""
+"""The pictures of a run, as PNG: the loss, and memory and bytes: measured, formula, ddp."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,7 +11,8 @@ from shardwise.train.progress import size_text, unit_of
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MEASURED, PREDICTED = "#2a6f97", "#f4a259"
+MEASURED, PREDICTED, BASELINE = "#2a6f97", "#f4a259", "#b0b0b0"
+TOTAL = "total"
 
 
 def loss(path: Path, records: Sequence[Record], unigram: float) -> None:
@@ -19,36 +21,56 @@ def loss(path: Path, records: Sequence[Record], unigram: float) -> None:
     axes = figure.subplots()
     steps = [record.step for record in records]
     losses = [record.loss for record in records]
+    top = max([unigram, *filter(math.isfinite, losses[:1])])
     axes.plot(steps, losses, color=MEASURED, alpha=0.25, linewidth=0.8)
     axes.plot(steps, smoothed(losses), color=MEASURED, label="training, smoothed")
     held = [(record.step, record.validation) for record in records if record.validation is not None]
     if held:
         axes.plot(*zip(*held, strict=True), "o-", color=PREDICTED, label="validation")
     axes.axhline(unigram, color="grey", linestyle="--", label=f"unigram baseline {unigram:.2f}")
-    axes.set(xlabel="step", ylabel="loss, nats a token", ylim=(0, max(unigram, losses[0]) * 1.05))
+    axes.set(xlabel="step", ylabel="loss, nats a token", ylim=(0, top * 1.05))
     axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
 
 
-def pairs(path: Path, measured: dict[str, int], predicted: dict[str, int], title: str) -> None:
-    """Measured beside predicted, one pair of bars a category, in the unit of the largest."""
-    names = list(dict.fromkeys([*measured, *predicted]))
-    unit, unit_bytes = unit_of(max([0, *measured.values(), *predicted.values()]))
-    figure = _figure(8, 1.2 + 0.6 * len(names))
+def bars(
+    path: Path,
+    title: str,
+    measured: dict[str, int],
+    predicted: dict[str, int],
+    baseline: dict[str, int] | None = None,
+) -> None:
+    """Measured beside predicted, and what `ddp` would take where that is another plan.
+
+    A group of bars a category, below them their sums; all in the unit of the largest.
+    """
+    series = [(measured, MEASURED, "measured"), (predicted, PREDICTED, "formula")]
+    series += [(baseline, BASELINE, "ddp on the same ranks")] if baseline else []
+    categories = list(dict.fromkeys(name for sizes, *_ in series for name in sizes))
+    several = len(categories) > 1
+    summed = [
+        (sizes | {TOTAL: sum(sizes.values())} if several else sizes, *how) for sizes, *how in series
+    ]
+    names = [*categories, *[TOTAL] * several]
+    unit, unit_bytes = unit_of(max([0, *(n for sizes, *_ in summed for n in sizes.values())]))
+    figure = _figure(8, 1.2 + 0.25 * (1 + len(series)) * max(1, len(names)))
     axes = figure.subplots()
     axes.set(title=title, xlabel=unit)
-    series = ((measured, MEASURED, "measured", -0.2), (predicted, PREDICTED, "formula", 0.2))
-    for sizes, colour, label, shift in series:
+    height = 0.8 / len(series)
+    for place, (sizes, colour, label) in enumerate(summed):
+        shift = (place - (len(series) - 1) / 2) * height
         there = [(at + shift, sizes[name]) for at, name in enumerate(names) if name in sizes]
         if there:
             at, sized = zip(*there, strict=True)
-            bars = axes.barh(at, [n / unit_bytes for n in sized], 0.36, color=colour, label=label)
-            axes.bar_label(bars, labels=[f" {size_text(n)}" for n in sized], fontsize=8)
-    if any((*measured.values(), *predicted.values())):
+            drawn = axes.barh(
+                at, [n / unit_bytes for n in sized], 0.9 * height, color=colour, label=label
+            )
+            axes.bar_label(drawn, labels=[f" {size_text(n)}" for n in sized], fontsize=8)
+    if any(n for sizes, *_ in series for n in sizes.values()):
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
         axes.margins(x=0.15)
-        axes.legend(frameon=False, loc="best")
+        figure.legend(loc="outside lower center", ncols=len(series), frameon=False)
     else:
         axes.clear()
         axes.set_title(title)
@@ -58,9 +80,15 @@ def pairs(path: Path, measured: dict[str, int], predicted: dict[str, int], title
 
 
 def smoothed(losses: Sequence[float], weight: float = 0.9) -> list[float]:
-    """The exponential moving mean, without the pull of its start (as Adam corrects its moments)."""
+    """The exponential moving mean, without the pull of its start (as Adam corrects its moments).
+
+    A loss that is not finite, of a step that was skipped, is passed over.
+    """
     result, mean, left = [], 0.0, 1.0
     for value in losses:
+        if not math.isfinite(value):
+            result.append(result[-1] if result else math.nan)
+            continue
         mean = weight * mean + (1 - weight) * value
         left *= weight
         result.append(mean / (1 - left))

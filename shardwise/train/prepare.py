@@ -5,7 +5,7 @@ command starts several ranks it prepares once before them: a bad input is one pa
 a rank, and the ranks find the data tokenised.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardwise.comm.rendezvous import environment
@@ -25,10 +25,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Start:
-    """How the run's folder is entered: continued, replaced, or (neither) expected to be new."""
+    """How the run's folder is entered: continued, replaced, or (neither) expected to be new.
+
+    `auto`: continued where a run has saved a checkpoint, else begun, over a run that saved none.
+    """
 
     resume: bool = False
     overwrite: bool = False
+    auto: bool = False
+
+    def settled(self, config: Config) -> "Start":
+        """What `auto` comes to in the folder as it is; any other start itself.
+
+        Called by all ranks before one of them changes the folder.
+        """
+        if not self.auto or self.overwrite:
+            return replace(self, resume=self.resume or self.auto, auto=False)
+        saved = folder.saved(config)
+        return Start(resume=saved, overwrite=not saved and folder.is_run(config.folder))
 
 
 @dataclass(frozen=True)
@@ -62,9 +76,10 @@ class Prepared:
 
 
 def checked_plan(config: Config, ranks: int) -> Plan:
-    """The plan, able to run on that many ranks. Raises InputError."""
+    """The plan completed for that many ranks. Raises InputError if it cannot run on them."""
     plan = Plan.parse(config.plan.text)
     require(plan, ranks)
+    plan = plan.completed(ranks)
     if config.run.trace and plan.pipeline is None:
         raise bad(
             f"--trace (run.trace = true) under the plan '{plan}', which has no pipeline",
@@ -99,7 +114,7 @@ def prepare(config: Config, ranks: int, start: Start) -> Prepared:
     """Everything a run on `ranks` ranks needs. Raises InputError for all that cannot work."""
     plan = checked_plan(config, ranks)
     folder.check(config, start.resume, start.overwrite)
-    source = find(config.data.source, config.data.field)
+    source = find(config.data.source, config.data.field, config.data.encoding)
     packed = tokenise(source, config.data.tokens, config.cache)
 
     # imports torch, which takes seconds: what was refused so far was refused without it

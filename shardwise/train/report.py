@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.train import plots, tracing
+from shardwise.train.baseline import Baseline
 from shardwise.train.config import Config
 from shardwise.train.folder import PLOTS
 from shardwise.train.metrics import Record
@@ -32,8 +33,9 @@ class Cost:
 class Summary:
     """A run at its end, as rank 0 saw it. `unigram` is in nats a token, `peak_flops` a second.
 
-    `costs` are those of every rank. `began` is the step after which this program took the run up:
-    speed is that of the steps since, under this plan and on this machine.
+    `costs` are those of every rank, `baseline` what `ddp` would take there. `began` is the step
+    after which this program took the run up: speed is that of the steps since, under this plan and
+    on this machine.
     """
 
     config: Config
@@ -45,6 +47,7 @@ class Summary:
     unigram: float
     peak_flops: float
     costs: Sequence[Cost]
+    baseline: Baseline | None = None
     began: int = 0
     sample: str = ""
     stopped: bool = False
@@ -128,8 +131,11 @@ def write(summary: Summary) -> Path:
         f"What rank {holder} holds between steps",
         f"What rank {sender} sends in a step",
     )
-    plots.pairs(folder / PLOTS / "memory.png", held.memory, held.predicted_memory, memory)
-    plots.pairs(folder / PLOTS / "bytes.png", sent.sent, sent.predicted_sent, traffic)
+    ddp = summary.baseline or Baseline({}, {})
+    plots.bars(
+        folder / PLOTS / "memory.png", memory, held.memory, held.predicted_memory, ddp.memory
+    )
+    plots.bars(folder / PLOTS / "bytes.png", traffic, sent.sent, sent.predicted_sent, ddp.sent)
     if summary.recorded is not None:
         tracing.write(folder, summary.recorded)
     path = folder / "report.md"
@@ -140,15 +146,16 @@ def write(summary: Summary) -> Path:
 def text(summary: Summary) -> str:
     """report.md."""
     (holder, held), (sender, sent) = summary.memory, summary.sent
+    ddp = summary.baseline or Baseline({}, {})
     lines = [f"# {summary.config.folder.name}", ""]
     if summary.stopped:
         lines += ["Stopped by a signal, with a checkpoint; `--resume` goes on from it.", ""]
     lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows(summary)), ""]
     lines += ["## Loss", "", "![loss](plots/loss.png)", "", _explained(summary), ""]
     lines += ["## Memory", "", "![memory](plots/memory.png)", ""]
-    lines += [*_beside(holder, held.memory, held.predicted_memory), ""]
+    lines += [*_beside(holder, held.memory, held.predicted_memory, ddp.memory), ""]
     lines += ["## Bytes", "", "![bytes](plots/bytes.png)", ""]
-    lines += [*_beside(sender, sent.sent, sent.predicted_sent), ""]
+    lines += [*_beside(sender, sent.sent, sent.predicted_sent, ddp.sent), ""]
     lines += tracing.lines(summary.recorded)
     if summary.sample:
         quoted = "\n".join(f"    {line}" for line in summary.sample.splitlines())
@@ -168,14 +175,20 @@ def _explained(summary: Summary) -> str:
     )
 
 
-def _beside(rank: int, measured: dict[str, int], predicted: dict[str, int]) -> list[str]:
+def _beside(
+    rank: int, measured: dict[str, int], predicted: dict[str, int], ddp: dict[str, int]
+) -> list[str]:
+    """A table of bytes; with a column for `ddp` on the same ranks where the plan is another."""
     if not {**measured, **predicted}:
         return ["Nothing: there is no other rank."]
-    lines = [f"| rank {rank}, bytes | measured | formula |", "|---|---|---|"]
-    for name in dict.fromkeys([*measured, *predicted]):
-        pair = (f"{sizes[name]:,}" if name in sizes else "-" for sizes in (measured, predicted))
-        lines.append(f"| {name} | {' | '.join(pair)} |")
-    return lines
+    series = {"measured": measured, "formula": predicted}
+    series |= {"ddp on the same ranks": ddp} if ddp else {}
+    lines = [f"| rank {rank}, bytes | {' | '.join(series)} |", "|---" * (1 + len(series)) + "|"]
+    for name in dict.fromkeys(name for sizes in series.values() for name in sizes):
+        row = (f"{sizes[name]:,}" if name in sizes else "-" for sizes in series.values())
+        lines.append(f"| {name} | {' | '.join(row)} |")
+    totals = (f"{sum(sizes.values()):,}" for sizes in series.values())
+    return [*lines, f"| {plots.TOTAL} | {' | '.join(totals)} |"]
 
 
 def _sent(summary: Summary) -> str:

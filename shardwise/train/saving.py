@@ -7,9 +7,9 @@ under another row and another number of ranks.
 
 from dataclasses import dataclass
 
+from shardwise.checkpoint.engines import fill, write
 from shardwise.checkpoint.folder import CHECKPOINTS, prune
-from shardwise.checkpoint.load import load
-from shardwise.checkpoint.save import save
+from shardwise.checkpoint.open_checkpoint import OpenCheckpoint
 from shardwise.core.errors import bad
 from shardwise.engine.engine import Engine
 from shardwise.train.prepare import Prepared
@@ -33,7 +33,7 @@ def save_run(prepared: Prepared, engine: Engine, at: Position) -> None:
         "plan": str(prepared.plan),  # to be told, and not to be kept to
         "engine": engine.scalars(),
     }
-    save(folder, engine.boxes(), scalars, engine.world)
+    write(engine, folder, scalars)
     if engine.world.rank == 0:
         prune(folder, prepared.config.train.keep)
 
@@ -41,21 +41,23 @@ def save_run(prepared: Prepared, engine: Engine, at: Position) -> None:
 def load_run(prepared: Prepared, engine: Engine) -> Position:
     """Bring the engine to the latest checkpoint. Called by all ranks.
 
-    Raises InputError where the data or the model is another than the checkpoint's.
+    Raises InputError where the data or the model is another than the checkpoint's, or where a file
+    is damaged; the engine is as it was then.
     """
-    engine.prepare()
+
+    def check(opened: OpenCheckpoint) -> None:
+        """Raise InputError unless a run saved it, on this data."""
+        missing = [name for name in ("step", "consumed", "data") if name not in opened.scalars]
+        if missing:
+            raise bad(
+                f"a checkpoint in '{folder}' without {', '.join(missing)}",
+                "a checkpoint that a run has saved, which says where in its data it was",
+                "--overwrite for a new run",
+            )
+        _check_data(opened.scalars["data"], prepared.data_mark)
+
     folder = prepared.config.folder / CHECKPOINTS
-    scalars = load(folder, engine.boxes(), engine.world)
-    missing = [name for name in ("step", "consumed", "data", "engine") if name not in scalars]
-    if missing:
-        raise bad(
-            f"a checkpoint in '{folder}' without {', '.join(missing)}",
-            "a checkpoint that a run has saved, which says where in its data it was",
-            "--overwrite for a new run",
-        )
-    _check_data(scalars["data"], prepared.data_mark)
-    engine.load_scalars(scalars["engine"])
-    engine.loaded()
+    scalars = fill(engine, folder, check)
     return Position(int(scalars["step"]), int(scalars["consumed"]))
 
 

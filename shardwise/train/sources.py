@@ -5,11 +5,17 @@ notes.txt             one document
 data.jsonl            one document a line, in the field that is named
 data.parquet          one document a row, in the column that is named (extra `parquet`)
 a folder, a glob      every such file in it, in sorted order
+
+Bytes become text by the encoding that is named. Read `exact`, for a vocabulary of bytes, they keep
+their values instead: what is not UTF-8 becomes lone surrogates (PEP 383), of which `raw` makes the
+same bytes again.
 """
 
+import codecs
 import glob
 import hashlib
 import json
+import re
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,20 +39,29 @@ LEFT_OUT = frozenset(
 
 @dataclass(frozen=True)
 class Source:
-    """Files in reading order, and the field of .jsonl and .parquet that holds the text."""
+    """Files in reading order, the field of .jsonl and .parquet that holds the text, the encoding.
+
+    .parquet holds text in UTF-8 whatever `encoding` says.
+    """
 
     name: str
     files: tuple[Path, ...]
     field: str
+    encoding: str = "utf-8"
 
-    def documents(self) -> Iterator[str]:
-        """The documents in order, without those that are empty. Raises InputError for bad ones."""
+    def documents(self, exact: bool = False) -> Iterator[str]:
+        """The documents in order, without those that are empty; `exact` as the module says.
+
+        Raises InputError for a file that cannot be read, with the place of the first byte that is
+        not of the encoding.
+        """
         for file in self.files:
-            yield from (text for text in _read(file, self.field) if text)
+            yield from (text for text in _read(file, self, exact) if text)
 
     def digest(self) -> str:
         """A hash of what the files contain, in their order; not of where they lie."""
-        total = hashlib.blake2b(self.field.encode(errors="replace"), digest_size=16)
+        how = f"{self.field}/{self.encoding}"
+        total = hashlib.blake2b(how.encode(errors="replace"), digest_size=16)
         for file in self.files:
             try:
                 with file.open("rb") as stream:
@@ -57,8 +72,24 @@ class Source:
         return total.hexdigest()
 
 
-def find(source: str, field: str) -> Source:
-    """The files that `source` stands for. Raises InputError where there is none with content."""
+def raw(text: str) -> bytes:
+    """The bytes that an `exact` document was read from; UTF-8 of any other text.
+
+    A lone surrogate that no byte was read as, such as JSON can write, becomes '?'.
+    """
+    try:
+        return text.encode("utf-8", errors="surrogateescape")
+    except UnicodeEncodeError:
+        known = re.sub("[\ud800-\udc7f\udd00-\udfff]", "?", text)
+        return known.encode("utf-8", errors="surrogateescape")
+
+
+def find(source: str, field: str, encoding: str = "utf-8") -> Source:
+    """The files that `source` stands for.
+
+    Raises InputError where there is none with content, and for an encoding there is not.
+    """
+    _require_encoding(encoding)
     try:
         files = _standard_library() if source == "stdlib" else _user_files(source)
         written = any(file.stat().st_size for file in files)
@@ -71,7 +102,18 @@ def find(source: str, field: str) -> Source:
             f"{FORMS}, with text in it",
             _instead(),
         )
-    return Source(source, tuple(files), field)
+    return Source(source, tuple(files), field, encoding)
+
+
+def _require_encoding(encoding: str) -> None:
+    try:
+        "".encode(encoding)
+    except (LookupError, ValueError):
+        raise bad(
+            f"data.encoding = '{encoding}', which is no encoding of text that Python knows",
+            "utf-8, utf-16, latin-1, cp1252, shift_jis, gb18030 or another of Python's codecs",
+            "data.encoding = 'utf-8'",
+        ) from None
 
 
 def _standard_library() -> list[Path]:
@@ -124,23 +166,50 @@ def _unreadable(what: str | Path, error: OSError) -> InputError:
     return bad(f"{what}, which cannot be read ({error.strerror or error})", FORMS, _instead())
 
 
-def _read(file: Path, field: str) -> Iterator[str]:
+def _read(file: Path, source: Source, exact: bool) -> Iterator[str]:
+    errors = "surrogateescape" if exact else "strict"
     try:
         if file.suffix == ".jsonl":
-            yield from _jsonl(file, field)
+            yield from _jsonl(file, source, errors)
         elif file.suffix == ".parquet":
-            yield from _parquet(file, field)
-        else:
-            yield file.read_text(encoding="utf-8", errors="replace")
+            yield from _parquet(file, source.field)
+        else:  # decoded from bytes, so that no line ending is changed
+            yield file.read_bytes().decode("utf-8" if exact else source.encoding, errors)
     except OSError as error:
         raise _unreadable(file, error) from None
+    except UnicodeError:
+        raise _wrongly_encoded(file, source.encoding) from None
 
 
-def _jsonl(file: Path, field: str) -> Iterator[str]:
-    with file.open(encoding="utf-8", errors="replace") as lines:
+def _wrongly_encoded(file: Path, encoding: str) -> InputError:
+    """The answer to bytes that are not of the encoding, with the place of the first."""
+    decoder, offset, why = codecs.getincrementaldecoder(encoding)(), 0, ""
+    with file.open("rb") as stream:
+        while not why:
+            piece = stream.read(2**20)
+            try:
+                decoder.decode(piece, final=not piece)
+            except UnicodeDecodeError as error:  # its object is what was left over, and the piece
+                offset += len(piece) - len(error.object) + error.start
+                why = f"0x{error.object[error.start]:02x}: {error.reason}"
+            except UnicodeError as error:
+                why = str(error)
+            else:
+                offset += len(piece)
+            why = why or ("" if piece else "a sequence that is not whole")
+    return bad(
+        f"{file}, which is not {encoding} at byte {offset} ({why})",
+        "text in the encoding that data.encoding names; data.tokens = 'bytes' takes any bytes",
+        "--set data.encoding=cp1252 for text from Windows in western Europe, for example, or "
+        "--set data.tokens=bytes",
+    )
+
+
+def _jsonl(file: Path, source: Source, errors: str) -> Iterator[str]:
+    with file.open(encoding=source.encoding, errors=errors) as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield _field(line, field, f"{file}, line {number}")
+                yield _field(line, source.field, f"{file}, line {number}")
 
 
 def _field(line: str, field: str, where: str) -> str:

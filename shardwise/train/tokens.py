@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardwise.core.errors import bad
+from shardwise.train.sources import raw
 
 if TYPE_CHECKING:
     import tokenizers
@@ -44,16 +45,15 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True)
 class ByteVocabulary:
-    """One token a byte of UTF-8, and the separator."""
+    """One token a byte, and the separator."""
 
     size: int = BYTES + 1
     separator: int = BYTES
     name: str = "bytes"
 
     def encode(self, text: str) -> Numbers:
-        """One number a byte; text that UTF-8 cannot hold (a lone surrogate) becomes '?'."""
-        data = text.encode("utf-8", errors="replace")
-        return np.frombuffer(data, dtype=np.uint8).astype(np.uint32)
+        """One number a byte: of the file that an exact document was read from (sources.py)."""
+        return np.frombuffer(raw(text), dtype=np.uint8).astype(np.uint32)
 
     def decode(self, numbers: Iterable[int]) -> str:
         """The text; bytes that are not UTF-8 become U+FFFD, separators a blank line."""

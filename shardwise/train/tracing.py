@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardwise.comm.objects import all_gather_object
 from shardwise.core.schedule.draw import as_svg
 from shardwise.core.schedule.measured import Measured, as_trace
 from shardwise.core.schedule.schedule import Schedule
@@ -22,7 +23,6 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.pipelined import Pipelined
 from shardwise.engine.staging import AXIS
 from shardwise.parallel.pipeline import Recorder
-from shardwise.train.gathered import gathered
 from shardwise.train.packed import publish
 
 WARM = 3  # steps before the first that is recorded, where there are enough
@@ -104,7 +104,7 @@ class Tracing:
         if not self.numbers:
             return None
         world = self.engine.world
-        pipelines = tuple(tuple(seen) for seen in gathered(self.seen, world) if seen)
+        pipelines = tuple(tuple(seen) for seen in all_gather_object(self.seen, world) if seen)
         return Recorded(tuple(self.numbers), pipelines, tuple(world.mesh.lines(AXIS)))
 
 

@@ -31,9 +31,12 @@ EXAMPLES: Final[Mapping[str, str]] = {
 VALUES: Final[Mapping[str, str]] = {
     "--plan": '"dp2 zero3"',
     "--nproc": "2",
+    "--resume": "auto",
     "--set": "train.steps=100",
     "--model": "gpt",
     "--steps": "3",
+    "--units": '"blocks.*"',
+    "--table": "styles.toml",
     "--size": "tiny",
     "--ranks": "2",
     "--repeats": "5",

@@ -14,7 +14,7 @@ from shardwise.bench.least import least_bytes
 from shardwise.bench.live import Live
 from shardwise.bench.measure import Record, measure
 from shardwise.bench.roster import ROSTER, SUITES, choose
-from shardwise.bench.wire import sent_bytes
+from shardwise.comm.interface import sent_bytes
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.states import ROWS

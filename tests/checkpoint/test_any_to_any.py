@@ -134,6 +134,7 @@ def load_and_save_copies(folder: Path) -> dict:
     return scalars
 
 
+@pytest.mark.full
 def test_four_processes_save_two_load_and_save_and_one_loads(tmp_path: Path):
     """Shards of four real processes load as blocks in two, whose copies load whole in one."""
     assert spawn(save_with_all, 4, (tmp_path,)) == [["latest", "step-000005"]] * 4

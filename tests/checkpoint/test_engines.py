@@ -109,6 +109,42 @@ def test_what_cannot_be_loaded_leaves_the_engine_alone(tmp_path: Path, what: str
     assert all(torch.equal(p, q) for p, q in zip(before, other.model.parameters(), strict=True))
 
 
+def begins(world: World, folder: str) -> tuple[object, int, object, int]:
+    """A load where there may be none, before a checkpoint and after it: what it gives, the step."""
+    engine, other = engine_of(world, "dp2 fp64"), engine_of(world, "dp2 fp64")
+    nothing = sw.load(engine, folder, missing_ok=True)
+    at = engine.steps
+    steps(engine, 0, 2)
+    sw.save(engine, folder, {"epoch": 1})
+    return nothing, at, sw.load(other, folder, missing_ok=True), other.steps
+
+
+def test_a_program_begins_or_continues_by_one_line(tmp_path: Path):
+    """`missing_ok`: nothing is loaded where there is no checkpoint, and it is where there is."""
+    assert run_gloo(2, begins, str(tmp_path)) == [({}, 0, {"epoch": 1}, 2)] * 2
+
+
+def spoilt(world: World, folder: str) -> str:
+    """What every rank is told of a save after one has spoilt its piece of a weight."""
+    engine = engine_of(world, "dp2 zero3 fp64")
+    steps(engine, 0, 1)
+    sw.save(engine, folder)
+    steps(engine, 1, 1)
+    engine.wait()
+    if world.rank:
+        engine.flats[-1].shard[0] = float("inf")
+    with pytest.raises(sw.RunError) as caught:
+        sw.save(engine, folder, keep=1)
+    return str(caught.value)
+
+
+def test_weights_that_are_not_finite_do_not_replace_good_ones(tmp_path: Path):
+    """All ranks are told by whose piece; the checkpoint of before is what there is."""
+    first, second = run_gloo(2, spoilt, str(tmp_path))
+    assert first == second and "The weights of step 2 are not saved: " in first
+    assert [path.name for path in all_in(tmp_path)] == ["step-000001"]
+
+
 def test_a_folder_without_a_checkpoint_is_told(tmp_path: Path):
     """As of any other folder."""
     with pytest.raises(InputError, match="the checkpoint folder"):

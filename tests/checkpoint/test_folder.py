@@ -1,4 +1,5 @@
 import os
+import resource
 import sys
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,24 @@ def test_a_folder_that_cannot_be_written_is_a_run_error(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"step 1 could not be saved in .*file"):
         saved(tmp_path / "file", 1, 1.0)
+
+
+def test_a_file_that_cannot_grow_is_told_in_plain_words(tmp_path: Path):
+    """A write that fails inside torch's C++ is answered with the system's reason alone."""
+    saved(tmp_path, 1, 1.0)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (2**16, limits[1])
+    )  # as a quota would, or a full disk
+    try:
+        with pytest.raises(RunError) as caught:
+            save(tmp_path, [box(1.0, 2**16)], {"step": 2}, alone())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = str(caught.value)
+    assert said.endswith("on rank 0, OSError: [Errno 27] File too large")
+    assert "enforce" not in said and ".cc" not in said
+    assert names(tmp_path) == ["latest", "step-000001"]
 
 
 def test_names_sort_as_steps_do():

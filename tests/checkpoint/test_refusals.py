@@ -92,14 +92,16 @@ def rewrite(path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
-        ("__0_0.distcp", shorten, r"__0_0.distcp', which is damaged \(it has \d+ bytes"),
+        ("__0_0.distcp", shorten, r"__0_0.distcp', which is damaged \(it has \d+ bytes and should"),
         ("__0_0.distcp", scramble, r"__0_0.distcp', which is damaged"),
-        ("__0_0.distcp", change, r"__0_0.distcp', which is damaged \(the checksum of "),
-        ("__0_0.distcp", Path.unlink, r"__0_0.distcp', which is damaged \(.*No such file"),
+        ("__0_0.distcp", change, r"__0_0.distcp', which is damaged \(its SHA-256 is not"),
+        ("__0_0.distcp", Path.unlink, r"__0_0.distcp', which is damaged \(it is not there"),
         (".metadata", shorten, r"\.metadata', which is damaged"),
         (".metadata", scramble, r"\.metadata', which is damaged"),
         ("scalars.json", shorten, r"scalars.json', which is damaged"),
-        ("scalars.json", rewrite, r"scalars.json' of another format"),
+        ("scalars.json", rewrite, r"scalars.json', which is damaged"),
+        ("manifest.json", shorten, r"manifest.json', which is damaged"),
+        ("manifest.json", Path.unlink, r"manifest.json', which is damaged \(it is not there"),
     ],
 )
 def test_a_damaged_file_is_named(

@@ -7,7 +7,7 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import filesystem
 
-from shardwise.comm import lookout
+from shardwise.comm import standing
 from shardwise.comm.collectives import all_reduce
 from shardwise.comm.launch import spawn
 from shardwise.comm.world import init
@@ -70,10 +70,11 @@ def test_ranks_that_wait_for_one_that_never_came_are_told():
 
 def test_writing_a_checkpoint_is_no_waiting_for_others():
     """A rank that torch's own modules keep busy is not where others have to come."""
-    assert distributed_c10d.__file__.startswith(lookout._MEETING)
-    assert not filesystem.__file__.startswith(lookout._MEETING)
+    assert distributed_c10d.__file__.startswith(standing._MEETING)
+    assert not filesystem.__file__.startswith(standing._MEETING)
 
 
+@pytest.mark.full
 def test_a_rank_may_go_on_alone_for_as_long_as_it_likes():
     """What a rank does without the others is none of their business."""
     assert spawn(meet_without_1, 2, (True,)) == [None, None]

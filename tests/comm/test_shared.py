@@ -17,6 +17,7 @@ from torch import Tensor
 
 from shardwise.comm import mailbox, shared
 from shardwise.comm.gloo import Gloo
+from shardwise.comm.ledger import Ledger, Line
 from shardwise.comm.mailbox import HEAD
 from shardwise.comm.shared import Mailboxes, room_bytes
 from shardwise.comm.world import World
@@ -61,7 +62,7 @@ def test_messages_come_in_order_however_they_are_waited_for():
     arrived = [torch.zeros(3) for _ in range(5)]
     waits = [b.receive(x, 0) for x in arrived]
     for k in range(5):
-        a.send(torch.full((3,), float(k)), 1)
+        a.send(torch.full((3,), float(k)), 1, Line())
     for wait in reversed(waits):
         wait()
     assert [x[0].item() for x in arrived] == [0, 1, 2, 3, 4]
@@ -80,7 +81,7 @@ def test_no_message_is_lost_or_changed_whatever_their_sizes(acts: list[tuple[int
         assert (x == k % 251).all()
 
     for sent, (size_bytes, takes) in enumerate(acts):
-        a.send(torch.full((size_bytes,), sent % 251, dtype=torch.uint8), 1)
+        a.send(torch.full((size_bytes,), sent % 251, dtype=torch.uint8), 1, Line())
         x = torch.empty(size_bytes, dtype=torch.uint8)
         waiting.append((sent, x, b.receive(x, 0)))
         if takes:
@@ -94,7 +95,7 @@ def test_what_finds_no_room_goes_through_gloo_in_its_turn():
     a, b, queues = pair()
     size, count = 2**20, 3 * room_bytes(2) // 2**20
     for k in range(count):
-        a.send(torch.full((size,), k, dtype=torch.uint8), 1)
+        a.send(torch.full((size,), k, dtype=torch.uint8), 1, Line())
     assert len(queues[1]) == count - room_bytes(2) // size
     for k in range(count):
         x = torch.empty(size, dtype=torch.uint8)
@@ -112,10 +113,10 @@ def test_a_message_is_used_once_in_its_wait(overtaken: bool, full: bool):
     """
     a, b, queues = pair()
     for _ in range(room_bytes(2) // 2**20 if full else 0):
-        a.send(torch.zeros(2**20, dtype=torch.uint8), 1)
+        a.send(torch.zeros(2**20, dtype=torch.uint8), 1, Line())
         b.receive(torch.empty(2**20, dtype=torch.uint8), 0)
     for k in (1, 2):
-        a.send(torch.full((4,), k, dtype=torch.int32), 1)
+        a.send(torch.full((4,), k, dtype=torch.int32), 1, Line())
     assert len(queues[1]) == (2 if full else 0)
     total, last = torch.full((4,), 10, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
     first = b.read(total, 0, total.add_)
@@ -133,7 +134,7 @@ def test_a_message_is_free_to_change_once_it_is_in():
     """What was put in is what comes out, though the sender has written over its own."""
     a, b, _ = pair()
     x, y = torch.ones(4), torch.zeros(4)
-    assert a.send(x, 1) == []
+    assert a.send(x, 1, Line()) == []
     x.zero_()
     b.receive(y, 0)()
     assert y.tolist() == [1, 1, 1, 1]
@@ -169,7 +170,7 @@ def test_a_message_is_taken_as_it_lies():
     a, b, _ = pair()
     x = torch.arange(24.0).view(2, 3, 4)[:, 1:, ::2]
     place = torch.empty(x.numel())
-    assert a.send(x, 1) == []
+    assert a.send(x, 1, Line()) == []
     b.receive(place, 0)()
     assert place.tolist() == x.flatten().tolist()
 
@@ -180,7 +181,7 @@ def test_what_a_view_has_yet_to_do_to_its_numbers_is_done(lazy: Any):
     a, b, _ = pair()
     x, place = torch.full((2,), 1 + 2j), torch.zeros(2, dtype=torch.complex64)
     for into in (place, lazy(place)):
-        a.send(lazy(x), 1)
+        a.send(lazy(x), 1, Line())
         b.receive(into, 0)()
         assert torch.equal(into, lazy(x))
 
@@ -193,7 +194,7 @@ def test_views_of_messages_are_kept_but_not_without_end(monkeypatch: pytest.Monk
         for width in range(1, 9):
             x = (torch.arange(4.0 * width) + turn).view(width, 4)[:, ::2]
             with torch.inference_mode(turn == 0):
-                a.send(x, 1)
+                a.send(x, 1, Line())
                 seen = b.read(x, 0, Tensor.clone)()
             assert torch.equal(seen, x)
     holds = a.out[1].hold, b.into[0].hold
@@ -201,7 +202,7 @@ def test_views_of_messages_are_kept_but_not_without_end(monkeypatch: pytest.Monk
     x = torch.arange(8.0).view(2, 4)[:, ::2]
     kept = [hold.tensor(0, x) for hold in holds]
     assert [hold.tensor(0, x) is view for hold, view in zip(holds, kept, strict=True)] == [True] * 2
-    a.send(x, 1)
+    a.send(x, 1, Line())
     assert torch.equal(b.read(x, 0, Tensor.clone)(), x)
     assert [torch.equal(view, x) for view in kept] == [True] * 2  # the same memory
 
@@ -209,7 +210,7 @@ def test_views_of_messages_are_kept_but_not_without_end(monkeypatch: pytest.Monk
 def test_ranks_that_expect_other_sizes_are_told():
     """Not given whatever lies behind the message."""
     a, b, _ = pair()
-    a.send(torch.ones(3), 1)
+    a.send(torch.ones(3), 1, Line())
     with pytest.raises(RuntimeError, match="of 12 bytes came where one of 16 is expected"):
         b.receive(torch.zeros(4), 0)()
 
@@ -221,8 +222,8 @@ def test_a_message_without_room_goes_as_it_lies_too():
     x, seen = torch.arange(24.0).view(2, 3, 4)[:, 1:, ::2], list[Tensor]()
     first = b.receive(torch.empty_like(full), 0)
     last = b.read(x, 0, lambda y: seen.append(y.clone()) or y)
-    assert a.send(full, 1) == []
-    ends = a.send(x, 1)
+    assert a.send(full, 1, Line()) == []
+    ends = a.send(x, 1, Line())
     assert len(ends) == 2
     first()
     last()
@@ -243,7 +244,7 @@ def opened(world: World, split: bool, full: bool) -> tuple[bool, list[float]]:
         x = torch.ones(8) * (world.rank + 1)
         given = world.axis("dp").transport
         assert isinstance(given, Gloo)
-        fresh = Gloo(given.group)
+        fresh = Gloo(given.group).counted("dp", Ledger())
         fresh.all_reduce(x).wait()
         strided = torch.ones(3, 2 * world.size).t() * (world.rank + 1)
         block = fresh.reduce_scatter_along(strided, 0)

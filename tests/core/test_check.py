@@ -26,6 +26,9 @@ from tests.core.test_plan import PLANS
         ("dp_shard2 zero2 fp64", 2),
         ("dp2 tp1 pp1", 2),
         ("dp2 zero3", None),
+        ("zero3", 3),
+        ("tp2 zero1", 6),
+        ("pp2 1f1b:4", 8),
     ],
 )
 def test_plans_that_run(text: str, world: int | None):
@@ -40,7 +43,7 @@ def test_plans_that_run(text: str, world: int | None):
         ("dp2", 4, "needs 2 processes (dp2), where 4 run", "'dp4', or start 2 processes"),
         ("dp4 zero3", 2, "where 2 run", "'dp2 zero3', or start 4 processes"),
         ("dp2 zero3", 1, "where 1 runs", "'zero3', or start 2 processes"),
-        ("zero3", 2, "needs 1 process (no axis, so one rank)", "'dp2 zero3', or start 1 process"),
+        ("dp1 zero3", 2, "needs 1 process (dp1)", "'dp2 zero3', or start 1 process"),
         (
             "dp_replicate2 dp_shard2 zero3",
             8,
@@ -57,7 +60,12 @@ def test_plans_that_run(text: str, world: int | None):
         ("dp_replicate2 dp_shard2", None, "under the row ddp", "'dp4'"),
         ("dp2 tp2", 6, "the plan 'dp2 tp2', which needs 4 processes", "'dp3 tp2', or start 4"),
         ("dp2 tp2 sp", 3, "needs 4 processes (dp2*tp2), where 3 run", "'dp3', or start 4"),
-        ("tp3", 2, "needs 3 processes (tp3), where 2 run", "'tp2', or start 3 processes"),
+        (
+            "tp3",
+            2,
+            "needs 3 processes or a multiple (tp3), where 2 run",
+            "'tp2', or start 3 processes",
+        ),
         ("tp4 sp zero1", 5, "(tp4), where 5 run", "'tp5 sp zero1', or start 4"),
         ("tp8", 12, "(tp8), where 12 run", "'dp2 tp6', or start 8"),
         ("dp2 tp4 sp", 6, "(dp2*tp4), where 6 run", "'dp2 tp3 sp', or start 8"),

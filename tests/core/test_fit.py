@@ -137,7 +137,11 @@ NO_SHARDS = {"*norm": "sequence", "*attn": "gather"}
 @pytest.mark.parametrize(
     ("changed", "given", "instead"),
     [
-        (table(sequence={}), "no entries for the sequence", "'blocks.0': 'split'"),
+        (
+            table(sequence={}),
+            "no entries for the sequence",
+            "{'blocks.*.attn': 'gather', 'blocks.*.norm': 'sequence', 'norm': 'sequence', ",
+        ),
         (table(sequence=NO_SHARDS), "nothing makes shards", '{"blocks.0": "split"}'),
         (table(sequence=NO_SHARDS | {"blocks.0": "split"}), "", ""),
         (table(sequence=SEQUENCE | {"norm": "whole"}), "", ""),
@@ -199,7 +203,25 @@ def test_a_head_that_is_forgotten_under_sp_is_told():
     untied = MODEL | {"head": ModuleShape("linear", 64, 100)}
     (problem,) = check(table(without="head"), untied, sp=True, ranks=2)
     assert problem.given.startswith("head, without an entry under sp")
-    assert '"vocabulary" if it makes the logits' in problem.instead
+    assert '"vocabulary" among the styles if it makes the logits' in problem.instead
+    assert '{"head": "sequence:join"}' in problem.instead
+
+
+@pytest.mark.parametrize("type_name", ["Conv1d", "BatchNorm1d", "GroupNorm", "LSTM", "GRU"])
+def test_what_uses_several_positions_is_never_advised_as_sequence(type_name: str):
+    """A convolution over positions would be wrong on shards: it is joined before, split after."""
+    modules = MODEL | {"blocks.0.mix": ModuleShape("other", 64, type_name=type_name)}
+    (problem,) = check(table(), modules, sp=True, ranks=2)
+    assert problem.given.startswith(f"blocks.0.mix, a {type_name}, which uses several positions")
+    assert problem.instead.endswith('sequence={"blocks.*.mix": "whole"}')
+    assert '"sequence"' not in problem.instead
+
+
+def test_what_is_not_known_is_advised_with_its_condition():
+    """A module of the user's own may work by position or not: both entries are named."""
+    modules = MODEL | {"blocks.0.mix": ModuleShape("other", 64, type_name="Mixer")}
+    (problem,) = check(table(), modules, sp=True, ranks=2)
+    assert '"sequence"} if it computes each position by itself; otherwise' in problem.instead
 
 
 @pytest.mark.parametrize(

@@ -235,3 +235,37 @@ def test_any_words_are_a_plan_or_an_input_error(pieces: list[str]):
 def test_size_text(size: int, text: str):
     """A size is printed in the largest unit that leaves it whole."""
     assert size_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "completed"),
+    [
+        ("zero3", 4, "dp4 zero3"),
+        ("zero3", 1, "zero3"),
+        ("tp2 zero1", 6, "dp3 tp2 zero1"),
+        ("pp2 1f1b:4", 2, "pp2 1f1b:4"),
+        ("pp2 1f1b:4", 8, "pp2 dp4 1f1b:4"),
+        ("tp2", 3, "tp2"),
+        ("dp2 zero3", 4, "dp2 zero3"),
+        ("dp1 zero3", 4, "dp1 zero3"),
+        ("dp_shard2 zero3", 4, "dp_shard2 zero3"),
+        ("zero3", None, "dp2 zero3"),
+        ("ddp", None, "dp2"),
+        ("tp2", None, "tp2"),
+        ("tp2 zero1", None, "dp2 tp2 zero1"),
+        ("dp1", None, "dp1"),
+    ],
+)
+def test_the_data_ranks_are_what_the_world_leaves_over(
+    text: str, ranks: int | None, completed: str
+):
+    """An open plan gets `dp`; one that names a data axis, or does not fit, stays what it is."""
+    assert str(Plan.parse(text).completed(ranks)) == completed
+
+
+@given(PLANS, st.integers(1, 64))
+def test_a_completed_plan_round_trips_and_stays(plan: Plan, times: int):
+    """A completed plan has the size of the world; completing it again changes nothing."""
+    done = plan.completed(plan.size * times)
+    assert done.size == plan.size * times or not plan.open
+    assert Plan.parse(str(done)) == done == done.completed(plan.size * times)

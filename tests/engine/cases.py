@@ -15,6 +15,7 @@ import shardwise as sw
 from shardwise.comm.collectives import all_gather
 from shardwise.comm.world import World
 from shardwise.core.plan import Plan
+from shardwise.engine.batch import rows
 from shardwise.engine.engine import Engine
 from shardwise.engine.whole import whole
 from shardwise.models import gpt
@@ -178,9 +179,10 @@ def oracle(task: Task, case: Case, dtype: torch.dtype | None = torch.float64) ->
         )
         optimizer.zero_grad()
         loss = task.loss(model, batch)
-        loss.backward()
+        tokens = task.tokens(batch) if task.tokens else rows(batch)
+        (loss * tokens).backward()  # of the sum: dividing first would round what is fp32 inside
         for p in model.parameters():  # torch does not clip sparse gradients
-            p.grad = None if p.grad is None else p.grad.to_dense().clone()
+            p.grad = None if p.grad is None else p.grad.to_dense() / tokens
         norm = None
         if case.clip is not None:
             norm = float(nn.utils.clip_grad_norm_(model.parameters(), case.clip))

@@ -18,6 +18,7 @@ from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
 from shardwise.engine import alike
 from shardwise.engine.held import nowhere
+from shardwise.predict.traffic import Line
 from tests.pool import run_gloo, run_threads
 
 WORDS = 50
@@ -277,8 +278,10 @@ def compared(world: World, off: float, noise: float) -> bool:
     flats: Any = [Made(world.rank, off, noise)]
     try:
         tensors = replace(nowhere(), axis=axis)
-        told = alike.Alike(tensors, None, world.device).compared(iter("ab"), torch.ones(()), flats)
-        assert list(told) == ["a", "b"]
+        comparing = alike.Alike(tensors, None, world.device)
+        comparing.compared = "each"
+        arrived = comparing.settled(iter("ab"), torch.ones(()), flats)
+        assert list(arrived) == ["a", "b"]
     except InputError:
         return False
     return True
@@ -320,3 +323,69 @@ def test_modules_that_are_wrapped_are_the_same_on_all_ranks(wrap: Any):
     """Told before anything is sent of them."""
     for said in run_threads(2, told, wrap):
         assert "the module of rank 1 that is not as on rank 0" in said
+
+
+def other_batch_at_2(world: World, plan: str, check_every: int) -> tuple[list[bool], str]:
+    """Three steps, the last on another batch for rank 1; whether bytes held, and what was told."""
+    model = Small() if plan.startswith("tp") else nn.Sequential(*[nn.Linear(4, 4) for _ in "abcd"])
+    options: dict[str, Any] = {"table": FIXED, "check_every": check_every}
+    if plan.startswith("pp"):
+        options |= {"table": None, "loss": lambda model, batch: model(batch["x"]).square().mean()}
+    engine, held = engine_of(world, model, plan, **options), list[bool]()
+    try:
+        for step in range(3):
+            seed = 7 + step + (world.rank if step == 2 else 0)
+            batch = text(seed)
+            if plan.startswith("pp"):
+                batch = {"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))}
+            engine.step(batch)
+            measured = {Line(*k): t.sent_bytes for k, t in engine.last.items() if t.sent_bytes}
+            held.append(measured == engine.step_bytes(first=step == 0))
+    except InputError as error:
+        return held, str(error)
+    return held, ""
+
+
+@pytest.mark.parametrize("plan", ["tp2", "pp2 gpipe:2"])
+@pytest.mark.parametrize("check_every", [1, 2])
+def test_a_rank_that_is_given_another_batch_later_is_found(plan: str, check_every: int):
+    """In a step that compares, on every rank; all steps before sent what is predicted."""
+    axis = plan[:2]
+    for held, said in run_threads(2, other_batch_at_2, plan, check_every):
+        assert held == [True, True]
+        assert f"a batch of rank 1 of the {axis} axis" in said
+
+
+def test_ranks_that_are_not_to_be_compared_later_are_not():
+    """With `check_every=0` only an engine's first step compares."""
+    assert run_threads(2, other_batch_at_2, "tp2", 0) == [([True] * 3, "")] * 2
+
+
+def other_gradient_at_2(world: World, which: str) -> str:
+    """What is told where, in the third step, rank 1 has another loss or another gradient."""
+    engine = engine_of(world, Small(), table=FIXED, check_every=1)
+    bias = engine.model.get_parameter("head.bias")
+    for step in range(3):
+        if step == 2 and world.rank == 1 and which == "loss":
+            engine.training = replace(engine.training, loss=lambda m, b: 1.5 * loss(m, b))
+        if step == 2 and world.rank == 1 and which == "gradient":
+            bias.register_hook(lambda grad: 3 * grad)
+        try:
+            engine.step(text(step))
+        except InputError as error:
+            return f"step {step}: {error}"
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("which", "said"),
+    [
+        ("loss", "step 2: Given: a loss that differs"),
+        ("gradient", "step 2: Given: the gradient of"),
+    ],
+)
+def test_a_loss_or_gradient_that_differs_later_is_found(which: str, said: str):
+    """Three numbers tell that something differs, and then the parameter is looked for."""
+    for told_here in run_threads(2, other_gradient_at_2, which):
+        assert told_here.startswith(said)
+        assert which == "loss" or "head.bias" in told_here

@@ -184,7 +184,7 @@ def test_only_floating_point_is_cast():
 
 
 def test_the_first_step_knows_its_own_number_of_tokens():
-    """Gradients are scaled by the tokens of the step before; the first one asks."""
+    """Gradients are scaled by the power of two next to the last step's tokens; the first asks."""
     engine = build(alone(), Task(), Case("fp64"))
     assert engine.expected == 0
     engine.step(text(0, rows=3))

@@ -60,7 +60,9 @@ def skips(plan: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("plan", ["dp2", "dp2 zero2", "dp2 zero3"])
+@pytest.mark.parametrize(
+    "plan", ["dp2 zero3", *(pytest.param(p, marks=pytest.mark.full) for p in ("dp2", "dp2 zero2"))]
+)
 def test_ranks_that_gather_other_units_are_told(plan: str):
     """Blocks are alike, and one's weights in another's place are no error of shapes."""
     for said in spawn(skips, 2, (plan,)):

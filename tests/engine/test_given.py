@@ -67,10 +67,6 @@ BAD: dict[str, tuple[Give, str]] = {
         lambda m: give(optimizer=plain_sgd(m))(m),
         r"sw\.Optim\(torch\.optim\.SGD, lr=0\.5\), without the model's parameters",
     ),
-    "a group of none": (
-        give(optimizer=sw.AdamW(lr=0.1, groups={"*.bais": {"lr": 0.2}})),
-        r'the group "\*\.bais" of the optimizer, which no parameter is in.*bias"',
-    ),
     "a class of torch": (
         give(optimizer=torch.optim.RMSprop),
         r"sw\.Optim\(torch\.optim\.RMSprop, lr=3e-4\)",

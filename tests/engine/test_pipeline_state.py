@@ -275,6 +275,7 @@ def breaking(folder: Path) -> None:
         engine.step(vectors(step))
 
 
+@pytest.mark.full
 def test_a_stage_that_raises_ends_the_others(tmp_path: Path):
     """Those that wait for it are ended; the error is its own, with the place in its row marked."""
     with pytest.raises(RankError, match="in the middle of a stage") as caught:

@@ -18,7 +18,8 @@ from shardwise.models import gpt
 from shardwise.models.initial import initial
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
-from shardwise.train.proof import compare, engine_of
+from shardwise.verify.parity import alone_of, compare, engine_of
+from shardwise.verify.report import largest
 from tests.engine.cases import (
     Case,
     Task,
@@ -326,10 +327,8 @@ def proved(world: World, plan: str, trainable: Trainable) -> tuple[float, bool, 
     """The largest error of three steps, and whether bytes and memory are as predicted."""
     said = Plan.parse(f"{plan} fp64")
     ours = engine_of(trainable, said, world)
-    oracle = engine_of(trainable, Plan(precision=said.precision), alone())
-    found = compare(ours, oracle, trainable.batch, 3)
-    worst = max(one.largest for one in found.errors)
-    return worst, found.bytes_hold, found.memory_measured == found.memory_predicted
+    found = compare(ours, alone_of(trainable, said, world.device), trainable.batch, 3)
+    return largest(found), found.bytes_hold, found.memory_measured == found.memory_predicted
 
 
 @pytest.mark.parametrize("model", ["hf:llama", "hf:gpt2", "hf:t5"])

@@ -24,8 +24,11 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.pipelined import Pipelined
 from shardwise.engine.recipe import Recipe
 from shardwise.parallel.flat import Flat
-from shardwise.train.proof import Finding, compare, prove
-from shardwise.train.stale import Simulation
+from shardwise.verify.async_oracle import AsyncOracle
+from shardwise.verify.finding import Finding
+from shardwise.verify.oracles import Oracles, oracles_of
+from shardwise.verify.parity import compare, prove
+from shardwise.verify.report import largest as largest_of
 from tests.engine.cases import settled
 from tests.pool import run_gloo, run_threads
 
@@ -58,12 +61,19 @@ def engine(world: World, plan: str, recipe: Recipe = RECIPE, **options: Any) -> 
 def proved(world: World, plan: str, recipe: Recipe = RECIPE) -> Finding:
     """Three steps beside the simulation."""
     torch.set_num_threads(1)
-    oracle = Simulation(stack(), Plan.parse(f"{plan} fp64"), recipe, loss)
-    return compare(engine(world, plan, recipe), oracle, batch, 3)
+    return compare(engine(world, plan, recipe), simulated(plan, recipe), batch, 3)
+
+
+def simulated(plan: str, recipe: Recipe = RECIPE, **how: Any) -> Oracles:
+    """The oracle of a plan, whose order of updates may be another."""
+    oracles = oracles_of(stack, Plan.parse(f"{plan} fp64"), recipe, loss)
+    assert isinstance(oracles.exact, AsyncOracle)
+    oracles.exact.how = replace(oracles.exact.how, **how)
+    return oracles
 
 
 def largest(findings: list[Finding]) -> float:
-    return max(errors.largest for found in findings for errors in found.errors)
+    return max(map(largest_of, findings))
 
 
 @pytest.mark.parametrize("plan", [*CLASSIC, *PARALLEL, "pp3 2bw:4", "pipedream:3"])
@@ -96,33 +106,43 @@ def scheduled(schedule: Schedule) -> Iterator[None]:
         yield
 
 
-NOT_BY_WORD = {
-    "vertical": pipedream(3, 6, vertical=True),
-    "three batches": two_buffered(2, 4, batches=3),
+#: A schedule, and the order that the oracle is to follow: how many updates a microbatch has seen.
+NOT_BY_WORD: dict[str, tuple[Schedule, dict[str, Any]]] = {
+    "vertical": (pipedream(3, 6, vertical=True), {"version": lambda _, i: max(0, i - 2)}),
+    "three batches": (
+        two_buffered(2, 4, batches=3),
+        {"microbatches": 12, "update": 4, "version": lambda _, i: max(0, i // 4 - 1)},
+    ),
 }
+
+
+def proved_by(world: World, name: str) -> Finding:
+    """Three steps of a schedule without a word, beside the oracle that is told its order."""
+    schedule, how = NOT_BY_WORD[name]
+    plan = f"pp{schedule.ranks} {'2bw:4' if name != 'vertical' else 'pipedream:6'}"
+    return compare(engine(world, plan), simulated(plan, **how), batch, 3)
 
 
 @pytest.mark.parametrize("name", NOT_BY_WORD)
 def test_schedules_without_a_word(name: str):
     """Vertical sync, and batches of 2BW with no drain between them, are the simulation too."""
-    schedule = NOT_BY_WORD[name]
-    plan = f"pp{schedule.ranks} {'2bw:4' if name != 'vertical' else 'pipedream:6'}"
+    schedule, _ = NOT_BY_WORD[name]
     with scheduled(schedule):
-        assert largest(run_threads(schedule.ranks, proved, plan)) <= 1e-10
+        assert largest(run_threads(schedule.ranks, proved_by, name)) <= 1e-10
 
 
 @pytest.mark.parametrize("plan", ["pp3 pipedream:6", "pp2 2bw:8"])
 def test_what_is_late_is_late(plan: str):
     """A simulation with one version less of delay is another training, where there is a delay."""
-    simulated = []
-    for lag in (None, 0):
-        model, parsed = stack(), Plan.parse(f"{plan} fp64")
-        oracle = Simulation(model, parsed, RECIPE, loss)
-        if lag is not None:
-            oracle.schedule = replace(oracle.schedule, lag=(lag,) * 4)
-        oracle.step(batch(16, 0, "cpu"))
-        simulated.append([p.detach().clone() for p in model.parameters()])
-    differ = max(float((a - b).abs().max()) for a, b in zip(*simulated, strict=True))
+    trained, every = [], 1 if "pipedream" in plan else 8
+    for late in (True, False):
+        oracle = simulated(plan)
+        if not late:
+            assert isinstance(oracle.exact, AsyncOracle)
+            oracle.exact.how = replace(oracle.exact.how, version=lambda _, i: i // every)
+        oracle.exact.step(batch(16, 0, "cpu"))
+        trained.append([p.detach().clone() for p in oracle.exact.model.parameters()])
+    differ = max(float((a - b).abs().max()) for a, b in zip(*trained, strict=True))
     assert (differ > 1e-4) == ("pipedream" in plan)  # one batch of 2BW has no old version
 
 
@@ -176,9 +196,9 @@ def test_an_update_in_place_is_the_fault(plan: str, monkeypatch: pytest.MonkeyPa
     saved of them is wrong: views of weights are remembered by where they lie.
     """
 
-    def update(self: stale.Stale, stage: int, count: int) -> None:
+    def update(self: stale.Stale, stage: int, *of: Any) -> None:
         before = {v: [full.clone() for full in fulls] for v, fulls in self.kept[stage].items()}
-        real(self, stage, count)
+        real(self, stage, *of)
         newest = max(self.kept[stage])
         self.kept[stage].update({v: before[v] for v in before if v in self.kept[stage]})
         assert newest in self.kept[stage]
@@ -224,7 +244,7 @@ def broken(world: World) -> list[Tensor]:
 def test_a_step_that_breaks_off():
     """Parameters are the newest version after it, and the next step goes on from there."""
     [found] = run_threads(1, broken)
-    oracle = Simulation(stack(), Plan.parse("pipedream:4 fp64"), sw.SGD(lr=0.1), loss)
+    oracle = simulated("pipedream:4", sw.SGD(lr=0.1)).exact
     for step in range(2):
         oracle.step(batch(8, step, "cpu"))
     for own, whole in zip(found, oracle.model.parameters(), strict=True):
@@ -247,8 +267,8 @@ def tied(world: World, plan: str) -> Finding:
     torch.set_num_threads(1)
     ours, theirs = settled(Tied().double()), settled(Tied().double())
     run = sw.parallelize(ours, f"{plan} fp64", world, RECIPE, loss)
-    oracle = Simulation(theirs, Plan.parse(f"{plan} fp64"), RECIPE, loss)
-    return compare(run, oracle, batch, 3)
+    oracles = oracles_of(lambda: theirs, Plan.parse(f"{plan} fp64"), RECIPE, loss)
+    return compare(run, oracles, batch, 3)
 
 
 def test_a_weight_of_two_stages():

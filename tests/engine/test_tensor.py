@@ -254,7 +254,9 @@ def eight(step: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bytes_are_those_of_the_papers(ranks: int):
-    """Per layer 4 sums of [B, T, D], one for each end, 3 numbers a position for the loss; no more.
+    """Per layer 4 sums of [B, T, D], one for each end, 3 numbers a position for the loss.
+
+    Beside them one double of each rank to each other: whether its gradients are finite; no more.
 
     Under sp the same total, gathered and scattered, and the gradients of the norms. (arXiv
     1909.08053, section 3; arXiv 2205.05198, section 4.2.2.)
@@ -266,14 +268,15 @@ def test_bytes_are_those_of_the_papers(ranks: int):
     stream = part * 6 * 8 * config.width * size  # what a gather or a scatter sends
     loss = 3 * 2 * part * 6 * 8 * size
     ends = 2 * config.layers + 1  # sums each way
+    guard = {("all_gather", "check"): 8 * (ranks - 1)}
     (held, *_) = run_threads(ranks, train, work, Case(f"tp{ranks} fp32"))
-    assert tensor_bytes(held) == {
+    assert tensor_bytes(held) == guard | {
         ("all_reduce", "forward"): 2 * ends * stream + loss,
         ("all_reduce", "backward"): 2 * ends * stream,
     }
     (held, *_) = run_threads(ranks, train, work, Case(f"tp{ranks} sp fp32"))
     norms = 2 * part * ends * config.width * size
-    assert tensor_bytes(held) == {
+    assert tensor_bytes(held) == guard | {
         ("all_reduce", "forward"): loss,
         ("all_gather", "forward"): ends * stream,
         ("reduce_scatter", "forward"): ends * stream,

@@ -1,6 +1,7 @@
 import gc
 import warnings
 import weakref
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
-from shardwise.engine.wrap import STRATEGIES, _found
+from shardwise.engine.shard import driver_of
+from shardwise.engine.wrap import STRATEGIES
 from shardwise.parallel.data import Data
 from tests.engine import loops
 from tests.engine.cases import Case, Task, build, difference, share, text
@@ -101,6 +103,58 @@ class Sum(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.net(x)
+
+
+class Counting(nn.Module):
+    """Notes the buffers with which each forward begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+        self.seen: list[float] = []
+        self.count: Tensor = nn.Buffer(torch.zeros(()))
+        self.mask = nn.Buffer(torch.zeros(3, dtype=torch.bool), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self.count.item() + 100 * int(self.mask.sum()))
+        return self.layer(x)
+
+
+def counted(world: World, how: str) -> tuple[list[float], int]:
+    """A buffer that only rank 0 changes before each forward; a rank's own change is undone."""
+    model, data = Counting(), rows(0, world.rank).float()
+    if how == "DDP, each its own":
+        sw.DDP(model, world, broadcast_buffers=False)
+    else:
+        wrap(how, model, world)
+    ledger = loops_data(model).facts.axes[how[:3] == "DDP"].ledger
+    before = ledger.copy()
+    for step in range(4):
+        if world.rank == 0:
+            model.count = model.count + 1
+            model.mask.data[:1] = step % 2 == 1
+        else:
+            model.count.fill_(-7.0)
+        with nullcontext() if step % 2 else sw.no_sync(model):
+            model(data).sum().backward()
+    model.eval()(data)  # no training forward: the ranks do not meet
+    sent = sum(t.sent_bytes for k, t in ledger.since(before).items() if k[1] == "broadcast")
+    return model.seen, sent
+
+
+@pytest.mark.parametrize("how", ["DDP", "FULL_SHARD"])
+def test_every_training_forward_begins_with_the_buffers_of_rank_0(how):
+    """From the first on, accumulating or not, in one message of so many bytes."""
+    one, two = run_threads(2, counted, how)
+    assert one[0] == [1.0, 102.0, 3.0, 104.0, 104.0] and two[0] == one[0]
+    assert (one[1], two[1]) == (4 * 7, 0)
+
+
+def test_without_broadcast_buffers_each_rank_keeps_its_own():
+    """As under DDP(broadcast_buffers=False): rank 0's at the start only."""
+    one, two = run_threads(2, counted, "DDP, each its own")
+    assert one == ([1.0, 102.0, 3.0, 104.0, 104.0], 0)
+    assert two == ([-7.0] * 5, 0)
 
 
 def first_page(world: World) -> list[float]:
@@ -218,7 +272,7 @@ def volumes(world: World, how: str) -> int:
 
 
 def loops_data(model: nn.Module) -> Data:
-    found = _found(model)
+    found = driver_of(model)
     assert found is not None
     return found
 
@@ -232,8 +286,8 @@ def test_sharding_the_gradient_only_sends_less_than_sharding_all():
 @pytest.mark.parametrize("how", ["DDP", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_a_world_of_one_is_the_plain_module_and_free(how, monkeypatch: pytest.MonkeyPatch):
     """Without a world there is one rank: shapes stay, nothing is sent, results are the same."""
-    calls: list[float] = []
-    monkeypatch.setattr("shardwise.comm.ledger.Ledger.write", lambda *args: calls.append(args[3]))
+    calls: list[str] = []
+    monkeypatch.setattr("shardwise.comm.ledger.Ledger.begin", lambda *args: calls.append(args[2]))
     model = make("stack").double()
     model = sw.DDP(model) if how == "DDP" else sw.FSDP(model, how)
     shapes = [p.shape for p in model.parameters()]
@@ -257,6 +311,10 @@ BAD = {
     ),
     "a part later": (
         lambda m: (sw.FSDP(m, units=Block, world=alone()), sw.FSDP(m.blocks[0], world=alone())),
+        "wrapped already",
+    ),
+    "a pipe": (
+        lambda _: sw.DDP(sw.Pipe(nn.Sequential(nn.Linear(2, 2)), 2, world=alone()), alone()),
         "wrapped already",
     ),
     "plain no_sync": (lambda m: sw.no_sync(m).__enter__(), "a wrapped module"),

@@ -204,5 +204,5 @@ def piped(world: World, schedule: Schedule | str, size: Size | None = None) -> R
     peak = Peak(work)
     run(schedule, axis, work, peak)
     outcome = Outcome(work.losses, grads_of(work.whole, schedule.stages(axis.rank)))
-    sent = sum(here.ledger.lines.values(), start=Tally())
+    sent = sum((t for key, t in here.ledger.lines.items() if key.phase != "open"), start=Tally())
     return Ran(outcome, sent, peak.tapes, len(work.tapes) + work.alive(), work.asked)

@@ -20,7 +20,8 @@ from shardwise.engine.engine import Engine
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.parallel.dropout import Columns, Cutting, Draws, Mark, Shard
-from shardwise.train.proof import Finding, compare, engine_of
+from shardwise.verify.finding import Finding
+from shardwise.verify.parity import alone_of, compare, engine_of
 from tests.pool import run_gloo
 
 CPU = torch.device("cpu")
@@ -41,10 +42,11 @@ class Attention(nn.Module):
         made = (p(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for p in (self.q, self.k, self.v))
         q, k, v = made
         if self.fused:
-            y = functional.scaled_dot_product_attention(q, k, v, dropout_p=0.2, is_causal=True)
+            p = 0.2 if self.training else 0.0
+            y = functional.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True)
         else:
             weights = (q @ k.transpose(2, 3) / HEAD**0.5).softmax(-1)
-            y = functional.dropout(weights, 0.2) @ v
+            y = functional.dropout(weights, 0.2, self.training) @ v
         return self.out(y.transpose(1, 2).flatten(2))
 
 
@@ -122,7 +124,7 @@ def trained(world: World, plan: str, model: str) -> tuple[Finding, Tensor, Tenso
     ours = engine_of(task, Plan.parse(f"{plan} fp64"), world)
     agreed = torch.get_rng_state()
     oracle = engine_of(task, Plan.parse("fp64"), alone())
-    finding = compare(ours, oracle, task.batch, 3)
+    finding = compare(ours, alone_of(task, Plan.parse("fp64"), world.device), task.batch, 3)
     after = [_after(engine, agreed, task.batch(3, 5)) for engine in (ours, oracle)]
     return finding, after[0], after[1]
 

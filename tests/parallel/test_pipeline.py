@@ -154,7 +154,7 @@ def both_ways(world: World, count: int) -> list[list[float]]:
     coming = [begin_receive(out, axis, peer) for out in outs]
     for pending in [*coming, *sent]:
         pending.wait()
-    assert axis.ledger.lines == {Key("pp", "send", "start"): Tally(3, 3 * count, 12 * count)}
+    assert axis.ledger.lines == {Key("pp", "send", "start"): Tally(3, 3 * count, 12 * count, 3)}
     return [out.unique().tolist() for out in outs]
 
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from shardwise.comm.world import World, alone
+from shardwise.core.errors import RunError
 from shardwise.engine.engine import Engine
 from shardwise.models import gpt
 from shardwise.train import config, loop
@@ -110,7 +111,7 @@ def poisoned(
     gpt.loss, loop.build = poison, build
     try:
         loop.train(given, world)
-    except loop.RunError as error:
+    except RunError as error:
         return str(error)
     finally:
         gpt.loss, loop.build = called, built

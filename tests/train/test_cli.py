@@ -20,15 +20,18 @@ COMMANDS = {
         "--set",
         "--resume",
         "--trace",
+        "--check",
         "--overwrite",
         "--help",
     },
     "plan": {"text", "--words", "--help"},
-    "verify": {"plan", "--model", "--steps", "--json", "--help"},
+    "verify": {
+        *("plan", "--model", "--steps", "--units", "--table", "--wire", "--json", "--help"),
+    },
     "bench": {
         *("words", "--size", "--ranks", "--repeats", "--link", "--device", "--json", "--help"),
     },
-    "checkpoint inspect": {"path", "--json", "--help"},
+    "checkpoint inspect": {"path", "--json", "--deep", "--help"},
     "schedule": {
         *("name", "--stages", "--microbatches", "--chunks", "--batches", "--costs", "--hop"),
         *("--svg", "--png", "--text", "--lowered", "--json", "--help"),
@@ -138,6 +141,8 @@ def test_help_needs_no_torch(argv: tuple[str, ...]) -> None:
         (("train", "{example}", "--plan", "dp2 zero9"), "zero9"),
         (("train", "{example}", "--nproc", "3"), "needs 2 processes"),
         (("train", "{example}", "--nproc", "0"), "one rank or more"),
+        (("train", "{example}", "--plan", "tp63"), "tp63 for a model of 4 query heads"),
+        (("train", "{example}", "--plan", "tp5", "--nproc", "5"), "the degrees 1 to 4"),
         (("train", "{example}", "--plan", "dp999999"), "999999 processes on this machine"),
         (("train", "{example}", "--nproc", "99999999"), "99999999 processes on this machine"),
         (("train", "{example}", "--set", "data.source=absent.txt"), "absent.txt"),
@@ -225,3 +230,18 @@ def test_the_words_are_printed() -> None:
     from shardwise.core.plan import words_table
 
     assert shardwise("plan", "--words").stdout.strip() == words_table().strip()
+
+
+def test_more_processes_than_cores_are_started_only_where_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four heads fit three ranks: the machine's cores are the reason, and --nproc the way."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    example = Path(__file__).parents[2] / "examples" / "quickstart.toml"
+    given = ["train", str(example), "--plan", "tp3", "--set", f"run.folder={tmp_path / 'run'}"]
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(given)
+    assert leaving.value.code == 2
+    said = capsys.readouterr().err
+    assert "the plan 'tp3', which needs 3 processes, on a machine with 2 processor cores" in said
+    assert said.strip().endswith("Write instead: --nproc 3.")

@@ -21,6 +21,7 @@ def command(folder: Path, *argv: str, **train: object) -> list[str]:
     return [sys.executable, "-W", "error", "-m", "shardwise.train.cli", "train", str(file), *argv]
 
 
+@pytest.mark.full
 def test_a_run_is_interrupted_and_resumed_under_another_plan(tmp_path: Path) -> None:
     """SIGTERM ends two ranks with exit code 0 and a checkpoint; one rank continues the curve."""
     started = command(tmp_path, "--nproc", "2", steps=100_000, eval_every=0, save_every=0)
@@ -37,6 +38,25 @@ def test_a_run_is_interrupted_and_resumed_under_another_plan(tmp_path: Path) -> 
     assert f"resumed after step {stopped}" in done.stdout
     steps = [record.step for record in read(tmp_path / "run")]
     assert steps == list(range(1, stopped + 3))
+
+
+@pytest.mark.full
+def test_a_second_interrupt_is_no_failure(tmp_path: Path) -> None:
+    """The first saves, the second does not wait for the ranks to leave: nothing has failed."""
+    started = command(tmp_path, "--nproc", "2", steps=100_000, eval_every=0, save_every=0)
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(started, **pipes) as program:
+        assert program.stdout is not None and program.stderr is not None
+        for line in program.stdout:
+            if line.startswith("step 1/"):
+                program.send_signal(signal.SIGINT)
+            if "the checkpoint is saved" in line:
+                program.send_signal(signal.SIGINT)
+        complaint = program.stderr.read()
+    assert program.returncode in (0, 130)  # the ranks may have left by then
+    assert "failed" not in complaint
+    assert ("by a second signal" in complaint) == (program.returncode == 130)
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json"))) == 1
 
 
 @pytest.mark.parametrize("ranks", ["1", "2"])

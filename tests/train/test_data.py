@@ -192,7 +192,7 @@ def test_a_broken_off_writing_leaves_nothing_that_is_taken_for_whole(
     """When the reading fails half way, the next try starts over and is right."""
     source = source_in(tmp_path / "in", "ab", "c")
 
-    def half(_: sources.Source) -> Any:
+    def half(_: sources.Source, exact: bool) -> Any:
         yield "ab"
         raise KeyboardInterrupt
 

@@ -113,29 +113,6 @@ def test_what_was_done_after_the_checkpoint_is_done_again_once(
     assert [record.step for record in again] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("plan", ["dp2 zero2 fp64", "pp2 1f1b:2 fp64"])
-def test_a_loss_that_is_not_a_number_names_step_and_rank(plan: str, tmp_path: Path) -> None:
-    """Rank 1's loss is NaN in step 4: both ranks stop there, and the checkpoint of step 2 stays.
-
-    Of a pipeline it is the last rank that has a loss, and no loss on meta is taken for one.
-    """
-    given = runs.settings(tmp_path / "run", plan, save_every=2)
-    errors = run_gloo(2, runs.poisoned, given, 1, 4)
-    assert errors[0] == errors[1]
-    assert "Step 4: the loss is nan, on rank 1." in errors[0]
-    assert str(given.folder / "checkpoints" / "step-000002") in errors[0]
-    assert [path.name for path in all_in(given.folder / "checkpoints")] == ["step-000002"]
-
-
-@pytest.mark.parametrize("plan", ["dp2 zero2 fp64", "pp2 1f1b:2 fp64"])
-def test_a_gradient_that_is_not_a_number_names_step_and_ranks(plan: str, tmp_path: Path) -> None:
-    """Every loss is finite, the gradients' sum is not: the ranks that hold such parts of it."""
-    given = runs.settings(tmp_path / "run", plan, save_every=2)
-    errors = run_gloo(2, runs.poisoned, given, 1, 4, True)
-    assert errors[0] == errors[1]
-    assert "Step 4: the gradient's norm is nan, on rank 0, 1." in errors[0]
-
-
 def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     """Saved at 2, 4, 6 and 7; two are kept."""
     given = runs.settings(tmp_path / "run", keep=2)

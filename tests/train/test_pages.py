@@ -1,19 +1,23 @@
 """The pages that users start from: what they say of the program is so."""
 
+import argparse
+import inspect
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from shardwise.core.check import problems
 from shardwise.core.plan import WORDS, Plan, words_table
 from shardwise.train.config import Config
-from shardwise.train.verify import verify
+from shardwise.verify.command import verify
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -42,6 +46,7 @@ def test_the_page_shows_the_example() -> None:
     assert SNIPPET.findall(page)[0] == (ROOT / "examples/train.py").read_text(encoding="utf-8")
 
 
+@pytest.mark.full
 def test_the_example_trains_alike_under_any_plan(tmp_path: Path) -> None:
     """One process and two ranks reach one loss; another plan goes on from their checkpoint."""
     said = {plan: _run(tmp_path / str(n), plan) for n, plan in enumerate(("dp1", "pp2 1f1b:4"))}
@@ -51,12 +56,40 @@ def test_the_example_trains_alike_under_any_plan(tmp_path: Path) -> None:
     for found in losses.values():
         assert [float(loss) for _, loss in found] == pytest.approx(alone, abs=1e-3)
     assert "step 96: " in _run(tmp_path / "1", "tp2", "--resume")
+    assert _run(tmp_path / "1", "tp2", "--resume", "auto") == ""  # it has its five epochs
 
 
-def _run(folder: Path, *argv: str) -> str:
-    """What the example prints when it is called so, in a folder of its own."""
+def test_the_page_shows_the_script_for_transformers() -> None:
+    """The script of docs/training.md is examples/hf.py, letter by letter."""
+    page = (DOCS / "training.md").read_text(encoding="utf-8")
+    assert SNIPPET.findall(page) == [(ROOT / "examples/hf.py").read_text(encoding="utf-8")]
+
+
+def test_a_model_of_transformers_from_a_configuration_and_from_a_folder_to_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sharded ranks write a folder that transformers loads; a run from it starts there."""
+    transformers = pytest.importorskip("transformers")
+    printed = _run(tmp_path, "zero3", "--steps", "3", script="hf.py")
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed)]
+    assert len(losses) == 3
+    assert losses[-1] < losses[0]
+    example: dict[str, Any] = runpy.run_path(str(ROOT / "examples/hf.py"))
+    folder = tmp_path / "runs/hf/weights"
+    plain = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    rows = example["rows_of"](inspect.getsource(argparse))
+    chosen = torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))[:16]
+    with torch.no_grad():
+        wanted = example["loss_fn"](plain, rows[chosen]).item()
+    assert wanted < losses[0]
+    monkeypatch.chdir(tmp_path)
+    assert example["train"]("fp32", str(folder), 1) == pytest.approx(wanted, rel=1e-5)
+
+
+def _run(folder: Path, *argv: str, script: str = "train.py") -> str:
+    """What an example prints when it is called so, in a folder of its own."""
     folder.mkdir(exist_ok=True)
-    command = [sys.executable, str(ROOT / "examples/train.py"), *argv]
+    command = [sys.executable, str(ROOT / "examples" / script), *argv]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         command, check=False, cwd=folder, env=environment, capture_output=True, text=True
@@ -74,6 +107,7 @@ def test_a_snippet_runs_as_shown(page: str, number: int) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.full
 def test_the_model_of_the_tables_page_holds_by_the_commands_beside_it(tmp_path: Path) -> None:
     """The page's file, as it stands, and each `shardwise verify` that the page has for it."""
     page = (DOCS / "tensor-tables.md").read_text(encoding="utf-8")

@@ -8,9 +8,16 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 
+import shardwise as sw
+from shardwise.comm.world import World
+from shardwise.core.plan import Plan
+from shardwise.models.gpt import GPT, SIZES, loss
+from shardwise.models.registry import random_text
 from shardwise.train import config, plots, report
+from shardwise.train.baseline import Baseline, ddp_baseline
 from shardwise.train.packed import Packed
 from shardwise.train.tokens import ByteVocabulary
+from tests.pool import run_threads
 from tests.train.test_metrics import ONE
 
 PACKED = Packed("key", np.zeros(2000, np.uint16), 1000, 3, ByteVocabulary())
@@ -90,7 +97,7 @@ def test_bars_are_labelled_in_units_that_fit(
     monkeypatch.setattr(
         Axes, "bar_label", lambda *a, **k: labels.extend(k["labels"]) or drawn(*a, **k)
     )
-    plots.pairs(tmp_path / "a.png", {"steps": 8}, {"steps": 3 * 2**20}, "title")
+    plots.bars(tmp_path / "a.png", "title", {"steps": 8}, {"steps": 3 * 2**20})
     assert labels == [" 8 B", " 3.0 MiB"]
 
 
@@ -105,3 +112,47 @@ def test_smoothing_starts_at_the_first_value_and_keeps_a_constant() -> None:
     assert plots.smoothed([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
     assert plots.smoothed([5.0, 1.0])[0] == pytest.approx(5.0)
     assert 1.0 < plots.smoothed([5.0, 1.0])[1] < 5.0
+
+
+def test_ddp_on_the_same_ranks_stands_beside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A third bar and column with what plain data parallelism would hold and send; and the sums."""
+    labels: list[str] = []
+    drawn = Axes.bar_label
+    monkeypatch.setattr(
+        Axes, "bar_label", lambda *a, **k: labels.extend(k["labels"]) or drawn(*a, **k)
+    )
+    cost = report.Cost({"x": 4, "y": 5}, {"x": 4, "y": 5}, {"dp gather": 1}, {"dp gather": 1})
+    ddp = Baseline({"x": 8, "y": 10}, {"dp all_reduce": 7})
+    text = report.write(replace(summary(tmp_path, cost, cost), baseline=ddp)).read_text()
+    assert "| rank 0, bytes | measured | formula | ddp on the same ranks |" in text
+    assert "| x | 4 | 4 | 8 |" in text
+    assert "| total | 9 | 9 | 18 |" in text
+    assert "| dp all_reduce | - | - | 7 |" in text
+    assert labels[:9] == [" 4 B", " 5 B", " 9 B"] * 2 + [" 8 B", " 10 B", " 18 B"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_baseline_is_what_ddp_holds_and_sends(precision: str) -> None:
+    """The numbers of a `dp2 ddp` engine after a step, which has a few bytes of padding besides."""
+    baseline = ddp_baseline(SIZES["tiny"], Plan.parse(f"dp2 zero3 {precision}"))
+    assert baseline is not None
+    for memory, sent in run_threads(2, one_step, f"dp2 {precision}"):
+        assert memory == {k: pytest.approx(v, rel=1e-3) for k, v in baseline.memory.items()}
+        assert sent == {k: pytest.approx(v, rel=1e-3) for k, v in baseline.sent.items()}
+
+
+def one_step(world: World, plan: str) -> tuple[dict[str, int], dict[str, int]]:
+    """What a step's engine holds and has sent, the second step of the run."""
+    model = GPT(SIZES["tiny"])
+    engine = sw.parallelize(model, plan, world, sw.AdamW(lr=1e-3), loss, clip=1.0)
+    for _ in range(2):
+        engine.step(random_text(2, 8, 250, 0))
+    return engine.memory(), engine.measured_bytes()
+
+
+@pytest.mark.parametrize("plan", ["dp4", "dp1", "", "dp2 bf16"])
+def test_ddp_itself_has_no_baseline(plan: str) -> None:
+    """Nor has a run on one rank."""
+    assert ddp_baseline(SIZES["tiny"], Plan.parse(plan)) is None

@@ -9,6 +9,7 @@ import pytest
 
 from shardwise.core.errors import InputError
 from shardwise.train import sources
+from shardwise.train.packed import tokenise
 
 
 def texts(source: str, field: str = "text") -> list[str]:
@@ -137,3 +138,69 @@ def test_a_file_that_is_gone_when_it_is_read_is_named(tmp_path: Path) -> None:
         found.digest()
     with pytest.raises(InputError, match=r"a\.txt, which cannot be read \(No such file"):
         list(found.documents())
+
+
+LATIN = "déjà vu, naïve café\r\n".encode("latin-1") + bytes(range(128, 256))
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_bytes_are_bytes_under_the_byte_vocabulary(tmp_path: Path, name: str) -> None:
+    """A file that is not UTF-8 is one token a byte, with the values that the file has."""
+    data = LATIN.replace(b"\r\n", b"") if name == "a.jsonl" else LATIN
+    line = b'{"text": "' + data + b'"}\n'
+    (tmp_path / name).write_bytes(line if name == "a.jsonl" else data)
+    packed = tokenise(sources.find(str(tmp_path / name), "text"), "bytes", tmp_path / "cache")
+    assert packed.stream.tolist() == [*data, 256]
+    assert packed.text_bytes == len(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "encoding", "place"),
+    [
+        ("a.txt", b"caf\xe9 au lait", "utf-8", "not utf-8 at byte 3 (0xe9: "),
+        (
+            "a.txt",
+            b"x " * (2**19 - 1) + b" " + b"\xc3\xa9" * 3 + b"\xe9",
+            "utf-8",
+            f"byte {2**20 + 5} (0xe9",
+        ),
+        ("a.txt", b"whole \xc3", "utf-8", "not utf-8 at byte 6 (0xc3: "),
+        ("a.jsonl", b'{"text": "ok"}\n{"text": "\xff"}\n', "utf-8", "at byte 25 (0xff: "),
+        ("a.txt", b"a\x81b", "cp1252", "not cp1252 at byte 1 (0x81: "),
+    ],
+)
+def test_text_of_another_encoding_is_refused_with_its_place(
+    tmp_path: Path, name: str, data: bytes, encoding: str, place: str
+) -> None:
+    """A tokenizer needs text: the file and the byte are named, and the key that would help."""
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(InputError) as error:
+        tokenise(sources.find(str(tmp_path / name), "text", encoding), "bpe:260", tmp_path / "c")
+    assert f"{name}, which is not {encoding} at byte" in str(error.value)
+    assert place in str(error.value)
+    assert "--set data.encoding=" in str(error.value)
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "utf-16", "shift_jis"])
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_the_encoding_that_is_named_is_read(tmp_path: Path, name: str, encoding: str) -> None:
+    """Documents are the text that was written in that encoding, line endings included."""
+    text = "one two" if encoding == "shift_jis" else "déjà vu"
+    text += " 日本" * (encoding == "shift_jis")
+    written = json.dumps({"text": text}, ensure_ascii=False) + "\n" if name == "a.jsonl" else text
+    (tmp_path / name).write_bytes(written.encode(encoding))
+    assert list(sources.find(str(tmp_path / name), "text", encoding).documents()) == [text]
+
+
+@pytest.mark.parametrize("encoding", ["utf8000", "rot13", "a\x00b"])
+def test_an_encoding_that_is_none_is_refused(encoding: str) -> None:
+    """Before any file is read, with the names of common ones."""
+    with pytest.raises(InputError, match=r"data\.encoding = .*latin-1"):
+        sources.find("stdlib", "text", encoding)
+
+
+def test_the_digest_knows_the_encoding(tmp_path: Path) -> None:
+    """The same bytes in another encoding are other text, tokenised again."""
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    found = {sources.find(str(tmp_path), "text", e).digest() for e in ("latin-1", "cp1250")}
+    assert len(found) == 2

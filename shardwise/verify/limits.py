@@ -1,12 +1,12 @@
-"""This file is what a model may have in it that a plan does not compute as one process does.
+"""Modules that a plan does not compute as one process does: batch norm and dropout.
 
     batch norm   in training, its statistics are of the rows that a rank has, not of the whole batch
     dropout      is drawn for the rows that a rank has at once: several data ranks, or several
                  microbatches, draw in another order than one process does for the whole batch;
                  and under a pipeline for each stage by itself
 
-A proof of such a model fails by the nature of the model; it is told so.  On the tensor axis alone
-dropout is what one process draws (parallel/dropout.py).
+A proof of such a model fails because of the model, and the report says so.  On the tensor axis
+alone dropout draws what one process draws (parallel/dropout.py).
 """
 
 from collections.abc import Iterator

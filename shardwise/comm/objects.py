@@ -1,4 +1,4 @@
-"""this file is how ranks tell one another a value: pickled, each to all."""
+"""All-gather of any Python object that can be pickled."""
 
 import pickle
 from typing import Any
@@ -9,8 +9,8 @@ from shardwise.comm.collectives import all_gather
 from shardwise.comm.world import World
 
 
-def gathered(value: Any, world: World) -> list[Any]:
-    """Every rank's value, on every rank; called by all ranks of one command."""
+def all_gather_object(value: Any, world: World) -> list[Any]:
+    """Every rank's value, by rank, on every rank. Called by all ranks of the world."""
     packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     packed = packed.to(world.device)
     sizes = all_gather(torch.tensor([len(packed)], device=world.device), world.everyone)

@@ -13,16 +13,18 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from shardwise.comm.collectives import begin_sum
-from shardwise.comm.world import World, alone
+from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RunError
 from shardwise.core.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.models.registry import find
 from shardwise.parallel.flat import Flat
 from shardwise.train.cli import main
-from shardwise.train.proof import Finding, compare, engine_of, prove
-from shardwise.train.unlike import unlike_one_process
-from shardwise.train.verify import Report, report, show, verify, verify_command
+from shardwise.verify.command import verify, verify_command
+from shardwise.verify.finding import Finding
+from shardwise.verify.limits import unlike_one_process
+from shardwise.verify.parity import alone_of, compare, engine_of, prove
+from shardwise.verify.report import Report, report, show
 from tests.pool import run_gloo, run_threads
 
 PLANS = [
@@ -61,7 +63,7 @@ def test_models_of_transformers_hold_on_the_tensor_axis(model: str, plan: str):
     """By the plan of their configuration, or our table; of mixtures the attention is cut."""
     pytest.importorskip("transformers")
     found = on_gloo(plan, f"hf:{model}")
-    assert found.holds and found.sent["measured"]["tp all_reduce"] > 0
+    assert found.holds and found.sent["counted"]["tp all_reduce"] > 0
 
 
 LOGITS = """
@@ -121,7 +123,7 @@ def test_a_loss_in_fp32_of_logits_in_fp64_is_predicted(tmp_path: Path):
     """Its sums have four bytes a number; its values are not those of fp64."""
     (tmp_path / "words.py").write_text(LOGITS)
     found = on_gloo("tp2 fp64", f"{tmp_path / 'words.py'}:fp32")
-    assert found.sent["measured"] == found.sent["predicted"]
+    assert found.sent["counted"] == found.sent["theory"]
 
 
 def broken(world: World, name: str, after: int = 0) -> Finding:
@@ -130,14 +132,14 @@ def broken(world: World, name: str, after: int = 0) -> Finding:
     ours = engine_of(trainable, plan, world)
     if world.rank == 1:
         break_gradient(ours, name, after)
-    return compare(ours, engine_of(trainable, Plan.parse("fp64"), alone()), trainable.batch, 3)
+    return compare(ours, alone_of(trainable, plan, world.device), trainable.batch, 3)
 
 
 def break_gradient(engine: Engine, name: str, after: int) -> None:
     update, param = engine.optimizer.step, engine.model.get_parameter(name)
 
-    def step(flats: Sequence[Flat], factor: float = 1.0) -> None:
-        if any(param is p for flat in flats for p in flat.params):
+    def step(flats: Sequence[Flat] | None = None, factor: float = 1.0) -> None:
+        if flats and any(param is p for flat in flats for p in flat.params):
             assert param.grad is not None
             param.grad.mul_(2 if engine.steps >= after else 1)
         update(flats, factor)
@@ -170,25 +172,28 @@ def miscounted(world: World) -> Finding:
         begin_sum(torch.zeros(1, dtype=torch.float64), ours.axes[1])()
 
     ours.facts.hear = talkative
-    return compare(ours, engine_of(trainable, Plan.parse("fp64"), alone()), trainable.batch, 1)
+    return compare(ours, alone_of(trainable, plan, world.device), trainable.batch, 1)
 
 
 def test_bytes_that_were_not_predicted_are_found():
     """One message of eight bytes too many and the plan does not hold, though all values do."""
     found = report(Plan.parse("dp2 fp64"), "gpt", run_threads(2, miscounted))
     assert not found.holds and found.first_difference is None
-    assert sum(found.sent["measured"].values()) == sum(found.sent["predicted"].values()) + 8
+    assert sum(found.sent["counted"].values()) == sum(found.sent["theory"].values()) + 8
 
 
 def test_json_has_exactly_these_keys():
     """The object that scripts read, from processes that verify starts itself."""
     found: dict[str, Any] = json.loads(verify("dp2 zero2", "gpt", steps=1).json())
-    keys = ["plan", "model", "holds", "parity", "bytes", "memory", "first_difference"]
-    assert list(found) == keys
+    keys = [*("plan", "model", "holds", "bound", "parity", "bytes", "memory"), "first_difference"]
+    assert list(found) == [*keys, "uncovered", "strays", "wire", "columns"]
     assert found["plan"] == "dp2 zero2 fp64" and found["holds"]
-    assert list(found["parity"]) == ["loss", "gradients", "weights"]
-    assert found["bytes"]["measured"] == found["bytes"]["predicted"]
-    assert found["memory"]["measured"] == found["memory"]["predicted"]
+    kinds = ["loss", "gradients", "weights", "optimizer", "evaluation", "outputs"]
+    assert list(found["parity"]) == [*kinds, "after loading"]
+    assert {*found["bytes"], *found["memory"]} == {"theory", "counted", "read"}
+    assert found["columns"]["read"] == "read from the system"
+    assert found["bytes"]["counted"] == found["bytes"]["theory"]
+    assert found["memory"]["read"] == found["memory"]["theory"]
 
 
 @pytest.mark.parametrize(
@@ -315,7 +320,7 @@ def test_a_model_with_dropout_is_told_why_it_does_not_hold(
     """The layer and the reason stand under the table, and beside the JSON."""
     said = "it has dropout (1), which each rank draws for its own rows. To prove the rest"
     found = verify("dp2", f"{own}:drop", 1)
-    monkeypatch.setattr("shardwise.train.verify.verify", lambda *_: found)
+    monkeypatch.setattr("shardwise.verify.command.verify", lambda *_, **_more: found)
     for json_too in (False, True):
         with pytest.raises(typer.Exit) as leaving:
             verify_command("dp2", f"{own}:drop", 1, json_too)

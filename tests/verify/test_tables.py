@@ -10,8 +10,8 @@ from shardwise.core.plan import Plan
 from shardwise.engine import hint
 from shardwise.engine.held import nowhere
 from shardwise.train.cli import main
-from shardwise.train.proof import prove
-from shardwise.train.verify import Report, report
+from shardwise.verify.parity import prove
+from shardwise.verify.report import Report, report
 from tests.pool import run_gloo
 
 MODELS = """
@@ -116,7 +116,7 @@ def test_a_shape_that_does_not_fit_is_told_what_the_table_may_lack(tmp_path: Pat
     with pytest.raises(RankError) as error:
         proved(tmp_path, "last_position")
     assert "index 8 is out of bounds for dimension 1" in error.value.text
-    assert "sequence:join for the norm before code that pools or picks them" in error.value.text
+    assert "sequence:join for the norm before code that pools, picks or returns" in error.value.text
     assert proved(tmp_path, "last_position_mended").holds
 
 

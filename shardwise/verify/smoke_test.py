@@ -1,4 +1,4 @@
-"""This file is the trial of a model before a proof: one step of it, in this process alone.
+"""One step of a model before its proof, in this process alone.
 
 A model of the user's own may fail anywhere between its first layer and its loss. Here it fails
 once, with the line of the user's file, and not in every rank at once.
@@ -14,19 +14,23 @@ from shardwise.core.errors import InputError, bad
 from shardwise.core.plan import Plan
 from shardwise.engine import staging, stale, tensor
 from shardwise.models.registry import find
-from shardwise.train.proof import SEED, engine_of
+from shardwise.parallel.units import choose
+from shardwise.verify.options import Options
+from shardwise.verify.parity import SEED, engine_of
 
 ROWS = 2  # normalisation over a batch asks for more than one
 
 
-def tried(model: str, plan: Plan) -> nn.Module:
+def smoke_test(model: str, plan: Plan, options: Options | None = None) -> nn.Module:
     """The model named `model`, which has trained one step in the plan's precision.
 
     Raises InputError for a name that is none, for a model that cannot be trained, and for one that
-    cannot be cut into the plan's stages, or whose table does not fit its tensor ranks.
+    cannot be cut into the plan's stages, or whose table does not fit its tensor ranks; for units
+    that fit none of its modules.
     """
-    found = _trained(model, plan)
-    tensor.fitting(found, plan, None)
+    found, options = _trained(model, plan), options or Options()
+    choose(found, options.units)
+    tensor.fitting(found, plan, options.table)
     stale.require(found, plan, staging.fitting(found, plan, None), None)
     return found
 

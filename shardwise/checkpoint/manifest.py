@@ -1,0 +1,130 @@
+"""The manifest of a checkpoint: which files belong together, and a hash of each.  Written last.
+
+    manifest.json   {"format": "shardwise manifest 1", "save": "9f3c...", "step": 100,
+                     "files": {"__0_0.distcp": {"bytes": 4096, "sha256": "..."}, ...},
+                     "sha256": "..."}                         of all that stands above it
+
+`save` is drawn anew for each save and stands in scalars.json too.  A file that was damaged, that is
+missing, or that another save wrote, even of the same step of the same run, is found by its hash.
+
+Each rank hashes the files it has written; whoever loads shares the hashing of all files between its
+ranks, before anything is written into an engine.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from shardwise.checkpoint import folder as folders
+from shardwise.checkpoint.failure import damaged, foreign
+from shardwise.core.errors import InputError
+
+MANIFEST: Final = "manifest.json"
+FORMAT: Final = "shardwise manifest 1"
+
+
+@dataclass(frozen=True)
+class Seal:
+    """How long a file is, and its SHA-256."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The files of one save, by name."""
+
+    save: str
+    step: int
+    files: Mapping[str, Seal]
+
+    def text(self) -> str:
+        """The manifest as its file has it."""
+        body: dict[str, Any] = {"format": FORMAT, "save": self.save, "step": self.step}
+        body["files"] = {name: asdict(seal) for name, seal in sorted(self.files.items())}
+        body["sha256"] = hashlib.sha256(json.dumps(body).encode()).hexdigest()
+        return json.dumps(body, indent=2) + "\n"
+
+
+def seal(file: Path) -> Seal:
+    """The length and the hash of a file on the disk."""
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return Seal(stream.tell(), digest)
+
+
+def write_manifest(path: Path, manifest: Manifest) -> None:
+    """Write the manifest into the folder of its checkpoint."""
+    (path / MANIFEST).write_text(manifest.text(), encoding="utf-8")
+
+
+def read_manifest(path: Path) -> Manifest | None:
+    """The manifest of a checkpoint; None where there is none, as in those of older versions.
+
+    Raises InputError for one that is damaged, or that belongs to a checkpoint of another step.
+    """
+    file = path / MANIFEST
+    try:
+        text = file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise damaged(file, str(error)) from None
+    try:
+        body = json.loads(text)
+        files = {name: Seal(**each) for name, each in body["files"].items()}
+        manifest = Manifest(body["save"], body["step"], files)
+        same = manifest.text() == text and all(name == Path(name).name for name in files)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        same = False
+    if not same:
+        raise damaged(file, "it is not what was written")
+    if folders.is_named_by_step(path) and folders.step_of(path) != manifest.step:
+        raise foreign(file, f"it is of step {manifest.step}")
+    return manifest
+
+
+def require_sizes(path: Path, manifest: Manifest) -> None:
+    """Raise InputError unless every file is there and as long as it was.  None is read."""
+    for name, sealed in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            raise damaged(file, "it is not there")
+        size = file.stat().st_size
+        if size != sealed.bytes:
+            _refuse(file, f"it has {size} bytes and should have {sealed.bytes}")
+
+
+def require_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
+    """Read these files and raise InputError unless each is the one that was saved."""
+    for name in names:
+        file = path / name
+        if name not in manifest.files:
+            raise foreign(file, "the manifest does not name it")
+        try:
+            found = seal(file)
+        except OSError as error:
+            raise damaged(file, error.strerror or str(error)) from None
+        if found != manifest.files[name]:
+            _refuse(file, "its SHA-256 is not the one in the manifest")
+
+
+def _refuse(file: Path, why: str) -> None:
+    """Raise the error for a file that is not the one that was saved; name its own save if known."""
+    try:
+        found = seal(file)
+    except OSError as error:
+        raise damaged(file, error.strerror or str(error)) from None
+    for other in folders.all_in(file.parent.parent):
+        try:
+            manifest = read_manifest(other) if other != file.parent else None
+        except InputError:
+            continue
+        names = [n for n, each in manifest.files.items() if each == found] if manifest else []
+        if names:
+            raise foreign(file, f"it is {names[0]} of {other.name}")
+    raise damaged(file, why)

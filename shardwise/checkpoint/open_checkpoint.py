@@ -1,0 +1,115 @@
+"""A checkpoint whose small files have been read and found to belong together.
+
+manifest.json -> scalars.json, .metadata      by hash; then what each says
+              -> files of tensors             by length; by hash where it is asked for
+"""
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from shardwise.checkpoint.failure import damaged, foreign
+from shardwise.checkpoint.folder import METADATA, SCALARS
+from shardwise.checkpoint.manifest import (
+    MANIFEST,
+    Manifest,
+    read_manifest,
+    require_files,
+    require_sizes,
+)
+from shardwise.checkpoint.metadata import read_metadata
+from shardwise.core.errors import bad
+
+#: The first entry of scalars.json; checkpoints of format 1 have no manifest.
+FORMAT, FORMAT_1 = "shardwise 2", "shardwise 1"
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """What a checkpoint says of itself.
+
+    `manifest` is None for one that an older version saved: whether its files belong to one another
+    cannot be told.
+    """
+
+    path: Path
+    ranks: int
+    scalars: dict[str, Any]
+    metadata: Metadata
+    manifest: Manifest | None
+
+    @property
+    def mark(self) -> str:
+        """What differs between any two checkpoints: the save's id."""
+        return self.manifest.save if self.manifest else self.path.name
+
+    def files(self) -> list[str]:
+        """Names of the files of tensors."""
+        return sorted(
+            {place.relative_path for place in (self.metadata.storage_data or {}).values()}
+        )
+
+
+def open_checkpoint(path: Path) -> OpenCheckpoint:
+    """Read all of a checkpoint but its tensors, whose files have to be there in full length.
+
+    Raises InputError for a file that is missing, damaged or another checkpoint's.  Warns of a
+    checkpoint without a manifest.
+    """
+    manifest = read_manifest(path)
+    if manifest is not None:
+        require_sizes(path, manifest)
+        require_files(path, manifest, (METADATA, SCALARS))
+    said = _scalars(path)
+    if manifest is None and said["format"] != FORMAT_1:
+        raise damaged(path / MANIFEST, "it is not there")
+    if manifest is not None and said.get("save") != manifest.save:
+        raise foreign(path / SCALARS, "it is of another save than the manifest")
+    opened = OpenCheckpoint(path, said["ranks"], said["scalars"], read_metadata(path), manifest)
+    if manifest is None:
+        warnings.warn(
+            f"{path} was saved without a manifest, by an older version: whether its files belong "
+            "to one another cannot be checked. The next checkpoint has one.",
+            stacklevel=2,
+        )
+        _require_sizes(opened)
+    elif unknown := set(opened.files()) - set(manifest.files):
+        raise damaged(path / MANIFEST, f"it does not name {min(unknown)}")
+    return opened
+
+
+def _scalars(path: Path) -> dict[str, Any]:
+    """What scalars.json says: its format, the number of ranks, the scalars; or an InputError."""
+    file = path / SCALARS
+    try:
+        said = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise damaged(file, repr(error)) from error
+    if not isinstance(said, dict) or said.get("format") not in (FORMAT, FORMAT_1):
+        raise bad(
+            f"'{file}' of another format than '{FORMAT}' or '{FORMAT_1}'",
+            "checkpoints of this version or of one before",
+            "a checkpoint that 'shardwise train' saved",
+        )
+    if not isinstance(said.get("ranks"), int) or not isinstance(said.get("scalars"), dict):
+        raise damaged(file, "its ranks or scalars are missing")
+    return said
+
+
+def _require_sizes(opened: OpenCheckpoint) -> None:
+    """Raise InputError unless every file that the metadata names is there and long enough."""
+    wanted: dict[str, int] = {}
+    for place in (opened.metadata.storage_data or {}).values():
+        end = place.offset + place.length
+        wanted[place.relative_path] = max(end, wanted.get(place.relative_path, 0))
+    for name, size in sorted(wanted.items()):
+        file = opened.path / name
+        if not file.is_file():
+            raise damaged(file, "it is not there")
+        if file.stat().st_size < size:
+            has = file.stat().st_size
+            raise damaged(file, f"it has {has} bytes and should have {size} or more")

@@ -1,0 +1,169 @@
+"""The start: the ranks of a run meet at one address, or each says in time who did not come.
+
+    rank 0, or torchrun's agent   holds a store at MASTER_ADDR, MASTER_PORT
+    every rank                    writes its number there, and waits until all have
+
+Torch waits for minutes and does not say for whom.  Under our launcher a rank that is missing is
+slow, for the launcher sees one that has ended: there the limit is that of a collective.
+"""
+
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlparse
+
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from shardwise.comm.limits import Limits
+from shardwise.comm.rendezvous import Start, launched
+from shardwise.core.errors import InputError, bad
+
+_GLANCE_S = 0.05
+_SHOWN = 8  # ranks that are named
+
+
+def meet(start: Start, limits: Limits) -> Store:
+    """The store through which all ranks of `start` have met.
+
+    Raises:
+        InputError: there is no such host, the port is in use, two processes have one rank; or the
+            address did not answer within `limits.start_s`, or not all ranks came.
+    """
+    host, port = _address(start)
+    limit_s = limits.patience_s if launched() else limits.start_s
+    deadline = time.monotonic() + limit_s
+    waited = f"rank {start.rank} waited {limit_s:.0f} s (SHARDWISE_START_TIMEOUT_S)"
+    ours = start.rank == 0 and not _of_agent()
+    _reach(host, port, deadline, waited, ours)
+    store = _store(host, port, start.size, deadline, waited, ours)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    _gather(PrefixStore(f"shardwise/start/{attempt}", store), start, deadline, waited)
+    return PrefixStore(f"shardwise/run/{attempt}", store)
+
+
+def _address(start: Start) -> tuple[str, int]:
+    if start.address != "env://":
+        found = urlparse(start.address or "")
+        return found.hostname or "", found.port or 0
+    port = os.environ["MASTER_PORT"]
+    if not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise bad(f"MASTER_PORT={port}", "a port from 1 to 65535", "export MASTER_PORT=29500")
+    return os.environ["MASTER_ADDR"], int(port)
+
+
+def _of_agent() -> bool:
+    """Whether torchrun holds the store, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+
+
+def _reach(host: str, port: int, deadline: float, waited: str, ours: bool) -> None:
+    """Return when somebody listens there; where that is to be this process, when the host exists.
+
+    Before torch's own client tries, which fills the screen while it fails.
+    """
+    why = ""
+    while time.monotonic() < deadline:
+        try:
+            if ours:
+                socket.getaddrinfo(host, port)
+            else:
+                socket.create_connection((host, port), deadline - time.monotonic()).close()
+            return
+        except socket.gaierror as error:
+            raise bad(
+                f"MASTER_ADDR={host}, which is the address of no host ({error.strerror})",
+                "the name or address of the host of rank 0, on all ranks",
+                "export MASTER_ADDR=127.0.0.1 where all ranks are on one host",
+            ) from error
+        except OSError as error:
+            why = error.strerror or str(error)
+            time.sleep(_GLANCE_S)
+    raise InputError(
+        f"{waited} for an answer from {host}, port {port}: {why}. Rank 0 or its launcher has not "
+        "started, or MASTER_ADDR and MASTER_PORT are not those of its host"
+    )
+
+
+def _store(host: str, port: int, size: int, deadline: float, waited: str, ours: bool) -> TCPStore:
+    found: list[Any] = []
+
+    def _connect() -> None:
+        try:
+            rest = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+            flags = {"is_master": ours, "wait_for_workers": False, "multi_tenant": ours}
+            found.append(TCPStore(host, port, size, timeout=rest, **flags))
+        except RuntimeError as error:
+            found.append(error)
+
+    # beside: a listener that is no store, and never answers, is waited for without a limit
+    thread = threading.Thread(target=_connect, name="start", daemon=True)
+    thread.start()
+    thread.join(max(1.0, deadline - time.monotonic()))
+    if found and isinstance(found[0], TCPStore):
+        return found[0]
+    why = str(found[0]).splitlines()[0] if found else "it accepts connections, and says nothing"
+    if "EADDRINUSE" in why:
+        raise bad(
+            f"MASTER_PORT={port}, which another program on this host listens at",
+            "a port that is free on the host of rank 0",
+            f"export MASTER_PORT={_free_port()} on all ranks",
+        )
+    raise InputError(
+        f"{waited} for the store of the run at {host}, port {port}, where another program seems "
+        f"to listen: {why}. Use a MASTER_PORT that is free on the host of rank 0"
+    )
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return free.getsockname()[1]
+
+
+def _gather(store: Store, start: Start, deadline: float, waited: str) -> None:
+    """Return when all ranks have come.  Who gives up says so to those that still wait."""
+    rank, size = start.rank, start.size
+    name = f"{socket.gethostname()}, process {os.getpid()}"
+    if store.add(f"times/{rank}", 1) > 1:
+        raise bad(
+            f"two processes with rank {rank} at one address ({name} is the second)",
+            "one process for each rank, and a port of its own for each run",
+            "a different RANK, or another MASTER_PORT",
+        )
+    store.add("arrived", 1)
+    try:
+        while store.add("arrived", 0) < size and not store.check(["missing"]):
+            if time.monotonic() > deadline:
+                absent = [r for r in range(size) if not store.check([f"times/{r}"])]
+                store.set("missing", _named(absent))
+                break
+            time.sleep(_GLANCE_S)
+        if not store.check(["missing"]):
+            return
+        absent = store.get("missing").decode()
+    except RuntimeError as error:  # who held the store has given up
+        raise InputError(f"{waited} for {size} ranks; the run's store has closed") from error
+    with suppress(RuntimeError):
+        store.add("told", 1)
+        last = time.monotonic() + 2.0
+        while rank == 0 and time.monotonic() < last and store.add("told", 0) < _came(store, size):
+            time.sleep(_GLANCE_S)
+    raise InputError(
+        f"{waited} for all of the {size} ranks (WORLD_SIZE) to start, and {absent} did not come. "
+        "Start as many processes as WORLD_SIZE says, with ranks from 0 up and one MASTER_ADDR and "
+        "MASTER_PORT, or set SHARDWISE_START_TIMEOUT_S where they start far apart"
+    )
+
+
+def _came(store: Store, size: int) -> int:
+    return min(size, store.add("arrived", 0))
+
+
+def _named(ranks: list[int]) -> str:
+    text = ", ".join(map(str, ranks[:_SHOWN]))
+    text += f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"

@@ -1,0 +1,205 @@
+"""`sw.full_state_dict`: the whole state of a model on rank 0, in host memory.
+
+    rank 0   | box | box |        its own boxes are copied
+    rank 1         | box | box |  sent to rank 0 one at a time
+    rank 2                | ...   so a device holds at most one box more than its part of the model
+
+It is made of boxes (box.py), which say where the elements of a rank lie in the whole tensors; keys
+and their order are those of the plain module, tied parameters under each of their names.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import receive, send
+from shardwise.comm.world import Axis
+from shardwise.core.boxes import boxes as cut
+from shardwise.core.errors import bad
+from shardwise.engine import given, state
+from shardwise.engine.box import Box, block
+from shardwise.engine.engine import Engine
+from shardwise.engine.pipe import Piped
+from shardwise.engine.shard import driver_of, flats_of
+from shardwise.engine.unwrap import pipe_of
+from shardwise.parallel.data import Data
+from shardwise.parallel.layers import StandIn
+from shardwise.parallel.units import COMPILED, plain
+
+
+def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
+    """All parameters and persistent buffers whole, on rank 0, as tensors on the processor.
+
+    Called by all ranks; others than rank 0 get an empty dict.  Takes what sw.DDP, sw.FSDP, sw.Pipe
+    and sw.parallelize gave.  Keys are those of the plain module's `state_dict()`, which takes it by
+    `load_state_dict`; of weights that an engine trains in 16 bits it has the fp32 masters.  A rank
+    holds at most one unit more than usual on its device, rank 0 the whole in its memory.
+
+    Raises:
+        InputError: a module that is not wrapped.
+    """
+    if isinstance(module_or_engine, Engine):
+        engine = module_or_engine
+        engine.world.require_open()
+        boxes = [*state.weights(engine), *state.buffers(engine)]
+        whole = engine.staging.stages.layers.twin if engine.staging else engine.model
+        return _full(whole, boxes, engine.world.everyone, engine.world.device)
+    given.module(module_or_engine, "sw.full_state_dict")
+    for module in (module_or_engine, plain(module_or_engine)):
+        piped = pipe_of(module)
+        if piped is not None:
+            stages = piped.staged.stages
+            boxes = _of_pipe(module, piped)
+            return _full(stages.layers.twin, boxes, piped.staged.axis, stages.device)
+        data = driver_of(module)
+        if data is not None:
+            device = flats_of(data.units.order)[0].shard.device
+            shard, replicate = data.facts.axes
+            if replicate.rank:  # the first copy is enough
+                return {}
+            return _full(module, _of_data(module, data), shard, device)
+    raise bad(
+        f"sw.full_state_dict of a plain {type(module_or_engine).__name__}",
+        "an engine, or the module that sw.DDP, sw.FSDP or sw.Pipe gave",
+        "module.state_dict()",
+    )
+
+
+def _of_data(module: nn.Module, data: Data) -> list[Box]:
+    found: list[Box] = []
+    rank = data.facts.axes[0].rank
+    for flat in flats_of(data.units.order):
+        for index, name in enumerate(flat.names):
+            shape, (low, high) = tuple(flat.shapes[index]), flat.pieces[index]
+            origin = flat.plan.origin(index, flat.rank)
+            for box in cut(shape, origin, origin + high - low):
+                begin = low + box.start - origin
+                values = flat.shard[begin : begin + box.numel].view(box.sizes)
+                replica = 0 if flat.split else rank
+                found.append(Box(f"model/{name}", shape, box.offsets, box.sizes, values, replica))
+    return [*found, *_whole("buffer", module.named_buffers(), lambda _: rank)]
+
+
+def _of_pipe(module: nn.Module, piped: Piped) -> list[Box]:
+    staged, layers = piped.staged, piped.staged.stages.layers
+    names = {id(p): layers.parameters[layers.numbers[id(p)]][0] for p in module.parameters()}
+    named = [(names[id(p)], p) for p in module.parameters()]
+    tied = {name: tie.replica for name, tie in staged.ties.items()}
+    return [
+        *_whole("model", named, lambda name: tied.get(name, 0)),
+        *_whole("buffer", module.named_buffers(), staged.copy),
+    ]
+
+
+def _whole(
+    kind: str, named: Iterable[tuple[str, Tensor]], replica: Callable[[str], int]
+) -> list[Box]:
+    """A box for each tensor that is held whole."""
+    return [
+        Box(f"{kind}/{n}", tuple(t.shape), (0,) * t.dim(), tuple(t.shape), t.detach(), replica(n))
+        for n, t in named
+    ]
+
+
+# --- keys ------------------------------------------------------------------------------------
+
+
+def _entries(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key of the plain module's state_dict, with the tensor or extra state that it is for."""
+    for key, p in module._parameters.items():
+        if p is not None:
+            yield f"{prefix}{key}", p
+    for key, b in module._buffers.items():
+        if b is not None and key not in module._non_persistent_buffers_set:
+            yield f"{prefix}{key}", b
+    if type(module).get_extra_state is not nn.Module.get_extra_state:
+        yield f"{prefix}_extra_state", module.get_extra_state()
+    for key, child in module._modules.items():
+        if child is not None:
+            inner = vars(child)["_of"].twin if isinstance(child, StandIn) else child
+            yield from _entries(inner, f"{prefix}{key}.")
+
+
+def _plain(key: str) -> str:
+    """A key without what torch.compile puts into it."""
+    return key.replace(f"{COMPILED}.", "")
+
+
+def _full(whole: nn.Module, boxes: list[Box], axis: Axis, device: torch.device) -> dict[str, Any]:
+    """The state of the module `whole`, real or on meta, from everyone's boxes."""
+    arrived = collected(boxes, axis, device)
+    if axis.rank:
+        return {}
+    # a module may have been compiled in its place since the boxes got their names
+    found = {_plain(key): value for key, value in arrived.items()}
+    entries = [(_plain(key), value) for key, value in _entries(whole)]
+    names: dict[int, list[str]] = defaultdict(list)
+    for key, value in entries:
+        names[id(value)].append(f"{'model' if isinstance(value, nn.Parameter) else 'buffer'}/{key}")
+    return {
+        key: found[next(n for n in names[id(value)] if n in found)]
+        if isinstance(value, Tensor)
+        else value
+        for key, value in entries
+    }
+
+
+# --- boxes on their way ----------------------------------------------------------------------
+
+
+@torch.no_grad()
+def collected(boxes: Sequence[Box], axis: Axis, device: torch.device) -> dict[str, Tensor]:
+    """The whole tensors of all boxes, on the processor of rank 0; nothing on other ranks."""
+    found: dict[str, Tensor] = {}
+    mine = [box for box in boxes if box.replica == 0]
+    with axis.ledger.phase("state"):
+        if axis.rank:
+            _send_all(mine, axis, device)
+            return {}
+        for box in mine:
+            _place(found, box.name, box.shape, box.offsets, box.tensor)
+        for source in range(1, axis.size):
+            count = receive(torch.zeros(1, dtype=torch.int64, device=device), axis, source)
+            text = torch.empty(int(count), dtype=torch.uint8, device=device)
+            listed = bytes(receive(text, axis, source).cpu().numpy()).decode()
+            for name, shape, offsets, sizes, dtype in json.loads(listed):
+                values = torch.empty(sizes, dtype=getattr(torch, dtype), device=device)
+                receive(_bytes(values), axis, source)
+                _place(found, name, shape, offsets, values)
+    return found
+
+
+def _send_all(boxes: Sequence[Box], axis: Axis, device: torch.device) -> None:
+    """What rank 0 receives from each other rank: the length of the list, the list, the boxes."""
+    listed = [
+        (box.name, box.shape, box.offsets, box.sizes, str(box.tensor.dtype).removeprefix("torch."))
+        for box in boxes
+    ]
+    text = torch.frombuffer(bytearray(json.dumps(listed).encode()), dtype=torch.uint8)
+    send(torch.tensor([text.numel()], device=device), axis, 0)
+    send(text.to(device), axis, 0)
+    for box in boxes:
+        send(_bytes(box.tensor.contiguous()), axis, 0)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    """The memory of a contiguous tensor, which any transport carries, whatever the dtype."""
+    return x.view(-1).view(torch.uint8)
+
+
+def _place(
+    found: dict[str, Tensor],
+    name: str,
+    shape: Sequence[int],
+    offsets: Sequence[int],
+    values: Tensor,
+) -> None:
+    """Write a box into its whole tensor."""
+    whole = found.get(name)
+    if whole is None:
+        whole = found[name] = torch.empty(tuple(shape), dtype=values.dtype)
+    block(whole, offsets, values.shape).copy_(values)

@@ -1,0 +1,113 @@
+"""The update of a step: unit by unit as gradients arrive, or all at once by their norm, or none.
+
+no norm wanted       early: a unit is updated while others' gradients are on their way
+clipping, fp16       by the norm of all gradients, once all are there
+not finite           none: gradients are dropped, weights and optimizer state stay (guard.py)
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.comm.collectives import begin_sum
+from shardwise.comm.ledger import Ledger
+from shardwise.comm.world import Axis
+from shardwise.core.errors import NonFiniteError
+from shardwise.engine.guard import Guard
+from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.scale import LossScale
+from shardwise.parallel.data import Unit
+from shardwise.parallel.flat import Flat
+
+#: So much is updated at once where updates need not wait for one another.
+EARLY_BYTES = 2**21
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What updates the pieces of one rank.
+
+    axes         along which the squares of gradients are summed; then `over_stages`
+    clip         the bound on the norm of all gradients
+    by_schedule  whether a schedule updates stages by itself, and nothing is left to do here
+    """
+
+    optimizer: ShardedOptimizer
+    data: Any
+    flats: Sequence[Flat]
+    guard: Guard
+    scale: LossScale
+    ledger: Ledger
+    axes: tuple[Axis, ...]
+    over_stages: Callable[[Tensor], Tensor]
+    clip: float | None
+    by_schedule: bool
+
+    def early(self, arriving: Iterable[Unit], correction: float) -> None:
+        """Update units as soon as their gradients are summed, while others are on their way.
+
+        Small ones together: an update costs as much again as what it does to so few elements.
+        """
+        ready: list[Flat] = []
+        for unit in arriving:
+            unit.show()
+            ready += [flat for flat in self.flats if flat in unit.trained]
+            if sum(flat.shard.nbytes for flat in ready) >= EARLY_BYTES:
+                self._update(ready, correction)
+                ready = []
+        self._update(ready, correction)
+        self.guard.passed()
+
+    def by_norm(self, correction: float, *, update: bool) -> float:
+        """Update all units at once, where the norm of all gradients decides by how much.
+
+        Returns the norm. Without `update`, and if it is not finite, nothing is updated.
+        """
+        with self.ledger.phase("backward"):
+            self.data.sums.finish()
+        norm = self._norm(correction)
+        if update and math.isfinite(norm):
+            self.data.units.show()
+            self._update(self.flats, self._factor(norm) * correction)
+            self.scale.saw(overflow=False)
+            self.guard.passed()
+        return norm
+
+    def leave_out(self, step: int, summed: Tensor, norm: float | None) -> NonFiniteError | None:
+        """End a step without its update: what to raise, on every rank, if it may not be skipped.
+
+        `summed` is this rank's loss, `norm` that of the gradients if it is why. Called by all.
+        """
+        with self.ledger.phase("backward"):
+            self.data.sums.finish()
+        if not self.by_schedule:
+            self.data.units.show()
+        error = self.guard.record_skip(step, summed, self.flats, norm, self.scale.on)
+        self.scale.saw(overflow=True)
+        self.optimizer.skip()
+        for flat in self.flats:
+            flat.clear()
+        return error
+
+    def _update(self, flats: Sequence[Flat], factor: float) -> None:
+        if flats:
+            self.optimizer.step(flats, factor)
+        for flat in flats:
+            flat.clear()
+
+    def _norm(self, correction: float) -> float:
+        """The norm of the global gradient, loss scale taken out."""
+        with self.ledger.phase("check"):
+            squared = self.optimizer.squared_norm().view(1).to(self.guard.world.device)
+            for axis in self.axes:
+                squared = begin_sum(squared, axis)()
+            squared = self.over_stages(squared)
+        return math.sqrt(squared.item()) * correction / self.scale.value
+
+    def _factor(self, norm: float) -> float:
+        """What gradients are multiplied by: loss scale out, clipping in (Pascanu et al., 2013)."""
+        shrink = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
+        return shrink / self.scale.value

@@ -1,0 +1,37 @@
+"""What `ddp` on the same ranks would hold and send, by formula, to compare a run's cost with."""
+
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.core.plan import Plan
+from shardwise.core.shape import ModelShape, ParamShape, UnitShape
+from shardwise.engine.shape import buffer_shapes, dtype_name
+from shardwise.engine.training import DTYPES
+from shardwise.models.gpt import GPT, GPTConfig
+from shardwise.predict.memory import held_bytes
+from shardwise.predict.traffic import by_kind, step_bytes
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """Bytes that each rank holds between steps by category, and sends in a step by kind."""
+
+    memory: dict[str, int]
+    sent: dict[str, int]
+
+
+def ddp_baseline(sizes: GPTConfig, plan: Plan) -> Baseline | None:
+    """The cost of `ddp` on as many ranks as `plan` has, in its precision, with AdamW.
+
+    None if the plan is `ddp` already, or has one rank.
+    """
+    ddp = Plan(axes=(("dp", plan.size),), precision=plan.precision)
+    if plan.size == 1 or (plan.axes == ddp.axes and plan.row == ddp.row):
+        return None
+    with torch.device("meta"):
+        model = GPT(sizes)
+    dtype = dtype_name(DTYPES[plan.precision] or torch.float32)
+    params = tuple(ParamShape(n, tuple(p.shape), dtype) for n, p in model.named_parameters())
+    shape = ModelShape((UnitShape("", params),), buffer_shapes(model))
+    return Baseline(held_bytes(ddp, shape), by_kind(step_bytes(ddp, shape, norm=True)))

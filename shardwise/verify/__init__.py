@@ -1,0 +1,1 @@
+"""The proof of a plan: its run beside one process, beside theory and beside what was counted."""

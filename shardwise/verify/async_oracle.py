@@ -1,0 +1,111 @@
+"""The training that asynchronous pipelines are compared with: one process, the same stale weights.
+
+    for each microbatch i, of all data ranks together, in order:
+        w[s] = version[s][rule(s, i)]              of every stage s
+        g[s] += gradient of the sum of losses at w, whole model, plain autograd
+        after every `update`-th:  version[s] += [an optimizer's step from g[s] / tokens], g[s] = 0
+
+                    update    rule(s, i)               p stages
+    PipeDream       1         max(0, i - (p-1-s))      SOSP 2019, section 3.3
+    2BW             m         max(0, i // m - 1)       arXiv 2006.09503, section 3.1
+
+There is no rank, no message, no schedule and no buffer here: each version is a tensor of its own,
+and a microbatch goes forward and backward at once. Like oracle.py this file imports nothing else of
+the package.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwise.verify.oracle import Task, Weights, in_eval_mode
+
+#: Which version of stage s microbatch i uses: how many updates its weights have seen.
+Rule = Callable[[int, int], int]
+
+
+@dataclass(frozen=True)
+class Staleness:
+    """The order of an asynchronous schedule.
+
+    `microbatches` of each of `data_ranks` ranks make a step; all stages are updated after every
+    `update`-th of them. `stage` maps parameters to the stage that trains them.
+    """
+
+    data_ranks: int
+    microbatches: int
+    update: int
+    version: Rule
+    stage: Mapping[str, int]
+
+
+def pipedream(stages: int) -> Rule:
+    """PipeDream on `stages` stages: the deeper the stage, the fresher its weights."""
+    return lambda stage, i: max(0, i - (stages - 1 - stage))
+
+
+def two_buffered(microbatches: int) -> Rule:
+    """2BW: all microbatches of a batch use the weights that the batch before began with."""
+    return lambda _, i: max(0, i // microbatches - 1)
+
+
+class AsyncOracle:
+    """The training of `model`, in place, in one process, with stale weights."""
+
+    def __init__(self, model: nn.Module, task: Task, dtype: torch.dtype, how: Staleness) -> None:
+        self.model, self.task, self.dtype, self.how = model, task, dtype, how
+        self.weights = Weights(model, task, dtype, old=True)
+
+    def step(self, batch: Any, clip: float | None = None) -> float:
+        """All the updates of one global batch; its mean loss. Raises ValueError for a `clip`."""
+        if clip is not None:
+            raise ValueError("stages that update at different times know no common norm to clip")
+        how, params = self.how, self.weights.params
+        shares = [_split(share, how.microbatches) for share in _split(batch, how.data_ranks)]
+        versions = [{name: p.detach().clone() for name, p in params.items()}]
+        sums: dict[str, Tensor | None] = dict.fromkeys(params)
+        summed, tokens, count = 0.0, 0, 0
+        for i in range(how.microbatches):
+            for name, p in params.items():
+                p.data = versions[how.version(how.stage[name], i)][name].clone()
+            for share in shares:
+                own = self.task.tokens(share[i])
+                summed += self._learn(share[i], own, sums) if own else 0.0
+                count += own
+            if (i + 1) % how.update == 0:
+                self.weights.update(
+                    {n: g if g is None else g / count for n, g in sums.items()}, None
+                )
+                versions.append({name: p.detach().clone() for name, p in params.items()})
+                tokens, count, sums = tokens + count, 0, dict.fromkeys(params)
+        return summed / max(1, tokens)
+
+    def _learn(self, part: Any, count: int, sums: dict[str, Tensor | None]) -> float:
+        """Add a microbatch's gradients, of the sum over its tokens; returns that sum."""
+        params = self.weights.params
+        loss = self.task.loss(self.model, self.task.batch(part, self.dtype))
+        found = torch.autograd.grad(loss * count, list(params.values()), allow_unused=True)
+        for name, gradient in zip(params, found, strict=True):
+            if gradient is not None:
+                more, before = gradient.to(self.weights.masters[name].dtype), sums[name]
+                sums[name] = more if before is None else before + more
+        return loss.item() * count
+
+    def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor:
+        """What `call` returns for the model in eval mode."""
+        return in_eval_mode(self.model, call)
+
+
+def _split(batch: Any, parts: int) -> list[Any]:
+    """A batch in parts along dim 0 of its tensors, the first ones larger where it is uneven."""
+    leaves, spec = tree_flatten(batch)
+    cut = [torch.tensor_split(x, parts) if _has_rows(x) else (x,) * parts for x in leaves]
+    return [tree_unflatten([pieces[k] for pieces in cut], spec) for k in range(parts)]
+
+
+def _has_rows(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0

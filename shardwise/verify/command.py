@@ -1,0 +1,167 @@
+"""`shardwise verify PLAN`: a plan proved on a model, with what was found as a table or as JSON.
+
+A plan without a precision runs in fp64. It holds when, on every rank,
+
+    parity    no error (parity.py) is above the bound of the precision (report.py)
+    bytes     every step sent what the formulas say, to the byte, by axis, kind and phase
+    memory    after the last step each category holds what the formulas say, to the byte
+
+and all ranks together have shown every element of every tensor (coverage.py).
+"""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from shardwise.comm.interface import LOOPBACK, sent
+from shardwise.comm.launch import spawn
+from shardwise.comm.local import require_local
+from shardwise.comm.objects import all_gather_object
+from shardwise.comm.rendezvous import environment
+from shardwise.comm.world import init
+from shardwise.core.check import require
+from shardwise.core.errors import RankError, RunError, bad
+from shardwise.core.plan import Plan
+from shardwise.verify.finding import Finding
+from shardwise.verify.limits import unlike_one_process
+from shardwise.verify.options import Options, table_in, units_in
+from shardwise.verify.parity import prove
+from shardwise.verify.report import Report, report, show
+from shardwise.verify.smoke_test import smoke_test
+from shardwise.verify.wire import wire_of
+
+MOST_MICROBATCHES = 512  # of two rows each
+
+
+def verify(
+    plan: Plan | str,
+    model: str = "gpt",
+    steps: int = 3,
+    options: Options | None = None,
+    *,
+    wire: bool = False,
+) -> Report:
+    """Prove `plan` on `model`: on the ranks that torchrun or Slurm started, else on new ones.
+
+    A plan that names no data axis is completed for the ranks that were started, else for the fewest
+    on which each of its words has an effect: `zero3` is proved as `dp2 zero3`, `tp2` as `tp2`.
+
+    Called by all ranks of a world. `options` are units and table, as parallelize takes them. With
+    `wire` the ranks run once more, and the network interface is read (wire.py).
+    Raises InputError for a plan that cannot run, a model that does not exist, steps below 1, `wire`
+    under torchrun or where the system does not count; RankError when a rank fails.
+    """
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    plan = replace(plan, precision=plan.precision or "fp64")
+    if steps < 1:
+        raise bad(f"--steps {steps}", "one step or more", "--steps 3")
+    start = environment()
+    started = start is not None
+    if wire:
+        _require_own_ranks(started=started)
+    require(plan)
+    plan = plan.completed(start.size if start else None)
+    _require_small(plan)
+    if not started:
+        require_local(plan.size)
+    # a bad name or model is answered here, before anything starts
+    note = unlike_one_process(smoke_test(model, plan, options), plan)
+    if not started:
+        findings = _on_new_ranks(plan, model, steps, options, note)
+    else:
+        world = init()
+        require(plan, world.size)
+        findings = all_gather_object(prove(world, plan, model, steps, options), world)
+    found = replace(report(plan, model, findings), note=note)
+    if not wire:
+        return found
+    on_wire = wire_of(plan, model, None, options)
+    return replace(found, wire=on_wire, holds=found.holds and on_wire.holds)
+
+
+def _require_own_ranks(*, started: bool) -> None:
+    """Raise InputError where the interface of this machine cannot tell what the ranks send."""
+    if started:
+        raise bad(
+            "--wire under torchrun or Slurm, whose ranks may be on several hosts and whose "
+            "interfaces carry what others send too",
+            "--wire where verify starts the ranks itself, on the loopback interface of one host",
+            'shardwise verify "dp2 zero3" --wire, without torchrun',
+        )
+    sent(LOOPBACK)
+
+
+def _require_small(plan: Plan) -> None:
+    """Raise InputError where the one process beside the plan would need a huge batch."""
+    most = MOST_MICROBATCHES // plan.data_size
+    if plan.microbatches > max(1, most):
+        raise bad(
+            f"{plan.microbatches} microbatches a rank in a proof of the plan '{plan}'",
+            f"at most {MOST_MICROBATCHES} microbatches in all, which one process computes at once",
+            f"'{_smaller(plan, most)}', which proves the same",
+        )
+
+
+def _smaller(plan: Plan, most: int) -> Plan:
+    """The plan with few microbatches: every schedule has one of twice as many as it has ranks."""
+    schedule, ranks = plan.schedule, plan.mesh.size_of("pp")
+    if schedule is not None and ":" in schedule:
+        name, _, numbers = schedule.partition(":")
+        _, x, chunks = numbers.partition("x")
+        schedule = f"{name}:{2 * ranks}{x}{chunks}"
+    few = replace(plan, schedule=schedule, accumulate=1)
+    return replace(few, accumulate=min(2, plan.accumulate, max(1, most // few.microbatches)))
+
+
+def _on_new_ranks(
+    plan: Plan, model: str, steps: int, options: Options | None, note: str
+) -> list[Finding]:
+    try:
+        return spawn(_on_rank, plan.size, (plan, model, steps, options))
+    except RankError as error:
+        if not note:
+            raise
+        # batch norm refuses a rank that has a single row, for example
+        why = error.text.splitlines()[-1]
+        raise RunError(f"{note} Rank {error.rank} could not go on: {why}") from None
+
+
+def _on_rank(plan: Plan, model: str, steps: int, options: Options | None) -> Finding:
+    world = init("cpu")
+    found = prove(world, plan, model, steps, options)
+    world.barrier()
+    return found
+
+
+def verify_command(
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help='Such as "dp2 zero3 bf16".')],
+    model: Annotated[str, typer.Option(help="gpt, gpt:SIZE, hf:NAME or file.py:build.")] = "gpt",
+    steps: Annotated[int, typer.Option(help="How many steps to train.")] = 3,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    units: Annotated[
+        str, typer.Option(help='Units: auto, a pattern ("blocks.*"), a size (16MiB).')
+    ] = "auto",
+    table: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Styles by module, TOML or JSON.")
+    ] = None,
+    wire: Annotated[
+        bool, typer.Option("--wire", help="Read the network interface's counters too.")
+    ] = False,
+) -> None:
+    """Prove a plan: it computes what one process does, and sends and holds what it must."""
+    start = environment()
+    options = Options(units_in(units), None if table is None else table_in(table))
+    with Console(stderr=True).status(f"{plan} on {model}: {steps} steps, beside one process"):
+        found = verify(plan, model, steps, options, wire=wire)
+    if start is None or start.rank == 0:
+        if as_json:
+            print(found.json())
+            if found.note and not found.holds:
+                print(found.note, file=sys.stderr)
+        else:
+            show(found, Console())
+    raise typer.Exit(0 if found.holds else 1)

@@ -1,0 +1,134 @@
+"""How far what a rank holds is from what one process has, tensor by tensor.
+
+    fp64, fp32    max |a - b| / max |b|, of the whole tensor b: every element counts
+    bf16, fp16    sums of squares, which rounding.py judges
+
+In fp64 and fp32, where a tensor is smaller than a thousandth of the largest one of its kind (the
+bias of attention keys, whose gradient is zero but for rounding), that thousandth stands for it:
+relative to noise, noise is 1. Squared gradients have the square of it.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.engine.box import Box, block
+from shardwise.verify.finding import NEVER, Errors, Part, Parts
+
+LEAST = 1e-3
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Whole tensors by name that a run is compared with.
+
+    `exact` is the oracle's. In 16 bits it is an fp64 run's, `alone` that of one process in the
+    same 16 bits, and `start` what the tensors were before training, where only the change counts.
+    """
+
+    exact: Mapping[str, Tensor]
+    alone: Mapping[str, Tensor] | None = None
+    start: Mapping[str, Tensor] | None = None
+
+
+@torch.no_grad()
+def compared(kind: str, boxes: Sequence[Box], expected: Expected, unit: float) -> Errors | Parts:
+    """The errors of `boxes`, whose names end in a name of `expected` after their first word.
+
+    `unit` is the unit roundoff of a 16-bit precision, and not looked at otherwise.
+    """
+    if expected.alone is None:
+        return _relative(kind, boxes, expected.exact)
+    return Parts(kind, tuple(_part(box, expected, unit) for box in boxes))
+
+
+def _relative(kind: str, boxes: Sequence[Box], exact: Mapping[str, Tensor]) -> Errors:
+    sizes = {name: _largest(whole) for name, whole in exact.items()}
+    largest: dict[str, float] = {}
+    for name, size in sizes.items():
+        largest[_key(name)] = max(largest.get(_key(name), 0.0), size)
+    found: dict[str, float] = {}
+    for box in boxes:
+        name = _name(box)
+        least = largest[_key(name)] * LEAST ** (2 if _key(name).endswith("_sq") else 1)
+        error = _largest(box.tensor.double() - _within(exact[name], box).double())
+        found[name] = max(found.get(name, 0.0), ratio(error, max(sizes[name], least)))
+    return Errors(kind, tuple(found), tuple(found.values()))
+
+
+def _part(box: Box, expected: Expected, unit: float) -> Part:
+    name = _name(box)
+    assert expected.alone is not None
+    exact = _within(expected.exact[name], box).double()
+    parallel = box.tensor.double() - exact
+    alone = _within(expected.alone[name], box).double() - exact
+    if expected.start is not None:
+        exact = exact - _within(expected.start[name], box).double()
+    return Part(
+        name,
+        exact.numel(),
+        parallel=_squares(parallel),
+        alone=_squares(alone),
+        exact=_squares(exact),
+        along=_number(float((parallel * exact).sum())),
+        rounds=unit * (2 if _key(name).endswith("_sq") else 1),
+        replica=box.replica,
+    )
+
+
+def scalar(
+    kind: str, name: str, found: float, exact: float, alone: float | None, unit: float
+) -> Errors | Parts:
+    """The error of one number, as `compared` has it."""
+    if alone is None:
+        return Errors(kind, (name,), (ratio(abs(found - exact), abs(exact)),))
+    return Parts(
+        kind,
+        (
+            Part(
+                name,
+                1,
+                parallel=_number((found - exact) ** 2),
+                alone=_number((alone - exact) ** 2),
+                exact=_number(exact**2),
+                along=_number((found - exact) * exact),
+                rounds=unit,
+            ),
+        ),
+    )
+
+
+def ratio(difference: float, scale: float) -> float:
+    """`difference` over `scale`: 0 where there is none, NEVER where it is not a number."""
+    if difference == 0.0:
+        return 0.0
+    found = difference / scale if scale else NEVER
+    return NEVER if math.isnan(found) else min(found, NEVER)
+
+
+def _name(box: Box) -> str:
+    return box.name.partition("/")[2]
+
+
+def _key(name: str) -> str:
+    """What of the optimizer's state a tensor is; of weights and gradients there is one kind."""
+    return name.rpartition("/")[0]
+
+
+def _within(whole: Tensor, box: Box) -> Tensor:
+    return block(whole, box.offsets, box.sizes)
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max()) if x.numel() else 0.0
+
+
+def _squares(x: Tensor) -> float:
+    return _number(float(x.square().sum()))
+
+
+def _number(x: float) -> float:
+    return x if math.isfinite(x) else NEVER

@@ -1,0 +1,88 @@
+"""What one rank found when a plan was proved, as values that travel to the process that reports."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardwise.engine.box import Box
+
+#: The error of what is not a number.
+NEVER = 1e300
+
+
+@dataclass(frozen=True)
+class Errors:
+    """The error of each tensor of a kind ("loss", "gradients", "weights", ...), in order."""
+
+    kind: str
+    names: tuple[str, ...]
+    errors: tuple[float, ...]
+
+    @property
+    def largest(self) -> float:
+        """The largest of them."""
+        return max(self.errors, default=0.0)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of a tensor in 16 bits: squares of errors against the exact values, summed.
+
+    `parallel` and `alone` are of the parallel run and of one process in the same precision, `exact`
+    is of the values themselves, `along` is the sum of error times value of the parallel run.
+    `rounds` is the share of a value that rounding it to 16 bits may cost.
+    """
+
+    name: str
+    elements: int
+    parallel: float
+    alone: float
+    exact: float
+    along: float
+    rounds: float
+    replica: int = 0
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of the tensors of a kind that a rank holds, in order; see rounding.py."""
+
+    kind: str
+    parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a rank's box of a tensor lies; of ranks that hold the same one has `replica` 0."""
+
+    name: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    replica: int
+
+    @classmethod
+    def of(cls, boxes: Iterable[Box]) -> frozenset["Piece"]:
+        """The pieces that these boxes fill."""
+        return frozenset(cls(b.name, b.shape, b.offsets, b.sizes, b.replica) for b in boxes)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one rank found: errors by kind; bytes of the last step and memory after it, both ways.
+
+    Gradients have their errors for each step; `bytes_hold` is of every step, phases apart.
+    `pieces` are what the rank showed each time that tensors were compared; `whole` has the shapes
+    of the tensors that all ranks together must show. `strays` says what is alive after steps and in
+    no category of memory (memory.py).
+    """
+
+    rank: int
+    errors: tuple[Errors | Parts, ...]
+    bytes_hold: bool
+    bytes_measured: dict[str, int]
+    bytes_predicted: dict[str, int]
+    memory_measured: dict[str, int]
+    memory_predicted: dict[str, int]
+    pieces: tuple[tuple[str, frozenset[Piece]], ...] = ()
+    whole: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    strays: str = ""

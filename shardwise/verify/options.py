@@ -1,0 +1,70 @@
+"""What a proof may be told beside the plan: units, and the table of the tensor axis."""
+
+import json
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from shardwise.core.errors import InputError, bad
+from shardwise.core.table import Table
+from shardwise.core.words import UNITS
+from shardwise.parallel.units import Rule
+
+#: What a file may have beside its styles, as in Table.of.
+BESIDE: Final = ("heads", "kv_heads", "sequence", "sets")
+EXAMPLE: Final = '"blocks.*.up" = "colwise" and "blocks.*.down" = "rowwise", one a line (TOML)'
+
+
+@dataclass(frozen=True)
+class Options:
+    """What parallelize takes beside the plan: `units`, and the `table` of the tensor axis.
+
+    Blocks are units however small, unless the plan has a bucket.
+    """
+
+    units: Rule = "auto"
+    table: Table | Mapping[str, str] | None = None
+
+
+def units_in(text: str) -> Rule:
+    """A rule for units from a command line: "auto", a pattern of module names, or a size.
+
+    A size is a number of bytes, with KiB, MiB or GiB behind it or alone.
+    """
+    unit = next((unit for unit in UNITS if text.endswith(unit)), "")
+    number = text.removesuffix(unit)
+    return int(number) * UNITS.get(unit, 1) if number.isdecimal() else text
+
+
+def table_in(path: Path) -> Table:
+    """The table in a TOML or JSON file: patterns of module names to styles.
+
+    A table that needs more has its patterns under `styles`, and beside it heads, kv_heads, sequence
+    and sets as in Table.of. Raises InputError for a file that cannot be read, or that has no table.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        read = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise bad(f"--table {path} ({error})", "a TOML or JSON file of styles", EXAMPLE) from None
+    if not isinstance(read, dict) or not read:
+        raise bad(f"--table {path}, which has no styles", "patterns and their styles", EXAMPLE)
+    try:
+        return _table(read)
+    except InputError as error:
+        raise InputError(f"In {path}: {error}") from None
+
+
+def _table(read: dict[str, Any]) -> Table:
+    if "styles" not in read or not isinstance(read["styles"], dict):
+        nested = next((name for name, style in read.items() if isinstance(style, dict)), None)
+        if nested is not None:
+            allowed = "names in quotes where they have dots; heads and sequence beside [styles]"
+            raise bad(f"the name {nested} that holds other names", allowed, EXAMPLE)
+        return Table.of(read)
+    unknown = [name for name in read if name not in ("styles", *BESIDE)]
+    if unknown:
+        raise bad(f"{unknown[0]} beside styles", ", ".join(BESIDE), "a file of styles alone")
+    return Table.of(**read)

@@ -1,0 +1,154 @@
+"""The training that a parallel run is compared with: one process, the global batch, plain PyTorch.
+
+    loss = loss(model, batch)                  the mean over the tokens of the global batch
+    (loss * share * scale).backward()          share = tokens / 2^k, between 1/2 and 1
+    gradient = gradient / (share * scale)
+    clip_grad_norm_(parameters, clip)
+    optimizer.step()                           a class of torch.optim
+
+This file imports nothing of the package, so it shares no mistake with the engine it judges.
+
+fp64 and fp32 models are trained as they are. A model of 16 bits computes in 16 bits and has fp32
+masters: gradients are converted to fp32 before they are unscaled and clipped, the optimizer updates
+the masters, and the weights are the masters rounded to 16 bits (Micikevicius et al., arXiv
+1710.03740, section 3). Buffers are fp64 beside fp64 weights, and otherwise as the model has them.
+
+A loss that a model computes in fewer digits than its weights have (fp32 inside fp64) is rounded
+differently when it is scaled, unless the factors agree up to a power of two. Dividing the sum over
+the tokens by a power of two makes the factor of a token one that does not depend on how the batch
+is divided.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is trained, and how.
+
+    `loss(model, batch)` is the mean over the batch's tokens, of which there are `tokens(batch)`;
+    `optimizer` makes one of torch's optimizers from parameters by name. `start` is the dtype that
+    initial weights and batches are rounded to, where it is not the dtype of the training.
+    """
+
+    loss: Callable[[nn.Module, Any], Tensor]
+    tokens: Callable[[Any], int]
+    optimizer: Callable[[Mapping[str, nn.Parameter]], Optimizer]
+    start: torch.dtype | None = None
+
+    def batch(self, batch: Any, dtype: torch.dtype) -> Any:
+        """Floating-point tensors of the batch in `dtype`, rounded to `start` before."""
+
+        def converted(x: Tensor) -> Tensor:
+            return x.to(self.start or dtype).to(dtype) if x.is_floating_point() else x
+
+        return tree_map_only(Tensor, converted, batch)
+
+
+class Weights:
+    """A model's trained parameters in one dtype, and the optimizer that updates them.
+
+    `masters` are what is updated: fp32 copies of 16-bit parameters, and otherwise the parameters,
+    or copies of them where the model is to keep `old` values until it is given new ones.
+    """
+
+    def __init__(self, model: nn.Module, task: Task, dtype: torch.dtype, old: bool = False) -> None:
+        for p in model.parameters():
+            if p.is_floating_point():
+                p.data = p.data.to(task.start or dtype).to(dtype)
+        for b in model.buffers():
+            if b.is_floating_point() and dtype is torch.float64:
+                b.data = b.data.double()
+        self.every = dict(model.named_parameters())
+        self.params = {name: p for name, p in self.every.items() if p.requires_grad}
+        self.masters = {
+            name: nn.Parameter(p.detach().clone().to(_wide(p))) if old or p.dtype in HALF else p
+            for name, p in self.params.items()
+        }
+        self.optimizer = task.optimizer(self.masters)
+        self.used: dict[str, Tensor] = {}  # the gradients of the last update
+
+    def update(self, gradients: Mapping[str, Tensor | None], clip: float | None) -> float:
+        """Clip and update from gradients by name; their norm before clipping."""
+        for name, master in self.masters.items():
+            master.grad = gradients[name]
+        norm = clip_grad_norm_(self.masters.values(), math.inf if clip is None else clip)
+        self.optimizer.step()
+        none = {name: torch.zeros_like(master) for name, master in self.masters.items()}
+        self.used = none | {n: m.grad for n, m in self.masters.items() if m.grad is not None}
+        for name, master in self.masters.items():
+            master.grad = None
+            if self.params[name] is not master:
+                self.params[name].data = master.detach().clone().to(self.params[name].dtype)
+        return float(norm)
+
+    def values(self) -> dict[str, Tensor]:
+        """All weights by name, as precise as there are any; frozen ones too."""
+        return {name: self.masters.get(name, p).detach() for name, p in self.every.items()}
+
+    def state(self) -> dict[str, Tensor]:
+        """The optimizer's tensors, as "key/name"."""
+        return {
+            f"{key}/{name}": value
+            for name, master in self.masters.items()
+            for key, value in self.optimizer.state.get(master, {}).items()
+            if isinstance(value, Tensor)
+        }
+
+
+def _wide(p: nn.Parameter) -> torch.dtype:
+    return torch.float32 if p.dtype in HALF else p.dtype
+
+
+class Oracle:
+    """The training of `model`, in place, in one process."""
+
+    def __init__(
+        self, model: nn.Module, task: Task, dtype: torch.dtype, loss_scale: float = 1.0
+    ) -> None:
+        self.model, self.task, self.dtype, self.loss_scale = model, task, dtype, loss_scale
+        self.weights = Weights(model, task, dtype)
+
+    def gradients(self, batch: Any) -> tuple[float, dict[str, Tensor | None]]:
+        """The mean loss of a global batch, and its gradients by name; nothing is updated."""
+        loss = self.task.loss(self.model, self.task.batch(batch, self.dtype))
+        share, _ = math.frexp(self.task.tokens(batch))
+        (loss * (share * self.loss_scale)).backward()
+        found: dict[str, Tensor | None] = {}
+        for name, p in self.weights.params.items():
+            wide = self.weights.masters[name].dtype
+            found[name] = None if p.grad is None else p.grad.to(wide) / (share * self.loss_scale)
+            p.grad = None
+        return loss.item(), found
+
+    def step(self, batch: Any, clip: float | None = None) -> float:
+        """Train on a global batch; its mean loss before the update."""
+        loss, gradients = self.gradients(batch)
+        self.weights.update(gradients, clip)
+        return loss
+
+    def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor:
+        """What `call` returns for the model in eval mode."""
+        return in_eval_mode(self.model, call)
+
+
+@torch.no_grad()
+def in_eval_mode(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> Tensor:
+    """What `call` returns for `model` in eval mode; the model is in its own mode again after it."""
+    was_training = model.training
+    model.eval()
+    try:
+        return call(model)
+    finally:
+        model.train(was_training)

@@ -1,0 +1,115 @@
+"""The oracles of a plan: which of them, in which precision, and what they are made with.
+
+fp64, fp32        one, in that precision
+bf16, fp16        two that begin with the same rounded weights: in fp64, and in 16 bits
+pipedream, 2bw    the same of the asynchronous oracle, which needs each parameter's stage
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from shardwise.core.plan import Plan
+from shardwise.core.schedule.library import allowed
+from shardwise.engine import staging
+from shardwise.engine.recipe import Recipe
+from shardwise.engine.training import DTYPES, Loss
+from shardwise.verify.async_oracle import AsyncOracle, Staleness, pipedream, two_buffered
+from shardwise.verify.oracle import HALF, Oracle, Task
+
+#: Small enough that no gradient of these models overflows in fp16 and the update is skipped.
+LOSS_SCALE: Final = 2.0**8
+ASYNCHRONOUS: Final = ("pipedream", "2bw")
+
+
+@dataclass(frozen=True)
+class Oracles:
+    """What a run is compared with: `exact`, and in 16 bits also `alone` in the same precision.
+
+    `start` has the weights that all of them begin with, where only their change is compared.
+    """
+
+    exact: Oracle | AsyncOracle
+    alone: Oracle | AsyncOracle | None = None
+    start: Mapping[str, Tensor] | None = None
+
+    @property
+    def every(self) -> tuple[Oracle | AsyncOracle, ...]:
+        """All there are, the exact one first."""
+        return (self.exact,) if self.alone is None else (self.exact, self.alone)
+
+    @property
+    def unit(self) -> float:
+        """The unit roundoff of the 16-bit precision; 0 elsewhere."""
+        return 0.0 if self.alone is None else torch.finfo(self.alone.dtype).eps / 2
+
+
+def oracles_of(
+    build: Callable[[], nn.Module],
+    plan: Plan,
+    recipe: Recipe,
+    loss: Loss,
+    tokens: Callable[[Any], int] | None = None,
+    starts: tuple[str, ...] | None = None,
+) -> Oracles:
+    """The oracles for a model that `build()` makes, each time with the same weights.
+
+    `starts` begin its stages, as in parallelize.
+    """
+
+    def made(dtype: torch.dtype, rounded: torch.dtype | None = None) -> Oracle | AsyncOracle:
+        model, task = build(), Task(loss, tokens or _rows, optimizer_of(recipe), rounded)
+        if is_asynchronous(plan):
+            return AsyncOracle(model, task, dtype, staleness_of(model, plan, starts))
+        return Oracle(model, task, dtype, LOSS_SCALE if dtype is torch.float16 else 1.0)
+
+    dtype = DTYPES[plan.precision]
+    if dtype is None:
+        dtype = next(p.dtype for p in build().parameters() if p.is_floating_point())
+    if dtype not in HALF:
+        return Oracles(made(dtype))
+    exact = made(torch.float64, dtype)
+    start = {name: value.clone() for name, value in exact.weights.values().items()}
+    return Oracles(exact, made(dtype), start)
+
+
+def is_asynchronous(plan: Plan) -> bool:
+    """Whether the plan's schedule updates while microbatches are under way."""
+    return (plan.pipeline or "").partition(":")[0] in ASYNCHRONOUS
+
+
+def staleness_of(model: nn.Module, plan: Plan, starts: tuple[str, ...] | None) -> Staleness:
+    """The order of an asynchronous plan, by the rule of its paper."""
+    ranks = plan.mesh.size_of("pp")
+    name, numbers = allowed(plan.pipeline or "", ranks)
+    at = staging.stages_of(model, staging.fitting(model, plan, starts))
+    stage = {name: stages[0] for name, stages in at.items()}
+    m = numbers.m
+    update, rule = (1, pipedream(ranks)) if name == "pipedream" else (m, two_buffered(m))
+    return Staleness(plan.data_size, m, update, rule, stage)
+
+
+def optimizer_of(recipe: Recipe) -> Callable[[Mapping[str, nn.Parameter]], Optimizer]:
+    """Torch's optimizer of that class and options; the first group pattern that fits wins."""
+
+    def build(params: Mapping[str, nn.Parameter]) -> Optimizer:
+        """The optimizer over parameters by name."""
+        patterns = [*recipe.groups, "*"]
+        members: dict[str, list[nn.Parameter]] = {}
+        for name, p in params.items():
+            members.setdefault(next(g for g in patterns if fnmatch(name, g)), []).append(p)
+        groups = [{"params": ps, **recipe.groups.get(g, {})} for g, ps in members.items()]
+        return recipe.kind(groups, **recipe.options)
+
+    return build
+
+
+def _rows(batch: Any) -> int:
+    """How many rows a batch has."""
+    return next(len(x) for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim())

@@ -1,0 +1,346 @@
+"""What one rank finds when a plan is proved: its own pieces beside the same model trained whole.
+
+Every rank trains the model twice, on the same global batches: once as the plan says, on its share
+of them, and once in plain PyTorch, on all of them (oracle.py). It compares what it holds itself:
+
+    loss           of every step
+    gradients      its pieces, as the update used them, of every step; where the schedule updates
+                   by itself, those of its last update
+    weights        after the last step; in 16 bits by how much they have changed
+    optimizer      its state after the last step
+    evaluation     the loss of one more batch in eval mode
+    outputs        what the model returns for a few rows, gathered
+    after loading  all but the last two once more, after a step of a new engine that loaded what
+                   this one saved
+
+The optimizer is AdamW with options that are nobody's defaults, so that none can be left out unseen.
+Its weight decay changes weights by 1e-4 of themselves in a step. Its epsilon makes the update a
+smooth function of the gradient: with the usual 1e-8 the sign of a gradient that is zero but for
+rounding would be a whole step; in 16 bits, where every gradient is rounded, the epsilon is larger.
+Gradients are clipped to between a quarter and a half of the norm of the first; after loading to
+much more than it, so that nothing is clipped.
+"""
+
+import math
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from threading import Lock
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from shardwise.comm.ledger import Key, Tally
+from shardwise.comm.world import World
+from shardwise.core.plan import BUCKET_BYTES, Plan
+from shardwise.engine.box import Box
+from shardwise.engine.engine import Engine
+from shardwise.engine.live import Live
+from shardwise.engine.parallelize import parallelize
+from shardwise.engine.recipe import AdamW, Recipe
+from shardwise.models.registry import find
+from shardwise.models.trainable import Trainable
+from shardwise.predict.traffic import Line, by_kind
+from shardwise.verify.async_oracle import AsyncOracle
+from shardwise.verify.difference import Expected, compared, scalar
+from shardwise.verify.finding import NEVER, Errors, Finding, Parts, Piece
+from shardwise.verify.memory import attributes, over_steps
+from shardwise.verify.options import Options
+from shardwise.verify.oracle import Oracle
+from shardwise.verify.oracles import LOSS_SCALE, Oracles, is_asynchronous, oracles_of
+from shardwise.verify.reloading import reload_engine
+
+SEED: Final = 20260
+RECIPE: Final = AdamW(lr=1e-3, betas=(0.8, 0.95), eps=1e-4, weight_decay=0.1)
+RECIPE_16: Final = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-2, weight_decay=0.1)
+#: Rows of a microbatch; in 16 bits, where it takes more to be sure, of all those of a rank.
+ROWS, ROWS_16 = 2, 8
+#: A loss scale at which every gradient in fp16 overflows, and the loss in fp32 does not.
+OVERFLOW: Final = 2.0**100
+#: A model whose weights are drawn from torch's own generator is built by one thread at a time.
+BUILDING: Final = Lock()
+
+
+def prove(
+    world: World, plan: Plan, model: str, steps: int, options: Options | None = None
+) -> Finding:
+    """Train the model named `model` by `plan` and alone, and compare. Called by all ranks."""
+    options = options or Options()
+    with BUILDING:
+        trainable = find(model)
+        oracles = alone_of(trainable, plan, world.device)
+    clip = None if is_asynchronous(plan) else clip_of(oracles, trainable, world.device)
+
+    def fresh(clip: float | None) -> Engine:
+        return engine_of(trainable, plan, world, clip, options)
+
+    again = None if clip is None else clip * 2.0**10
+    found = compare(fresh(clip), oracles, trainable.batch, steps, lambda: fresh(again))
+    own = attributes(oracles.exact.model).keys()
+    live = Live()
+    engine = engine_of(trainable, plan, world, clip, options, live)
+    return _with_memory(found, trainable, engine, live, own)
+
+
+def _with_memory(
+    found: Finding,
+    trainable: Trainable,
+    engine: Engine,
+    live: Live,
+    own: Collection[tuple[str, str]],
+) -> Finding:
+    """`found`, and the memory of ten steps of an engine of their own, built under `live`."""
+    rows = ROWS * engine.data_ranks * engine.microbatches
+
+    def batch(step: int) -> Any:
+        return share(trainable.batch(rows, SEED + step, engine.world.device), engine)
+
+    memory = over_steps(engine, live, batch, own)
+    return replace(
+        found,
+        memory_measured=found.memory_measured | memory.read,
+        memory_predicted=found.memory_predicted | memory.theory,
+        strays=memory.strays,
+    )
+
+
+def engine_of(
+    trainable: Trainable,
+    plan: Plan,
+    world: World,
+    clip: float | None = None,
+    options: Options | None = None,
+    live: Live | None = None,
+) -> Engine:
+    """The engine that a proof trains with; `live` follows the memory that it makes."""
+    options = options or Options()
+    with BUILDING:
+        model = trainable.build()
+    with live.of(model) if live else nullcontext():
+        engine = parallelize(
+            model,
+            plan,
+            world,
+            optimizer=recipe_of(plan),
+            loss=trainable.loss,
+            tokens=trainable.tokens,
+            clip=clip,
+            units=options.units,
+            least_unit_bytes=0 if plan.bucket_bytes == BUCKET_BYTES else None,
+            table=options.table,
+        )
+    engine.load_scalars(engine.scalars() | {"loss_scale": LOSS_SCALE})
+    return engine
+
+
+def alone_of(trainable: Trainable, plan: Plan, device: torch.device) -> Oracles:
+    """The same training in one process, with stale weights where the plan is asynchronous."""
+    of = recipe_of(plan), trainable.loss, trainable.tokens
+    return oracles_of(lambda: trainable.build(device), plan, *of)
+
+
+def recipe_of(plan: Plan) -> Recipe:
+    """The optimizer of a proof."""
+    return RECIPE_16 if plan.precision in ("bf16", "fp16") else RECIPE
+
+
+def clip_of(oracles: Oracles, trainable: Trainable, device: torch.device) -> float | None:
+    """A bound that the first gradients exceed by two to four times: a power of two.
+
+    None for a model whose gradients are all zero.
+    """
+    assert isinstance(oracles.exact, Oracle)
+    exact, batch = oracles.exact, trainable.batch(ROWS, SEED, device)
+    _, found = _drawn(0, lambda: exact.gradients(batch))  # the same dropout on every rank
+    norm = math.sqrt(sum(float(g.double().square().sum()) for g in found.values() if g is not None))
+    return 2.0 ** (math.frexp(norm)[1] - 2) if norm > 0 and math.isfinite(norm) else None
+
+
+@dataclass
+class Comparison:
+    """A run beside its oracles: what was found so far."""
+
+    oracles: Oracles
+    batch: Callable[[int, int, torch.device], Any]
+    errors: list[Errors | Parts]
+    pieces: list[tuple[str, frozenset[Piece]]]
+    bytes_hold: bool = True
+    sent: dict[Key, Tally] = field(default_factory=dict)  # in the steps so far
+
+    def step(self, engine: Engine, step: int, first: bool) -> None:
+        """Train both on a new batch; ranks hold unequal numbers of rows in every second step."""
+        whole = self.rows_for(engine, step)
+        own, clip = share(whole, engine), engine.training.clip
+        mine = _drawn(step, lambda: engine.step(own))
+        losses = [_drawn(step, lambda o=o: o.step(whole, clip)) for o in self.oracles.every]
+        self.number("loss", f"loss of step {step + 1}", mine.loss, losses)
+        self.bytes_hold &= _sent(engine) == engine.step_bytes(first=first)
+        for key, tally in engine.last.items():
+            self.sent[key] = self.sent.get(key, Tally()) + tally
+        if mine.skipped:
+            self.errors.append(Errors("gradients", ("none: the update was skipped",), (NEVER,)))
+        else:
+            self.tensors("gradients", engine.gradients(), lambda o: o.weights.used)
+
+    def overflow(self, engine: Engine) -> None:
+        """In fp16: a step whose gradient overflows is skipped, and changes no weight."""
+        before = [box.tensor.clone() for box in engine.boxes()]
+        engine.scale.value = OVERFLOW
+        skipped = engine.step(share(self.rows_for(engine, 0), engine)).skipped
+        after = [box.tensor for box in engine.boxes()]
+        same = skipped and all(map(torch.equal, before, after))
+        self.errors.append(Errors("overflow", ("the skipped update",), (0.0 if same else NEVER,)))
+
+    def rows_for(self, engine: Engine, step: int) -> Any:
+        """A global batch for a step."""
+        fewest = ROWS if self.oracles.alone is None else ROWS_16
+        each = max(ROWS, fewest // engine.microbatches)
+        rows = each * engine.data_ranks * engine.microbatches - (step % 2 == 0)
+        return self.batch(rows, SEED + step, engine.world.device)
+
+    def number(self, kind: str, name: str, found: float, of_oracles: list[float]) -> None:
+        """Compare one number."""
+        alone = of_oracles[1] if len(of_oracles) > 1 else None
+        self.errors.append(scalar(kind, name, found, of_oracles[0], alone, self.oracles.unit))
+
+    def tensors(self, kind: str, boxes: list[Box], of: Callable[[Any], Any]) -> None:
+        """Compare boxes with what `of` gives of each oracle."""
+        exact, *more = [of(oracle) for oracle in self.oracles.every]
+        start = self.oracles.start if kind == "weights" else None
+        expected = Expected(exact, more[0] if more else None, start)
+        self.errors.append(compared(kind, boxes, expected, self.oracles.unit))
+        if kind != "outputs":
+            self.pieces.append((kind, Piece.of(boxes)))
+
+    def state(self, engine: Engine) -> None:
+        """Compare weights and the optimizer's state."""
+        boxes = engine.boxes()
+        weights = [box for box in boxes if box.name.startswith("model/")]
+        self.tensors("weights", weights, lambda o: o.weights.values())
+        moments = [box for box in boxes if box.name.startswith("optim/")]
+        # of a parameter that never had a gradient, made for a checkpoint
+        none = {box.name.partition("/")[2]: torch.zeros(box.shape) for box in moments}
+        self.tensors("optimizer", moments, lambda o: none | o.weights.state())
+
+    def looks(self, engine: Engine, step: int) -> None:
+        """Compare the loss of a batch that is not trained on, and what the model returns."""
+        whole = self.rows_for(engine, step)
+        loss, _ = _drawn(step, lambda: engine.evaluate(share(whole, engine)))
+
+        def evaluated(oracle: Any) -> float:
+            task = oracle.task
+            return float(oracle.evaluate(lambda m: task.loss(m, task.batch(whole, oracle.dtype))))
+
+        losses = [_drawn(step, lambda o=o: evaluated(o)) for o in self.oracles.every]
+        self.number("evaluation", "loss", loss, losses)
+        few = self.batch(ROWS, SEED + step, engine.world.device)
+        wanted = [o.evaluate(lambda m, o=o: returned(o, m, few)) for o in self.oracles.every]
+        nearest = self.oracles.every[-1]
+        found = engine.outputs(lambda m: returned(nearest, m, few), torch.zeros_like(wanted[-1]))
+        shape = tuple(found.shape)
+        box = Box("outputs/outputs", shape, (0,) * found.dim(), shape, found)
+        values = dict(zip(map(id, self.oracles.every), wanted, strict=True))
+        self.tensors("outputs", [box], lambda o: {"outputs": values[id(o)]})
+
+
+def compare(
+    ours: Engine,
+    oracles: Oracles,
+    batch: Callable[[int, int, torch.device], Any],
+    steps: int,
+    fresh: Callable[[], Engine] | None = None,
+) -> Finding:
+    """Train both on `batch(rows, seed, device)`, a new one each step, and compare.
+
+    `fresh()` makes another engine of the same plan, which loads what this one saves; without it
+    nothing is saved.
+    """
+    so_far, before = Comparison(oracles, batch, [], []), ours.ledger.copy()
+    for step in range(steps):
+        so_far.step(ours, step, first=step == 0)
+    so_far.bytes_hold &= ours.ledger.since(before) == so_far.sent  # nothing between steps
+    so_far.state(ours)
+    finding = Finding(
+        ours.world.rank,
+        (),
+        True,
+        ours.measured_bytes(),
+        by_kind(ours.step_bytes(first=steps == 1)),
+        ours.memory(),
+        ours.predicted_memory(),
+    )
+    so_far.looks(ours, steps)
+    if fresh is not None:
+        again = reload_engine(ours, fresh())
+        after = replace(so_far, errors=[])
+        after.step(again, steps + 1, first=False)  # the tokens to expect were saved
+        after.state(again)
+        so_far.errors += [_named(found, "after loading") for found in after.errors]
+        so_far.bytes_hold &= after.bytes_hold
+    if ours.scale.on:
+        so_far.overflow(ours)
+    return replace(
+        finding,
+        errors=tuple(so_far.errors),
+        bytes_hold=so_far.bytes_hold,
+        pieces=tuple(so_far.pieces),
+        whole=whole_of(oracles.exact),
+    )
+
+
+def whole_of(oracle: Oracle | AsyncOracle) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Names and shapes of all that ranks must show, as in the names of boxes."""
+    every = {
+        "model": oracle.weights.values(),
+        "grad": oracle.weights.masters,
+        "optim": oracle.weights.state(),
+    }
+    return tuple(
+        (f"{kind}/{name}", tuple(t.shape))
+        for kind, found in every.items()
+        for name, t in found.items()
+    )
+
+
+def returned(oracle: Oracle | AsyncOracle, model: nn.Module, batch: Any) -> Tensor:
+    """The first tensor that `model` returns in its loss; the loss where it returns none."""
+    seen: list[Tensor] = []
+
+    def note(_module: nn.Module, _args: Any, found: Any) -> None:
+        found = getattr(found, "logits", found)
+        leaves = pytree.tree_leaves(found)
+        seen.extend(x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
+
+    handle = model.register_forward_hook(note)
+    try:
+        loss = oracle.task.loss(model, oracle.task.batch(batch, oracle.dtype))
+    finally:
+        handle.remove()
+    return seen[0] if seen else loss
+
+
+def _named(found: Errors | Parts, kind: str) -> Errors | Parts:
+    """The same errors under another kind; their names begin with what they were."""
+    what = {"gradients": "gradient of ", "weights": "weight ", "optimizer": "optimizer "}
+    before = what.get(found.kind, "")
+    if isinstance(found, Errors):
+        return Errors(kind, tuple(before + name for name in found.names), found.errors)
+    return Parts(kind, tuple(replace(part, name=before + part.name) for part in found.parts))
+
+
+def _drawn(step: int, act: Callable[[], Any]) -> Any:
+    """A step in which dropout draws what it draws in the other's."""
+    torch.manual_seed(SEED + step)
+    return act()
+
+
+def share(whole: Any, engine: Engine) -> Any:
+    """This rank's rows of a global batch: the first ranks have one more where it is uneven."""
+    n, rank = engine.data_ranks, engine.data_rank
+    return pytree.tree_map_only(Tensor, lambda x: x.tensor_split(n)[rank], whole)
+
+
+def _sent(engine: Engine) -> dict[Line, int]:
+    return {Line(*key): t.sent_bytes for key, t in engine.last.items() if t.sent_bytes}

@@ -1,0 +1,63 @@
+"""A run that goes on in another engine, from what the first one saved."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+from shardwise.checkpoint import engines
+from shardwise.checkpoint import load as reading
+from shardwise.checkpoint import save as writing
+from shardwise.comm.objects import all_gather_object
+from shardwise.comm.threads import ThreadLinks
+from shardwise.comm.world import World, alone
+from shardwise.engine.box import Box
+from shardwise.engine.engine import Engine
+
+
+def reload_engine(saved: Engine, fresh: Engine) -> Engine:
+    """`fresh`, which has loaded what `saved` wrote to a temporary folder. Called by all ranks.
+
+    The folder is the first rank's, so all ranks must be on one machine. It is removed at the end,
+    also where saving or loading fails on the first rank.
+    """
+    world = saved.world
+    own = tempfile.mkdtemp(prefix="shardwise-verify-") if world.rank == 0 else ""
+    folder = Path(all_gather_object(own, world)[0])
+    try:
+        if isinstance(world.links, ThreadLinks):
+            _through_threads(saved, fresh, folder)
+        else:
+            engines.save(saved, folder)
+            engines.load(fresh, folder)
+        world.barrier()
+    finally:
+        if world.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+    return fresh
+
+
+def _through_threads(saved: Engine, fresh: Engine, folder: Path) -> None:
+    """The same where ranks are threads, which torch.distributed.checkpoint knows nothing of.
+
+    The first rank writes everyone's boxes; then each rank reads its own, one after the other.
+    """
+    world = saved.world
+    scalars = {"step": saved.steps, "engine": saved.scalars()}
+    boxes = _of_all(saved.boxes(), world)
+    if world.rank == 0:
+        writing.save(folder, boxes, scalars, alone())
+    world.barrier()
+    fresh.prepare()
+    own = fresh.boxes()
+    for rank in range(world.size):
+        if rank == world.rank:
+            scalars = reading.load(folder, own, alone())
+        world.barrier()
+    fresh.load_scalars(scalars["engine"])
+    fresh.loaded()
+
+
+def _of_all(boxes: list[Box], world: World) -> list[Box]:
+    """The first replica of every box there is."""
+    mine = [box for box in boxes if box.replica == 0]
+    return [box for of_rank in all_gather_object(mine, world) for box in of_rank]

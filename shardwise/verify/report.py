@@ -1,0 +1,205 @@
+"""What all ranks found, as one report: whether a plan holds, as a table or as JSON.
+
+    errors    the largest of each kind, and its bound
+    bytes     theory    by the formulas of predict/, from the model's shapes and the plan alone
+              counted   in the run, as bytes were handed over
+    memory    theory    by formula again
+              read      from the system: the sizes of the storages that live tensors have
+
+Bounds: 1e-10 in fp64, 1e-5 in fp32, of the largest value of a tensor (difference.py). In 16 bits an
+error is a multiple of what one process is wrong by in that precision, at most 1.5 (rounding.py).
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.core.plan import Plan
+from shardwise.verify import rounding
+from shardwise.verify.coverage import uncovered
+from shardwise.verify.finding import Errors, Finding, Parts
+from shardwise.verify.wire import Wire
+
+BOUNDS = {"fp64": 1e-10, "fp32": 1e-5, "bf16": rounding.MOST, "fp16": rounding.MOST}
+#: The columns of the report, and where each has its numbers from.
+COLUMNS = {"theory": "theory", "counted": "counted", "read": "read from the system"}
+#: A wrong gradient makes these wrong later, so they are named last.
+LATE = ("loss", "evaluation", "outputs", "after loading")
+
+#: What is compared, by column and then by name.
+Columns = dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that differs by more than the bound: of which kind, its name, on which rank."""
+
+    kind: str
+    name: str
+    rank: int
+    error: float
+
+
+@dataclass(frozen=True)
+class Report:
+    """What all ranks found.
+
+    Bytes and memory are of the first rank whose numbers disagree with theory, or of rank 0.
+    `uncovered` names a tensor that the ranks together do not show once, or is empty. `note` is why
+    such a model cannot match one process (limits.py), where that is so. `strays` says which of that
+    rank's storages are in no category (memory.py). `wire` is what `--wire` found (wire.py).
+    """
+
+    plan: str
+    model: str
+    holds: bool
+    parity: dict[str, float]
+    sent: Columns
+    memory: Columns
+    first_difference: Difference | None
+    uncovered: str = ""
+    note: str = ""
+    strays: str = ""
+    wire: Wire | None = None
+
+    @property
+    def bound(self) -> float:
+        """The largest error that holds."""
+        return BOUNDS[Plan.parse(self.plan).precision or "fp64"]
+
+    def json(self) -> str:
+        """One JSON object with the fields of the report, and what its columns are."""
+        first = self.first_difference
+        found = {
+            "plan": self.plan,
+            "model": self.model,
+            "holds": self.holds,
+            "bound": self.bound,
+            "parity": self.parity,
+            "bytes": self.sent,
+            "memory": self.memory,
+            "first_difference": first and vars(first),
+            "uncovered": self.uncovered,
+            "strays": self.strays,
+            "wire": self.wire and asdict(self.wire),
+            "columns": COLUMNS,
+        }
+        return json.dumps(found)
+
+
+def report(plan: Plan, model: str, findings: Sequence[Finding]) -> Report:
+    """What the ranks found, as one; a rank that differs is named."""
+    bound = BOUNDS[plan.precision or "fp64"]
+    parity: dict[str, float] = {}
+    differences: list[Difference] = []
+    for by_rank in zip(*(finding.errors for finding in findings), strict=True):  # one kind each
+        judged = _judged(by_rank)
+        kind, largest = judged[0].kind, max(errors.largest for errors in judged)
+        parity[kind] = max(parity.get(kind, 0.0), largest)
+        for errors, finding in zip(judged, findings, strict=True):
+            differences += _first(errors, finding.rank, bound)
+    differences.sort(key=lambda difference: difference.kind in LATE)
+    bytes_off = [f for f in findings if not f.bytes_hold]
+    memory_off = [f for f in findings if f.memory_measured != f.memory_predicted]
+    sent, held = [*bytes_off, findings[0]][0], [*memory_off, findings[0]][0]
+    lacking = _uncovered(plan, findings)
+    return Report(
+        str(plan),
+        model,
+        not (differences or bytes_off or memory_off or lacking),
+        parity,
+        {"theory": sent.bytes_predicted, "counted": sent.bytes_measured},
+        {"theory": held.memory_predicted, "read": held.memory_measured},
+        differences[0] if differences else None,
+        lacking,
+        strays=held.strays,
+    )
+
+
+def largest(finding: Finding) -> float:
+    """The largest error that one rank found, in units of its bound's column."""
+    return max(errors.largest for found in finding.errors for errors in _judged([found]))
+
+
+def _judged(by_rank: Sequence[Errors | Parts]) -> list[Errors]:
+    parts = [found for found in by_rank if isinstance(found, Parts)]
+    if len(parts) == len(by_rank):
+        return rounding.judged(parts)
+    return [found for found in by_rank if isinstance(found, Errors)]
+
+
+def _first(errors: Errors, rank: int, bound: float) -> list[Difference]:
+    """The first of a rank's tensors whose error is too large, in the order of the model."""
+    pairs = zip(errors.names, errors.errors, strict=True)
+    wrong = ((name, error) for name, error in pairs if not error <= bound)
+    return [Difference(errors.kind, name, rank, error) for name, error in wrong][:1]
+
+
+def _uncovered(plan: Plan, findings: Sequence[Finding]) -> str:
+    """The first tensor that the ranks did not show once, of any time that tensors were compared."""
+    kinds = {"gradients": "grad/", "weights": "model/", "optimizer": "optim/"}
+    seen = set()
+    for by_rank in zip(*(finding.pieces for finding in findings), strict=True):
+        if by_rank in seen:
+            continue
+        seen.add(by_rank)
+        begins = kinds[by_rank[0][0]]
+        whole = {name: shape for name, shape in findings[0].whole if name.startswith(begins)}
+        problem = uncovered(plan, whole, [pieces for _, pieces in by_rank])
+        if problem:
+            return problem
+    return ""
+
+
+def show(found: Report, console: Console) -> None:
+    """The report as two tables, and whether the plan holds."""
+    errors = Table("", "error", "bound", "", title=f"{found.plan} on {found.model}")
+    times = " x alone" if found.bound == rounding.MOST else ""
+    for kind, error in found.parity.items():
+        bound = f"<= {found.bound:g}{times}"
+        errors.add_row(kind, f"{error:.1e}{times}", bound, _mark(error <= found.bound))
+    console.print(errors)
+    table = Table("bytes of one rank", *COLUMNS.values(), "")
+    for what, columns in (("sent", found.sent), ("held", found.memory)):
+        table.add_section()
+        for name in dict.fromkeys(name for column in columns.values() for name in column):
+            values = {key: column.get(name, 0) for key, column in columns.items()}
+            cells = [f"{values[key]:,}" if key in values else "" for key in COLUMNS]
+            table.add_row(f"{what}: {name}", *cells, _mark(len(set(values.values())) == 1))
+    console.print(table)
+    if found.wire is not None:
+        show_wire(found.wire, console)
+    first = found.first_difference
+    if first is not None:
+        console.print(
+            f"The first that differs: {first.kind}, {first.name}, on rank {first.rank}; "
+            f"error {first.error:.1e}{times}"
+        )
+    if found.strays:
+        console.print(f"Memory: {found.strays}.")
+    if found.uncovered:
+        console.print(f"Not every element was compared. {found.uncovered}")
+    console.print("It holds." if found.holds else "It does not hold.")
+    if found.note and not found.holds:
+        console.print(found.note)
+
+
+def show_wire(wire: Wire, console: Console) -> None:
+    """The bytes of all ranks on the loopback interface, and what was subtracted from them."""
+    whose = "of these ranks alone" if wire.namespace == "own" else "of this host, others included"
+    table = Table(f"bytes of all ranks, {wire.steps} steps", *COLUMNS.values(), "")
+    cells = [f"{n:,}" for n in (wire.theory_bytes, wire.counted_bytes, wire.read_bytes)]
+    table.add_row("sent over TCP", *cells, "within 2 %" if wire.holds else "differs")
+    console.print(table)
+    console.print(
+        f"The loopback interface ({whose}) carried {wire.interface_bytes:,} bytes: "
+        f"{wire.header_bytes:,} of packet headers, {wire.idle_bytes:,} as when idle, "
+        f"{wire.envelope_bytes:,} around messages, and the rest."
+    )
+
+
+def _mark(good: bool) -> str:
+    return "=" if good else "differs"

@@ -1,0 +1,205 @@
+"""`verify --wire`: the bytes of a plan's steps as the kernel counts them on the network interface.
+
+The ranks run once more, with shared memory switched off, so that every message goes through gloo
+and TCP over the loopback interface: in a network namespace of their own where the system permits
+it, else on the host's, where the traffic of other programs counts too.  Of the interface's bytes
+
+    headers      66 of each packet: Ethernet 14, IPv4 20, TCP 32 with its timestamps.  Packets that
+                 only acknowledge are nothing else
+    idle         what passes while the ranks do nothing for a second, in proportion to the time
+    envelopes    what gloo adds to a message, found by sending messages of one element
+
+are subtracted.  What is left must be within 2 % of what the ledgers of all ranks have counted.
+Barriers and what the ranks' launcher says are in the rest, so a step has to send something: steps
+are repeated up to 32 MiB, or fifty times.
+"""
+
+import json
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from shardwise.comm import interface
+from shardwise.comm.collectives import receive, send
+from shardwise.comm.launch import spawn
+from shardwise.comm.objects import all_gather_object
+from shardwise.comm.world import World, init
+from shardwise.core.errors import InputError, RankError, RunError, bad
+from shardwise.core.plan import Plan
+from shardwise.models.registry import find
+from shardwise.verify.parity import engine_of, share
+
+MAIN: Final = "from shardwise.verify.wire import main; main()"
+HEADER_BYTES: Final = 66
+TOLERANCE: Final = 0.02
+ENOUGH_BYTES, MOST_STEPS = 2**25, 50
+IDLE_S, SETTLE_S = 1.0, 0.2
+MESSAGES: Final = 200  # of one element, from each rank
+
+
+@dataclass(frozen=True)
+class Wire:
+    """The bytes of all ranks in `steps` steps: by theory, as counted, as read from the interface.
+
+    `read_bytes` is what is left of `interface_bytes` without headers, idle traffic and envelopes.
+    `namespace` is "own", or "host" where other programs' traffic is in it too.
+    """
+
+    namespace: str
+    steps: int
+    theory_bytes: int
+    counted_bytes: int
+    read_bytes: int
+    interface_bytes: int
+    header_bytes: int
+    idle_bytes: int
+    envelope_bytes: int
+
+    @property
+    def holds(self) -> bool:
+        """Whether theory is what was counted, and the interface's bytes are within 2 % of it."""
+        near = abs(self.read_bytes - self.counted_bytes) <= TOLERANCE * self.counted_bytes
+        return near and self.theory_bytes == self.counted_bytes
+
+
+def wire_of(plan: Plan, model: str, *options: Any) -> Wire:
+    """Run the plan's ranks on this machine's loopback interface and read its counters.
+
+    `options` go to `engine_of`.  Raises InputError where the system has no counters, and for a
+    plan of one rank, which sends nothing; RankError, RunError where the run fails.
+    """
+    if plan.size == 1:
+        raise bad(f"--wire for the plan '{plan}' of one rank", "a plan that sends", "dp2")
+    interface.sent(interface.LOOPBACK)
+    prefix = interface.namespace_prefix()
+    with tempfile.TemporaryDirectory() as folder:
+        asked, answer = Path(folder, "asked"), Path(folder, "answer")
+        asked.write_bytes(pickle.dumps((plan, model, options, bool(prefix))))
+        said = interface.on_loopback(MAIN, [str(asked), str(answer)], prefix)
+        if not answer.exists():
+            raise RunError(f"the ranks of --wire did not come to an end:\n{said}")
+        found = json.loads(answer.read_text())
+    if "refused" in found:
+        raise InputError(found["refused"])
+    if "failed" in found:
+        raise RankError(found["rank"], found["failed"])
+    return Wire(**found)
+
+
+def main() -> None:
+    """What the process that `wire_of` starts does: ranks, and the answer in a file."""
+    asked, answer = Path(sys.argv[1]), Path(sys.argv[2])
+    plan, model, options, apart = pickle.loads(asked.read_bytes())  # noqa: S301 (our own file)
+    if apart:
+        interface.bring_up_loopback()
+    try:
+        ranks = spawn(_on_rank, plan.size, (plan, model, *options))
+        found = asdict(_joined(ranks, "own" if apart else "host"))
+    except InputError as error:
+        found = {"refused": str(error)}
+    except RankError as error:
+        found = {"rank": error.rank, "failed": error.text}
+    answer.write_text(json.dumps(found))
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """Of one rank: bytes of its own, and the interface's, which all ranks have in common."""
+
+    steps: int
+    theory_bytes: int
+    counted_bytes: int
+    messages: int
+    step: tuple[interface.Sent, float]
+    idle: tuple[interface.Sent, float]
+    envelopes: tuple[interface.Sent, float]
+    enveloped: int
+
+
+def _on_rank(plan: Plan, model: str, *options: Any) -> _Measured:
+    world = init("cpu", shared_memory=False)
+    trainable = find(model)
+    engine = engine_of(trainable, plan, world, *options)
+
+    def step(number: int) -> None:
+        whole = trainable.batch(2 * engine.data_ranks * engine.microbatches, number, world.device)
+        engine.step(share(whole, engine))
+
+    step(0)
+    step(1)  # the first step, and the second, compare more than later ones
+    engine.wait()
+    sent = sum(all_gather_object(sum(engine.measured_bytes().values()), world))
+    steps = max(3, min(MOST_STEPS, -(-ENOUGH_BYTES // max(1, sent))))
+    idle = _read(world, lambda: time.sleep(IDLE_S))
+    envelopes = _read(world, lambda: _round(world))
+    theory = counted = messages = 0
+
+    def every() -> None:
+        """All measured steps."""
+        nonlocal theory, counted, messages
+        for number in range(steps):
+            step(2 + number)
+            theory += sum(engine.step_bytes().values())
+            counted += sum(tally.sent_bytes for tally in engine.last.values())
+            messages += sum(tally.peers for tally in engine.last.values())
+        engine.wait()
+
+    found = _read(world, every)
+    return _Measured(steps, theory, counted, messages, found, idle, envelopes, MESSAGES)
+
+
+def _read(world: World, act: Callable[[], None]) -> tuple[interface.Sent, float]:
+    """What leaves through the interface while all ranks do `act`, and the seconds it takes."""
+    world.barrier()
+    time.sleep(SETTLE_S)
+    before, began = interface.sent(interface.LOOPBACK), time.perf_counter()
+    world.barrier()
+    act()
+    world.barrier()
+    time.sleep(SETTLE_S)  # for acknowledgements that are still to come
+    after, ended = interface.sent(interface.LOOPBACK), time.perf_counter()
+    gone = interface.Sent(*(b - a for a, b in zip(before, after, strict=True)))
+    return gone, ended - began
+
+
+def _round(world: World) -> None:
+    """One element from each rank to the next, many times."""
+    axis, one = world.everyone, torch.zeros(1)
+    for _ in range(MESSAGES):
+        if axis.rank % 2 == 0:
+            send(one, axis, (axis.rank + 1) % axis.size)
+        receive(torch.zeros(1), axis, (axis.rank - 1) % axis.size)
+        if axis.rank % 2:
+            send(one, axis, (axis.rank + 1) % axis.size)
+
+
+def _joined(ranks: list[_Measured], namespace: str) -> Wire:
+    first = ranks[0]
+
+    def payload(read: tuple[interface.Sent, float]) -> float:
+        return read[0].sent_bytes - HEADER_BYTES * read[0].packets
+
+    idle_rate = max(0.0, payload(first.idle)) / first.idle[1]
+    small = payload(first.envelopes) - idle_rate * first.envelopes[1]
+    number = first.enveloped * len(ranks)
+    envelope = max(0.0, small / number - torch.zeros(1).nbytes)
+    idle = round(idle_rate * first.step[1])
+    envelopes = round(envelope * sum(rank.messages for rank in ranks))
+    return Wire(
+        namespace,
+        first.steps,
+        theory_bytes=sum(rank.theory_bytes for rank in ranks),
+        counted_bytes=sum(rank.counted_bytes for rank in ranks),
+        read_bytes=round(payload(first.step)) - idle - envelopes,
+        interface_bytes=first.step[0].sent_bytes,
+        header_bytes=HEADER_BYTES * first.step[0].packets,
+        idle_bytes=idle,
+        envelope_bytes=envelopes,
+    )

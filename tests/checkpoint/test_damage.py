@@ -1,0 +1,210 @@
+"""Damaged, foreign and malicious checkpoints: refused in one paragraph, and nothing is changed."""
+
+import builtins
+import contextlib
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardwise as sw
+from shardwise.checkpoint.contents import describe
+from shardwise.checkpoint.folder import METADATA
+from shardwise.checkpoint.metadata import read_metadata
+from shardwise.comm.world import World, alone
+from shardwise.core.errors import InputError
+from shardwise.engine.box import Box
+from shardwise.train.cli import main
+from tests.checkpoint.cuts import save_by_all
+from tests.checkpoint.damage import as_format_1, damages, flip, reseal
+from tests.checkpoint.test_engines import engine_of, steps
+from tests.pool import run_threads
+
+State = tuple[dict[str, Any], dict[str, Tensor]]
+
+
+def state_of(engine: sw.Engine) -> State:
+    """All that a checkpoint would hold of an engine, copied."""
+    boxes = {box.name: box.tensor.clone() for box in engine.boxes()}
+    return engine.scalars(), boxes
+
+
+def same(a: State, b: State) -> bool:
+    """Whether two states are the same, bit for bit."""
+    return (
+        a[0] == b[0]
+        and a[1].keys() == b[1].keys()
+        and all(torch.equal(a[1][name], b[1][name]) for name in a[1])
+    )
+
+
+def kept(world: World) -> list[tuple[list[Box], dict[str, Any]]]:
+    """What a rank holds after each of two steps."""
+    engine, found = engine_of(world, "dp2 zero3 fp64"), []
+    for step in range(2):
+        steps(engine, step, 1)
+        boxes = [
+            Box(b.name, b.shape, b.offsets, b.sizes, b.tensor.detach().clone(), b.replica)
+            for b in engine.boxes()
+        ]
+        found.append((boxes, engine.scalars()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of two steps of one run, saved by two ranks."""
+    folder = tmp_path_factory.mktemp("saved")
+    ranks = run_threads(2, kept)
+    for step in (1, 2):
+        boxes = [rank[step - 1][0] for rank in ranks]
+        numbers = ranks[0][step - 1][1]
+        save_by_all(folder, boxes, {"step": step, "engine": numbers, "extra": {}})
+    return folder
+
+
+def outcome(engine: sw.Engine, path: Path, expected: State) -> str:
+    """What a load comes to; "" where it loads just what was saved."""
+    before, said = state_of(engine), ""
+    try:
+        sw.load(engine, path)
+    except InputError as error:
+        said = str(error)
+    assert "\n" not in said and "Traceback" not in said
+    assert same(state_of(engine), before if said else expected), f"{path}: {said or 'loaded'}"
+    return said
+
+
+def test_no_damage_is_loaded_and_none_changes_the_engine(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Some 160 ways: bits, lengths, missing, renamed and foreign files.
+
+    `sw.load` refuses each in one paragraph and leaves the engine as it was; `checkpoint inspect
+    --deep` refuses each with exit code 2.
+    """
+    whole, other = saved / "step-000002", saved / "step-000001"
+    engine, expected = engine_of(alone(), "fp64"), engine_of(alone(), "fp64")
+    sw.load(expected, whole)
+    steps(engine, 0, 1)
+    count = 0
+    for name, damage in damages(whole, seed=7, flips=21):
+        path = tmp_path / f"{count}" / whole.name
+        shutil.copytree(whole, path)
+        damage(path, other)
+        assert outcome(engine, path, state_of(expected)), f"{name}: loaded"
+        with pytest.raises(SystemExit) as ended:
+            main(["checkpoint", "inspect", "--deep", str(path)])
+        said = capsys.readouterr()
+        assert ended.value.code == 2 and said.err.count("\n") == 1 and not said.out, name
+        count += 1
+    assert count >= 150
+    assert outcome(engine, whole, state_of(expected)) == ""
+    describe(whole, deep=True)
+
+
+@pytest.mark.filterwarnings("ignore:.*was saved without a manifest:UserWarning")
+def test_damage_to_a_checkpoint_without_a_manifest_is_no_wrong_load(saved: Path, tmp_path: Path):
+    """Of an older version: a flipped bit is refused, or it changes nothing that is loaded."""
+    whole = tmp_path / "step-000002"
+    shutil.copytree(saved / "step-000002", whole)
+    as_format_1(whole)
+    engine, expected = engine_of(alone(), "fp64"), engine_of(alone(), "fp64")
+    sw.load(expected, whole)
+    steps(engine, 0, 1)
+    refused = 0
+    for number, (name, damage) in enumerate(damages(whole, seed=8, flips=40)):
+        if " bit " in name and not name.startswith("scalars.json"):  # which has no checksum there
+            path = tmp_path / f"{number}" / whole.name
+            shutil.copytree(whole, path)
+            damage(path, whole)
+            refused += outcome(engine, path, state_of(expected)) != ""
+    assert refused > 50
+
+
+def test_a_checkpoint_of_an_older_version_is_loaded_with_a_warning(saved: Path, tmp_path: Path):
+    """It has no manifest: whether its files belong together cannot be told, and that is said."""
+    path = tmp_path / "step-000002"
+    shutil.copytree(saved / "step-000002", path)
+    as_format_1(path)
+    engine = engine_of(alone(), "fp64")
+    with pytest.warns(UserWarning, match="saved without a manifest"):
+        sw.load(engine, path)
+    assert engine.steps == 2
+
+
+def test_a_foreign_file_is_named_with_its_own_checkpoint(saved: Path, tmp_path: Path):
+    """Files of another step have the same layout: the error says which checkpoint each is of."""
+    folder = tmp_path / "run"
+    for name in ("__1_0.distcp", "scalars.json"):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(saved, folder)
+        shutil.copy(folder / "step-000001" / name, folder / "step-000002" / name)
+        message = (
+            rf"{name}', which does not belong to this checkpoint \(it is {name} of step-000001"
+        )
+        with pytest.raises(InputError, match=message):
+            sw.load(engine_of(alone(), "fp64"), folder)
+
+
+class Runs:
+    """An object whose pickle calls a function that leaves a mark."""
+
+    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
+        self.call = function, args
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+def harms(mark: Path) -> list[bytes]:
+    """Pickles that would each make the file `mark`: by themselves, or inside what looks right."""
+    calls = [
+        Runs(os.system, f"touch {mark}"),
+        Runs(builtins.exec, f"open({str(mark)!r}, 'w')"),
+        Runs(builtins.open, str(mark), "w"),
+        Runs(Path.touch, mark),
+        Runs(torch.save, 1, str(mark)),
+        {"state_dict_metadata": Runs(os.mkdir, str(mark))},
+    ]
+    dotted = b"\x80\x04\x8c\x05torch\x8c\x0aos.system\x93\x8c" + bytes([len(f"touch {mark}")])
+    return [*map(pickle.dumps, calls), dotted + f"touch {mark}".encode() + b"\x85R."]
+
+
+@pytest.mark.filterwarnings("ignore:.*was saved without a manifest:UserWarning")
+@pytest.mark.parametrize("format_1", [False, True])
+def test_a_checkpoint_runs_no_code(saved: Path, tmp_path: Path, format_1: bool):
+    """Whatever `.metadata` names, nothing is called; also where the manifest was made to fit."""
+    mark, path = tmp_path / "mark", tmp_path / "step-000002"
+    for evil in harms(mark):
+        shutil.rmtree(path, ignore_errors=True)
+        shutil.copytree(saved / "step-000002", path)
+        (path / METADATA).write_bytes(evil)
+        as_format_1(path) if format_1 else reseal(path)
+        engine = engine_of(alone(), "fp64")
+        for use in (describe, read_metadata, lambda path, e=engine: sw.load(e, path)):
+            with pytest.raises(InputError, match=r"\.metadata', which is damaged"):
+                use(path)
+        assert not mark.exists()
+    pickle.loads(harms(mark)[3])  # noqa: S301 - and this is what it would have done
+    assert mark.exists()
+
+
+def test_a_bit_of_metadata_is_never_a_traceback(saved: Path, tmp_path: Path):
+    """Behind a manifest that was made to fit, too: an InputError, or a valid index."""
+    whole, path = saved / "step-000002" / METADATA, tmp_path / METADATA
+    refused = 0
+    for bit in range(0, 8 * whole.stat().st_size, 397):
+        shutil.copy(whole, path)
+        flip(path, bit)
+        with contextlib.suppress(InputError):
+            read_metadata(tmp_path)
+            refused -= 1
+        refused += 1
+    assert refused > 100

@@ -1,0 +1,27 @@
+"""A program whose ranks meet without our launcher, for the tests of the start and of the peers."""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from shardwise.comm.collectives import all_reduce
+from shardwise.comm.world import init
+
+
+def main(what: str) -> None:
+    world = init("cpu")
+    all_reduce(torch.ones(1), world.everyone)
+    if world.rank == 1 and what == "stop":
+        time.sleep(1)  # time for a beat that says where
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if world.rank == 1 and what == "hang":
+        time.sleep(60)
+    all_reduce(torch.ones(1), world.everyone)
+    print(f"rank {world.rank} has ended", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,206 @@
+"""Ranks that freeze, hang, abort or linger are named and ended; dead launchers' rooms are swept."""
+
+import atexit
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.comm import watch
+from shardwise.comm.beat import Beat, Listener, hung
+from shardwise.comm.collectives import all_reduce
+from shardwise.comm.launch import spawn
+from shardwise.comm.limits import Limits, read_limits
+from shardwise.comm.lookout import LookOut
+from shardwise.comm.room import Room, identity, open_room, sweep
+from shardwise.comm.world import init
+from shardwise.core.errors import InputError, RankError
+from tests.comm.test_launch import is_alive
+
+HERE = 7  # the number of a host
+LIMITS = Limits(frozen_s=10.0)
+
+
+@pytest.fixture
+def sleeper() -> "Iterator[subprocess.Popen[bytes]]":
+    with subprocess.Popen(["sleep", "600"]) as process:
+        while Path(f"/proc/{process.pid}/stat").read_text().split()[2] != "S":
+            time.sleep(0.01)
+        yield process
+        process.kill()
+
+
+def silence(listener: Listener, beat: Beat) -> tuple[float, str]:
+    """After how many seconds without another beat the rank is frozen, and why."""
+    listener.hear(beat, 1.0)
+    for second in range(1, 101):
+        if why := listener.hear(beat, 1.0):
+            return second, why
+    return float("inf"), ""
+
+
+def test_a_process_that_is_stopped_is_frozen_after_the_limit(sleeper: "subprocess.Popen[bytes]"):
+    """The system says that it is stopped, so nobody waits longer to be sure."""
+    sleeper.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
+    found = silence(Listener(LIMITS, HERE), Beat(1, sleeper.pid, HERE))
+    assert found == (10, "is stopped (by SIGSTOP or the like)")
+
+
+@pytest.mark.parametrize(("host", "why"), [(HERE, "does not run"), (8, "is on another host")])
+def test_a_process_that_may_be_frozen_is_warned_of_first(
+    host: int, why: str, sleeper: "subprocess.Popen[bytes]"
+):
+    """It sleeps, or is out of sight: a warning after the limit, the end after four times that."""
+    listener, beat = Listener(LIMITS, HERE), Beat(1, sleeper.pid, host, calls="a.py:3 in f")
+    listener.hear(beat, 1.0)
+    warned = [listener.hear(beat, 1.0) or listener.warning(3) for _ in range(12)]
+    (warning,) = filter(None, warned)
+    assert 9 <= warned.index(warning) <= 11
+    assert f"rank 3 (process {sleeper.pid})" in warning
+    assert "a.py:3 in f" in warning
+    found = silence(listener, beat)
+    assert found[0] in (27, 28, 29) and found[1].startswith(why)
+
+
+def test_a_process_that_computes_without_a_beat_is_not_frozen():
+    """A long call into C that keeps the interpreter's lock uses a processor."""
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
+        assert silence(Listener(LIMITS, HERE), Beat(1, busy.pid, HERE)) == (float("inf"), "")
+        busy.kill()
+
+
+def test_a_listener_that_did_not_run_has_heard_no_silence(sleeper: "subprocess.Popen[bytes]"):
+    """After an hour in which the listener was stopped too, a rank has the whole limit again."""
+    listener, beat = Listener(LIMITS, HERE), Beat(1, sleeper.pid, HERE)
+    listener.hear(beat, 1.0)
+    assert listener.hear(beat, 3600.0) == "" and listener.warning(0) == ""
+
+
+def test_the_rank_that_others_wait_for_is_the_one_that_hangs():
+    """Ranks that wait are not the cause, and every rank's place is told."""
+    places = {0: Beat(9, 1, calls="a.py:1 in f", waits_s=60.0), 1: Beat(9, 2, calls="b.py:2 in g")}
+    assert hung(places, 61.0) is None
+    rank, text = hung(places, 60.0) or (0, "")
+    assert rank == 1
+    assert "rank 0 has waited for 60 s" in text and "rank 1 has not come" in text
+    assert "rank 0: a.py:1 in f\n  rank 1: b.py:2 in g" in text
+
+
+def hold_the_lock_then_stop() -> None:
+    """Rank 0 computes in C without giving up the interpreter's lock; then rank 1 is stopped."""
+    world = init("cpu")
+    if world.rank == 0:
+        end = time.monotonic() + 2.5
+        while time.monotonic() < end:
+            sum(range(10**8))
+    all_reduce(torch.ones(1), world.everyone)
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    all_reduce(torch.ones(1), world.everyone)
+
+
+def test_a_rank_that_is_stopped_ends_the_run(monkeypatch: pytest.MonkeyPatch):
+    """It is named, with its place; a slow rank that gives no beat for as long is left alone."""
+    monkeypatch.setenv("SHARDWISE_FROZEN_S", "0.5")
+    with pytest.raises(RankError, match="is stopped") as caught:
+        spawn(hold_the_lock_then_stop, 2)
+    assert caught.value.rank == 1
+    assert "in hold_the_lock_then_stop" in str(caught.value)
+
+
+def hang_on_1() -> None:
+    world = init("cpu")
+    all_reduce(torch.ones(1), world.everyone)  # opens the mailboxes, in which rank 0 waits
+    if world.rank == 1:
+        time.sleep(60)
+    all_reduce(torch.ones(1), world.everyone)
+
+
+def test_a_rank_that_hangs_is_told_with_the_place_of_every_rank(monkeypatch: pytest.MonkeyPatch):
+    """Its process lives and beats, and it does not come to where the others wait."""
+    monkeypatch.setenv("SHARDWISE_PATIENCE_S", "2")
+    with pytest.raises(RankError, match="rank 0 has waited for 2 s") as caught:
+        spawn(hang_on_1, 2)
+    assert caught.value.rank == 1
+    first, last = str(caught.value).splitlines()[-2:]
+    assert "rank 0: " in first and "in hang_on_1 > " in first and "comm/shared.py" in first
+    assert "rank 1: " in last and last.endswith("in hang_on_1")
+
+
+def abort_or_linger(folder: Path) -> int:
+    rank = int(os.environ["RANK"])
+    (folder / f"pid-{rank}").write_text(str(os.getpid()))
+    atexit.register(time.sleep, 60) if rank else atexit.register(os.abort)
+    return rank
+
+
+def test_what_a_process_does_after_its_result_does_not_undo_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    """One rank aborts at its exit, the other does not end: the results of both stand."""
+    monkeypatch.setattr(watch, "_LINGER_S", 1.0)
+    assert spawn(abort_or_linger, 2, (tmp_path,)) == [0, 1]
+    assert not any(is_alive(int(file.read_text())) for file in tmp_path.glob("pid-*"))
+    assert "after it had returned" in capfd.readouterr().err
+
+
+def test_rooms_of_dead_launchers_are_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: "subprocess.Popen[bytes]"
+):
+    """So are ranks of theirs that live on, stopped; the room of a live launcher stays."""
+    sleeper.send_signal(signal.SIGSTOP)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    names = ("dead", "live", "foreign", "unknown")
+    dead, live, foreign, unknown = (tmp_path / f"shardwise-{name}" for name in names)
+    with subprocess.Popen(["sleep", "600"]) as launcher:
+        told = {dead: identity(launcher.pid), live: identity(os.getpid())}
+        told[foreign] = identity(launcher.pid).replace("-", "+")  # another boot, or container
+        told[unknown] = f"{launcher.pid} 0 "  # of a system that tells nothing about processes
+        for folder, text in told.items():
+            folder.mkdir()
+            (folder / "launcher").write_text(text)
+        (dead / "0.pid").write_text(identity(sleeper.pid))
+        sweep(tmp_path)
+        assert len(list(tmp_path.iterdir())) == 4
+        launcher.kill()
+    with open_room(1) as room:
+        assert set(tmp_path.iterdir()) == {live, foreign, unknown, room.folder}
+        assert identity(os.getpid()) == (room.folder / "launcher").read_text()
+    assert sleeper.wait(10) == -signal.SIGKILL
+
+
+def test_a_beat_is_read_as_it_was_sent(tmp_path: Path):
+    """Also a shorter one after a longer; beats are no change of what is in the room.
+
+    Of a stack that is too long its end is sent.
+    """
+    room = Room(tmp_path, 1)
+    for beat in (Beat(1, 2, 3, "a" * 500, 0.5), Beat(2, 2, 3, "b")):
+        room.send_beat(0, beat)
+        assert room.beats() == {0: beat}
+    room.send_beat(0, Beat(3, 2, 3, "é" * 1000 + "b"))
+    assert room.beats()[0].calls == "é" * 499 + "b"
+    assert not room.word()
+
+
+def test_no_thread_outlives_a_rank_s_program(tmp_path: Path):
+    """One that dropped the last reference to a process group at exit would abort the process."""
+    look_out = LookOut(Room(tmp_path, 2), 0, ())
+    look_out.stop()
+    assert not any(thread.is_alive() for thread in look_out.threads)
+    assert look_out.room.beats()[0].left
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan"])
+def test_limits_are_numbers_of_seconds(text: str):
+    """Anything else in the environment is refused by name."""
+    with pytest.raises(InputError, match=f"SHARDWISE_PATIENCE_S='{text}'"):
+        read_limits({"SHARDWISE_PATIENCE_S": text})
+    assert read_limits({"SHARDWISE_PATIENCE_S": "90"}) == Limits(patience_s=90.0)

@@ -1,0 +1,150 @@
+"""Ranks that our launcher does not start: they meet or say who is missing, and watch each other."""
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from shardwise.comm.limits import Limits
+from shardwise.comm.rendezvous import Start
+from shardwise.comm.start import meet
+from shardwise.core.errors import InputError
+
+ROOT = Path(__file__).parents[2]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def ended(
+    what: str, ranks: Sequence[int], size: int, **variables: str
+) -> list[tuple[int | None, str, str]]:
+    """Run `ranks` of a world of `size`: exit code, output and error output of each.
+
+    A rank that does not end by itself has no exit code, and is killed when the first has ended.
+    """
+    port = free_port()
+    shared = os.environ | {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost"} | variables
+    shared |= {"MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.comm.meeting", what],
+            cwd=ROOT,
+            env=shared | {"RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ranks
+    ]
+    with ExitStack() as stack:
+        for process in started:
+            stack.enter_context(process)
+            stack.callback(process.kill)
+        first = started[0].communicate(timeout=60)
+        found: list[tuple[int | None, str, str]] = [(started[0].returncode, *first)]
+        for process in started[1:]:
+            code = None if what in ("stop", "hang") else process.wait(60)
+            process.kill()
+            found.append((code, *process.communicate()))
+        return found
+
+
+def test_a_rank_that_is_stopped_is_found_by_its_peers():
+    """Without a launcher of ours the rank before it says so, and ends."""
+    (code, _, said), _ = ended("stop", range(2), 2, SHARDWISE_FROZEN_S="1")
+    assert code == 1
+    assert said.startswith("rank 1 failed: its process ") and "is stopped" in said
+    assert "meeting.py" in said and said.count("\n") == 1
+
+
+def test_a_rank_that_hangs_is_found_by_its_peers():
+    """Who has waited too long says where every rank is."""
+    (code, _, said), _ = ended("hang", range(2), 2, SHARDWISE_PATIENCE_S="2")
+    assert code == 1
+    assert said.startswith("rank 1 failed: rank 0 has waited for 2 s")
+    assert all(f"rank {rank}: comm/meeting.py:" in said for rank in (0, 1))
+
+
+def test_ranks_that_are_watched_end_in_peace():
+    """The watch ends with the world, and says nothing."""
+    for rank, (code, out, said) in enumerate(ended("end", range(2), 2, SHARDWISE_FROZEN_S="1")):
+        assert (code, out, said) == (0, f"rank {rank} has ended\n", "")
+
+
+def test_ranks_that_do_not_start_are_named():
+    """All that came give up with one paragraph, in place of minutes of silence."""
+    for code, _, said in ended("end", (0, 2), 4, SHARDWISE_START_TIMEOUT_S="3"):
+        assert code == 2
+        assert "all of the 4 ranks (WORLD_SIZE) to start, and ranks 1, 3 did not come" in said
+        assert said.count("\n") == 1
+
+
+@pytest.fixture
+def listener():
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        yield listening
+
+
+def start(rank: int, port: int, host: str = "127.0.0.1") -> Start:
+    return Start(rank, 2, rank, f"tcp://{host}:{port}")
+
+
+def test_a_port_in_use_is_told_before_anybody_waits(listener: socket.socket):
+    """Rank 0 cannot listen there, and is told one that is free."""
+    with pytest.raises(InputError, match=r"MASTER_PORT=\d+, which another.*MASTER_PORT=\d+ on all"):
+        meet(start(0, listener.getsockname()[1]), Limits(start_s=5))
+
+
+def test_a_program_that_is_no_store_is_not_waited_for(listener: socket.socket):
+    """It takes the connection and says nothing; torch's client would wait without a limit."""
+    with pytest.raises(InputError, match="another program seems to listen: it accepts connections"):
+        meet(start(1, listener.getsockname()[1]), Limits(start_s=1))
+
+
+def test_an_address_where_nobody_listens_is_told():
+    """With host and port, what was waited for, and why it did not come."""
+    with pytest.raises(InputError, match=r"rank 1 waited 1 s .* from 127\.0\.0\.1, port 1: "):
+        meet(start(1, 1), Limits(start_s=1))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_address_of_no_host_is_told(rank: int):
+    """By rank 0 too, which would listen there."""
+    with pytest.raises(InputError, match=r"MASTER_ADDR=nowhere\.invalid, which is the address of"):
+        meet(start(rank, 29500, "nowhere.invalid"), Limits(start_s=5))
+
+
+def test_two_processes_of_one_rank_are_told():
+    """The second of them is refused."""
+    port, found = free_port(), list[object]()
+    first = threading.Thread(target=lambda: found.append(meet(start(0, port), Limits(start_s=30))))
+    first.start()
+    store = meet(start(1, port), Limits())
+    first.join()
+    assert isinstance(store, PrefixStore) and len(found) == 1
+    with pytest.raises(InputError, match="two processes with rank 1 at one address"):
+        meet(start(1, port), Limits(start_s=5))
+
+
+def test_a_store_that_closes_is_no_raw_error():
+    """Rank 0 has given up while another waits."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    other = start(1, server.port)
+    closing = [server]
+    threading.Timer(0.5, closing.clear).start()
+    del server
+    with pytest.raises(InputError, match="the run's store has closed"):
+        meet(other, Limits(start_s=20))

@@ -1,0 +1,66 @@
+"""Matrices of tests: `make test` runs a fixed sample of each, `make test-all` the rest as well.
+
+A test with more than `CASES` parameter sets is a matrix. Its sample is the same in every run: the
+cases are shuffled with a seed made from the test's name, and those that show a parameter value not
+seen yet come first. Tests marked `full` belong to the rest: long ones, of facts that another test
+shows on fewer processes. `pytest --matrix=full` runs everything, `--matrix=rest` what the sample
+leaves out.
+"""
+
+import random
+import zlib
+from collections import defaultdict
+from collections.abc import Sequence
+
+import pytest
+
+CASES = 6
+#: Files of which every case runs: it costs next to nothing, or is a fact of its own.
+WHOLE = ("tests/test_house.py", "tests/core/", "tests/verify/test_mutations.py")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--matrix",
+        choices=("sample", "rest", "full"),
+        default="sample",
+        help="which cases of large parametrized tests run",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the sample of every matrix, or what the sample leaves out."""
+    which = config.getoption("--matrix")
+    if which == "full":
+        return
+    tests: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("full") is None:
+            tests[item.nodeid.partition("[")[0]].append(item)
+    chosen = {item.nodeid for name, cases in tests.items() for item in sample(name, cases)}
+    wanted = [item for item in items if (item.nodeid in chosen) == (which == "sample")]
+    left_out = [item for item in items if (item.nodeid in chosen) != (which == "sample")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = wanted
+
+
+def sample(name: str, cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
+    """`CASES` of the cases of one test, which show as many different parameter values as can be."""
+    if len(cases) <= CASES or name.startswith(WHOLE):
+        return cases
+    left = list(cases)
+    random.Random(zlib.crc32(name.encode())).shuffle(left)
+    seen: set[tuple[str, str]] = set()
+    found: list[pytest.Item] = []
+    while len(found) < CASES:
+        best = max(left, key=lambda case: len(_values(case) - seen))  # the first of the best
+        left.remove(best)
+        found.append(best)
+        seen |= _values(best)
+    return found
+
+
+def _values(case: pytest.Item) -> set[tuple[str, str]]:
+    assert isinstance(case, pytest.Function)
+    return {(name, repr(value)) for name, value in case.callspec.params.items()}

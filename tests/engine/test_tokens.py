@@ -1,0 +1,231 @@
+"""Steps whose numbers of tokens differ: gradients are those of one process, digit for digit."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise.comm.world import World
+from shardwise.core.plan import Plan
+from shardwise.engine.scale import power_of_two
+from shardwise.models.registry import find
+from shardwise.verify.finding import Finding
+from shardwise.verify.oracles import oracles_of
+from shardwise.verify.parity import compare, prove
+from shardwise.verify.report import largest, report
+from tests.engine import tensors
+from tests.engine.cases import (
+    HYBRID,
+    ROWS,
+    Case,
+    Task,
+    assert_same,
+    build,
+    oracle,
+    ranks_of,
+    settled,
+    train,
+)
+from tests.engine.tensors import ADAMW, assert_counted, assert_parity, whole_run
+from tests.pool import run_gloo, run_threads
+
+#: Rows of each step's global batch, and how many in a hundred of their targets count.
+STEPS = ((9, 80), (13, 25), (8, 95), (11, 60))
+WORDS, WIDTH, POSITIONS = 29, 16, 6
+
+
+def changing(step: int) -> dict[str, Tensor]:
+    """Rows and masks that change: 34, 23, 28 and 37 tokens; no number of them a power of two."""
+    rows, percent = STEPS[step]
+    own = torch.Generator().manual_seed(70 + step)
+    text = torch.randint(0, WORDS, (rows, POSITIONS + 1), generator=own)
+    targets = text[:, 1:].clone()
+    targets[torch.rand(targets.shape, generator=own) >= percent / 100] = -100
+    return {"inputs": text[:, :-1].contiguous(), "targets": targets}
+
+
+class Norm(nn.Module):
+    """RMS norm as Llama has it: in fp32 whatever the precision of the rest."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.float32)
+        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return self.weight * scaled.to(x.dtype)
+
+
+class Block(nn.Module):
+    """A norm and a feed-forward network, around which the input goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Norm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.silu(self.up(self.norm(x))))
+
+
+class Reader(nn.Module):
+    """Words to logits of the next one, with parts that compute in fp32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.Sequential(*(Block() for _ in range(4)))
+        self.norm, self.head = Norm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
+        self.tensor_table = sw.Table.of(
+            {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"},
+            sequence={"blocks.*.norm": "sequence", "norm": "sequence", "blocks.0": "split"}
+            | {"head": "vocabulary"},
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.norm(self.blocks(self.embed(x))))
+
+
+def reader() -> nn.Module:
+    return settled(Reader())
+
+
+def counted(batch: dict[str, Tensor]) -> int:
+    return int((batch["targets"] != -100).sum())
+
+
+def wide(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The loss in the precision of the logits."""
+    logits = model(batch["inputs"])
+    return functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+
+
+def narrow(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The loss in fp32, as the models of transformers compute it themselves."""
+    logits = model(batch["inputs"]).float()
+    return functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+
+
+READER = Task(reader, changing, wide, counted)
+NARROW = Task(reader, changing, narrow, counted)
+DATA = [*(f"dp2 {row}" for row in ROWS), HYBRID[2]]
+STAGED = ["pp2 1f1b:4", "pp2 gpipe:2 accumulate:2", "pp2 dp2 zero3 1f1b:4", "pp4 zb-h1:4"]
+ACROSS = ["tp2", "tp2 sp", "dp2 tp2 zero3", "pp2 tp2 1f1b:4"]
+
+
+def test_no_number_of_tokens_is_that_of_the_step_before():
+    """The four global batches have numbers of tokens of which none is a power of two."""
+    counts = [counted(changing(step)) for step in range(4)]
+    assert len(set(counts)) == 4
+    assert all(power_of_two(n) != n and 2 / 3 <= power_of_two(n) / n <= 4 / 3 for n in counts)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+@pytest.mark.parametrize("more", ["", " accumulate:3"])
+@pytest.mark.parametrize("plan", DATA)
+def test_data_rows_with_fp32_inside(plan: str, more: str, clip: float | None):
+    """Every row, with masks and rows that change at each step, norms in fp32: 1e-12."""
+    case = Case(f"{plan}{more} fp64", clip=clip, steps=4, **ADAMW)
+    assert_same(run_threads(ranks_of(plan), train, READER, case), oracle(READER, case), 1e-12)
+
+
+@pytest.mark.parametrize("plan", [*STAGED, *ACROSS])
+def test_pipelines_and_tensor_ranks_with_fp32_inside(plan: str):
+    """Stages, tensor ranks and both beside data ranks: 1e-10, and the bytes stay as predicted."""
+    case = Case(f"{plan} fp64", clip=0.1, steps=4, **ADAMW)
+    found = run_threads(ranks_of(plan), tensors.train, READER, case)
+    assert_parity(found, whole_run(READER, case), 1e-10)
+    assert_counted(found)
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero3", "dp2 zero1 accumulate:2", "pp2 1f1b:4"])
+def test_a_loss_in_fp32_is_rounded_as_in_one_process(plan: str):
+    """Its gradients too are one process's to 1e-10, for ranks with unequal numbers of tokens."""
+    case = Case(f"{plan} fp64", steps=4, **ADAMW)
+    found = run_threads(ranks_of(plan), tensors.train, NARROW, case)
+    expected = whole_run(NARROW, case)
+    for held in found:  # the loss itself has the digits of fp32
+        assert held.losses == pytest.approx(expected.losses, rel=1e-6)
+        held.losses = expected.losses
+    assert_parity(found, expected, 1e-10)
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero3", "dp2 tp2 zero1"])
+def test_processes_agree_with_one_when_counts_change(plan: str):
+    """The same on real processes."""
+    case = Case(f"{plan} fp64", clip=0.1, steps=4, **ADAMW)
+    found = run_gloo(ranks_of(plan), tensors.train, READER, case)
+    assert_parity(found, whole_run(READER, case), 1e-10)
+
+
+def proved(world: World, plan: str) -> Finding:
+    """Four steps beside the simulation."""
+    case = Case(f"{plan} fp64", **ADAMW)
+    recipe = sw.Optim(case.kind, **case.options)
+    one = oracles_of(reader, Plan.parse(case.plan), recipe, wide, counted)
+    return compare(build(world, READER, case), one, lambda _, seed, __: changing(seed % 4), 4)
+
+
+@pytest.mark.parametrize("plan", ["pp2 pipedream:4", "pp2 2bw:4", "pp2 dp2 zero1 pipedream:2"])
+def test_updates_of_a_schedule_that_changes_its_own_weights(plan: str):
+    """PipeDream's: each update divides by the tokens of its own microbatches, fp32 inside."""
+    for found in run_threads(ranks_of(plan), proved, plan):
+        assert largest(found) <= 1e-10
+        assert found.bytes_hold
+
+
+def llama() -> nn.Module:
+    """A small Llama of transformers, whose norms, softmax and loss are in fp32."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": WORDS, "hidden_size": 24, "intermediate_size": 40}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "attn_implementation": "eager"}
+    return settled(LlamaForCausalLM(LlamaConfig(**sizes, **heads, num_hidden_layers=2)))
+
+
+def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The model's own, to which it takes the logits in fp32."""
+    labels = functional.pad(batch["targets"], (1, 0), value=-100)[:, :-1]
+    return model(input_ids=batch["inputs"], labels=labels, use_cache=False).loss
+
+
+def shifted(batch: dict[str, Tensor]) -> int:
+    """The model takes as targets what lies one position later."""
+    return int((batch["targets"][:, :-1] != -100).sum())
+
+
+def llama_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """In fp64, as the logits: tensor ranks add the parts of a loss in another order."""
+    logits = model(input_ids=batch["inputs"], use_cache=False).logits
+    return functional.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+
+
+LLAMA = Task(llama, changing, own_loss, shifted)
+LLAMA_WIDE = Task(llama, changing, llama_loss, counted)
+LLAMAS = {"dp2": LLAMA, "dp2 zero3 accumulate:2": LLAMA, "pp2 1f1b:4": LLAMA, "tp2": LLAMA_WIDE}
+
+
+@pytest.mark.parametrize("plan", LLAMAS)
+def test_llama_of_transformers(plan: str):
+    """Gradients and weights of a Llama in fp64, fp32 inside, are one process's to 1e-10."""
+    pytest.importorskip("transformers")
+    task, case = LLAMAS[plan], Case(f"{plan} fp64", steps=4, **ADAMW)
+    found = run_threads(ranks_of(plan), tensors.train, task, case)
+    expected = whole_run(task, case)
+    for held in found:  # the loss itself has the digits of fp32
+        assert held.losses == pytest.approx(expected.losses, rel=1e-6)
+        held.losses = expected.losses
+    assert_parity(found, expected, 1e-10)
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero1 accumulate:2 fp64", "pp2 1f1b:4 fp64"])
+def test_hf_llama_is_proved(plan: str):
+    """`verify` of hf:llama, whose rows end at places of their own: counts change at each step."""
+    pytest.importorskip("transformers")
+    read = Plan.parse(plan)
+    made = find("hf:llama")
+    assert made.tokens is not None
+    assert len({made.tokens(made.batch(4, seed)) for seed in range(3)}) == 3
+    assert report(read, "hf:llama", run_gloo(read.size, prove, read, "hf:llama", 3)).holds

@@ -1,0 +1,253 @@
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.world import World, alone
+from shardwise.core.errors import InputError
+from shardwise.engine.shard import driver_of
+from tests.engine import loops
+from tests.engine.cases import difference
+from tests.engine.loops import adam, rows, wrap
+from tests.engine.zoo import make
+from tests.pool import run_gloo, run_threads
+
+WAYS = ["DDP", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"]
+
+
+def ranks_of(how: str) -> int:
+    return 4 if how == "HYBRID_SHARD" else 2
+
+
+def train(model: nn.Module, world: World, steps: range) -> None:
+    optim = adam(model)
+    for step in steps:
+        model(rows(step, world.rank)).square().mean().backward()
+        optim.step()
+        optim.zero_grad()
+
+
+def hooks_on(model: nn.Module) -> int:
+    """How many hooks there are on a model's modules and parameters."""
+    tables = ("_forward_hooks", "_forward_pre_hooks", "_state_dict_hooks", "_state_dict_pre_hooks")
+    tables += ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+    of_modules = sum(len(getattr(m, name)) for m in model.modules() for name in tables)
+    return of_modules + sum(len(p._post_accumulate_grad_hooks or ()) for p in model.parameters())
+
+
+def given_back(world: World, how: str) -> dict[str, Any]:
+    model = make("stack").double()
+    names = [(name, id(p), p.shape) for name, p in model.named_parameters()]
+    wrap(how, model, world)
+    train(model, world, range(2))
+    whole = {name: value.clone() for name, value in model.state_dict().items()}
+    model(rows(2, world.rank)).square().mean().backward()
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    assert sw.unwrap(model) is model
+    after = [p.grad for p in model.parameters()]
+    own = [p.untyped_storage().nbytes() == p.nbytes for p in model.parameters()]
+    facts = {
+        "names": names == [(name, id(p), p.shape) for name, p in model.named_parameters()],
+        "values": all(torch.equal(whole[name], p) for name, p in model.named_parameters()),
+        "memory": all(own),
+        "hooks": hooks_on(model) == 0,
+        "grads": after == [None] * len(after)
+        if how != "DDP"
+        else all(torch.equal(a, b) for a, b in zip(after, grads, strict=True) if a is not None),
+    }
+    model.zero_grad()
+    alone = copy.deepcopy(model)
+    train(alone, world, range(2, 3))
+    train(model, world, range(2, 3))
+    return facts | {"trains": same(model, alone)}
+
+
+def same(model: nn.Module, other: nn.Module) -> bool:
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    return all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_unwrap_gives_the_module_back_as_it_was(how: str):
+    """Names, objects, shapes and whole values; no hook is left; one process trains it."""
+    for facts in run_threads(ranks_of(how), given_back, how):
+        assert all(facts.values()), facts
+
+
+def again(world: World, how: str) -> dict[str, Tensor]:
+    model = wrap(how, make("stack").double(), world)
+    train(model, world, range(1))
+    wrap(how, sw.unwrap(model), world)
+    train(model, world, range(1, 3))
+    return dict(model.state_dict())
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_a_module_is_wrapped_again_after_use(how: str):
+    """It trains on as one that was wrapped once, optimizer made anew."""
+
+    def loop(side: loops.Side) -> None:
+        for steps in (range(1), range(1, 3)):
+            optim = adam(side.model)
+            for step in steps:
+                for rank in side.shares:
+                    (side.model(rows(step, rank)).square().mean() / side.ranks).backward()
+                optim.step()
+                optim.zero_grad()
+
+    expected, _ = loops.alone(ranks_of(how), loop, "stack")
+    for found in run_threads(ranks_of(how), again, how):
+        assert all(difference(found[name], expected[name]) <= 1e-10 for name in expected)
+
+
+class Linear(nn.Module):
+    """Large enough for its layers to be taken over, with a norm that keeps statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(512, 160)
+        self.net = nn.Sequential(nn.Linear(160, 512), nn.BatchNorm1d(512), nn.Linear(512, 4))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.net(self.table(ids))
+
+
+def by_torch(model: nn.Module) -> nn.Module:
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=False)
+
+
+def by_processes(model: nn.Module) -> nn.Module:
+    """What an argument of torch.multiprocessing's Process goes through."""
+    return pickle.loads(ForkingPickler.dumps(model))  # noqa: S301
+
+
+COPIES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "deepcopy": copy.deepcopy,
+    "torch.save": by_torch,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),  # noqa: S301
+    "multiprocessing": by_processes,
+}
+
+
+def copied(world: World, way: str) -> dict[str, bool]:
+    torch.manual_seed(0)
+    model, ids = sw.DDP(Linear(), world), torch.arange(8) + 8 * world.rank
+    model(ids).square().mean().backward()
+    twin = COPIES[way](model)
+    facts = {"values": same(model, twin)}
+    sent = world_bytes(model)
+    out = twin(ids)  # on this rank alone: nothing waits for others
+    out.sum().backward()
+    facts["sends nothing"] = world_bytes(model) == sent
+    facts["no hooks"] = hooks_on(twin) == 0
+    wrap("DDP", twin, world)
+    model.zero_grad()
+    for each in (model, twin):
+        each.zero_grad()
+        each(ids).square().mean().backward()
+    pairs = zip(model.parameters(), twin.parameters(), strict=True)
+    found = [(a.grad, b.grad) for a, b in pairs]
+    facts["wraps"] = all(a is not None and b is not None and torch.equal(a, b) for a, b in found)
+    return facts
+
+
+def world_bytes(model: nn.Module) -> int:
+    data = driver_of(model)
+    assert data is not None
+    ledger = data.facts.axes[1].ledger
+    return sum(tally.sent_bytes for tally in ledger.copy().values())
+
+
+@pytest.mark.parametrize("way", COPIES)
+def test_a_copy_of_a_replicated_module_is_a_plain_module(way: str):
+    """The values of this rank, no process groups, no hooks once it is used; it can be wrapped."""
+    for facts in run_gloo(2, copied, way):
+        assert all(facts.values()), facts
+
+
+def squares(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def laid_out(world: World, how: str) -> nn.Module:
+    """A module under sw.Pipe, sw.FSDP or an engine's plan."""
+    if how in WAYS:
+        return wrap(how, make("stack"), world)
+    if how == "Pipe":
+        return sw.Pipe(make("stack"), chunks=1, world=world)
+    if how.startswith("tp"):
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+        table = {"0": "colwise", "2": "rowwise"}
+        return sw.parallelize(model, how, world, loss=squares, table=table).model
+    return sw.parallelize(make("stack"), how, world, loss=squares).model
+
+
+def refused(world: World, how: str) -> list[str]:
+    model = laid_out(world, how)
+    found = []
+    for act in (copy.deepcopy, pickle.dumps, by_torch):
+        with pytest.raises(InputError) as error:
+            act(model)
+        found.append(str(error.value))
+    return found
+
+
+HELD_IN_PART = ["FULL_SHARD", "SHARD_GRAD_OP", "Pipe", "dp2 zero1", "pp2 1f1b:2", "tp2"]
+
+
+@pytest.mark.parametrize("how", HELD_IN_PART)
+def test_a_copy_of_what_a_rank_holds_in_part_is_refused(how: str):
+    """By one paragraph that says how whole values are had."""
+    for texts in run_threads(2, refused, how):
+        for text in texts:
+            assert "sw.unwrap(module)" in text and "sw.full_state_dict" in text
+
+
+def of_engine(world: World) -> dict[str, bool]:
+    engine = sw.parallelize(make("stack").double(), "dp2 fp64", world, loss=squares)
+    engine.step(rows(0, world.rank))
+    twin = copy.deepcopy(engine.model)
+    before = engine.sent()
+    facts = {"values": same(engine.model, twin)}
+    twin(rows(1, world.rank)).sum().backward()  # on this rank alone
+    facts["plain"] = hooks_on(twin) == 0 and engine.sent() == before
+    engine.step(rows(1, world.rank))
+    return facts | {"apart": not same(engine.model, twin)}
+
+
+def test_a_copy_of_an_engines_model_is_a_plain_module():
+    """Where each rank holds all of it: its values of now, and the engine goes on by itself."""
+    for facts in run_threads(2, of_engine):
+        assert all(facts.values()), facts
+
+
+def no_way_back(world: World, how: str) -> str:
+    model = laid_out(world, how)
+    with pytest.raises(InputError) as error:
+        sw.unwrap(model)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("how", ["Pipe", "dp2 ddp", "dp2 zero3"])
+def test_unwrap_of_a_pipe_or_of_an_engines_model_is_refused(how: str):
+    """The engine would go on without its model: the values are had from sw.full_state_dict."""
+    for text in run_threads(2, no_way_back, how):
+        assert "under sw.DDP or sw.FSDP" in text and "sw.full_state_dict" in text
+
+
+def test_unwrap_of_a_plain_module_is_refused():
+    """One that has a wrapped part is told which."""
+    with pytest.raises(InputError, match="not wrapped"):
+        sw.unwrap(nn.Linear(1, 1))
+    with pytest.raises(InputError, match=r"has a part that is \(0\)"):
+        sw.unwrap(nn.Sequential(sw.DDP(nn.Linear(1, 1), alone())))

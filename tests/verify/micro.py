@@ -1,0 +1,102 @@
+"""Models so small that a proof takes a fraction of a second, with what mutations need of them.
+
+gpt        two blocks, odd sizes, rows with different numbers of tokens
+tied       the same with one weight for the embedding and the logits
+layers     linear layers with biases, a frozen one among them, and running statistics
+dropout    the layers with dropout, for plans that do not divide the batch
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise.models import gpt
+from shardwise.models.trainable import Trainable
+from tests.engine.cases import settled
+
+CONFIG = gpt.GPTConfig(
+    vocabulary=7, layers=2, width=12, heads=2, kv_heads=2, hidden=14, sequence=8, tied=False
+)
+TIED = gpt.GPTConfig(**{**vars(CONFIG), "tied": True})
+WIDTH, HIDDEN = 6, 9  # a block has an odd number of elements, and so padding
+
+
+def reader(config: gpt.GPTConfig) -> nn.Module:
+    """A GPT with the same weights in every thread."""
+    return settled(gpt.GPT(config))
+
+
+def text(rows: int, seed: int) -> dict[str, Tensor]:
+    """Random words; a third of the targets do not count."""
+    own = torch.Generator().manual_seed(seed)
+    words = torch.randint(CONFIG.vocabulary, (rows, CONFIG.sequence + 1), generator=own)
+    targets = words[:, 1:].clone()
+    targets[torch.rand(targets.shape, generator=own) < 1 / 3] = -100
+    targets[:, 0] = words[:, 1]  # some of every row do
+    return {"inputs": words[:, :-1].contiguous(), "targets": targets}
+
+
+class Block(nn.Module):
+    """Two linear layers around which the input goes, with dropout between them."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.drop = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(self.drop(torch.tanh(self.up(x))))
+
+
+class Layers(nn.Module):
+    """Four blocks, of which the second is frozen, after a norm of each row.
+
+    The norm's running statistics are sent as any other's; they do not depend on the rows.
+    """
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(1, track_running_stats=True, momentum=0.0)
+        self.blocks = nn.Sequential(*(Block(dropout) for _ in range(4)))
+        self.blocks[1].requires_grad_(False)
+        self.tensor_table = sw.Table.of({"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(self.norm(x.unsqueeze(1)).squeeze(1))
+
+
+def layers(dropout: float) -> nn.Module:
+    """The layers with the same weights in every thread."""
+    return settled(Layers(dropout))
+
+
+def vectors(rows: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Random inputs, and targets that follow from them."""
+    x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return x, x.cumsum(1).sin()
+
+
+def error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The mean square error."""
+    return functional.mse_loss(model(batch[0]), batch[1])
+
+
+def _gpt(name: str, config: gpt.GPTConfig) -> Trainable:
+    return Trainable(name, partial(reader, config), gpt.loss, text, gpt.tokens)
+
+
+MODELS: dict[str, Callable[[], Trainable]] = {
+    "gpt": lambda: _gpt("gpt", CONFIG),
+    "tied": lambda: _gpt("tied", TIED),
+    "layers": lambda: Trainable("layers", partial(layers, 0.0), error, vectors),
+    "dropout": lambda: Trainable("dropout", partial(layers, 0.3), error, vectors),
+}
+
+
+def find(name: str, seed: int = 0) -> Trainable:
+    """The model of that name; in place of the registry's."""
+    return MODELS[name]()

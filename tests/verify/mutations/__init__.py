@@ -1,0 +1,9 @@
+"""Small sabotages of the package, each of which a proof must refuse.
+
+    data.py         rows, hybrid sharding, accumulation, precision, optimizer, buffers
+    tensor.py       tensor and sequence parallelism, logits, dropout
+    pipeline.py     schedules, stages, ties, weight versions
+    accounts.py     bytes, memory, coverage, evaluation, outputs, checkpoints
+
+A mutation is a patch of one function. A technique's mutations are added with the technique.
+"""

@@ -1,0 +1,36 @@
+"""What a mutation is: a name, the plan it concerns, a patch, and what of a proof refuses it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+Patch = pytest.MonkeyPatch
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """A sabotage. `refused_by` is one of parity, bytes, memory, coverage and error."""
+
+    name: str
+    plan: str
+    refused_by: str
+    apply: Callable[[Patch], None]
+    model: str = "layers"
+    processes: bool = False  # ranks that are threads share the generator that dropout draws from
+
+    @property
+    def id(self) -> str:
+        """The test's id."""
+        return f"{self.name} [{self.plan}]"
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """What a function does that was left out."""
+
+
+def around(patch: Patch, owner: Any, name: str, act: Callable[..., Any]) -> None:
+    """Put `act(real, *args)` in place of a function or method."""
+    real = getattr(owner, name)
+    patch.setattr(owner, name, lambda *args, **kwargs: act(real, *args, **kwargs))

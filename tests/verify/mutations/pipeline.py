@@ -1,0 +1,181 @@
+"""Sabotages of pipelines: what crosses, in which order, with which weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.engine.pipelined import Pipelined
+from shardwise.engine.stale import Stale
+from shardwise.engine.updating import Updates
+from shardwise.parallel.flat import Flat
+from shardwise.parallel.pipeline import _Post
+from shardwise.parallel.staged import Staged
+from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
+
+
+def _forward(patch: Patch, act: Any) -> None:
+    """Change what a forward pass is of: `act(work, stage, microbatch, given)` returns the three."""
+
+    def forward(real: Any, work: Pipelined, stage: int, microbatch: int, given: Any) -> Any:
+        return real(work, *act(work, stage, microbatch, given))
+
+    around(patch, Pipelined, "forward", forward)
+
+
+def another_microbatchs_targets(patch: Patch) -> None:
+    def swapped(work: Pipelined, stage: int, i: int, given: Any) -> Any:
+        last = stage == work.staging.stages.count - 1
+        return stage, i ^ 1 if last and i < 2 < len(work.parts) else i, given
+
+    _forward(patch, swapped)
+
+
+def another_stages_input(patch: Patch) -> None:
+    """Every stage of a rank but the first gets what the rank's first stage got."""
+    got: dict[tuple[int, int], list[Tensor]] = {}
+
+    def first(work: Pipelined, stage: int, i: int, given: Any) -> Any:
+        place = id(work), i
+        before = got.setdefault(place, [x.detach().clone() for x in given]) if given else given
+        like = [tuple(x.shape) for x in before] == [tuple(x.shape) for x in given]
+        return stage, i, [x.clone() for x in before] if stage >= 2 and like else given
+
+    _forward(patch, first)
+
+
+def the_message_before(patch: Patch) -> None:
+    """A rank takes each bundle a message late."""
+
+    def receive(real: Any, post: Any, transfer: Any) -> list[Tensor]:
+        bundle = real(post, transfer)
+        kept = post.__dict__.setdefault("kept", {})
+        key = transfer.token.kind, transfer.token.stage
+        before, kept[key] = kept.get(key, bundle), [x.clone() for x in bundle]
+        return before if [x.shape for x in before] == [x.shape for x in bundle] else bundle
+
+    around(patch, _Post, "receive", receive)
+
+
+def nothing_sent_back(patch: Patch) -> None:
+    def sent(real: Any, *args: Any) -> list[Tensor]:
+        return [torch.zeros_like(x) for x in real(*args)]
+
+    around(patch, Pipelined, "_sent_back", sent)
+
+
+def a_message_sent_twice(patch: Patch) -> None:
+    def send(real: Any, post: Any, transfer: Any, bundle: list[Tensor]) -> None:
+        real(post, transfer, bundle)
+        first = post.outbox[transfer.token]
+        real(post, transfer, bundle)
+        post.outbox[transfer.token] += first
+
+    around(patch, _Post, "send", send)
+
+
+def weights_gradient_put_off_for_good(patch: Patch) -> None:
+    def weights(real: Any, work: Pipelined, stage: int, microbatch: int, rest: Any) -> None:
+        if microbatch:
+            real(work, stage, microbatch, rest)
+
+    around(patch, Pipelined, "weights", weights)
+
+
+def gradients_doubled(patch: Patch) -> None:
+    def collected(real: Any, staged: Staged, p: torch.nn.Parameter) -> None:
+        p.grad = None if p.grad is None else 2 * p.grad
+        real(staged, p)
+
+    around(patch, Staged, "collected", collected)
+
+
+def a_stage_not_reduced(patch: Patch) -> None:
+    around(
+        patch, Staged, "reduce", lambda real, staged, stage: real(staged, stage) if stage else None
+    )
+    patch.setattr(Staged, "end", nothing)
+
+
+def ties_not_summed(patch: Patch) -> None:
+    patch.setattr(Flat, "begin_further", nothing)
+
+
+def norm_of_own_stages(patch: Patch) -> None:
+    def norm(real: Any, updates: Updates, correction: float) -> float:
+        return real(replace(updates, over_stages=lambda x: x), correction)
+
+    around(patch, Updates, "_norm", norm)
+
+
+@contextmanager
+def replaced(instance: Any, name: str, value: Any) -> Iterator[None]:
+    """An attribute of one object replaced for a while."""
+    instance.__dict__[name] = value
+    try:
+        yield
+    finally:
+        del instance.__dict__[name]
+
+
+def newest_version_used(patch: Patch) -> None:
+    around(
+        patch,
+        Stale,
+        "_show",
+        lambda real, stale, stage, _: real(stale, stage, stale._newest(stage)),
+    )
+
+
+def version_off_by_one(patch: Patch) -> None:
+    def show(real: Any, stale: Stale, stage: int, version: int) -> None:
+        older = [v for v in stale.kept[stage] if v < version]
+        real(stale, stage, max(older, default=version))
+
+    around(patch, Stale, "_show", show)
+
+
+def versions_share_memory(patch: Patch) -> None:
+    patch.setattr(Flat, "renew", lambda flat: flat.point_at(flat.full))
+
+
+def an_update_of_all_tokens(patch: Patch) -> None:
+    """Each update divides by the tokens of the whole step, not by those of its microbatches."""
+
+    def update(real: Any, work: Pipelined, stage: int, microbatch: int) -> None:
+        counts, work.counts = work.counts, [sum(work.counts)] * len(work.counts)
+        real(work, stage, microbatch)
+        work.counts = counts
+
+    around(patch, Pipelined, "update", update)
+
+
+MUTATIONS = (
+    Mutation("another microbatch's targets", "pp2 1f1b:4", "parity", another_microbatchs_targets),
+    Mutation(
+        "another stage's input", "pp2 interleaved:2x2", "parity", another_stages_input, "layers"
+    ),
+    Mutation("the message before", "pp2 gpipe:4", "parity", the_message_before),
+    Mutation("zeros sent back", "pp2 zb-v:4", "parity", nothing_sent_back),
+    Mutation("a message sent twice", "pp2 dualpipe-v:4", "error", a_message_sent_twice),
+    Mutation(
+        "a weight's gradient never made", "pp2 zb-h1:4", "parity", weights_gradient_put_off_for_good
+    ),
+    Mutation("gradients doubled", "pp2 naive", "parity", gradients_doubled),
+    Mutation("a stage not reduced", "pp2 dp2 dapple:2", "parity", a_stage_not_reduced),
+    Mutation("tied weights not summed", "pp2 1f1b:2", "parity", ties_not_summed, "tied"),
+    Mutation("the norm of a rank's own stages", "pp2 bfs:4x2", "parity", norm_of_own_stages),
+    Mutation(
+        "the newest weights in place of the stashed",
+        "pp2 pipedream:4",
+        "parity",
+        newest_version_used,
+        "gpt",
+    ),
+    Mutation("a version off by one", "pp2 pipedream:4", "parity", version_off_by_one),
+    Mutation("versions in one place in memory", "pp2 pipedream:4", "parity", versions_share_memory),
+    Mutation("updates divided by all tokens", "pp2 2bw:2", "parity", an_update_of_all_tokens),
+)

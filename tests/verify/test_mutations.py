@@ -1,0 +1,117 @@
+"""Every sabotage of the catalogue is refused by verify, and the package as it is holds."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from shardwise.comm.world import World
+from shardwise.core.errors import InputError, RankError
+from shardwise.core.plan import Plan
+from shardwise.verify import memory, parity
+from shardwise.verify.finding import Finding
+from shardwise.verify.report import report
+from tests.pool import run_gloo, run_threads
+from tests.verify import micro
+from tests.verify.mutations import accounts, data, pipeline, tensor
+from tests.verify.mutations.mutation import Mutation
+
+CATALOGUE = (*data.MUTATIONS, *tensor.MUTATIONS, *pipeline.MUTATIONS, *accounts.MUTATIONS)
+NAMED = {mutation.name: mutation for mutation in CATALOGUE}
+PROVED = sorted({(mutation.model, mutation.plan, mutation.processes) for mutation in CATALOGUE})
+STEPS = 2
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _modules_stay() -> Iterator[None]:
+    """Each proof collects garbage: what was there before it need not be looked through."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+def read(plan: str) -> Plan:
+    """The plan, in fp64 where it says no precision."""
+    return Plan.parse(plan if plan.endswith("16") else f"{plan} fp64")
+
+
+def small(patch: pytest.MonkeyPatch, *, ten_steps: bool = False) -> None:
+    """Proofs are of the models of micro.py; memory is read after ten steps, or after one."""
+    patch.setattr(parity, "find", micro.find)
+    if not ten_steps:
+        patch.setattr(memory, "READ_AFTER", (1,))
+
+
+def prove(world: World, model: str, plan: str) -> Finding:
+    """One rank's proof, of a model of micro.py."""
+    return parity.prove(world, read(plan), model, STEPS)
+
+
+def prove_mutated(world: World, model: str, plan: str, name: str) -> Finding | str:
+    """The same in a process of its own, mutated there; an InputError, which all ranks raise."""
+    with pytest.MonkeyPatch.context() as patch:
+        small(patch)
+        if name:
+            NAMED[name].apply(patch)
+        try:
+            return prove(world, model, plan)
+        except InputError as error:
+            return str(error)
+
+
+def memory_holds(found: Finding) -> bool:
+    """Whether a rank holds what theory says."""
+    return found.memory_measured == found.memory_predicted
+
+
+def refused_by(model: str, plan: str, findings: list[Finding | str]) -> dict[str, str]:
+    """The parts of a proof that refuse the package, and what they say: none where it holds."""
+    complete = [found for found in findings if not isinstance(found, str)]
+    if len(complete) < len(findings):
+        return {"error": str(findings)}
+    found = report(read(plan), model, complete)
+    refused = {
+        "parity": found.first_difference and str(found.first_difference),
+        "bytes": "" if all(one.bytes_hold for one in complete) else found.sent,
+        "memory": "" if all(map(memory_holds, complete)) else found.memory,
+        "coverage": found.uncovered,
+    }
+    parts = {part: str(said) for part, said in refused.items() if said}
+    assert found.holds == (not parts)
+    return parts
+
+
+def proved(model: str, plan: str, processes: bool, name: str = "") -> dict[str, str]:
+    """The parts that refuse it, in threads that are mutated already, or in processes."""
+    ranks = read(plan).size
+    if processes:
+        return refused_by(model, plan, run_gloo(ranks, prove_mutated, model, plan, name))
+    try:
+        return refused_by(model, plan, run_threads(ranks, prove, model, plan))
+    except RankError as error:
+        return {"error": str(error)}
+
+
+@pytest.mark.parametrize(("model", "plan", "processes"), PROVED)
+def test_the_package_holds(model: str, plan: str, processes: bool, monkeypatch: pytest.MonkeyPatch):
+    """Without a mutation each of these plans holds."""
+    kept = any((m.model, m.plan, m.refused_by) == (model, plan, "memory") for m in CATALOGUE)
+    small(monkeypatch, ten_steps=kept)
+    assert proved(model, plan, processes) == {}
+
+
+@pytest.mark.parametrize("mutation", CATALOGUE, ids=lambda mutation: mutation.id)
+def test_a_mutation_is_refused(mutation: Mutation, monkeypatch: pytest.MonkeyPatch):
+    """The part of the proof that is to find it finds it."""
+    small(monkeypatch, ten_steps=mutation.refused_by == "memory")
+    if not mutation.processes:
+        mutation.apply(monkeypatch)
+    found = proved(mutation.model, mutation.plan, mutation.processes, mutation.name)
+    assert mutation.refused_by in found
+
+
+def test_there_are_as_many_as_promised():
+    """The catalogue has at least forty mutations, each with a name of its own."""
+    assert len(CATALOGUE) >= 40
+    assert len(NAMED) == len(CATALOGUE)

@@ -1,0 +1,255 @@
+"""A proof refuses what was broken: updates, gradients in 16 bits, boxes, looks, checkpoints."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.comm.world import World
+from shardwise.core.plan import Plan
+from shardwise.engine.box import Box
+from shardwise.engine.engine import Engine
+from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.recipe import Recipe
+from shardwise.engine.updating import Updates
+from shardwise.models.registry import find
+from shardwise.verify import parity
+from shardwise.verify.parity import engine_of, prove
+from shardwise.verify.report import Report, report
+from tests.pool import run_threads
+
+MODEL = """
+import torch
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(48), nn.Linear(48, 64), nn.Linear(64, 48)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+def build():
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(24, 48), Block(), Block(), Block(), nn.Linear(48, 40))
+    model.tensor_table = {"*.up": "colwise", "*.down": "rowwise"}
+    def batch(rows, seed):
+        own = torch.Generator().manual_seed(seed)
+        return torch.randn(rows, 24, generator=own), torch.randn(rows, 40, generator=own)
+    return model, lambda m, b: (m(b[0]).float() - b[1]).square().mean(), batch
+"""
+DAMAGED = "2.up.weight"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("model") / "model.py"
+    path.write_text(MODEL)
+    return f"{path}:build"
+
+
+def proved(plan: str, model: str, steps: int = 2) -> Report:
+    read = Plan.parse(plan)
+    return report(read, model, run_threads(read.size, prove, read, model, steps))
+
+
+def optimizer(monkeypatch: pytest.MonkeyPatch, step: Callable[..., None]) -> None:
+    """`step(real, self, flats, factor)` in the place of every update."""
+    real = ShardedOptimizer.step
+
+    def stepped(self: ShardedOptimizer, flats: Any = None, factor: float = 1.0) -> None:
+        step(lambda *of: real(self, *of), flats, factor)
+
+    monkeypatch.setattr(ShardedOptimizer, "step", stepped)
+
+
+def larger(monkeypatch: pytest.MonkeyPatch) -> None:
+    optimizer(monkeypatch, lambda real, flats, factor: real(flats, factor * 1.0001))
+
+
+def twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(real: Callable[..., None], flats: Any, factor: float) -> None:
+        real(flats, factor)
+        real(flats, 1.0)
+
+    optimizer(monkeypatch, step)
+
+
+def half(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Updates._factor
+    monkeypatch.setattr(Updates, "_factor", lambda self, norm: real(self, 2 * norm))
+
+
+def options(**other: Any) -> Callable[[pytest.MonkeyPatch], None]:
+    """The optimizer is built with other options than were asked for."""
+    real = Recipe.build
+
+    def build(self: Recipe, named: Any) -> Any:
+        return real(replace(self, options=self.options | other), named)
+
+    return lambda monkeypatch: monkeypatch.setattr(Recipe, "build", build)
+
+
+SABOTAGES = {
+    "gradients times 1.0001": larger,
+    "an update twice": twice,
+    "clipped at half": half,
+    "no weight decay": options(weight_decay=0.0),
+    "default betas": options(betas=(0.9, 0.999)),
+    "default epsilon": options(eps=1e-8),
+}
+
+
+@pytest.mark.parametrize("what", SABOTAGES)
+def test_an_update_that_is_another_is_refused(
+    what: str, model: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The oracle shares no optimizer, recipe or clipping with the engine."""
+    SABOTAGES[what](monkeypatch)
+    found = proved("dp2 zero1 fp64", model, 1)
+    assert not found.holds and found.first_difference is not None
+    assert found.first_difference.error > 1e-6
+
+
+def test_clipping_that_never_rests_is_refused(model: str, monkeypatch: pytest.MonkeyPatch):
+    """After loading the bound is above the norm, so gradients must not grow to it."""
+    monkeypatch.setattr(Updates, "_factor", lambda u, norm: (u.clip or 1) / (norm + 1e-6))
+    first = proved("dp2 fp64", model, 1).first_difference
+    assert first is not None and first.kind == "after loading"
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero3 bf16", "tp2 bf16", "dp2 fp16"])
+def test_one_gradient_of_16_bits_that_is_three_percent_too_large_is_refused(
+    plan: str, model: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Three percent is four units of bf16's epsilon, and more than any tensor's own error."""
+    real = ShardedOptimizer._step_masters
+
+    def stepped(self: ShardedOptimizer, k: int, factor: float) -> None:
+        flat = self.flats[k]
+        for name, p in zip(flat.names, flat.params, strict=True):
+            if name == DAMAGED and p.grad is not None:
+                p.grad.mul_(1.03)
+        real(self, k, factor)
+
+    monkeypatch.setattr(ShardedOptimizer, "_step_masters", stepped)
+    first = proved(plan, model, 1).first_difference
+    assert first is not None and (first.kind, first.name) == ("gradients", DAMAGED)
+
+
+@pytest.mark.parametrize("seed", [1, 7, 40])
+@pytest.mark.parametrize("plan", ["dp2 zero3 bf16", "tp2 fp16", "pp2 2bw:2 bf16"])
+def test_what_is_right_in_16_bits_holds(
+    plan: str, seed: int, model: str, monkeypatch: pytest.MonkeyPatch
+):
+    """No false alarm, whatever the batches."""
+    monkeypatch.setattr(parity, "SEED", seed)
+    found = proved(plan, model)
+    assert found.holds, found.first_difference
+
+
+@pytest.mark.parametrize("shown", ["gradients", "boxes"])
+@pytest.mark.parametrize("plan", ["dp2 fp64", "dp2 zero3 fp64", "tp2 fp64", "pp2 1f1b:2 fp64"])
+def test_a_rank_that_shows_nothing_is_refused(
+    shown: str, plan: str, model: str, monkeypatch: pytest.MonkeyPatch
+):
+    """What no rank shows nobody compares, so it may not be missing."""
+    real = getattr(Engine, shown)
+
+    def hidden(self: Engine) -> list[Box]:
+        boxes = real(self)
+        return [] if self.world.rank == 1 else boxes
+
+    monkeypatch.setattr(Engine, shown, hidden)
+    monkeypatch.setattr(parity, "reload_engine", lambda _, fresh: fresh)
+    found = proved(plan, model, 1)
+    assert not found.holds
+    assert found.uncovered.startswith("grad/" if shown == "gradients" else "model/")
+
+
+def test_a_moment_that_differs_is_refused(model: str, monkeypatch: pytest.MonkeyPatch):
+    """The optimizer's state is compared, though the weights are right for now."""
+    real = ShardedOptimizer.step
+
+    def stepped(self: ShardedOptimizer, flats: Any = None, factor: float = 1.0) -> None:
+        real(self, flats, factor)
+        for state in self.torch.state.values():
+            state["exp_avg_sq"].mul_(1 + 1e-6)
+
+    monkeypatch.setattr(ShardedOptimizer, "step", stepped)
+    first = proved("dp2 zero1 fp64", model, 1).first_difference
+    assert first is not None and first.kind == "optimizer" and "exp_avg_sq" in first.name
+
+
+def shifted(name: str, by: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch], None]:
+    """A method of the engine whose result is changed."""
+    real = getattr(Engine, name)
+
+    def patch(monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(Engine, name, lambda self, *of: by(real(self, *of)))
+
+    return patch
+
+
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parity, "reload_engine", lambda _, fresh: fresh)
+
+
+def stale_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "loaded", lambda _: None)
+
+
+LOOKS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
+    "evaluate": (shifted("evaluate", lambda found: (found[0] * 1.01, found[1])), "evaluation"),
+    "outputs": (shifted("outputs", lambda found: found.roll(1, 0)), "outputs"),
+    "a load that does nothing": (unloaded, "after loading"),
+    "weights that stay as they were": (stale_copies, "after loading"),
+}
+
+
+@pytest.mark.parametrize("what", LOOKS)
+def test_looks_and_loads_are_compared(what: str, model: str, monkeypatch: pytest.MonkeyPatch):
+    """Evaluation, outputs, and a step after loading."""
+    sabotage, kind = LOOKS[what]
+    sabotage(monkeypatch)
+    first = proved("dp2 zero1 fp64", model, 1).first_difference
+    assert first is not None and first.kind == kind
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero3 fp64", "tp2 fp64", "pp2 pipedream:2 fp64"])
+def test_what_is_whole_holds_and_leaves_no_folder(
+    plan: str, model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """The unchanged package holds, and the checkpoint of the proof is gone."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    found = proved(plan, model)
+    assert found.holds, (found.first_difference, found.uncovered)
+    assert not [*tmp_path.iterdir()]
+
+
+def units_of(world: World, plan: str) -> int:
+    return len({flat.names[0] for flat in engine_of(find("gpt"), Plan.parse(plan), world).flats})
+
+
+@pytest.mark.parametrize(
+    ("plan", "most"), [("dp2 zero3 fp64", False), ("dp2 fp64 bucket:64MiB", True)]
+)
+def test_blocks_are_units_however_small(plan: str, most: bool):
+    """Four blocks of GPT, its embedding, norm and head; one unit where the plan has a bucket."""
+    (found, _) = run_threads(2, units_of, plan)
+    assert found == 1 if most else found >= 7
+
+
+def test_the_oracle_is_one_process_s_own_training():
+    """Its loss falls, and its gradients are those of autograd, of a batch that is not split."""
+    made = find("gpt")
+    oracle = parity.alone_of(made, Plan.parse("fp64"), torch.device("cpu")).exact
+    losses = [oracle.step(made.batch(3, 5), None) for _ in range(3)]
+    assert losses == sorted(losses, reverse=True)
+    whole: dict[str, Tensor] = oracle.weights.used
+    assert all(g.dtype is torch.float64 and g.isfinite().all() for g in whole.values())
