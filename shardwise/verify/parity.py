@@ -59,7 +59,8 @@ RECIPE_16: Final = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-2, weight_decay=0.1)
 ROWS, ROWS_16 = 2, 8
 #: A loss scale at which every gradient in fp16 overflows, and the loss in fp32 does not.
 OVERFLOW: Final = 2.0**100
-#: A model whose weights are drawn from torch's own generator is built by one thread at a time.
+#: Torch's own generator, of which threads have one: a model may draw its weights from it, and the
+#: first gradients may draw dropout.
 BUILDING: Final = Lock()
 
 
@@ -71,7 +72,7 @@ def prove(
     with BUILDING:
         trainable = find(model)
         oracles = alone_of(trainable, plan, world.device)
-    clip = None if is_asynchronous(plan) else clip_of(oracles, trainable, world.device)
+        clip = None if is_asynchronous(plan) else clip_of(oracles, trainable, world.device)
 
     def fresh(clip: float | None) -> Engine:
         return engine_of(trainable, plan, world, clip, options)
