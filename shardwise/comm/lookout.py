@@ -24,7 +24,7 @@ from shardwise.comm.beat import Beat
 from shardwise.comm.host import host_number
 from shardwise.comm.limits import read_limits
 from shardwise.comm.room import Room
-from shardwise.comm.standing import Standing
+from shardwise.comm.standing import Standing, meeting
 
 LOOKOUT = "look-out"  # the name of the threads
 _GLANCE_S = 0.5
@@ -54,23 +54,21 @@ class LookOut:
             thread.start()
 
     def stop(self) -> None:
-        """End the threads, and with them their references to the program's frames.
+        """End the threads, which else could look at the program's frames to the very end.
 
-        A process group that such a frame keeps alive would otherwise be destroyed by a thread
-        while the interpreter ends, which aborts the process.
+        A process group that such a frame keeps alive would then be destroyed by a thread while the
+        interpreter ends, which aborts the process.
         """
         self.stopped.set()
         for thread in self.threads:
             thread.join()
-        self.standing.meeting = None
         self.room.send_beat(self.rank, replace(self.beat, left=True, waits_s=0.0))
 
     def _beat(self) -> None:
-        standing = Standing(self.standing.ident, self.around)
         while not self.stopped.is_set():
-            standing.look()
-            count, calls = self.beat.count + 1, standing.calls()
-            self.beat = replace(self.beat, count=count, calls=calls, waits_s=standing.waits_s)
+            count, calls = self.beat.count + 1, self.standing.calls()
+            waits_s = self.standing.waits_s
+            self.beat = replace(self.beat, count=count, calls=calls, waits_s=waits_s)
             with suppress(OSError):  # the launcher has gone, and its room; so will this rank
                 self.room.send_beat(self.rank, self.beat)
             self.stopped.wait(self.beat_s)
@@ -87,10 +85,11 @@ class LookOut:
                 looks = 0
             enough = _LOOKS if done else _MORE_LOOKS
             room.waits(rank, looks >= enough)
-            if standing.meeting is None or looks <= enough:
+            if looks <= enough or len(done | room.waiting()) < room.ranks:
                 continue
-            if len(done | room.waiting()) == room.ranks:
-                room.fail(rank, _told(standing.meeting[0], sorted(done), self.around))
+            frame = meeting(standing.ident)
+            if frame is not None:
+                room.fail(rank, _told(frame, sorted(done), self.around))
                 return
 
 

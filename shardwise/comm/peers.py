@@ -52,7 +52,6 @@ class Peers:
         self.stopped.set()
         for thread in self.threads:
             thread.join(2 * self.limits.frozen_s)
-        self.standing.meeting = None
         if not self.threads[0].is_alive():
             with suppress(RuntimeError):  # the store may have gone first
                 self._send(replace(self.beat, left=True, waits_s=0.0))

@@ -22,25 +22,36 @@ _MOST = 1000  # characters of them
 
 
 class Standing:
-    """Follows thread `ident`.  Frames of the files in `around` are not shown."""
+    """Follows thread `ident`.  Frames of the files in `around` are not shown.
+
+    A meeting seen before is recognised by a mark on its frame.  Keeping the frame itself would keep
+    the values of all calls that it is in, a step's activations among them, after they have
+    returned.  The mark is `f_trace_lines`, which only a debugger reads; one Standing may look at a
+    thread, since a frame has one mark.
+    """
 
     def __init__(self, ident: int, around: Collection[str] = ()) -> None:
         self.ident, self.around = ident, around
-        self.meeting: tuple[FrameType, int] | None = None  # the call other ranks have to join
+        self.meets = False  # in a call that other ranks have to join
+        self._at = -1  # the instruction of that call
         self._since = time.monotonic()
 
     def look(self) -> bool:
         """Look again; whether the program is in the same meeting as at the look before."""
-        before, self.meeting = self.meeting, meeting(self.ident)
-        if self.meeting is None or self.meeting != before:
-            self._since = time.monotonic()
+        frame = meeting(self.ident)
+        if frame is None:
+            self.meets = False
             return False
-        return True
+        same = self.meets and self._at == frame.f_lasti and not frame.f_trace_lines
+        self.meets, self._at, frame.f_trace_lines = True, frame.f_lasti, False
+        if not same:
+            self._since = time.monotonic()
+        return same
 
     @property
     def waits_s(self) -> float:
         """For how long the program has been in the meeting it is in."""
-        return 0.0 if self.meeting is None else time.monotonic() - self._since
+        return time.monotonic() - self._since if self.meets else 0.0
 
     def calls(self) -> str:
         """The calls the program is in, outermost first, without those inside torch."""
@@ -57,14 +68,17 @@ class Standing:
         return " > ".join(found)[-_MOST:]
 
 
-def meeting(ident: int) -> tuple[FrameType, int] | None:
-    """The call in which the thread is, where it is one that other ranks have to join."""
+def meeting(ident: int) -> FrameType | None:
+    """The call in which the thread is, where it is one that other ranks have to join.
+
+    Not to be kept: see Standing.
+    """
     frame = sys._current_frames().get(ident)
     if not _meets(frame):
         return None
     while _meets(frame.f_back):  # who watches a mailbox is in another call each time
         frame = frame.f_back
-    return frame, frame.f_lasti
+    return frame
 
 
 def _meets(frame: FrameType | None) -> TypeGuard[FrameType]:

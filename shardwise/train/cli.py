@@ -13,7 +13,10 @@ imported only when they are asked for.
 """
 
 import inspect
+import os
 import sys
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -24,6 +27,7 @@ import typer
 from typer.main import get_command
 
 import shardwise
+from shardwise.comm.rendezvous import launched
 from shardwise.core.errors import InputError, RankError, RunError
 from shardwise.train.usage import UsageError, answer
 
@@ -33,6 +37,9 @@ if TYPE_CHECKING:
 
 # the values of --resume
 ALWAYS, AUTO = "always", "auto"
+
+# how long the process may take to end after its command
+LINGER_S = 20.0
 
 # command: where its function is, and its line in the help
 ELSEWHERE = {
@@ -64,7 +71,26 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (RunError, RankError) as error:
         print(error, file=sys.stderr)
         code = 1
+    if argv is None and not launched():  # our launcher ends its ranks itself
+        end_in(LINGER_S, code or 0)
     raise SystemExit(code or 0)
+
+
+def end_in(seconds: float, code: int) -> None:
+    """End this process in `seconds` if it has not ended by then; its work is done.
+
+    A thread or an exit handler of a library may keep it alive, and torchrun would wait for it.
+    """
+
+    def _end() -> None:
+        time.sleep(seconds)
+        alive = [t.name for t in threading.enumerate() if not t.daemon and t.is_alive()]
+        by = f" by {', '.join(alive)}" if alive else ", perhaps by an exit handler"
+        print(f"the command is done and its process is kept alive{by}: ended", file=sys.stderr)
+        sys.stderr.flush()
+        os._exit(code)
+
+    threading.Thread(target=_end, name="end", daemon=True).start()
 
 
 def spelled(given: Sequence[str]) -> list[str]:

@@ -21,13 +21,12 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from shardwise.comm.limits import read_limits
 from shardwise.comm.lookout import LOOKOUT
 from shardwise.engine.engine import Engine
 from shardwise.engine.live import Live, Stray
 
 READ_AFTER: Final = (3, 10)
-_LATEST_LOOK: Final = 30  # beats within which a look-out has looked again
+_LOOK_S: Final = 10.0  # a look of a look-out, on a busy machine
 
 
 @dataclass(frozen=True)
@@ -98,11 +97,10 @@ def _restore(model: nn.Module, built: Attributes, own: Collection[tuple[str, str
 def _left(engine: Engine, live: Live) -> list[Stray]:
     """What is alive in no category, once nobody looks at the calls of the step any more.
 
-    A rank's look-out (comm/lookout.py) keeps the call that it last saw waiting for other ranks, and
-    so the values in it, until its next look, which may be late on a busy machine.  A rank in a
-    thread has none.
+    While a rank's look-out (comm/lookout.py) looks at the calls that the program is in, it keeps
+    the values in them alive, also if they return meanwhile.  A rank in a thread has none.
     """
-    ends = time.monotonic() + _LATEST_LOOK * read_limits().beat_s
+    ends = time.monotonic() + _LOOK_S
     while True:
         gc.collect()  # what only a cycle keeps is not kept
         left = live.unaccounted(engine)

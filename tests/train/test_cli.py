@@ -134,6 +134,25 @@ def test_help_needs_no_torch(argv: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize(
+    "keep",
+    [
+        "import atexit; atexit.register(time.sleep, 60)",
+        "threading.Thread(target=time.sleep, args=(60,)).start()",
+    ],
+)
+def test_a_process_that_outlives_its_command_is_ended(keep: str) -> None:
+    """By an exit handler or a thread of a library; the command's exit code stands."""
+    code = (
+        f"import sys, threading, time\n{keep}\nfrom shardwise.train import cli\n"
+        "cli.LINGER_S, sys.argv = 0.5, ['shardwise', 'plan', 'dp2 zero4']\ncli.main()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=30
+    )
+    assert done.returncode == 2 and "kept alive" in done.stderr, done
+
+
+@pytest.mark.parametrize(
     ("argv", "phrase"),
     [
         (("train", "absent.toml"), "absent.toml"),
