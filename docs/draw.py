@@ -7,7 +7,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-from shardwise.core.states import ROWS, step_moves
+from shardwise.core.zero import ROWS, step_moves
 
 RANKS = 4
 BYTES = {"param": 2, "grad": 2, "optim": 12}

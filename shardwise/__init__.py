@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.engines import load, save
-    from shardwise.comm.door import move
     from shardwise.comm.launch import spawn
+    from shardwise.comm.move import move
     from shardwise.comm.world import World, init
     from shardwise.core.errors import InputError, RankError, RunError
     from shardwise.core.layout import I, P, R, S
     from shardwise.core.mesh import Mesh
     from shardwise.core.plan import Plan
-    from shardwise.core.table import Table
+    from shardwise.core.tensor_plan import Table
     from shardwise.engine.engine import Engine
     from shardwise.engine.full import full_state_dict
+    from shardwise.engine.optimizer_spec import SGD, Adam, AdamW, Optim
     from shardwise.engine.parallelize import parallelize
+    from shardwise.engine.partition import balance_by_time
     from shardwise.engine.pipe import Pipe
-    from shardwise.engine.recipe import SGD, Adam, AdamW, Optim
-    from shardwise.engine.stages import balance_by_time
     from shardwise.engine.training import Metrics
     from shardwise.engine.unwrap import unwrap
     from shardwise.engine.wrap import DDP, FSDP, clip_grad_norm, no_sync
-    from shardwise.parallel.cross_entropy import cross_entropy
+    from shardwise.parallel.tensor.cross_entropy import cross_entropy
 
 __version__ = "0.1.0"
 

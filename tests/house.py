@@ -16,8 +16,8 @@ ROOT = Path(__file__).parent.parent
 #: Layers from the bottom up; a file imports from its own layer and from those below it. The
 #: package's own face, and the command line, which names every part, stand above all but bench.
 LAYERS = (
-    *("core", "predict", "comm", "parallel", "engine", "checkpoint", "models", "verify", "train"),
-    *("face", "bench", "cli"),
+    *("core", "predict", "comm", "kernels", "parallel", "engine", "checkpoint", "models"),
+    *("verify", "train", "face", "bench", "cli"),
 )
 #: What a parallel run is compared with.
 ORACLES = ("shardwise.verify.oracle", "shardwise.verify.async_oracle")
@@ -218,12 +218,15 @@ def downward_imports(source: Source) -> list[str]:
 
 
 def techniques_apart(source: Source) -> list[str]:
-    """Files of parallel/ hold one technique each and never import one another."""
-    module = source.path.removesuffix(".py").replace("/", ".")
+    """Folders of parallel/ hold one technique each and never import one another."""
+    folder, _, _ = source.path.rpartition("/")
+    own = folder.replace("/", ".")
     return [
         source.say(node, f"imports {name}, another technique")
         for node, name in imports(source)
-        if within(module, "shardwise.parallel") and within(name, "shardwise.parallel")
+        if within(own, "shardwise.parallel")
+        and within(name, "shardwise.parallel")
+        and not within(name, own)
     ]
 
 
@@ -245,7 +248,7 @@ COUNTING = [
     f"shardwise/comm/{name}.py"
     for name in (
         *("ledger", "volume", "transport", "gloo", "nccl", "shared", "mailbox"),
-        *("threads", "trace", "alone", "torch_links"),
+        *("threads", "trace", "single", "torch_links"),
     )
 ]
 
@@ -259,7 +262,7 @@ def counted_apart(source: Source) -> list[str]:
     if source.layer != "comm":
         return []
     priced = ["shardwise.core.moves.price", "shardwise.predict"]
-    asking = ["shardwise.core.moves", "shardwise.comm.door", "shardwise.comm.collectives"]
+    asking = ["shardwise.core.moves", "shardwise.comm.move", "shardwise.comm.collectives"]
     refused = priced + asking * (source.path in COUNTING)
     return [
         source.say(node, f"imports {name}: what it counts is compared with that")

@@ -74,8 +74,8 @@ BAD: dict[Rule, list[tuple[str, str]]] = {
         ("shardwise/train/loop.py", "import shardwise.bench.data"),
     ],
     house.techniques_apart: [
-        ("shardwise/parallel/data.py", "from shardwise.parallel.flat import Unit"),
-        ("shardwise/parallel/data.py", "from . import flat"),
+        ("shardwise/parallel/data/x.py", "from shardwise.parallel.tensor.linear import Stream"),
+        ("shardwise/parallel/data/x.py", "from ..pipeline import runtime"),
     ],
     house.one_door: [
         ("shardwise/train/x.py", "import torch.distributed as dist"),
@@ -85,13 +85,13 @@ BAD: dict[Rule, list[tuple[str, str]]] = {
         ("shardwise/checkpoint/x.py", "from torch.distributed import barrier"),
     ],
     house.counted_apart: [
-        ("shardwise/comm/door.py", "from shardwise.core.moves import price"),
+        ("shardwise/comm/move.py", "from shardwise.core.moves import price"),
         ("shardwise/comm/x.py", "from shardwise.predict.traffic import step_bytes"),
         ("shardwise/comm/gloo.py", "from shardwise.core.moves import what"),
-        ("shardwise/comm/ledger.py", "from shardwise.comm.door import start"),
+        ("shardwise/comm/ledger.py", "from shardwise.comm.move import start"),
     ],
     house.oracles_apart: [
-        ("shardwise/verify/oracle.py", "from shardwise.engine.recipe import Recipe"),
+        ("shardwise/verify/oracle.py", "from shardwise.engine.optimizer_spec import Recipe"),
         ("shardwise/verify/oracle.py", "from .parity import SEED"),
         ("shardwise/verify/async_oracle.py", "import torch.distributed as dist"),
         ("shardwise/verify/async_oracle.py", "def f():\n    import numpy"),
@@ -135,20 +135,22 @@ GOOD: dict[Rule, list[tuple[str, str]]] = {
         ("shardwise/__init__.py", "from shardwise.train.loop import run"),
         ("shardwise/bench/x.py", "import shardwise as sw"),
     ],
-    house.techniques_apart: [("shardwise/engine/x.py", "from shardwise.parallel.flat import Unit")],
+    house.techniques_apart: [
+        ("shardwise/engine/x.py", "from shardwise.parallel.data.flat_parameter import Unit")
+    ],
     house.one_door: [
         ("shardwise/comm/x.py", "import torch.distributed as dist"),
         ("shardwise/bench/x.py", "import torch.distributed as dist"),
         ("shardwise/checkpoint/x.py", "from torch.distributed.checkpoint import save"),
     ],
     house.counted_apart: [
-        ("shardwise/comm/door.py", "from shardwise.core.moves import what"),
+        ("shardwise/comm/move.py", "from shardwise.core.moves import what"),
         ("shardwise/train/x.py", "from shardwise.core.moves import price"),
     ],
     house.oracles_apart: [
         ("shardwise/verify/oracle.py", "import math\nfrom torch import nn"),
         ("shardwise/verify/async_oracle.py", "from shardwise.verify.oracle import Task"),
-        ("shardwise/verify/parity.py", "from shardwise.engine.recipe import Recipe"),
+        ("shardwise/verify/parity.py", "from shardwise.engine.optimizer_spec import Recipe"),
     ],
     house.no_torch_below: [("shardwise/comm/x.py", "import torch")],
     house.no_environment: [("shardwise/comm/x.py", "import os\nx = os.environ")],

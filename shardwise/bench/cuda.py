@@ -22,7 +22,7 @@ from shardwise.bench.contender import Batch, Loop, Setup, adamw
 from shardwise.bench.ours import engine_of
 from shardwise.comm.launch import spawn
 from shardwise.core.errors import bad
-from shardwise.core.states import ROWS, STATE_BYTES, bytes_per_parameter
+from shardwise.core.zero import ROWS, STATE_BYTES, bytes_per_parameter
 from shardwise.models import gpt
 from shardwise.models.gpt import SIZES, GPTConfig
 from shardwise.models.registry import of_gpt

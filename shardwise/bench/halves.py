@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.core.balance import balanced
 from shardwise.core.errors import bad
-from shardwise.engine.stages import starts
+from shardwise.engine.partition import starts
 from shardwise.models.gpt import GPT, GPTConfig
 
 
@@ -48,8 +48,8 @@ def place(start: str, config: GPTConfig) -> int:
 def cut(model: GPT, stages: int) -> tuple[str, ...]:
     """The modules that begin stages 1 to `stages` - 1.
 
-    By parameters (engine/stages.py) between blocks, and where there are more stages than blocks by
-    number between halves. Raises InputError for more stages than halves.
+    By parameters (engine/partition.py) between blocks, and where there are more stages than blocks
+    by number between halves. Raises InputError for more stages than halves.
     """
     config = model.config
     fits(stages, config)

@@ -20,9 +20,9 @@ from itertools import pairwise
 from shardwise.bench.contender import Task
 from shardwise.core.layout import I, P, Placement, R, S
 from shardwise.core.moves import Move, price
+from shardwise.core.plan_parser import SCHEDULES
 from shardwise.core.schedule.library import build
-from shardwise.core.states import ROWS, step_moves
-from shardwise.core.words import SCHEDULES
+from shardwise.core.zero import ROWS, step_moves
 from shardwise.models.gpt import GPTConfig, parameters
 
 FP32_BYTES = 4

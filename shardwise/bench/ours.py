@@ -17,7 +17,7 @@ from shardwise.bench.contender import (
 from shardwise.bench.halves import cut
 from shardwise.comm.torch_links import TorchLinks
 from shardwise.core.schedule.library import build as schedule_of
-from shardwise.core.states import ROWS
+from shardwise.core.zero import ROWS
 from shardwise.models import gpt
 
 

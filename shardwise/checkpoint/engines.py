@@ -21,7 +21,7 @@ from shardwise.checkpoint.open_checkpoint import OpenCheckpoint
 from shardwise.checkpoint.storage import Check
 from shardwise.comm.collectives import broadcast
 from shardwise.core.errors import bad
-from shardwise.engine import given
+from shardwise.engine import validate
 from shardwise.engine.engine import Engine
 from shardwise.engine.guard import first_not_finite
 
@@ -107,7 +107,7 @@ def fill(engine: Engine, folder: Path, check: Check) -> dict[str, Any]:
                 "one that sw.save or shardwise train has written",
                 "sw.save(engine, folder)",
             )
-        given.scalars(opened.scalars["engine"])
+        validate.scalars(opened.scalars["engine"])
         check(opened)
 
     idle = set(engine.optimizer.idle)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.comm.door import carry_out, start
+from shardwise.comm.move import carry_out, start
 from shardwise.comm.transport import Pending, Transport
 from shardwise.comm.world import Axis
 from shardwise.core.layout import P, R, S

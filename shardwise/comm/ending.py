@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-from shardwise.comm.room import Note, Room
+from shardwise.comm.status_dir import Note, Room
 
 #: What a rank says whose peer has gone: true, but never the cause where another has one.
 LOST = re.compile(

@@ -2,7 +2,7 @@
 
     launcher   main thread    watches the room, forwards signals, ends what has to be ended
                agent thread   torch.distributed's elastic launcher: rendezvous, processes, results
-    ranks      child.run      (see child.py; they leave word in the room, see room.py)
+    ranks      child.run      (see worker.py; they leave word in the room, see status_dir.py)
 
 The agent knows a failure when a process ends, sends the others SIGTERM and gives them half a
 minute.  A rank that waits in a collective handles no signal in that time, and its complaint that a
@@ -26,14 +26,14 @@ import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from shardwise.comm.child import Job, run, run_module
 from shardwise.comm.ending import LaunchOutcome, afterlife, afterwards, first_failure, report, take
 from shardwise.comm.limits import read_limits
 from shardwise.comm.local import require_local
 from shardwise.comm.refusal import show_refusals
 from shardwise.comm.rendezvous import LAUNCHER
-from shardwise.comm.room import open_room
+from shardwise.comm.status_dir import open_room
 from shardwise.comm.watch import GLANCE_S, SAVE_S, end_all, watch
+from shardwise.comm.worker import Job, run, run_module
 from shardwise.core.errors import InputError, RankError, bad
 
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")

@@ -2,7 +2,7 @@
 
 Every transport speaks of one-dimensional contiguous tensors, starts the work, and returns a
 `Pending`; the two `along` a dim take any shape and strides, and return what to call for the result.
-The door (door.py) decides what to ask for; nobody else calls these.
+The door (move.py) decides what to ask for; nobody else calls these.
 
 Every transport counts, in the ledger of the axis it works for, what it hands to other ranks, at the
 point where it does: `begin` gives the line of a call, in which each message is counted.

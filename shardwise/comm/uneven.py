@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.door import start
+from shardwise.comm.move import start
 from shardwise.comm.once import once
 from shardwise.comm.world import Axis
-from shardwise.core.cut import Cut
 from shardwise.core.layout import R, S
+from shardwise.core.uneven import Cut
 
 
 def take(x: Tensor, axis: Axis, cut: Cut, returning: Callable[[], None] | None = None) -> Tensor:

@@ -11,7 +11,7 @@ from shardwise.comm.beat import Listener, hung
 from shardwise.comm.ending import LaunchOutcome
 from shardwise.comm.host import host_number
 from shardwise.comm.limits import read_limits
-from shardwise.comm.room import Room
+from shardwise.comm.status_dir import Room
 
 #: Between two looks into the room: of ranks as many as processors each look holds one up.
 GLANCE_S = 0.05

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.alone import Alone, AloneLinks
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.limits import Limits, read_limits
 from shardwise.comm.malloc import keep_freed_memory
 from shardwise.comm.peers import watch_peers
 from shardwise.comm.refusal import show_refusals
 from shardwise.comm.rendezvous import Start, environment, launched, local_rank
+from shardwise.comm.single import Alone, AloneLinks
 from shardwise.comm.start import meet
 from shardwise.comm.torch_links import TorchLinks, device_mesh, group_timeout
 from shardwise.comm.trace import TraceLinks

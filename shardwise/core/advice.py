@@ -4,12 +4,12 @@
     uses several positions              never "sequence"    a convolution, batch norm, recurrence
     anything else                       both entries, each with its condition: the user knows
 
-A table without entries gets a whole set at once: `sequence` builds one, and core/fit.py offers it
-together with every module that it leaves open.
+A table without entries gets a whole set at once: `sequence` builds one, and
+core/tensor_plan_check.py offers it together with every module that it leaves open.
 """
 
-from shardwise.core.laid import Laid
-from shardwise.core.style import ModuleShape, general, last, parent
+from shardwise.core.styles import ModuleShape, general, last, parent
+from shardwise.core.tensor_plan_match import Laid
 
 __all__ = ["entry", "sequence"]
 

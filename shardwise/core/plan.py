@@ -14,9 +14,9 @@ from typing import Any
 
 from shardwise.core.errors import bad
 from shardwise.core.mesh import AXES, Mesh
+from shardwise.core.plan_parser import WORDS, Word, read, size_text, words_table
 from shardwise.core.schedule.library import allowed
-from shardwise.core.states import ALIASES
-from shardwise.core.words import WORDS, Word, read, size_text, words_table
+from shardwise.core.zero import ALIASES
 
 __all__ = ["WORDS", "Plan", "Word", "words_table"]
 

@@ -11,7 +11,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from shardwise.core.errors import bad
 from shardwise.core.weak import owner
-from shardwise.parallel.data import Data
+from shardwise.parallel.data.hooks import Data
 
 #: torch.optim classes that treat every element alike, so that a piece is updated as in the whole.
 ELEMENTWISE = (

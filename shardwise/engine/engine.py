@@ -21,22 +21,22 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import begin_sum
 from shardwise.comm.ledger import Key, Ledger, Tally
-from shardwise.core.shape import ModelShape
-from shardwise.engine import compiled, given, hint, memory, sent_bytes, shape, state
-from shardwise.engine.alike import Alike
+from shardwise.core.model_spec import ModelShape
+from shardwise.engine import compiled, hint, memory, sent_bytes, spec, state, validate
 from shardwise.engine.batch import cast, enough, filled, rows, split
+from shardwise.engine.build import lay_out
+from shardwise.engine.consistency import Alike
 from shardwise.engine.guard import Guard
-from shardwise.engine.laying import lay_out
+from shardwise.engine.microbatches import Straight
 from shardwise.engine.optimizer import ShardedOptimizer
-from shardwise.engine.passes import Straight
 from shardwise.engine.pipelined import Pipelined
 from shardwise.engine.scale import LossScale, power_of_two
 from shardwise.engine.shard import cast_whole
-from shardwise.engine.stale import Stale
 from shardwise.engine.training import DTYPES, Build, Metrics, Settled, Training
 from shardwise.engine.updating import Updates
-from shardwise.parallel.data import Data, Unit
-from shardwise.parallel.staged import Staged
+from shardwise.engine.weight_stashing import Stale
+from shardwise.parallel.data.hooks import Data, Unit
+from shardwise.parallel.data.staged_hooks import Staged
 from shardwise.predict import traffic
 from shardwise.predict.traffic import Line
 
@@ -253,7 +253,7 @@ class Engine:
         Called by all ranks, each of which gets it, also where stages of the model are elsewhere.
         """
         found = self._made(call)
-        own = torch.zeros_like(like) if found is None else given.outputs(found, like)
+        own = torch.zeros_like(like) if found is None else validate.outputs(found, like)
         with self.ledger.phase("check"):
             return self._over_stages(own.flatten()).view_as(own)
 
@@ -275,7 +275,7 @@ class Engine:
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the steps to come. Raises InputError for what is none."""
-        given.rate(lr)
+        validate.rate(lr)
         self.optimizer.set_lr(lr)
 
     # --- state, memory, bytes -----------------------------------------------------------------
@@ -322,7 +322,7 @@ class Engine:
 
     def load_scalars(self, saved: dict[str, Any]) -> None:
         """Take the numbers of `scalars` back; before `loaded()`. Raises InputError for others."""
-        given.scalars(saved)
+        validate.scalars(saved)
         self.steps, self.idle = int(saved["step"]), list(saved.get("idle", ()))
         self.expected = int(saved.get("tokens", 0))  # which sets the power of two
         self.scale.value, self.scale.good = float(saved["loss_scale"]), int(saved["since"])
@@ -365,4 +365,4 @@ class Engine:
 
     def model_shape(self) -> ModelShape:
         """The model as numbers, in the units of this engine."""
-        return shape.model_shape(self)
+        return spec.model_shape(self)

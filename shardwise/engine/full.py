@@ -20,15 +20,15 @@ from shardwise.comm.collectives import receive, send
 from shardwise.comm.world import Axis
 from shardwise.core.boxes import boxes as cut
 from shardwise.core.errors import bad
-from shardwise.engine import given, state
+from shardwise.engine import state, validate
 from shardwise.engine.box import Box, block
 from shardwise.engine.engine import Engine
 from shardwise.engine.pipe import Piped
 from shardwise.engine.shard import driver_of, flats_of
 from shardwise.engine.unwrap import pipe_of
-from shardwise.parallel.data import Data
-from shardwise.parallel.layers import StandIn
-from shardwise.parallel.units import COMPILED, plain
+from shardwise.parallel.data.hooks import Data
+from shardwise.parallel.data.wrap_policy import COMPILED, plain
+from shardwise.parallel.pipeline.placeholders import StandIn
 
 
 def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
         boxes = [*state.weights(engine), *state.buffers(engine)]
         whole = engine.staging.stages.layers.twin if engine.staging else engine.model
         return _full(whole, boxes, engine.world.everyone, engine.world.device)
-    given.module(module_or_engine, "sw.full_state_dict")
+    validate.module(module_or_engine, "sw.full_state_dict")
     for module in (module_or_engine, plain(module_or_engine)):
         piped = pipe_of(module)
         if piped is not None:

@@ -24,7 +24,7 @@ from torch import Tensor
 from shardwise.comm.collectives import all_gather, begin_sum
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import NonFiniteError
-from shardwise.parallel.flat import Flat
+from shardwise.parallel.data.flat_parameter import Flat
 
 #: So many updates left out in a row are an error, under fp16 and where steps may be skipped.
 MOST_SKIPS: Final = 100

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardwise.engine.held import Tensors
+from shardwise.engine.tensor_layout import Tensors
 
 #: How torch says that shapes do not fit, or that a place is not there.
 _SHAPES = re.compile(

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.engine.shape import model_shape, optimizer_shape
+from shardwise.engine.spec import model_shape, optimizer_shape
 from shardwise.predict.memory import PLAIN, held_bytes
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "buffers")
@@ -16,7 +16,7 @@ def measured(engine: Any) -> dict[str, int]:
 
     Each storage is counted once and in the first category that holds it, as large as it is now:
     padding and pieces that views do not show are included, freed storages are not. Where a schedule
-    updates by itself, `versions` is the peak of the last step (stale.py).
+    updates by itself, `versions` is the peak of the last step (weight_stashing.py).
     """
     seen: set[int] = set()
     found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)

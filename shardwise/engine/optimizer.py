@@ -27,8 +27,8 @@ from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
 from shardwise.engine.norm import counted_elsewhere, squared_norm
-from shardwise.engine.recipe import Recipe
-from shardwise.parallel.flat import Flat
+from shardwise.engine.optimizer_spec import Recipe
+from shardwise.parallel.data.flat_parameter import Flat
 
 HALF = (torch.bfloat16, torch.float16)
 

@@ -8,14 +8,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.world import World
-from shardwise.core.check import require
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
-from shardwise.engine import alike, compiled, given, staging, stale
+from shardwise.core.plan_check import require
+from shardwise.engine import compiled, consistency, stage_module, validate, weight_stashing
 from shardwise.engine.engine import Engine
-from shardwise.engine.recipe import AdamW, Recipe
+from shardwise.engine.optimizer_spec import AdamW, Recipe
 from shardwise.engine.shard import default_fill, layable
-from shardwise.engine.tensor import fitting
+from shardwise.engine.tensor_parallel import fitting
 from shardwise.engine.training import Build, Loss, Training
 from shardwise.engine.unwrap import no_pipe
 
@@ -31,9 +31,9 @@ def parallelize(
     """Lay `model` out as `plan` says, in place, and return the engine that trains it.
 
     Options: `tokens`, `clip`, `on_nonfinite`, `check_every` (see Training); `units` (see
-    parallel/units.py), of which neighbours smaller than `least_unit_bytes` (None: 2 MiB) are one;
-    `fill(name, tensor)` for the weights of a model on the meta device; `seed` where it has no fill;
-    `prefetch`, the units gathered ahead; `table`, the styles of tensor parallelism
+    parallel/data/wrap_policy.py), of which neighbours smaller than `least_unit_bytes` (None: 2 MiB)
+    are one; `fill(name, tensor)` for the weights of a model on the meta device; `seed` where it has
+    no fill; `prefetch`, the units gathered ahead; `table`, the styles of tensor parallelism
     (docs/tensor-tables.md); `stages`, the names of the modules that begin the stages of a pipeline
     but the first, and
     `beside={"norm": "head"}`, modules that are not called where they are defined (docs/stages.md).
@@ -43,33 +43,33 @@ def parallelize(
             the wrong kind, or not the same on all ranks; an unknown option. The model is as it
             was then.
     """
-    given.model(model, "sw.parallelize")
-    given.stepped_after(model, "sw.parallelize of a model")
-    given.world(world)
+    validate.model(model, "sw.parallelize")
+    validate.stepped_after(model, "sw.parallelize of a model")
+    validate.world(world)
     plan = _plan(plan)
     require(plan, world.size)
     plan = _completed(plan, world)
     compiled.require_plain(model, plan, loss)
     options = USUAL | _known(options)
     recipe = _recipe(optimizer)
-    objective = given.loss(_own_loss if loss is None else loss)
-    tokens = None if options["tokens"] is None else given.tokens(options["tokens"])
+    objective = validate.loss(_own_loss if loss is None else loss)
+    tokens = None if options["tokens"] is None else validate.tokens(options["tokens"])
     fill = options["fill"]
-    fill = default_fill(model, options["seed"]) if fill is None else given.fill(fill)
-    given.trained(model)
+    fill = default_fill(model, options["seed"]) if fill is None else validate.fill(fill)
+    validate.trained(model)
     mixed = plan.precision in ("bf16", "fp16")
-    given.unchanging(model, plan.data_size * (1 + mixed))
+    validate.unchanging(model, plan.data_size * (1 + mixed))
     no_pipe(model)
     layable(model, options["units"])
     table = fitting(model, plan, options["table"])
-    beside = given.names(options["beside"])
-    begin = staging.fitting(model, plan, options["stages"], beside)
+    beside = validate.names(options["beside"])
+    begin = stage_module.fitting(model, plan, options["stages"], beside)
     on_nonfinite = options["on_nonfinite"]
-    clip = stale.require(model, plan, begin, options["clip"], beside, on_nonfinite)
+    clip = weight_stashing.require(model, plan, begin, options["clip"], beside, on_nonfinite)
     if world.rank == 0:
         recipe.warn_unmatched([n for n, _ in model.named_parameters(remove_duplicate=False)])
     training = Training(recipe, objective, tokens, clip, on_nonfinite, options["check_every"])
-    alike.given(world, _told(model, plan, table, recipe, options))
+    consistency.given(world, _told(model, plan, table, recipe, options))
     world = world.on(plan.mesh)
     asked = options["units"], fill, options["prefetch"], table
     build = Build(plan, world, *asked, begin, beside, options["least_unit_bytes"])
@@ -89,7 +89,7 @@ USUAL: dict[str, Any] = {
     "stages": None,
     "beside": None,
     "on_nonfinite": "raise",
-    "check_every": alike.EVERY,
+    "check_every": consistency.EVERY,
 }
 
 #: Those that have to be alike on all ranks; so has the seed, where weights are made of it.
@@ -105,7 +105,7 @@ def _told(
     """What has to be the same on all ranks, by name."""
     told: dict[str, object] = {
         "the plan": str(plan),
-        "the model": alike.described(model),
+        "the model": consistency.described(model),
         "the table": table,
         "the optimizer": recipe,
     } | {f"the option {name}": options[name] for name in ALIKE}
@@ -118,7 +118,9 @@ def _plan(plan: Any) -> Plan:
     if isinstance(plan, Plan):
         return plan
     if not isinstance(plan, str):
-        raise bad(f"the plan {given.shown(plan)}", "a text of plan words, or a Plan", '"dp2 zero3"')
+        raise bad(
+            f"the plan {validate.shown(plan)}", "a text of plan words, or a Plan", '"dp2 zero3"'
+        )
     return Plan.parse(plan)
 
 
@@ -140,15 +142,15 @@ def _known(options: dict[str, Any]) -> dict[str, Any]:
         instead = f"{close[0]}=..." if close else "clip=1.0"
         named = ", ".join(unknown)
         raise bad(f"parallelize with the option {named}", ", ".join(sorted(USUAL)), instead)
-    given.positive("clip", options.get("clip"))
+    validate.positive("clip", options.get("clip"))
     if options.get("on_nonfinite", "raise") not in ("raise", "skip"):
-        what = f"on_nonfinite={given.shown(options['on_nonfinite'])}"
+        what = f"on_nonfinite={validate.shown(options['on_nonfinite'])}"
         raise bad(what, "'raise' or 'skip'", 'on_nonfinite="skip"')
-    given.whole("seed", options.get("seed", 0), 0, 0)
-    given.whole("prefetch", options.get("prefetch", 1), 0, 1)
-    given.whole("check_every", options.get("check_every", 1), 0, 1)
+    validate.whole("seed", options.get("seed", 0), 0, 0)
+    validate.whole("prefetch", options.get("prefetch", 1), 0, 1)
+    validate.whole("check_every", options.get("check_every", 1), 0, 1)
     if options.get("least_unit_bytes") is not None:
-        given.whole("least_unit_bytes", options["least_unit_bytes"], 0, 2**21)
+        validate.whole("least_unit_bytes", options["least_unit_bytes"], 0, 2**21)
     return options
 
 
@@ -164,7 +166,9 @@ def _recipe(optimizer: Any) -> Recipe:
     elif isinstance(optimizer, Optimizer):
         options = f"torch.optim.{type(optimizer).__name__}, lr={optimizer.defaults.get('lr')}"
         instead = f"optimizer=sw.Optim({options}), without the model's parameters"
-    shown = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else given.shown(optimizer)
+    shown = (
+        type(optimizer).__name__ if isinstance(optimizer, Optimizer) else validate.shown(optimizer)
+    )
     allowed = "sw.AdamW, sw.Adam, sw.SGD or sw.Optim with options; parameters are found by the plan"
     raise bad(f"optimizer={shown}", allowed, instead)
 
@@ -178,6 +182,6 @@ def _own_loss(model: nn.Module, batch: Any) -> Tensor:
             f"a model ({type(model).__name__}) that returns a {type(out).__name__} without a loss, "
             "and no loss= to make one",
             "a model that returns its loss (transformers: with labels in the batch), or a loss",
-            given.LOSS,
+            validate.LOSS,
         )
     return found

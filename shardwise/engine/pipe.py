@@ -28,23 +28,23 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwise.comm.collectives import all_reduce, broadcast
 from shardwise.comm.world import Axis, World, init
-from shardwise.core.crossing import Spec, Trace
 from shardwise.core.errors import bad
 from shardwise.core.hook import no_copy
 from shardwise.core.mesh import Mesh
 from shardwise.core.schedule.action import Action, Token
 from shardwise.core.schedule.library import LIBRARY, MOST_FORWARDS, Size, build, entry
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.engine import alike, given, staging
+from shardwise.core.stage_io import Spec, Trace
+from shardwise.engine import consistency, stage_module, validate
 from shardwise.engine.batch import split
 from shardwise.engine.compiled import refuse
-from shardwise.engine.held import nowhere
+from shardwise.engine.partition import starts
 from shardwise.engine.shard import drivers, materialise
-from shardwise.engine.stages import starts
-from shardwise.engine.staging import Staging
-from shardwise.parallel.backward import Rest, Tape
-from shardwise.parallel.layers import twin
-from shardwise.parallel.pipeline import open_channels, run
+from shardwise.engine.stage_module import Staging
+from shardwise.engine.tensor_layout import nowhere
+from shardwise.parallel.pipeline.backward import Rest, Tape
+from shardwise.parallel.pipeline.placeholders import twin
+from shardwise.parallel.pipeline.runtime import open_channels, run
 
 Forward = Callable[..., Any]
 #: Shapes of microbatches of which the crossings are kept in mind.
@@ -73,25 +73,25 @@ def Pipe(  # noqa: N802
             chunks; a module that is wrapped already.  From a call: fewer rows than chunks; an
             output without rows.
     """
-    given.model(module, "sw.Pipe", "nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))")
-    given.whole("chunks", chunks, 1, 8, MOST_FORWARDS)
+    validate.model(module, "sw.Pipe", "nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))")
+    validate.whole("chunks", chunks, 1, 8, MOST_FORWARDS)
     if any(drivers(m) or isinstance(vars(m).get("forward"), Piped) for m in module.modules()):
-        raise given.wrapped(module)
+        raise validate.wrapped(module)
     refuse(module, "sw.Pipe", "sw.FSDP(module)")
     if world is None:
         world = init()
-    given.world(world)
+    validate.world(world)
     asked = {"chunks": chunks, "stages": stages, "schedule": schedule}
-    alike.given(world, {"the module": alike.described(module)} | asked)
-    world = world.on(Mesh(((staging.AXIS, world.size),)))
+    consistency.given(world, {"the module": consistency.described(module)} | asked)
+    world = world.on(Mesh(((stage_module.AXIS, world.size),)))
     whole = _schedule(schedule, chunks, world.size)
     begin = starts(module, len(whole.home), stages)
     materialise(module, world.device)
     for t in [*module.parameters(), *module.buffers()]:
         t.data = t.data.to(world.device)
     copy, named = twin(module), dict(module.named_parameters())
-    staging.agree(module, world.axis(staging.AXIS), world.device)
-    staged = staging.lay_out(module, (copy, nowhere()), world, whole, begin)
+    stage_module.agree(module, world.axis(stage_module.AXIS), world.device)
+    staged = stage_module.lay_out(module, (copy, nowhere()), world, whole, begin)
     trained = any(p.requires_grad for p in named.values())
     tied = {named[name]: staged.ties[name].axis for name in sorted(staged.ties)}
     # a hook cannot take a module's place; its class is other people's too
@@ -101,7 +101,7 @@ def Pipe(  # noqa: N802
 
 def _schedule(name: Any, chunks: int, ranks: int) -> Schedule:
     """The schedule of that name. Raises InputError for one that is not for a plain loop."""
-    found = entry(name if isinstance(name, str) else given.shown(name))
+    found = entry(name if isinstance(name, str) else validate.shown(name))
     if found.updates(Size(1, 1)):
         names = ", ".join(known for known, one in LIBRARY.items() if not one.updates(Size(1, 1)))
         what = f"sw.Pipe with {name}, which updates by itself, under a loop that does"
@@ -150,7 +150,7 @@ class Piped:
         """The output of the whole batch, on every rank."""
         refuse(self.module, "sw.Pipe", "sw.FSDP(module)")
         chunks = self.staged.schedule.microbatches
-        given.stepped_after(self.module, "sw.Pipe of a module")
+        validate.stepped_after(self.module, "sw.Pipe of a module")
         _enough((args, kwargs), chunks)
         graded = torch.is_grad_enabled()
         inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
@@ -190,7 +190,7 @@ class Piped:
 
 @dataclass(eq=False)
 class _Pass:
-    """One call: its microbatches, on their way forward and back (parallel/pipeline.py: Work)."""
+    """One call: its microbatches on their way forward and back (Work of pipeline/runtime.py)."""
 
     piped: Piped
     parts: list[Any]
@@ -269,7 +269,7 @@ class _Pass:
             return all_reduce(torch.cat(pieces), self.staged.axis)
         return all_reduce(torch.stack(pieces).sum(0), self.staged.axis)
 
-    # --- what a schedule asks (parallel/pipeline.py) ------------------------------------------
+    # --- what a schedule asks (parallel/pipeline/runtime.py) --------------------------------------
 
     def specs(self, token: Token) -> Sequence[Spec]:
         """What crosses: values of a stage forward, the gradients of those that have one back."""

@@ -1,8 +1,9 @@
 """this file is a pass under a schedule: what its actions are, of an engine's model and parameters.
 
-    F        the stage's part of the user's own forward (cut.py); the last stage's is the loss
-    B I W    autograd, from the gradients that came to those that go (parallel/backward.py)
-    GATHER FREE REDUCE      the stage's units (parallel/staged.py)
+    F        the stage's part of the user's own forward (staged_model.py); the last stage's is the
+    loss B I W    autograd, from the gradients that came to those that go
+    (parallel/pipeline/backward.py) GATHER FREE REDUCE      the stage's units
+    (parallel/data/staged_hooks.py)
 
 Every rank of the pipeline axis has the whole microbatch; what crosses between ranks are the values
 that later stages use.  Their shapes are learnt once for each shape of microbatch, on meta, by every
@@ -25,18 +26,18 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from shardwise.comm.world import Axis
-from shardwise.core.crossing import Spec, Trace
 from shardwise.core.errors import RunError
+from shardwise.core.model_spec import Crossed
 from shardwise.core.schedule.action import Action, Step, Token, Transfer
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.core.shape import Crossed
-from shardwise.engine.held import Tensors
-from shardwise.engine.passes import Objective
-from shardwise.engine.staging import Staging
-from shardwise.engine.stale import Stale
-from shardwise.parallel.backward import Rest, Tape
-from shardwise.parallel.pipeline import Watch, open_channels, run
-from shardwise.parallel.staged import PutOff, Staged
+from shardwise.core.stage_io import Spec, Trace
+from shardwise.engine.microbatches import Objective
+from shardwise.engine.stage_module import Staging
+from shardwise.engine.tensor_layout import Tensors
+from shardwise.engine.weight_stashing import Stale
+from shardwise.parallel.data.staged_hooks import PutOff, Staged
+from shardwise.parallel.pipeline.backward import Rest, Tape
+from shardwise.parallel.pipeline.runtime import Watch, open_channels, run
 
 #: Held while the state of a generator is read or written: ranks that are threads share it. Torch
 #: holds a lock of its own for that time. If the collector comes by then it lets another thread in,
@@ -157,7 +158,7 @@ class Pipelined:
         stream.begin()
         return _Known(self.staging.stages.follow(call), stream.lengths.known)
 
-    # --- what a schedule asks (parallel/pipeline.py) ------------------------------------------
+    # --- what a schedule asks (parallel/pipeline/runtime.py) --------------------------------------
 
     def specs(self, token: Token) -> Sequence[Spec]:
         """What crosses: values of a stage forward, the gradients of those that have one back."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardwise.engine.shape import model_shape
+from shardwise.engine.spec import model_shape
 from shardwise.predict import traffic
 from shardwise.predict.traffic import Line
 

@@ -13,17 +13,17 @@ from torch import nn
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.hook import Hook
-from shardwise.core.states import Row
-from shardwise.engine import given
-from shardwise.engine.held import Held, Tensors, Tie, nowhere
-from shardwise.parallel.buffers import Buffers
-from shardwise.parallel.data import Data, Pace, Unit
-from shardwise.parallel.facts import Facts
-from shardwise.parallel.flat import Fill, Flat, Kept
-from shardwise.parallel.products import BY_TORCH, Products
-from shardwise.parallel.reductions import Reductions
-from shardwise.parallel.resting import Units
-from shardwise.parallel.units import Rule, UnitSpec, choose
+from shardwise.core.zero import Row
+from shardwise.engine import validate
+from shardwise.engine.tensor_layout import Held, Tensors, Tie, nowhere
+from shardwise.kernels.matmul import BY_TORCH, Products
+from shardwise.parallel.data.buffers import Buffers
+from shardwise.parallel.data.consensus import Facts
+from shardwise.parallel.data.flat_parameter import Fill, Flat, Kept
+from shardwise.parallel.data.hooks import Data, Pace, Unit
+from shardwise.parallel.data.reducer import Reductions
+from shardwise.parallel.data.units import Units
+from shardwise.parallel.data.wrap_policy import Rule, UnitSpec, choose
 
 #: Neighbours smaller than this are one unit: below it a message costs more than what it carries.
 LEAST_BYTES = 2**21
@@ -148,7 +148,7 @@ def sizes(units: Sequence[Unit]) -> dict[nn.Parameter, int]:
 def layable(model: nn.Module, rule: Rule) -> None:
     """Raise InputError, with the model untouched, where `shard` would."""
     if any(drivers(module) for module in model.modules()):
-        raise given.wrapped(model)
+        raise validate.wrapped(model)
     choose(model, rule)
 
 

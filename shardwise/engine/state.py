@@ -16,8 +16,8 @@ from torch import Tensor
 
 from shardwise.core.boxes import boxes as cut
 from shardwise.engine.box import Box
-from shardwise.engine.held import Held
-from shardwise.parallel.flat import Flat
+from shardwise.engine.tensor_layout import Held
+from shardwise.parallel.data.flat_parameter import Flat
 
 
 def boxes(engine: Any) -> list[Box]:

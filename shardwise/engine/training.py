@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from shardwise.comm.world import World
 from shardwise.core.plan import Plan
-from shardwise.core.table import Table
-from shardwise.engine.recipe import Recipe
-from shardwise.parallel.flat import Fill
-from shardwise.parallel.units import Rule
+from shardwise.core.tensor_plan import Table
+from shardwise.engine.optimizer_spec import Recipe
+from shardwise.parallel.data.flat_parameter import Fill
+from shardwise.parallel.data.wrap_policy import Rule
 
 Loss = Callable[[nn.Module, Any], Tensor]
 Count = Callable[[Any], int]
@@ -65,7 +65,7 @@ class Build:
 
     Units smaller than `least_unit_bytes` (None: 2 MiB) are merged with their neighbours. `table` is
     that of the tensor axis, `starts` the modules that begin the stages of a pipeline, `beside`
-    those that are not called where they are defined (cut.py).
+    those that are not called where they are defined (staged_model.py).
     """
 
     plan: Plan

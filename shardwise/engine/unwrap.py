@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from shardwise.comm.collectives import broadcast
 from shardwise.core.errors import bad
-from shardwise.engine import given
+from shardwise.engine import validate
 from shardwise.engine.pipe import Piped
 from shardwise.engine.shard import driver_of, drivers, flats_of
-from shardwise.engine.staging import Staging
-from shardwise.parallel.flat import Flat
+from shardwise.engine.stage_module import Staging
+from shardwise.parallel.data.flat_parameter import Flat
 
 
 def unwrap(module: nn.Module) -> nn.Module:
@@ -30,7 +30,7 @@ def unwrap(module: nn.Module) -> nn.Module:
     Raises:
         InputError: the module is not wrapped, or an engine's model.
     """
-    given.module(module, "sw.unwrap")
+    validate.module(module, "sw.unwrap")
     data, piped = driver_of(module), pipe_of(module)
     if piped is not None:
         _restore(piped.staged)
@@ -67,7 +67,7 @@ def pipe_of(module: nn.Module) -> Piped | None:
 def no_pipe(module: nn.Module) -> None:
     """Raise InputError where `module`, or a part of it, is a pipe, whose layers lie elsewhere."""
     if any(pipe_of(part) is not None for part in module.modules()):
-        raise given.wrapped(module)
+        raise validate.wrapped(module)
 
 
 @torch.no_grad()

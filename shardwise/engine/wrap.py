@@ -23,8 +23,8 @@ from shardwise.comm.collectives import begin_sum
 from shardwise.comm.world import Axis, World, init
 from shardwise.core.errors import bad
 from shardwise.core.mesh import Mesh
-from shardwise.core.states import ROWS
-from shardwise.engine import alike, given
+from shardwise.core.zero import ROWS
+from shardwise.engine import consistency, validate
 from shardwise.engine.norm import squared_norm
 from shardwise.engine.shard import (
     Sharding,
@@ -38,13 +38,13 @@ from shardwise.engine.shard import (
     sizes,
     units_of,
 )
+from shardwise.engine.state_dict import keep_keys
 from shardwise.engine.unwrap import no_pipe
-from shardwise.engine.whole import keep_keys
-from shardwise.parallel.data import Pace
-from shardwise.parallel.nodes import take_over
-from shardwise.parallel.norms import fused
-from shardwise.parallel.products import fastest
-from shardwise.parallel.units import Rule
+from shardwise.kernels.fused_linear import take_over
+from shardwise.kernels.matmul import fastest
+from shardwise.kernels.rms_norm import fused
+from shardwise.parallel.data.hooks import Pace
+from shardwise.parallel.data.wrap_policy import Rule
 
 #: FSDP's names for rows (arXiv 2304.11277); the hybrid ones shard inside a group of ranks only.
 STRATEGIES = {
@@ -68,14 +68,14 @@ def DDP(  # noqa: N802
     forward (unless `broadcast_buffers` is False).  Gradients are reduced in buckets of up to
     `bucket_bytes`.  (Li et al., "PyTorch Distributed", arXiv 2006.15704.)
     """
-    given.model(module, "sw.DDP")
-    given.whole("bucket_bytes", bucket_bytes, 1, 25 * 2**20)
+    validate.model(module, "sw.DDP")
+    validate.whole("bucket_bytes", bucket_bytes, 1, 25 * 2**20)
     no_pipe(module)
     layable(module, "auto")
     world = _world(world)
     asked = {"bucket_bytes": bucket_bytes, "broadcast_buffers": broadcast_buffers}
-    alike.given(world, {"the module": alike.described(module)} | asked)
-    given.unchanging(module, world.size)
+    consistency.given(world, {"the module": consistency.described(module)} | asked)
+    validate.unchanging(module, world.size)
     world = world.on(Mesh((("dp", world.size),)))
     how = Sharding(ROWS["ddp"], Axis("none"), world.axis("dp"), "auto", bucket_bytes)
     return _wrap(module, replace(how, broadcast_buffers=broadcast_buffers), world)
@@ -92,25 +92,25 @@ def FSDP(  # noqa: N802
 
     sharding_strategy: "FULL_SHARD" (zero3), "SHARD_GRAD_OP" (zero2), "NO_SHARD" (ddp), or
     "HYBRID_SHARD" with `shard_size` ranks a group; torch's own enum is understood.
-    units: see parallel/units.py.
+    units: see parallel/data/wrap_policy.py.
 
     Raises:
         InputError: an unknown strategy; a shard_size that does not divide the world.
     """
-    given.model(module, "sw.FSDP")
+    validate.model(module, "sw.FSDP")
     no_pipe(module)
     layable(module, units)
     name = getattr(sharding_strategy, "name", sharding_strategy)
     if not isinstance(name, str) or name not in STRATEGIES:
-        what = f"sharding_strategy={given.shown(name)}"
+        what = f"sharding_strategy={validate.shown(name)}"
         raise bad(what, ", ".join(STRATEGIES), 'sharding_strategy="FULL_SHARD"')
     world = _world(world)
     inner = _shard_size(name, shard_size, world.size)
     if name == "NO_SHARD":
         return DDP(module, world)
-    given.unchanging(module, world.size)
+    validate.unchanging(module, world.size)
     asked = {"the strategy": name, "shard_size": inner, "units": units}
-    alike.given(world, {"the module": alike.described(module)} | asked)
+    consistency.given(world, {"the module": consistency.described(module)} | asked)
     world = world.on(Mesh((("dp_replicate", world.size // inner), ("dp_shard", inner))))
     axes = world.axis("dp_shard"), world.axis("dp_replicate")
     return _wrap(module, Sharding(ROWS[STRATEGIES[name]], *axes, units), world)
@@ -119,7 +119,7 @@ def FSDP(  # noqa: N802
 def _world(world: World | None) -> World:
     if world is None:
         return init()
-    given.world(world)
+    validate.world(world)
     return world
 
 
@@ -132,7 +132,7 @@ def _shard_size(name: str, asked: int | None, ranks: int) -> int:
         usual = next(
             (n for n in divisors[::-1] if n < ranks), ranks
         )  # the fewest copies, above one
-        what = "without shard_size" if asked is None else f"with shard_size={given.shown(asked)}"
+        what = "without shard_size" if asked is None else f"with shard_size={validate.shown(asked)}"
         raise bad(
             f"{name} {what} in a world of {ranks}",
             "shard_size, the number of ranks that share one copy, which divides the number of "
@@ -171,7 +171,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     Raises:
         InputError: the module is not wrapped.
     """
-    given.module(module, "sw.no_sync")
+    validate.module(module, "sw.no_sync")
     data = driver_of(module)
     if data is None:
         raise bad(f"a plain {type(module).__name__}", "a wrapped module", "sw.DDP(module) first")
@@ -188,8 +188,8 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
     Call it between backward and the optimizer's step, on all ranks; returns the norm before.
     `torch.nn.utils.clip_grad_norm_` would see this rank's pieces only.
     """
-    given.module(module, "sw.clip_grad_norm")
-    given.positive("max_norm", max_norm)
+    validate.module(module, "sw.clip_grad_norm")
+    validate.positive("max_norm", max_norm)
     data = driver_of(module)
     if data is None:
         return torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)

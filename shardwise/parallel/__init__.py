@@ -1,1 +1,1 @@
-"""this package is the techniques, one a file; none imports another."""
+"""The techniques, a folder each; no folder imports another's."""

@@ -27,11 +27,11 @@ of fewer than 65,536 elements, it keeps the normalised input too: 2 N D w more.
 from dataclasses import dataclass
 from typing import Final
 
-from shardwise.core.cut import even, heads
 from shardwise.core.errors import bad
+from shardwise.core.uneven import even, heads
 
 WIDE_BYTES: Final = 4  # norms and log-sum-exps are taken in fp32 at least
-LARGE: Final = 2**16  # elements from which on a norm is one node (parallel/nodes.py)
+LARGE: Final = 2**16  # elements from which on a norm is one node (kernels/fused_linear.py)
 
 
 @dataclass(frozen=True)

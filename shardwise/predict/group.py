@@ -7,9 +7,9 @@ kept sharded is the same on every rank for good, so it is not split.
 from dataclasses import dataclass
 
 from shardwise.core.flatten import Flattening, flatten
+from shardwise.core.model_spec import ModelShape, ParamShape, UnitShape
 from shardwise.core.plan import Plan
-from shardwise.core.shape import ModelShape, ParamShape, UnitShape
-from shardwise.core.states import ROWS, Row
+from shardwise.core.zero import ROWS, Row
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ and a step count of 4 bytes for each parameter. (ZeRO, arXiv 1910.02054, section
 
 from dataclasses import dataclass
 
+from shardwise.core.model_spec import ModelShape
 from shardwise.core.plan import Plan
 from shardwise.core.schedule.library import build, updates
 from shardwise.core.schedule.memory import versions
-from shardwise.core.shape import ModelShape
 from shardwise.predict.group import Group, groups
 
 HALF = ("bfloat16", "float16")

@@ -19,8 +19,8 @@ and, whatever the model's size:
 
 In the first step the data ranks tell their numbers of tokens beforehand, the ranks of the other
 axes three doubles of their batch, and those of the tensor axis one of the loss and two of each
-trained parameter that they hold whole (engine/alike.py). In later steps that compare they tell the
-batch again, and of the loss and the gradients three doubles in all.
+trained parameter that they hold whole (engine/consistency.py). In later steps that compare they
+tell the batch again, and of the loss and the gradients three doubles in all.
 
 A schedule that updates by itself does what is said to be done once, and agrees on the facts but the
 loss, with each of its updates.
@@ -32,10 +32,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from shardwise.core.layout import P, Placement, R, S
+from shardwise.core.model_spec import Crossed, Crossing, CutLoss, ModelShape
 from shardwise.core.moves import price
 from shardwise.core.plan import Plan
 from shardwise.core.schedule.library import updates
-from shardwise.core.shape import Crossed, Crossing, CutLoss, ModelShape
 from shardwise.predict.group import Group, groups
 from shardwise.predict.tensor import loss_bytes
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.core.model_spec import ModelShape, ParamShape, UnitShape
 from shardwise.core.plan import Plan
-from shardwise.core.shape import ModelShape, ParamShape, UnitShape
-from shardwise.engine.shape import buffer_shapes, dtype_name
+from shardwise.engine.spec import buffer_shapes, dtype_name
 from shardwise.engine.training import DTYPES
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.predict.memory import held_bytes

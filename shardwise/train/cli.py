@@ -33,7 +33,7 @@ from shardwise.train.usage import UsageError, answer
 
 if TYPE_CHECKING:
     from shardwise.train.prepare import Start
-    from shardwise.train.wish import StopWish
+    from shardwise.train.stop_signal import StopWish
 
 # the values of --resume
 ALWAYS, AUTO = "always", "auto"
@@ -49,7 +49,11 @@ ELSEWHERE = {
         "Prove a plan: parity, bytes, memory.",
     ),
     "bench": ("shardwise.bench.cli", "bench_command", "Measure side by side with the peers."),
-    "schedule": ("shardwise.train.schedule", "schedule_command", "Draw and price a schedule."),
+    "schedule": (
+        "shardwise.train.schedule_command",
+        "schedule_command",
+        "Draw and price a schedule.",
+    ),
     "inspect": ("shardwise.checkpoint.command", "inspect_command", "What a checkpoint holds."),
 }
 
@@ -206,7 +210,7 @@ def train(**given: Any) -> None:
     """Train a model; also under torchrun and Slurm."""
     from shardwise.comm.rendezvous import environment
     from shardwise.train.prepare import Start
-    from shardwise.train.wish import NOTHING, StopWish
+    from shardwise.train.stop_signal import NOTHING, StopWish
 
     asked = TrainOptions(**given)
     overrides = [*(asked.set_ or ()), *([] if asked.plan is None else [f"plan.text={asked.plan}"])]
@@ -294,8 +298,8 @@ def plan(
     words: Annotated[bool, typer.Option("--words", help="Print the table of words.")] = False,
 ) -> None:
     """Check a plan and print its canonical text; or print the words plans are written in."""
-    from shardwise.core.check import require
     from shardwise.core.plan import Plan, words_table
+    from shardwise.core.plan_check import require
 
     if words or text is None:
         print(words_table())

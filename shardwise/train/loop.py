@@ -45,8 +45,8 @@ from shardwise.train.report import Cost, Summary
 from shardwise.train.sample import NextToken, sample, visible
 from shardwise.train.saving import Position, load_run, save_run
 from shardwise.train.stop import any_rank
+from shardwise.train.stop_signal import NOTHING, StopWish
 from shardwise.train.tracing import Tracing
-from shardwise.train.wish import NOTHING, StopWish
 
 MEMORY_EVERY = 20  # steps between two looks at what is held, which costs a walk over all tensors
 

@@ -13,13 +13,13 @@ from shardwise.comm.objects import all_gather_object
 from shardwise.comm.world import World
 from shardwise.core.errors import RunError, bad
 from shardwise.core.plan import Plan
-from shardwise.core.states import ROWS, STATE_BYTES, bytes_per_parameter
-from shardwise.engine import tensor
+from shardwise.core.zero import ROWS, STATE_BYTES, bytes_per_parameter
+from shardwise.engine import tensor_parallel
 from shardwise.engine.engine import Engine
+from shardwise.engine.optimizer_spec import AdamW
 from shardwise.engine.parallelize import parallelize
-from shardwise.engine.recipe import AdamW
-from shardwise.engine.stages import balance_by_time
-from shardwise.engine.staging import fitting, schedule_of
+from shardwise.engine.partition import balance_by_time
+from shardwise.engine.stage_module import fitting, schedule_of
 from shardwise.models import gpt
 from shardwise.models.gpt import GPT, SIZES, GPTConfig
 from shardwise.models.initial import initial
@@ -84,7 +84,7 @@ def require_memory(sizes: GPTConfig, plan: Plan, there_bytes: int, share: float 
 def require_fit(sizes: GPTConfig, plan: Plan) -> None:
     """Raise InputError for a plan that has more tensor ranks than the model has heads, or words."""
     with torch.device("meta"):
-        tensor.fitting(GPT(replace(sizes, layers=1)), plan, None)
+        tensor_parallel.fitting(GPT(replace(sizes, layers=1)), plan, None)
 
 
 def build(prepared: Prepared, world: World) -> Engine:

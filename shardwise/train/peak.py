@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.parallel.products import Linear, fastest
+from shardwise.kernels.matmul import Linear, fastest
 
 ROUNDS = 5
 REPEATS = 3  # products a round

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardwise.comm.rendezvous import environment
-from shardwise.core.check import require
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
+from shardwise.core.plan_check import require
 from shardwise.train import folder
 from shardwise.train.config import Config
 from shardwise.train.data import Batches, Corpus, split

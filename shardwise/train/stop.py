@@ -1,4 +1,4 @@
-"""The agreement of the ranks to stop, between steps, once one of them has been asked to (wish.py).
+"""The ranks agree to stop, between steps, once one of them has been asked to (stop_signal.py).
 
 A signal may reach one rank a step before another, or only one of them. The step after which the run
 stops has to be the same for all, or some would wait for ever in the next step's collectives. So

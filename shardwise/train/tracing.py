@@ -21,8 +21,8 @@ from shardwise.core.schedule.measured import Measured, as_trace
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine.engine import Engine
 from shardwise.engine.pipelined import Pipelined
-from shardwise.engine.staging import AXIS
-from shardwise.parallel.pipeline import Recorder
+from shardwise.engine.stage_module import AXIS
+from shardwise.parallel.pipeline.runtime import Recorder
 from shardwise.train.packed import publish
 
 WARM = 3  # steps before the first that is recorded, where there are enough

@@ -23,9 +23,9 @@ from shardwise.comm.local import require_local
 from shardwise.comm.objects import all_gather_object
 from shardwise.comm.rendezvous import environment
 from shardwise.comm.world import init
-from shardwise.core.check import require
 from shardwise.core.errors import RankError, RunError, bad
 from shardwise.core.plan import Plan
+from shardwise.core.plan_check import require
 from shardwise.verify.finding import Finding
 from shardwise.verify.limits import unlike_one_process
 from shardwise.verify.options import Options, table_in, units_in

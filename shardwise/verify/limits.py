@@ -6,7 +6,7 @@
                  and under a pipeline for each stage by itself
 
 A proof of such a model fails because of the model, and the report says so.  On the tensor axis
-alone dropout draws what one process draws (parallel/dropout.py).
+alone dropout draws what one process draws (parallel/tensor/dropout.py).
 """
 
 from collections.abc import Iterator

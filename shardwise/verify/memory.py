@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from shardwise.comm.lookout import LOOKOUT
+from shardwise.comm.hang_detector import LOOKOUT
 from shardwise.engine.engine import Engine
 from shardwise.engine.live import Live, Stray
 
@@ -97,8 +97,8 @@ def _restore(model: nn.Module, built: Attributes, own: Collection[tuple[str, str
 def _left(engine: Engine, live: Live) -> list[Stray]:
     """What is alive in no category, once nobody looks at the calls of the step any more.
 
-    While a rank's look-out (comm/lookout.py) looks at the calls that the program is in, it keeps
-    the values in them alive, also if they return meanwhile.  A rank in a thread has none.
+    While a rank's look-out (comm/hang_detector.py) looks at the calls that the program is in, it
+    keeps the values in them alive, also if they return meanwhile.  A rank in a thread has none.
     """
     ends = time.monotonic() + _LOOK_S
     while True:

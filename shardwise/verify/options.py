@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardwise.core.errors import InputError, bad
-from shardwise.core.table import Table
-from shardwise.core.words import UNITS
-from shardwise.parallel.units import Rule
+from shardwise.core.plan_parser import UNITS
+from shardwise.core.tensor_plan import Table
+from shardwise.parallel.data.wrap_policy import Rule
 
 #: What a file may have beside its styles, as in Table.of.
 BESIDE: Final = ("heads", "kv_heads", "sequence", "sets")

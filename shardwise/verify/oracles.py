@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.core.plan import Plan
 from shardwise.core.schedule.library import allowed
-from shardwise.engine import staging
-from shardwise.engine.recipe import Recipe
+from shardwise.engine import stage_module
+from shardwise.engine.optimizer_spec import Recipe
 from shardwise.engine.training import DTYPES, Loss
 from shardwise.verify.async_oracle import AsyncOracle, Staleness, pipedream, two_buffered
 from shardwise.verify.oracle import HALF, Oracle, Task
@@ -88,7 +88,7 @@ def staleness_of(model: nn.Module, plan: Plan, starts: tuple[str, ...] | None) -
     """The order of an asynchronous plan, by the rule of its paper."""
     ranks = plan.mesh.size_of("pp")
     name, numbers = allowed(plan.pipeline or "", ranks)
-    at = staging.stages_of(model, staging.fitting(model, plan, starts))
+    at = stage_module.stages_of(model, stage_module.fitting(model, plan, starts))
     stage = {name: stages[0] for name, stages in at.items()}
     m = numbers.m
     update, rule = (1, pipedream(ranks)) if name == "pipedream" else (m, two_buffered(m))

@@ -38,8 +38,8 @@ from shardwise.core.plan import BUCKET_BYTES, Plan
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
 from shardwise.engine.live import Live
+from shardwise.engine.optimizer_spec import AdamW, Recipe
 from shardwise.engine.parallelize import parallelize
-from shardwise.engine.recipe import AdamW, Recipe
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.predict.traffic import Line, by_kind

@@ -12,9 +12,9 @@ from torch import nn
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan import Plan
-from shardwise.engine import staging, stale, tensor
+from shardwise.engine import stage_module, tensor_parallel, weight_stashing
 from shardwise.models.registry import find
-from shardwise.parallel.units import choose
+from shardwise.parallel.data.wrap_policy import choose
 from shardwise.verify.options import Options
 from shardwise.verify.parity import SEED, engine_of
 
@@ -30,8 +30,8 @@ def smoke_test(model: str, plan: Plan, options: Options | None = None) -> nn.Mod
     """
     found, options = _trained(model, plan), options or Options()
     choose(found, options.units)
-    tensor.fitting(found, plan, options.table)
-    stale.require(found, plan, staging.fitting(found, plan, None), None)
+    tensor_parallel.fitting(found, plan, options.table)
+    weight_stashing.require(found, plan, stage_module.fitting(found, plan, None), None)
     return found
 
 

@@ -17,7 +17,7 @@ from shardwise.bench.roster import ROSTER, SUITES, choose
 from shardwise.comm.interface import sent_bytes
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
-from shardwise.core.states import ROWS
+from shardwise.core.zero import ROWS
 from shardwise.models.gpt import GPTConfig, parameters
 from tests.pool import run_gloo
 

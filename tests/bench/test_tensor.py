@@ -18,7 +18,7 @@ from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.layout import P, R, S
 from shardwise.core.moves import price
-from shardwise.core.states import ROWS
+from shardwise.core.zero import ROWS
 from shardwise.models import gpt
 from shardwise.models.gpt import SIZES, GPTConfig
 from shardwise.models.registry import of_gpt

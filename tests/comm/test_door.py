@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.comm.door import begin_scatter, gather, move, scatter, start
+from shardwise.comm.move import begin_scatter, gather, move, scatter, start
 from shardwise.comm.world import Axis, World, alone, traced
 from shardwise.core.errors import InputError, RankError
 from shardwise.core.layout import I, P, Placement, R, S

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.core.check import problems, require
 from shardwise.core.errors import InputError
 from shardwise.core.plan import WORDS, Plan
+from shardwise.core.plan_check import problems, require
 from tests.core.test_plan import PLANS
 
 

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from shardwise.core.fit import check
-from shardwise.core.style import ModuleShape
-from shardwise.core.table import Table
+from shardwise.core.styles import ModuleShape
+from shardwise.core.tensor_plan import Table
+from shardwise.core.tensor_plan_check import check
 
 NORM = ModuleShape("other", 64, type_name="LayerNorm")
 BLOCK = ModuleShape("other", parameters=False, type_name="Block", numbers=(("num_heads", 8),))

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import AXES
 from shardwise.core.plan import WORDS, Plan, words_table
-from shardwise.core.states import ROWS
-from shardwise.core.words import PRECISIONS, SCHEDULES, size_text
+from shardwise.core.plan_parser import PRECISIONS, SCHEDULES, size_text
+from shardwise.core.zero import ROWS
 
 COUNTS = st.integers(1, 10**6)
 SCHEDULE_TEXTS = st.tuples(st.sampled_from(sorted(SCHEDULES)), COUNTS, COUNTS).map(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.core.shape import ELEMENT_BYTES, ModelShape, ParamShape, UnitShape
+from shardwise.core.model_spec import ELEMENT_BYTES, ModelShape, ParamShape, UnitShape
 
 
 def test_counts():

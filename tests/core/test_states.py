@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardwise.core.states import ALIASES, ROWS, bytes_per_parameter, hybrid_moves, step_moves
+from shardwise.core.zero import ALIASES, ROWS, bytes_per_parameter, hybrid_moves, step_moves
 
 #: arXiv 1910.02054, table 1: GB a device for 7.5 B, 128 B and 1 T parameters by number of ranks,
 #: in the paper's stages P_os (zero1), P_os+g (zero2), P_os+g+p (zero3).

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.core.cut import Cut
 from shardwise.core.errors import InputError
-from shardwise.core.style import STYLES, ModuleShape, Style
-from shardwise.core.table import Table, assign, bias_cut, cuts, numbers
+from shardwise.core.styles import STYLES, ModuleShape, Style
+from shardwise.core.tensor_plan import Table, assign, bias_cut, cuts, numbers
+from shardwise.core.uneven import Cut
 
 WORDS = [*(style for style in STYLES if style != "colwise:N"), "colwise:2", "colwise:12"]
 NAMES = [

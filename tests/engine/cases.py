@@ -17,7 +17,7 @@ from shardwise.comm.world import World
 from shardwise.core.plan import Plan
 from shardwise.engine.batch import rows
 from shardwise.engine.engine import Engine
-from shardwise.engine.whole import whole
+from shardwise.engine.state_dict import whole
 from shardwise.models import gpt
 from shardwise.models.initial import fill
 

@@ -16,8 +16,8 @@ import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
-from shardwise.engine import alike
-from shardwise.engine.held import nowhere
+from shardwise.engine import consistency
+from shardwise.engine.tensor_layout import nowhere
 from shardwise.predict.traffic import Line
 from tests.pool import run_gloo, run_threads
 
@@ -127,9 +127,9 @@ def masked(rank: int, seed: int = 0) -> dict[str, Any]:
 def test_batches_are_compared_by_what_can_be():
     """The order of keys is no difference, nor is what is no tensor; what is beside a mask is."""
     zero, one, other = (
-        alike._mark(masked(*of), torch.device("cpu")) for of in [(0,), (1,), (1, 5)]
+        consistency._mark(masked(*of), torch.device("cpu")) for of in [(0,), (1,), (1, 5)]
     )
-    assert alike._same(zero, one) and not alike._same(one, other)
+    assert consistency._same(zero, one) and not consistency._same(one, other)
 
 
 def test_a_batch_that_each_rank_makes_may_be_rounded_otherwise():
@@ -141,8 +141,14 @@ def test_a_batch_that_each_rank_makes_may_be_rounded_otherwise():
     ids = torch.randint(50_000, (40, 500), generator=torch.Generator().manual_seed(0))
     one = ids.clone()
     one[7, 8] += 1
-    base, near, far, ids, one = (alike._mark(x, x.device) for x in (x, rounded, other, ids, one))
-    assert alike._same(base, near) and not alike._same(base, far) and not alike._same(ids, one)
+    base, near, far, ids, one = (
+        consistency._mark(x, x.device) for x in (x, rounded, other, ids, one)
+    )
+    assert (
+        consistency._same(base, near)
+        and not consistency._same(base, far)
+        and not consistency._same(ids, one)
+    )
 
 
 @pytest.mark.parametrize("plan", ["tp2", "pp2 1f1b:2", "tp2 pp2 1f1b:2"])
@@ -278,7 +284,7 @@ def compared(world: World, off: float, noise: float) -> bool:
     flats: Any = [Made(world.rank, off, noise)]
     try:
         tensors = replace(nowhere(), axis=axis)
-        comparing = alike.Alike(tensors, None, world.device)
+        comparing = consistency.Alike(tensors, None, world.device)
         comparing.compared = "each"
         arrived = comparing.settled(iter("ab"), torch.ones(()), flats)
         assert list(arrived) == ["a", "b"]
@@ -303,12 +309,12 @@ def test_sums_with_weights_tell_tensors_apart(numel: int, at: int, seed: int):
     at %= numel
     other = x.clone()
     other[at] += 1
-    assert alike._sum(other) != alike._sum(x)
+    assert consistency._sum(other) != consistency._sum(x)
     if at + 1 < numel and x[at] != x[at + 1]:
         swapped = x.clone()
         swapped[at], swapped[at + 1] = x[at + 1], x[at]
-        assert alike._sum(swapped) != alike._sum(x)
-    assert alike._sum(x.view(numel, 1)) == alike._sum(x)
+        assert consistency._sum(swapped) != consistency._sum(x)
+    assert consistency._sum(x.view(numel, 1)) == consistency._sum(x)
 
 
 WRAPPED = [

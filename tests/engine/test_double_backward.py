@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RankError
-from shardwise.engine.whole import whole
+from shardwise.engine.state_dict import whole
 from tests.engine.cases import difference
 from tests.engine.loops import rows, wrap
 from tests.pool import run_gloo, run_threads

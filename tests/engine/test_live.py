@@ -13,11 +13,11 @@ from shardwise.comm.world import World
 from shardwise.core.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.engine.live import Live, Stray
+from shardwise.engine.optimizer_spec import AdamW
 from shardwise.engine.parallelize import parallelize
-from shardwise.engine.recipe import AdamW
 from shardwise.models.gpt import GPTConfig
 from shardwise.models.registry import of_gpt
-from shardwise.parallel.flat import Flat
+from shardwise.parallel.data.flat_parameter import Flat
 from tests.pool import run_gloo, run_threads
 
 SMALL = GPTConfig(64, 2, 32, 2, 2, 64, 16)

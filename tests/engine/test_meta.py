@@ -9,7 +9,7 @@ import shardwise as sw
 from shardwise.comm.world import World, alone, traced
 from shardwise.core.errors import InputError
 from shardwise.engine.engine import Engine
-from shardwise.engine.whole import whole
+from shardwise.engine.state_dict import whole
 from shardwise.models import gpt
 from shardwise.models.initial import fill, initial
 from tests.engine.cases import CONFIG, PLANS, Case, Task, oracle, share, text

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.plan import Plan
-from shardwise.engine.staging import schedule_of
+from shardwise.engine.stage_module import schedule_of
 from tests.engine.cases import Case, ranks_of, rows_task, settled, vectors
 from tests.engine.pipelines import ADAMW, WIDTH, half_frozen, task
 from tests.engine.tensors import assert_counted, assert_parity, train, whole_run

@@ -9,7 +9,7 @@ import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.engine.norm import ROW, squared_norm
 from shardwise.engine.scale import LossScale
-from shardwise.engine.whole import whole
+from shardwise.engine.state_dict import whole
 from tests.engine.cases import (
     ROWS,
     Case,

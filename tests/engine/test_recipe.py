@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 import shardwise as sw
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError
-from shardwise.engine.recipe import ELEMENTWISE, Recipe
+from shardwise.engine.optimizer_spec import ELEMENTWISE, Recipe
 from tests.engine.cases import regression, vectors
 from tests.engine.zoo import make
 

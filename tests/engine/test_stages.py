@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
-from shardwise.engine.stages import balance_by_time, misplaced, starts
-from shardwise.engine.staging import fitting
+from shardwise.engine.partition import balance_by_time, misplaced, starts
+from shardwise.engine.stage_module import fitting
 from shardwise.models import gpt
 from shardwise.models.registry import find
 from tests.pool import run_threads
@@ -191,7 +191,7 @@ class Slow(nn.Module):
 def test_stages_by_time_balance_what_layers_take(monkeypatch: pytest.MonkeyPatch):
     """One slow layer of four is a stage of its own, though all have as many parameters."""
     clock = Clock()
-    monkeypatch.setattr("shardwise.engine.stages.time", clock)
+    monkeypatch.setattr("shardwise.engine.partition.time", clock)
     model = nn.Sequential(*[Slow(clock, seconds) for seconds in (1, 1, 9, 1)])
     assert starts(model, 3) == ("1", "2")
     assert balance_by_time(model, lambda m: m(torch.zeros(1)), 3) == ("2", "3")
@@ -212,7 +212,7 @@ def timed(world: World, clocks: Clocks) -> tuple[str, ...]:
 def test_the_first_ranks_times_decide_for_all(monkeypatch: pytest.MonkeyPatch):
     """Ranks that measure differently cut alike."""
     clocks = Clocks()
-    monkeypatch.setattr("shardwise.engine.stages.time", clocks)
+    monkeypatch.setattr("shardwise.engine.partition.time", clocks)
     assert run_threads(2, timed, clocks) == [("2", "3")] * 2
 
 

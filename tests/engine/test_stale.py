@@ -18,12 +18,12 @@ from shardwise.core.schedule import memory
 from shardwise.core.schedule.library import build
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.core.schedule.stale import pipedream, two_buffered
-from shardwise.engine import staging, stale
+from shardwise.core.schedule.weight_stashing import pipedream, two_buffered
+from shardwise.engine import stage_module, weight_stashing
 from shardwise.engine.engine import Engine
+from shardwise.engine.optimizer_spec import Recipe
 from shardwise.engine.pipelined import Pipelined
-from shardwise.engine.recipe import Recipe
-from shardwise.parallel.flat import Flat
+from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.verify.async_oracle import AsyncOracle
 from shardwise.verify.finding import Finding
 from shardwise.verify.oracles import Oracles, oracles_of
@@ -102,7 +102,7 @@ def test_parity_between_processes():
 def scheduled(schedule: Schedule) -> Iterator[None]:
     """Every plan has this schedule."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(staging, "schedule_of", lambda _: lower(schedule))
+        patch.setattr(stage_module, "schedule_of", lambda _: lower(schedule))
         yield
 
 
@@ -196,16 +196,16 @@ def test_an_update_in_place_is_the_fault(plan: str, monkeypatch: pytest.MonkeyPa
     saved of them is wrong: views of weights are remembered by where they lie.
     """
 
-    def update(self: stale.Stale, stage: int, *of: Any) -> None:
+    def update(self: weight_stashing.Stale, stage: int, *of: Any) -> None:
         before = {v: [full.clone() for full in fulls] for v, fulls in self.kept[stage].items()}
         real(self, stage, *of)
         newest = max(self.kept[stage])
         self.kept[stage].update({v: before[v] for v in before if v in self.kept[stage]})
         assert newest in self.kept[stage]
 
-    real = stale.Stale.update
+    real = weight_stashing.Stale.update
     monkeypatch.setattr(Flat, "renew", lambda flat: flat.point_at(flat.full))
-    monkeypatch.setattr(stale.Stale, "update", update)
+    monkeypatch.setattr(weight_stashing.Stale, "update", update)
     found = run_threads(3, proved, plan)
     assert largest(found) > 1e-4
 
@@ -214,7 +214,7 @@ def test_updates_are_no_writes_to_autograd(monkeypatch: pytest.MonkeyPatch):
     """Counted as writes, updates make autograd refuse backward passes through other versions."""
     recipe = sw.SGD(lr=0.1, momentum=0.9, foreach=True)
     assert largest(run_threads(2, proved, "pp2 pipedream:4", recipe)) <= 1e-10
-    monkeypatch.setattr(stale, "_uncounted", lambda _: nullcontext())
+    monkeypatch.setattr(weight_stashing, "_uncounted", lambda _: nullcontext())
     with pytest.raises(RankError, match="modified by an inplace operation"):
         run_threads(2, proved, "pp2 pipedream:4", recipe)
 

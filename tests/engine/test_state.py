@@ -7,7 +7,7 @@ import torch
 
 from shardwise.comm.world import World
 from shardwise.engine.engine import Engine
-from shardwise.engine.whole import whole
+from shardwise.engine.state_dict import whole
 from tests.engine.cases import Case, Task, build, difference, ranks_of, rows_task, settled, share
 from tests.engine.test_zoo import gated
 from tests.engine.zoo import Gated, make

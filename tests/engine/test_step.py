@@ -10,8 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RankError
-from shardwise.engine.whole import whole
-from shardwise.parallel.flat import Flat, Stage
+from shardwise.engine.state_dict import whole
+from shardwise.parallel.data.flat_parameter import Flat, Stage
 from tests.engine.cases import (
     ROWS,
     Case,

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.cut import Cut
 from shardwise.core.errors import InputError
-from shardwise.core.fit import check
-from shardwise.core.style import STYLES, ModuleShape
-from shardwise.core.table import Table, assign, bias_cut, cuts, numbers
-from shardwise.engine.plans import _DECODERS, _STYLES
-from shardwise.engine.table import shapes, table_of, without
+from shardwise.core.styles import STYLES, ModuleShape
+from shardwise.core.tensor_plan import Table, assign, bias_cut, cuts, numbers
+from shardwise.core.tensor_plan_check import check
+from shardwise.core.uneven import Cut
+from shardwise.engine.hf_plans import _DECODERS, _STYLES
+from shardwise.engine.tensor_plan import shapes, table_of, without
 from shardwise.models import hf
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.registry import find

@@ -14,7 +14,7 @@ from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
 from shardwise.engine.shard import driver_of
 from shardwise.engine.wrap import STRATEGIES
-from shardwise.parallel.data import Data
+from shardwise.parallel.data.hooks import Data
 from tests.engine import loops
 from tests.engine.cases import Case, Task, build, difference, share, text
 from tests.engine.loops import LOOPS, adam, on_ranks, rows, wrap

@@ -17,8 +17,8 @@ from shardwise.core.schedule.action import Step, Token
 from shardwise.core.schedule.library import build
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.parallel.backward import Tape
-from shardwise.parallel.pipeline import open_channels, run
+from shardwise.parallel.pipeline.backward import Tape
+from shardwise.parallel.pipeline.runtime import open_channels, run
 from tests.engine.cases import settled
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ def grads_of(whole: nn.ModuleList, stages: Any) -> dict[str, Tensor]:
 
 
 class Layers:
-    """The work of a rank (see parallel/pipeline.py), with word of what it makes and is asked."""
+    """The work of a rank (runtime.py: Work), which notes what it makes and is asked."""
 
     device = CPU
 

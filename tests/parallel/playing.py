@@ -9,10 +9,10 @@ from zlib import crc32
 import torch
 from torch import Tensor, nn
 
-from shardwise.core.crossing import Trace
-from shardwise.engine.cut import Stages
-from shardwise.parallel.layers import twin
-from shardwise.parallel.stages import Ran
+from shardwise.core.stage_io import Trace
+from shardwise.engine.staged_model import Stages
+from shardwise.parallel.pipeline.placeholders import twin
+from shardwise.parallel.pipeline.stage import Ran
 from tests.parallel.between import LENGTH, WIDTH
 
 CPU = torch.device("cpu")

@@ -14,10 +14,10 @@ from torch.nn import functional as F
 import shardwise as sw
 from shardwise.comm.uneven import part
 from shardwise.comm.world import World, alone
-from shardwise.core.cut import Cut, even
 from shardwise.core.errors import RankError
-from shardwise.parallel.cross_entropy import cross_entropy
-from shardwise.parallel.logits import Logits
+from shardwise.core.uneven import Cut, even
+from shardwise.parallel.tensor.cross_entropy import cross_entropy
+from shardwise.parallel.tensor.logits import Logits
 from shardwise.predict.tensor import loss_bytes
 from tests.pool import run_gloo, run_threads
 

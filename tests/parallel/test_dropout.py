@@ -13,13 +13,13 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.comm.uneven import part
 from shardwise.comm.world import World, alone, traced
-from shardwise.core.cut import Cut, even, heads, packed, wide
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
+from shardwise.core.uneven import Cut, even, heads, packed, wide
 from shardwise.engine.engine import Engine
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
-from shardwise.parallel.dropout import Columns, Cutting, Draws, Mark, Shard
+from shardwise.parallel.tensor.dropout import Columns, Cutting, Draws, Mark, Shard
 from shardwise.verify.finding import Finding
 from shardwise.verify.parity import alone_of, compare, engine_of
 from tests.pool import run_gloo

@@ -12,8 +12,8 @@ from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.comm.world import alone
-from shardwise.parallel.nodes import take_over
-from shardwise.parallel.products import BY_ONEDNN
+from shardwise.kernels.fused_linear import take_over
+from shardwise.kernels.matmul import BY_ONEDNN
 from tests.engine.cases import difference
 from tests.parallel.test_linear import WIDE, Net, directly, made, once, rows, there, written
 

@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 from shardwise.comm.uneven import part
 from shardwise.comm.world import World, alone
-from shardwise.core.cut import even
 from shardwise.core.errors import InputError, RankError
-from shardwise.parallel.cross_entropy import cross_entropy
-from shardwise.parallel.logits import Logits
+from shardwise.core.uneven import even
+from shardwise.parallel.tensor.cross_entropy import cross_entropy
+from shardwise.parallel.tensor.logits import Logits
 from tests.pool import run_gloo, run_threads
 
 V = 7

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
-from shardwise.parallel.flat import Flat
-from shardwise.parallel.nodes import LEAST
+from shardwise.kernels.fused_linear import LEAST
+from shardwise.parallel.data.flat_parameter import Flat
 from tests.engine.cases import difference, settled
 from tests.engine.tensors import mine
 from tests.parallel.test_linear import assert_gradients, noted, there

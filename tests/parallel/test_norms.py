@@ -10,10 +10,10 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm.world import alone
-from shardwise.parallel import nodes
-from shardwise.parallel.nodes import take_over
-from shardwise.parallel.norms import fused
-from shardwise.parallel.products import BY_ONEDNN, BY_TORCH
+from shardwise.kernels import fused_linear
+from shardwise.kernels.fused_linear import take_over
+from shardwise.kernels.matmul import BY_ONEDNN, BY_TORCH
+from shardwise.kernels.rms_norm import fused
 
 CPU = torch.device("cpu")
 
@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inputs of a test are small."""
-    monkeypatch.setattr(nodes, "LEAST", 1)
+    monkeypatch.setattr(fused_linear, "LEAST", 1)
 
 
 def pair(
@@ -194,7 +194,7 @@ def test_without_a_weight_or_of_a_class_of_its_own():
 
 def test_small_inputs_are_left_to_torch(monkeypatch: pytest.MonkeyPatch):
     """Below so many elements our node would cost more than it saves."""
-    monkeypatch.setattr(nodes, "LEAST", 24)
+    monkeypatch.setattr(fused_linear, "LEAST", 24)
     norm = pair()[1]
     assert [taken(norm(numbers(rows, 6))) for rows in (3, 4)] == [False, True]
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from shardwise.parallel import products
-from shardwise.parallel.products import (
+from shardwise.kernels import matmul
+from shardwise.kernels.matmul import (
     BY_BOTH,
     BY_ONEDNN,
     BY_TORCH,
@@ -127,7 +127,7 @@ def test_onednn_is_for_processors_of_amd(
     monkeypatch: pytest.MonkeyPatch, told: str, expected: Products
 ):
     """As the system names them, from Zen 5 on for weights too; not for others, nor for GPUs."""
-    monkeypatch.setattr(products, "_processor", lambda: told)
+    monkeypatch.setattr(matmul, "_processor", lambda: told)
     assert fastest(CPU) is expected
     assert fastest(torch.device("cuda")) is BY_TORCH
 
@@ -136,6 +136,6 @@ def test_without_the_systems_file_the_interpreter_is_asked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """On Windows and macOS."""
-    monkeypatch.setattr(products, "TOLD", tmp_path / "none")
+    monkeypatch.setattr(matmul, "TOLD", tmp_path / "none")
     monkeypatch.setattr("platform.processor", lambda: "x86, AuthenticAMD")
-    assert products._processor() == "x86, AuthenticAMD"
+    assert matmul._processor() == "x86, AuthenticAMD"

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardwise.engine.cut import Stages
-from shardwise.engine.stages import starts
+from shardwise.engine.partition import starts
+from shardwise.engine.staged_model import Stages
 from shardwise.models import gpt
 from shardwise.models.registry import find
-from shardwise.parallel.layers import twin
+from shardwise.parallel.pipeline.placeholders import twin
 from tests.parallel import between
 from tests.parallel.between import LENGTH, WIDTH, Stack
 from tests.parallel.playing import CPU, check, regression, rows, settled

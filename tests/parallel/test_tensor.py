@@ -13,9 +13,9 @@ from shardwise.comm.transport import Pending
 from shardwise.comm.uneven import part
 from shardwise.comm.world import World
 from shardwise.core.mesh import Mesh
-from shardwise.engine.held import Tensors
-from shardwise.engine.table import table_of
-from shardwise.engine.tensor import AXIS, lay_out
+from shardwise.engine.tensor_layout import Tensors
+from shardwise.engine.tensor_parallel import AXIS, lay_out
+from shardwise.engine.tensor_plan import table_of
 from tests.engine.cases import difference
 from tests.parallel.layers import KINDS, Doubled, sequences
 from tests.pool import run_threads

@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.comm.door import move
+from shardwise.comm.move import move
 from shardwise.comm.uneven import part
 from shardwise.comm.world import World, alone
-from shardwise.core.cut import Cut, even
 from shardwise.core.errors import InputError
 from shardwise.core.layout import I, P, R, S
+from shardwise.core.uneven import Cut, even
 from shardwise.models.gpt import GPT, GPTConfig
-from shardwise.parallel.cross_entropy import cross_entropy
-from shardwise.parallel.logits import Logits
-from shardwise.parallel.vocabulary import embed
+from shardwise.parallel.tensor.cross_entropy import cross_entropy
+from shardwise.parallel.tensor.embedding import embed
+from shardwise.parallel.tensor.logits import Logits
 from tests.pool import run_gloo, run_threads
 
 WIDTH = 4

@@ -7,10 +7,10 @@ import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.engine.meter import Meter
+from shardwise.kernels.fused_linear import LEAST
 from shardwise.models import gpt
 from shardwise.models.initial import fill
 from shardwise.models.registry import random_text
-from shardwise.parallel.nodes import LEAST
 from shardwise.predict.activations import (
     LARGE,
     BlockShape,

@@ -7,10 +7,10 @@ import torch
 
 import shardwise as sw
 from shardwise.comm.world import World
+from shardwise.core.model_spec import BufferShape, ModelShape, ParamShape, UnitShape
 from shardwise.core.plan import Plan
-from shardwise.core.shape import BufferShape, ModelShape, ParamShape, UnitShape
-from shardwise.engine.recipe import ELEMENTWISE
-from shardwise.engine.shape import optimizer_shape
+from shardwise.engine.optimizer_spec import ELEMENTWISE
+from shardwise.engine.spec import optimizer_shape
 from shardwise.predict.memory import ADAM, MOMENTUM, PLAIN, OptimizerShape, held_bytes
 from tests.pool import run_gloo, run_threads
 from tests.predict.model import batch, engine

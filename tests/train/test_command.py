@@ -10,7 +10,7 @@ import pytest
 
 from shardwise.train import cli, config
 from shardwise.train.metrics import read
-from shardwise.train.wish import NOTHING
+from shardwise.train.stop_signal import NOTHING
 from tests.train.runs import settings
 
 

@@ -17,7 +17,7 @@ from shardwise.train import config, loop
 from shardwise.train.metrics import Record, read
 from shardwise.train.model import build, gpt_config
 from shardwise.train.prepare import Start, prepare
-from shardwise.train.wish import NOTHING
+from shardwise.train.stop_signal import NOTHING
 from tests.pool import run_gloo
 from tests.train import runs
 

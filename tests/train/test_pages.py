@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.core.check import problems
 from shardwise.core.plan import WORDS, Plan, words_table
+from shardwise.core.plan_check import problems
 from shardwise.train.config import Config
 from shardwise.verify.command import verify
 

@@ -12,7 +12,7 @@ from shardwise.core.errors import InputError
 from shardwise.core.schedule.library import LIBRARY, build
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.text import read, write
-from shardwise.train.schedule import schedule_command
+from shardwise.train.schedule_command import schedule_command
 
 
 def shown(*argv: str) -> str:

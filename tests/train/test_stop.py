@@ -8,7 +8,7 @@ import pytest
 from shardwise.comm.ledger import Key
 from shardwise.comm.world import World
 from shardwise.train.stop import any_rank, ranks_with
-from shardwise.train.wish import StopWish
+from shardwise.train.stop_signal import StopWish
 from tests.pool import run_threads
 
 

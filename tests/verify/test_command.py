@@ -18,7 +18,7 @@ from shardwise.core.errors import InputError, RunError
 from shardwise.core.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.models.registry import find
-from shardwise.parallel.flat import Flat
+from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.train.cli import main
 from shardwise.verify.command import verify, verify_command
 from shardwise.verify.finding import Finding

@@ -16,7 +16,7 @@ from shardwise.comm.transport import Pending
 from shardwise.core.moves import price
 from shardwise.core.plan import Plan
 from shardwise.engine.engine import Engine
-from shardwise.parallel.flat import Flat
+from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.verify import parity
 from shardwise.verify.report import Report, report
 from tests.pool import run_threads

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.core.errors import InputError
-from shardwise.core.table import Table
+from shardwise.core.tensor_plan import Table
 from shardwise.train.cli import main
 from shardwise.verify.options import table_in, units_in
 

@@ -14,7 +14,7 @@ from shardwise.core.plan import Plan
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import ShardedOptimizer
-from shardwise.engine.recipe import Recipe
+from shardwise.engine.optimizer_spec import Recipe
 from shardwise.engine.updating import Updates
 from shardwise.models.registry import find
 from shardwise.verify import parity

@@ -8,7 +8,7 @@ import pytest
 from shardwise.core.errors import RankError
 from shardwise.core.plan import Plan
 from shardwise.engine import hint
-from shardwise.engine.held import nowhere
+from shardwise.engine.tensor_layout import nowhere
 from shardwise.train.cli import main
 from shardwise.verify.parity import prove
 from shardwise.verify.report import Report, report

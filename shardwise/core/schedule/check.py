@@ -15,7 +15,7 @@ from shardwise.core.schedule.lower import Channel, channels, lower
 from shardwise.core.schedule.memory import leftovers
 from shardwise.core.schedule.relation import needs
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.core.schedule.walk import walk
+from shardwise.core.schedule.simulate import walk
 
 
 def check(schedule: Schedule) -> None:

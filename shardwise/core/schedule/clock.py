@@ -11,7 +11,7 @@ from typing import NamedTuple
 from shardwise.core.schedule.action import Action, Op, Token
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.core.schedule.walk import walk
+from shardwise.core.schedule.simulate import walk
 
 Cost = float | tuple[float, ...]  # of every stage, or of each
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 from shardwise.core.errors import bad
-from shardwise.core.schedule import classic, looped, stale, zero_bubble
+from shardwise.core.schedule import classic, interleaved, weight_stashing, zero_bubble
 from shardwise.core.schedule.schedule import Schedule
 
 #: Forwards of one schedule at most, all ranks together: each action is written out, and followed.
@@ -111,7 +111,7 @@ LIBRARY: dict[str, Entry] = {
     "pipedream": Entry(
         "PipeDream",
         "arXiv 1806.03377, SOSP 2019",
-        lambda n: stale.pipedream(n.p, n.m),
+        lambda n: weight_stashing.pipedream(n.p, n.m),
         *(_plain, _first, *_1F1B),
         versions_text="p-s where m >= 2(p-1)",
         updates=lambda n: n.m,
@@ -119,27 +119,27 @@ LIBRARY: dict[str, Entry] = {
     "2bw": Entry(
         "PipeDream-2BW",
         "arXiv 2006.09503",
-        lambda n: stale.two_buffered(n.p, n.m, n.batches),
+        lambda n: weight_stashing.two_buffered(n.p, n.m, n.batches),
         *(_plain, _first, *_1F1B),
         versions_text="2; 1 for a batch alone",
         updates=lambda n: n.batches,
-        check=lambda n: stale.covers(n.p, n.m),
+        check=lambda n: weight_stashing.covers(n.p, n.m),
     ),
     "interleaved": Entry(
         "interleaved 1F1B",
         "arXiv 2104.04473",
-        lambda n: looped.interleaved(n.p, n.m, n.v),
+        lambda n: interleaved.interleaved(n.p, n.m, n.v),
         span=_plain,
         tapes=_deep,
         bubble_text="(p-1)/(v·m+p-1)",
         tapes_text="min(2(p-r-1)+(v-1)p+1, v·m)",
         chunks=None,
-        check=lambda n: looped.divides(n.p, n.m, n.v),
+        check=lambda n: interleaved.divides(n.p, n.m, n.v),
     ),
     "bfs": Entry(
         "breadth-first",
         "arXiv 2211.05953",
-        lambda n: looped.breadth_first(n.p, n.m, n.v),
+        lambda n: interleaved.breadth_first(n.p, n.m, n.v),
         span=lambda n: 3 * ((n.v - 1) * max(n.m, n.p) + n.m + n.p - 1),
         tapes=lambda n: (n.v * n.m,) * n.p,
         bubble_text="(p-1)/(v·m+p-1) where m >= p",

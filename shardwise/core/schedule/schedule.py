@@ -11,7 +11,8 @@ of one another (relation.py). Written out for a machine it also holds its transf
 Weights. A synchronous schedule (`update` 0) leaves the update to whoever runs it, after the last
 action. An asynchronous one updates every `update` microbatches, with U; microbatch i then uses on
 stage s, forward and backward, the weights after max(0, i // update - lag[s]) updates. PipeDream's
-stashing, its vertical sync and the two buffers of 2BW are three values of `lag` (stale.py).
+stashing, its vertical sync and the two buffers of 2BW are three values of `lag`
+(weight_stashing.py).
 """
 
 from collections.abc import Iterator

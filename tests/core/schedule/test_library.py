@@ -6,6 +6,7 @@ from itertools import combinations, product
 import pytest
 
 from shardwise.core.errors import InputError
+from shardwise.core.plan_parser import SCHEDULES
 from shardwise.core.schedule.action import Action
 from shardwise.core.schedule.check import check
 from shardwise.core.schedule.classic import dapple, one_f_one_b, one_stage_a_rank
@@ -13,8 +14,7 @@ from shardwise.core.schedule.clock import Costs, clock
 from shardwise.core.schedule.library import LIBRARY, Size, build, size
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.memory import leftovers, peaks, versions
-from shardwise.core.schedule.stale import pipedream, two_buffered
-from shardwise.core.words import SCHEDULES
+from shardwise.core.schedule.weight_stashing import pipedream, two_buffered
 from tests.core.schedule.sizes import MOST, allowed, sizes
 
 SQUARE = list(product(range(1, MOST + 1), repeat=2))

@@ -2,11 +2,11 @@
 
 import pytest
 
+from shardwise.core.schedule.acks import receipts
 from shardwise.core.schedule.action import Token, Transfer
 from shardwise.core.schedule.library import LIBRARY, build
 from shardwise.core.schedule.lower import lower
-from shardwise.core.schedule.receipts import receipts
-from shardwise.core.schedule.walk import walk
+from shardwise.core.schedule.simulate import walk
 from tests.core.schedule.sizes import sizes
 
 

@@ -5,8 +5,8 @@ import pytest
 from shardwise.core.errors import InputError
 from shardwise.core.schedule.library import LIBRARY, build
 from shardwise.core.schedule.lower import lower
-from shardwise.core.schedule.stale import two_buffered
 from shardwise.core.schedule.text import read, write
+from shardwise.core.schedule.weight_stashing import two_buffered
 from tests.core.schedule.sizes import sizes
 
 

@@ -10,9 +10,9 @@ from shardwise.comm import volume
 from shardwise.core.layout import P, R
 from shardwise.engine import state
 from shardwise.engine.engine import Engine
-from shardwise.parallel import flat as flat_file
-from shardwise.parallel.flat import Flat
-from shardwise.parallel.pipeline import _Post
+from shardwise.parallel.data import flat_parameter as flat_file
+from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.parallel.pipeline.runtime import _Post
 from shardwise.predict import traffic
 from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
 from tests.verify.mutations.pipeline import replaced

@@ -7,13 +7,13 @@ from torch import Tensor
 from shardwise.comm.transport import Pending
 from shardwise.core.layout import P, R
 from shardwise.engine.engine import Engine
+from shardwise.engine.microbatches import Straight
 from shardwise.engine.optimizer import ShardedOptimizer
-from shardwise.engine.passes import Straight
-from shardwise.engine.recipe import Recipe
+from shardwise.engine.optimizer_spec import Recipe
 from shardwise.engine.updating import Updates
-from shardwise.parallel import flat as flat_file
-from shardwise.parallel.buffers import Buffers
-from shardwise.parallel.flat import Flat, Stage
+from shardwise.parallel.data import flat_parameter as flat_file
+from shardwise.parallel.data.buffers import Buffers
+from shardwise.parallel.data.flat_parameter import Flat, Stage
 from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
 
 # --- the optimizer ----------------------------------------------------------------------------

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from shardwise.engine.pipelined import Pipelined
-from shardwise.engine.stale import Stale
 from shardwise.engine.updating import Updates
-from shardwise.parallel.flat import Flat
-from shardwise.parallel.pipeline import _Post
-from shardwise.parallel.staged import Staged
+from shardwise.engine.weight_stashing import Stale
+from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.parallel.data.staged_hooks import Staged
+from shardwise.parallel.pipeline.runtime import _Post
 from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
 
 

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.core.cut import Cut
-from shardwise.engine import tensor as layout_file
-from shardwise.parallel import cross_entropy as loss_file
-from shardwise.parallel import tensor as tensor_file
-from shardwise.parallel.dropout import Draws
-from shardwise.parallel.flat import Flat
-from shardwise.parallel.rows import _Bias
-from shardwise.parallel.tensor import Entry, Stream, _Leave
+from shardwise.core.uneven import Cut
+from shardwise.engine import tensor_parallel as layout_file
+from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.parallel.tensor import cross_entropy as loss_file
+from shardwise.parallel.tensor import linear as tensor_file
+from shardwise.parallel.tensor.dropout import Draws
+from shardwise.parallel.tensor.linear import Entry, Stream, _Leave
+from shardwise.parallel.tensor.sequence import _Bias
 from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
 
 
@@ -50,7 +50,7 @@ def _cut_of(patch: Patch, act: Any) -> None:
             module, axis, replace(cut, ranges=tuple(act(a, b) for ((a, b),) in cut.ranges)), finish
         )
 
-    around(patch, layout_file.vocabulary, "embed", embed)
+    around(patch, layout_file.embedding, "embed", embed)
 
 
 def vocabulary_off_by_one(patch: Patch) -> None:

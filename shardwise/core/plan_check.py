@@ -1,0 +1,211 @@
+"""The judge of whether a plan can run here: every problem at once, each with its remedy."""
+
+from dataclasses import replace
+
+from shardwise.core.errors import InputError, Problem, refusal
+from shardwise.core.plan import Plan
+from shardwise.core.plan_parser import MOST, WORDS, size_text
+from shardwise.core.schedule.library import LIBRARY, Size, allowed
+
+__all__ = ["Problem", "problems", "require", "runnable_forms"]
+
+#: Axes that plans can be written with and this version cannot divide anything along.
+_LATER_AXES = {
+    "cp": "context parallelism is",
+    "ep": "expert parallelism is",
+}
+
+
+#: What is nearest under a schedule that updates by itself.
+_STALE: dict[str | None, str] = {"fp16": "bf16", "zero3": "zero2"}
+
+
+def problems(plan: Plan, world_size: int | None = None) -> list[Problem]:
+    """All that keeps `plan` from running, on `world_size` ranks where that is known.
+
+    A plan that can run gives the empty list. Every remedy that is a plan can run itself.
+    """
+    own = [*_not_yet(plan), *_pipeline(plan), *_tensor(plan), *_data_axes(plan)]
+    return [*own, *_world(plan, world_size)]
+
+
+def require(plan: Plan, world_size: int | None = None) -> None:
+    """Return if `plan` can run; else raise one InputError that lists every problem."""
+    found = problems(plan, world_size)
+    if found:
+        raise refusal(f"the plan '{plan}'", found)
+
+
+def runnable_forms() -> list[str]:
+    """The forms of the plan words that this version runs, in the order of the table of words."""
+    return [word.form for word in WORDS if not _later(Plan.parse(word.example))]
+
+
+def _not_yet(plan: Plan) -> list[Problem]:
+    """A problem for each thing that the words can say and this version cannot do."""
+    return [
+        Problem(
+            f"'{word}', but {what} not in this version",
+            f"the plan words {' '.join(runnable_forms())}",
+            f"'{_runnable(plan)}'",
+        )
+        for word, what in _later(plan)
+    ]
+
+
+def _later(plan: Plan) -> list[tuple[str, str]]:
+    """Words of the plan that this version cannot run, and what they ask for, as in "pipelines are".
+
+    An axis of one rank divides nothing, and asks for nothing.
+    """
+    said = [
+        (f"{name}{size}", _LATER_AXES[name])
+        for name, size in plan.axes
+        if name in _LATER_AXES and size > 1
+    ]
+    said += [(f"recompute:{plan.recompute}", "recomputation is")] if plan.recompute else []
+    said += [(f"offload:{plan.offload}", "offload is")] if plan.offload else []
+    if plan.buffers_bytes is not None:
+        said.append((f"buffers:{size_text(plan.buffers_bytes)}", "a bound on buffers is"))
+    return said
+
+
+def _pipeline(plan: Plan) -> list[Problem]:
+    """What the schedule forbids on so many ranks, and what does not go with it."""
+    return _forbidden(plan) or (_stale(plan) if _is_stale(plan) else [])
+
+
+def _forbidden(plan: Plan) -> list[Problem]:
+    if plan.pipeline is None:
+        return []
+    try:
+        allowed(plan.pipeline, plan.mesh.size_of("pp"))
+    except InputError as error:
+        return list(error.problems)
+    return []
+
+
+def _is_stale(plan: Plan) -> bool:
+    """Whether the schedule updates by itself, each stage on its own time."""
+    name = (plan.pipeline or "").partition(":")[0]
+    return name in LIBRARY and LIBRARY[name].updates(Size(1, 1)) > 0
+
+
+def _stale(plan: Plan) -> list[Problem]:
+    """What does not go with a schedule that updates by itself."""
+    found: list[tuple[str, str]] = []
+    by_itself = f"{plan.pipeline}, which updates by itself"
+    if plan.precision == "fp16":
+        given = f"fp16 with {by_itself}: one overflow is to skip the update of all stages at once"
+        found.append((given, "bf16, fp32 or fp64, which have no loss scale"))
+    if plan.accumulate > 1:
+        given = f"accumulate:{plan.accumulate} with {by_itself}: there is no update to put off"
+        found.append((given, "more microbatches in the schedule"))
+    if plan.row == "zero3":
+        given = f"zero3 with {by_itself} and keeps whole versions of the weights"
+        found.append((given, "ddp, zero1 or zero2, or a schedule that updates at the end"))
+    return [Problem(given, allowed, f"'{_runnable(plan)}'") for given, allowed in found]
+
+
+def _tensor(plan: Plan) -> list[Problem]:
+    """The word for a split sequence without the ranks to split it over."""
+    if not plan.sp or plan.mesh.size_of("tp") > 1:
+        return []
+    allowed = "sp together with tpN of two ranks or more, on which the sequence is split"
+    instead = f"'{_runnable(plan)}', or tp2 beside it"
+    return [Problem("'sp' without tensor parallelism, which has no effect", allowed, instead)]
+
+
+def _data_axes(plan: Plan) -> list[Problem]:
+    """Axes for data that do not go together, or not with the row."""
+    sizes = dict(plan.axes)
+    given = " ".join(f"{name}{size}" for name, size in plan.axes if name.startswith("dp"))
+    remedy = f"'{_runnable(plan)}'"
+    hybrid = [name for name in ("dp_replicate", "dp_shard") if name in sizes]
+    if "dp" in sizes and hybrid:
+        allowed = "either dpN, or dp_replicateN and dp_shardN, whose product is the same"
+        return [Problem(f"'{given}', which splits the data in two ways", allowed, remedy)]
+    if hybrid and plan.row == "ddp":
+        allowed = "dp_shardN together with zero1, zero2 or zero3; ddp shards nothing"
+        return [Problem(f"'{given}' under the row ddp", allowed, remedy)]
+    if hybrid == ["dp_replicate"]:
+        allowed = "dp_replicateN together with dp_shardN, which says what is sharded over what"
+        return [Problem(f"'{given}' without dp_shard under {plan.row}", allowed, remedy)]
+    return []
+
+
+def _world(plan: Plan, world_size: int | None) -> list[Problem]:
+    """Ranks that were started and ranks that the plan needs."""
+    if world_size is None or plan.completed(world_size).size == world_size:
+        return []
+    if world_size < 1:
+        given = f"a world of {world_size} ranks"
+        return [Problem(given, "one rank or more", f"--nproc {plan.size}")]
+    needs = f"{plan.size} processes" if plan.size > 1 else "1 process"
+    runs = "1 runs" if world_size == 1 else f"{world_size} run"
+    product = "*".join(f"{name}{size}" for name, size in plan.axes) or "no axis, so one rank"
+    more = " or a multiple" * plan.open
+    given = f"the plan '{plan}', which needs {needs}{more} ({product}), where {runs}"
+    allowed = "as many processes as the product of the plan's axes"
+    if plan.open:
+        allowed = "a multiple of the product of the plan's axes; the ranks left over are data ranks"
+    instead = f"'{_fit(plan, world_size)}'"
+    if plan == _runnable(plan):
+        instead += f", or start {needs} for this one"
+    return [Problem(given, allowed, instead)]
+
+
+def _runnable(plan: Plan) -> Plan:
+    """The nearest plan that this version runs: the same data and tensor ranks, the same row."""
+    sizes = {name: size for name, size in plan.axes if name.startswith("dp")}
+    whole = plan.row != "ddp" and "dp_shard" in sizes and "dp" not in sizes
+    axes = tuple(sizes.items()) if whole else (("dp", min(plan.data_size, MOST)),)
+    if not sizes:
+        axes = ()
+    kept = tuple((name, size) for name, size in plan.axes if name in ("pp", "tp"))
+    near = Plan(
+        axes=(*axes, *kept),
+        sp=plan.sp and plan.mesh.size_of("tp") > 1,
+        schedule=None if _forbidden(plan) else plan.schedule,
+        row=plan.row,
+        precision=plan.precision,
+        accumulate=plan.accumulate,
+        bucket_bytes=plan.bucket_bytes,
+    )
+    if not _is_stale(near):
+        return near
+    precision, row = _STALE.get(near.precision, near.precision), _STALE.get(near.row, near.row)
+    return replace(near, precision=precision, row=row or "ddp", accumulate=1)
+
+
+def _fit(plan: Plan, world_size: int) -> Plan:
+    """The nearest plan that this version runs on `world_size` ranks."""
+    near = _runnable(plan)
+    stages = near.mesh.size_of("pp")
+    if stages > 1 and world_size % stages == 0:
+        inner = _fit(replace(near, axes=_without(near, "pp")), world_size // stages)
+        return replace(inner, axes=(("pp", stages), *inner.axes), schedule=near.schedule)
+    if 1 < stages == near.size and world_size > 1:  # nothing but a pipeline: one of that length
+        other = replace(near, axes=(("pp", world_size),))
+        return replace(other, schedule=None) if _forbidden(other) else other
+    if stages > 1 or near.schedule:
+        near = replace(near, axes=_without(near, "pp"), schedule=None)
+    shard, tensor = near.mesh.size_of("dp_shard"), near.mesh.size_of("tp")
+    if world_size == 1:
+        return replace(near, axes=(), sp=False)
+    if world_size % tensor:  # not so many tensor ranks, then
+        only = world_size if near.data_size == 1 else 1
+        fewer = range(2, min(tensor, world_size + 1))
+        tensor = max((n for n in fewer if world_size % n == 0), default=only)
+        near = replace(near, sp=near.sp and tensor > 1)
+    kept = (("tp", tensor),) if tensor > 1 else ()
+    ranks = world_size // tensor
+    if near.mesh.size_of("dp_replicate") > 1 and ranks % shard == 0 and ranks > shard:
+        hybrid = (("dp_replicate", ranks // shard), ("dp_shard", shard))
+        return replace(near, axes=(*hybrid, *kept))
+    data = (("dp", ranks),) if ranks > 1 else ()
+    return replace(near, axes=(*data, *kept))
+
+
+def _without(plan: Plan, axis: str) -> tuple[tuple[str, int], ...]:
+    return tuple((name, size) for name, size in plan.axes if name != axis)

@@ -1,0 +1,318 @@
+"""The words a plan is written in: what each means, how it is read, what to write for a wrong one.
+
+A word stands alone (`zero3`, `bf16`), carries a number (`dp2`), or a value after a colon
+(`bucket:25MiB`). Reading gives the field of the plan that the word sets and the value; every word
+that cannot be read is answered at once, with the nearest one that can.
+"""
+
+import difflib
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final
+
+from shardwise.core.errors import Problem, refusal
+from shardwise.core.mesh import AXES
+from shardwise.core.zero import ALIASES, ROWS
+
+PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
+
+#: Pipeline schedules and the numbers they take: M microbatches, V chunks of the model a rank.
+SCHEDULES: dict[str, str] = {
+    "gpipe": "M",
+    "1f1b": "M",
+    "interleaved": "MxV",
+    "bfs": "MxV",
+    "zb-h1": "M",
+    "zb-v": "M",
+    "dualpipe-v": "M",
+    "dapple": "M",
+    "pipedream": "M",
+    "2bw": "M",
+    "naive": "",
+}
+
+#: Units of a SIZE, largest first.
+UNITS: dict[str, int] = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
+
+#: The largest number that a word carries, and the largest SIZE in bytes: beyond any machine.
+MOST: Final = 10**9
+MOST_BYTES: Final = 2**40
+
+
+@dataclass(frozen=True)
+class Word:
+    """One line of the table of words."""
+
+    form: str
+    example: str
+    meaning: str
+
+
+WORDS: tuple[Word, ...] = (
+    Word("dpN", "dp2", "data parallelism on N ranks"),
+    Word("dp_replicateN", "dp_replicate2", "hybrid sharding: N groups, each with a whole copy"),
+    Word("dp_shardN", "dp_shard4", "hybrid sharding: N ranks a group, each with its share"),
+    Word("tpN", "tp2", "tensor parallelism on N ranks"),
+    Word("ppN", "pp2", "pipeline on N ranks, under a schedule (the default: 1f1b:2N)"),
+    Word("cpN", "cp2", "context parallelism: the sequence on N ranks"),
+    Word("epN", "ep2", "expert parallelism on N ranks"),
+    Word("ddp", "ddp", "every rank keeps all states (the default)"),
+    Word("zero1", "zero1", "the optimizer's state is sharded"),
+    Word("zero2", "zero2", "the optimizer's state and gradients are sharded"),
+    Word("zero3", "zero3", "parameters too are sharded; also written fsdp"),
+    Word("sp", "sp", "sequence parallelism on the tensor axis"),
+    *(
+        Word(
+            f"{name}:{numbers}" if numbers else name,
+            {"M": f"{name}:8", "MxV": f"{name}:8x2", "": name}[numbers],
+            {
+                "M": "pipeline schedule with M microbatches",
+                "MxV": "pipeline schedule with M microbatches, V chunks a rank",
+                "": "pipeline without overlap, one microbatch",
+            }[numbers],
+        )
+        for name, numbers in SCHEDULES.items()
+    ),
+    Word("fp64", "fp64", "computation in 64 bits"),
+    Word("fp32", "fp32", "computation in 32 bits"),
+    Word("bf16", "bf16", "computation in bfloat16 over fp32 master weights"),
+    Word("fp16", "fp16", "computation in float16 over fp32 master weights, scaled loss"),
+    Word("accumulate:N", "accumulate:4", "N microbatches a step, gradients added up"),
+    Word(
+        "bucket:SIZE", "bucket:25MiB", "gradients are sent in pieces of SIZE (the default: 25MiB)"
+    ),
+    Word("recompute:WHAT", "recompute:full", "activations computed again in the backward pass"),
+    Word("offload:WHAT", "offload:optim", "states that rest in host memory or on disk"),
+    Word("buffers:SIZE", "buffers:64MiB", "a bound on buffers for communication"),
+)
+
+
+def words_table() -> str:
+    """The table of plan words as text, one a line: form, example, meaning, and if it is to come."""
+    from shardwise.core.plan_check import (
+        runnable_forms,  # which stands on plans, and so on this file
+    )
+
+    runs = set(runnable_forms())
+    form, example = (max(len(getattr(w, field)) for w in WORDS) for field in ("form", "example"))
+    lines = [
+        f"{w.form:{form}}  {w.example:{example}}  {w.meaning}"
+        + " (not in this version)" * (w.form not in runs)
+        for w in WORDS
+    ]
+    return "\n".join([f"{'word':{form}}  {'example':{example}}  meaning", *lines])
+
+
+def size_text(size_bytes: int) -> str:
+    """A number of bytes as a SIZE, in the largest unit that leaves it whole."""
+    unit = next(unit for unit, of in UNITS.items() if size_bytes % of == 0)
+    return f"{size_bytes // UNITS[unit]}{unit}"
+
+
+def read(text: str) -> dict[str, Any]:
+    """The fields of a plan that the words of `text` set, each with its value.
+
+    Raises InputError that answers every word that cannot be read, and every two that contradict.
+    """
+    fields: dict[str, Any] = {}
+    problems: list[Problem] = []
+    unknown: list[str] = []
+    first: dict[str, str] = {}  # what was set -> the word that set it
+    for word in text.split():
+        found = _read(word)
+        if found is None:
+            unknown.append(word)
+        elif isinstance(found, Problem):
+            problems.append(found)
+        else:
+            field, value = found
+            what = f"size of {value[0]}" if field == "axes" else _LABELS[field]
+            if what in first:
+                problems.append(_twice(what, first[what], word))
+            first.setdefault(what, word)
+            fields[field] = (*fields.get("axes", ()), value) if field == "axes" else value
+    problems += [_unknown(unknown)] if unknown else []
+    if problems:
+        raise refusal(f"the plan '{text}'", problems)
+    return fields
+
+
+_LABELS: dict[str, str] = {
+    "row": "row of the states table",
+    "precision": "precision",
+    "schedule": "pipeline schedule",
+    "sp": "word sp",
+    "accumulate": "number of microbatches to accumulate",
+    "bucket_bytes": "bucket size",
+    "recompute": "choice of recomputation",
+    "offload": "choice of offload",
+    "buffers_bytes": "bound on buffers",
+}
+
+Found = tuple[str, Any]  # a field and its value
+
+_AXIS = re.compile(rf"({'|'.join(sorted(AXES, key=len, reverse=True))})([-=:]?)(-?[0-9]*)")
+_SIZE = re.compile(r"([0-9]+)(GiB|MiB|KiB|B)")
+_LIKE_A_SIZE = re.compile(r"([0-9]+)([kmgKMG]?)i?[bB]?")
+
+
+def _read(word: str) -> Found | Problem | None:
+    """What a word sets, or what is wrong with it; None for one that is not a plan word at all."""
+    key, _, value = word.partition(":")
+    if axis := _AXIS.fullmatch(word):
+        return _read_axis(word, axis)
+    if key in SCHEDULES:
+        return _read_schedule(word)
+    if word in ROWS or word in ALIASES:
+        return "row", ALIASES.get(word, word)
+    if word in PRECISIONS:
+        return "precision", word
+    if word == "sp":
+        return "sp", True
+    if key in _VALUES:
+        return _VALUES[key](key, value)
+    return None
+
+
+def _whole(digits: str, most: int = MOST) -> int:
+    """The number from 1 to `most` that `digits` writes, or 0 where they write none."""
+    number = int(digits) if re.fullmatch("[0-9]{1,99}", digits) else 0
+    return number if number <= most else 0
+
+
+def _read_axis(word: str, found: re.Match[str]) -> Found | Problem:
+    name, between, digits = found.groups()
+    if not between and _whole(digits):
+        return "axes", (name, int(digits))
+    instead = f"{name}{_whole(digits.lstrip('-')) or 2}, or leave {name} out for one rank"
+    return Problem(
+        f"the plan word '{word}'", f"{name} and a whole number from 1 to {MOST}", instead
+    )
+
+
+def _read_schedule(word: str) -> Found | Problem:
+    name, _, value = word.partition(":")
+    takes = SCHEDULES[name]
+    numbers = value.split("x")
+    if len(numbers) == len(takes.split("x")) and all(map(_whole, numbers)) and takes:
+        return "schedule", f"{name}:{'x'.join(str(int(number)) for number in numbers)}"
+    if word == name and not takes:
+        return "schedule", name
+    allowed, example = {
+        "": (f"{name} alone: it has one microbatch", name),
+        "M": (f"{name}:M with M microbatches, from 1 to {MOST}", f"{name}:8"),
+        "MxV": (
+            f"{name}:MxV with M microbatches and V chunks a rank, each from 1 to {MOST}",
+            f"{name}:8x2",
+        ),
+    }[takes]
+    return Problem(f"the plan word '{word}'", allowed, example)
+
+
+def _read_count(key: str, value: str) -> Found | Problem:
+    if number := _whole(value):
+        return key, number
+    allowed = f"{key}: and a whole number from 1 to {MOST}"
+    return Problem(f"the plan word '{key}:{value}'", allowed, f"{key}:4")
+
+
+def _read_size(key: str, value: str) -> Found | Problem:
+    if (found := _SIZE.fullmatch(value)) and _whole(found[1], MOST_BYTES // UNITS[found[2]]):
+        return f"{key}_bytes", int(found[1]) * UNITS[found[2]]
+    like = _LIKE_A_SIZE.fullmatch(value)
+    letter = (like[2].upper() if like else "") or "M"
+    number = _whole(like[1], MOST_BYTES // UNITS[f"{letter}iB"]) if like else 0
+    number, letter = (number, letter) if number else (25, "M")
+    allowed = f"{key}: and a whole number from 1 up with its unit, B, KiB, MiB or GiB, "
+    allowed += f"{size_text(MOST_BYTES)} at most"
+    return Problem(f"the plan word '{key}:{value}'", allowed, f"{key}:{number}{letter}iB")
+
+
+def _read_text(key: str, value: str) -> Found | Problem:
+    if value:
+        return key, value
+    example = next(w.example for w in WORDS if w.example.startswith(f"{key}:"))
+    return Problem(f"the plan word '{key}:' with nothing after it", f"{key}:WHAT", example)
+
+
+_VALUES: dict[str, Callable[[str, str], Found | Problem]] = {
+    "accumulate": _read_count,
+    "bucket": _read_size,
+    "buffers": _read_size,
+    "recompute": _read_text,
+    "offload": _read_text,
+}
+
+
+def _twice(what: str, first: str, second: str) -> Problem:
+    if first == second:
+        return Problem(f"'{first}' twice", f"one {what} in a plan", f"{first} once")
+    instead = f"{first} alone or {second} alone"
+    return Problem(f"both '{first}' and '{second}'", f"one {what} in a plan", instead)
+
+
+def _unknown(words: list[str]) -> Problem:
+    """One answer to all words that are no plan words: the list of those that are is long."""
+    from shardwise.core.plan_check import (
+        runnable_forms,  # which stands on plans, and so on this file
+    )
+
+    given = " and ".join(f"'{word}'" for word in words)
+    allowed = f"the plan words, with spaces between them: {' '.join(runnable_forms())}"
+    near = {word: _nearest(word) for word in words}
+    instead = ", ".join(f"{near[word]} for '{word}'" for word in words if near[word])
+    given += ", which is no plan word" if len(words) == 1 else ", which are no plan words"
+    return Problem(given, allowed, instead or "dp2 zero3, to shard all states over 2 ranks")
+
+
+#: What other systems say, and the plan word for it.
+_ELSEWHERE: dict[str, str] = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "half": "fp16",
+    "float32": "fp32",
+    "float64": "fp64",
+    "double": "fp64",
+    "fp8": "bf16",
+    "fsdp2": "zero3",
+    "full_shard": "zero3",
+    "shard_grad_op": "zero2",
+    "no_shard": "ddp",
+    "zero0": "ddp",
+    "hsdp": "dp_replicate2 dp_shard2 zero3",
+    "hybrid_shard": "dp_replicate2 dp_shard2 zero3",
+}
+
+
+def _nearest(word: str) -> str:
+    """What was most likely meant by an unknown word; empty where nothing is near."""
+    parts = re.split(r"[,;+&]", word.lower())
+    if len(parts) > 1:
+        return " ".join(filter(None, map(_nearest, parts)))
+    if isinstance(_read(parts[0]), tuple) or parts[0] in _ELSEWHERE:
+        return _ELSEWHERE.get(parts[0], parts[0])
+    base = parts[0].rstrip("0123456789")
+    size = _whole(parts[0].removeprefix(base)) or 2
+    whole = {w.example: w.example for w in WORDS} | {name: name for name in ALIASES}
+    whole |= {w.example.partition(":")[0]: w.example for w in WORDS}
+    axes = {name: f"{name}{size}" for name in AXES}
+    for text, known, cutoff in ((parts[0], whole, 0.65), (base.rstrip("-_=:"), axes, 0.5)):
+        if close := _closest(text, known, cutoff):
+            return known[close]
+    return ""
+
+
+def _closest(text: str, known: Iterable[str], cutoff: float) -> str:
+    """The one of `known` most like `text`, empty where none is like it by `cutoff`.
+
+    Of two that are equally like, the one that begins as `text` does: a slip of the fingers is
+    rarely at the first letter ("dpp2" is dp2 and not pp2).
+    """
+    likeness = difflib.SequenceMatcher(b=text)
+    found: list[tuple[float, bool, str]] = []
+    for word in known:
+        likeness.set_seq1(word)
+        found.append((likeness.ratio(), word[:1] == text[:1], word))
+    best = max(found)
+    return best[2] if best[0] >= cutoff else ""

@@ -1,0 +1,325 @@
+"""this file is the table of a model's tensor parallelism: patterns of module names, and styles.
+
+    Table.of(
+        {
+            "embed": "vocabulary",
+            "blocks.*.attn.q": "colwise:heads",       the first pattern that matches a module wins
+            "blocks.*.attn.[kv]": "colwise:kv_heads",
+            "blocks.*.attn.out": "rowwise:heads",
+            "blocks.*.mlp.up": "colwise",
+            "blocks.*.mlp.down": "rowwise",
+            "blocks.*.mlp.gate?": "colwise",          a last ? : no matter if there is none
+        },
+        heads=8,
+        kv_heads=2,
+        sequence={"embed": "vocabulary:sequence", "*norm": "sequence"},
+        sets={"blocks.*.attn": {"num_heads": "heads"}},
+    )
+
+Patterns are those of fnmatch: `*` matches dots too. `sequence` entries stand before the others
+under the plan word sp. `sets` are attributes that count what is cut, and become this rank's.
+"""
+
+import fnmatch
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Any
+
+from shardwise.core.errors import Problem, bad, refusal
+from shardwise.core.styles import OF_SEQUENCE, ModuleShape, Style, general
+from shardwise.core.uneven import Cut, even, heads, packed, wide
+
+__all__ = [
+    "ModuleShape",
+    "Style",
+    "Table",
+    "assign",
+    "bias_cut",
+    "counted",
+    "cuts",
+    "matches",
+    "numbers",
+    "unmatched",
+]
+
+Entries = tuple[tuple[str, str], ...]
+#: What an attribute of a module may count, of which a rank has its own number.
+NUMBERS = {
+    "heads": "query heads",
+    "kv_heads": "key and value heads",
+    "groups": "query heads to a key head",
+    "queries": "features of all queries, heads times their width",
+}
+
+
+@dataclass(frozen=True)
+class Table:
+    """Styles by pattern, in order; see the top of the file. Raises InputError for an unknown word.
+
+    `heads` and `kv_heads` are the whole model's, and needed where a style or a number counts them;
+    without `kv_heads` there are as many as `heads`.
+    """
+
+    styles: Entries
+    heads: int | None = None
+    kv_heads: int | None = None
+    sequence: Entries = ()
+    sets: tuple[tuple[str, Entries], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, count in (("heads", self.heads), ("kv_heads", self.kv_heads)):
+            whole = isinstance(count, int) and not isinstance(count, bool) and count > 0
+            if count is not None and not whole:
+                raise bad(f"{name}={count!r} of a table", "a whole number from 1 up", f"{name}=8")
+        if self.kv_heads is not None and self.heads is None:
+            instead = f"heads={self.kv_heads}, kv_heads={self.kv_heads}"
+            raise bad(f"a table with kv_heads={self.kv_heads} and no heads", "both", instead)
+        for pattern, style in (*self.styles, *self.sequence):
+            Style.parse(style)
+            _named(pattern)
+        for pattern, style in self.styles:
+            if style in OF_SEQUENCE:
+                given = f'"{pattern}": "{style}" among the styles'
+                allowed = f"{', '.join(OF_SEQUENCE)} in sequence, which sp reads"
+                raise bad(given, allowed, f'Table.of({{...}}, sequence={{"{pattern}": "{style}"}})')
+        for pattern, numbers in self.sets:
+            _named(pattern)
+            for attribute, number in numbers:
+                _counted(pattern, attribute, number)
+
+    @classmethod
+    def of(
+        cls,
+        styles: Mapping[str, str],
+        heads: int | None = None,
+        kv_heads: int | None = None,
+        sequence: Mapping[str, str] | None = None,
+        sets: Mapping[str, Mapping[str, str]] | None = None,
+    ) -> "Table":
+        """The table from dicts, pattern to style, in their order.
+
+        `sets` is pattern to {attribute: "heads", "kv_heads", "groups" or "queries"}. Raises
+        InputError for what is no dict, and where Table does.
+        """
+        counted = _pairs("sets", {} if sets is None else sets)
+        return cls(
+            _pairs("the table", styles),
+            heads,
+            kv_heads,
+            _pairs("sequence", {} if sequence is None else sequence),
+            tuple((pattern, _pairs("sets", numbers)) for pattern, numbers in counted),
+        )
+
+    def __str__(self) -> str:
+        said = [repr(dict(self.styles))]
+        said += [f"heads={self.heads}"] if self.heads is not None else []
+        said += [f"kv_heads={self.kv_heads}"] if self.kv_heads is not None else []
+        said += [f"sequence={dict(self.sequence)!r}"] if self.sequence else []
+        sets = {pattern: dict(numbers) for pattern, numbers in self.sets}
+        said += [f"sets={sets!r}"] if sets else []
+        return f"Table.of({', '.join(said)})"
+
+    def under(self, name: str) -> "Table":
+        """The same table for a model that has this one's as its module `name`."""
+
+        def longer(entries: Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
+            return tuple((f"{name}.{pattern}", what) for pattern, what in entries)
+
+        if not name:
+            return self
+        return replace(
+            self,
+            styles=longer(self.styles),
+            sequence=longer(self.sequence),
+            sets=longer(self.sets),
+        )
+
+    @property
+    def keys(self) -> int | None:
+        """How many key and value heads there are."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    def head_cuts(self, ranks: int) -> tuple[Cut, Cut]:
+        """How ranks share query heads, and key heads, counted in heads; see core.cut.heads.
+
+        Raises ValueError without `heads`, and where core.cut.heads does.
+        """
+        if self.heads is None or self.keys is None:
+            raise ValueError("a table without heads")
+        return heads(self.heads, self.keys, ranks)
+
+
+def assign(table: Table, modules: Sequence[str], sp: bool) -> dict[str, Style]:
+    """The style of each module that has one, from the names of all modules of a model.
+
+    The first pattern that matches a module wins, `sequence` entries first under `sp`; a module that
+    is "whole" has no style. Raises InputError with every pattern that matches nothing and the
+    nearest name that would.
+    """
+    problems = unmatched(table, modules, sp)
+    if problems:
+        raise refusal("the table", problems)
+    return {name: s for name, s in matches(table, modules, sp).items() if s != Style("whole")}
+
+
+def matches(table: Table, modules: Sequence[str], sp: bool) -> dict[str, Style]:
+    """As `assign`, without its refusals, and with the modules that are to stay whole."""
+    patterns = [(_pattern(key), Style.parse(style)) for key, style in _entries(table, sp)]
+    found: dict[str, Style] = {}
+    for name in modules:
+        style = next((style for pattern, style in patterns if pattern.match(name)), None)
+        if name and style is not None:
+            found[name] = style
+    return found
+
+
+def unmatched(table: Table, modules: Sequence[str], sp: bool) -> list[Problem]:
+    """A problem for each pattern that matches no module of the model."""
+    names = [name for name in modules if name]
+    keys = [key for key, _ in (*_entries(table, sp), *table.sets)]
+    used = {key for key in keys if any(map(_pattern(key).match, names))}
+    if not used:
+        first = f', as "{keys[0]}"' if keys else ""
+        allowed = f"patterns of its modules: {', '.join(_some(names))}"
+        instead = f'"{_nearest(keys[0] if keys else "", names)}"'
+        return [Problem(f"a table of which nothing matches the model{first}", allowed, instead)]
+    problems = [
+        Problem(
+            f'"{key}" in the table, which matches no module of the model',
+            f'names of its modules, * for any part, and "{key}?" where there may be none',
+            f'"{_nearest(key, names)}"',
+        )
+        for key in keys
+        if key not in used and not key.endswith("?")
+    ]
+    return problems
+
+
+def cuts(style: Style, shape: ModuleShape, table: Table, ranks: int) -> Cut | None:
+    """How the weight of a module is cut; None where it stays whole.
+
+    Dim 0 holds the output features of an nn.Linear and the rows of an embedding, dim 1 the input
+    features of an nn.Linear; the other way round where `transposed`. Raises ValueError where heads
+    or parts do not divide the features; `shardwise.core.tensor_plan_check.check` says so in the
+    user's words.
+    """
+    outputs, inputs = (1, 0) if shape.transposed else (0, 1)
+    whole = shape.out_features
+    if style.name == "vocabulary" and shape.kind == "embedding":
+        return even(0, shape.in_features, ranks)
+    if style.name in ("vocabulary", "colwise_gather_output"):
+        return even(outputs, whole, ranks)
+    if style.name == "rowwise_split_input" or str(style) == "rowwise":
+        return even(inputs, shape.in_features, ranks)
+    if style.name == "rowwise":
+        return _by_heads(table.head_cuts(ranks)[0], inputs, shape.in_features)
+    if style.name != "colwise":
+        return None
+    if style.by_heads:
+        queries, keys = table.head_cuts(ranks)
+        if style.by == "qkv":
+            width = _divided(whole, queries.whole + 2 * keys.whole)
+            parts = [wide(part, outputs, width) for part in (queries, keys, keys)]
+            return packed(outputs, parts)
+        return _by_heads(queries if style.by == "heads" else keys, outputs, whole)
+    part = even(outputs, _divided(whole, style.parts), ranks)
+    return packed(outputs, [part] * style.parts)
+
+
+def bias_cut(style: Style, shape: ModuleShape, table: Table, ranks: int) -> Cut | None:
+    """How the bias of a linear layer is cut: as its output features; None where it stays whole."""
+    if not shape.bias or style.name.startswith("rowwise"):
+        return None
+    cut = cuts(style, shape, table, ranks)
+    return None if cut is None else cut.on(0)
+
+
+def numbers(
+    table: Table,
+    styles: Mapping[str, Style],
+    modules: Mapping[str, ModuleShape],
+    rank: int,
+    ranks: int,
+) -> dict[str, dict[str, int]]:
+    """Attributes to change on `rank`: module name to {attribute: this rank's number}.
+
+    Those of `table.sets`, and of a cut Conv1D its `nf`, which its forward reads.
+    """
+    found: dict[str, dict[str, int]] = {}
+    for name, style in styles.items():
+        shape = modules[name]
+        by_outputs = style.name in ("colwise", "colwise_gather_output", "vocabulary")
+        if shape.transposed and by_outputs and "nf" in dict(shape.numbers):
+            cut = cuts(style, shape, table, ranks)
+            found[name] = {} if cut is None else {"nf": cut.size(rank)}
+    for name, attribute, number in counted(table, modules):
+        whole = dict(modules[name].numbers)[attribute]
+        found.setdefault(name, {})[attribute] = _number(table, number, whole, rank, ranks)
+    return found
+
+
+def counted(table: Table, modules: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+    """Module, attribute and what it counts, for all that `table.sets` says of these modules."""
+    for key, attributes in table.sets:
+        for name in filter(_pattern(key).match, modules):
+            yield from ((name, attribute, number) for attribute, number in attributes)
+
+
+def _number(table: Table, number: str, whole: int, rank: int, ranks: int) -> int:
+    queries, keys = (cut.size(rank) for cut in table.head_cuts(ranks))
+    if number == "queries":
+        return whole * queries // (table.heads or 1)
+    return {"heads": queries, "kv_heads": keys, "groups": queries // keys}[number]
+
+
+def _by_heads(cut: Cut, dim: int, features: int) -> Cut:
+    return wide(cut, dim, _divided(features, cut.whole))
+
+
+def _divided(features: int, count: int) -> int:
+    if features % count:
+        raise ValueError(f"{features} features do not divide by {count}")
+    return features // count
+
+
+def _entries(table: Table, sp: bool) -> Entries:
+    return (*(table.sequence if sp else ()), *table.styles)
+
+
+def _pattern(key: str) -> re.Pattern[str]:
+    """What an entry's pattern matches; its last ? is no part of it."""
+    return re.compile(fnmatch.translate(key.removesuffix("?")))
+
+
+def _nearest(key: str, names: Sequence[str]) -> str:
+    """The name of a module that looks most like a pattern, with * for the number of a layer."""
+    known = list(dict.fromkeys(map(general, names))) or ["*"]
+    return get_close_matches(general(key.removesuffix("?")), known, n=1, cutoff=0.0)[0]
+
+
+def _some(names: Sequence[str]) -> list[str]:
+    """A few of the names, deepest first: those hold the weights."""
+    known = dict.fromkeys(map(general, names))
+    return sorted(known, key=lambda name: -name.count("."))[:6] or ["it has none"]
+
+
+def _named(pattern: object) -> None:
+    if not isinstance(pattern, str) or not pattern.removesuffix("?"):
+        raise bad(f"the pattern {pattern!r} of a table", "a name, or several by *", '"blocks.*.up"')
+
+
+def _counted(pattern: str, attribute: object, number: object) -> None:
+    if not isinstance(attribute, str) or number not in NUMBERS:
+        allowed = ", ".join(f'"{key}" ({what})' for key, what in NUMBERS.items())
+        near = get_close_matches(str(number), NUMBERS, n=1, cutoff=0.0)[0]
+        given = f"sets of {pattern} with {attribute!r}: {number!r}"
+        raise bad(given, allowed, f"{{{str(attribute)!r}: {near!r}}}")
+
+
+def _pairs(what: str, entries: object) -> tuple[tuple[str, Any], ...]:
+    if not isinstance(entries, Mapping):
+        allowed = "a dict, from a pattern of module names to what is said of them"
+        raise bad(f"{what} as {entries!r}", allowed, '{"blocks.*.up": "colwise"}')
+    return tuple(entries.items())  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]

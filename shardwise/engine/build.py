@@ -1,0 +1,104 @@
+"""this file is how a model is laid out on all axes: tensor, then pipeline, then data.
+
+Each acts on what the one before has left: the tensor axis cuts parameters, the pipeline axis leaves
+a rank those of its stages, the data axes lay these flat.  What is chosen by size (stages, units)
+is chosen before, by the whole sizes, so that all ranks choose alike.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardwise.comm.world import Axis
+from shardwise.core.hook import Hook, nothing
+from shardwise.core.zero import ROWS
+from shardwise.engine import stage_module, tensor_parallel
+from shardwise.engine.shard import (
+    Sharding,
+    agreed,
+    flats_of,
+    hooked,
+    shard,
+    sizes,
+    sums_of,
+    units_of,
+)
+from shardwise.engine.stage_module import Staging
+from shardwise.engine.tensor_layout import Tensors
+from shardwise.engine.training import Build
+from shardwise.kernels.fused_linear import take_over
+from shardwise.kernels.matmul import fastest
+from shardwise.kernels.rms_norm import fused
+from shardwise.parallel.data.consensus import Facts
+from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.parallel.data.hooks import Data, Pace, Unit
+from shardwise.parallel.data.staged_hooks import Staged
+from shardwise.parallel.data.units import Units
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A model that is laid out: its data axes, units and flat groups, and what other axes hold."""
+
+    axes: tuple[Axis, Axis]
+    tensors: Tensors
+    staging: Staging | None
+    data: Data | Staged
+    flats: list[Flat]
+
+
+def lay_out(model: nn.Module, build: Build) -> Laid:
+    """Lay `model` out, in place; called by all ranks of the world."""
+    world, plan = build.world, build.plan
+    products, norm = fastest(world.device), fused(world.device)
+    how = Sharding(
+        row=ROWS[plan.row],
+        shard=world.axis(plan.shard_axis or "none"),
+        replicate=world.axis(plan.replicate_axis or "none"),
+        units=build.units,
+        bucket_bytes=plan.bucket_bytes,
+        fill=build.fill,
+        device=world.device,
+        products=products,
+        least_unit_bytes=build.least_unit_bytes,
+    )
+    schedule, tensor_ranks = stage_module.schedule_of(plan), world.axis(tensor_parallel.AXIS).size
+    if schedule is None:
+        specs = units_of(model, how, tensor_ranks)
+        tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table)
+        units = shard(how, specs, tensors)
+        data = hooked(model, how, units, Pace(ahead=build.prefetch, by_hand=False))
+        take_over(model, products, norm, data, sizes(units), several=plan.accumulate > 1)
+        return Laid(how.axes, tensors, None, data, flats_of(units))
+    at = stage_module.stages_of(model, build.starts, build.beside)
+    specs = units_of(model, how, tensor_ranks, lambda spec: {at[name] for name, _ in spec.params})
+    twins = stage_module.twin(model, world, plan, build.table)
+    stage_module.agree(model, world.axis(stage_module.AXIS), world.device)
+    tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table)
+    staged = stage_module.lay_out(model, twins, world, schedule, build.starts, build.beside)
+    units = shard(how, staged.here(specs), tensors, staged.ties)
+    data = _driven(units, staged, agreed(model, how, units))
+    take_over(model, products, norm, data, sizes(units), several=True)
+    model.register_forward_pre_hook(Hook(data, nothing))  # no copy of a part passes for the model
+    return Laid(how.axes, tensors, staged, data, flats_of(units))
+
+
+def _driven(units: Sequence[Unit], staged: Staging, facts: Facts) -> Staged:
+    """The units by the stages that use them; those with tied parameters are summed last."""
+    names = [[name for group in unit.groups for name in _names(group)] for unit in units]
+    stages = {
+        stage: [u for u, own in zip(units, names, strict=True) if stage in staged.used(own)]
+        for stage in staged.mine
+    }
+    tied = [
+        (min(own), unit)
+        for unit, own in zip(units, names, strict=True)
+        if staged.ties.keys() & set(own)
+    ]
+    last = [unit for _, unit in sorted(tied, key=lambda pair: pair[0])]
+    return Staged(Units(units), stages, last, sums_of(units, in_flight=len(units)), facts)
+
+
+def _names(group: object) -> list[str]:
+    return group.names if isinstance(group, Flat) else []

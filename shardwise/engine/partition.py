@@ -1,0 +1,304 @@
+"""this file is which modules begin the stages of a pipeline: by parameters, by time, or by hand.
+
+    embed  blocks.0  blocks.1 | blocks.2  blocks.3 | blocks.4  blocks.5  norm  head      pp3
+                              starts = ("blocks.2", "blocks.4")
+
+What is cut between are the elements of the model's lists of repeated blocks; what stands around
+them goes with its neighbour.  With more stages than blocks the cut may be before any layer.  The
+stages are contiguous, and the heaviest is as light as can be (core/balance.py).
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from functools import partial
+from itertools import product
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from shardwise.comm.collectives import broadcast
+from shardwise.comm.world import World
+from shardwise.core.balance import balanced
+from shardwise.core.errors import InputError, bad
+from shardwise.engine import validate as looked_at
+from shardwise.parallel.pipeline.placeholders import Layer, layers
+
+
+def _both(base: str, name: str, other: str) -> dict[str, str]:
+    """`name` beside `other`, in the encoder and in the decoder."""
+    return {f"{base}.{half}.{name}": f"{base}.{half}.{other}" for half in ("encoder", "decoder")}
+
+
+_HYPER: Final = {"model.norm": "lm_head"}
+#: Modules of transformers' models that are not called where they are defined, by model type, and
+#: the module in whose stage they are.
+_BESIDE: Final[dict[str, dict[str, str]]] = {
+    **dict.fromkeys(
+        ("bart", "mbart", "mvp", "plbart", "blenderbot-small"),
+        _both("model", "layernorm_embedding", "embed_positions"),
+    ),
+    "led": _both("led", "layernorm_embedding", "embed_positions"),
+    "prophetnet": _both("prophetnet", "embeddings_layer_norm", "position_embeddings"),
+    **dict.fromkeys(("deepseek_v4", "hy_v4", "inkling2_text"), _HYPER),
+    "opt": {
+        "model.decoder.final_layer_norm": "model.decoder.layers",
+        "model.decoder.project_out": "model.decoder.layers",
+    },
+    "cpmant": {
+        "cpmant.input_embedding": "cpmant.encoder.layers.0",
+        "cpmant.segment_embedding": "cpmant.encoder.layers.0",
+        "cpmant.position_bias": "cpmant.encoder.layers.0",
+    },
+    "fsmt": {"model.decoder.embed_tokens": "model.decoder.embed_positions"},
+    "mpnet": {"mpnet.encoder.relative_attention_bias": "mpnet.embeddings"},
+    "neomme": {"model.value_embeddings": "model.embed_tokens"},
+}
+#: A list whose elements hold less than this part of the heaviest list's is no place to cut.
+LEAST: Final = 1 / 8
+NAMED: Final = 6  # modules that an error names
+
+
+def starts(
+    model: nn.Module,
+    stages: int,
+    given: Sequence[str] | None = None,
+    beside: Mapping[str, str] | None = None,
+    fewer: Callable[[int], str] = "pp{}".format,
+) -> tuple[str, ...]:
+    """The names of the modules that begin stages 1 to `stages` - 1.
+
+    `given` are they, or None for stages whose largest has as few parameters as can be; of equally
+    good cuts the earliest. Deterministic, so that every rank finds the same. `beside` is that of
+    Stages (staged_model.py); `fewer` tells what to write where there are only so many layers.
+
+    Raises:
+        InputError: fewer layers than stages; names that are not the model's, too few or too many.
+    """
+    beside = _beside(model, beside)
+    _layered(model)
+    looked_at.stages(given, lambda: starts(model, stages, None, beside))
+    if given is not None:
+        if len(given) != stages - 1:
+            named = f"{len(given)} starts ({', '.join(given) or 'none'})"
+            if stages == 1:
+                allowed = "none: a pipeline of one stage begins with the model"
+                raise bad(f"{named} for one stage", allowed, "stages=[], or more ranks")
+            raise bad(
+                f"{named} for {stages} stages",
+                f"{stages - 1}: the first module of each stage but the first",
+                ", ".join(starts(model, stages, None, beside)),
+            )
+        layers(model, given, beside)
+        return tuple(given)
+    cuts = candidates(model, stages, beside, fewer)
+    weights = [0] * len(cuts)
+    seen: set[tuple[int, int]] = set()
+    for name, layer in layers(model, cuts[1:], beside).items():
+        for stage in layer.stages:
+            for p in model.get_submodule(name).parameters():
+                weights[stage] += p.numel() * ((stage, id(p)) not in seen)
+                seen.add((stage, id(p)))
+    return tuple(cuts[i] for i in balanced(weights, stages))
+
+
+def _layered(model: nn.Module) -> None:
+    """Raise InputError for a model that has nothing to put on stages."""
+    try:
+        layers(model, ())
+    except InputError:
+        raise bad(
+            f"a {type(model).__name__} that has no layers with parameters in it, for a pipeline",
+            "a model of layers: modules inside of it that are called, and hold parameters",
+            "nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), say; one layer alone is a model as "
+            "nn.Sequential(layer)",
+        ) from None
+
+
+def known(model: nn.Module, names: Sequence[str]) -> None:
+    """Raise InputError unless the model has modules of all these names."""
+    there = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    for name in names:
+        if name not in there:
+            raise bad(
+                f'"{name}", which is no module of the {type(model).__name__}',
+                f"names of its modules: {_some(there) or 'it has none'}",
+                f'"{get_close_matches(name, there, n=1, cutoff=0.0)[0]}"' if there else "none",
+            )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more") * (len(names) > NAMED)
+
+
+def balance_by_time(
+    model: nn.Module,
+    call: Callable[[nn.Module], Any],
+    stages: int,
+    repeats: int = 3,
+    beside: Mapping[str, str] | None = None,
+    world: World | None = None,
+) -> tuple[str, ...]:
+    """As `starts`, by the measured times of the layers' forwards, the least of `repeats` runs.
+
+    `call(model)` runs the whole model on this device, without gradients; the backward pass is
+    taken to be proportional. What it gives is for `parallelize(..., stages=...)`. Ranks measure
+    differently: with `world`, which all its ranks give, the first one's times decide for all.
+
+    Raises:
+        InputError: fewer layers than stages, a model that is not on a device.
+    """
+    if any(p.is_meta for p in model.parameters()):
+        raise bad(
+            f"a {type(model).__name__} on the meta device, whose layers take no time",
+            "a model on the device that it will run on",
+            "starts(model, stages), by parameters",
+        )
+    beside = _beside(model, beside)
+    cuts = candidates(model, stages, beside)
+    found = layers(model, cuts[1:], beside)
+    runs = [_timed(model, found, len(cuts), call) for _ in range(repeats + 1)]
+    weights = [min(times) for times in zip(*runs[1:], strict=True)]
+    if world is not None:
+        told = torch.tensor(weights, dtype=torch.float64, device=world.device)
+        weights = broadcast(told, world.everyone).tolist()
+    return tuple(cuts[i] for i in balanced(weights, stages))
+
+
+def _timed(
+    model: nn.Module, found: Mapping[str, Layer], pieces: int, call: Callable[[nn.Module], Any]
+) -> list[float]:
+    """Seconds that the layers of each piece take in one run."""
+    taken = [0.0] * pieces
+    began: dict[str, float] = {}
+
+    def begin(name: str, module: nn.Module, _: Any) -> None:
+        began[name] = _now(module)
+
+    def end(name: str, module: nn.Module, *_: Any) -> None:
+        taken[found[name].stages[0]] += _now(module) - began[name]
+
+    handles = []
+    for name in found:
+        module = model.get_submodule(name)
+        handles.append(module.register_forward_pre_hook(partial(begin, name)))
+        handles.append(module.register_forward_hook(partial(end, name)))
+    try:
+        with torch.no_grad():
+            call(model)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return taken
+
+
+def _now(module: nn.Module) -> float:
+    if any(p.is_cuda for p in module.parameters(recurse=True)):
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def candidates(
+    model: nn.Module,
+    stages: int,
+    beside: Mapping[str, str],
+    fewer: Callable[[int], str] = "pp{}".format,
+) -> tuple[str, ...]:
+    """The modules between which `model` may be cut into so many stages, in their order.
+
+    Raises:
+        InputError: fewer layers than stages.
+    """
+    blocks = _planned(model) or _repeated(model)
+    if len(blocks) >= stages:
+        return tuple(blocks)
+    every = tuple(name for name in layers(model, blocks[1:]) if name not in beside)
+    if len(every) < stages:
+        raise bad(
+            f"{stages} stages for a {type(model).__name__} of {len(every)} layers",
+            f"as many as there are layers at most: {_some(every)}",
+            fewer(len(every)),
+        )
+    return every
+
+
+def _repeated(model: nn.Module) -> list[str]:
+    """The elements of the outermost lists in which a class stands several times."""
+    lists = list(_lists(model, ""))
+    weights = [sum(p.numel() for m in found.values() for p in m.parameters()) for found in lists]
+    heavy = LEAST * max(weights, default=0)
+    pairs = zip(lists, weights, strict=True)
+    return [name for found, weight in pairs if weight >= heavy for name in found]
+
+
+def _lists(module: nn.Module, name: str) -> Iterator[dict[str, nn.Module]]:
+    """Each list of layers: its elements by name."""
+    children = {f"{name}.{key}" if name else key: m for key, m in module.named_children()}
+    layers = {key: m for key, m in children.items() if next(m.parameters(), None) is not None}
+    kinds = Counter(type(m) for m in layers.values() if type(m).forward is not nn.Module.forward)
+    is_list = isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict)
+    if is_list and max(kinds.values(), default=0) > 1:
+        yield layers
+    else:
+        for key, child in layers.items():
+            yield from _lists(child, key)
+
+
+def _planned(model: nn.Module) -> list[str]:
+    """The elements of the lists in the plan that the configuration of a model of transformers has.
+
+    `base_model_pp_plan` names the modules that are called one after the other.
+    """
+    return [
+        f"{name}.{key}"
+        for name in _chain(model)
+        for module in (model.get_submodule(name),)
+        if isinstance(module, nn.ModuleList)
+        for key in module._modules
+    ]
+
+
+def _chain(model: nn.Module) -> list[str]:
+    """The names in that plan that the model has, in its order."""
+    plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
+    base = getattr(model, "base_model_prefix", "")
+    prefix = f"{base}." if isinstance(getattr(model, base, None), nn.Module) else ""
+    known = dict(model.named_modules())
+    return [f"{prefix}{key}" for key in plan if f"{prefix}{key}" in known]
+
+
+def _beside(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]:
+    return {**misplaced(model), **(given or {})}
+
+
+def misplaced(model: nn.Module) -> dict[str, str]:
+    """What is not called where it is defined, and the module whose stage it is in.
+
+    Known for models of transformers: a head that is defined before what it stands on, what is in
+    their plan, which is in the order of the calls, and a table here. Another model's modules are
+    defined in the order of their calls.
+    """
+    known = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    at = {name: i for i, name in enumerate(known)}
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if not isinstance(kind, str):
+        return {}
+    found = _heads(model)
+    chain = _chain(model)
+    lists = [name for name in chain if isinstance(model.get_submodule(name), nn.ModuleList)]
+    for name, block in product(chain, lists):
+        elements = [key for key in known if key.rpartition(".")[0] == block]
+        late = chain.index(name) > chain.index(block)
+        if name != block and elements and late != (at[name] > at[block]):
+            found[name] = block if late else elements[0]
+    found |= _BESIDE.get(kind, {})
+    return {name: other for name, other in found.items() if name in at and other in at}
+
+
+def _heads(model: nn.Module) -> dict[str, str]:
+    """The root's modules that are defined before its base, and called after it."""
+    children = [name for name, _ in model.named_children()]
+    base = getattr(model, "base_model_prefix", "")
+    return dict.fromkeys(children[: children.index(base)], base) if base in children else {}

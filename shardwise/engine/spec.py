@@ -1,0 +1,83 @@
+"""this file is an engine as numbers: its model's shape and its optimizer's, for predictions."""
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.model_spec import BufferShape, ModelShape, ParamShape, UnitShape
+from shardwise.engine.optimizer import HALF
+from shardwise.engine.optimizer_spec import Recipe
+from shardwise.engine.tensor_layout import Held
+from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.predict.memory import OptimizerShape
+
+
+def model_shape(engine: Any) -> ModelShape:
+    """The units in the order in which they are used, and the buffers.
+
+    The order, and how often each is called, are learnt in the first training pass; until then they
+    are taken to be used once, in the order in which they are defined.
+    """
+    units: list[UnitShape] = []
+    trained_before = False  # whether the backward pass gets as far as here
+    for unit in engine.data.units.order:
+        trained_before = trained_before or bool(unit.trained)
+        params = _params(engine, cast("list[Flat]", unit.groups))
+        if engine.staging is not None:
+            uses, again = engine.passes.gathers(engine.staging.used(p.name for p in params)), 0
+        else:
+            uses, again = engine.data.uses(unit)
+            again *= trained_before
+        units.append(UnitShape(unit.name, params, uses, again))
+    return ModelShape(tuple(units), buffer_shapes(engine.model))
+
+
+def _params(engine: Any, groups: Sequence[Flat]) -> tuple[ParamShape, ...]:
+    found: list[ParamShape] = []
+    for group in groups:
+        for name, shape in zip(group.names, group.shapes, strict=True):
+            held = engine.tensors.of(name)
+            tie = engine.staging.ties.get(name) if engine.staging else None
+            kept = held.kind + (f" {name}" if tie else "")
+            how = kept, held.sums.size, len(tie.ranks) if tie else 1, *_common(held, shape)
+            found.append(
+                ParamShape(name, tuple(shape), dtype_name(group.dtype), group.trained, *how)
+            )
+    return tuple(found)
+
+
+def _common(held: Held, shape: Sequence[int]) -> tuple[int, int]:
+    """How many elements this rank's part has in common with others, and how many ranks they are."""
+    if held.cut is None or held.common is None:
+        return 0, 1
+    along = sum(length for _, length in held.common.spans)
+    return math.prod(shape) // shape[held.cut.dim] * along, held.common.line.size
+
+
+def buffer_shapes(model: nn.Module) -> tuple[BufferShape, ...]:
+    """The shapes of all buffers of `model`, real or on meta."""
+    return tuple(
+        BufferShape(name, tuple(b.shape), dtype_name(b.dtype)) for name, b in model.named_buffers()
+    )
+
+
+def optimizer_shape(recipe: Recipe, dtype: torch.dtype) -> OptimizerShape:
+    """What the optimizer keeps of weights of `dtype`, learnt from one parameter of two elements.
+
+    So any class is known, with its options. (Options of single groups are taken to keep alike.)
+    """
+    probe = nn.Parameter(torch.zeros(2, dtype=torch.float32 if dtype in HALF else dtype))
+    optimizer = recipe.build([("", probe)])
+    probe.grad = torch.ones_like(probe)
+    optimizer.step()
+    kept = [value for value in optimizer.state[probe].values() if isinstance(value, Tensor)]
+    scalars = [value for value in kept if value.dim() == 0]
+    return OptimizerShape(len(kept) - len(scalars), sum(value.nbytes for value in scalars))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name as shapes have it, such as "float32"."""
+    return str(dtype).removeprefix("torch.")

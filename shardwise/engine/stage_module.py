@@ -1,0 +1,213 @@
+"""this file is how a model lies on the pipeline axis: which stages are here, and what ranks share.
+
+    rank 0   embed  blocks.0  blocks.1                     stages of the schedule's `home`
+    rank 1   blocks.2  blocks.3  norm  head                head.weight is embed.weight: a tie
+
+Before the cut rank 0's weights are everyone's.  After it a rank has its own stages' parameters and
+no others; each keeps the name that it has in the whole model.  What several ranks hold (a tied
+embedding) is summed between them before the update, and so stays the same.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import begin_sum, broadcast
+from shardwise.comm.world import Axis, World, traced
+from shardwise.core.plan import Plan
+from shardwise.core.plan_check import problems
+from shardwise.core.schedule.library import allowed, build, entry
+from shardwise.core.schedule.lower import lower
+from shardwise.core.schedule.schedule import Schedule
+from shardwise.core.tensor_plan import Table
+from shardwise.engine import rng, tensor_parallel
+from shardwise.engine import validate as looked_at
+from shardwise.engine.partition import known, misplaced, starts
+from shardwise.engine.staged_model import Stages
+from shardwise.engine.tensor_layout import Tensors, Tie
+from shardwise.parallel.data.wrap_policy import UnitSpec
+from shardwise.parallel.pipeline.placeholders import layers
+from shardwise.parallel.pipeline.placeholders import twin as twin_of
+
+AXIS = "pp"
+
+
+@dataclass(frozen=True)
+class Staging:
+    """A model on the pipeline axis.
+
+    `at` are the stages of each parameter by its name in the whole model, `ties` how several ranks
+    hold one; `beside` is the twin on the tensor axis, whose stream knows how long split sequences
+    are.
+    """
+
+    axis: Axis
+    schedule: Schedule
+    stages: Stages
+    beside: Tensors
+    at: Mapping[str, tuple[int, ...]]
+    ties: Mapping[str, Tie] = field(default_factory=dict)
+
+    @property
+    def mine(self) -> tuple[int, ...]:
+        """The stages of this rank, along the model."""
+        return self.schedule.stages(self.axis.rank)
+
+    @property
+    def begins(self) -> list[str]:
+        """The first layer of each stage but the first."""
+        found = self.stages.layers.found.items()
+        firsts = {stage: name for name, layer in reversed(found) for stage in layer.stages[:1]}
+        return [firsts[stage] for stage in range(1, len(firsts))]
+
+    def owners(self, stages: Sequence[int]) -> tuple[int, ...]:
+        """The ranks that own any of these stages."""
+        return tuple(sorted({self.schedule.home[stage] for stage in stages}))
+
+    def here(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
+        """The units of this rank's stages, without the parameters that it does not hold."""
+        for spec in specs:
+            spec.params = [(name, p) for name, p in spec.params if self.used([name])]
+        return [spec for spec in specs if spec.params]
+
+    def used(self, names: Iterable[str]) -> set[int]:
+        """The stages of this rank that use any of these parameters."""
+        return {stage for name in names for stage in self.at[name]} & set(self.mine)
+
+    def copy(self, buffer: str) -> int:
+        """Which of the ranks that hold the buffer of that name this one is."""
+        for name, layer in self.stages.layers.found.items():
+            if any(buffer.startswith(f"{known}.") for known in (name, *layer.names)):
+                return self.owners(layer.stages).index(self.axis.rank)
+        return self.axis.rank  # outside of layers every rank has it
+
+    # --- what the stages tell one another -----------------------------------------------------
+
+    def anywhere(self, flags: Sequence[bool]) -> list[bool]:
+        """Which of these are true on any rank of the axis; called by all of them."""
+        own = torch.tensor([float(flag) for flag in flags], device=self.stages.device)
+        return (begin_sum(own, self.axis)() > 0).tolist()
+
+    def together(self, names: Collection[str]) -> list[str]:
+        """The parameters that any rank of the axis names; called by all of them."""
+        every = sorted(self.at)
+        flags = self.anywhere([name in names for name in every])
+        return [name for name, flag in zip(every, flags, strict=True) if flag]
+
+    def shared(self, names: Sequence[str], used: Tensor) -> Tensor:
+        """`used`, in which a parameter that is tied counts as used where any holder used it.
+
+        Else the holders would not all update it, and hold different weights from then on.
+        """
+        places = {name: index for index, name in enumerate(names) if name in self.ties}
+        sums = {
+            index: begin_sum(used[index : index + 1], self.ties[name].axis)
+            for name, index in sorted(places.items())
+        }
+        used = used.clone() if sums else used
+        for index, total in sums.items():
+            used[index : index + 1] = total()
+        return used
+
+
+def schedule_of(plan: Plan) -> Schedule | None:
+    """The schedule of a plan, written out for a machine; None where it has no pipeline."""
+    if plan.pipeline is None:
+        return None
+    whole = build(plan.pipeline, plan.mesh.size_of(AXIS))
+    return lower(whole, gather=plan.row == "zero3" and plan.mesh.size_of(plan.shard_axis or "") > 1)
+
+
+def fitting(
+    model: nn.Module,
+    plan: Plan,
+    given: Sequence[str] | None,
+    beside: Mapping[str, str] | None = None,
+) -> tuple[str, ...]:
+    """The modules that begin the stages of a pipeline but the first; none without a pipeline.
+
+    What is given for a pipeline is looked at without one too: a slip would wait for the next plan.
+    `beside` is that of Stages (staged_model.py): modules that are not called where they are
+    defined.
+
+    Raises InputError where the model cannot be cut so.
+    """
+    schedule = schedule_of(plan)
+    if schedule is None:
+        looked_at.stages(given, tuple)
+        known(model, [*(given or ()), *(beside or {}), *(beside or {}).values()])
+        return ()
+    return starts(model, len(schedule.home), given, beside, partial(_of_layers, plan))
+
+
+def _of_layers(plan: Plan, layers: int) -> str:
+    """The nearest plan for a model of so few layers: fewer chunks a rank, or fewer ranks."""
+    name, n = allowed(plan.pipeline or "", plan.mesh.size_of(AXIS))
+    if entry(name).chunks is None and layers >= n.p:
+        return f"'{replace(plan, schedule=f'{name}:{n.m}x{layers // n.p}')}'"
+    others = tuple((axis, size) for axis, size in plan.axes if axis != AXIS)
+    if layers < n.v:
+        return f"'{replace(plan, axes=others, schedule=None)}'"
+    near = replace(plan, axes=((AXIS, layers // n.v), *others))
+    return f"'{replace(near, schedule=None) if problems(near) else near}'"
+
+
+def stages_of(
+    model: nn.Module, begin: Sequence[str], beside: Mapping[str, str] | None = None
+) -> dict[str, tuple[int, ...]]:
+    """The stages of each parameter, by name, before the model is cut.
+
+    What no layer holds is of stage 0 (parallel/pipeline/placeholders.py).
+    """
+    found: dict[nn.Parameter, set[int]] = {p: set() for p in model.parameters()}
+    for name, layer in layers(model, begin, misplaced(model) | dict(beside or {})).items():
+        for p in model.get_submodule(name).parameters():
+            found[p] |= set(layer.stages)
+    return {name: tuple(sorted(found[p] or {0})) for name, p in model.named_parameters()}
+
+
+def twin(
+    model: nn.Module, world: World, plan: Plan, table: Table | None
+) -> tuple[nn.Module, Tensors]:
+    """The model on meta, on the tensor axis of a world that moves nothing."""
+    copy = twin_of(model)
+    nothing = traced(world.rank, world.size).on(plan.mesh)
+    return copy, tensor_parallel.lay_out(copy, nothing, plan.sp, table)
+
+
+def agree(model: nn.Module, axis: Axis, device: torch.device) -> None:
+    """The first rank's weights, buffers and random numbers to come are those of all ranks."""
+    if axis.size > 1:
+        rng.agree(axis, device)
+    for t in [*model.parameters(), *model.buffers()] if axis.size > 1 else []:
+        if not t.is_meta and t.numel():
+            together = t.data.contiguous()
+            broadcast(together, axis)
+            t.data.copy_(together)
+
+
+def lay_out(
+    model: nn.Module,
+    twins: tuple[nn.Module, Tensors],
+    world: World,
+    schedule: Schedule,
+    begin: Sequence[str],
+    beside: Mapping[str, str] | None = None,
+) -> Staging:
+    """Cut `model` into stages, in place; called by all ranks of the world."""
+    axis, at = world.axis(AXIS), stages_of(model, begin, beside)
+    stages = Stages(model, twins[0], begin, schedule.stages(axis.rank), world.device, beside)
+    held = {name: tuple(sorted({schedule.home[s] for s in used})) for name, used in at.items()}
+    lines: dict[tuple[int, ...], Axis] = {}
+    for ranks in sorted({ranks for ranks in held.values() if len(ranks) > 1}):
+        alone = [(rank,) for rank in range(axis.size) if rank not in ranks]
+        lines[ranks] = world.within(AXIS, [ranks, *alone])
+    ties = {
+        name: Tie(ranks, lines[ranks], ranks.index(axis.rank))
+        for name, ranks in sorted(held.items())
+        if len(ranks) > 1 and axis.rank in ranks
+    }
+    return Staging(axis, schedule, stages, twins[1], at, ties)

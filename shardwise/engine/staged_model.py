@@ -1,0 +1,104 @@
+"""this file is a model cut into stages: followed once for each shape, then run stage by stage.
+
+stages = Stages(model, twin(model), starts, mine={1}, device=device)
+trace = stages.follow(lambda model: loss(model, microbatch))
+ran = stages.run(1, trace, given, lambda model: loss(model, microbatch))
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.errors import bad
+from shardwise.core.stage_io import Trace
+from shardwise.engine.partition import misplaced
+from shardwise.parallel.pipeline.interceptor import Glue, Seen
+from shardwise.parallel.pipeline.placeholders import Layers
+from shardwise.parallel.pipeline.stage import Over, Ran, Stage
+from shardwise.parallel.pipeline.tracer import Follow
+
+
+class Stages:
+    """The stages `mine` of a model on this rank; puts stand-ins for all other layers, in place.
+
+    `twin` is the model's own (parallel/pipeline/placeholders.py: `twin`), and serves one Stages.
+    `starts` names the modules that begin stages 1, 2, ...; `beside={"norm": "head"}` puts a module
+    into another module's stage, where it is called later or earlier than it is defined (for
+    transformers' models that is known: partition.py). `device` is where the real tensors are.
+
+    Raises:
+        InputError: the starts do not fit the model.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        twin: nn.Module,
+        starts: Sequence[str],
+        mine: Collection[int],
+        device: torch.device,
+        beside: Mapping[str, str] | None = None,
+    ) -> None:
+        beside = {**misplaced(model), **(beside or {})}
+        self.layers = Layers(model, twin, starts, mine, beside)
+        self.count, self.device = self.layers.count, device
+
+    @property
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        """The stages of every parameter of the whole model, by its name; tied ones have several."""
+        return {name: stages for name, stages, _ in self.layers.parameters}
+
+    def follow(self, call: Callable[[nn.Module], Any]) -> Trace:
+        """What `call` does for this microbatch, learnt on meta, in the grad mode of the moment.
+
+        Good for every microbatch of the same shapes. No random number is drawn from the default
+        generators, and nothing real stays.
+
+        Raises:
+            InputError: what the code between layers does cannot be followed
+            (parallel/pipeline/tracer.py).
+        """
+        layers, seen = self.layers, Seen(self.layers.numbers)
+        layers.known(seen.put)
+        follow = Follow(layers.held(), layers.count, seen, self.device)
+        glue = Glue(follow, seen, self.device)
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), layers.following(glue) as twin, glue:
+            try:
+                call(twin)
+            except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+                raise follow.blame(error) from error
+        return follow.finish()
+
+    def run(
+        self,
+        stage: int,
+        trace: Trace,
+        given: Sequence[Tensor],
+        call: Callable[[nn.Module], Any],
+    ) -> Ran:
+        """Compute one stage: from `given`, the leaves of bundle stage - 1, the tensors of its own.
+
+        The model's buffers change as in any forward, and glue that draws draws. With several
+        stages on a rank, `call` runs for each, so it must not write to the batch.
+
+        Raises:
+            InputError: the forward does not do what the trace says.
+        """
+        layers = self.layers
+        if stage not in layers.mine:
+            mine = ", ".join(map(str, sorted(layers.mine)))
+            raise bad(f"a run of stage {stage}", f"the stages of this rank: {mine}", mine)
+        seen = Seen(layers.numbers)
+        layers.known(seen.put)
+        player = Stage(stage, trace, seen, layers.holding(stage))
+        player.take(given)
+        glue, ran = Glue(player, seen, self.device), Ran()
+        with suppress(Over), layers.playing(glue) as model, glue:
+            ran.result = call(model)
+        player.end()
+        ran.outputs = player.outputs()
+        return ran

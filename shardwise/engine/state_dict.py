@@ -1,0 +1,65 @@
+"""this file is how a wrapped module's state_dict keeps whole tensors under their usual keys."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.parallel.data.hooks import Data
+
+
+def keep_keys(module: nn.Module, data: Data, flats: Sequence[Flat]) -> list[RemovableHandle]:
+    """Make `module.state_dict()` give whole tensors and `load_state_dict` take them.
+
+    Both are collective where the row shards: every rank calls them.  The handles undo it.
+    """
+    if not any(flat.split for flat in flats):
+        return []
+    return [
+        module.register_state_dict_pre_hook(partial(_gather_all, flats)),
+        module.register_state_dict_post_hook(partial(_copy_whole, data)),
+        module.register_load_state_dict_pre_hook(partial(_before_load, flats)),
+        module.register_load_state_dict_post_hook(partial(_after_load, data, flats)),
+    ]
+
+
+def _gather_all(flats: Sequence[Flat], *_: Any) -> None:
+    for flat in flats:
+        flat.gather()
+
+
+@torch.no_grad()
+def _copy_whole(data: Data, _: nn.Module, state: dict[str, Any], *_more: Any) -> None:
+    for key, value in list(state.items()):
+        if isinstance(value, Tensor):
+            state[key] = value.detach().clone()
+    data.units.rest()
+
+
+def _before_load(flats: Sequence[Flat], *_: Any) -> None:
+    _gather_all(flats)
+
+
+@torch.no_grad()
+def _after_load(data: Data, flats: Sequence[Flat], *_: Any) -> None:
+    for flat in flats:
+        flat.keep_block()
+    data.units.rest()
+
+
+def whole(flats: Sequence[Flat]) -> dict[str, Tensor]:
+    """Every parameter whole, by name, as new tensors; one flat group is gathered at a time."""
+    found: dict[str, Tensor] = {}
+    for flat in flats:
+        resting = flat.at_rest
+        flat.gather()
+        for name, p in zip(flat.names, flat.params, strict=True):
+            found[name] = p.detach().clone()
+        if resting:
+            flat.free()
+            flat.rest()
+    return found

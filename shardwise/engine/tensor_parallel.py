@@ -1,0 +1,193 @@
+"""this file is how a model is laid out on the tensor axis: its table, carried out.
+
+For every module the table names: its parameters are cut (or found to have partial gradients), its
+hooks are set (parallel/tensor/linear.py, parallel/tensor/embedding.py), and the numbers by which it
+knows its own sizes become this rank's.  Everything else stays whole and alike on every rank of the
+axis.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import broadcast
+from shardwise.comm.uneven import part
+from shardwise.comm.world import Axis, World
+from shardwise.core.errors import refusal
+from shardwise.core.plan import Plan
+from shardwise.core.styles import ModuleShape, Style
+from shardwise.core.tensor_plan import Table, assign, bias_cut, cuts, numbers
+from shardwise.core.tensor_plan_check import check
+from shardwise.core.uneven import Cut
+from shardwise.engine import rng
+from shardwise.engine.tensor_layout import Common, Groups, Held, Tensors, nowhere
+from shardwise.engine.tensor_plan import shapes, table_of, without
+from shardwise.kernels.matmul import fastest
+from shardwise.parallel.tensor import embedding, linear, sequence
+from shardwise.parallel.tensor.cross_entropy import cross_entropy
+from shardwise.parallel.tensor.logits import Logits
+from shardwise.parallel.tensor.shared_weights import sum_spans
+
+AXIS = "tp"
+
+
+def fitting(model: nn.Module, plan: Plan, given: Table | Mapping[str, str] | None) -> Table | None:
+    """The table by which `plan` lays `model` out; None where it has no tensor axis.
+
+    Raises InputError where there is none or it does not fit, with every problem and its remedy.
+    """
+    ranks = plan.mesh.size_of(AXIS)
+    if ranks == 1 and given is None:
+        return None
+    table = table_of(model, given)  # one that is given is read, whether the plan uses it or not
+    if ranks == 1:
+        return None
+    if not table.styles:
+        raise without(model, "has a table without a style")
+    if problems := check(table, shapes(model), plan.sp, ranks):
+        raise refusal(f"the table of the {type(model).__name__} under '{plan}'", problems)
+    return table
+
+
+def lay_out(model: nn.Module, world: World, sp: bool, table: Table | None) -> Tensors:
+    """Cut `model` on the tensor axis of `world` as `table` says, in place."""
+    axis = world.axis(AXIS)
+    if table is None or axis.size == 1:
+        return nowhere()
+    _agree(model, axis)
+    tensors = Tensors(axis, linear.Stream(axis, sp, fastest(world.device)))
+    known = shapes(model)
+    styles = assign(table, list(known), sp)
+    layout = _Layout(model, world, tensors)
+    marks = rng.follow(model, styles, known, table, tensors)
+    layout.entered = [name for name, style in styles.items() if style.name == "gather"]
+    for name, style in styles.items():
+        sizes = cuts(style, known[name], table, axis.size)
+        layout.hook(name, style, sizes, known[name])
+        layout.hold(name, style, sizes, bias_cut(style, known[name], table, axis.size))
+    for name, changed in numbers(table, styles, known, axis.rank, axis.size).items():
+        for attribute, number in changed.items():
+            setattr(model.get_submodule(name), attribute, number)
+    layout.cut()
+    rng.enter(model, styles, marks)
+    rng.agree(axis, world.device)
+    for stream in (layout.stream, layout.whole):
+        model.register_forward_hook(partial(_end, stream))
+    return tensors
+
+
+def _end(stream: linear.Stream, *_: object) -> None:
+    stream.end()
+
+
+def _agree(model: nn.Module, axis: Axis) -> None:
+    """The first rank's weights and buffers are everyone's."""
+    for t in [*model.parameters(), *model.buffers()]:
+        if not t.is_meta and t.numel():
+            together = t.data.contiguous()
+            broadcast(together, axis)
+            t.data.copy_(together)
+
+
+def _lines(cut: Cut) -> Groups:
+    """The ranks that hold some of what is cut in common, the others each alone; or none."""
+    lines = [next(iter(cut.common(rank)), (rank,)) for rank in range(cut.ranks)]
+    return tuple(dict.fromkeys(lines)) if any(len(line) > 1 for line in lines) else ()
+
+
+class _Layout:
+    """One model being laid out: what was decided of each of its parameters so far."""
+
+    def __init__(self, model: nn.Module, world: World, tensors: Tensors) -> None:
+        self.model, self.world, self.tensors = model, world, tensors
+        self.stream, self.axis = tensors.stream, tensors.axis
+        #: where the sequence is joined
+        self.whole = linear.Stream(
+            self.axis, split=False, products=self.stream.products, within=self.stream
+        )
+        self.names = {id(p): name for name, p in model.named_parameters()}
+        self.wanted: dict[str, tuple[nn.Parameter, Cut]] = {}
+        self.entered: list[str] = []  # modules whose inputs are gathered
+
+    def hook(self, name: str, style: Style, cut: Cut | None, shape: ModuleShape) -> None:
+        """Set the hooks of one module: what is hooked last comes first, and the user's after it."""
+        module = self.model.get_submodule(name)
+        stream = self.whole if style.by == "whole" else self.stream
+        entered = any(name.startswith(f"{outer}.") for outer in self.entered)
+        match style.name, cut:
+            case "vocabulary", Cut() if isinstance(module, nn.Embedding):
+                straight = style.by == "sequence" or not stream.split
+                embedding.embed(module, self.axis, cut, stream.leave if straight else stream.sum)
+            case "vocabulary", Cut():
+                self._keep_cut(module, cut)
+                linear.columns(module, stream, shape.transposed, entered)
+            case "colwise", _:
+                linear.columns(module, stream, shape.transposed, entered)
+            case "colwise_gather_output", Cut():
+                sequence.gather_output(module, stream, cut)
+                linear.columns(module, stream, shape.transposed, entered)
+            case "rowwise", _:
+                sequence.rows(module, stream, linear.plain(module))
+            case "rowwise_split_input", Cut():
+                sequence.split_input(module, stream, cut)
+                sequence.rows(module, stream, linear.plain(module))
+            case "gather", _:
+                sequence.gather_input(module, stream)
+            case "split", _:
+                sequence.change_input(module, stream.scatter)
+            case "sequence", _ if style.by == "join":
+                self._join(module)
+            case _:
+                pass
+
+    def _join(self, module: nn.Module) -> None:
+        def whole(_: nn.Module, __: object, y: Tensor) -> Tensor:
+            return self.stream.unsplit(y)
+
+        module.register_forward_hook(whole, prepend=True)
+
+    def _keep_cut(self, module: nn.Module, cut: Cut) -> None:
+        def logits(_: nn.Module, __: object, y: Tensor) -> Tensor:
+            return Logits.of(y, self.axis, cut, cross_entropy, self.tensors)
+
+        module.register_forward_hook(logits, prepend=True)
+
+    def hold(self, name: str, style: Style, weight: Cut | None, bias: Cut | None) -> None:
+        """Note what becomes of the module's own parameters."""
+        everyone = (tuple(range(self.axis.size)),)
+        summed = style.name in ("replicated", "sequence")
+        row = style.name.startswith("rowwise") and self.stream.split  # its bias is added to shards
+        module = self.model.get_submodule(name)
+        for key, p in module.named_parameters(recurse=summed):
+            full = self.names[id(p)]
+            cut = {"weight": weight, "bias": bias}.get(key)
+            if cut is not None:
+                self.wanted[full] = (p, cut)
+            elif summed or (key == "bias" and row):
+                self.tensors.held[full] = Held(None, everyone, self.axis, self.axis.rank)
+
+    def cut(self) -> None:
+        """Cut the parameters, and open the lines on which shared parts are summed."""
+        rank = self.axis.rank
+        lines: dict[Groups, Axis] = {(): Axis(AXIS)}
+        # hooks keep this object alive; it must not keep the weights of other stages with it
+        wanted, self.wanted = self.wanted, {}
+        for name, (p, cut) in wanted.items():
+            groups = tuple(dict.fromkeys(map(cut.holders, range(cut.ranks)))) if cut.shared else ()
+            within = _lines(cut)
+            for each in (groups, within):
+                if each not in lines:
+                    lines[each] = self.world.within(AXIS, each)
+            common = None
+            for spans in cut.common(rank).values():  # one line of ranks at most
+                common = Common(tuple(spans), lines[within])
+                if p.requires_grad:
+                    p.register_hook(partial(sum_spans, cut.dim, common.spans, common.line))
+            replica = cut.holders(rank).index(rank)
+            self.tensors.held[name] = Held(cut, groups, lines[groups], replica, common)
+            if p.is_meta:
+                p.data = torch.empty(cut.shape(p.shape, rank), dtype=p.dtype, device="meta")
+            else:
+                p.data = part(p.data, cut, rank)

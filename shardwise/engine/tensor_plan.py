@@ -1,0 +1,138 @@
+"""this file is where a model's table of tensor parallelism comes from, and the model as it sees it.
+
+In this order: what the user gives as `table=`; the model's own attribute `tensor_table`; what a
+model of transformers says of itself (engine/hf_plans.py). A module that has one of these and is
+part of a larger model brings its table with it.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.core.errors import InputError, bad
+from shardwise.core.styles import ModuleShape, general, parent
+from shardwise.core.tensor_plan import Table
+from shardwise.engine.hf_plans import own_plan
+from shardwise.engine.validate import shown
+
+_EXAMPLE = '{"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}'
+
+
+def table_of(model: nn.Module, given: Table | Mapping[str, str] | None = None) -> Table:
+    """The table to lay `model` out by: the one given, or the model's own.
+
+    A dict of styles takes the numbers of heads from the model's own table, where it has one.
+    Raises InputError for what is no table, and for a model that has none.
+    """
+    if isinstance(given, Table):
+        return given
+    if given is not None and not isinstance(given, Mapping):
+        allowed = "a dict from patterns of module names to styles, or a sw.Table"
+        raise bad(f"table={shown(given)}", allowed, f"table={_EXAMPLE}")
+    own = next(
+        (table.under(name) for name, part in model.named_modules() if (table := _own(part, name))),
+        None,
+    )
+    if given is not None:
+        heads = (own.heads, own.kv_heads) if own else (None, None)
+        return Table.of(given, *heads)
+    if own is None:
+        raise without(model, "has no table of styles")
+    return own
+
+
+def shapes(model: nn.Module) -> dict[str, ModuleShape]:
+    """Every module of the model but itself, as a table sees it; meta tensors will do."""
+    holders: dict[int, str] = {}
+    found: dict[str, ModuleShape] = {}
+    for name, module in model.named_modules():
+        if not name:
+            continue
+        shape = _shape(module)
+        weight = getattr(module, "weight", None)
+        tied = ""
+        if shape.kind != "other" and isinstance(weight, torch.Tensor):
+            holder = holders.setdefault(id(weight), name)
+            tied = "" if holder == name else holder
+        found[name] = replace(shape, tied=tied)
+    return found
+
+
+def _shape(module: nn.Module) -> ModuleShape:
+    """One module, as far as it can be told from itself."""
+    kind = type(module).__name__
+    own = dict(module.named_parameters(recurse=False))
+    sizes = {parameter.shape for parameter in own.values()}
+    common: dict[str, Any] = {
+        "bias": getattr(module, "bias", None) is not None,
+        "parameters": bool(own),
+        "type_name": kind,
+        "numbers": tuple(
+            (key, value)
+            for key, value in vars(module).items()
+            if type(value) is int and not key.startswith("_")
+        ),
+        "own": tuple(own),
+    }
+    weight = getattr(module, "weight", None)
+    if weight is not None and "weight" not in own:  # weight_norm, spectral_norm, parametrizations
+        made: dict[str, Any] = common | {"type_name": f"{kind}, whose weight is made from others"}
+        return ModuleShape("other", 0, 0, **made)
+    if isinstance(module, nn.Embedding):
+        return ModuleShape("embedding", module.num_embeddings, module.embedding_dim, **common)
+    # the output layer of nn.MultiheadAttention is read by it and never called
+    if isinstance(module, nn.Linear) and kind != "NonDynamicallyQuantizableLinear":
+        return ModuleShape("linear", module.in_features, module.out_features, **common)
+    if kind == "Conv1D" and isinstance(weight, torch.Tensor) and weight.ndim == 2:  # transformers'
+        inputs, outputs = weight.shape
+        return ModuleShape("linear", inputs, outputs, transposed=True, **common)
+    length = next(iter(sizes)) if len(sizes) == 1 else ()
+    return ModuleShape("other", length[0] if len(length) == 1 else 0, **common)
+
+
+def _own(module: nn.Module, name: str) -> Table | None:
+    """The table that a module says it has. Raises InputError for one that is none."""
+    table = getattr(module, "tensor_table", None)
+    if table is None:
+        return own_plan(module)
+    if isinstance(table, Table):
+        return table
+    if isinstance(table, Mapping):
+        return Table.of(table)
+    where = f"{name}.tensor_table" if name else "tensor_table"
+    allowed = "a dict from patterns of module names to styles, or a sw.Table"
+    raise bad(f"{where} = {shown(table)} of the model", allowed, f"tensor_table = {_EXAMPLE}")
+
+
+def without(model: nn.Module, why: str) -> InputError:
+    """What to answer for a model without a table: one to begin with, made of its linear layers."""
+    what = f"tensor parallelism of a {type(model).__name__}, which {why}"
+    guessed = _guess(shapes(model))
+    if not guessed:
+        allowed = "models with linear layers, which can be cut"
+        return bad(f"{what} and no linear layer", allowed, "a plan without tp, as dp2")
+    allowed = (
+        "a table given as table= (verify: --table FILE), a model with the attribute tensor_table, "
+        "a model of transformers that has a tensor plan; see docs/tensor-tables.md"
+    )
+    return bad(what, allowed, f"table={guessed!r}, with the styles that fit your layers")
+
+
+def _guess(modules: Mapping[str, ModuleShape]) -> dict[str, str]:
+    """Styles for linear layers that repeat, where one takes what others beside it give."""
+    linear = {name: shape for name, shape in modules.items() if shape.kind == "linear"}
+    beside: dict[str, list[str]] = {}
+    for name in linear:
+        beside.setdefault(parent(name), []).append(name)
+    repeated = {name for name in linear if general(name) != name} or set(linear)
+    found: dict[str, str] = {}
+    for names in beside.values():
+        final = linear[names[-1]]
+        giving = [name for name in names[:-1] if linear[name].out_features == final.in_features]
+        known = dict.fromkeys(giving, "colwise") | ({names[-1]: "rowwise"} if giving else {})
+        for name in (name for name in names if name in repeated):
+            found.setdefault(general(name), known.get(name, "colwise_gather_output"))
+    return dict(list(found.items())[:8])

@@ -1,0 +1,214 @@
+"""this file is the weights under a schedule that updates by itself: their versions, one by one.
+
+    PipeDream, stage 0 of 2      F0  F1  B0  U0  F2  B1  U1  F3  B2  ...
+    newest version               0   0   0   1   1   1   2   2   2
+    used                         0   0   0       1   0       2   1
+
+A microbatch goes back through the weights that it came forward through.  What autograd saved of a
+weight is the parameter itself, which is read when the backward pass comes by, or a view of it (its
+transpose), which is what lay in memory at the forward.  So the values of a version stay where they
+are as long as it is used, and parameters point there for each F, B, I and W that uses it: an update
+whose old version is still wanted is made in a new buffer, another one in place.  Updates are not
+counted as writes to the parameter, which autograd would take for a fault.
+
+A stage has as many versions at once as core/schedule/memory.py says, and when the row is done one.
+
+An update (U) sums the gradients of its microbatches over the data ranks, and divides them by the
+tokens of all of them: each is the mean over its own microbatches.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+from shardwise.core.errors import InputError, bad
+from shardwise.core.plan import Plan
+from shardwise.core.schedule.action import COMPUTE_OPS
+from shardwise.core.schedule.schedule import Schedule
+from shardwise.engine import stage_module
+from shardwise.engine.guard import Guard
+from shardwise.engine.stage_module import Staging
+from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.parallel.data.staged_hooks import Staged
+
+
+def require(
+    model: nn.Module,
+    plan: Plan,
+    starts: Sequence[str] | None,
+    clip: float | None,
+    beside: Mapping[str, str] | None = None,
+    on_nonfinite: str = "raise",
+) -> float | None:
+    """The bound for the gradient's norm, None for infinity too, of which there is no norm to tell.
+
+    `starts` are the modules that begin stages, `beside` as in staged_model.py. Raises InputError
+    for what a schedule that updates by itself cannot do: clip, and train one parameter in stages
+    that update at different times, or skip a step.
+    """
+    schedule = stage_module.schedule_of(plan)
+    if schedule is None or not schedule.update:
+        return clip
+    if clip is not None and math.isfinite(clip):
+        raise bad(
+            f"clip={clip} with {plan.pipeline}, whose stages update each on its own time: the norm "
+            "of all gradients is never known",
+            "clip=None (`shardwise train`: --set train.clip=0, or clip = 0 under [train] in its "
+            f"file), or a schedule that updates at the end, 1f1b:{schedule.microbatches}",
+            "--set train.clip=0 (in Python: clip=None)",
+        )
+    if on_nonfinite != "raise":
+        raise bad(
+            f"on_nonfinite='{on_nonfinite}' with {plan.pipeline}, whose stages update each on its "
+            "own time: some have updated from a step before others find that it is not finite",
+            "on_nonfinite='raise', or a schedule that updates at the end of the step",
+            f"1f1b:{schedule.microbatches}",
+        )
+    at = stage_module.stages_of(model, starts or (), beside)
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    for name, stages in at.items():
+        if name in trained and len({schedule.lag[stage] for stage in stages}) > 1:
+            raise _torn(plan, name, stages, schedule)
+    return None
+
+
+def _torn(plan: Plan, name: str, stages: Sequence[int], schedule: Schedule) -> InputError:
+    m, p = schedule.microbatches, schedule.ranks
+    late = ", ".join(f"stage {s}'s are {schedule.lag[s]} late" for s in stages)
+    return bad(
+        f"{plan.pipeline} for a model whose {name} is in stages {' and '.join(map(str, stages))}, "
+        f"which update at different times ({late})",
+        "parameters of one stage each; of several where all are as late, as with 2bw",
+        f"2bw:{max(m, p)} or 1f1b:{m}, or a model without tied weights",
+    )
+
+
+class Optimizer(Protocol):
+    """What updates flat groups from their gradients (optimizer.py)."""
+
+    def step(self, flats: Sequence[Flat], factor: float = 1.0) -> None: ...
+
+
+class Stale:
+    """The versions of the parameters of this rank's stages, during one run of a schedule."""
+
+    def __init__(self, staged: Staging, data: Staged, optimizer: Optimizer, guard: Guard) -> None:
+        self.schedule, self.data, self.optimizer = staged.schedule, data, optimizer
+        self.guard = guard
+        self.staged, self.device = staged, staged.stages.device
+        trained = {
+            stage: [group for unit in data.stages[stage] for group in unit.trained]
+            for stage in staged.mine
+        }
+        self.flats: dict[int, list[Flat]] = trained
+        self.uses = Counter(
+            (action.stage, self.schedule.version(*action[1:]))
+            for action in self.schedule.actions(staged.axis.rank)
+            if action.op in COMPUTE_OPS
+        )
+        self.left = Counter(self.uses)
+        self.kept: dict[int, dict[int, list[Tensor]]] = {}  # stage -> version -> its buffers
+        self.shown: dict[int, int] = {}  # the version that parameters are views of
+        self.peak_bytes = 0  # the most that versions but the newest took, in the last run
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """A run begins with one version, number 0; once over or broken off, the newest stays."""
+        self.left = Counter(self.uses)
+        self.kept = {stage: {0: [f.full for f in flats]} for stage, flats in self.flats.items()}
+        self.shown = dict.fromkeys(self.flats, 0)
+        self.peak_bytes = 0
+        try:
+            yield
+        finally:
+            for flat in (flat for flats in self.flats.values() for flat in flats):
+                flat.point_at(flat.full)
+            self.kept = {}
+
+    @contextmanager
+    def during(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Parameters are of the version that the microbatch uses; a version used up is dropped."""
+        version = self.schedule.version(stage, microbatch)
+        self._show(stage, version)
+        yield
+        self.left[stage, version] -= 1
+        if not self.left[stage, version] and version != self._newest(stage):
+            self._show(stage, self._newest(stage))
+            del self.kept[stage][version]
+
+    def update(self, stage: int, count: int, sum_scale: float) -> None:
+        """U: update a stage from the gradients that have come since the last, of so many tokens.
+
+        They are those of the sum over the tokens, times `sum_scale`.
+        """
+        phase = self.data.facts.phase
+        flats = self.flats[stage]
+        phase("backward")
+        self.data.reduced = set()
+        self.data.reduce(stage)
+        self.data.end()  # of tied parameters
+        self.data.sums.finish()
+        phase("check")
+        total = self._agree(flats, count)
+        phase("update")
+        version = self._newest(stage)
+        self._show(stage, version)
+        if self.left[stage, version]:  # some microbatch is yet to use it
+            for flat in flats:
+                flat.renew()
+        else:
+            del self.kept[stage][version]
+        params = tuple(p for flat in flats for p in flat.params)
+        for unit in self.data.stages[stage]:
+            unit.show()
+        if not self.guard.spoils(flats):
+            with _uncounted(params):
+                self.optimizer.step(flats, 1 / (sum_scale * max(1, total)))
+        for flat in flats:
+            flat.clear()
+        for unit in self.data.stages[stage]:
+            unit.gather()
+        self.kept[stage][version + 1] = [flat.full for flat in flats]
+        self.shown[stage] = version + 1
+        self.peak_bytes = max(self.peak_bytes, self._old_bytes())
+
+    def _agree(self, flats: Sequence[Flat], count: int) -> int:
+        """The tokens on all data ranks; which parameters have a gradient anywhere is noted."""
+        own = [float(count), *(float(got) for flat in flats for got in flat.got)]
+        told = torch.tensor(own, dtype=torch.float64, device=self.device)
+        agreed = self.data.facts.agree(told)
+        names = [name for flat in flats for name in flat.names]
+        flags = iter(self.staged.shared(names, agreed[1:]).tolist())
+        for flat in flats:
+            flat.used = [next(flags) > 0 for _ in flat.used]
+        return round(agreed[0].item())
+
+    def _show(self, stage: int, version: int) -> None:
+        if self.shown[stage] != version:
+            for flat, full in zip(self.flats[stage], self.kept[stage][version], strict=True):
+                flat.point_at(full)
+            self.shown[stage] = version
+
+    def _newest(self, stage: int) -> int:
+        return max(self.kept[stage])
+
+    def _old_bytes(self) -> int:
+        newest = {stage: self._newest(stage) for stage in self.kept}
+        return sum(
+            full.untyped_storage().nbytes()
+            for stage, versions in self.kept.items()
+            for version, fulls in versions.items()
+            for full in fulls
+            if version != newest[stage]
+        )
+
+
+def _uncounted(params: tuple[nn.Parameter, ...]) -> AbstractContextManager[None]:
+    """Inside, autograd does not count what is written to these."""
+    return _unsafe_preserve_version_counter(params)

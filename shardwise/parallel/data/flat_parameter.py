@@ -1,0 +1,393 @@
+"""this file is the flat group: parameters end to end, kept and moved as a row of the table says.
+
+Five tensors, all one-dimensional (n ranks on the shard axis, m on the replicate axis):
+
+    full    the parameters end to end, padded to n equal blocks
+    shard   this rank's block of `full`; a view of it where the row keeps parameters R
+    grad    the gradients in the layout of `full`
+    gshard  this rank's block of their sum; a view of `grad` where the row accumulates in P
+    p       the user's own parameter; its `data` is a view of one of the first two
+
+and the equations between them:
+
+    WHOLE    p.data is a view of `full`, in its own shape: what the model computes with
+    COMING   as REST, while an all-gather writes `full`
+    REST     p.data is this rank's piece of p, a view of `shard`, and p.grad the same piece of
+             `gshard`: what an elementwise optimizer works on.  A piece has as many dimensions as
+             p: k elements of a matrix are [k, 1], so that a choice by p.ndim is the same
+
+              gather              free / rest
+    REST ----------------> WHOLE ------------> REST     (zero3: `full` has memory in WHOLE only)
+
+    backward:  p.grad --copy--> grad --P -> S on shard--> gshard --P -> R on replicate--> gshard
+
+`full` keeps one storage (its size goes to 0 and back), because autograd remembers views of it
+between forward and backward; where weights have several versions at once, each has its own
+(`renew`).  With n = 1 every block is the whole: nothing is ever gathered, and p.data keeps its
+shape; that is the row `ddp`, and any row on one rank.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.collectives import broadcast
+from shardwise.comm.mean import mean_with_graph
+from shardwise.comm.move import start
+from shardwise.comm.transport import Pending
+from shardwise.comm.world import Axis
+from shardwise.core.flatten import flatten
+from shardwise.core.layout import P, R, S
+from shardwise.core.zero import Row
+
+Fill = Callable[[str, Tensor], None]
+#: out, left, right, beta, alpha: out becomes beta out + alpha left right; of beta 0 it is not read.
+AddProduct = Callable[[Tensor, Tensor, Tensor, float, float], object]  # matmul.py
+
+
+@dataclass(frozen=True)
+class Kept:
+    """How a flat group is kept: its row, the axes of the row, and what other axes make of it.
+
+    sums    axes over which each rank has only a part of the gradient, whatever the row
+    counts  whether the squares of this rank's gradient enter the norm (one of equal copies does)
+    others  what of it another rank counts: (parameter, dim, start, length) of spans of parameters
+    """
+
+    row: Row
+    shard: Axis
+    replicate: Axis
+    sums: tuple[Axis, ...]
+    counts: bool
+    others: tuple[tuple[int, int, int, int], ...] = ()
+
+
+class Stage(Enum):
+    """Which of the tensors exist, and what p.data is a view of."""
+
+    REST = "p.data in shard"
+    COMING = "p.data in shard, full being written"
+    WHOLE = "p.data in full"
+
+
+class Flat:
+    """Parameters of one dtype, all trained or all frozen, that are gathered and reduced at once."""
+
+    def __init__(
+        self,
+        params: Sequence[tuple[str, nn.Parameter]],
+        kept: Kept,
+        fill: Fill | None,
+        device: torch.device,
+        add_to: AddProduct,
+    ) -> None:
+        row, shard, replicate = kept.row, kept.shard, kept.replicate
+        self.add_to = add_to
+        self.names = [name for name, _ in params]
+        self.params = [p for _, p in params]
+        self.shapes = [p.shape for p in self.params]
+        self.row, self.shard_axis, self.replicate_axis = row, shard, replicate
+        self.counts, self.others = kept.counts, kept.others
+        first = self.params[0]
+        self.trained, self.dtype = first.requires_grad, first.dtype
+        # what is neither trained nor kept S is the same everywhere, for good
+        self.split = shard.size > 1 and (self.trained or row.param.kind == "S")
+        self.temporary = self.split and row.param.kind == "S"
+        self.scatters = self.split and row.grad.kind == "S"
+        self.rank, ranks = (shard.rank, shard.size) if self.split else (0, 1)
+        # where a sum over the shard axis is not the end of it
+        further = [replicate if self.split else Axis("none"), *kept.sums]
+        self.further = [axis for axis in further if axis.size > 1]
+        self.plan = flatten([s.numel() for s in self.shapes], first.element_size(), ranks)
+        self.pieces = [self.plan.piece(i, self.rank) for i in range(len(self.params))]
+        self.full = self._assemble(fill, device)
+        self.shard = self._block(self.full).clone() if self.temporary else self._block(self.full)
+        self.full_views = self.views(self.full)
+        self.grad: Tensor | None = None
+        self.grad_views: list[Tensor] = []
+        self.gshard: Tensor | None = None
+        none = [False] * len(self.params)
+        self.filled = list(none)  # grad holds something of parameter i
+        self.valid = list(none)  # gshard holds something of parameter i (where the row scatters)
+        self.got = list(none)  # this rank has had a gradient for parameter i since `clear`
+        self.used = list(none)  # and so has any rank, as far as has been heard
+        self.shown = False  # the pieces of gshard are on the parameters
+        self.graphs: dict[int, Tensor] = {}  # gradients that are to be differentiated in turn
+        self.coming, self.going = Pending(), Pending()
+        self.stage = Stage.WHOLE
+        self.point_at(self.full)
+        if self.temporary:
+            self.free()
+
+    # --- the parameters -----------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _assemble(self, fill: Fill | None, device: torch.device) -> Tensor:
+        """The whole flat parameter: filled by name where it has no data yet, else rank 0's."""
+        full = torch.zeros(self.plan.padded, dtype=self.dtype, device=device)
+        given = [not p.is_meta for p in self.params]
+        for name, p, view in zip(self.names, self.params, self.views(full), strict=True):
+            if not p.is_meta:
+                view.copy_(p.detach())
+                continue
+            if fill is not None:
+                fill(name, view)
+            # a tensor's device changes only as a whole; the object the user holds stays. Not with
+            # a view of full: autograd would count every write to full as one to the parameter
+            real = torch.empty(0, dtype=self.dtype, device=device)
+            torch.utils.swap_tensors(p, nn.Parameter(real, requires_grad=self.trained))
+        if any(given):
+            broadcast(full, self.shard_axis)
+            broadcast(full, self.replicate_axis)
+        return full
+
+    def _block(self, flat: Tensor) -> Tensor:
+        return flat.view(self.plan.ranks, self.plan.share)[self.rank]
+
+    def piece(self, index: int, block: Tensor) -> Tensor:
+        """What `block`, of this rank, holds of parameter `index`: [k, 1, ..., 1], as many dims.
+
+        A parameter without dimensions keeps none where its element is, and is [0] elsewhere.
+        """
+        (low, high), dims = self.pieces[index], len(self.shapes[index])
+        if dims == 0 and high > low:
+            return block[low]
+        return block[low:high].view(high - low, *[1] * (dims - 1))
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Each parameter's place in `flat`, in its own shape."""
+        places = zip(self.plan.offsets, self.shapes, strict=True)
+        return [flat[offset : offset + shape.numel()].view(shape) for offset, shape in places]
+
+    def point_at(self, full: Tensor) -> None:
+        """Parameters are what is in `full`, which is laid out like the own one."""
+        views = self.full_views if full is self.full else self.views(full)
+        for p, view in zip(self.params, views, strict=True):
+            p.data = view
+
+    def renew(self) -> None:
+        """Go on in a new buffer, with the same values; the one of before is left as it is.
+
+        For what is kept whole: `shard` is a view of `full`.
+        """
+        assert not self.temporary
+        self.full = self.full.clone()
+        self.shard = self._block(self.full)
+        self.full_views = self.views(self.full)
+        self.point_at(self.full)
+
+    def begin_gather(self) -> None:
+        """Start writing `full`, beside whatever is being computed."""
+        if self.stage is not Stage.REST:
+            return
+        if self.temporary:
+            self.full.untyped_storage().resize_(self.plan.padded * self.full.element_size())
+        self.coming = start(self.shard, self.shard_axis, S(0), R, self.full)
+        self.stage = Stage.COMING
+
+    def gather(self) -> None:
+        """Make the parameters whole."""
+        if self.stage is Stage.WHOLE:
+            return
+        self.begin_gather()
+        self.coming.wait()
+        self.point_at(self.full)
+        self.stage = Stage.WHOLE
+
+    def rest(self) -> None:
+        """Show the optimizer this rank's pieces."""
+        if not self.split:
+            return
+        if self.stage is Stage.COMING:
+            self.coming.wait()
+        for i, p in enumerate(self.params):
+            p.data = self.piece(i, self.shard)
+        self.stage = Stage.REST
+
+    def free(self) -> None:
+        """Back to rest, and the memory of `full` given back, where the row keeps parameters S."""
+        if self.temporary and self.stage is not Stage.REST:
+            self.rest()
+            self.full.untyped_storage().resize_(0)
+
+    def pretend(self) -> None:
+        """Give p.data its own shape and no memory: a gradient of that shape is coming for it.
+
+        For what the backward pass does not read (the rows of an embedding): nothing is gathered.
+        """
+        if self.stage is Stage.REST:
+            for p, shape in zip(self.params, self.shapes, strict=True):
+                p.data = self.shard.new_empty(1).expand(shape)
+
+    def keep_block(self) -> None:
+        """Somebody has written to the whole parameters: take this rank's block from them."""
+        if self.temporary:
+            self.shard.copy_(self._block(self.full))
+
+    @property
+    def at_rest(self) -> bool:
+        """Whether p.data is this rank's piece."""
+        return self.stage is Stage.REST
+
+    # --- the gradients ------------------------------------------------------------------------
+
+    def collect(self, index: int, scale: float) -> None:
+        """Take the gradient autograd has just left on parameter `index`, times `scale`."""
+        p = self.params[index]
+        if p.grad is None:
+            return
+        if self.grad is None:
+            self.begin_grad()
+        gradient, view = p.grad, self.grad_views[index]
+        p.grad = None
+        if gradient.requires_grad:  # it is to be differentiated in turn
+            before = self.graphs.get(index)
+            self.graphs[index] = gradient if before is None else before + gradient
+            gradient = gradient.detach()
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if self.filled[index]:
+            view.add_(gradient, alpha=scale)
+        elif scale == 1.0:
+            view.copy_(gradient)
+        else:
+            torch.mul(gradient, scale, out=view)
+        self.filled[index] = self.got[index] = True
+
+    def add_product(self, index: int, left: Tensor, right: Tensor, scale: float) -> None:
+        """Add left^T right, of left [N, out] and right [N, in], to the gradient of a weight."""
+        if self.grad is None:
+            self.begin_grad()
+        view, beta = self.grad_views[index], float(self.filled[index])  # times 0: not read at all
+        self.add_to(view, left.t(), right, beta, scale)
+        self.filled[index] = self.got[index] = True
+
+    def add_rows(self, index: int, ids: Tensor, grad: Tensor, scale: float) -> None:
+        """Add grad [N, D] to the rows `ids` of the gradient of a table."""
+        if self.grad is None:
+            self.begin_grad()
+        view = self.grad_views[index]
+        if not self.filled[index]:
+            view.zero_()
+        view.index_add_(0, ids, grad, alpha=scale)
+        self.filled[index] = self.got[index] = True
+
+    def begin_grad(self) -> None:
+        """Make room for gradients in the layout of `full`."""
+        like = {"dtype": self.dtype, "device": self.shard.device}
+        self.grad = torch.empty(self.plan.padded, **like)
+        self.grad_views = self.views(self.grad)
+        used = 0
+        for offset, numel in zip(self.plan.offsets, self.plan.numels, strict=True):
+            self.grad[used:offset].zero_()  # padding is summed like the rest: it must be a number
+            used = offset + numel
+        self.grad[used:].zero_()
+        if not self.scatters:
+            self.gshard = self._block(self.grad)
+
+    def begin_reduce(self) -> None:
+        """Start the sum of `grad` over the shard axis; what no gradient came for counts as zero."""
+        if self.grad is None:
+            self.begin_grad()
+        assert self.grad is not None
+        self._zero_unfilled()
+        if not self.split:
+            self.going = start(self.grad, self.replicate_axis, P, R, self.grad, behind=True)
+            return
+        if not self.scatters:
+            assert self.gshard is not None
+            self.going = start(self.grad, self.shard_axis, P, S(0), self.gshard, behind=True)
+            return
+        fresh = not any(self.valid)
+        if self.gshard is None:
+            self.gshard = torch.empty_like(self.shard)
+        out = self.gshard if fresh else torch.empty_like(self.shard)
+        sent, self.grad, self.grad_views = self.grad, None, []
+        self.filled = [False] * len(self.params)
+        arriving = start(sent, self.shard_axis, P, S(0), out, behind=True)
+        self.going = Pending([arriving.wait, lambda: self._arrived(out, sent)])
+
+    def _zero_unfilled(self) -> None:
+        for view, filled in zip(self.grad_views, self.filled, strict=True):
+            if not filled:
+                view.zero_()
+
+    def _arrived(self, out: Tensor, sent: Tensor) -> None:
+        """The sum is in `out`: add it where gshard holds something.  `sent` lived until now."""
+        assert self.gshard is not None
+        if out is not self.gshard:
+            for (low, high), valid in zip(self.pieces, self.valid, strict=True):
+                if not valid:
+                    self.gshard[low:high].zero_()
+            self.gshard.add_(out)
+        self.valid = [True] * len(self.params)
+
+    def end_reduce(self) -> None:
+        """Wait for the sum that is under way."""
+        self.going.wait()
+
+    def begin_further(self) -> None:
+        """Start the sum of `gshard` over replicas of this shard, then where it is still partial."""
+        self.going = self._sum_over(self.further)
+
+    def _sum_over(self, axes: Sequence[Axis]) -> Pending:
+        if not axes or self.gshard is None:
+            return Pending()
+        first, *others = axes
+        going = start(self.gshard, first, P, R, self.gshard, behind=True)
+        return Pending([going.wait], lambda: self._sum_over(others)) if others else going
+
+    def show_grads(self) -> None:
+        """Put each piece of `gshard` on its parameter; None where no rank had a gradient for it."""
+        for i, p in enumerate(self.params):
+            p.grad = self._shown_piece(i) if self.used[i] else None
+            if i in self.graphs and p.grad is not None:
+                p.grad = mean_with_graph(self.graphs.pop(i), p.grad)
+        self.shown = True
+
+    def _shown_piece(self, index: int) -> Tensor:
+        """The gradient of parameter `index` at rest."""
+        assert self.gshard is not None
+        return self.piece(index, self.gshard) if self.split else self.grad_views[index]
+
+    def hide_grads(self) -> None:
+        """Before a backward pass: take the pieces back; what the user has dropped is dropped.
+
+        Autograd would add to p.grad in place, where it has the shape of a piece and not of p.
+        What is kept is a sum over the replicas already: it is divided, so that their sum is it.
+        """
+        if not self.shown:
+            return
+        self.shown = False
+        kept = [p.grad is not None for p in self.params]
+        for i, p in enumerate(self.params):
+            piece = self._shown_piece(i)
+            if p.grad is not None and p.grad.data_ptr() != piece.data_ptr():
+                piece.copy_(p.grad.detach())  # the user has put another there
+            if p.grad is not None and p.grad.requires_grad and torch.is_grad_enabled():
+                self.graphs[i] = p.grad
+            p.grad = None
+        self.got = list(kept)
+        assert self.gshard is not None
+        if any(kept) and self.replicate_axis.size > 1:
+            self.gshard.div_(self.replicate_axis.size)
+        if self.scatters:
+            self.valid = kept
+            return
+        self.filled = kept
+        if self.split and self.grad is not None:  # beyond the block lie remains of what was sent
+            block = self.gshard.clone()
+            self.grad.zero_()
+            self.gshard.copy_(block)
+
+    def clear(self) -> None:
+        """Forget the gradients; their memory stays for the next step."""
+        none = [False] * len(self.params)
+        self.filled, self.valid, self.got = list(none), list(none), list(none)
+        self.shown = False
+        self.graphs.clear()
+        for p in self.params:
+            p.grad = None

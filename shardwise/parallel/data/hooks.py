@@ -1,0 +1,396 @@
+"""this file is when things happen to the units of a model: gathered, used, freed, reduced.
+
+    forward     gather 0 | use 0, gather 1 | free 0, use 1, gather 2 | ...      path 0 1 2 .. k
+    backward    ... | use 2, gather 1, reduce 3 | use 1, gather 0, reduce 2 | ...     k .. 2 1 0
+
+Hooks call four moments of each unit:
+
+    before forward     free the one before, gather it, begin to gather the next `ahead` ones
+    after forward      keep it, for it may be the last, which backward wants at once
+    before backward    gather it again, begin to gather the ones before it
+    gradients complete free it, begin to sum its gradients (reducer.py)
+
+What is gathered, freed or reduced is the business of the row (flat_parameter.py); for `ddp` three
+of the four moments do nothing.  At most `ahead` + 1 units are whole beyond those in use.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.comm.world import Axis
+from shardwise.core.errors import bad
+from shardwise.core.graph_break import graph_break
+from shardwise.core.hook import Hook, no_copy, nothing
+from shardwise.core.use_order import Way
+from shardwise.core.weak import weakly
+
+
+class Group(Protocol):
+    """What a unit asks of each flat group of parameters in it."""
+
+    params: list[nn.Parameter]
+    trained: bool
+    split: bool
+    temporary: bool
+    scatters: bool
+
+    def begin_gather(self) -> None: ...
+    def gather(self) -> None: ...
+    def free(self) -> None: ...
+    def pretend(self) -> None: ...
+    def rest(self) -> None: ...
+    def collect(self, index: int, scale: float) -> None: ...
+    def add_product(self, index: int, left: Tensor, right: Tensor, scale: float) -> None: ...
+    def add_rows(self, index: int, ids: Tensor, grad: Tensor, scale: float) -> None: ...
+    def begin_reduce(self) -> None: ...
+    def end_reduce(self) -> None: ...
+    def begin_further(self) -> None: ...
+    def show_grads(self) -> None: ...
+    def hide_grads(self) -> None: ...
+    def clear(self) -> None: ...
+
+
+class Sums(Protocol):
+    """What sums the gradients of complete units (reducer.py)."""
+
+    sync: bool
+
+    @property
+    def flying(self) -> Collection[Any]: ...
+    def begin(self) -> None: ...
+    def go_on(self, order: Sequence["Unit"]) -> None: ...
+    def end(self, order: Sequence["Unit"]) -> None: ...
+    def arrivals(self) -> Iterator["Unit"]: ...
+    def finish(self) -> None: ...
+
+
+class Units(Protocol):
+    """All units, as they are between two passes (units.py)."""
+
+    order: list["Unit"]
+
+    def show(self) -> None: ...
+    def free(self) -> None: ...
+    def rest(self) -> None: ...
+    def drop(self) -> None: ...
+    def wait(self) -> None: ...
+    def publish(self) -> None: ...
+    def step_in_backward(self) -> None: ...
+
+
+class Facts(Protocol):
+    """What the data ranks agree on (consensus.py)."""
+
+    axes: list[Axis]
+    rounds: int
+    buffers: Any
+
+    def got(self) -> Tensor: ...
+    def begin_agree(self, x: Tensor) -> Callable[[], Tensor]: ...
+    def agree(self, x: Tensor) -> Tensor: ...
+    def hear(self, used: Tensor) -> None: ...
+    def phase(self, name: str) -> None: ...
+    def gathers(self, unit: int) -> None: ...
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How far communication runs ahead of computation, and what becomes of gradients.
+
+    ahead      units gathered before they are needed
+    in_flight  sums of gradients under way at once, where each holds buffers
+    scale      every gradient is multiplied by it as it is collected (a mean over ranks: 1/n)
+    by_hand    nobody but the user's own loop follows: after each backward pass gradients are
+               on the parameters and parameters at rest
+    """
+
+    ahead: int = 1
+    in_flight: int = 2
+    scale: float = 1.0
+    by_hand: bool = True
+
+
+class Unit:
+    """A unit while it is used: its groups, and where in its life it is."""
+
+    def __init__(self, name: str, modules: Sequence[nn.Module], groups: Sequence[Group]) -> None:
+        self.name, self.modules, self.groups = name, list(modules), list(groups)
+        self.number = 0  # among all, as they were defined
+        self.trained = [group for group in groups if group.trained]
+        self.temporary = any(group.temporary for group in groups)
+        # looking a row up in a table needs the table only forward
+        self.wanted_backward = not all(type(m) is nn.Embedding for m in modules)
+        self.reached = True  # gradients arrive at what it gave
+        self.keep = False
+        self.depth = 0  # forward passes of its modules that are running
+        self.used = False  # in a forward pass since it was freed
+        self.missing = self.expected = sum(len(group.params) for group in self.trained)
+        self.complete = False
+
+    def begin_gather(self) -> None:
+        for group in self.groups:
+            group.begin_gather()
+
+    def gather(self) -> None:
+        for group in self.groups:
+            group.begin_gather()
+        for group in self.groups:
+            group.gather()
+
+    def free(self) -> None:
+        self.used = False
+        for group in self.groups:
+            group.free()
+
+    def show(self) -> None:
+        for group in self.groups:
+            group.rest()
+            if group.trained:
+                group.show_grads()
+
+
+class Data:
+    """The units of one model on the data axes, and the hooks that drive them."""
+
+    def __init__(self, root: nn.Module, units: Units, pace: Pace, sums: Sums, facts: Facts) -> None:
+        self.root, self.pace = root, pace
+        self.sums, self.facts = sums, facts
+        self.units = units
+        for number, unit in enumerate(units.order):
+            unit.number = number
+        self.places: dict[nn.Parameter, tuple[Unit, Group, int]] = {}
+        self.way = Way[Unit]()
+        self.latest: Unit | None = None  # that was used: whole until another is
+        self.in_backward = False
+        self.mute = False  # whether gradients of this backward pass count for nothing
+        self.handles: list[RemovableHandle] = []  # of everything that is hung on the model
+        self.frozen = [p for u in units.order for g in u.groups if not g.trained for p in g.params]
+        self.split = any(group.split for unit in units.order for group in unit.groups)
+        _mark_kept(self.units.order)
+        self._hook()
+
+    def _hook(self) -> None:
+        keep = self.handles.append
+        for unit in self.units.order:
+            acts = partial(self._before, unit), partial(self._after, unit)
+            divided = any(group.split for group in unit.groups)  # else whole at all times
+            before, after = map(graph_break, acts) if divided else (nothing, nothing)
+            for module in unit.modules:  # hooks of the user's may read weights, so ours come first
+                keep(module.register_forward_pre_hook(Hook(self, before), prepend=True))
+                keep(module.register_forward_hook(Hook(self, after), always_call=True))
+            for group in unit.trained:
+                for index, p in enumerate(group.params):
+                    self.places[p] = unit, group, index
+                    keep(p.register_post_accumulate_grad_hook(weakly(self.collected)))
+        begin, end = (
+            Hook(self, graph_break(self._before_root)),
+            Hook(self, graph_break(self._after_root)),
+        )
+        keep(self.root.register_forward_pre_hook(begin, prepend=True))
+        keep(self.root.register_forward_hook(end))
+
+    def require_copyable(self) -> None:
+        """Raise InputError where this rank has only a part of the values (core/hook.py)."""
+        if self.split:
+            raise no_copy(type(self.root).__name__)
+
+    # --- forward ------------------------------------------------------------------------------
+
+    def _before_root(self, module: nn.Module, args: Any) -> None:
+        if self._in_backward():
+            return
+        if any(p.requires_grad for p in self.frozen):
+            raise bad(
+                f"a {type(module).__name__} with a parameter that was frozen when it was laid out "
+                "and is trained now",
+                "the same parameters trained for as long as the layout lasts",
+                "requires_grad_(True) before the wrapping, and lr=0 for a group until it is wanted",
+            )
+        self.facts.phase("forward")
+        self.way.over |= not torch.is_grad_enabled()
+        self.units.publish()  # where somebody else has updated them
+        if module.training and torch.is_grad_enabled():
+            self.facts.buffers.refresh()
+
+    def _before(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        begins = unit.temporary and not self.in_backward and not unit.used
+        if begins:
+            self._free_latest(unit)
+        unit.depth += 1
+        unit.gather()
+        if begins:
+            unit.used = True
+            self.way.use(unit)
+            self.facts.gathers(unit.number)
+            for following in self.way.following(self.pace.ahead):
+                following.begin_gather()
+
+    def _free_latest(self, now: Unit) -> None:
+        """What was used before `now` is not the last."""
+        before, self.latest = self.latest, None
+        if before is not None and before is not now:
+            before.free()
+
+    def _after(self, unit: Unit, module: nn.Module, args: Any, out: Any) -> None:
+        unit.depth -= 1
+        recording = torch.is_grad_enabled()
+        if recording and unit.temporary and not self.in_backward:
+            unit.reached = self._watch(out, partial(self._before_backward, unit))
+        over = unit.depth == 0 and module is unit.modules[-1] and not self.in_backward
+        if over and not recording:
+            unit.free()
+        elif over and not unit.keep:
+            self._free_latest(unit)
+            self.latest = unit
+
+    def _after_root(self, module: nn.Module, args: Any, out: Any) -> None:
+        if self.in_backward:
+            return
+        if torch.is_grad_enabled():
+            self._watch(out, self._begin_backward)
+            return
+        self.way.over = True
+        if self.pace.by_hand:
+            self.units.rest()
+
+    def _learn(self) -> None:
+        """Backward begins: the next forward takes the same way."""
+        if self.way.learn() and len(self.way.once) == len(self.units.order):
+            self.units.order = self.way.once
+
+    def uses(self, unit: Unit) -> tuple[int, int]:
+        """How often a training pass gathers `unit`, forward and backward, as the last did."""
+        way = self.way.path or self.units.order
+        times = way.count(unit)
+        again = times > 0 and unit.wanted_backward and not unit.keep and unit is not way[-1]
+        return times, int(again)
+
+    def _watch(self, out: Any, act: Callable[[], None]) -> bool:
+        """Call `act` when a gradient of `out` arrives; whether one ever will."""
+        handles = [x.register_hook(lambda _: act()) for x in _tensors(out) if x.requires_grad]
+        return bool(handles)
+
+    # --- backward -----------------------------------------------------------------------------
+
+    def _in_backward(self) -> bool:
+        """Whether a backward pass is going on; one that raised has left without saying so."""
+        if self.in_backward and torch._C._current_graph_task_id() == -1:
+            self.abandon()
+        return self.in_backward
+
+    def abandon(self) -> None:
+        """A step broke off: what it left of gradients is dropped, so that the next begins clean."""
+        self.sums.finish()
+        self.in_backward = False
+        self.units.drop()
+
+    def _begin_backward(self) -> None:
+        if self.in_backward:
+            return
+        freed = self.split and (self.pace.by_hand or any(u.temporary for u in self.units.order))
+        if freed and torch.is_grad_enabled():
+            raise bad(
+                "backward(create_graph=True), or autograd.grad, of a "
+                f"{type(self.root).__name__} of whose parameters each rank holds a part",
+                "gradients that are differentiated in turn where every rank holds the parameters",
+                "sw.DDP(module), or the plan word ddp",
+            )
+        self.in_backward = True
+        self._learn()
+        self.sums.begin()
+        self.facts.phase("backward")
+        for unit in self.units.order:
+            unit.missing, unit.complete = unit.expected, False
+            if not unit.temporary:
+                unit.gather()  # at rest only where this graph is gone through a second time
+            for group in unit.trained:
+                group.hide_grads()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _before_backward(self, unit: Unit) -> None:
+        self._begin_backward()
+        order = self.way.once if unit in self.way.once else self.units.order
+        place = order.index(unit)
+        for later in order[place + 1 :]:
+            if (later.complete or not later.trained) and not later.keep and later.depth == 0:
+                later.free()
+        if unit.complete:
+            return
+        if not unit.wanted_backward:
+            for group in unit.groups:
+                group.pretend()
+            return
+        unit.gather()
+        for earlier in order[max(0, place - self.pace.ahead) : place][::-1]:
+            if earlier.wanted_backward and earlier.reached and not earlier.complete:
+                earlier.begin_gather()
+
+    def product(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
+        """Add left^T right to the gradient of `p` (fused_linear.py)."""
+        _, group, index = self.places[p]
+        self._begin_backward()
+        if not self.mute:
+            group.add_product(index, left, right, self.pace.scale)
+
+    def rows(self, p: nn.Parameter, ids: Tensor, grad: Tensor) -> None:
+        """Add `grad` to the rows `ids` of the gradient of `p` (fused_linear.py)."""
+        _, group, index = self.places[p]
+        self._begin_backward()
+        if not self.mute:
+            group.add_rows(index, ids, grad, self.pace.scale)
+
+    def put_off(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
+        """No pass comes in halves here."""
+        raise AssertionError("a whole backward pass puts nothing off")
+
+    def collected(self, p: nn.Parameter) -> None:
+        """Take what autograd left on `p`: all of its gradient in this pass is there."""
+        unit, group, index = self.places[p]
+        self._begin_backward()
+        if unit.complete:  # reentrant checkpointing of a unit used twice: its sum has begun
+            raise bad(f"two gradients of {unit.name} in one pass", "one", "use_reentrant=False")
+        p.grad = None if self.mute else p.grad
+        group.collect(index, self.pace.scale)
+        unit.missing -= 1
+        if unit.missing == 0:
+            unit.complete = True
+            if len(unit.trained) == len(unit.groups):  # what is frozen may still be read
+                unit.free()
+            self.sums.go_on(self.units.order)
+
+    def _end_backward(self) -> None:
+        """Autograd is done: what had no gradient for some parameter is reduced now."""
+        self.sums.end(self.units.order)
+        self.units.free()
+        self.in_backward = False
+        if self.pace.by_hand and self.sums.sync:
+            self.sums.finish()
+            self.facts.hear(self.facts.agree(self.facts.got()))
+            self.units.show()
+            self.units.step_in_backward()
+
+
+def _mark_kept(order: Sequence[Unit]) -> None:
+    """Units around others, which backward wants first and last."""
+    for unit in order:
+        mine = {m for module in unit.modules for m in module.modules()}
+        others = [m for other in order if other is not unit for m in other.modules]
+        unit.keep = any(m in mine for m in others)
+
+
+def _tensors(out: Any, deep: int = 2) -> Iterator[Tensor]:
+    """The tensors of a module's output, in containers, dataclasses and plain objects."""
+    for leaf in tree_leaves(out):
+        if isinstance(leaf, Tensor):
+            yield leaf
+        elif deep and is_dataclass(leaf):
+            yield from _tensors([getattr(leaf, field.name) for field in fields(leaf)], deep - 1)
+        elif deep and not isinstance(leaf, nn.Module | type):
+            yield from _tensors(list(getattr(leaf, "__dict__", {}).values()), deep - 1)

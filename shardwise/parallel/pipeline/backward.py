@@ -1,0 +1,306 @@
+"""this file is the backward pass of one stage, whole or in two halves: inputs first, weights later.
+
+    B   the gradients of the stage's inputs and of its weights, as autograd makes them
+    I   those of the inputs alone; the previous stage waits for no more
+    W   those of the weights, from what I has kept
+
+                w1        w2
+                |         |          the way      nodes between the outputs and an input
+        x --- fork --- fork --- y    a branch     what leads from the way to weights alone
+                                     a fork       a node of the way where branches leave
+
+I goes along the way, from y to x.  At a fork it keeps the gradient that arrives, and W goes through
+the fork once more, up the branches: autograd computes what is asked for, so of a linear layer's two
+products I makes one and W the other.  Some forks are gone through once, in I, with the gradients of
+their branches kept for W to go on from: custom Functions, which compute all they have; nodes whose
+saved tensors somebody's hooks give back (checkpointing), which would make them again; and those
+with a branch that others lead to as well.  A node that puts a product off by itself
+(fused_linear.py) has no branch there, unless the weight is used in other ways too.  What cannot be
+halved at all, reentrant checkpointing or a branch with such hooks, makes I the whole of B.
+
+All of a stage's graph lives until its W is done (arXiv 2401.10241 counts it so).  A hook of the
+user's on a fork's or a branch's tensor is called in I and in W.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Edges = tuple[tuple[Node | None, int], ...]
+Arrival = tuple[GradientEdge, Tensor]  # a place in the graph, and the gradient that comes to it
+
+
+class Tape:
+    """What the forward pass of a stage left behind, for B or for I; it can be played once.
+
+    `given` are the leaves that the stage began with, `outputs` those tensors of what it made that
+    require gradients (any shapes).  Of the outputs only their place in the graph is kept.
+    """
+
+    def __init__(self, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        assert all(x.is_leaf for x in given)
+        self.given = list(given)
+        self.outputs = [get_gradient_edge(y) for y in outputs]
+
+    def backward(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
+        """B: the gradients of `given`, from those of the outputs; parameters get theirs.
+
+        None for what needs no gradient, or got none.
+        """
+        given, outputs = self._played()
+        if outputs:
+            torch.autograd.backward(outputs, list(grads))
+        found = [x.grad for x in given]
+        for x in given:
+            x.grad = None
+        return found
+
+    def inputs(self, grads: Sequence[Tensor]) -> tuple[list[Tensor | None], "Rest"]:
+        """I: the gradients of `given`, and what W needs to make those of the parameters.
+
+        Where no input requires a gradient (the first stage) I does nothing, and W is all of B.
+        """
+        ends = {get_gradient_edge(x).node for x in self.given if x.requires_grad}
+        graph = _Graph(self.outputs, ends)
+        if graph.way and not graph.can_be_halved:
+            return self.backward(grads), Rest((), (), ())
+        for node in graph.apart:
+            setattr(node, "puts_off", True)  # noqa: B010  # a node of fused_linear.py, which reads it
+        given, outputs = self._played()
+        arrivals = list(zip(outputs, grads, strict=True))
+        along = [(edge, grad) for edge, grad in arrivals if edge.node in graph.way]
+        ready = [(edge, grad) for edge, grad in arrivals if edge.node not in graph.way]
+        forks = graph.forks()
+        found: list[Tensor | None] = [None] * len(given)
+        if along:
+            found, kept = _along_the_way(along, given, forks)
+            ready += kept
+        return found, Rest([fork for fork in forks if fork.arrived], ready, outputs)
+
+    def _played(self) -> tuple[list[Tensor], list[GradientEdge]]:
+        given, self.given = self.given, []
+        outputs, self.outputs = self.outputs, []
+        return given, outputs
+
+
+class Rest:
+    """What I leaves for W: the gradients at the forks, and those at the branches that are ready."""
+
+    def __init__(
+        self, forks: Sequence["_Fork"], ready: Sequence[Arrival], outputs: Sequence[GradientEdge]
+    ) -> None:
+        self.forks, self.ready = list(forks), list(ready)
+        # the node of a custom Function is owned by the graph alone, which something must keep
+        self.outputs = list(outputs) if ready else []
+
+    def weights(self) -> None:
+        """W: every parameter gets its gradient, once; its post-accumulate hooks are run.
+
+        A fork that shares no parameter is gone through straight to its parameters.  Of the others
+        the branches' gradients are made first, so that autograd adds up what comes from each.
+        """
+        ready, self.ready = self.ready, []
+        while self.forks:
+            fork = self.forks.pop(0)
+            edges, grads = zip(*fork.arrived, strict=True)
+            if fork.alone:
+                torch.autograd.backward(edges, grads, inputs=fork.parameters)
+            else:
+                places = list(dict.fromkeys(fork.branches.values()))
+                found = torch.autograd.grad(edges, places, grads, allow_unused=True)
+                ready += _arrived(places, found)
+        if ready:
+            edges, grads = zip(*ready, strict=True)
+            torch.autograd.backward(edges, grads)
+        self.outputs = []
+
+
+@dataclass(eq=False)
+class _Fork:
+    """A node of the way and its branches: their number among its edges, and where they lead.
+
+    `entries` are the places where gradients come to it, `arrived` those that came with what they
+    brought.  `again`: W goes through it a second time.  `alone`: no other uses its parameters.
+    """
+
+    node: Node
+    branches: dict[int, GradientEdge]
+    entries: list[GradientEdge]
+    parameters: list[Tensor]
+    again: bool
+    alone: bool
+    arrived: list[Arrival] = field(default_factory=list)
+
+
+class _Graph:
+    """The graph of a stage: every node with its edges, parents first, and the way to `ends`."""
+
+    def __init__(self, outputs: Sequence[GradientEdge], ends: Collection[Node]) -> None:
+        self.outputs = outputs
+        self.nodes = _parents_first(edge.node for edge in outputs)
+        self.way = set(ends) & self.nodes.keys()
+        for node in reversed(self.nodes):
+            if any(child in self.way for child, _ in self.nodes[node]):
+                self.way.add(node)
+        self.apart = self._apart()
+
+    def _apart(self) -> dict[Node, int]:
+        """Of nodes of the way, the edge to a parameter whose gradient they put off.
+
+        Nothing but such edges leads to it: what else makes a part of the gradient is not put off.
+        """
+        able = {node: place for node in self.nodes if (place := _able(node)) is not None}
+        ends = {self.nodes[node][place][0] for node, place in able.items()}
+        for node, edges in self.nodes.items() if ends else ():
+            ends -= {c for k, (c, _) in enumerate(edges) if c in ends and able.get(node) != k}
+        apart = {node: place for node, place in able.items() if node in self.way}
+        return {node: k for node, k in apart.items() if self.nodes[node][k][0] in ends}
+
+    @property
+    def can_be_halved(self) -> bool:
+        """Whether autograd goes through it in parts, each of its branches once."""
+        own = (node.name() for node in self.nodes if isinstance(node, BackwardCFunction))
+        reentrant = "CheckpointFunctionBackward" in own
+        return not reentrant and not any(map(_hooked, self.nodes.keys() - self.way))
+
+    def forks(self) -> list[_Fork]:
+        """The forks, those nearest to the outputs first."""
+        branches = {node: found for node in self.nodes if (found := self._branches(node))}
+        leaves = {node: _leaves(edge.node for edge in branches[node].values()) for node in branches}
+        others = _leaves(edge.node for edge in self.outputs if edge.node not in self.way)
+        apart = [self.nodes[node][place][0] for node, place in self.apart.items()]
+        users = Counter(leaf for found in (*leaves.values(), others, apart) for leaf in found)
+        ends = {edge.node for found in branches.values() for edge in found.values()}
+        into = self._into({*branches, *ends})
+        forks: list[_Fork] = []
+        for node, found in branches.items():
+            # asked for its branches alone, autograd goes through this node and no other
+            own = all({parent for parent, _ in into[e.node]} == {node} for e in found.values())
+            again = own and not isinstance(node, BackwardCFunction) and not _hooked(node)
+            alone = all(users[leaf] == 1 for leaf in leaves[node])
+            entries = [GradientEdge(node, k) for k in sorted({k for _, k in into[node]})]
+            parameters = [getattr(leaf, "variable") for leaf in leaves[node]]  # noqa: B009
+            forks.append(_Fork(node, found, entries, parameters, again, alone))
+        return forks
+
+    def _branches(self, node: Node) -> dict[int, GradientEdge]:
+        """The edges by which a node of the way leaves it."""
+        if node not in self.way:
+            return {}
+        apart = self.apart.get(node)
+        return {
+            place: GradientEdge(child, number)
+            for place, (child, number) in enumerate(self.nodes[node])
+            if child is not None and child not in self.way and place != apart
+        }
+
+    def _into(self, nodes: Collection[Node]) -> dict[Node, set[tuple[Node | None, int]]]:
+        """From where, and with which of their outputs, gradients come to these nodes."""
+        into: dict[Node, set[tuple[Node | None, int]]] = {node: set() for node in nodes}
+        for edge in self.outputs:
+            if edge.node in into:
+                into[edge.node].add((None, edge.output_nr))
+        for node, edges in self.nodes.items():
+            for child, number in edges:
+                if child in into:
+                    into[child].add((node, number))
+        return into
+
+
+def _able(node: Node) -> int | None:
+    """Which of the edges of a node leads to what the node can leave for later by itself."""
+    return getattr(node, "can_put_off", None) if isinstance(node, BackwardCFunction) else None
+
+
+def _leaves(roots: Iterable[Node]) -> list[Node]:
+    """The nodes below that hold parameters."""
+    below = _parents_first(roots)
+    return [n for n in below if not isinstance(n, BackwardCFunction) and hasattr(n, "variable")]
+
+
+def _parents_first(roots: Iterable[Node]) -> dict[Node, Edges]:
+    """The nodes that are reached from `roots`, with their edges."""
+    edges: dict[Node, Edges] = {}
+    finished: list[Node] = []
+    stack = [(node, False) for node in roots]
+    while stack:
+        node, left = stack.pop()
+        if left:
+            finished.append(node)
+        elif node not in edges:
+            edges[node] = node.next_functions
+            stack.append((node, True))
+            stack += [(child, False) for child, _ in edges[node] if child is not None]
+    return {node: edges[node] for node in reversed(finished)}
+
+
+def _along_the_way(
+    arrivals: Sequence[Arrival], given: Sequence[Tensor], forks: Sequence[_Fork]
+) -> tuple[list[Tensor | None], list[Arrival]]:
+    """Go from the outputs to `given`: their gradients, and those of branches that are ready.
+
+    Forks that W goes through again are told what arrived at them.
+    """
+    again = [fork for fork in forks if fork.again]
+    once = [fork for fork in forks if not fork.again]
+    leaves = [get_gradient_edge(x) for x in given if x.requires_grad]
+    entries = [edge for fork in again for edge in fork.entries]
+    asked = [edge for fork in once for edge in fork.branches.values()]
+    kept: dict[int, Sequence[Tensor | None]] = {}
+    hooks = [fork.node.register_hook(partial(_keep, kept, k)) for k, fork in enumerate(once)]
+    edges, grads = zip(*arrivals, strict=True)
+    wanted = dict.fromkeys([*leaves, *entries, *asked])
+    try:
+        found = torch.autograd.grad(
+            edges, list(wanted), grads, retain_graph=True, allow_unused=True
+        )
+    finally:
+        for hook in hooks:
+            hook.remove()
+    came = dict(zip(wanted, found, strict=True))
+    for fork in again:
+        fork.arrived = _arrived(fork.entries, [came[edge] for edge in fork.entries])
+    ready = [
+        arrival
+        for k, grads in kept.items()
+        for arrival in _arrived(once[k].branches.values(), [grads[j] for j in once[k].branches])
+    ]
+    order = iter(leaves)
+    return [came[next(order)] if x.requires_grad else None for x in given], ready
+
+
+def _keep(
+    kept: dict[int, Sequence[Tensor | None]],
+    key: int,
+    grads: Sequence[Tensor | None],
+    _: Sequence[Tensor | None],
+) -> None:
+    """A hook on a node: note the gradients that it made, one for each of its edges."""
+    kept[key] = grads
+
+
+def _arrived(places: Iterable[GradientEdge], grads: Sequence[Tensor | None]) -> list[Arrival]:
+    pairs = zip(places, grads, strict=True)
+    return [(place, grad) for place, grad in pairs if grad is not None]
+
+
+def _hooked(node: Node) -> bool:
+    """Whether hooks give back what the node saved: they make it again, or fetch it from afar."""
+    for name in _saved_names(type(node)):
+        saved = getattr(node, name)
+        saved = saved if isinstance(saved, Sequence) else (saved,)
+        if any(getattr(one, "unpack_hook", None) is not None for one in saved):
+            return True
+    return False
+
+
+@lru_cache(maxsize=1024)
+def _saved_names(kind: type) -> tuple[str, ...]:
+    """The attributes under which nodes of a kind have what they saved, not yet given back."""
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))

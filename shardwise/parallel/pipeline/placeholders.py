@@ -1,0 +1,399 @@
+"""this file is the layers of a model cut into stages: which there are, and their stand-ins.
+
+    starts = ("blocks.2",)                  the modules that begin stages 1, 2, ...
+
+    layers      embed  blocks.0  blocks.1 | blocks.2  blocks.3  norm  head
+    rank 0      real   real      real     | stand-in  stand-in  ...
+    rank 1      stand-in  ...             | real      real      real  real
+    twin        meta   meta      meta     | meta      meta      meta  meta
+
+A *layer* runs whole within one stage: it is a maximal module that has a forward, holds parameters
+or persistent buffers, and has no start strictly inside.  What holds layers is a *container*; what
+holds nothing (rotary positions, dropout) is on every rank, and its calls are glue (stage.py).
+
+The *twin* is the whole model on the meta device.  It tells shapes, and it answers for layers that
+are not here: `stand_in.attention_type` is the twin's layer's.
+
+While a stage is computed every layer, those of this rank too, is met through its stand-in, which
+asks the `Player` what a call is to do.  At all other times the rank's own layers stand where they
+stood, so that names, hooks, `state_dict` and optimizers see nothing of it.
+"""
+
+import copy
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.errors import bad
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer's names in the model, and its stages: a module with two names may be in two."""
+
+    names: tuple[str, ...]
+    stages: tuple[int, ...]
+
+
+class Player(Protocol):
+    """Who says what the call of a layer does."""
+
+    def layer(self, of: "Of", args: Any, kwargs: Any) -> Any: ...
+
+
+@dataclass
+class Of:
+    """What a stand-in stands for: the twin's layer, and on the ranks that own it the real one."""
+
+    name: str
+    stages: tuple[int, ...]
+    twin: nn.Module
+    real: nn.Module | None
+    player: Player | None = None
+    following: bool = False
+
+    @property
+    def answers(self) -> Any:
+        """The layer that tells its attributes."""
+        return self.twin if self.real is None or self.following else self.real
+
+
+# --- the cut ---------------------------------------------------------------------------------
+
+
+def layers(
+    model: nn.Module, starts: Sequence[str], beside: Mapping[str, str] | None = None
+) -> dict[str, Layer]:
+    """The layers of `model` by their first name, in the order in which they are defined.
+
+    A layer's stage is the number of starts at or before it in that order, unless `beside[name]`
+    names the module in whose stage it is: of a container, the stage in which that ends.
+
+    Raises:
+        InputError: a start or a name of `beside` that is no module, starts out of order, a start
+            inside a module that has several names, a stage without a layer.
+    """
+    beside = beside or {}
+    order = {n: i for i, (n, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    _check(model, starts, beside, order)
+    at = [order[name] for name in starts]
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in ((n, m) for n, m, is_layer in _walk(model, "", starts) if is_layer):
+        names.setdefault(module, []).append(name)
+    found: dict[str, Layer] = {}
+    for known in names.values():
+        stages = {bisect_right(at, _end(order, beside.get(name, name))) for name in known}
+        found[known[0]] = Layer(tuple(known), tuple(sorted(stages)))
+    filled = {stage for layer in found.values() for stage in layer.stages}
+    for stage, start in enumerate(["", *starts]):
+        if stage not in filled:
+            given = f"stage {stage}, from {start or 'the first module'} on, without a layer in it"
+            allowed = f"a layer or more in each of {len(starts) + 1} stages: {_some(list(found))}"
+            raise bad(given, allowed, f"fewer stages, or other starts than {', '.join(starts)}")
+    return found
+
+
+def _end(order: Mapping[str, int], name: str) -> int:
+    """The place of the last module in that of this name, which may be itself."""
+    return max(at for other, at in order.items() if f"{other}.".startswith(f"{name}."))
+
+
+def _walk(
+    module: nn.Module, name: str, starts: Sequence[str]
+) -> Iterator[tuple[str, nn.Module, bool]]:
+    """Every module outside of layers, and every layer, which is not looked into."""
+    yield name, module, False
+    for key, child in module._modules.items():
+        full = f"{name}.{key}" if name else key
+        if child is None:
+            continue
+        if _is_layer(child) and not any(start.startswith(f"{full}.") for start in starts):
+            yield full, child, True
+        else:
+            yield from _walk(child, full, starts)
+
+
+def _is_layer(module: nn.Module) -> bool:
+    runs = type(module).forward is not nn.Module.forward
+    return runs and (next(module.parameters(), None) is not None or _persists(module))
+
+
+def _persists(module: nn.Module) -> bool:
+    return any(
+        b is not None and key not in m._non_persistent_buffers_set
+        for m in module.modules()
+        for key, b in m._buffers.items()
+    )
+
+
+def _check(
+    model: nn.Module, starts: Sequence[str], beside: Mapping[str, str], order: Mapping[str, int]
+) -> None:
+    for name in [*starts, *beside, *beside.values()]:
+        if not name or name not in order:
+            close = get_close_matches(name, list(order), n=1, cutoff=0.0)
+            raise bad(
+                f'"{name}", which is no module of the {type(model).__name__}',
+                f"names of its modules, such as {_some([key for key in order if key])}",
+                f'"{close[0]}"',
+            )
+    right = sorted(set(starts), key=lambda name: order[name])
+    if right != list(starts):
+        allowed = "the first module of each later stage, each once, as they are defined"
+        raise bad(f"starts {', '.join(starts)}", allowed, ", ".join(right))
+    known: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        known.setdefault(module, []).append(name)
+    for names in [names for names in known.values() if len(names) > 1]:
+        for start in starts:
+            if any(start.startswith(f"{name}.") for name in names):
+                raise bad(
+                    f"{start} as a start, inside of a module that has the names {', '.join(names)}",
+                    "starts in modules that the model holds once, for one module has one cut",
+                    names[0],
+                )
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
+
+
+# --- the twin --------------------------------------------------------------------------------
+
+
+def twin(model: nn.Module) -> nn.Module:
+    """A copy of `model` on the meta device: what is tied stays tied, what is frozen frozen.
+
+    Raises:
+        InputError: the model holds something that cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for p in model.parameters():
+        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+    for b in model.buffers():
+        memo[id(b)] = torch.empty_like(b, device="meta")
+    try:
+        return copy.deepcopy(model, memo)
+    except (TypeError, RuntimeError) as error:
+        raise bad(
+            f"a {type(model).__name__} that cannot be copied ({error})",
+            "a model of which a copy on the meta device can be made, to learn its shapes",
+            "locks, files, generators and results of a forward as no attributes of its modules",
+        ) from error
+
+
+# --- in place --------------------------------------------------------------------------------
+
+
+class StandIn(nn.Module):
+    """Stands in a layer's slot; holds nothing that `parameters` or `state_dict` would see."""
+
+    def __init__(self, of: Of) -> None:
+        super().__init__()
+        vars(self)["_of"] = of
+        self.training = of.twin.training
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the player says; outside of a stage the layer itself, for what is recomputed."""
+        of: Of = vars(self)["_of"]
+        if of.player is not None:
+            return of.player.layer(of, args, kwargs)
+        if of.real is None or any(isinstance(x, Tensor) and x.is_meta for x in args):
+            whose = "which is on another rank" if of.real is None else "of another rank's tensor"
+            raise bad(
+                f"a call of {of.name}, {whose}, outside of its stage",
+                "recomputation (torch.utils.checkpoint) within one layer, or around one",
+                f"checkpoint({of.name}, x, use_reentrant=False)",
+            )
+        return of.real(*args, **kwargs)
+
+    forward = __call__
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(vars(self)["_of"].answers, name)
+
+    def __len__(self) -> int:
+        return len(vars(self)["_of"].answers)
+
+    def __bool__(self) -> bool:
+        return bool(vars(self)["_of"].answers)
+
+    def __getitem__(self, key: Any) -> Any:
+        return vars(self)["_of"].answers[key]
+
+    def train(self, mode: bool = True) -> "StandIn":
+        vars(self)["_of"].twin.train(mode)
+        return super().train(mode)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        """While a stage is computed those of the layer: a model may ask for its first parameter."""
+        of: Of = vars(self)["_of"]
+        whose = super() if of.player is None else of.answers
+        return whose.named_modules(*args, **kwargs)
+
+
+#: A slot of a module: its table of modules, or of parameters, and the key in it.
+Slot = tuple[dict[str, Any], str]
+
+
+class Layers:
+    """The layers of one model on a rank that owns the stages `mine`; changes the model in place.
+
+    count        stages
+    parameters   (name, stages, the twin's parameter) of each, one that is tied once
+    buffers      (name, stages, the twin's table and key, ours or None) of each in a layer
+
+    Both are *held*: values before anything is computed, numbered in this order, which glue may
+    read.  What a container itself holds as a parameter belongs to stage 0, and reaches a later
+    stage as activations do; its buffers are on every rank.  Raises InputError as `layers` does.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        twin: nn.Module,
+        starts: Sequence[str],
+        mine: Collection[int],
+        beside: Mapping[str, str] | None = None,
+    ) -> None:
+        self.model, self.twin, self.mine = model, twin, frozenset(mine)
+        self.count = len(starts) + 1
+        self.found = found = layers(model, starts, beside)
+        outside = {name: m for name, m, is_layer in _walk(model, "", starts) if not is_layer}
+        #: containers and glue, ours and the twin's
+        self.pairs = [(m, twin.get_submodule(name)) for name, m in outside.items()]
+        self._own_parameters(found, outside)
+        self.standing: list[Of] = []
+        self.buffers: list[tuple[str, tuple[int, ...], Slot, dict[str, Any] | None]] = []
+        self.swaps: list[tuple[Slot, nn.Module, nn.Module]] = []
+        for name, layer in found.items():
+            self._stand_in(name, layer)
+        self.lent: list[tuple[Slot, Tensor]] = []
+        for ours, theirs in self.pairs:
+            self._take_parameters(ours, theirs)
+
+    def _own_parameters(self, found: dict[str, Layer], outside: dict[str, nn.Module]) -> None:
+        """Number the parameters, and find the stages of each."""
+        stages: dict[Tensor, set[int]] = {p: set() for p in self.model.parameters()}
+        for name, layer in found.items():
+            for p in self.model.get_submodule(name).parameters():
+                stages[p] |= set(layer.stages)
+        for p in (p for m in outside.values() for p in m.parameters(recurse=False)):
+            stages[p].add(0)
+        pairs = zip(self.twin.named_parameters(), stages.values(), strict=True)
+        self.parameters = [(name, tuple(sorted(at)), p) for (name, p), at in pairs]
+        #: by id, the number of a parameter: of our own, and of the twin's
+        self.numbers = {id(p): n for n, (_, _, p) in enumerate(self.parameters)}
+        self.own: dict[int, dict[int, Tensor]] = {stage: {} for stage in self.mine}
+        for number, (p, at) in enumerate(stages.items()):
+            for stage in self.mine & at:
+                self.own[stage][number] = p
+                self.numbers[id(p)] = number
+
+    def _own_buffers(self, of: Of) -> None:
+        """Note the buffers of a layer. They are looked up each time: one may be put anew."""
+        real = {} if of.real is None else dict(of.real.named_modules())
+        for name, module in of.twin.named_modules():
+            ours = None if of.real is None else real[name]._buffers
+            for key in [key for key, b in module._buffers.items() if b is not None]:
+                full = ".".join(filter(None, (of.name, name, key)))
+                self.buffers.append((full, of.stages, (module._buffers, key), ours))
+
+    def held(self) -> Sequence[tuple[str, tuple[int, ...], Tensor]]:
+        """Name, stages and the twin's tensor of every value that is held, in their order."""
+        buffers = [(f"the buffer {n}", at, table[k]) for n, at, (table, k), _ in self.buffers]
+        return [*((f"the parameter {n}", at, p) for n, at, p in self.parameters), *buffers]
+
+    def holding(self, stage: int) -> dict[int, Tensor]:
+        """By number, what this rank holds of a stage."""
+        first = len(self.parameters)
+        buffers = {
+            first + i: ours[key]
+            for i, (_, stages, (_, key), ours) in enumerate(self.buffers)
+            if ours is not None and stage in stages
+        }
+        return self.own[stage] | buffers
+
+    def known(self, put: Callable[[Tensor, int], None]) -> None:
+        """Tell `put` the number of each buffer in a layer, ours and the twin's."""
+        for number, (_, _, (table, key), ours) in enumerate(self.buffers, len(self.parameters)):
+            put(table[key], number)
+            if ours is not None:
+                put(ours[key], number)
+
+    def _stand_in(self, name: str, layer: Layer) -> None:
+        """Put a stand-in where the twin's layer stands, and ours if it is another rank's."""
+        theirs, ours = self.twin.get_submodule(name), self.model.get_submodule(name)
+        of = Of(name, layer.stages, theirs, ours if self.mine & set(layer.stages) else None)
+        stand_in = StandIn(of)
+        self.standing.append(of)
+        self._own_buffers(of)
+        for each in layer.names:
+            _put(self.twin, each, stand_in)
+            slot = _put(self.model, each, stand_in if of.real is None else of.real)
+            self.swaps += [] if of.real is None else [(slot, of.real, stand_in)]
+
+    def _take_parameters(self, ours: nn.Module, theirs: nn.Module) -> None:
+        """Remove what a container holds for other ranks; the twin lends its own to a run."""
+        for key, p in theirs._parameters.items():
+            if p is not None and not self.mine & set(self.parameters[self.numbers[id(p)]][1]):
+                del ours._parameters[key]
+                self.lent.append(((ours._parameters, key), p))
+
+    @contextmanager
+    def following(self, player: Player) -> Iterator[nn.Module]:
+        """For the time the twin, whose layers `player` says what they do, has our buffers, copied.
+
+        That is outside of its layers, where it also is in training if we are.
+        """
+        for ours, theirs in self.pairs:
+            theirs.training = ours.training
+            for key, b in ours._buffers.items():
+                theirs._buffers[key] = None if b is None else b.detach().clone()
+        for of in self.standing:
+            of.player, of.following = player, True
+            of.twin.train(of.twin.training if of.real is None else of.real.training)
+        try:
+            yield self.twin
+        finally:
+            self._end()
+            for table in (theirs._buffers for _, theirs in self.pairs):
+                table.update({k: None if b is None else b.to("meta") for k, b in table.items()})
+
+    @contextmanager
+    def playing(self, player: Player) -> Iterator[nn.Module]:
+        """For the time the model, every layer of which is met through its stand-in."""
+        for of in self.standing:
+            of.player = player
+        for (table, key), _, stand_in in self.swaps:
+            table[key] = stand_in
+        for (table, key), p in self.lent:
+            table[key] = p
+        try:
+            yield self.model
+        finally:
+            self._end()
+            for (table, key), real, _ in self.swaps:
+                table[key] = real
+            for (table, key), _ in self.lent:
+                del table[key]
+
+    def _end(self) -> None:
+        for of in self.standing:
+            of.player, of.following = None, False
+
+
+def _put(model: nn.Module, name: str, module: nn.Module) -> Slot:
+    parent, _, key = name.rpartition(".")
+    table = model.get_submodule(parent)._modules
+    table[key] = module
+    return table, key

@@ -1,0 +1,329 @@
+"""this file is the pipeline at run time: one rank does its row of a schedule, step by step.
+
+    table        token -> value: what is alive on this rank.  A step takes from it what relation.py
+                 says that it needs, and leaves there what it makes; at the end it is empty.
+    messages     sent as soon as they are made, received ahead of need, beside the computation
+    work         what F, B, I, W and the others are, of the model; values are its own business
+
+A bundle is a list of tensors.  `act` of stage s are those that it hands to later stages; `grad` of
+stage s has one for each tensor of the bundle before it that requires a gradient, zeros where none
+came.  Between two stages of one rank a bundle stays where it is.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from textwrap import fill
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.collectives import begin_receive, begin_send, open_ways, receive, send
+from shardwise.comm.transport import Pending
+from shardwise.comm.world import Axis
+from shardwise.core.schedule.acks import receipts
+from shardwise.core.schedule.action import Action, Step, Token, Transfer
+from shardwise.core.schedule.lower import lower
+from shardwise.core.schedule.measured import Measured, Seen
+from shardwise.core.schedule.relation import makes, needs, takes
+from shardwise.core.schedule.schedule import Schedule
+
+#: From each other rank so many messages are awaited at once: one comes in while one is used.
+AHEAD = 2
+
+
+class Spec(Protocol):
+    """What one tensor of a bundle is like."""
+
+    @property
+    def shape(self) -> Sequence[int]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+
+class Work(Protocol):
+    """The owner of this rank's stages.  Tapes and rests are opaque; each is given back once."""
+
+    device: torch.device
+
+    def specs(self, token: Token) -> Sequence[Spec]:
+        """What the bundle `token`, an act or a grad, is like."""
+        ...
+
+    def forward(self, stage: int, microbatch: int, given: list[Tensor]) -> tuple[list[Tensor], Any]:
+        """F: from the bundle of the stage before to that of this one, and a tape."""
+        ...
+
+    def backward(self, stage: int, microbatch: int, tape: Any, grads: list[Tensor]) -> list[Tensor]:
+        """B: from the gradients of what the stage made to those of what it was given."""
+        ...
+
+    def inputs(
+        self, stage: int, microbatch: int, tape: Any, grads: list[Tensor]
+    ) -> tuple[list[Tensor], Any]:
+        """I: as B, but that the weights' gradients are left to W, which is given the rest."""
+        ...
+
+    def weights(self, stage: int, microbatch: int, rest: Any) -> None:
+        """W: the gradients of the weights."""
+        ...
+
+    def gather(self, stage: int) -> None:
+        """GATHER: make the stage's parameters whole."""
+        ...
+
+    def free(self, stage: int) -> None:
+        """FREE: give the whole parameters up."""
+        ...
+
+    def reduce(self, stage: int) -> None:
+        """REDUCE: sum the stage's gradients over its replicas."""
+        ...
+
+    def update(self, stage: int, microbatch: int) -> None:
+        """U: update the stage's weights from the microbatches up to this one."""
+        ...
+
+
+class Watch(Protocol):
+    """Who looks on: `now` is the time in seconds, asked before and after each step."""
+
+    def now(self) -> float: ...
+    def __call__(self, step: Step, start_s: float, end_s: float) -> None: ...
+
+
+def open_channels(schedule: Schedule, axis: Axis, device: torch.device) -> None:
+    """Make ready for the schedule's messages; all ranks of the axis, once, before the first run."""
+    rows = enumerate(lower(schedule).rows)
+    sends = ((rank, step) for rank, row in rows for step in row if step.op == "SEND")
+    ways = [(rank, step.peer) for rank, step in sends if isinstance(step, Transfer)]
+    open_ways(axis, ways, device)
+
+
+def run(
+    schedule: Schedule,
+    axis: Axis,
+    work: Work,
+    watch: Watch | None = None,
+    table: dict[Token, Any] | None = None,
+) -> None:
+    """Do this rank's row.  Called by all ranks of the axis with one schedule, which can be run.
+
+    A schedule may be done in parts, with one `table` for all: what a part leaves there, another
+    finds.  Without it nothing may be left.
+
+    Whatever a step raises goes on as it is, with a note of the row and of the step it was at.
+    Messages go through the axis's two queues (`begin_send`), and are written in its ledger.  On
+    CUDA the processor runs ahead of the device, but where somebody watches.
+    """
+    whole = lower(schedule)
+    row, place = whole.rows[axis.rank], 0
+    try:
+        live = _Live(whole, axis, work, table)
+        for place in range(len(row)):
+            start_s = watch.now() if watch else 0.0
+            live.do(row[place])
+            if watch:
+                watch(row[place], start_s, watch.now())
+        live.end(whole=table is None)
+    except BaseException as error:
+        error.add_note(_marked(row, place, axis.rank))
+        raise
+
+
+class _Live:
+    """The table of one run: every token that is on this rank, with its value."""
+
+    def __init__(
+        self, schedule: Schedule, axis: Axis, work: Work, table: dict[Token, Any] | None
+    ) -> None:
+        self.schedule, self.work = schedule, work
+        self.post = _Post(schedule, axis, work)
+        self.table: dict[Token, Any] = {} if table is None else table
+
+    def do(self, step: Step) -> None:
+        """One step: from what it needs to what it makes."""
+        have = {token.kind: self.table[token] for token in needs(step, self.schedule)}
+        for token in takes(step, self.schedule):
+            del self.table[token]
+        made = self._act(step, have) if isinstance(step, Action) else self._pass_on(step, have)
+        self.table.update({token: made[token.kind] for token in makes(step, self.schedule)})
+
+    def _act(self, action: Action, have: dict[str, Any]) -> dict[str, Any]:
+        """Have the work done; the values by their tokens' kinds, None where it keeps them itself.
+
+        What is taken from `have` is nowhere else: it is gone as soon as the work drops it.
+        """
+        op, stage, i = action
+        made: dict[str, Any] = {"part": None, "params": None, "weights": None}
+        work = self.work
+        match op:
+            case "F":
+                act, made["tape"] = work.forward(stage, i, have.pop("act", []))
+                made["act"] = [x.detach() for x in act]
+            case "B":
+                made["grad"] = work.backward(stage, i, have.pop("tape"), have.pop("grad", []))
+            case "I":
+                grads = have.pop("grad", [])
+                made["grad"], made["rest"] = work.inputs(stage, i, have.pop("tape"), grads)
+            case "W":
+                work.weights(stage, i, have.pop("rest"))
+            case "U":
+                work.update(stage, i)
+            case "GATHER":
+                work.gather(stage)
+            case "FREE":
+                work.free(stage)
+            case "REDUCE":
+                work.reduce(stage)
+        return made
+
+    def _pass_on(self, transfer: Transfer, have: dict[str, Any]) -> dict[str, Any]:
+        if transfer.op == "RECV":
+            return {transfer.token.kind: self.post.receive(transfer)}
+        self.post.send(transfer, have[transfer.token.kind])
+        return {}
+
+    def end(self, whole: bool) -> None:
+        """The row is done: nothing is under way, nothing is alive but what outlives a run."""
+        self.post.end()
+        if not whole:
+            return
+        kept = {token: value for token, value in self.table.items() if value is not None}
+        left = [str(token) for token in kept if token.kind != "weights"]
+        assert not left, f"left over: {', '.join(left)}"
+
+
+class _Post:
+    """The messages of one rank under way.
+
+    Of those from each other rank the next AHEAD are awaited, in the order of the row, from the
+    start on; so many bundles a rank holds beside what the schedule says.  What is sent is kept
+    until a message proves that it is there (receipts.py), or until the end.
+    """
+
+    def __init__(self, schedule: Schedule, axis: Axis, work: Work) -> None:
+        self.axis, self.work = axis, work
+        self.receipts = receipts(schedule, axis.rank)
+        self.coming: dict[int, deque[Token]] = {}
+        self.inbox: dict[Token, tuple[list[Tensor], list[Pending]]] = {}
+        self.outbox: dict[Token, list[Pending]] = {}
+        for step in schedule.rows[axis.rank]:
+            if isinstance(step, Transfer) and step.op == "RECV":
+                self.coming.setdefault(step.peer, deque()).append(step.token)
+        for peer in self.coming:
+            for _ in range(AHEAD):
+                self._await(peer)
+
+    def send(self, transfer: Transfer, bundle: list[Tensor]) -> None:
+        """Begin to send a bundle, a message for each tensor."""
+        token, peer = transfer.token, transfer.peer
+        told = [(tuple(spec.shape), spec.dtype) for spec in self.work.specs(token)]
+        made = [(tuple(x.shape), x.dtype) for x in bundle]
+        assert made == told, f"{token} is {made}, and rank {peer} awaits {told}"
+        full = [x for x in bundle if x.numel()]
+        self.outbox[token] = [begin_send(x, self.axis, peer) for x in full]
+
+    def receive(self, transfer: Transfer) -> list[Tensor]:
+        """The bundle, once it is there; the next one from that rank is awaited."""
+        bundle, arriving = self.inbox.pop(transfer.token)
+        _wait(arriving)
+        self._await(transfer.peer)
+        for token in self.receipts.get(transfer.token, ()):
+            _wait(self.outbox.pop(token))
+        return bundle
+
+    def end(self) -> None:
+        """Wait for what is still being sent."""
+        assert not self.inbox
+        while self.outbox:
+            _wait(self.outbox.popitem()[1])
+
+    def _await(self, peer: int) -> None:
+        if self.coming[peer]:
+            token, device = self.coming[peer].popleft(), self.work.device
+            bundle = [
+                torch.empty(tuple(spec.shape), dtype=spec.dtype, device=device)
+                for spec in self.work.specs(token)
+            ]
+            full = [x for x in bundle if x.numel()]
+            self.inbox[token] = bundle, [begin_receive(x, self.axis, peer) for x in full]
+
+
+def _wait(pending: Sequence[Pending]) -> None:
+    for one in pending:
+        one.wait()
+
+
+def _marked(row: Sequence[Step], place: int, rank: int) -> str:
+    """The row with the step at `place` between arrows."""
+    words = [f">>{step}<<" if k == place else str(step) for k, step in enumerate(row)]
+    head = f"rank {rank} of the pipeline was at step {place + 1} of the {len(row)} in its row:"
+    lines = fill(" ".join(words), 100, break_long_words=False, break_on_hyphens=False)
+    return f"{head}\n{lines}"
+
+
+# --- measuring -------------------------------------------------------------------------------
+
+#: How often two ranks ask each other for the time; the quickest answer counts.
+ASKS = 8
+
+
+class Recorder:
+    """A watch that keeps what it sees of one run.  On CUDA it waits for the device at each step."""
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        clock_s: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.device, self.clock_s = torch.device(device), clock_s
+        self.seen: list[Seen] = []
+
+    def now(self) -> float:
+        """Seconds, on this machine's clock."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return self.clock_s()
+
+    def __call__(self, step: Step, start_s: float, end_s: float) -> None:
+        self.seen.append(Seen(step, start_s, end_s))
+
+    def gather(self, schedule: Schedule, axis: Axis) -> Measured | None:
+        """What all ranks of the axis saw of one run, on rank 0 and its clock; None elsewhere."""
+        whole = lower(schedule)
+        assert [seen.step for seen in self.seen] == list(whole.rows[axis.rank])
+        with axis.ledger.phase("check"):
+            if axis.rank:
+                self._answer(axis)
+                send(self._tensor([seen[1:] for seen in self.seen]), axis, 0)
+                return None
+            rows = [self.seen]
+            for rank in range(1, axis.size):
+                ahead_s = self._ask(axis, rank)
+                times = self._tensor([(0.0, 0.0)] * len(whole.rows[rank]))
+                read = receive(times, axis, rank).tolist()
+                pairs = zip(whole.rows[rank], read, strict=True)
+                rows.append([Seen(step, a - ahead_s, b - ahead_s) for step, (a, b) in pairs])
+        return Measured(whole, tuple(map(tuple, rows)))
+
+    def _ask(self, axis: Axis, rank: int) -> float:
+        """How far a rank's clock is ahead of this one's; 0 where they may be one clock."""
+        answers: list[tuple[float, float]] = []
+        for _ in range(ASKS):
+            start_s = self.clock_s()
+            send(self._tensor([0.0]), axis, rank)
+            there_s = receive(self._tensor([0.0]), axis, rank).item()
+            end_s = self.clock_s()
+            answers.append((end_s - start_s, there_s - (start_s + end_s) / 2))
+        took_s, ahead_s = min(answers)
+        return 0.0 if abs(ahead_s) <= took_s else ahead_s
+
+    def _answer(self, axis: Axis) -> None:
+        for _ in range(ASKS):
+            receive(self._tensor([0.0]), axis, 0).item()
+            send(self._tensor([self.clock_s()]), axis, 0)
+
+    def _tensor(self, numbers: Sequence[Any]) -> Tensor:
+        return torch.tensor(numbers, dtype=torch.float64, device=self.device)

@@ -1,0 +1,279 @@
+"""this file is one stage of a model on one microbatch: its own forward, computed where it is ours.
+
+    rank of stage 1     embed  blocks.0 | blocks.1  blocks.2 | head  loss
+                        skipped         | computed           | never reached
+                                 given -^           outputs -^
+
+Every rank runs the user's `call(model)` on the whole microbatch.  *Layers* (placeholders.py) are
+computed by their owners.  All else is *glue* (interceptor.py): the operations between them, which
+belong to the stage of the layer called last.  Glue made of the batch, buffers and constants alone
+is
+*common*: every rank does it.  What is made of what layers give are *values*, numbered in the order
+of their making, which is the same everywhere.
+
+The trace (tracer.py) tells the events of the forward: calls of layers, and operations on values.
+
+    an event of a stage before ours   is skipped: what it gives is *absent*, a tensor on meta, or
+                                      what was given to us for that value
+    an event of our stage             is done, with what was given where it takes a value of before
+    a layer of a stage after ours     ends the stage: an exception of our own leaves the user's code
+
+Around an operation that is about 4 us, around a layer about 5, and nothing inside of a layer.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwise.core.errors import InputError, bad
+from shardwise.core.stage_io import Event, Trace
+from shardwise.core.tree import leaves, mapped
+
+#: What acts on the gradient of a value: done by the stage that the glue belongs to, by no other.
+_HOOKS: Final = frozenset(
+    (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad)
+)
+#: Arguments that hold no tensor.
+_PLAIN: Final = (bool, int, float, str, torch.dtype, torch.device)
+
+
+class Known(Protocol):
+    """Which tensors are values (interceptor.py)."""
+
+    def put(self, x: Tensor, number: int) -> None: ...
+    def number(self, x: Tensor) -> int | None: ...
+    def any(self, values: Any) -> bool: ...
+
+
+class Called(Protocol):
+    """A layer that is called (placeholders.py)."""
+
+    name: str
+    real: Any
+
+
+class Over(BaseException):
+    """A layer of a later stage was called. No `except Exception` of a user's forward stops it."""
+
+
+@dataclass
+class Ran:
+    """What a stage gave: what later stages take, contiguous; the last stage what `call` gave."""
+
+    outputs: list[Tensor] = field(default_factory=list)
+    result: Any = None
+
+
+class Stage:
+    """One stage being run; `own` are by number the parameters and buffers that it holds."""
+
+    def __init__(self, stage: int, trace: Trace, seen: Known, own: Mapping[int, Tensor]) -> None:
+        self.stage, self.trace, self.seen, self.own = stage, trace, seen, own
+        self.at = self.index = 0  # the stage that the glue belongs to; the next event
+        self.here = set(own)  # values of this stage
+        self.given: dict[int, Tensor] = {}  # the real tensors of earlier stages' values
+        self.last = len(trace.written) - 1
+        self.crossing: Sequence[int] = () if stage == self.last else trace.crossing[stage]
+        self.leaving = set(self.crossing)
+        self.made: dict[int, Tensor] = {}  # of those that leave, what was made
+        self.over = False  # whether a layer of a later stage was called
+
+    def take(self, given: Sequence[Tensor]) -> None:
+        """Have these for the values that cross to this stage."""
+        numbers = self.trace.crossing[self.stage - 1] if self.stage else ()
+        for number, x in zip(numbers, given, strict=True):
+            order = self.trace.orders.get(number)
+            if order is not None:  # it came as it lies in memory
+                x = x.permute([order.index(dim) for dim in range(x.dim())])
+            if number in self.trace.written[self.stage]:
+                x = x.clone()  # a leaf cannot be written to, and the sender may still read it
+            self.given[number] = x
+            self.seen.put(x, number)
+
+    # --- what is met --------------------------------------------------------------------------
+
+    def common(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
+
+    def op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operation on values."""
+        event = self._next()
+        if event is None or event.what != func:
+            return self._ask(func, args, kwargs)
+        self.index += 1
+        if event.stage < self.stage:
+            return self._skip(event, args, kwargs)
+        was = (args, kwargs) if event.writes else None
+        args, kwargs = self._real(args, kwargs)
+        return self._note(event, func(*args, **kwargs), was, (args, kwargs))
+
+    def layer(self, of: Called, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The call of a layer. Raises Over where it is of a later stage."""
+        event = self._next()
+        if event is None or event.what != of.name:
+            raise self._other_way(of.name)
+        if event.stage > self.stage:
+            self.over = True
+            raise Over
+        self.index += 1
+        self.at = event.stage
+        if event.stage < self.stage:
+            return self._skip(event, args, kwargs)
+        was = (args, kwargs) if event.writes else None
+        args, kwargs = self._real(args, kwargs)
+        try:
+            out = of.real(*args, **kwargs)
+        except RuntimeError as error:
+            if "meta" not in str(error):
+                raise
+            raise bad(
+                f"{of.name}, which got a value of an earlier stage inside of an object ({error})",
+                "layers that are given tensors alone, in tuples, lists, dicts or dataclasses",
+                "the tensor as an argument of the layer",
+            ) from error
+        if self.leaving:
+            self._compare(event, out)
+        return self._note(event, out, was, (args, kwargs))
+
+    def _next(self) -> Event | None:
+        events = self.trace.events
+        return events[self.index] if self.index < len(events) else None
+
+    def _ask(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What is no event gives no tensor: a shape, a dtype."""
+        if func in _HOOKS and self.at < self.stage:
+            return func(torch.empty(0, requires_grad=True), *args[1:], **kwargs)
+        out = func(*args, **kwargs)
+        if _leaves(out):
+            raise self._other_way(getattr(func, "__name__", str(func)))
+        return out
+
+    # --- before our stage ---------------------------------------------------------------------
+
+    def _skip(self, event: Event, args: Any, kwargs: Any) -> Any:
+        if event.writes:
+            tensors = leaves((args, kwargs), Tensor)
+            for i, number in event.writes:
+                self.seen.put(tensors[i], number)
+        if isinstance(event.out, Tensor):
+            return self._absent(event.numbers[0], event.out)
+        numbers = iter(event.numbers)
+        return mapped(lambda x: self._absent(next(numbers), x), event.out, Tensor)
+
+    def _absent(self, number: int, like: Tensor) -> Tensor:
+        """What stands for a value of an earlier stage: the one that was given to us, or nothing."""
+        trained = number in self.trace.trained
+        inside = trained and not torch.is_grad_enabled()  # of an autograd.Function, which marks
+        if number in self.given and not inside:  # what it gives as its own: ours stays a leaf
+            return self.given[number]
+        x = like.detach()
+        if trained:
+            x.requires_grad_()
+        self.seen.put(x, number)
+        return x
+
+    # --- in our stage -------------------------------------------------------------------------
+
+    def _real(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments, with what was given for every value that is not at hand."""
+        if not self._ready(args):
+            args = mapped(self._at_hand, args, Tensor)
+        if kwargs and not self._ready(kwargs.values()):
+            kwargs = mapped(self._at_hand, kwargs, Tensor)
+        return args, kwargs
+
+    def _ready(self, values: Iterable[Any]) -> bool:
+        """Whether all tensors are the ones to be used: nearly always, and quickly said."""
+        for x in values:
+            if isinstance(x, Tensor):
+                if self._at_hand(x) is not x:
+                    return False
+            elif not (x is None or isinstance(x, _PLAIN)):
+                return False
+        return True
+
+    def _at_hand(self, x: Tensor) -> Tensor:
+        number = self.seen.number(x)
+        if number is None:
+            return x
+        given = self.given.get(number)
+        if given is not None:
+            return given
+        if number not in self.here:
+            raise self._other_way("a value of an earlier stage")
+        return self.own.get(number, x)
+
+    def _note(self, event: Event, out: Any, was: Any, done: Any) -> Any:
+        """Number what was made, and what was written to."""
+        tensors = _leaves(out)
+        if len(tensors) != len(event.numbers):
+            raise self._other_way(f"{len(tensors)} tensors from {event.what}")
+        for x, number in zip(tensors, event.numbers, strict=True):
+            self._have(x, number)
+        if was is not None:
+            before, after = leaves(was, Tensor), leaves(done, Tensor)
+            for i, number in event.writes:
+                self._have(after[i], number)
+                self.seen.put(before[i], number)
+                if before[i] is not after[i]:  # the user's variable is still the absent one
+                    self.given[number] = after[i]
+        return out
+
+    def _have(self, x: Tensor, number: int) -> None:
+        self.seen.put(x, number)
+        self.here.add(number)
+        if number in self.leaving:
+            self.made[number] = x
+
+    def _compare(self, event: Event, out: Any) -> None:
+        """Raise InputError where a layer gives other tensors than were foreseen."""
+        foreseen = [(x.shape, x.dtype) for x in _leaves(event.out)]
+        found = [(x.shape, x.dtype) for x in _leaves(out)]
+        if found != foreseen:
+            raise bad(
+                f"{event.what}, which gives {_said(found)} where {_said(foreseen)} were foreseen "
+                "from its run on the meta device",
+                "layers whose outputs have shapes that follow from those of their inputs",
+                "a start that is not between this layer and the next one that uses its output",
+            )
+
+    def end(self) -> None:
+        """The user's code was left: raise InputError where it did not come to the stage's end."""
+        event = self._next()
+        if not self.over and (event is not None or self.stage < self.last):
+            raise self._other_way("its end")
+
+    def outputs(self) -> list[Tensor]:
+        """What crosses to the next stage, in the order of the bundle, as it lies in memory."""
+        found: list[Tensor] = []
+        specs = self.trace.bundles[self.stage] if self.crossing else ()
+        for number, spec in zip(self.crossing, specs, strict=True):
+            x = self.made.get(number)
+            if x is None:  # handed on, or a parameter: as a result of this stage
+                x = self.given[number] if number in self.given else self.own[number]
+                x = x.view_as(x)
+            if x.requires_grad != spec.requires_grad:
+                raise self._other_way(f"requires_grad={x.requires_grad} of value {number}")
+            order = self.trace.orders.get(number)
+            found.append((x if order is None else x.permute(order)).contiguous())
+        return found
+
+    def _other_way(self, what: str) -> InputError:
+        event = self._next()
+        return bad(
+            f"a forward that came to {what} in stage {self.stage}, where "
+            f"{getattr(event.what, '__name__', event.what) if event else 'its end'} was foreseen",
+            "a forward that does the same each time that it is given the same shapes, on all ranks",
+            "random choices of layers, and what is done only the first time, inside of layers",
+        )
+
+
+def _leaves(out: Any) -> list[Tensor]:
+    return [out] if isinstance(out, Tensor) else leaves(out, Tensor)
+
+
+def _said(tensors: Sequence[tuple[Sequence[int], torch.dtype]]) -> str:
+    return ", ".join(f"{list(shape)} {dtype}" for shape, dtype in tensors) or "no tensors"

@@ -1,0 +1,394 @@
+"""this file is the trace of a forward: one run on meta tells what is made, and which stage uses it.
+
+The twin (placeholders.py) runs the user's code.  Its layers and all operations on what they make
+run on meta; operations on the batch and on buffers alone are done for real, since the code may look
+at what they give.  What cannot be followed is refused here, before anything is computed:
+
+    a read of a value          `if x.isnan().any():` - the ranks of other stages do not have it
+    a layer called too late    in the stage after its own
+    a value by a back door     a tensor made in a layer that is not in what the layer returns
+    a write to shared memory   in another stage than that in which the tensor's view was taken
+
+Values that are written to are new values from then on, with the same name.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.errors import InputError, bad
+from shardwise.core.stage_io import Event, Spec, Trace, crossing, maker
+from shardwise.core.tree import leaves, mapped
+
+META: Final = torch.device("meta")
+#: Copies between devices: on meta there is one device.
+_MOVES: Final = (Tensor.cpu, Tensor.cuda)
+#: What gives the numbers in a tensor to the program.
+_READS: Final = (
+    *("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"),
+    *("__complex__", "__contains__", "equal", "allclose", "is_nonzero", "nonzero"),
+)
+
+
+class Known(Protocol):
+    """Which tensors are values (interceptor.py)."""
+
+    def put(self, x: Tensor, number: int) -> None: ...
+    def number(self, x: Tensor) -> int | None: ...
+
+
+class Called(Protocol):
+    """A layer that is called (placeholders.py)."""
+
+    name: str
+    stages: tuple[int, ...]
+    twin: nn.Module
+
+
+@dataclass
+class Value:
+    """A value as it is followed: `meta` is the tensor, `shape` it at the time of its making."""
+
+    origin: str
+    stages: tuple[int, ...]
+    meta: Tensor
+    shape: Tensor
+    uses: set[int] = field(default_factory=set)
+    trained: bool = False
+
+
+class Follow:
+    """One run being followed: the events so far, the values, and the stage reached."""
+
+    def __init__(
+        self,
+        held: Sequence[tuple[str, tuple[int, ...], Tensor]],
+        count: int,
+        seen: Known,
+        device: torch.device,
+    ) -> None:
+        self.seen, self.count, self.device = seen, count, device
+        self.values = [
+            Value(origin, stages, x, x.detach(), trained=x.requires_grad)
+            for origin, stages, x in held
+        ]
+        self.held = len(held)
+        self.events: list[Event] = []
+        self.stage, self.last = 0, ""
+        self.entered = ("", "")  # the layer that began the stage, and the one before it
+        self.assumed: list[str] = []  # layers that do not run on meta
+        self.opened = len(self.values)  # the first value of this stage
+        self.sharing: dict[int, list[int]] = defaultdict(list)  # by storage, values
+        self.wrote: dict[int, tuple[int, int]] = {}  # by storage, (number, stage) of the last write
+        self.written: list[set[int]] = [set() for _ in range(count)]
+        self.kept: list[Tensor] = []
+
+    # --- what is met --------------------------------------------------------------------------
+
+    def common(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operation on no value: done for real."""
+        for x in leaves((args, kwargs), Tensor):
+            self._check_common(x, func)
+        return func(*args, **kwargs)
+
+    def _check_common(self, x: Tensor, what: Any) -> None:
+        """Refuse what is no value, and yet not alike on all ranks."""
+        if x.is_meta:
+            raise bad(
+                f"a tensor that {_name(what)} is given after layer {self.last or '(none)'}, and "
+                "that no layer has returned",
+                "layers that return the tensors they make: alone, in tuples, lists, dicts or "
+                "dataclasses; and buffers that are on a device",
+                "return x, extra",
+            )
+        if _storage(x) in self.wrote:
+            raise bad(
+                f"a tensor that {_name(what)} is given after layer {self.last}, into whose memory "
+                f"{self.values[self.wrote[_storage(x)][0]].origin} has been written through "
+                "another tensor",
+                "what layers make written to a tensor as a whole, and that tensor used",
+                "x[:, 0] = y instead of x[:, 0].copy_(y)",
+            )
+
+    def op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """An operation on values: done on meta."""
+        given, metas, args, kwargs = self._on_meta(func, args, kwargs)
+        act, args = _staying(func, args)
+        versions = [x._version for x in metas]
+        try:
+            out = act(*args, **kwargs)
+        except (RuntimeError, TypeError) as error:
+            if _name(func) in _READS or "meta" in str(error).lower():
+                raise self._unknown(func, given) from error
+            raise
+        return self._note(func, out, given, metas, versions)
+
+    def layer(self, of: Called, args: Any, kwargs: dict[str, Any]) -> Any:
+        """The call of a layer: the twin's runs, on meta."""
+        stage = min((s for s in of.stages if s >= self.stage), default=None)
+        if stage is None:
+            early, before = self.entered
+            raise bad(
+                f"{of.name}, a layer of stage {of.stages[-1]}, called in stage {self.stage}, "
+                f"after {self.last}; that stage began with {early}",
+                "layers that are called in the order of the stages",
+                f'beside={{"{of.name}": "{self.last}"}} if it belongs there, '
+                f'beside={{"{early}": "{before}"}} if that one is called early, '
+                "or both defined in the order in which they are called",
+            )
+        if torch.is_autocast_enabled(self.device.type):
+            raise bad(
+                f"torch.autocast around {of.name}",
+                "the precision in the plan, for what autocast does is not known on meta",
+                "bf16 in the plan",
+            )
+        if self.stage < stage:
+            self._close()
+            self.stage, self.entered = stage, (of.name, self.last)
+        self.last = of.name
+        given, metas, args, kwargs = self._on_meta(of.name, args, kwargs)
+        versions = [x._version for x in metas]
+        out = _run(of.twin, args, kwargs)
+        if "forward" in vars(of.twin):
+            self.assumed.append(of.name)
+        return self._note(of.name, out, given, metas, versions)
+
+    def _on_meta(
+        self, what: Any, args: Any, kwargs: Any
+    ) -> tuple[list[Tensor], list[Tensor], Any, Any]:
+        """The tensors among the arguments, the same on meta, and the arguments on meta."""
+        given = leaves((args, kwargs), Tensor)
+        metas = [self._meta(x, what) for x in given]
+        left = iter(metas)
+        args, kwargs = mapped(lambda _: next(left), (args, kwargs), Tensor)
+        args, kwargs = mapped(lambda _: META, (args, kwargs), torch.device)
+        if isinstance(kwargs.get("device"), str | int):
+            kwargs = kwargs | {"device": META}
+        return given, metas, args, kwargs
+
+    def _meta(self, x: Tensor, what: Any) -> Tensor:
+        number = self.seen.number(x)
+        if number is not None:
+            return self.values[number].meta
+        self._check_common(x, what)
+        return x.to(META)
+
+    # --- what is noted ------------------------------------------------------------------------
+
+    def _note(
+        self,
+        what: Any,
+        out: Any,
+        given: Sequence[Tensor],
+        metas: Sequence[Tensor],
+        versions: Sequence[int],
+    ) -> Any:
+        """Note an event: a layer, or what gives tensors or writes to some."""
+        with torch._C.DisableTorchFunctionSubclass():
+            changed = [i for i, x in enumerate(metas) if x._version != versions[i]]
+            made = leaves(out, Tensor)
+            if not made and not changed and not isinstance(what, str):
+                return out
+            numbers = self._used(what, given, metas, changed)
+            origin = what if isinstance(what, str) else f"{_name(what)} after {self.last}"
+            numbers |= {id(metas[i]): self._add(metas[i], origin) for i in changed}
+            for x in (x for x in made if id(x) not in numbers):
+                number = self.seen.number(x)
+                if number is None or number >= self.held:  # else a layer gives what it holds
+                    number = self._add(x, origin)
+                numbers[id(x)] = number
+            for i in changed:
+                self.seen.put(given[i], numbers[id(metas[i])])
+                self._write(given[i], metas[i], numbers[id(metas[i])])
+            shapes = mapped(Tensor.detach, out, Tensor)
+            writes = tuple((i, numbers[id(metas[i])]) for i in changed)
+            here = tuple(numbers[id(x)] for x in made)
+            self.events.append(Event(what, self.stage, shapes, here, writes))
+        return out
+
+    def _used(
+        self, what: Any, given: Sequence[Tensor], metas: Sequence[Tensor], changed: Sequence[int]
+    ) -> dict[int, int]:
+        """Note the values that are used; by id, those that stay what they are if handed through."""
+        numbers: dict[int, int] = {}
+        for i, x in enumerate(given):
+            number = self.seen.number(x)
+            if number is not None:
+                self._use(number, what)
+                if i not in changed:
+                    numbers[id(metas[i])] = number
+        return numbers
+
+    def _add(self, x: Tensor, origin: str) -> int:
+        number = len(self.values)
+        self.values.append(Value(origin, (self.stage,), x, x.detach()))
+        self.sharing[_storage(x)].append(number)
+        self.seen.put(x, number)
+        return number
+
+    def _use(self, number: int, what: Any) -> None:
+        value = self.values[number]
+        value.uses.add(self.stage)
+        made = maker(value.stages, self.stage)
+        if made is None:
+            raise bad(
+                f"{value.origin}, of stage {value.stages[0]}, used by {_name(what)} in stage "
+                f"{self.stage}, after {self.last or 'nothing'}",
+                "what a layer holds used in the stage of that layer, or later",
+                "a call of the layer itself, or the layer defined where it is first used",
+            )
+        write, stage = self.wrote.get(_storage(value.meta), (-1, -1))
+        if write > number and stage > made:
+            raise bad(
+                f"{value.origin}, made in stage {made}, used by {_name(what)} after its memory was "
+                f"written to in stage {stage}, through {self.values[write].origin}",
+                "in-place operations on a tensor, or on a view taken in the same stage",
+                "x = x + y, without the underscore",
+            )
+
+    def _write(self, given: Tensor, x: Tensor, number: int) -> None:
+        storage = _storage(x)
+        self.wrote[storage] = (number, self.stage)
+        if not given.is_meta:  # of the batch, say: the tensor is a value from now on
+            self.wrote[_storage(given)] = (number, self.stage)
+            self.kept.append(given)  # so that no other gets its memory
+        self.written[self.stage] |= {
+            n for n in self.sharing[storage] if self.values[n].stages[-1] < self.stage
+        }
+
+    def _close(self) -> None:
+        """A stage is over: its values need gradients or not, as they do now."""
+        for value in self.values[self.opened :]:
+            value.trained = value.meta.requires_grad
+        self.opened = len(self.values)
+
+    # --- what comes of it ---------------------------------------------------------------------
+
+    def finish(self) -> Trace:
+        """The trace. Raises InputError where the forward did not reach the last stage."""
+        if self.stage < self.count - 1:
+            raise bad(
+                f"a forward that ends in stage {self.stage} of {self.count}, after {self.last}",
+                "a forward that calls a layer of each stage",
+                f"{self.stage + 1} stages, or starts at modules that are called",
+            )
+        self._close()
+        values = self.values
+        crossed = crossing([v.stages for v in values], [sorted(v.uses) for v in values], self.count)
+        numbers = {number for bundle in crossed for number in bundle}
+        orders = {n: order for n in numbers if (order := _order(values[n].shape)) is not None}
+        specs = {n: _spec(values[n], orders.get(n)) for n in numbers}
+        return Trace(
+            tuple(self.events),
+            tuple(tuple(specs[n] for n in bundle) for bundle in crossed),
+            crossed,
+            orders,
+            tuple(map(frozenset, self.written)),
+            frozenset(n for n, value in enumerate(values) if value.trained),
+        )
+
+    def blame(self, error: Exception) -> Exception:
+        """The error to raise for one of the user's code: that code may have been misled by us."""
+        if not self.assumed or isinstance(error, InputError):
+            return error
+        return bad(
+            f"{', '.join(dict.fromkeys(self.assumed))}, which cannot run on the meta device and "
+            f"were taken to give what their first input is like ({type(error).__name__}: {error})",
+            "layers whose shapes follow from those of their inputs, or are as their first input's",
+            "pp1, or a layer that gives one tensor of the shape of its input",
+        )
+
+    def _unknown(self, func: Any, given: Sequence[Tensor]) -> InputError:
+        known = [n for x in given if (n := self.seen.number(x)) is not None]
+        origin = self.values[known[0]].origin
+        return bad(
+            f"{_name(func)} of a tensor that comes from {origin}: it asks for numbers, which the "
+            "ranks of other stages do not have",
+            "operations between layers that compute tensors from tensors, of shapes known before",
+            "the same inside of a layer (any nn.Module with parameters), or after the step",
+        )
+
+
+# --- on meta ---------------------------------------------------------------------------------
+
+
+def _run(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The layer on meta; where it asks for numbers, it is taken to give what is like its input."""
+    with META:
+        try:
+            return layer(*args, **kwargs)
+        except RuntimeError:
+            if "forward" in vars(layer):
+                raise
+        for module in layer.modules():
+            _settle(module)
+        return layer(*args, **kwargs)
+
+
+def _settle(module: nn.Module) -> None:
+    """Make a module of the twin answer: no real tensor in it, and no number asked for.
+
+    Experts that each take the tokens that were routed to them cannot run on meta: how many there
+    are nobody knows, and what comes out is as what went in.  The innermost module that fails is
+    the one that is taken so.  The owner of the layer compares (stage.py).
+    """
+    held = {key: value for key, value in vars(module).items() if isinstance(value, Tensor)}
+    vars(module).update({key: value.to(META) for key, value in held.items()})
+    forward = module.forward
+
+    @wraps(forward)
+    def assumed(*args: Any, **kwargs: Any) -> Any:
+        """What it gives, or what is like its first tensor."""
+        try:
+            return forward(*args, **kwargs)
+        except (RuntimeError, ValueError, TypeError, IndexError):  # a part was not taken right
+            given = leaves((args, kwargs), Tensor)
+            if not given:
+                raise
+        out, trained = torch.empty_like(given[0]), [*given, *module.parameters()]
+        if torch.is_grad_enabled() and out.is_floating_point():
+            # cloned: what a layer gives is no leaf, and may be written to
+            return out.requires_grad_(any(x.requires_grad for x in trained)).clone()
+        return out
+
+    vars(module)["forward"] = assumed
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _staying(func: Any, args: Any) -> tuple[Any, Any]:
+    """The function and its arguments such that a copy to another device stays on meta."""
+    if func in _MOVES:
+        return Tensor.to, (args[0], META)
+    if func is Tensor.to:
+        return func, tuple(META if isinstance(x, str) else x for x in args)
+    return func, args
+
+
+def _order(x: Tensor) -> tuple[int, ...] | None:
+    """The dims of `x` from the outermost in memory; None where it is contiguous or has gaps."""
+    if x.is_contiguous():
+        return None
+    order = sorted(range(x.dim()), key=lambda dim: (-x.stride(dim), x.shape[dim] == 1))
+    return tuple(order) if x.permute(order).is_contiguous() else None
+
+
+def _spec(value: Value, order: Sequence[int] | None) -> Spec:
+    shape = value.shape.shape
+    lying = tuple(shape[dim] for dim in order) if order else tuple(shape)
+    return Spec(lying, value.shape.dtype, value.trained)
+
+
+def _name(what: Any) -> str:
+    """A layer's name, or how a program calls a function of torch: `x.device` is a `device`."""
+    if isinstance(what, str):
+        return what
+    name = getattr(what, "__name__", str(what))
+    return getattr(what.__self__, "__name__", name) if name in ("__get__", "__set__") else name
