@@ -32,9 +32,9 @@ from shardwise.kernels.matmul import fastest
 from shardwise.kernels.rms_norm import fused
 from shardwise.parallel.data.consensus import Facts
 from shardwise.parallel.data.flat_parameter import Flat
-from shardwise.parallel.data.hooks import Data, Pace, Unit
+from shardwise.parallel.data.hooks import Data, Pace
 from shardwise.parallel.data.staged_hooks import Staged
-from shardwise.parallel.data.units import Units
+from shardwise.parallel.data.units import Unit, Units
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def lay_out(model: nn.Module, build: Build) -> Laid:
 
 def _driven(units: Sequence[Unit], staged: Staging, facts: Facts) -> Staged:
     """The units by the stages that use them; those with tied parameters are summed last."""
-    names = [[name for group in unit.groups for name in _names(group)] for unit in units]
+    names = [[name for group in unit.groups for name in group.names] for unit in units]
     stages = {
         stage: [u for u, own in zip(units, names, strict=True) if stage in staged.used(own)]
         for stage in staged.mine
@@ -98,7 +98,3 @@ def _driven(units: Sequence[Unit], staged: Staging, facts: Facts) -> Staged:
     ]
     last = [unit for _, unit in sorted(tied, key=lambda pair: pair[0])]
     return Staged(Units(units), stages, last, sums_of(units, in_flight=len(units)), facts)
-
-
-def _names(group: object) -> list[str]:
-    return group.names if isinstance(group, Flat) else []

@@ -35,8 +35,9 @@ from shardwise.engine.shard import cast_whole
 from shardwise.engine.training import DTYPES, Build, Metrics, Settled, Training
 from shardwise.engine.updating import Updates
 from shardwise.engine.weight_stashing import Stale
-from shardwise.parallel.data.hooks import Data, Unit
+from shardwise.parallel.data.hooks import Data
 from shardwise.parallel.data.staged_hooks import Staged
+from shardwise.parallel.data.units import Unit
 from shardwise.predict import traffic
 from shardwise.predict.traffic import Line
 
@@ -72,8 +73,7 @@ class Engine:
         by_norm = training.clip is not None or self.scale.on
         skip = training.on_nonfinite == "skip"
         guard = Guard(self.world, self.tensors.axis, self.names, by_norm=by_norm, skip=skip)
-        sums: Any = self.data.sums
-        sums.see = guard.see
+        self.data.sums.see = guard.see
         by_schedule = False
         if isinstance(passes, Pipelined) and passes.staging.schedule.update:
             passes.stale = Stale(passes.staging, passes.data, self.optimizer, guard)

@@ -26,7 +26,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.parallel.data.hooks import Unit
+from shardwise.parallel.data.units import Unit
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "buffers", "activations")
 

@@ -20,9 +20,9 @@ from shardwise.kernels.matmul import BY_TORCH, Products
 from shardwise.parallel.data.buffers import Buffers
 from shardwise.parallel.data.consensus import Facts
 from shardwise.parallel.data.flat_parameter import Fill, Flat, Kept
-from shardwise.parallel.data.hooks import Data, Pace, Unit
+from shardwise.parallel.data.hooks import Data, Pace
 from shardwise.parallel.data.reducer import Reductions
-from shardwise.parallel.data.units import Units
+from shardwise.parallel.data.units import Unit, Units
 from shardwise.parallel.data.wrap_policy import Rule, UnitSpec, choose
 
 #: Neighbours smaller than this are one unit: below it a message costs more than what it carries.
@@ -115,7 +115,7 @@ def _others(held: Sequence[Held]) -> tuple[tuple[int, int, int, int], ...]:
 
 def flats_of(units: Sequence[Unit]) -> list[Flat]:
     """All flat groups, in the order of the units."""
-    return [group for unit in units for group in unit.groups if isinstance(group, Flat)]
+    return [group for unit in units for group in unit.groups]
 
 
 def agreed(model: nn.Module, how: Sharding, units: Sequence[Unit]) -> Facts:
@@ -125,9 +125,9 @@ def agreed(model: nn.Module, how: Sharding, units: Sequence[Unit]) -> Facts:
     return Facts(how.axes, trained, buffers)
 
 
-def sums_of(units: Sequence[Unit], in_flight: int) -> Reductions[Unit]:
+def sums_of(units: Sequence[Unit], in_flight: int) -> Reductions:
     """The sums of the units' gradients, of which so many hold buffers at once."""
-    return Reductions[Unit](in_flight, any(flat.further for flat in flats_of(units)))
+    return Reductions(in_flight, any(flat.further for flat in flats_of(units)))
 
 
 def hooked(model: nn.Module, how: Sharding, units: Sequence[Unit], pace: Pace) -> Data:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ def model_shape(engine: Any) -> ModelShape:
     trained_before = False  # whether the backward pass gets as far as here
     for unit in engine.data.units.order:
         trained_before = trained_before or bool(unit.trained)
-        params = _params(engine, cast("list[Flat]", unit.groups))
+        params = _params(engine, unit.groups)
         if engine.staging is not None:
             uses, again = engine.passes.gathers(engine.staging.used(p.name for p in params)), 0
         else:

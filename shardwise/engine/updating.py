@@ -20,7 +20,7 @@ from shardwise.engine.guard import Guard
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.scale import LossScale
 from shardwise.parallel.data.flat_parameter import Flat
-from shardwise.parallel.data.hooks import Unit
+from shardwise.parallel.data.units import Unit
 
 #: So much is updated at once where updates need not wait for one another.
 EARLY_BYTES = 2**21

@@ -1,4 +1,4 @@
-"""this file is what the data ranks agree on in a step: a few numbers, summed over all of them.
+"""What the data ranks agree on in a step: a few numbers, summed over all of them.
 
 Which parameters had a gradient on any rank decides what is updated on all of them.
 
@@ -9,7 +9,6 @@ blocks are alike; one that went on after an error of its own is a step ahead.  N
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,28 +16,17 @@ from torch import Tensor
 from shardwise.comm.collectives import begin_sum
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
+from shardwise.parallel.data.buffers import Buffers
+from shardwise.parallel.data.flat_parameter import Flat
 
 #: Marks are numbers below it: small, for they are added up in single precision too.
 MARKS = 4096
 
 
-class Group(Protocol):
-    """What is agreed on of a flat group of parameters that are trained."""
-
-    got: list[bool]
-    used: list[bool]
-
-
-class Buffers(Protocol):
-    """What keeps the buffers of the model alike (buffers.py)."""
-
-    def refresh(self) -> None: ...
-
-
 class Facts:
     """The facts of one model on the data axes."""
 
-    def __init__(self, axes: Sequence[Axis], trained: Collection[Group], buffers: Buffers) -> None:
+    def __init__(self, axes: Sequence[Axis], trained: Collection[Flat], buffers: Buffers) -> None:
         self.axes, self.trained, self.buffers = list(axes), trained, buffers
         self.ranks = math.prod(axis.size for axis in self.axes)
         self.rounds = self.gathered = self.mark = 0

@@ -1,4 +1,4 @@
-"""this file is when things happen to the units of a model: gathered, used, freed, reduced.
+"""When things happen to the units of a model: gathered, used, freed, reduced.
 
     forward     gather 0 | use 0, gather 1 | free 0, use 1, gather 2 | ...      path 0 1 2 .. k
     backward    ... | use 2, gather 1, reduce 3 | use 1, gather 0, reduce 2 | ...     k .. 2 1 0
@@ -14,90 +14,25 @@ What is gathered, freed or reduced is the business of the row (flat_parameter.py
 of the four moments do nothing.  At most `ahead` + 1 units are whole beyond those in use.
 """
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.graph_break import graph_break
 from shardwise.core.hook import Hook, no_copy, nothing
 from shardwise.core.use_order import Way
 from shardwise.core.weak import weakly
-
-
-class Group(Protocol):
-    """What a unit asks of each flat group of parameters in it."""
-
-    params: list[nn.Parameter]
-    trained: bool
-    split: bool
-    temporary: bool
-    scatters: bool
-
-    def begin_gather(self) -> None: ...
-    def gather(self) -> None: ...
-    def free(self) -> None: ...
-    def pretend(self) -> None: ...
-    def rest(self) -> None: ...
-    def collect(self, index: int, scale: float) -> None: ...
-    def add_product(self, index: int, left: Tensor, right: Tensor, scale: float) -> None: ...
-    def add_rows(self, index: int, ids: Tensor, grad: Tensor, scale: float) -> None: ...
-    def begin_reduce(self) -> None: ...
-    def end_reduce(self) -> None: ...
-    def begin_further(self) -> None: ...
-    def show_grads(self) -> None: ...
-    def hide_grads(self) -> None: ...
-    def clear(self) -> None: ...
-
-
-class Sums(Protocol):
-    """What sums the gradients of complete units (reducer.py)."""
-
-    sync: bool
-
-    @property
-    def flying(self) -> Collection[Any]: ...
-    def begin(self) -> None: ...
-    def go_on(self, order: Sequence["Unit"]) -> None: ...
-    def end(self, order: Sequence["Unit"]) -> None: ...
-    def arrivals(self) -> Iterator["Unit"]: ...
-    def finish(self) -> None: ...
-
-
-class Units(Protocol):
-    """All units, as they are between two passes (units.py)."""
-
-    order: list["Unit"]
-
-    def show(self) -> None: ...
-    def free(self) -> None: ...
-    def rest(self) -> None: ...
-    def drop(self) -> None: ...
-    def wait(self) -> None: ...
-    def publish(self) -> None: ...
-    def step_in_backward(self) -> None: ...
-
-
-class Facts(Protocol):
-    """What the data ranks agree on (consensus.py)."""
-
-    axes: list[Axis]
-    rounds: int
-    buffers: Any
-
-    def got(self) -> Tensor: ...
-    def begin_agree(self, x: Tensor) -> Callable[[], Tensor]: ...
-    def agree(self, x: Tensor) -> Tensor: ...
-    def hear(self, used: Tensor) -> None: ...
-    def phase(self, name: str) -> None: ...
-    def gathers(self, unit: int) -> None: ...
+from shardwise.parallel.data.consensus import Facts
+from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.parallel.data.reducer import Reductions
+from shardwise.parallel.data.units import Unit, Units
 
 
 @dataclass(frozen=True)
@@ -117,55 +52,18 @@ class Pace:
     by_hand: bool = True
 
 
-class Unit:
-    """A unit while it is used: its groups, and where in its life it is."""
-
-    def __init__(self, name: str, modules: Sequence[nn.Module], groups: Sequence[Group]) -> None:
-        self.name, self.modules, self.groups = name, list(modules), list(groups)
-        self.number = 0  # among all, as they were defined
-        self.trained = [group for group in groups if group.trained]
-        self.temporary = any(group.temporary for group in groups)
-        # looking a row up in a table needs the table only forward
-        self.wanted_backward = not all(type(m) is nn.Embedding for m in modules)
-        self.reached = True  # gradients arrive at what it gave
-        self.keep = False
-        self.depth = 0  # forward passes of its modules that are running
-        self.used = False  # in a forward pass since it was freed
-        self.missing = self.expected = sum(len(group.params) for group in self.trained)
-        self.complete = False
-
-    def begin_gather(self) -> None:
-        for group in self.groups:
-            group.begin_gather()
-
-    def gather(self) -> None:
-        for group in self.groups:
-            group.begin_gather()
-        for group in self.groups:
-            group.gather()
-
-    def free(self) -> None:
-        self.used = False
-        for group in self.groups:
-            group.free()
-
-    def show(self) -> None:
-        for group in self.groups:
-            group.rest()
-            if group.trained:
-                group.show_grads()
-
-
 class Data:
     """The units of one model on the data axes, and the hooks that drive them."""
 
-    def __init__(self, root: nn.Module, units: Units, pace: Pace, sums: Sums, facts: Facts) -> None:
+    def __init__(
+        self, root: nn.Module, units: Units, pace: Pace, sums: Reductions, facts: Facts
+    ) -> None:
         self.root, self.pace = root, pace
         self.sums, self.facts = sums, facts
         self.units = units
         for number, unit in enumerate(units.order):
             unit.number = number
-        self.places: dict[nn.Parameter, tuple[Unit, Group, int]] = {}
+        self.places: dict[nn.Parameter, tuple[Unit, Flat, int]] = {}
         self.way = Way[Unit]()
         self.latest: Unit | None = None  # that was used: whole until another is
         self.in_backward = False

@@ -1,4 +1,4 @@
-"""this file is the order in which gradients are summed: the same on every rank.
+"""The order in which gradients are summed: the same on every rank.
 
     autograd completes    5 4 . 2 3 . 1 0         in whatever order it likes, each rank its own
     sums begin            5 4 . . 3 2 1 0         from the last unit to the first
@@ -10,47 +10,27 @@ hybrid sharding; over tensor ranks that each have a part) they begin when the fi
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Generic, Protocol, TypeVar
+
+from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.parallel.data.units import Unit
 
 
-class Summed(Protocol):
-    """What a sum asks of a flat group of parameters."""
-
-    scatters: bool
-
-    def begin_reduce(self) -> None: ...
-    def end_reduce(self) -> None: ...
-    def begin_further(self) -> None: ...
-
-
-class Turn(Protocol):
-    """What a sum asks of a unit: whether its gradients are complete, and the groups they are in."""
-
-    complete: bool
-
-    @property
-    def trained(self) -> Sequence[Summed]: ...
-
-
-U = TypeVar("U", bound=Turn)
-
-
-class Reductions(Generic[U]):
+class Reductions:
     """The sums of one model's gradients."""
 
     def __init__(self, in_flight: int, repeated: bool) -> None:
         self.in_flight, self.repeated = in_flight, repeated
         self.sync = True  # whether the gradients of this backward pass are the last of the step
         self.next = 0  # how many units, counted from the last, have had their turn
-        self.flying: deque[tuple[U, bool]] = deque()  # and whether the update waits for it
-        self.landed: deque[U] = deque()
-        self.see: Callable[[Any], None] = lambda _: None  # before the sum of a group begins
+        self.flying: deque[tuple[Unit, bool]] = deque()  # and whether the update waits for it
+        self.landed: deque[Unit] = deque()
+        self.see: Callable[[Flat], None] = lambda _: None  # before the sum of a group begins
 
     def begin(self) -> None:
         """A backward pass begins."""
         self.next = 0
 
-    def go_on(self, order: Sequence[U]) -> None:
+    def go_on(self, order: Sequence[Unit]) -> None:
         """Begin the sums of the complete units whose turn it is; `order` is that of the forward."""
         turns = order[::-1]
         while self.next < len(turns) and (
@@ -59,13 +39,13 @@ class Reductions(Generic[U]):
             self._reduce(turns[self.next])
             self.next += 1
 
-    def end(self, order: Sequence[U]) -> None:
+    def end(self, order: Sequence[Unit]) -> None:
         """Autograd is done: begin those of units that had no gradient for some parameter."""
         for unit in order[::-1][self.next :]:
             self._reduce(unit)
         self.next = len(order)
 
-    def _reduce(self, unit: U) -> None:
+    def _reduce(self, unit: Unit) -> None:
         scatters = any(group.scatters for group in unit.trained)
         if not unit.trained or not (self.sync or scatters):
             return
@@ -87,7 +67,7 @@ class Reductions(Generic[U]):
         if sync:
             self.landed.append(unit)
 
-    def arrivals(self) -> Iterator[U]:
+    def arrivals(self) -> Iterator[Unit]:
         """Each unit whose gradients the update waits for, once they are summed."""
         while self.flying or self.landed:
             while self.flying and (self.repeated or not self.landed):

@@ -1,4 +1,4 @@
-"""this file is when things happen to the units of a pipeline's stages: when the schedule says so.
+"""When things happen to the units of a pipeline's stages: when the schedule says so.
 
     GATHER s      the units of stage s become whole, where the row keeps parameters sharded
     F B I W s     compute with them; gradients are collected as autograd leaves them
@@ -11,79 +11,20 @@ begins when the last of them is reduced.  Between ranks it is summed over those 
 all the others, in the order of the names: every rank takes the same.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.world import Axis
 from shardwise.core.hook import no_copy
 from shardwise.core.weak import weakly
+from shardwise.parallel.data.consensus import Facts
+from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.parallel.data.reducer import Reductions
+from shardwise.parallel.data.units import Unit, Units
 
 #: Of each a weight, and what left^T right is to be added to its gradient, see fused_linear.py.
 PutOff = list[tuple[nn.Parameter, Tensor, Tensor]]
-
-
-class Group(Protocol):
-    """What takes gradients: a flat group of parameters that are trained (flat_parameter.py)."""
-
-    def collect(self, index: int, scale: float) -> None: ...
-    def add_product(self, index: int, left: Tensor, right: Tensor, scale: float) -> None: ...
-    def add_rows(self, index: int, ids: Tensor, grad: Tensor, scale: float) -> None: ...
-
-
-class Unit(Protocol):
-    """What is gathered and freed at once (hooks.py)."""
-
-    name: str
-
-    @property
-    def trained(self) -> Sequence[Any]: ...
-    def begin_gather(self) -> None: ...
-    def gather(self) -> None: ...
-    def free(self) -> None: ...
-    def show(self) -> None: ...
-
-
-class Units(Protocol):
-    """All units, as they are between two passes (units.py)."""
-
-    @property
-    def order(self) -> Sequence[Unit]: ...
-    def show(self) -> None: ...
-    def rest(self) -> None: ...
-    def drop(self) -> None: ...
-    def wait(self) -> None: ...
-    def publish(self) -> None: ...
-
-
-class Sums(Protocol):
-    """What sums the gradients of units (reducer.py)."""
-
-    sync: bool
-
-    @property
-    def flying(self) -> Collection[Any]: ...
-    def begin(self) -> None: ...
-    def end(self, order: Sequence[Any]) -> None: ...
-    def arrivals(self) -> Iterator[Any]: ...
-    def finish(self) -> None: ...
-
-
-class Facts(Protocol):
-    """What the data ranks agree on (consensus.py)."""
-
-    axes: list[Axis]
-    rounds: int
-
-    def begin_agree(self, x: Tensor) -> Callable[[], Tensor]: ...
-    def agree(self, x: Tensor) -> Tensor: ...
-    def hear(self, used: Tensor) -> None: ...
-    def got(self) -> Tensor: ...
-    def phase(self, name: str) -> None: ...
-    @property
-    def buffers(self) -> Any: ...
 
 
 class Staged:
@@ -97,7 +38,7 @@ class Staged:
         units: Units,
         stages: Mapping[int, Sequence[Unit]],
         last: Sequence[Unit],
-        sums: Sums,
+        sums: Reductions,
         facts: Facts,
     ) -> None:
         self.units, self.stages, self.last = units, dict(stages), list(last)
@@ -105,7 +46,7 @@ class Staged:
         self.mute = False  # whether gradients of this backward pass count for nothing
         self.reduced: set[int] = set()  # stages, since `begin`
         self.waiting: PutOff = []
-        self.places: dict[nn.Parameter, tuple[Group, int]] = {}
+        self.places: dict[nn.Parameter, tuple[Flat, int]] = {}
         for unit in units.order:
             for group in unit.trained:
                 for index, p in enumerate(group.params):

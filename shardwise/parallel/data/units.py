@@ -1,4 +1,4 @@
-"""this file is the units of a model between two passes: at rest, shown, published.
+"""The units of a model between two passes: at rest, shown, published.
 
     update     rest: no unit whole      show: with their gradients, the optimizer's turn
     after it   publish: begin to gather what the row keeps whole      wait: until that is done
@@ -8,33 +8,56 @@ What happens to them during a pass is for those who drive it: hooks (hooks.py), 
 """
 
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+
+from torch import nn
 
 from shardwise.core.hook import in_backward
+from shardwise.parallel.data.flat_parameter import Flat
 
 
-class Unit(Protocol):
-    """What is gathered and freed at once (hooks.py)."""
+class Unit:
+    """A unit while it is used: its groups, and where in its life it is."""
 
-    temporary: bool
+    def __init__(self, name: str, modules: Sequence[nn.Module], groups: Sequence[Flat]) -> None:
+        self.name, self.modules, self.groups = name, list(modules), list(groups)
+        self.number = 0  # among all, as they were defined
+        self.trained = [group for group in groups if group.trained]
+        self.temporary = any(group.temporary for group in groups)
+        # looking a row up in a table needs the table only forward
+        self.wanted_backward = not all(type(m) is nn.Embedding for m in modules)
+        self.reached = True  # gradients arrive at what it gave
+        self.keep = False
+        self.depth = 0  # forward passes of its modules that are running
+        self.used = False  # in a forward pass since it was freed
+        self.missing = self.expected = sum(len(group.params) for group in self.trained)
+        self.complete = False
 
-    @property
-    def groups(self) -> Sequence[Any]: ...
-    @property
-    def trained(self) -> Sequence[Any]: ...
-    def begin_gather(self) -> None: ...
-    def gather(self) -> None: ...
-    def free(self) -> None: ...
-    def show(self) -> None: ...
+    def begin_gather(self) -> None:
+        for group in self.groups:
+            group.begin_gather()
+
+    def gather(self) -> None:
+        for group in self.groups:
+            group.begin_gather()
+        for group in self.groups:
+            group.gather()
+
+    def free(self) -> None:
+        self.used = False
+        for group in self.groups:
+            group.free()
+
+    def show(self) -> None:
+        for group in self.groups:
+            group.rest()
+            if group.trained:
+                group.show_grads()
 
 
-U = TypeVar("U", bound=Unit)
-
-
-class Units(Generic[U]):
+class Units:
     """All units, in the order in which a forward pass uses them."""
 
-    def __init__(self, order: Sequence[U]) -> None:
+    def __init__(self, order: Sequence[Unit]) -> None:
         self.order = list(order)
 
     def show(self) -> None:
