@@ -4,17 +4,10 @@ from dataclasses import replace
 
 from shardwise.core.errors import InputError, Problem, refusal
 from shardwise.core.plan import Plan
-from shardwise.core.plan_parser import MOST, WORDS, size_text
+from shardwise.core.plan_parser import MOST, later, runnable_forms
 from shardwise.core.schedule.library import LIBRARY, Size, allowed
 
-__all__ = ["Problem", "problems", "require", "runnable_forms"]
-
-#: Axes that plans can be written with and this version cannot divide anything along.
-_LATER_AXES = {
-    "cp": "context parallelism is",
-    "ep": "expert parallelism is",
-}
-
+__all__ = ["Problem", "problems", "require"]
 
 #: What is nearest under a schedule that updates by itself.
 _STALE: dict[str | None, str] = {"fp16": "bf16", "zero3": "zero2"}
@@ -36,38 +29,18 @@ def require(plan: Plan, world_size: int | None = None) -> None:
         raise refusal(f"the plan '{plan}'", found)
 
 
-def runnable_forms() -> list[str]:
-    """The forms of the plan words that this version runs, in the order of the table of words."""
-    return [word.form for word in WORDS if not _later(Plan.parse(word.example))]
-
-
 def _not_yet(plan: Plan) -> list[Problem]:
-    """A problem for each thing that the words can say and this version cannot do."""
+    """A problem for each word that this version cannot run; an axis of one rank does nothing."""
+    nothing = {f"{name}1" for name, _ in plan.axes}
     return [
         Problem(
-            f"'{word}', but {what} not in this version",
+            f"'{word}', but {later(word)} not in this version",
             f"the plan words {' '.join(runnable_forms())}",
             f"'{_runnable(plan)}'",
         )
-        for word, what in _later(plan)
+        for word in str(plan).split()
+        if later(word) and word not in nothing
     ]
-
-
-def _later(plan: Plan) -> list[tuple[str, str]]:
-    """Words of the plan that this version cannot run, and what they ask for, as in "pipelines are".
-
-    An axis of one rank divides nothing, and asks for nothing.
-    """
-    said = [
-        (f"{name}{size}", _LATER_AXES[name])
-        for name, size in plan.axes
-        if name in _LATER_AXES and size > 1
-    ]
-    said += [(f"recompute:{plan.recompute}", "recomputation is")] if plan.recompute else []
-    said += [(f"offload:{plan.offload}", "offload is")] if plan.offload else []
-    if plan.buffers_bytes is not None:
-        said.append((f"buffers:{size_text(plan.buffers_bytes)}", "a bound on buffers is"))
-    return said
 
 
 def _pipeline(plan: Plan) -> list[Problem]:

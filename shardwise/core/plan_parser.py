@@ -42,11 +42,12 @@ MOST_BYTES: Final = 2**40
 
 @dataclass(frozen=True)
 class Word:
-    """One line of the table of words."""
+    """One line of the table of words; `later` says what a word asks for that is still to come."""
 
     form: str
     example: str
     meaning: str
+    later: str = ""
 
 
 WORDS: tuple[Word, ...] = (
@@ -55,8 +56,8 @@ WORDS: tuple[Word, ...] = (
     Word("dp_shardN", "dp_shard4", "hybrid sharding: N ranks a group, each with its share"),
     Word("tpN", "tp2", "tensor parallelism on N ranks"),
     Word("ppN", "pp2", "pipeline on N ranks, under a schedule (the default: 1f1b:2N)"),
-    Word("cpN", "cp2", "context parallelism: the sequence on N ranks"),
-    Word("epN", "ep2", "expert parallelism on N ranks"),
+    Word("cpN", "cp2", "context parallelism: the sequence on N ranks", "context parallelism is"),
+    Word("epN", "ep2", "expert parallelism on N ranks", "expert parallelism is"),
     Word("ddp", "ddp", "every rank keeps all states (the default)"),
     Word("zero1", "zero1", "the optimizer's state is sharded"),
     Word("zero2", "zero2", "the optimizer's state and gradients are sharded"),
@@ -82,23 +83,48 @@ WORDS: tuple[Word, ...] = (
     Word(
         "bucket:SIZE", "bucket:25MiB", "gradients are sent in pieces of SIZE (the default: 25MiB)"
     ),
-    Word("recompute:WHAT", "recompute:full", "activations computed again in the backward pass"),
-    Word("offload:WHAT", "offload:optim", "states that rest in host memory or on disk"),
-    Word("buffers:SIZE", "buffers:64MiB", "a bound on buffers for communication"),
+    Word(
+        "recompute:WHAT",
+        "recompute:full",
+        "activations computed again in the backward pass",
+        "recomputation is",
+    ),
+    Word(
+        "offload:WHAT",
+        "offload:optim",
+        "states that rest in host memory or on disk",
+        "offload is",
+    ),
+    Word(
+        "buffers:SIZE",
+        "buffers:64MiB",
+        "a bound on buffers for communication",
+        "a bound on buffers is",
+    ),
 )
+
+
+def runnable_forms() -> list[str]:
+    """The forms of the plan words that this version runs, in the order of the table of words."""
+    return [word.form for word in WORDS if not word.later]
+
+
+def later(text: str) -> str:
+    """What the plan word `text` asks for, as in "offload is", if this version cannot run it."""
+    key = _key(text)
+    return next((word.later for word in WORDS if word.later and _key(word.form) == key), "")
+
+
+def _key(text: str) -> str:
+    return text.partition(":")[0].rstrip("N0123456789")
 
 
 def words_table() -> str:
     """The table of plan words as text, one a line: form, example, meaning, and if it is to come."""
-    from shardwise.core.plan_check import (
-        runnable_forms,  # which stands on plans, and so on this file
-    )
-
-    runs = set(runnable_forms())
     form, example = (max(len(getattr(w, field)) for w in WORDS) for field in ("form", "example"))
     lines = [
         f"{w.form:{form}}  {w.example:{example}}  {w.meaning}"
-        + " (not in this version)" * (w.form not in runs)
+        + " (not in this version)" * bool(w.later)
         for w in WORDS
     ]
     return "\n".join([f"{'word':{form}}  {'example':{example}}  meaning", *lines])
@@ -254,10 +280,6 @@ def _twice(what: str, first: str, second: str) -> Problem:
 
 def _unknown(words: list[str]) -> Problem:
     """One answer to all words that are no plan words: the list of those that are is long."""
-    from shardwise.core.plan_check import (
-        runnable_forms,  # which stands on plans, and so on this file
-    )
-
     given = " and ".join(f"'{word}'" for word in words)
     allowed = f"the plan words, with spaces between them: {' '.join(runnable_forms())}"
     near = {word: _nearest(word) for word in words}

@@ -118,7 +118,7 @@ def prepare(config: Config, ranks: int, start: Start) -> Prepared:
     packed = tokenise(source, config.data.tokens, config.cache)
 
     # imports torch, which takes seconds: what was refused so far was refused without it
-    from shardwise.train.model import gpt_config, machine_bytes, require_fit, require_memory
+    from shardwise.train.sizes import gpt_config, machine_bytes, require_fit, require_memory
 
     sizes = gpt_config(config.model, packed.vocabulary.size)
     check_fits(packed.vocabulary, sizes.vocabulary)

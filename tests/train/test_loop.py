@@ -15,8 +15,9 @@ from shardwise.core.errors import InputError, RankError, RunError
 from shardwise.models.gpt import flops_per_token
 from shardwise.train import config, loop
 from shardwise.train.metrics import Record, read
-from shardwise.train.model import build, gpt_config
+from shardwise.train.model import build
 from shardwise.train.prepare import Start, prepare
+from shardwise.train.sizes import gpt_config
 from shardwise.train.stop_signal import NOTHING
 from tests.pool import run_gloo
 from tests.train import runs
@@ -287,7 +288,7 @@ def test_memory_that_is_not_there_is_a_paragraph(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the machine seems large enough and its allocator refuses: what was to be kept."""
-    monkeypatch.setattr("shardwise.train.model.machine_bytes", lambda _: 2**80)
+    monkeypatch.setattr("shardwise.train.sizes.machine_bytes", lambda _: 2**80)
     given = runs.settings(tmp_path / "run")
     model = given.model.model_copy(update={"vocabulary": 10**9, "width": 10**7, "heads": 1})
     with pytest.raises(RunError, match=r"Rank 0 found no memory .* parameters, .* keep \d+"):
