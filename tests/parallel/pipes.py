@@ -17,6 +17,7 @@ from shardwise.core.schedule.action import Step, Token
 from shardwise.core.schedule.library import build
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.schedule import Schedule
+from shardwise.core.stage_io import Spec
 from shardwise.parallel.pipeline.backward import Tape
 from shardwise.parallel.pipeline.runtime import open_channels, run
 from tests.engine.cases import settled
@@ -105,10 +106,10 @@ class Layers:
         self.made: list[weakref.ref[Tensor]] = []
         self.asked: list[str] = []
 
-    def specs(self, token: Token) -> list[Tensor]:
+    def specs(self, token: Token) -> list[Spec]:
         rows, width = self.size.rows, self.size.width
-        vector = torch.empty(rows, width, dtype=torch.float64, device="meta")
-        mask = torch.empty(rows, 1, dtype=torch.int64, device="meta")
+        vector = Spec((rows, width), torch.float64, requires_grad=True)
+        mask = Spec((rows, 1), torch.int64, requires_grad=False)
         return [vector, mask] if token.kind == "act" else [vector]
 
     def forward(self, stage: int, microbatch: int, given: list[Tensor]) -> tuple[list[Tensor], Any]:

@@ -15,7 +15,7 @@ The *twin* is the whole model on the meta device.  It tells shapes, and it answe
 are not here: `stand_in.attention_type` is the twin's layer's.
 
 While a stage is computed every layer, those of this rank too, is met through its stand-in, which
-asks the `Player` what a call is to do.  At all other times the rank's own layers stand where they
+asks the player what a call is to do.  At all other times the rank's own layers stand where they
 stood, so that names, hooks, `state_dict` and optimizers see nothing of it.
 """
 
@@ -25,12 +25,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import bad
+from shardwise.parallel.pipeline.interceptor import Glue
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,6 @@ class Layer:
     stages: tuple[int, ...]
 
 
-class Player(Protocol):
-    """Who says what the call of a layer does."""
-
-    def layer(self, of: "Of", args: Any, kwargs: Any) -> Any: ...
-
-
 @dataclass
 class Of:
     """What a stand-in stands for: the twin's layer, and on the ranks that own it the real one."""
@@ -55,7 +50,7 @@ class Of:
     stages: tuple[int, ...]
     twin: nn.Module
     real: nn.Module | None
-    player: Player | None = None
+    player: Glue | None = None
     following: bool = False
 
     @property
@@ -350,7 +345,7 @@ class Layers:
                 self.lent.append(((ours._parameters, key), p))
 
     @contextmanager
-    def following(self, player: Player) -> Iterator[nn.Module]:
+    def following(self, player: Glue) -> Iterator[nn.Module]:
         """For the time the twin, whose layers `player` says what they do, has our buffers, copied.
 
         That is outside of its layers, where it also is in training if we are.
@@ -370,7 +365,7 @@ class Layers:
                 table.update({k: None if b is None else b.to("meta") for k, b in table.items()})
 
     @contextmanager
-    def playing(self, player: Player) -> Iterator[nn.Module]:
+    def playing(self, player: Glue) -> Iterator[nn.Module]:
         """For the time the model, every layer of which is met through its stand-in."""
         for of in self.standing:
             of.player = player

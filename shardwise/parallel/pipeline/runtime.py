@@ -28,18 +28,10 @@ from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.measured import Measured, Seen
 from shardwise.core.schedule.relation import makes, needs, takes
 from shardwise.core.schedule.schedule import Schedule
+from shardwise.core.stage_io import Spec
 
 #: From each other rank so many messages are awaited at once: one comes in while one is used.
 AHEAD = 2
-
-
-class Spec(Protocol):
-    """What one tensor of a bundle is like."""
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
 
 
 class Work(Protocol):

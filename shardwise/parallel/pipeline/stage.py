@@ -23,7 +23,7 @@ Around an operation that is about 4 us, around a layer about 5, and nothing insi
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ from torch import Tensor
 from shardwise.core.errors import InputError, bad
 from shardwise.core.stage_io import Event, Trace
 from shardwise.core.tree import leaves, mapped
+from shardwise.parallel.pipeline.interceptor import Seen
+from shardwise.parallel.pipeline.placeholders import Of
 
 #: What acts on the gradient of a value: done by the stage that the glue belongs to, by no other.
 _HOOKS: Final = frozenset(
@@ -38,21 +40,6 @@ _HOOKS: Final = frozenset(
 )
 #: Arguments that hold no tensor.
 _PLAIN: Final = (bool, int, float, str, torch.dtype, torch.device)
-
-
-class Known(Protocol):
-    """Which tensors are values (interceptor.py)."""
-
-    def put(self, x: Tensor, number: int) -> None: ...
-    def number(self, x: Tensor) -> int | None: ...
-    def any(self, values: Any) -> bool: ...
-
-
-class Called(Protocol):
-    """A layer that is called (placeholders.py)."""
-
-    name: str
-    real: Any
 
 
 class Over(BaseException):
@@ -70,7 +57,7 @@ class Ran:
 class Stage:
     """One stage being run; `own` are by number the parameters and buffers that it holds."""
 
-    def __init__(self, stage: int, trace: Trace, seen: Known, own: Mapping[int, Tensor]) -> None:
+    def __init__(self, stage: int, trace: Trace, seen: Seen, own: Mapping[int, Tensor]) -> None:
         self.stage, self.trace, self.seen, self.own = stage, trace, seen, own
         self.at = self.index = 0  # the stage that the glue belongs to; the next event
         self.here = set(own)  # values of this stage
@@ -110,7 +97,7 @@ class Stage:
         args, kwargs = self._real(args, kwargs)
         return self._note(event, func(*args, **kwargs), was, (args, kwargs))
 
-    def layer(self, of: Called, args: Any, kwargs: dict[str, Any]) -> Any:
+    def layer(self, of: Of, args: Any, kwargs: dict[str, Any]) -> Any:
         """The call of a layer. Raises Over where it is of a later stage."""
         event = self._next()
         if event is None or event.what != of.name:
@@ -125,6 +112,7 @@ class Stage:
         was = (args, kwargs) if event.writes else None
         args, kwargs = self._real(args, kwargs)
         try:
+            assert of.real is not None
             out = of.real(*args, **kwargs)
         except RuntimeError as error:
             if "meta" not in str(error):

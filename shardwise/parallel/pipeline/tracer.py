@@ -1,4 +1,4 @@
-"""this file is the trace of a forward: one run on meta tells what is made, and which stage uses it.
+"""The trace of a forward: one run on meta tells what is made, and which stage uses it.
 
 The twin (placeholders.py) runs the user's code.  Its layers and all operations on what they make
 run on meta; operations on the batch and on buffers alone are done for real, since the code may look
@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from torch import Tensor, nn
 from shardwise.core.errors import InputError, bad
 from shardwise.core.stage_io import Event, Spec, Trace, crossing, maker
 from shardwise.core.tree import leaves, mapped
+from shardwise.parallel.pipeline.interceptor import Seen
+from shardwise.parallel.pipeline.placeholders import Of
 
 META: Final = torch.device("meta")
 #: Copies between devices: on meta there is one device.
@@ -33,21 +35,6 @@ _READS: Final = (
     *("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"),
     *("__complex__", "__contains__", "equal", "allclose", "is_nonzero", "nonzero"),
 )
-
-
-class Known(Protocol):
-    """Which tensors are values (interceptor.py)."""
-
-    def put(self, x: Tensor, number: int) -> None: ...
-    def number(self, x: Tensor) -> int | None: ...
-
-
-class Called(Protocol):
-    """A layer that is called (placeholders.py)."""
-
-    name: str
-    stages: tuple[int, ...]
-    twin: nn.Module
 
 
 @dataclass
@@ -69,7 +56,7 @@ class Follow:
         self,
         held: Sequence[tuple[str, tuple[int, ...], Tensor]],
         count: int,
-        seen: Known,
+        seen: Seen,
         device: torch.device,
     ) -> None:
         self.seen, self.count, self.device = seen, count, device
@@ -128,7 +115,7 @@ class Follow:
             raise
         return self._note(func, out, given, metas, versions)
 
-    def layer(self, of: Called, args: Any, kwargs: dict[str, Any]) -> Any:
+    def layer(self, of: Of, args: Any, kwargs: dict[str, Any]) -> Any:
         """The call of a layer: the twin's runs, on meta."""
         stage = min((s for s in of.stages if s >= self.stage), default=None)
         if stage is None:
