@@ -16,7 +16,7 @@ from shardwise.core.errors import bad
 from shardwise.core.mesh import AXES, Mesh
 from shardwise.core.plan_parser import WORDS, Word, read, size_text, words_table
 from shardwise.core.schedule.library import allowed
-from shardwise.core.zero import ALIASES
+from shardwise.core.zero import ALIASES, row_of
 
 __all__ = ["WORDS", "Plan", "Word", "words_table"]
 
@@ -27,9 +27,10 @@ BUCKET_BYTES = 25 * 2**20
 class Plan:
     """A strategy. Equal strategies are equal values: axes are kept in mesh order, fsdp is zero3.
 
-    `axes` are names and sizes, `row` a row of the states table, `precision` None where the one
-    who runs the plan chooses; `accumulate` counts microbatches a step; `schedule`, `recompute` and
-    `offload` are kept as written. Raises InputError for a value that no word could have set.
+    `axes` are names and sizes, `row` the word of a row of the states table (zero.py), `precision`
+    None where the one who runs the plan chooses; `accumulate` counts microbatches a step;
+    `schedule`, `recompute` and `offload` are kept as written. Raises InputError for a value that no
+    word could have set.
     """
 
     axes: tuple[tuple[str, int], ...] = ()
@@ -47,7 +48,9 @@ class Plan:
         place = {name: place for place, name in enumerate(AXES)}
         axes = sorted(((n, size) for n, size in self.axes), key=lambda a: place.get(a[0], 0))
         object.__setattr__(self, "axes", tuple(axes))
-        object.__setattr__(self, "row", ALIASES.get(self.row, self.row))
+        written = str(self.row).startswith("row:")
+        row = str(row_of(self.row)) if written else ALIASES.get(self.row, self.row)
+        object.__setattr__(self, "row", row)
         said = read(str(self))  # the rules of the words are the rules of the values
         for field in fields(self):
             value: Any = getattr(self, field.name)
@@ -123,8 +126,8 @@ class Plan:
 
     @property
     def shard_axis(self) -> str | None:
-        """The axis along which states are sharded; None under `ddp`, which shards none."""
-        if self.row == "ddp":
+        """The axis along which states are sharded; None under a row that shards none (`ddp`)."""
+        if not row_of(self.row).sharded:
             return None
         return "dp_shard" if "dp_shard" in dict(self.axes) else "dp"
 
@@ -133,7 +136,7 @@ class Plan:
         """The axis along which all states are repeated; None where there is only sharding."""
         if "dp_replicate" in dict(self.axes):
             return "dp_replicate"
-        return "dp" if self.row == "ddp" else None
+        return None if row_of(self.row).sharded else "dp"
 
     @property
     def data_axes(self) -> tuple[str, ...]:

@@ -6,11 +6,12 @@ from shardwise.core.errors import InputError, Problem, refusal
 from shardwise.core.plan import Plan
 from shardwise.core.plan_parser import MOST, later, runnable_forms
 from shardwise.core.schedule.library import LIBRARY, Size, allowed
+from shardwise.core.zero import row_of
 
 __all__ = ["Problem", "problems", "require"]
 
 #: What is nearest under a schedule that updates by itself.
-_STALE: dict[str | None, str] = {"fp16": "bf16", "zero3": "zero2"}
+_STALE: dict[str | None, str] = {"fp16": "bf16"}
 
 
 def problems(plan: Plan, world_size: int | None = None) -> list[Problem]:
@@ -74,8 +75,8 @@ def _stale(plan: Plan) -> list[Problem]:
     if plan.accumulate > 1:
         given = f"accumulate:{plan.accumulate} with {by_itself}: there is no update to put off"
         found.append((given, "more microbatches in the schedule"))
-    if plan.row == "zero3":
-        given = f"zero3 with {by_itself} and keeps whole versions of the weights"
+    if row_of(plan.row).param.kind == "S":
+        given = f"{plan.row} with {by_itself} and keeps whole versions of the weights"
         found.append((given, "ddp, zero1 or zero2, or a schedule that updates at the end"))
     return [Problem(given, allowed, f"'{_runnable(plan)}'") for given, allowed in found]
 
@@ -98,9 +99,9 @@ def _data_axes(plan: Plan) -> list[Problem]:
     if "dp" in sizes and hybrid:
         allowed = "either dpN, or dp_replicateN and dp_shardN, whose product is the same"
         return [Problem(f"'{given}', which splits the data in two ways", allowed, remedy)]
-    if hybrid and plan.row == "ddp":
-        allowed = "dp_shardN together with zero1, zero2 or zero3; ddp shards nothing"
-        return [Problem(f"'{given}' under the row ddp", allowed, remedy)]
+    if hybrid and not row_of(plan.row).sharded:
+        allowed = f"dp_shardN together with zero1, zero2 or zero3; {plan.row} shards nothing"
+        return [Problem(f"'{given}' under the row {plan.row}", allowed, remedy)]
     if hybrid == ["dp_replicate"]:
         allowed = "dp_replicateN together with dp_shardN, which says what is sharded over what"
         return [Problem(f"'{given}' without dp_shard under {plan.row}", allowed, remedy)]
@@ -131,7 +132,7 @@ def _world(plan: Plan, world_size: int | None) -> list[Problem]:
 def _runnable(plan: Plan) -> Plan:
     """The nearest plan that this version runs: the same data and tensor ranks, the same row."""
     sizes = {name: size for name, size in plan.axes if name.startswith("dp")}
-    whole = plan.row != "ddp" and "dp_shard" in sizes and "dp" not in sizes
+    whole = row_of(plan.row).sharded and "dp_shard" in sizes and "dp" not in sizes
     axes = tuple(sizes.items()) if whole else (("dp", min(plan.data_size, MOST)),)
     if not sizes:
         axes = ()
@@ -147,8 +148,9 @@ def _runnable(plan: Plan) -> Plan:
     )
     if not _is_stale(near):
         return near
-    precision, row = _STALE.get(near.precision, near.precision), _STALE.get(near.row, near.row)
-    return replace(near, precision=precision, row=row or "ddp", accumulate=1)
+    precision = _STALE.get(near.precision, near.precision)
+    row = "zero2" if row_of(near.row).param.kind == "S" else near.row
+    return replace(near, precision=precision, row=row, accumulate=1)
 
 
 def _fit(plan: Plan, world_size: int) -> Plan:

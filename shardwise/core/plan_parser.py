@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from shardwise.core.errors import Problem, refusal
+from shardwise.core.errors import InputError, Problem, refusal
 from shardwise.core.mesh import AXES
-from shardwise.core.zero import ALIASES, ROWS
+from shardwise.core.zero import ALIASES, ROWS, row_of
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 
@@ -62,6 +62,9 @@ WORDS: tuple[Word, ...] = (
     Word("zero1", "zero1", "the optimizer's state is sharded"),
     Word("zero2", "zero2", "the optimizer's state and gradients are sharded"),
     Word("zero3", "zero3", "parameters too are sharded; also written fsdp"),
+    Word(
+        "row:P,G,O", "row:R,R,S", "any row: where parameter, gradient, optimizer state are, R P S"
+    ),
     Word("sp", "sp", "sequence parallelism on the tensor axis"),
     *(
         Word(
@@ -255,6 +258,13 @@ def _read_size(key: str, value: str) -> Found | Problem:
     return Problem(f"the plan word '{key}:{value}'", allowed, f"{key}:{number}{letter}iB")
 
 
+def _read_row(key: str, value: str) -> Found | Problem:
+    try:
+        return key, str(row_of(f"{key}:{value}"))
+    except InputError as error:
+        return error.problems[0]
+
+
 def _read_text(key: str, value: str) -> Found | Problem:
     if value:
         return key, value
@@ -263,6 +273,7 @@ def _read_text(key: str, value: str) -> Found | Problem:
 
 
 _VALUES: dict[str, Callable[[str, str], Found | Problem]] = {
+    "row": _read_row,
     "accumulate": _read_count,
     "bucket": _read_size,
     "buffers": _read_size,

@@ -1,4 +1,4 @@
-"""The data-parallel family as a table: how ranks keep what they train.
+"""The data-parallel family as a table: how ranks keep what they train, and the moves that follow.
 
     row      param  grad  optim     a step sends (N parameters)       bytes a parameter, 2 + 2 + 12
     ddp        R      P     R       2 N (n-1)/n                       16
@@ -6,27 +6,132 @@
     zero2      R      S     S       2 N (n-1)/n                       2 + 14/n
     zero3      S      S     S       3 N (n-1)/n                       16/n
 
-The right half is not written anywhere: it is derived from the left by the prices in `moves`.
-Between uses a parameter rests in its column; to be used it must be R; a backward pass makes a
-gradient in P; the update needs gradient and parameter where the optimizer's state is.
+The right half is derived from the left. `Row.moves` gives the moves of one step, each with the
+moment at which it belongs; parallel/data carries them out and predict/ adds up their prices:
+
+    moment           state   move                 zero1           zero2           zero3
+    before use       param   param -> R           -               -               all_gather
+    after backward   grad    P     -> grad        -               reduce_scatter  reduce_scatter
+    before update    grad    grad  -> optim       reduce_scatter  -               -
+    after update     param   optim -> param       all_gather      all_gather      -
+
+A row that is not in the table trains in the same way. As a plan word it is written with the three
+columns in this order: `row:R,R,S` replicates gradients and shards the optimizer's state.
 
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, figure 1 and section 7.
 """
 
 from dataclasses import dataclass
-from typing import Final
+from enum import Enum
+from typing import Final, Literal
 
+from shardwise.core.errors import bad
 from shardwise.core.layout import P, Placement, R, S
 from shardwise.core.moves import Move, price
+
+#: Where a state rests between two uses: the device that computes, its host's memory, or a disk.
+Tier = Literal["device", "host", "disk"]
+TIERS: Final[tuple[Tier, ...]] = ("device",)  # those that this version moves states between
+
+
+class Moment(Enum):
+    """When a move of a step happens."""
+
+    USE = "before use"  # in the forward pass, and again in the backward pass where freed since
+    BACKWARD = "after backward"  # of each microbatch
+    BEFORE_UPDATE = "before update"
+    AFTER_UPDATE = "after update"
+
+
+@dataclass(frozen=True)
+class RowMove:
+    """One move of a step: `state` goes from `src` on `src_tier` to `dst` on `dst_tier`.
+
+    `axis` is the axis that the row shards states over, or the one over which they are replicated.
+    With `block`, what moves is the block that each rank of the shard axis holds.
+    """
+
+    moment: Moment
+    state: Literal["param", "grad"]
+    axis: Literal["shard", "replicate"]
+    src: Placement
+    dst: Placement
+    src_tier: Tier = "device"
+    dst_tier: Tier = "device"
+    block: bool = False
 
 
 @dataclass(frozen=True)
 class Row:
-    """Where data-parallel ranks keep a parameter, its growing gradient, its optimizer state."""
+    """Where data-parallel ranks keep a parameter, its growing gradient, its optimizer state.
+
+    Each placement comes with the tier on which the state rests. `str(row)` is the row's plan word.
+
+    Raises InputError for a row that cannot be trained.
+    """
 
     param: Placement
     grad: Placement
     optim: Placement
+    param_tier: Tier = "device"
+    grad_tier: Tier = "device"
+    optim_tier: Tier = "device"
+
+    def __post_init__(self) -> None:
+        given = f"the row '{_word(self)}'"
+        if self.param not in (R, S(0)) or self.optim not in (R, S(0)) or self.grad.kind == "I":
+            allowed = "a parameter and an optimizer state that are R or S, and a gradient P, R or S"
+            raise bad(given, allowed, "row:R,P,S")
+        if self.grad.kind == "S" and self.grad != S(0):
+            raise bad(f"{given}, sharded on dim {self.grad.dim}", "S(0): it is flat", "row:R,S,S")
+        if self.optim == R and S(0) in (self.param, self.grad):
+            state = "parameter" if self.param == S(0) else "gradient"
+            allowed = (
+                "S for the optimizer state as well: an update with the whole optimizer state needs "
+                f"the whole {state} on every rank, so sharding the {state} saves nothing"
+            )
+            raise bad(given, allowed, _word(self, "S"))
+        for tier in (self.param_tier, self.grad_tier, self.optim_tier):
+            if tier not in TIERS:
+                raise bad(
+                    f"{given} with a state on the tier {tier!r}", " or ".join(TIERS), "device"
+                )
+
+    def __str__(self) -> str:
+        word = _word(self)
+        return next((name for name, row in ROWS.items() if _word(row) == word), word)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether any state is sharded. If none is, ranks of the replicate axis hold the row."""
+        return self.optim == S(0)
+
+    def moves(self) -> tuple[RowMove, ...]:
+        """The moves of one step in their order; those that keep a state as it is are left out.
+
+        Between replicas of the shards each rank's block of the gradient is reduced once a step:
+        hybrid sharding (FSDP, arXiv 2304.11277, section 3.2.2).
+        """
+        axis = "shard" if self.sharded else "replicate"
+        param, grad, optim = self.param_tier, self.grad_tier, self.optim_tier
+        found = (
+            RowMove(Moment.USE, "param", axis, self.param, R, param, "device"),
+            RowMove(Moment.BACKWARD, "grad", axis, P, self.grad, "device", grad),
+            RowMove(Moment.BEFORE_UPDATE, "grad", axis, self.grad, self.optim, grad, optim),
+            RowMove(Moment.BEFORE_UPDATE, "grad", "replicate", P, R, optim, optim, block=True),
+            RowMove(Moment.AFTER_UPDATE, "param", axis, self.optim, self.param, optim, param),
+        )
+        return tuple(
+            move
+            for move in found
+            if (move.src, move.src_tier) != (move.dst, move.dst_tier)
+            and (self.sharded or not move.block)
+        )
+
+
+def _word(row: Row, optim: str = "") -> str:
+    """The row written out, perhaps with another placement of the optimizer state."""
+    return f"row:{row.param.kind},{row.grad.kind},{optim or row.optim.kind}"
 
 
 ROWS: dict[str, Row] = {
@@ -40,32 +145,33 @@ ROWS: dict[str, Row] = {
 ALIASES: dict[str, str] = {"fsdp": "zero3"}
 
 
+def row_of(word: str) -> Row:
+    """The row that a plan word names (`zero1`) or writes out (`row:R,R,S`). Raises InputError."""
+    if (row := ROWS.get(ALIASES.get(word, word))) is not None:
+        return row
+    columns = word.removeprefix("row:").split(",")
+    if word.startswith("row:") and len(columns) == 3 and set(columns) <= {"R", "P", "S", "I"}:
+        param, grad, optim = (S(0) if c == "S" else Placement.parse(c) for c in columns)
+        return Row(param, grad, optim)
+    allowed = "row: and where the parameter, the gradient and the optimizer state are, R, P or S"
+    raise bad(f"the plan word '{word}'", allowed, "row:R,P,S")
+
+
 def step_moves(row: Row, numel: int, n: int, microbatches: int = 1) -> list[Move]:
     """Every move that one step makes for one parameter of `numel` elements on an axis of n ranks.
 
-    In the order of the step, for `microbatches` backward passes; a `keep` is no move and is left
-    out, so a list of one rank is empty.
+    In the order of the step, for `microbatches` backward passes. Moves that send nothing because
+    there is one rank are left out, and so are those between replicas of the shards.
     """
-    use = price(row.param, R, numel, n)  # before the forward pass, and again before the backward
-    collect = price(P, row.grad, numel, n)  # each backward pass makes a partial sum
-    settle = price(row.grad, row.optim, numel, n)  # before the update
-    publish = price(row.optim, row.param, numel, n)  # after it
-    per_microbatch = [use, use, collect] * microbatches
-    return [m for m in [*per_microbatch, settle, publish] if m.what != "keep"]
+    own = [move for move in row.moves() if not move.block]
 
+    def at(moment: Moment) -> list[Move]:
+        return [price(m.src, m.dst, numel, n) for m in own if m.moment is moment]
 
-def hybrid_moves(
-    row: Row, numel: int, shard: int, replicate: int, microbatches: int = 1
-) -> tuple[list[Move], list[Move]]:
-    """The moves of one step where `replicate` groups of `shard` ranks each keep a whole copy.
-
-    Hybrid sharding is a row for each axis: `row` inside the group, and `ddp` between the groups
-    for the block that each rank holds. The first list is of the shard axis, the second of the
-    replicate axis. `shard=1` is plain replication, `replicate=1` plain sharding; `numel` must be
-    a multiple of `shard` (padding included). FSDP (arXiv 2304.11277), section 3.2.2.
-    """
-    inside = step_moves(row, numel, shard, microbatches)
-    return inside, step_moves(ROWS["ddp"], numel // shard, replicate)
+    use = at(Moment.USE)  # before the forward pass, and again before the backward
+    once = at(Moment.BEFORE_UPDATE) + at(Moment.AFTER_UPDATE)
+    moves = [*use, *use, *at(Moment.BACKWARD)] * microbatches + once
+    return [move for move in moves if move.what != "keep"]
 
 
 #: By precision, the bytes of a parameter, of its gradient and of what AdamW keeps for it.

@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.comm.world import Axis
 from shardwise.core.hook import Hook, nothing
-from shardwise.core.zero import ROWS
+from shardwise.core.zero import row_of
 from shardwise.engine import stage_module, tensor_parallel
 from shardwise.engine.shard import (
     Sharding,
@@ -53,7 +53,7 @@ def lay_out(model: nn.Module, build: Build) -> Laid:
     world, plan = build.world, build.plan
     products, norm = fastest(world.device), fused(world.device)
     how = Sharding(
-        row=ROWS[plan.row],
+        row=row_of(plan.row),
         shard=world.axis(plan.shard_axis or "none"),
         replicate=world.axis(plan.replicate_axis or "none"),
         units=build.units,

@@ -19,8 +19,9 @@ from shardwise.engine.tensor_layout import Held, Tensors, Tie, nowhere
 from shardwise.kernels.matmul import BY_TORCH, Products
 from shardwise.parallel.data.buffers import Buffers
 from shardwise.parallel.data.consensus import Facts
-from shardwise.parallel.data.flat_parameter import Fill, Flat, Kept
+from shardwise.parallel.data.flat_parameter import Flat, Kept
 from shardwise.parallel.data.hooks import Data, Pace
+from shardwise.parallel.data.initial_weights import Fill
 from shardwise.parallel.data.reducer import Reductions
 from shardwise.parallel.data.units import Unit, Units
 from shardwise.parallel.data.wrap_policy import Rule, UnitSpec, choose

@@ -23,6 +23,7 @@ from shardwise.core.schedule.library import allowed, build, entry
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.core.tensor_plan import Table
+from shardwise.core.zero import row_of
 from shardwise.engine import rng, tensor_parallel
 from shardwise.engine import validate as looked_at
 from shardwise.engine.partition import known, misplaced, starts
@@ -118,7 +119,10 @@ def schedule_of(plan: Plan) -> Schedule | None:
     if plan.pipeline is None:
         return None
     whole = build(plan.pipeline, plan.mesh.size_of(AXIS))
-    return lower(whole, gather=plan.row == "zero3" and plan.mesh.size_of(plan.shard_axis or "") > 1)
+    return lower(
+        whole,
+        gather=row_of(plan.row).param.kind == "S" and plan.mesh.size_of(plan.shard_axis or "") > 1,
+    )
 
 
 def fitting(

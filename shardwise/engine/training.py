@@ -11,7 +11,7 @@ from shardwise.comm.world import World
 from shardwise.core.plan import Plan
 from shardwise.core.tensor_plan import Table
 from shardwise.engine.optimizer_spec import Recipe
-from shardwise.parallel.data.flat_parameter import Fill
+from shardwise.parallel.data.initial_weights import Fill
 from shardwise.parallel.data.wrap_policy import Rule
 
 Loss = Callable[[nn.Module, Any], Tensor]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardwise.core.flatten import Flattening, flatten
 from shardwise.core.model_spec import ModelShape, ParamShape, UnitShape
 from shardwise.core.plan import Plan
-from shardwise.core.zero import ROWS, Row
+from shardwise.core.zero import Row, row_of
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Group:
 
 def groups(plan: Plan, model: ModelShape) -> list[Group]:
     """The groups of every unit, in order."""
-    row, ranks = ROWS[plan.row], plan.mesh.size_of(plan.shard_axis or "none")
+    row, ranks = row_of(plan.row), plan.mesh.size_of(plan.shard_axis or "none")
     found: list[Group] = []
     for unit in model.units:
         alike: dict[tuple[str, bool, str], list[ParamShape]] = {}

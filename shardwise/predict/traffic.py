@@ -1,15 +1,8 @@
-"""This file is the bytes each rank sends in one training step, by axis, kind and phase.
+"""The bytes that each rank sends in one training step, by axis, kind and phase.
 
-Of a group of N elements (padding included) on n shard ranks and m replicas, in each microbatch and
-then once, with the placements of its row of the states table:
-
-    forward    param -> R                      on the shard axis
-    backward   param -> R, where freed since;  P -> grad
-    backward   P -> optim (once)               what grad has not done yet
-    backward   P -> R (once)                   on the replicate axis: the block that each rank has
-    update     optim -> param (once)
-
-and, whatever the model's size:
+Of a flat parameter on the data axes: the moves of its row (core/zero.py) at their prices
+(core/moves.py), those before use and after backward in each microbatch, the others once; then the
+sums of its gradient over tensor and pipeline ranks. And, whatever the model's size:
 
     check      the facts: loss, tokens, and for each trained parameter whether it had a gradient,
                as doubles that every rank gathers; one double more where the norm is wanted, and
@@ -25,7 +18,7 @@ tell the batch again, and of the loss and the gradients three doubles in all.
 A schedule that updates by itself does what is said to be done once, and agrees on the facts but the
 loss, with each of its updates.
 
-Prices are those of `core.moves`, the table that of `core.states`. Nothing here is measured.
+Nothing here is measured.
 """
 
 from collections.abc import Sequence
@@ -36,6 +29,7 @@ from shardwise.core.model_spec import Crossed, Crossing, CutLoss, ModelShape
 from shardwise.core.moves import price
 from shardwise.core.plan import Plan
 from shardwise.core.schedule.library import updates
+from shardwise.core.zero import Moment
 from shardwise.predict.group import Group, groups
 from shardwise.predict.tensor import loss_bytes
 
@@ -128,10 +122,7 @@ def step_bytes(
     tariff = Tariff(plan, rank)
     own = updates(plan.pipeline, plan.mesh.size_of(PIPELINE))
     for group in groups(plan, model):
-        _use(tariff, group)
-        for _ in range(max(1, own) if group.trained else 0):
-            _collect(tariff, group)
-            _publish(tariff, group)
+        _row(tariff, group, max(1, own))
     for param in [p for p in model.params if p.trainable and p.common]:
         for _ in range(plan.microbatches):
             tariff.sum_parts(TENSOR, param.common, param.sharers, param.element_bytes)
@@ -206,32 +197,27 @@ def by_kind(sent_bytes: dict[Line, int]) -> dict[str, int]:
     return dict(sorted(total.items()))
 
 
-def _use(tariff: Tariff, group: Group) -> None:
-    """Whole for the forward pass, and again for the backward pass; or as the schedule says."""
-    for phase, times in (("forward", group.unit.uses), ("backward", group.unit.again)):
-        for _ in range(tariff.plan.accumulate * times):
-            _inside(tariff, group, group.row.param, R, phase)
-
-
-def _collect(tariff: Tariff, group: Group) -> None:
-    """From what each rank has of the gradient to the sum that the update needs."""
-    element_bytes = group.element_bytes
-    for _ in range(1 if tariff.plan.pipeline else tariff.plan.accumulate):
-        _inside(tariff, group, P, group.row.grad, "backward")
-    if group.shard > 1:
-        _inside(tariff, group, group.row.grad, group.row.optim, "backward")
-    # what each rank holds of the sum, it adds up with its replicas
-    share = group.flat.share
-    tariff.move(tariff.replicate, P, R, share, element_bytes, "backward")
-    tariff.sum_parts(TENSOR, share, group.params[0].sums, element_bytes)
-    tariff.sum_parts(PIPELINE, share, group.params[0].holders, element_bytes)
-
-
-def _publish(tariff: Tariff, group: Group) -> None:
-    _inside(tariff, group, group.row.optim, group.row.param, "update")
-
-
-def _inside(tariff: Tariff, group: Group, src: Placement, dst: Placement, phase: str) -> None:
-    """A move on the shard axis; there is none for a group that is not split."""
-    if group.shard > 1:
-        tariff.move(tariff.shard, src, dst, group.flat.padded, group.element_bytes, phase)
+def _row(tariff: Tariff, group: Group, updates: int) -> None:
+    """What the row's moves send in a step with so many updates, and the sums on other axes."""
+    plan, size, share = tariff.plan, group.element_bytes, group.flat.share
+    runs = updates * (1 if plan.pipeline else plan.accumulate)
+    times = {
+        Moment.USE: {
+            "forward": plan.accumulate * group.unit.uses,
+            "backward": plan.accumulate * group.unit.again,
+        },
+        Moment.BACKWARD: {"backward": runs},
+        Moment.BEFORE_UPDATE: {"backward": updates},
+        Moment.AFTER_UPDATE: {"update": updates},
+    }
+    for move in group.row.moves():
+        if not group.trained and move.moment is not Moment.USE:
+            continue
+        axis = tariff.shard if move.axis == "shard" else tariff.replicate
+        numel = share if move.block else group.flat.padded
+        for phase, count in times[move.moment].items():
+            for _ in range(count):
+                tariff.move(axis, move.src, move.dst, numel, size, phase)
+    for _ in range(updates if group.trained else 0):
+        tariff.sum_parts(TENSOR, share, group.params[0].sums, size)
+        tariff.sum_parts(PIPELINE, share, group.params[0].holders, size)

@@ -9,7 +9,7 @@ import torch
 
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
-from shardwise.core.zero import ROWS, STATE_BYTES, bytes_per_parameter
+from shardwise.core.zero import STATE_BYTES, bytes_per_parameter, row_of
 from shardwise.engine import tensor_parallel
 from shardwise.models import gpt
 from shardwise.models.gpt import GPT, SIZES, GPTConfig
@@ -37,7 +37,7 @@ def state_bytes(sizes: GPTConfig, plan: Plan) -> int:
     Padding, what tensor ranks hold in common and activations come on top.
     """
     shard = plan.mesh.size_of(plan.shard_axis or "none")
-    each = bytes_per_parameter(ROWS[plan.row], shard, *STATE_BYTES[plan.precision or "fp32"])
+    each = bytes_per_parameter(row_of(plan.row), shard, *STATE_BYTES[plan.precision or "fp32"])
     # tensor ranks and stages share out the parameters, data ranks have each part once more
     return int(gpt.parameters(sizes) * each * plan.data_size)
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from shardwise.core.zero import ALIASES, ROWS, bytes_per_parameter, hybrid_moves, step_moves
+from shardwise.core.layout import P, R
+from shardwise.core.zero import ALIASES, ROWS, Moment, bytes_per_parameter, step_moves
 
 #: arXiv 1910.02054, table 1: GB a device for 7.5 B, 128 B and 1 T parameters by number of ranks,
 #: in the paper's stages P_os (zero1), P_os+g (zero2), P_os+g+p (zero3).
@@ -90,16 +91,16 @@ def test_one_rank_sends_nothing(row: str):
 
 @pytest.mark.parametrize("row", ["zero1", "zero2", "zero3"])
 def test_hybrid_is_a_row_for_each_axis(row: str):
-    """Between groups only each rank's own block is reduced, once a step, accumulated or not."""
-    inside, between = hybrid_moves(ROWS[row], 4096, shard=4, replicate=2, microbatches=3)
-    assert inside == step_moves(ROWS[row], 4096, 4, microbatches=3)
-    assert [(move.what, move.sent) for move in between] == [("all_reduce", 4096 / 4)]
+    """Between groups only each rank's own block is reduced, once a step, before the update."""
+    (between,) = [move for move in ROWS[row].moves() if move.axis == "replicate"]
+    assert (between.moment, between.state, between.block) == (Moment.BEFORE_UPDATE, "grad", True)
+    assert (between.src, between.dst) == (P, R)
 
 
-def test_hybrid_at_its_ends():
-    """One group is plain sharding; groups of one rank are plain replication."""
-    assert hybrid_moves(ROWS["zero3"], 64, 4, 1) == (step_moves(ROWS["zero3"], 64, 4), [])
-    assert hybrid_moves(ROWS["zero3"], 64, 1, 4) == ([], step_moves(ROWS["ddp"], 64, 4))
+def test_a_row_that_shards_nothing_lies_between_replicas():
+    """All of the moves of ddp are on the replicate axis: one all-reduce before the update."""
+    (move,) = ROWS["ddp"].moves()
+    assert (move.axis, move.moment, move.block) == ("replicate", Moment.BEFORE_UPDATE, False)
 
 
 def test_aliases_are_rows():

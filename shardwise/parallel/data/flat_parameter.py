@@ -1,11 +1,13 @@
-"""this file is the flat group: parameters end to end, kept and moved as a row of the table says.
+"""Flat parameters: several tensors stored end to end, gathered and reduced as one.
 
-Five tensors, all one-dimensional (n ranks on the shard axis, m on the replicate axis):
+Six tensors, all one-dimensional (n ranks on the shard axis, m on the replicate axis):
 
     full    the parameters end to end, padded to n equal blocks
     shard   this rank's block of `full`; a view of it where the row keeps parameters R
-    grad    the gradients in the layout of `full`
-    gshard  this rank's block of their sum; a view of `grad` where the row accumulates in P
+    grad    the gradients that this rank has made, in the layout of `full`
+    gsum    their sum over the ranks, where the row reduces after each backward pass: all of it (R)
+            or this rank's block (S)
+    gshard  this rank's block of the sum, from which the update is made: of `grad` or of `gsum`
     p       the user's own parameter; its `data` is a view of one of the first two
 
 and the equations between them:
@@ -19,12 +21,15 @@ and the equations between them:
               gather              free / rest
     REST ----------------> WHOLE ------------> REST     (zero3: `full` has memory in WHOLE only)
 
-    backward:  p.grad --copy--> grad --P -> S on shard--> gshard --P -> R on replicate--> gshard
+    backward:  p.grad --copy--> grad --reduce--> gshard --P -> R on replicate--> gshard
+
+The moves are those of the row (row_moves.py): `begin_gather` carries out `gather`, `begin_reduce`
+`reduce`, and `begin_further` the sums over `replicas` and over the axes of `sums` (Kept).
 
 `full` keeps one storage (its size goes to 0 and back), because autograd remembers views of it
 between forward and backward; where weights have several versions at once, each has its own
 (`renew`).  With n = 1 every block is the whole: nothing is ever gathered, and p.data keeps its
-shape; that is the row `ddp`, and any row on one rank.
+shape; that is a row that shards nothing (`ddp`), and any row on one rank.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,16 +39,16 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import broadcast
 from shardwise.comm.mean import mean_with_graph
 from shardwise.comm.move import start
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
 from shardwise.core.flatten import flatten
-from shardwise.core.layout import P, R, S
+from shardwise.core.layout import P, Placement, R
 from shardwise.core.zero import Row
+from shardwise.parallel.data.initial_weights import Fill, initialize
+from shardwise.parallel.data.row_moves import row_moves
 
-Fill = Callable[[str, Tensor], None]
 #: out, left, right, beta, alpha: out becomes beta out + alpha left right; of beta 0 it is not read.
 AddProduct = Callable[[Tensor, Tensor, Tensor, float, float], object]  # matmul.py
 
@@ -96,22 +101,23 @@ class Flat:
         # what is neither trained nor kept S is the same everywhere, for good
         self.split = shard.size > 1 and (self.trained or row.param.kind == "S")
         self.temporary = self.split and row.param.kind == "S"
-        self.scatters = self.split and row.grad.kind == "S"
         self.rank, ranks = (shard.rank, shard.size) if self.split else (0, 1)
-        # where a sum over the shard axis is not the end of it
-        further = [replicate if self.split else Axis("none"), *kept.sums]
-        self.further = [axis for axis in further if axis.size > 1]
+        self.moves = row_moves(row, shard, replicate, trained=self.trained)
+        self.further = [a for a in (*self.moves.replicas, *kept.sums) if a.size > 1]
         self.plan = flatten([s.numel() for s in self.shapes], first.element_size(), ranks)
         self.pieces = [self.plan.piece(i, self.rank) for i in range(len(self.params))]
-        self.full = self._assemble(fill, device)
+        self.full = torch.zeros(self.plan.padded, dtype=self.dtype, device=device)
+        named = zip(self.names, self.params, strict=True)
+        initialize(self.full, list(named), self.views(self.full), fill, (shard, replicate))
         self.shard = self._block(self.full).clone() if self.temporary else self._block(self.full)
         self.full_views = self.views(self.full)
         self.grad: Tensor | None = None
         self.grad_views: list[Tensor] = []
+        self.gsum: Tensor | None = None
         self.gshard: Tensor | None = None
         none = [False] * len(self.params)
         self.filled = list(none)  # grad holds something of parameter i
-        self.valid = list(none)  # gshard holds something of parameter i (where the row scatters)
+        self.valid = list(none)  # gsum holds something of parameter i
         self.got = list(none)  # this rank has had a gradient for parameter i since `clear`
         self.used = list(none)  # and so has any rank, as far as has been heard
         self.shown = False  # the pieces of gshard are on the parameters
@@ -124,27 +130,9 @@ class Flat:
 
     # --- the parameters -----------------------------------------------------------------------
 
-    @torch.no_grad()
-    def _assemble(self, fill: Fill | None, device: torch.device) -> Tensor:
-        """The whole flat parameter: filled by name where it has no data yet, else rank 0's."""
-        full = torch.zeros(self.plan.padded, dtype=self.dtype, device=device)
-        given = [not p.is_meta for p in self.params]
-        for name, p, view in zip(self.names, self.params, self.views(full), strict=True):
-            if not p.is_meta:
-                view.copy_(p.detach())
-                continue
-            if fill is not None:
-                fill(name, view)
-            # a tensor's device changes only as a whole; the object the user holds stays. Not with
-            # a view of full: autograd would count every write to full as one to the parameter
-            real = torch.empty(0, dtype=self.dtype, device=device)
-            torch.utils.swap_tensors(p, nn.Parameter(real, requires_grad=self.trained))
-        if any(given):
-            broadcast(full, self.shard_axis)
-            broadcast(full, self.replicate_axis)
-        return full
-
     def _block(self, flat: Tensor) -> Tensor:
+        if self.plan.ranks == 1:
+            return flat
         return flat.view(self.plan.ranks, self.plan.share)[self.rank]
 
     def piece(self, index: int, block: Tensor) -> Tensor:
@@ -185,7 +173,9 @@ class Flat:
             return
         if self.temporary:
             self.full.untyped_storage().resize_(self.plan.padded * self.full.element_size())
-        self.coming = start(self.shard, self.shard_axis, S(0), R, self.full)
+        move = self.moves.gather
+        assert move is not None
+        self.coming = start(self.shard, move.axis, move.src, move.dst, self.full)
         self.stage = Stage.COMING
 
     def gather(self) -> None:
@@ -239,76 +229,86 @@ class Flat:
         p = self.params[index]
         if p.grad is None:
             return
-        if self.grad is None:
-            self.begin_grad()
-        gradient, view = p.grad, self.grad_views[index]
-        p.grad = None
+        view, filled = self._fill(index)
+        gradient, p.grad = p.grad, None
         if gradient.requires_grad:  # it is to be differentiated in turn
             before = self.graphs.get(index)
             self.graphs[index] = gradient if before is None else before + gradient
             gradient = gradient.detach()
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        if self.filled[index]:
+        if filled:
             view.add_(gradient, alpha=scale)
         elif scale == 1.0:
             view.copy_(gradient)
         else:
             torch.mul(gradient, scale, out=view)
-        self.filled[index] = self.got[index] = True
 
     def add_product(self, index: int, left: Tensor, right: Tensor, scale: float) -> None:
         """Add left^T right, of left [N, out] and right [N, in], to the gradient of a weight."""
-        if self.grad is None:
-            self.begin_grad()
-        view, beta = self.grad_views[index], float(self.filled[index])  # times 0: not read at all
-        self.add_to(view, left.t(), right, beta, scale)
-        self.filled[index] = self.got[index] = True
+        view, filled = self._fill(index)
+        self.add_to(view, left.t(), right, float(filled), scale)  # times 0: not read at all
 
     def add_rows(self, index: int, ids: Tensor, grad: Tensor, scale: float) -> None:
         """Add grad [N, D] to the rows `ids` of the gradient of a table."""
-        if self.grad is None:
-            self.begin_grad()
-        view = self.grad_views[index]
-        if not self.filled[index]:
+        view, filled = self._fill(index)
+        if not filled:
             view.zero_()
         view.index_add_(0, ids, grad, alpha=scale)
+
+    def _fill(self, index: int) -> tuple[Tensor, bool]:
+        """The place of a gradient about to be written, and whether it holds something already."""
+        if self.grad is None:
+            self.begin_grad()
+        filled = self.filled[index]
         self.filled[index] = self.got[index] = True
+        return self.grad_views[index], filled
 
     def begin_grad(self) -> None:
         """Make room for gradients in the layout of `full`."""
-        like = {"dtype": self.dtype, "device": self.shard.device}
-        self.grad = torch.empty(self.plan.padded, **like)
+        again = self.gsum is not None and self.gsum.numel() == self.plan.padded
+        if again and not any(self.valid):  # memory of the step before
+            self.grad = self.gsum
+        else:
+            self.grad = self.shard.new_empty(self.plan.padded)
+        assert self.grad is not None
         self.grad_views = self.views(self.grad)
         used = 0
         for offset, numel in zip(self.plan.offsets, self.plan.numels, strict=True):
             self.grad[used:offset].zero_()  # padding is summed like the rest: it must be a number
             used = offset + numel
         self.grad[used:].zero_()
-        if not self.scatters:
+        if not self.moves.each_backward:
             self.gshard = self._block(self.grad)
 
     def begin_reduce(self) -> None:
-        """Start the sum of `grad` over the shard axis; what no gradient came for counts as zero."""
+        """Start the sum of `grad` over the row's axis; what no gradient came for counts as zero."""
         if self.grad is None:
             self.begin_grad()
         assert self.grad is not None
         self._zero_unfilled()
-        if not self.split:
-            self.going = start(self.grad, self.replicate_axis, P, R, self.grad, behind=True)
+        move = self.moves.reduce
+        if move is None:
             return
-        if not self.scatters:
+        if not self.moves.each_backward:
             assert self.gshard is not None
-            self.going = start(self.grad, self.shard_axis, P, S(0), self.gshard, behind=True)
+            self.going = start(self.grad, move.axis, P, move.dst, self.gshard, behind=True)
             return
-        fresh = not any(self.valid)
-        if self.gshard is None:
-            self.gshard = torch.empty_like(self.shard)
-        out = self.gshard if fresh else torch.empty_like(self.shard)
         sent, self.grad, self.grad_views = self.grad, None, []
         self.filled = [False] * len(self.params)
-        arriving = start(sent, self.shard_axis, P, S(0), out, behind=True)
+        out = self._room(sent, move.dst)
+        arriving = start(sent, move.axis, P, move.dst, out, behind=True)
         self.going = Pending([arriving.wait, lambda: self._arrived(out, sent)])
+
+    def _room(self, sent: Tensor, dst: Placement) -> Tensor:
+        """Where the sum of `sent` is written: to `gsum` if that holds nothing yet, else beside."""
+        fresh = not any(self.valid)
+        out = sent if dst == R else self.gsum if fresh else None
+        out = torch.empty_like(self.shard) if out is None else out
+        if fresh:
+            self.gsum, self.valid = out, [True] * len(self.params)
+            self.gshard = out if dst != R else self._block(out)
+        return out
 
     def _zero_unfilled(self) -> None:
         for view, filled in zip(self.grad_views, self.filled, strict=True):
@@ -316,13 +316,16 @@ class Flat:
                 view.zero_()
 
     def _arrived(self, out: Tensor, sent: Tensor) -> None:
-        """The sum is in `out`: add it where gshard holds something.  `sent` lived until now."""
-        assert self.gshard is not None
-        if out is not self.gshard:
-            for (low, high), valid in zip(self.pieces, self.valid, strict=True):
+        """The sum is in `out`: add it where gsum holds something.  `sent` lived until now."""
+        gsum = self.gsum
+        assert gsum is not None
+        if out is not gsum:
+            whole = gsum.numel() == self.plan.padded
+            parts = self.views(gsum) if whole else [gsum[low:high] for low, high in self.pieces]
+            for part, valid in zip(parts, self.valid, strict=True):
                 if not valid:
-                    self.gshard[low:high].zero_()
-            self.gshard.add_(out)
+                    part.zero_()
+            gsum.add_(out)
         self.valid = [True] * len(self.params)
 
     def end_reduce(self) -> None:
@@ -351,7 +354,7 @@ class Flat:
     def _shown_piece(self, index: int) -> Tensor:
         """The gradient of parameter `index` at rest."""
         assert self.gshard is not None
-        return self.piece(index, self.gshard) if self.split else self.grad_views[index]
+        return self.piece(index, self.gshard) if self.split else self.views(self.gshard)[index]
 
     def hide_grads(self) -> None:
         """Before a backward pass: take the pieces back; what the user has dropped is dropped.
@@ -374,7 +377,7 @@ class Flat:
         assert self.gshard is not None
         if any(kept) and self.replicate_axis.size > 1:
             self.gshard.div_(self.replicate_axis.size)
-        if self.scatters:
+        if self.moves.each_backward:
             self.valid = kept
             return
         self.filled = kept

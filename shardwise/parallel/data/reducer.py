@@ -46,8 +46,8 @@ class Reductions:
         self.next = len(order)
 
     def _reduce(self, unit: Unit) -> None:
-        scatters = any(group.scatters for group in unit.trained)
-        if not unit.trained or not (self.sync or scatters):
+        each_backward = any(group.moves.each_backward for group in unit.trained)
+        if not unit.trained or not (self.sync or each_backward):
             return
         while any(unit is flying for flying, _ in self.flying):
             self._land()  # its sum of the microbatch before
@@ -55,7 +55,7 @@ class Reductions:
             self.see(group)
             group.begin_reduce()
         self.flying.append((unit, self.sync))
-        while scatters and len(self.flying) > self.in_flight:
+        while each_backward and len(self.flying) > self.in_flight:
             self._land()
 
     def _land(self) -> None:

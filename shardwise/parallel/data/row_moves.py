@@ -1,0 +1,55 @@
+"""The moves of a row as one flat parameter carries them out: on which axes of this rank.
+
+gather       the move of the parameter to R: before use (zero3) or after the update (zero1, zero2)
+reduce       the move of the gradient from P: after each backward pass, or once before the update
+replicas     the axes over which the reduced block is then summed, once before the update
+"""
+
+from dataclasses import dataclass
+
+from shardwise.comm.world import Axis
+from shardwise.core.layout import P, Placement
+from shardwise.core.moves import what
+from shardwise.core.zero import Moment, Row, RowMove
+
+
+@dataclass(frozen=True)
+class AxisMove:
+    """A move between two placements on an axis of this rank."""
+
+    axis: Axis
+    src: Placement
+    dst: Placement
+
+
+@dataclass(frozen=True)
+class RowMoves:
+    """What a step moves of one flat parameter; None where nothing is sent."""
+
+    gather: AxisMove | None
+    reduce: AxisMove | None
+    each_backward: bool  # whether `reduce` is made after each backward pass
+    replicas: tuple[Axis, ...]
+
+
+def row_moves(row: Row, shard: Axis, replicate: Axis, *, trained: bool) -> RowMoves:
+    """The moves of `row` on its two axes, for parameters that are trained or frozen."""
+
+    def here(move: RowMove) -> AxisMove:
+        return AxisMove(shard if move.axis == "shard" else replicate, move.src, move.dst)
+
+    moves = [
+        move
+        for move in row.moves()
+        if here(move).axis.size > 1
+        and what(move.src, move.dst) != "take_block"
+        and (trained or move.moment is Moment.USE)
+    ]
+    gather = next((here(move) for move in moves if move.state == "param"), None)
+    sums = [move for move in moves if move.src == P]
+    return RowMoves(
+        gather,
+        here(sums[0]) if sums else None,
+        any(move.moment is Moment.BACKWARD for move in sums),
+        tuple(here(move).axis for move in sums[1:]),
+    )
