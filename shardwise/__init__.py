@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from shardwise.engine.parallelize import parallelize
     from shardwise.engine.partition import balance_by_time
     from shardwise.engine.pipe import Pipe
+    from shardwise.engine.prediction import predict
     from shardwise.engine.training import Metrics
     from shardwise.engine.unwrap import unwrap
     from shardwise.engine.wrap import DDP, FSDP, clip_grad_norm, no_sync
@@ -43,6 +44,7 @@ _HOMES = {
     "Metrics": "engine.training",
     "balance_by_time": "engine.partition",
     "parallelize": "engine.parallelize",
+    "predict": "engine.prediction",
     "Pipe": "engine.pipe",
     "full_state_dict": "engine.full",
     "Adam": "engine.optimizer_spec",
@@ -99,6 +101,7 @@ __all__ = [
     "move",
     "no_sync",
     "parallelize",
+    "predict",
     "save",
     "spawn",
     "unwrap",

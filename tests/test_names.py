@@ -14,7 +14,7 @@ NAMES = [
     *("DDP", "FSDP", "SGD", "Adam", "AdamW", "Engine", "I", "InputError", "Mesh", "Metrics"),
     *("Optim", "P", "Pipe", "Plan", "R", "RankError", "RunError", "S", "Table", "World"),
     *("balance_by_time", "clip_grad_norm", "cross_entropy", "full_state_dict", "init", "load"),
-    *("move", "no_sync", "parallelize", "save", "spawn", "unwrap"),
+    *("move", "no_sync", "parallelize", "predict", "save", "spawn", "unwrap"),
 ]
 
 

@@ -142,3 +142,60 @@ class ModelShape:
     def numel(self) -> int:
         """How many elements its parameters have, padding apart."""
         return sum(unit.numel for unit in self.units)
+
+
+class Value(NamedTuple):
+    """A tensor that a module took or returned. `trained`: a gradient reached it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    trained: bool
+
+
+class Call(NamedTuple):
+    """A module's forward begins, with the numbers of the tensors it takes, or ends, with those it
+    returns.
+    """
+
+    module: str
+    begins: bool
+    values: tuple[int, ...]
+
+
+class ModelPass(NamedTuple):
+    """A forward and a backward pass of the plain model: the calls of its modules, in their order.
+
+    `saved` are the bytes that autograd keeps from forward to backward, by the innermost module in
+    whose forward it kept them. `note` says what depends on the values of the batch.
+    """
+
+    calls: tuple[Call, ...]
+    values: tuple[Value, ...]
+    saved: tuple[tuple[str, int], ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class UnitModules:
+    """The modules of a unit, in the order in which they are defined.
+
+    `encloses`: they contain modules of other units. `looks_up`: all of them are embeddings, whose
+    backward pass does not read the weights.
+    """
+
+    modules: tuple[str, ...]
+    encloses: bool = False
+    looks_up: bool = False
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The plain model as numbers, before any rank holds a part of it.
+
+    `shape` has whole parameters, in units in the order of definition; `modules` has an entry for
+    each unit; `run` is what one pass on the meta device does.
+    """
+
+    shape: ModelShape
+    modules: tuple[UnitModules, ...]
+    run: ModelPass

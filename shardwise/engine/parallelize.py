@@ -46,13 +46,13 @@ def parallelize(
     validate.model(model, "sw.parallelize")
     validate.stepped_after(model, "sw.parallelize of a model")
     validate.world(world)
-    plan = _plan(plan)
+    plan = plan_of(plan)
     require(plan, world.size)
     plan = _completed(plan, world)
     compiled.require_plain(model, plan, loss)
-    options = USUAL | _known(options)
-    recipe = _recipe(optimizer)
-    objective = validate.loss(_own_loss if loss is None else loss)
+    options = settled_options(options)
+    recipe = recipe_of(optimizer)
+    objective = validate.loss(own_loss if loss is None else loss)
     tokens = None if options["tokens"] is None else validate.tokens(options["tokens"])
     fill = options["fill"]
     fill = default_fill(model, options["seed"]) if fill is None else validate.fill(fill)
@@ -114,7 +114,8 @@ def _told(
     return told
 
 
-def _plan(plan: Any) -> Plan:
+def plan_of(plan: Any) -> Plan:
+    """The plan, read if it is a text. Raises InputError for what is neither."""
     if isinstance(plan, Plan):
         return plan
     if not isinstance(plan, str):
@@ -134,8 +135,8 @@ def _completed(plan: Plan, world: World) -> Plan:
     return completed
 
 
-def _known(options: dict[str, Any]) -> dict[str, Any]:
-    """The options, each of the kind it should be."""
+def settled_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Every option, with the usual value of those not given. Raises InputError for wrong ones."""
     unknown = sorted(options.keys() - USUAL.keys())
     if unknown:
         close = get_close_matches(unknown[0], USUAL, n=1, cutoff=0.5)
@@ -151,10 +152,10 @@ def _known(options: dict[str, Any]) -> dict[str, Any]:
     validate.whole("check_every", options.get("check_every", 1), 0, 1)
     if options.get("least_unit_bytes") is not None:
         validate.whole("least_unit_bytes", options["least_unit_bytes"], 0, 2**21)
-    return options
+    return USUAL | options
 
 
-def _recipe(optimizer: Any) -> Recipe:
+def recipe_of(optimizer: Any) -> Recipe:
     """The optimizer as a recipe: torch's own come too late or too early."""
     if optimizer is None:
         return AdamW(lr=3e-4)
@@ -173,7 +174,7 @@ def _recipe(optimizer: Any) -> Recipe:
     raise bad(f"optimizer={shown}", allowed, instead)
 
 
-def _own_loss(model: nn.Module, batch: Any) -> Tensor:
+def own_loss(model: nn.Module, batch: Any) -> Tensor:
     """The loss of a model that returns it: a scalar, or an output with `.loss` (transformers)."""
     out = model(**batch) if isinstance(batch, dict) else model(batch)
     found = out if isinstance(out, Tensor) else getattr(out, "loss", None)

@@ -2,14 +2,15 @@
 
     shardwise train CONFIG     train a model                 0  it holds
     shardwise verify PLAN      prove a plan                  1  it does not, or the run failed
-    shardwise bench SUITE      measure beside the peers      2  bad input: one paragraph says what
+    shardwise predict PLAN     memory and traffic            2  bad input: one paragraph says what
+    shardwise bench SUITE      measure beside the peers
     shardwise plan             the words of plans
     shardwise schedule NAME    draw a pipeline schedule
     shardwise checkpoint       look into checkpoints
 
 Nothing heavy is imported before it is needed: help and answers to bad input do not wait for torch.
-`verify`, `bench`, `schedule` and `checkpoint inspect` live in modules of their own, which are
-imported only when they are asked for.
+`verify`, `predict`, `bench`, `schedule` and `checkpoint inspect` live in modules of their own,
+which are imported only when they are asked for.
 """
 
 import inspect
@@ -47,6 +48,11 @@ ELSEWHERE = {
         "shardwise.verify.command",
         "verify_command",
         "Prove a plan: parity, bytes, memory.",
+    ),
+    "predict": (
+        "shardwise.train.predict_command",
+        "predict_command",
+        "What a rank will hold and send.",
     ),
     "bench": ("shardwise.bench.cli", "bench_command", "Measure side by side with the peers."),
     "schedule": (
@@ -128,6 +134,7 @@ def application(given: Sequence[str] = ()) -> typer.Typer:
     app.callback()(options)
     app.command("train")(train)
     app.command("verify")(command("verify", given))
+    app.command("predict")(command("predict", given))
     app.command("bench")(command("bench", given))
     app.command("plan")(plan)
     app.command("schedule")(command("schedule", given))

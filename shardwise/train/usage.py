@@ -21,6 +21,7 @@ UsageError: Final[type[Exception]] = typer.BadParameter.__mro__[1]
 EXAMPLES: Final[Mapping[str, str]] = {
     "train": "shardwise train examples/quickstart.toml",
     "verify": 'shardwise verify "dp2 zero3"',
+    "predict": 'shardwise predict "dp64 zero3 bf16"',
     "bench": "shardwise bench data",
     "plan": 'shardwise plan "dp2 zero3"',
     "schedule": "shardwise schedule 1f1b --stages 4 --microbatches 8",
@@ -37,6 +38,9 @@ VALUES: Final[Mapping[str, str]] = {
     "--steps": "3",
     "--units": '"blocks.*"',
     "--table": "styles.toml",
+    "--batch": "8",
+    "--sequence": "128",
+    "--rank": "0",
     "--size": "tiny",
     "--ranks": "2",
     "--repeats": "5",

@@ -124,16 +124,23 @@ def engine_of(
             model,
             plan,
             world,
-            optimizer=recipe_of(plan),
-            loss=trainable.loss,
             tokens=trainable.tokens,
             clip=clip,
-            units=options.units,
-            least_unit_bytes=0 if plan.bucket_bytes == BUCKET_BYTES else None,
-            table=options.table,
+            **asked(trainable, plan, options),
         )
     engine.load_scalars(engine.scalars() | {"loss_scale": LOSS_SCALE})
     return engine
+
+
+def asked(trainable: Trainable, plan: Plan, options: Options) -> dict[str, Any]:
+    """What a proof asks of parallelize, and a prediction of the proof of `predict`."""
+    return {
+        "optimizer": recipe_of(plan),
+        "loss": trainable.loss,
+        "units": options.units,
+        "least_unit_bytes": 0 if plan.bucket_bytes == BUCKET_BYTES else None,
+        "table": options.table,
+    }
 
 
 def alone_of(trainable: Trainable, plan: Plan, device: torch.device) -> Oracles:

@@ -28,6 +28,9 @@ COMMANDS = {
     "verify": {
         *("plan", "--model", "--steps", "--units", "--table", "--wire", "--json", "--help"),
     },
+    "predict": {
+        *("plan", "--model", "--batch", "--sequence", "--rank", "--json", "--help"),
+    },
     "bench": {
         *("words", "--size", "--ranks", "--repeats", "--link", "--device", "--json", "--help"),
     },
@@ -37,7 +40,7 @@ COMMANDS = {
         *("--svg", "--png", "--text", "--lowered", "--json", "--help"),
     },
 }
-NAMES = ["bench", "checkpoint", "plan", "schedule", "train", "verify"]
+NAMES = ["bench", "checkpoint", "plan", "predict", "schedule", "train", "verify"]
 
 
 def named(name: str) -> Any:

@@ -172,7 +172,7 @@ class Data:
 
     def _watch(self, out: Any, act: Callable[[], None]) -> bool:
         """Call `act` when a gradient of `out` arrives; whether one ever will."""
-        handles = [x.register_hook(lambda _: act()) for x in _tensors(out) if x.requires_grad]
+        handles = [x.register_hook(lambda _: act()) for x in tensors_in(out) if x.requires_grad]
         return bool(handles)
 
     # --- backward -----------------------------------------------------------------------------
@@ -283,12 +283,12 @@ def _mark_kept(order: Sequence[Unit]) -> None:
         unit.keep = any(m in mine for m in others)
 
 
-def _tensors(out: Any, deep: int = 2) -> Iterator[Tensor]:
+def tensors_in(out: Any, deep: int = 2) -> Iterator[Tensor]:
     """The tensors of a module's output, in containers, dataclasses and plain objects."""
     for leaf in tree_leaves(out):
         if isinstance(leaf, Tensor):
             yield leaf
         elif deep and is_dataclass(leaf):
-            yield from _tensors([getattr(leaf, field.name) for field in fields(leaf)], deep - 1)
+            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)], deep - 1)
         elif deep and not isinstance(leaf, nn.Module | type):
-            yield from _tensors(list(getattr(leaf, "__dict__", {}).values()), deep - 1)
+            yield from tensors_in(list(getattr(leaf, "__dict__", {}).values()), deep - 1)

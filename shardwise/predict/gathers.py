@@ -1,0 +1,76 @@
+"""How often a step gathers each unit, from the order in which its modules are called.
+
+    calls      embed ( )   blocks.0 ( )   blocks.1 ( )   norm ( )   head ( )
+    gathered   embed       blocks.0       blocks.1       norm head
+    freed            embed          blocks.0       blocks.1
+
+Forward: a unit is gathered when one of its modules is called while it is freed. It is freed when
+the next unit is gathered after its last module has returned, so that the unit used last is whole
+when backward begins. A unit that encloses others stays whole.
+
+Backward: a unit is gathered once, when the first gradient reaches what it returned. That costs
+nothing for the unit used last and for those that enclose others, which are whole, and for
+embeddings, whose backward does not read the weights. (FSDP, arXiv 2304.11277, section 3.)
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from shardwise.core.model_spec import ModelPass, UnitModules
+
+
+@dataclass
+class _Pass:
+    """Where a forward pass is: which units are whole, and the units gathered so far."""
+
+    units: Sequence[UnitModules]
+    whole: set[int] = field(default_factory=set[int])
+    depth: dict[int, int] = field(default_factory=dict[int, int])
+    latest: int | None = None
+    path: list[int] = field(default_factory=list[int])
+
+    def begin(self, unit: int) -> None:
+        """A module of the unit is called."""
+        if unit not in self.whole:
+            self._free_latest(unit)
+            self.whole.add(unit)
+            self.path.append(unit)
+        self.depth[unit] = self.depth.get(unit, 0) + 1
+
+    def end(self, unit: int, module: str) -> None:
+        """A module of the unit has returned."""
+        self.depth[unit] -= 1
+        own = self.units[unit]
+        if not self.depth[unit] and module == own.modules[-1] and not own.encloses:
+            self._free_latest(unit)
+            self.latest = unit
+
+    def _free_latest(self, now: int) -> None:
+        before, self.latest = self.latest, None
+        if before is not None and before != now:
+            self.whole.discard(before)
+
+
+def gathers(units: Sequence[UnitModules], run: ModelPass) -> list[tuple[int, int]]:
+    """For each unit, how often a step gathers it in forward and in backward, of one microbatch.
+
+    All of `units` are sharded: their parameters are whole only while they are used.
+    """
+    at = {name: number for number, unit in enumerate(units) for name in unit.modules}
+    now, reached = _Pass(units), set[int]()
+    for call in run.calls:
+        unit = at.get(call.module)
+        if unit is None:
+            continue
+        if call.begins:
+            now.begin(unit)
+        else:
+            now.end(unit, call.module)
+            if any(run.values[value].trained for value in call.values):
+                reached.add(unit)
+    last = now.path[-1] if now.path else None
+    again = [
+        number in reached and number != last and not (unit.encloses or unit.looks_up)
+        for number, unit in enumerate(units)
+    ]
+    return [(now.path.count(number), int(twice)) for number, twice in enumerate(again)]

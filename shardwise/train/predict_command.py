@@ -1,0 +1,129 @@
+"""`shardwise predict PLAN`: what a rank will hold and send, printed without starting a rank.
+
+The run that is predicted is the one that `shardwise verify PLAN` proves: the same model, optimizer,
+units and clipping, in fp64 where the plan names no precision, after its first steps.
+"""
+
+import json
+import sys
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.core.errors import bad
+from shardwise.core.plan import Plan
+from shardwise.core.plan_check import require
+
+if TYPE_CHECKING:
+    from shardwise.models.trainable import Trainable
+    from shardwise.predict.prediction import Prediction
+
+ROWS = 2  # of a microbatch
+
+
+def predict_command(
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help='Such as "dp5000 tp2 zero3 bf16".')],
+    model: Annotated[str, typer.Option(help="gpt, gpt:SIZE, hf:NAME or file.py:build.")] = "gpt",
+    batch: Annotated[
+        int | None, typer.Option(help="Rows of the rank's batch; 2 a microbatch if not given.")
+    ] = None,
+    sequence: Annotated[
+        int | None, typer.Option(help="Positions of a row; the model's own if not given.")
+    ] = None,
+    rank: Annotated[int, typer.Option(help="The rank to predict.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Predict the memory and the traffic of any rank of a plan, without starting a process."""
+    began = time.perf_counter()
+    found = prediction(plan, model, batch, sequence, rank)
+    numbers: dict[str, Any] = {
+        "plan": str(found.plan),
+        "model": model,
+        "world": found.world,
+        "rank": found.rank,
+        "memory": found.memory,
+        "bytes": found.bytes,
+        "activations": found.activations,
+        "time_ms": round(1000 * (time.perf_counter() - began), 1),
+    }
+    if as_json:
+        print(json.dumps(numbers))
+    else:
+        show(numbers, Console(emoji=False, highlight=False))
+    for note in found.notes:
+        print(f"Note: {note}.", file=sys.stderr)
+
+
+def prediction(
+    text: str, name: str, batch: int | None, sequence: int | None, rank: int
+) -> "Prediction":
+    """The prediction for a command line. Raises InputError for what cannot be predicted."""
+    plan = Plan.parse(text)
+    require(plan)
+    plan = replace(plan, precision=plan.precision or "fp64").completed(None)
+    for option, value in (("--batch", batch), ("--sequence", sequence)):
+        if value is not None and value < 1:
+            raise bad(f"{option} {value}", "1 or more", f"{option} 2")
+    if not 0 <= rank < plan.size:
+        allowed = f"a rank of the plan '{plan}': 0 to {plan.size - 1}"
+        raise bad(f"--rank {rank}", allowed, "--rank 0")
+
+    from shardwise.engine.prediction import predict
+    from shardwise.models.registry import find
+    from shardwise.verify.options import Options
+    from shardwise.verify.oracles import is_asynchronous
+    from shardwise.verify.parity import SEED, asked
+
+    trainable = find(name)
+    rows = batch or ROWS * plan.microbatches
+    made = _resized(trainable.make_batch(rows, SEED), sequence, name)
+    clip = None if is_asynchronous(plan) else 1.0
+    options = asked(trainable, plan, Options())
+    return predict(_plain(trainable), plan, made, rank=rank, clip=clip, **options)
+
+
+def _plain(trainable: "Trainable") -> Any:
+    """The model, without weights where it can be made so."""
+    return trainable.build("cpu" if trainable.initial is None else "meta")
+
+
+def _resized(batch: Any, sequence: int | None, name: str) -> Any:
+    """The batch with rows of so many positions: dim 1 of its tensors of whole numbers."""
+    if sequence is None:
+        return batch
+    from torch import Tensor
+    from torch.utils._pytree import tree_leaves, tree_map_only
+
+    rows = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and _is_text(x)]
+    if not rows:
+        given = f"--sequence {sequence} for the model {name}, whose batch has no sequences"
+        raise bad(given, "--sequence for models of text [rows, positions]", "no --sequence")
+    return tree_map_only(Tensor, lambda x: _of_length(x, sequence), batch)
+
+
+def _is_text(x: Any) -> bool:
+    return x.dim() == 2 and not x.is_floating_point()
+
+
+def _of_length(x: Any, positions: int) -> Any:
+    if not _is_text(x):
+        return x
+    return x.repeat(1, -(-positions // x.shape[1]))[:, :positions].contiguous()
+
+
+def show(numbers: dict[str, Any], console: Console) -> None:
+    """The prediction as a table."""
+    title = f"{numbers['plan']} on {numbers['model']}: rank {numbers['rank']} of {numbers['world']}"
+    table = Table("", "bytes", title=title)
+    for category, count in numbers["memory"].items():
+        table.add_row(f"held: {category}", f"{count:,}")
+    table.add_row("held in a step: activations", f"{numbers['activations']:,}")
+    table.add_section()
+    for kind, count in numbers["bytes"].items():
+        table.add_row(f"sent in a step: {kind}", f"{count:,}")
+    console.print(table)
+    console.print(f"computed in {numbers['time_ms']:,} ms, without starting a rank")
