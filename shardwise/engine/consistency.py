@@ -207,8 +207,8 @@ class Alike:
         return bad(
             f"the gradient of {name}, which differs between the ranks of the {self.axis.name} axis "
             "though each holds all of it: each has used it on other features or positions",
-            "parameters that all these ranks use alike, or of a module that the table names and "
-            "that holds no other modules",
+            "parameters that all these ranks use alike, with the same random numbers, or of a "
+            "module that the table names and that holds no other modules",
             f'in the table "{module}": "replicated" between layers cut by columns and by rows, or '
             f'"{module}": "sequence" on the stream under sp',
         )

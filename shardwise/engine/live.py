@@ -62,7 +62,7 @@ class Live(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.made and storage._cdata not in self.elsewhere:
                 self.elsewhere[storage._cdata] = StorageWeakRef(storage)
-        with torch._C.DisableTorchFunction():  # function modes (dropout.py) have seen this call
+        with torch._C.DisableTorchFunction():  # function modes (rng.py) have seen this call
             made = func(*args, **(kwargs or {}))
         for tensor in _tensors(made):
             self._follow(tensor, str(func))

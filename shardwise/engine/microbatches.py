@@ -47,7 +47,7 @@ class Straight:
         summed = torch.zeros((), dtype=torch.float64, device=self.device)
         for k, (part, count) in enumerate(zip(parts, counts, strict=True)):
             self.data.sums.sync, self.data.mute = k == len(parts) - 1, count == 0
-            with self.tensors.draws.during(self.device):
+            with self.tensors.random.during(self.device):
                 loss = self.objective(self.model, part)
                 self.data.facts.phase("backward")
                 (loss * (count * sum_scale)).backward()

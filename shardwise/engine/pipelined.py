@@ -18,8 +18,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from threading import Lock
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,17 +31,13 @@ from shardwise.core.schedule.action import Action, Step, Token, Transfer
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.core.stage_io import Spec, Trace
 from shardwise.engine.microbatches import Objective
+from shardwise.engine.rng import seeded
 from shardwise.engine.stage_module import Staging
 from shardwise.engine.tensor_layout import Tensors
 from shardwise.engine.weight_stashing import Stale
 from shardwise.parallel.data.staged_hooks import PutOff, Staged
 from shardwise.parallel.pipeline.backward import Rest, Tape
 from shardwise.parallel.pipeline.runtime import Watch, open_channels, run
-
-#: Held while the state of a generator is read or written: ranks that are threads share it. Torch
-#: holds a lock of its own for that time. If the collector comes by then it lets another thread in,
-#: which with the interpreter in hand would wait for torch's lock, and both for ever.
-STATES: Final = Lock()
 
 #: Shapes of microbatches of which the crossings are kept in mind.
 KNOWN = 64
@@ -179,7 +174,7 @@ class Pipelined:
         stream = self.tensors.stream
         stream.begin(lengths)
         drawing = self._drawing(stage, microbatch)
-        with self._version(stage, microbatch), drawing, self.tensors.draws.during(self.device):
+        with self._version(stage, microbatch), drawing, self.tensors.random.during(self.device):
             ran = self.staging.stages.run(stage, trace, given, lambda model: self.call(model, part))
         stream.end()
         last = stage == self.staging.stages.count - 1
@@ -240,7 +235,7 @@ class Pipelined:
     def _going_back(self, stage: int, microbatch: int) -> Iterator[None]:
         self.data.facts.phase("backward")
         self.data.mute = self.counts[microbatch] == 0
-        with self._version(stage, microbatch), self.tensors.draws.during(self.device):
+        with self._version(stage, microbatch), self.tensors.random.during(self.device):
             yield
 
     def _version(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
@@ -264,22 +259,9 @@ class Pipelined:
             if spec.requires_grad
         ]
 
-    @contextmanager
-    def _drawing(self, stage: int, microbatch: int) -> Iterator[None]:
+    def _drawing(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Random numbers of this step, microbatch and stage; the generators go on as they were."""
-        generators = [torch.default_generator]  # torch.manual_seed walks the stack for each device
-        if self.device.type == "cuda":
-            generators.append(torch.cuda.default_generators[self.device.index or 0])
-        with STATES:
-            were = [generator.get_state() for generator in generators]
-            for generator in generators:
-                generator.manual_seed(self.seed + 1_000_003 * (self.first + microbatch) + stage)
-        try:
-            yield
-        finally:
-            with STATES:
-                for generator, state in zip(generators, were, strict=True):
-                    generator.set_state(state)
+        return seeded(self.device, self.seed + 1_000_003 * (self.first + microbatch) + stage)
 
     # --- what was sent ------------------------------------------------------------------------
 

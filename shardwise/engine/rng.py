@@ -1,138 +1,193 @@
-"""this file is how a model's tensors on the tensor axis are known by those who draw for them.
+"""Random numbers on the tensor axis, such as dropout masks.
 
-    colwise                        what comes out is cut by its features, or by heads
-    rowwise, colwise_gather_...    what comes out is of the stream again
-    vocabulary (an embedding)      what comes out is of the stream
-    gather, sequence:join          what goes in, or comes out, is the whole sequence
-    split                          what goes in is a shard of it
+    whole activations       equal masks on all ranks         torch's default generator
+    sharded activations     different masks on every rank    a generator of the rank's own
 
-The stream is whole, or under sp a shard of the sequence.  See parallel/tensor/dropout.py.
+These are the two generators of Megatron-LM (arXiv 1909.08053, appendix B.2).  The default generator
+has the same state on every rank of the axis.  The rank's own is seeded for each draw from the
+default generator and the rank.  So the state of the default generator determines both: saving and
+restoring it restores both, and `torch.utils.checkpoint` draws the same masks when it recomputes.
+
+`ShardedRandom` knows which activations are sharded.  It is a torch function mode: hooks mark the
+outputs of the modules in the tensor plan, and what is computed from a marked tensor is marked.  It
+does not see inside custom autograd functions and compiled regions: draws in there use the default
+generator.  Losses depend on the number of tensor ranks, as the masks do.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from threading import Lock
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import _make_grads
+from torch.autograd.graph import _engine_run_backward
+from torch.nn import functional
+from torch.nn.modules.dropout import _DropoutNd
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.comm.collectives import broadcast
 from shardwise.comm.world import Axis
-from shardwise.core.styles import ModuleShape, Style
-from shardwise.core.tensor_plan import Table, cuts
-from shardwise.core.uneven import even, wide
-from shardwise.engine.tensor_layout import Tensors
-from shardwise.parallel.tensor.dropout import Columns, Cutting, Draws, Mark, Shard
+from shardwise.core.styles import Style
 
 
-def follow(
-    model: nn.Module,
-    styles: Mapping[str, Style],
-    known: Mapping[str, ModuleShape],
-    table: Table,
-    tensors: Tensors,
-) -> "Marks":
-    """Hook the modules that have a style, so that `tensors.draws` knows what they make.
+def _dropout_rate(_x: Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> float:
+    return p if training else 0.0
 
-    Before the hooks that change what comes out, each of which is put first, ahead of the user's.
+
+def _attention_rate(*qkv: Any, dropout_p: float = 0.0, **_: Any) -> float:
+    return qkv[4] if len(qkv) > 4 else dropout_p
+
+
+#: Functions that draw random numbers for a tensor, by a rate at which 0 means that they draw none.
+_RANDOM: Final = {
+    functional.dropout: _dropout_rate,
+    functional.dropout1d: _dropout_rate,
+    functional.dropout2d: _dropout_rate,
+    functional.dropout3d: _dropout_rate,
+    functional.scaled_dot_product_attention: _attention_rate,
+} | dict.fromkeys(
+    (
+        *(functional.alpha_dropout, functional.feature_alpha_dropout, functional.rrelu),
+        *(torch.rand_like, torch.randn_like, torch.bernoulli, Tensor.bernoulli),
+        *(Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.exponential_),
+    ),
+    lambda *_, **__: 1.0,
+)
+#: Ranks that are threads share torch's generators.  Without this lock two of them can deadlock on
+#: torch's own, which `get_state` holds while the garbage collector may switch threads.
+_STATES: Final = Lock()
+
+
+def _generators(device: torch.device) -> list[torch.Generator]:
+    """Torch's default generators, which functions on `device` draw from."""
+    index = device.index or 0
+    gpu = [torch.cuda.default_generators[index]] if device.type == "cuda" else []
+    return [torch.default_generator, *gpu]
+
+
+@contextmanager
+def seeded(device: torch.device, seed: int) -> Iterator[None]:
+    """Seed torch's default generators; afterwards they continue from where they were."""
+    generators = _generators(device)  # torch.manual_seed walks the stack for each device
+    with _STATES:
+        before = [generator.get_state() for generator in generators]
+        for generator in generators:
+            generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        with _STATES:
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
+
+
+def synchronize(axis: Axis, device: torch.device) -> None:
+    """Give all ranks of `axis` the generator states of its first rank."""
+    for generator in _generators(device):
+        state = broadcast(generator.get_state().to(device), axis)
+        generator.set_state(state.cpu())
+
+
+class ShardedRandom(TorchFunctionMode):
+    """Draws random numbers for sharded activations from the rank's own generator.
+
+    The mode costs about a microsecond for each function called, so that it is entered only in the
+    first pass, in passes of a model with a layer of dropout, and after a pass that drew numbers.
     """
-    marks = Marks(tensors)
-    tensors.draws = marks.draws = Draws(tensors.axis, model.modules())
-    for name, style in styles.items():
-        module = model.get_submodule(name)
-        match style.name:
-            case "colwise":
-                columns = _columns(style, known[name], table, tensors.axis.size)
-                module.register_forward_hook(marks.cut(columns), prepend=True)
-            case "rowwise" | "rowwise_split_input":
-                module.register_forward_hook(marks.made(style.by != "whole"), prepend=True)
-            case "vocabulary" if isinstance(module, nn.Embedding):
-                module.register_forward_hook(marks.made(style.by == "sequence"), prepend=True)
-            case "colwise_gather_output":
-                module.register_forward_hook(marks.made(shards=False), prepend=True)
-            case "sequence" if style.by == "join":
-                module.register_forward_hook(marks.made(shards=False), prepend=True)
-            case _:
-                pass
-    return marks
+
+    def __init__(self, axis: Axis, modules: Iterable[nn.Module] = ()) -> None:
+        super().__init__()
+        self.axis, self.drew = axis, True
+        self.dropouts = [module for module in modules if isinstance(module, _DropoutNd)]
+        self.sharded = WeakIdKeyDictionary()  # tensor -> whether it is sharded
+
+    @contextmanager
+    def during(self, device: torch.device) -> Iterator[None]:
+        """Enter the mode for a forward and its backward pass, which may recompute activations."""
+        if self.axis.size == 1:
+            yield
+            return
+        before = [generator.get_state() for generator in _generators(device)]
+        draws = self.drew or any(module.training and module.p > 0 for module in self.dropouts)
+        with self if draws else nullcontext():
+            yield
+        self.sharded.clear()
+        after = [generator.get_state() for generator in _generators(device)]
+        self.drew = not all(map(torch.equal, before, after))
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.backward or func is torch.autograd.backward:
+            return self._backward(*args, **kwargs)
+        given = _tensors((*args, *kwargs.values()))
+        device = next((x.device for x in given if self.sharded.get(x)), None)
+        if device is None:
+            return func(*args, **kwargs)
+        if func in _RANDOM and _RANDOM[func](*args, **kwargs) > 0:
+            seed = int(torch.randint(2**48, ())) * self.axis.size + self.axis.rank
+            with seeded(device, seed):
+                out = func(*args, **kwargs)
+        else:
+            out = func(*args, **kwargs)
+        for x in _tensors([out]):
+            self.sharded[x] = True
+        return out
+
+    def _backward(
+        self, roots: Any, retain_graph: bool | None, create_graph: bool, inputs: Any, **named: Any
+    ) -> None:
+        """Run a backward pass inside the mode, since it may recompute activations.
+
+        Torch disables a mode while the mode handles a function, and `backward` is one.
+        """
+        roots = (roots,) if isinstance(roots, Tensor) else tuple(roots)
+        (grads,) = named.values()  # gradient or grad_tensors
+        grads = grads if isinstance(grads, (list, tuple)) else (grads,) * len(roots)
+        grads = _make_grads(roots, grads, is_grads_batched=False)
+        keep = create_graph if retain_graph is None else retain_graph
+        inputs = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs or ())
+        options = {"allow_unreachable": True, "accumulate_grad": True}
+        with self:
+            _engine_run_backward(roots, grads, keep, create_graph, inputs, **options)
+
+    def mark_outputs(self, model: nn.Module, styles: Mapping[str, Style], split: bool) -> None:
+        """Hook modules of a tensor plan; `split`: the stream is sharded along the sequence.
+
+        Called before other hooks are set: each is prepended, so that these run after those that
+        gather and sum, and before the user's.
+        """
+        sharded = {"colwise": True, "colwise_gather_output": False, "sequence:join": False}
+        sharded |= dict.fromkeys(("rowwise", "rowwise:heads", "rowwise_split_input"), split)
+        sharded |= {"vocabulary": False, "vocabulary:sequence": split}
+        for name, style in styles.items():
+            if style.name == "colwise" or str(style) in sharded:
+                hook = partial(self._mark, sharded.get(str(style), True))
+                model.get_submodule(name).register_forward_hook(hook, prepend=True)
+
+    def mark_inputs(self, model: nn.Module, styles: Mapping[str, Style], split: bool) -> None:
+        """The same for modules whose input is gathered or split; called after hooks are set."""
+        for name, style in styles.items():
+            if style.name in ("gather", "split"):
+                hook = partial(self._mark, split and style.name == "split")
+                model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+
+    def _mark(self, sharded: bool, _: nn.Module, args: Any, last: Any) -> None:
+        """A forward hook, of its output; a forward pre-hook, of its first tensor argument."""
+        given = (*args[:1], *last.values()) if isinstance(last, dict) else (last,)
+        for x in list(_tensors(given))[:1]:
+            self.sharded[x] = sharded
 
 
-def enter(model: nn.Module, styles: Mapping[str, Style], marks: "Marks") -> None:
-    """The same of what goes in, after the hooks that change it, each of which is put last."""
-    for name, style in styles.items():
-        if style.name in ("gather", "split"):
-            given = marks.given(style.name == "split")
-            model.get_submodule(name).register_forward_pre_hook(given, with_kwargs=True)
-
-
-def agree(axis: Axis, device: torch.device) -> None:
-    """The first rank's generators are everyone's: the ranks of `axis` draw alike from here on."""
-    everyones = broadcast(torch.get_rng_state().to(device), axis)
-    torch.set_rng_state(everyones.cpu())
-    if device.type == "cuda":
-        everyones = broadcast(torch.cuda.get_rng_state(device).to(device), axis)
-        torch.cuda.set_rng_state(everyones.cpu(), device)
-
-
-class Marks:
-    """Hooks that mark tensors, where somebody looks at marks."""
-
-    def __init__(self, tensors: Tensors) -> None:
-        self.tensors = tensors
-        self.draws = tensors.draws
-
-    def cut(self, columns: Columns) -> Any:
-        """A forward hook: what comes out is cut so."""
-
-        def after(_: nn.Module, __: Any, y: Any) -> None:
-            if self.draws.on and isinstance(y, Tensor):
-                self.draws.put(y, Cutting(columns, y.shape[:-1].numel()))
-
-        return after
-
-    def made(self, shards: bool) -> Any:
-        """A forward hook: what comes out is whole, or shards of the sequence where it is split."""
-
-        def after(_: nn.Module, __: Any, y: Any) -> None:
-            if self.draws.on and isinstance(y, Tensor):
-                self.draws.put(y, self._shard(y, shards))
-
-        return after
-
-    def given(self, shards: bool) -> Any:
-        """The same of what goes in, as a forward pre-hook."""
-
-        def before(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            tensors = (x for x in (*args[:1], *kwargs.values()) if isinstance(x, Tensor))
-            first = next(tensors, None)
-            if self.draws.on and first is not None:
-                self.draws.put(first, self._shard(first, shards))
-
-        return before
-
-    def _shard(self, x: Tensor, shards: bool) -> Mark | None:
-        stream = self.tensors.stream
-        if not (shards and stream.split and x.dim() > 1):
-            return None
-        size = x.shape[-2]
-        return Shard(stream.lengths.whole(size), stream.axis.size, size)
-
-
-def _columns(style: Style, shape: ModuleShape, table: Table, ranks: int) -> Columns:
-    """How the outputs of a colwise lie."""
-    cut = cuts(style, shape, table, ranks)
-    assert cut is not None
-    own = cut.on(0)
-    if not style.by_heads:
-        part = even(0, shape.out_features // style.parts, ranks)
-        return Columns((own, part) if style.parts > 1 else (own,))
-    queries, keys = table.head_cuts(ranks)
-    leading = partial(Columns, heads=(queries, keys), weight=2)
-    serving = partial(Columns, heads=(keys, queries))
-    if style.by == "kv_heads":
-        return serving((own,))
-    if style.by == "heads":
-        return leading((own,))
-    width = shape.out_features // (queries.whole + 2 * keys.whole)
-    q, kv = leading((wide(queries, 0, width),)), serving((wide(keys, 0, width),))
-    return leading((own,), parts=(q, kv, kv))
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among `values`, in lists and tuples too."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)

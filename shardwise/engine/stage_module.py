@@ -185,7 +185,7 @@ def twin(
 def agree(model: nn.Module, axis: Axis, device: torch.device) -> None:
     """The first rank's weights, buffers and random numbers to come are those of all ranks."""
     if axis.size > 1:
-        rng.agree(axis, device)
+        rng.synchronize(axis, device)
     for t in [*model.parameters(), *model.buffers()] if axis.size > 1 else []:
         if not t.is_meta and t.numel():
             together = t.data.contiguous()

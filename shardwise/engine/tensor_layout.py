@@ -9,8 +9,8 @@ from shardwise.comm.uneven import part
 from shardwise.comm.world import Axis
 from shardwise.core.model_spec import CutLoss
 from shardwise.core.uneven import Cut
+from shardwise.engine.rng import ShardedRandom
 from shardwise.kernels.matmul import BY_TORCH
-from shardwise.parallel.tensor.dropout import Draws
 from shardwise.parallel.tensor.linear import Stream
 
 Groups = tuple[tuple[int, ...], ...]
@@ -59,14 +59,14 @@ class Tensors:
     """A model on the tensor axis; on an axis of one rank nothing is held and nothing moves.
 
     losses    each parallel loss of this step, in the order of its forward passes
-    draws     random numbers of what is cut
+    random    random numbers of sharded activations
     """
 
     axis: Axis
     stream: Stream
     held: dict[str, Held] = field(default_factory=dict)
     losses: list[CutLoss] = field(default_factory=list)
-    draws: Draws = field(default_factory=lambda: Draws(Axis("none")))
+    random: ShardedRandom = field(default_factory=lambda: ShardedRandom(Axis("none")))
 
     def of(self, name: str) -> Held:
         """How parameter `name` is held; alike on all ranks where nothing else is said."""

@@ -61,7 +61,8 @@ def lay_out(model: nn.Module, world: World, sp: bool, table: Table | None) -> Te
     known = shapes(model)
     styles = assign(table, list(known), sp)
     layout = _Layout(model, world, tensors)
-    marks = rng.follow(model, styles, known, table, tensors)
+    random = tensors.random = rng.ShardedRandom(axis, model.modules())
+    random.mark_outputs(model, styles, sp)
     layout.entered = [name for name, style in styles.items() if style.name == "gather"]
     for name, style in styles.items():
         sizes = cuts(style, known[name], table, axis.size)
@@ -71,8 +72,8 @@ def lay_out(model: nn.Module, world: World, sp: bool, table: Table | None) -> Te
         for attribute, number in changed.items():
             setattr(model.get_submodule(name), attribute, number)
     layout.cut()
-    rng.enter(model, styles, marks)
-    rng.agree(axis, world.device)
+    random.mark_inputs(model, styles, sp)
+    rng.synchronize(axis, world.device)
     for stream in (layout.stream, layout.whole):
         model.register_forward_hook(partial(_end, stream))
     return tensors

@@ -27,7 +27,7 @@ from shardwise.core.errors import RankError, RunError, bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
 from shardwise.verify.finding import Finding
-from shardwise.verify.limits import unlike_one_process
+from shardwise.verify.limits import batch_norm_note, dropout_note
 from shardwise.verify.options import Options, table_in, units_in
 from shardwise.verify.parity import prove
 from shardwise.verify.report import Report, report, show
@@ -69,14 +69,15 @@ def verify(
     if not started:
         require_local(plan.size)
     # a bad name or model is answered here, before anything starts
-    note = unlike_one_process(smoke_test(model, plan, options), plan)
+    made = smoke_test(model, plan, options)
+    note = batch_norm_note(made, plan)
     if not started:
         findings = _on_new_ranks(plan, model, steps, options, note)
     else:
         world = init()
         require(plan, world.size)
         findings = all_gather_object(prove(world, plan, model, steps, options), world)
-    found = replace(report(plan, model, findings), note=note)
+    found = replace(report(plan, model, findings), note=note, changed=dropout_note(made))
     if not wire:
         return found
     on_wire = wire_of(plan, model, None, options)
@@ -160,8 +161,8 @@ def verify_command(
     if start is None or start.rank == 0:
         if as_json:
             print(found.json())
-            if found.note and not found.holds:
-                print(found.note, file=sys.stderr)
+            for note in found.notes:
+                print(note, file=sys.stderr)
         else:
             show(found, Console())
     raise typer.Exit(0 if found.holds else 1)

@@ -1,66 +1,73 @@
 """Modules that a plan does not compute as one process does: batch norm and dropout.
 
     batch norm   in training, its statistics are of the rows that a rank has, not of the whole batch
-    dropout      is drawn for the rows that a rank has at once: several data ranks, or several
-                 microbatches, draw in another order than one process does for the whole batch;
-                 and under a pipeline for each stage by itself
+    dropout      its masks depend on the data rank, microbatch, stage and tensor rank
 
-A proof of such a model fails because of the model, and the report says so.  On the tensor axis
-alone dropout draws what one process draws (parallel/tensor/dropout.py).
+A proof of a model with batch norm fails under a plan that divides the batch, and the report says
+why.  Dropout is set to 0 for a proof, in the plan's model and in the one process beside it, and the
+report says so.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from shardwise.core.plan import Plan
+from shardwise.models.trainable import Trainable
 
 NAMED = 3  # modules of each kind that are named
 
 
-def unlike_one_process(model: nn.Module, plan: Plan) -> str:
+def batch_norm_note(model: nn.Module, plan: Plan) -> str:
     """Why the model under `plan` cannot match one process, and what to prove instead; "" if it can.
 
-    Plans that cut the rows of the batch are meant, and of dropout pipelines; of a batch that stays
-    together on one stage nothing is said.
+    Plans that divide the batch into shares of data ranks or microbatches are meant.
     """
-    cuts, staged = plan.data_size * plan.microbatches > 1, plan.pipeline is not None
     norms = [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
-    drops = [name for name, m in model.named_modules() if m.training and _draws(m)]
-    reasons = []
-    if norms and cuts:
-        rows = "each microbatch's rows" if staged else "each rank's own rows"
-        whose = f"whose statistics in training are of {rows}, not of the whole batch"
-        reasons.append(f"batch norm ({_listed(norms)}), {whose}")
-    if drops and staged:
-        reasons.append(f"dropout ({_listed(drops)}), drawn for each stage and microbatch by itself")
-    elif drops and cuts:
-        reasons.append(f"dropout ({_listed(drops)}), which each rank draws for its own rows")
-    if not reasons:
+    if not norms or plan.data_size * plan.microbatches == 1:
         return ""
-    has, cut = "; and ".join(reasons), "cuts the batch" if cuts else "has a pipeline"
-    pipeline = ", pipeline" * staged
+    rows = "each rank's own rows" if plan.pipeline is None else "each microbatch's rows"
     return (
-        f"This model cannot match one process under a plan that {cut}: it has {has}. To "
-        "prove the rest, build it with dropout of 0, and with GroupNorm or LayerNorm in place of "
-        f"batch norm; or prove a plan without data ranks{pipeline} and accumulation, such as tp2."
+        f"This model cannot match one process under a plan that divides the batch: it has batch "
+        f"norm ({_listed(norms)}), whose statistics in training are of {rows}, not of the whole "
+        "batch. To prove the rest, build it with GroupNorm or LayerNorm in place of batch norm; or "
+        "prove a plan without data ranks and microbatches, such as tp2."
     )
 
 
-def _draws(module: nn.Module) -> bool:
-    """Whether it drops something at random: a layer for it, or a rate that it applies itself."""
-    if isinstance(module, _DropoutNd):
-        return module.p > 0
-    return any(rate > 0 for rate in _rates(module))
+def dropout_note(model: nn.Module) -> str:
+    """What a proof changed of the model; "" where nothing."""
+    drops = [name for name, m in model.named_modules() if m.training and any(_rates(m))]
+    if not drops:
+        return ""
+    return (
+        f"Dropout ({_listed(drops)}) was set to 0 on both sides of the comparison: its masks "
+        "depend on the plan."
+    )
 
 
-def _rates(module: nn.Module) -> Iterator[float]:
-    """Rates of dropout among its attributes: attention and recurrent layers keep theirs so."""
+def without_dropout(trainable: Trainable) -> Trainable:
+    """The same model with every rate of dropout set to 0."""
+
+    def make() -> nn.Module:
+        model = trainable.make()
+        for module in model.modules():
+            for name in _rates(module):
+                setattr(module, name, 0.0)
+        return model
+
+    return replace(trainable, make=make)
+
+
+def _rates(module: nn.Module) -> Iterator[str]:
+    """Attributes that are rates of dropout above 0, as attention and recurrent layers have too."""
     for name, value in vars(module).items():
-        if "drop" in name and isinstance(value, float):
-            yield value
+        is_rate = "drop" in name or (name == "p" and isinstance(module, _DropoutNd))
+        if is_rate and isinstance(value, float) and value > 0:
+            yield name
 
 
 def _listed(names: list[str]) -> str:

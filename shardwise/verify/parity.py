@@ -46,6 +46,7 @@ from shardwise.predict.traffic import Line, by_kind
 from shardwise.verify.async_oracle import AsyncOracle
 from shardwise.verify.difference import Expected, compared, scalar
 from shardwise.verify.finding import NEVER, Errors, Finding, Parts, Piece
+from shardwise.verify.limits import without_dropout
 from shardwise.verify.memory import attributes, over_steps
 from shardwise.verify.options import Options
 from shardwise.verify.oracle import Oracle
@@ -59,8 +60,8 @@ RECIPE_16: Final = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-2, weight_decay=0.1)
 ROWS, ROWS_16 = 2, 8
 #: A loss scale at which every gradient in fp16 overflows, and the loss in fp32 does not.
 OVERFLOW: Final = 2.0**100
-#: Torch's own generator, of which threads have one: a model may draw its weights from it, and the
-#: first gradients may draw dropout.
+#: Torch's own generator, of which threads have one: a model may draw its weights from it, and
+#: numbers in its forward.
 BUILDING: Final = Lock()
 
 
@@ -70,7 +71,7 @@ def prove(
     """Train the model named `model` by `plan` and alone, and compare. Called by all ranks."""
     options = options or Options()
     with BUILDING:
-        trainable = find(model)
+        trainable = without_dropout(find(model))
         oracles = alone_of(trainable, plan, world.device)
         clip = None if is_asynchronous(plan) else clip_of(oracles, trainable, world.device)
 
@@ -161,7 +162,7 @@ def clip_of(oracles: Oracles, trainable: Trainable, device: torch.device) -> flo
     """
     assert isinstance(oracles.exact, Oracle)
     exact, batch = oracles.exact, trainable.batch(ROWS, SEED, device)
-    _, found = _drawn(0, lambda: exact.gradients(batch))  # the same dropout on every rank
+    _, found = _drawn(0, lambda: exact.gradients(batch))  # the same numbers on every rank
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in found.values() if g is not None))
     return 2.0 ** (math.frexp(norm)[1] - 2) if norm > 0 and math.isfinite(norm) else None
 
@@ -339,7 +340,7 @@ def _named(found: Errors | Parts, kind: str) -> Errors | Parts:
 
 
 def _drawn(step: int, act: Callable[[], Any]) -> Any:
-    """A step in which dropout draws what it draws in the other's."""
+    """A step in which a model that draws numbers draws those of the other's step."""
     torch.manual_seed(SEED + step)
     return act()
 

@@ -49,7 +49,8 @@ class Report:
 
     Bytes and memory are of the first rank whose numbers disagree with theory, or of rank 0.
     `uncovered` names a tensor that the ranks together do not show once, or is empty. `note` is why
-    such a model cannot match one process (limits.py), where that is so. `strays` says which of that
+    such a model cannot match one process, and `changed` what of it the proof changed (limits.py);
+    empty where there is nothing to say. `strays` says which of that
     rank's storages are in no category (memory.py). `wire` is what `--wire` found (wire.py).
     """
 
@@ -62,6 +63,7 @@ class Report:
     first_difference: Difference | None
     uncovered: str = ""
     note: str = ""
+    changed: str = ""
     strays: str = ""
     wire: Wire | None = None
 
@@ -69,6 +71,12 @@ class Report:
     def bound(self) -> float:
         """The largest error that holds."""
         return BOUNDS[Plan.parse(self.plan).precision or "fp64"]
+
+    @property
+    def notes(self) -> list[str]:
+        """What to say beside the table."""
+        why = "" if self.holds else self.note
+        return [note for note in (why, self.changed) if note]
 
     def json(self) -> str:
         """One JSON object with the fields of the report, and what its columns are."""
@@ -183,8 +191,8 @@ def show(found: Report, console: Console) -> None:
     if found.uncovered:
         console.print(f"Not every element was compared. {found.uncovered}")
     console.print("It holds." if found.holds else "It does not hold.")
-    if found.note and not found.holds:
-        console.print(found.note)
+    for note in found.notes:
+        console.print(note)
 
 
 def show_wire(wire: Wire, console: Console) -> None:

@@ -1,172 +1,283 @@
-"""Dropout inside blocks of every table: three steps on the tensor axis are one process's.
+"""Dropout on the tensor axis: equal masks for whole activations, different ones for sharded.
 
 Ranks are processes: threads would share torch's default generator.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
-from shardwise.comm.world import World
-from tests.engine.cases import Case, Run, Task, ranks_of, regression, share
-from tests.engine.tensors import ADAMW, Held, assert_counted, assert_parity, train, whole_run
-from tests.parallel.layers import APART, COUNTS, HIDDEN, PAIR, TOGETHER, WIDTH, Kind, Mlp, sequences
+import shardwise as sw
+from shardwise.comm.world import World, traced
+from shardwise.core.errors import InputError
+from shardwise.core.mesh import Mesh
+from shardwise.engine.engine import Engine
+from shardwise.engine.parallelize import parallelize
+from shardwise.engine.rng import ShardedRandom
 from tests.pool import run_gloo
 
-ROWS = 4  # a multiple of the heads of a rank, so that a row could be taken for some
-
-
-class Gated(nn.Module):
-    """Gate and up in one weight; the gate is dropped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.drop = nn.LayerNorm(WIDTH), nn.Dropout(0.3)
-        self.both, self.down = nn.Linear(WIDTH, 2 * HIDDEN), nn.Linear(HIDDEN, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.both(self.norm(x)).chunk(2, -1)
-        return x + self.down(functional.silu(self.drop(gate)) * up)
+WORDS, WIDTH, HEADS, HEAD, HIDDEN, POSITIONS, ROWS = 31, 20, 6, 4, 27, 9, 8
+TABLE = sw.Table.of(
+    {
+        "embed": "vocabulary",
+        "head": "vocabulary",
+        "*.attn.[qkv]": "colwise:heads",
+        "*.attn.out": "rowwise:heads",
+        "*.up": "colwise",
+        "*.down": "rowwise",
+    },
+    heads=HEADS,
+    sequence={
+        "embed": "vocabulary:sequence",
+        "*norm[12]": "sequence",
+        "norm": "sequence:join",
+        "head": "vocabulary:whole",
+    },
+)
 
 
 class Attention(nn.Module):
-    """Heads of width 2, q, k and v apart or packed; `rates` of dropout on each of the three.
-
-    "features" on [B, T, D], "head" on [B, h, T, 2], "result" on what they make, [B, T, D].
-    """
-
-    def __init__(self, heads: int, kv_heads: int, packed: bool, rates: Mapping[str, float]) -> None:
-        super().__init__()
-        self.heads, self.kv_heads, self.packed = heads, kv_heads, packed
-        self.norm = nn.LayerNorm(WIDTH)
-        sizes = [2 * heads, 2 * kv_heads, 2 * kv_heads]
-        if packed:
-            self.qkv = nn.Linear(WIDTH, sum(sizes))
-        else:
-            self.q, self.k, self.v = (nn.Linear(WIDTH, size) for size in sizes)
-        self.out = nn.Linear(2 * heads, WIDTH)
-        places = ("features", "head", "result")
-        self.drop = nn.ModuleDict({place: nn.Dropout(rates.get(place, 0.0)) for place in places})
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        sizes = [2 * self.heads, 2 * self.kv_heads, 2 * self.kv_heads]
-        made = self.qkv(y).split(sizes, -1) if self.packed else (self.q(y), self.k(y), self.v(y))
-        by_head = (self.drop["features"](z).unflatten(-1, (-1, 2)).transpose(1, 2) for z in made)
-        q, k, v = map(self.drop["head"], by_head)
-        mixed = functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-        return x + self.out(self.drop["result"](mixed.transpose(1, 2).flatten(2)))
-
-
-class Shifting(nn.Module):
-    """Dropout of a block's input, of the whole sequence, and of what is split again."""
+    """Dropout of 0.2 on its weights."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.drop = nn.Dropout(0.2), nn.Dropout(0.3)
-        self.norm, self.before, self.after = nn.LayerNorm(WIDTH), nn.Identity(), nn.Identity()
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.q, self.k, self.v = (nn.Linear(WIDTH, HEADS * HEAD) for _ in range(3))
+        self.out = nn.Linear(HEADS * HEAD, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.first(x)
-        whole = self.drop(self.before(self.norm(x)))
-        y = self.drop(self.after(whole + whole.roll(1, 1)))
-        return x + self.down(functional.gelu(self.up(y)))
+        """From [B, T, D] to [B, T, D]."""
+        made = (p(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        p = 0.2 if self.training else 0.0
+        y = functional.scaled_dot_product_attention(*made, dropout_p=p, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
 
 
-def hooked() -> nn.Module:
-    """A block whose layers' outputs are dropped by hooks of the user's."""
-    block = Mlp()
-    for layer in (block.up, block.down):
-        layer.register_forward_hook(drop)
-    return block
+class Block(nn.Module):
+    """Dropout in the feed-forward layer (`mid`), and on what both halves add to the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1, self.attn = nn.LayerNorm(WIDTH), Attention()
+        self.norm2, self.up = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN)
+        self.mid, self.down = nn.Dropout(0.3), nn.Linear(HIDDEN, WIDTH)
+        self.stream = nn.Dropout(0.25)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From [B, T, D] to [B, T, D]."""
+        x = x + self.stream(self.attn(self.norm1(x)))
+        return x + self.stream(self.down(self.mid(functional.gelu(self.up(self.norm2(x))))))
 
 
-def drop(_: nn.Module, __: Any, y: Tensor) -> Tensor:
-    return functional.dropout(y, 0.3)
+class Net(nn.Module):
+    """A language model that drops in every place; no size divides by 4."""
+
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.embed, self.first = nn.Embedding(WORDS, WIDTH), nn.Dropout(0.2)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm, self.last = nn.LayerNorm(WIDTH), nn.Dropout(0.2)
+        self.head = nn.Linear(WIDTH, WORDS)
+        self.tensor_table = TABLE
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """From [B, T] to logits [B, T, V]."""
+        x = self.first(self.embed(tokens))
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute else block(x)
+        return self.head(self.last(self.norm(x)))
 
 
-def attention(heads: int, kv_heads: int, packed: bool, **rates: float) -> Kind:
-    """Attention that drops."""
-    styles = {n: s for n, s in (TOGETHER if packed else APART).items() if s != "replicated"}
-    make = partial(Attention, heads, kv_heads, packed, rates)
-    return Kind(make, styles, heads=heads, kv_heads=kv_heads, sets=COUNTS)
+def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The cross-entropy of the next token."""
+    return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
-JOINED = {"norm": "sequence", "before": "sequence:join", "after": "split"}
-KINDS: dict[str, Kind] = {
-    "gate": Kind(Gated, {"both": "colwise:2", "down": "rowwise"}),
-    "features": attention(4, 2, False, features=0.3, result=0.2),
-    "features of packed": attention(6, 2, True, features=0.3, result=0.2),
-    "heads": attention(4, 2, False, head=0.3),
-    "heads of packed": attention(6, 2, True, head=0.3),
-    "joined": Kind(Shifting, PAIR, JOINED),
-    "hooked": Kind(hooked, PAIR),
+def engine_of(world: World, plan: str, recompute: bool = False) -> Engine:
+    """The model under `plan`; ranks begin with generators in different states."""
+    torch.manual_seed(1)
+    model = Net(recompute)
+    torch.manual_seed(world.rank)
+    return parallelize(model, f"{plan} fp64", world, optimizer=sw.SGD(lr=0.1), loss=loss)
+
+
+def batch(step: int) -> Tensor:
+    """Tokens, alike on all ranks."""
+    own = torch.Generator().manual_seed(step)
+    return torch.randint(WORDS, (ROWS, POSITIONS + 1), generator=own)
+
+
+Masks = dict[str, list[Tensor]]
+
+
+def note_masks(model: nn.Module) -> Masks:
+    """What each dropout layer keeps, by its name, filled as the model runs."""
+    found: Masks = {}
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda _, __, y: found.setdefault(name, []).append(y.detach() != 0)
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(note(name))
+    return found
+
+
+def masks_of_steps(world: World, plan: str) -> tuple[Masks, list[float]]:
+    """The masks of a rank in two steps and, of the second, once more from the state before it."""
+    engine = engine_of(world, plan)
+    found, losses = note_masks(engine.model), [engine.step(batch(0)).loss]
+    state = torch.get_rng_state()
+    losses.append(engine.step(batch(1)).loss)
+    torch.set_rng_state(state)
+    losses.append(engine.step(batch(1)).loss)
+    return found, losses
+
+
+#: Of the layers of dropout, those whose input is whole on every rank.
+WHOLE = {
+    "tp2": ("first", "stream", "last"),
+    "tp4": ("first", "stream", "last"),
+    "tp2 sp": ("last",),
+    "tp4 sp": ("last",),
 }
 
 
-def task(name: str) -> Task:
-    """The training of a kind of block."""
-    return Task(KINDS[name].model, partial(sequences, rows=ROWS), regression, None)
+@pytest.mark.parametrize("plan", WHOLE)
+def test_masks(plan: str):
+    """Whole activations have one mask, sharded ones one on each rank; all at the layers' rates."""
+    ranks = run_gloo(int(plan[2]), masks_of_steps, plan)
+    assert all(losses == ranks[0][1] for _, losses in ranks)
+    rates = {"first": 0.2, "last": 0.2, "mid": 0.3, "stream": 0.25}
+    for name, first in ranks[0][0].items():
+        kind, others = name.rpartition(".")[2], [found[name] for found, _ in ranks[1:]]
+        for one, *rest in zip(first, *others, strict=True):
+            same = [torch.equal(one, other) for other in rest]
+            assert same == [kind in WHOLE[plan]] * len(rest), name
+        every = torch.cat([mask.flatten() for mask in first])
+        assert 1 - every.double().mean() == pytest.approx(rates[kind], abs=0.05)
 
 
-def drawing(world: World, work: Task, case: Case) -> tuple[Held, Tensor]:
-    """What a rank saw of the training, and the generator after it."""
-    torch.manual_seed(world.rank)  # the first rank's of a tensor axis is that axis's from here on
-    return train(world, work, case), torch.get_rng_state()
+@pytest.mark.parametrize("plan", ["tp2", "tp2 sp"])
+def test_the_default_generator_s_state_restores_all_masks(plan: str):
+    """From a saved state a rank draws the same masks again, whole and sharded; else others."""
+    for found, _ in run_gloo(2, masks_of_steps, plan):
+        for masks in found.values():
+            one, two, again = torch.stack(masks).chunk(3)
+            assert torch.equal(two, again) and not torch.equal(one, two)
 
 
-def one_process(work: Task, case: Case) -> tuple[Run, Tensor]:
-    """The same of one process that begins as the first rank does."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return whole_run(work, case), torch.get_rng_state()
+def gradients(world: World, plan: str, recompute: bool) -> dict[str, Tensor]:
+    """This rank's gradients of a step."""
+    engine = engine_of(world, plan, recompute)
+    engine.step(batch(0))
+    return {box.name: box.tensor for box in engine.gradients()}
 
 
-def begun(work: Task, rank: int) -> Tensor:
-    """The generator with which that rank begins, having made its model."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(rank)
-        work.make()
-        return torch.get_rng_state()
+@pytest.mark.parametrize("plan", ["tp2", "tp2 sp", "pp2 tp2 1f1b:2"])
+def test_recomputation_draws_the_same_masks(plan: str):
+    """With checkpointed blocks the gradients are those of kept activations, on every rank."""
+    ranks = 4 if plan.startswith("pp") else 2
+    kept, again = (run_gloo(ranks, gradients, plan, recompute) for recompute in (False, True))
+    for one, other in zip(kept, again, strict=True):
+        assert one.keys() == other.keys()
+        for name, gradient in one.items():
+            torch.testing.assert_close(other[name], gradient, rtol=1e-12, atol=1e-14, msg=name)
 
 
-CASES = [(plan, name) for plan in ("tp2", "tp2 sp", "tp4 sp") for name in KINDS]
+def out_of_step(world: World) -> str:
+    """What the first step says where rank 1 has drawn one number more."""
+    engine = engine_of(world, "tp2")
+    torch.rand(world.rank)
+    try:
+        engine.step(batch(0))
+    except InputError as error:
+        return str(error)
+    return ""
 
 
-@pytest.mark.parametrize(("plan", "name"), CASES)
-def test_parity(plan: str, name: str):
-    """Packed columns, heads that ranks share, split and joined sequences: all drop as one does."""
-    case = Case(f"{plan} fp64", **ADAMW)
-    found = run_gloo(ranks_of(plan), drawing, task(name), case)
-    expected, after = one_process(task(name), case)
-    assert_parity([held for held, _ in found], expected, 1e-10)
-    assert_counted([held for held, _ in found])
-    assert all(torch.equal(state, after) for _, state in found)
+def test_generators_out_of_step_are_refused():
+    """Ranks that drop whole activations differently: the first step's gradients show it."""
+    for said in run_gloo(2, out_of_step):
+        assert "the gradient of blocks.0.norm1.weight, which differs between the ranks" in said
+        assert "with the same random numbers" in said
 
 
-@pytest.mark.parametrize("plan", ["dp2 tp2", "dp2 tp2 sp zero3"])
-def test_each_data_rank_draws_for_its_rows(plan: str):
-    """Ranks of one tensor axis draw as one process would for their rows; another axis otherwise."""
-    case, work = Case(f"{plan} fp64", **ADAMW), task("features")
-    found = run_gloo(ranks_of(plan), drawing, work, case)
-    states = [begun(work, first) for first in (0, 2)]
+# --- one rank at a time ----------------------------------------------------------------------
 
-    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-        means: list[Tensor] = []
-        for data_rank in range(2):
-            torch.set_rng_state(states[data_rank])
-            means.append(work.loss(model, share(batch, data_rank, 2)))
-            states[data_rank] = torch.get_rng_state()
-        return torch.stack(means).mean()
 
-    expected, _ = one_process(replace(work, loss=loss), case)
-    assert_parity([held for held, _ in found], expected, 1e-10)
-    assert [torch.equal(state, states[0]) for _, state in found] == [True, True, False, False]
-    assert [torch.equal(state, states[1]) for _, state in found] == [False, False, True, True]
+def ones(*shape: int) -> Tensor:
+    return torch.ones(shape, dtype=torch.float64)
+
+
+def attend(x: Tensor) -> Tensor:
+    return functional.scaled_dot_product_attention(x, x, torch.eye(6).double(), dropout_p=0.5)
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": lambda x: functional.dropout(x, 0.4),
+    "inplace": lambda x: functional.dropout(x * 1, 0.4, inplace=True),
+    "layer": nn.Dropout(0.4),
+    "channels": lambda x: functional.dropout1d(x, 0.4),
+    "alpha": lambda x: functional.alpha_dropout(x, 0.4, training=True),
+    "rrelu": lambda x: functional.rrelu(-x, training=True),
+    "attention": attend,
+    "rand_like": torch.rand_like,
+    "bernoulli": lambda x: torch.bernoulli(x * 0.5),
+    "normal_": lambda x: torch.empty_like(x).normal_(1.0, 2.0),
+    "made of it": lambda x: functional.dropout(torch.cat([x, x]).view(2, 6, 6)[0], 0.4),
+}
+
+
+def drawn(rank: int, sharded: bool, draw: Callable[[Tensor], Any]) -> tuple[Any, Tensor]:
+    """What a rank of four draws for a tensor, and the state of torch's generator after it."""
+    random, x = ShardedRandom(traced(rank, 4).on(Mesh((("tp", 4),))).axis("tp")), ones(6, 6)
+    random.sharded[x] = sharded
+    torch.manual_seed(7)
+    with random:
+        return draw(x), torch.get_rng_state()
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_functions_that_draw(name: str):
+    """For a sharded tensor each rank draws its own numbers; the default generators stay equal."""
+    (one, state), *others = [drawn(rank, True, DRAWS[name]) for rank in range(4)]
+    assert all(torch.equal(state, other) for _, other in others)
+    assert not any(torch.equal(one, other) for other, _ in others)
+    assert torch.equal(one, drawn(0, True, DRAWS[name])[0])
+    whole = [drawn(rank, False, DRAWS[name])[0] for rank in range(4)]
+    assert all(torch.equal(whole[0], other) for other in whole)
+
+
+def quiet(x: Tensor) -> Tensor:
+    y = functional.dropout(functional.dropout(x, 0.0), 0.5, training=False)
+    return functional.scaled_dot_product_attention(y, y, y)
+
+
+def test_a_rate_of_zero_draws_nothing():
+    """Dropout of 0, dropout in eval mode and attention without it leave the generator alone."""
+    assert torch.equal(drawn(1, True, quiet)[1], torch.Generator().manual_seed(7).get_state())
+
+
+def test_the_mode_is_entered_only_where_something_draws():
+    """In the first pass, after a pass that drew, and where a layer has a rate above 0."""
+    layer, axis = nn.Dropout(0.0), traced(0, 2).on(Mesh((("tp", 2),))).axis("tp")
+    random = ShardedRandom(axis, [layer])
+
+    def entered(draw: bool = False) -> bool:
+        with random.during(torch.device("cpu")):
+            if draw:
+                torch.rand(1)
+            return torch.overrides._get_current_function_mode() is random
+
+    assert [entered(), entered(draw=True), entered(), entered()] == [True, False, True, False]
+    layer.p = 0.1
+    assert entered()
+    with pytest.raises(KeyError), random.during(torch.device("cpu")):
+        raise KeyError
+    assert torch.overrides._get_current_function_mode() is None

@@ -3,7 +3,7 @@
 gpt        two blocks, odd sizes, rows with different numbers of tokens
 tied       the same with one weight for the embedding and the logits
 layers     linear layers with biases, a frozen one among them, and running statistics
-dropout    the layers with dropout, for plans that do not divide the batch
+training   the layers, with a factor that they apply in training alone
 """
 
 from collections.abc import Callable
@@ -41,15 +41,16 @@ def text(rows: int, seed: int) -> dict[str, Tensor]:
 
 
 class Block(nn.Module):
-    """Two linear layers around which the input goes, with dropout between them."""
+    """Two linear layers around which the input goes, with a factor between them in training."""
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, factor: float) -> None:
         super().__init__()
+        self.factor = factor
         self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
-        self.drop = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.drop(torch.tanh(self.up(x))))
+        y = torch.tanh(self.up(x))
+        return x + self.down(y * self.factor if self.training else y)
 
 
 class Layers(nn.Module):
@@ -58,10 +59,10 @@ class Layers(nn.Module):
     The norm's running statistics are sent as any other's; they do not depend on the rows.
     """
 
-    def __init__(self, dropout: float) -> None:
+    def __init__(self, factor: float) -> None:
         super().__init__()
         self.norm = nn.InstanceNorm1d(1, track_running_stats=True, momentum=0.0)
-        self.blocks = nn.Sequential(*(Block(dropout) for _ in range(4)))
+        self.blocks = nn.Sequential(*(Block(factor) for _ in range(4)))
         self.blocks[1].requires_grad_(False)
         self.tensor_table = sw.Table.of({"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
 
@@ -69,9 +70,9 @@ class Layers(nn.Module):
         return self.blocks(self.norm(x.unsqueeze(1)).squeeze(1))
 
 
-def layers(dropout: float) -> nn.Module:
+def layers(factor: float) -> nn.Module:
     """The layers with the same weights in every thread."""
-    return settled(Layers(dropout))
+    return settled(Layers(factor))
 
 
 def vectors(rows: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -92,8 +93,8 @@ def _gpt(name: str, config: gpt.GPTConfig) -> Trainable:
 MODELS: dict[str, Callable[[], Trainable]] = {
     "gpt": lambda: _gpt("gpt", CONFIG),
     "tied": lambda: _gpt("tied", TIED),
-    "layers": lambda: Trainable("layers", partial(layers, 0.0), error, vectors),
-    "dropout": lambda: Trainable("dropout", partial(layers, 0.3), error, vectors),
+    "layers": lambda: Trainable("layers", partial(layers, 1.0), error, vectors),
+    "training": lambda: Trainable("training", partial(layers, 0.7), error, vectors),
 }
 
 

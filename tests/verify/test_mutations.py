@@ -6,19 +6,19 @@ from collections.abc import Iterator
 import pytest
 
 from shardwise.comm.world import World
-from shardwise.core.errors import InputError, RankError
+from shardwise.core.errors import RankError
 from shardwise.core.plan import Plan
 from shardwise.verify import memory, parity
 from shardwise.verify.finding import Finding
 from shardwise.verify.report import report
-from tests.pool import run_gloo, run_threads
+from tests.pool import run_threads
 from tests.verify import micro
 from tests.verify.mutations import accounts, data, pipeline, tensor
 from tests.verify.mutations.mutation import Mutation
 
 CATALOGUE = (*data.MUTATIONS, *tensor.MUTATIONS, *pipeline.MUTATIONS, *accounts.MUTATIONS)
 NAMED = {mutation.name: mutation for mutation in CATALOGUE}
-PROVED = sorted({(mutation.model, mutation.plan, mutation.processes) for mutation in CATALOGUE})
+PROVED = sorted({(mutation.model, mutation.plan) for mutation in CATALOGUE})
 STEPS = 2
 
 
@@ -48,33 +48,18 @@ def prove(world: World, model: str, plan: str) -> Finding:
     return parity.prove(world, read(plan), model, STEPS)
 
 
-def prove_mutated(world: World, model: str, plan: str, name: str) -> Finding | str:
-    """The same in a process of its own, mutated there; an InputError, which all ranks raise."""
-    with pytest.MonkeyPatch.context() as patch:
-        small(patch)
-        if name:
-            NAMED[name].apply(patch)
-        try:
-            return prove(world, model, plan)
-        except InputError as error:
-            return str(error)
-
-
 def memory_holds(found: Finding) -> bool:
     """Whether a rank holds what theory says."""
     return found.memory_measured == found.memory_predicted
 
 
-def refused_by(model: str, plan: str, findings: list[Finding | str]) -> dict[str, str]:
+def refused_by(model: str, plan: str, findings: list[Finding]) -> dict[str, str]:
     """The parts of a proof that refuse the package, and what they say: none where it holds."""
-    complete = [found for found in findings if not isinstance(found, str)]
-    if len(complete) < len(findings):
-        return {"error": str(findings)}
-    found = report(read(plan), model, complete)
+    found = report(read(plan), model, findings)
     refused = {
         "parity": found.first_difference and str(found.first_difference),
-        "bytes": "" if all(one.bytes_hold for one in complete) else found.sent,
-        "memory": "" if all(map(memory_holds, complete)) else found.memory,
+        "bytes": "" if all(one.bytes_hold for one in findings) else found.sent,
+        "memory": "" if all(map(memory_holds, findings)) else found.memory,
         "coverage": found.uncovered,
     }
     parts = {part: str(said) for part, said in refused.items() if said}
@@ -82,33 +67,28 @@ def refused_by(model: str, plan: str, findings: list[Finding | str]) -> dict[str
     return parts
 
 
-def proved(model: str, plan: str, processes: bool, name: str = "") -> dict[str, str]:
-    """The parts that refuse it, in threads that are mutated already, or in processes."""
-    ranks = read(plan).size
-    if processes:
-        return refused_by(model, plan, run_gloo(ranks, prove_mutated, model, plan, name))
+def proved(model: str, plan: str) -> dict[str, str]:
+    """The parts that refuse it."""
     try:
-        return refused_by(model, plan, run_threads(ranks, prove, model, plan))
+        return refused_by(model, plan, run_threads(read(plan).size, prove, model, plan))
     except RankError as error:
         return {"error": str(error)}
 
 
-@pytest.mark.parametrize(("model", "plan", "processes"), PROVED)
-def test_the_package_holds(model: str, plan: str, processes: bool, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize(("model", "plan"), PROVED)
+def test_the_package_holds(model: str, plan: str, monkeypatch: pytest.MonkeyPatch):
     """Without a mutation each of these plans holds."""
     kept = any((m.model, m.plan, m.refused_by) == (model, plan, "memory") for m in CATALOGUE)
     small(monkeypatch, ten_steps=kept)
-    assert proved(model, plan, processes) == {}
+    assert proved(model, plan) == {}
 
 
 @pytest.mark.parametrize("mutation", CATALOGUE, ids=lambda mutation: mutation.id)
 def test_a_mutation_is_refused(mutation: Mutation, monkeypatch: pytest.MonkeyPatch):
     """The part of the proof that is to find it finds it."""
     small(monkeypatch, ten_steps=mutation.refused_by == "memory")
-    if not mutation.processes:
-        mutation.apply(monkeypatch)
-    found = proved(mutation.model, mutation.plan, mutation.processes, mutation.name)
-    assert mutation.refused_by in found
+    mutation.apply(monkeypatch)
+    assert mutation.refused_by in proved(mutation.model, mutation.plan)
 
 
 def test_there_are_as_many_as_promised():

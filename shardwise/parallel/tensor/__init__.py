@@ -1,1 +1,1 @@
-"""Tensor and sequence parallelism: linear layers, embeddings, logits, cross-entropy, dropout."""
+"""Tensor and sequence parallelism: linear layers, embeddings, logits, cross-entropy."""

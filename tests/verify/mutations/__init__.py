@@ -1,7 +1,7 @@
 """Small sabotages of the package, each of which a proof must refuse.
 
     data.py         rows, hybrid sharding, accumulation, precision, optimizer, buffers
-    tensor.py       tensor and sequence parallelism, logits, dropout
+    tensor.py       tensor and sequence parallelism, logits
     pipeline.py     schedules, stages, ties, weight versions
     accounts.py     bytes, memory, coverage, evaluation, outputs, checkpoints
 

@@ -244,7 +244,7 @@ MUTATIONS = (
     Mutation("every copy saved as the first", "dp2", "error", every_copy_is_the_first),
     Mutation("evaluation of a rank's own rows", "dp2 zero1", "parity", evaluation_of_own_rows),
     Mutation("evaluation as a mean of means", "dp2", "parity", evaluation_of_means),
-    Mutation("outputs with dropout", "tp2", "parity", outputs_while_training, "dropout", True),
+    Mutation("outputs in training mode", "tp2", "parity", outputs_while_training, "training"),
     Mutation("outputs of a rank's own stages", "pp2 1f1b:2", "parity", outputs_of_own_stages),
     Mutation("moments forgotten in a load", "dp2 zero2", "parity", optimizer_state_forgotten),
     Mutation("step counts forgotten in a load", "dp2 zero1", "parity", step_count_forgotten),

@@ -18,7 +18,6 @@ class Mutation:
     refused_by: str
     apply: Callable[[Patch], None]
     model: str = "layers"
-    processes: bool = False  # ranks that are threads share the generator that dropout draws from
 
     @property
     def id(self) -> str:

@@ -1,4 +1,4 @@
-"""Sabotages of tensor and sequence parallelism, of cut logits and of dropout."""
+"""Sabotages of tensor and sequence parallelism, and of cut logits."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,6 @@ from shardwise.engine import tensor_parallel as layout_file
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.tensor import cross_entropy as loss_file
 from shardwise.parallel.tensor import linear as tensor_file
-from shardwise.parallel.tensor.dropout import Draws
 from shardwise.parallel.tensor.linear import Entry, Stream, _Leave
 from shardwise.parallel.tensor.sequence import _Bias
 from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
@@ -115,29 +114,6 @@ def equal_copies_counted_by_every_rank(patch: Patch) -> None:
     around(patch, Flat, "__init__", init)
 
 
-def _during(patch: Patch, act: Any) -> None:
-    def during(real: Any, draws: Draws, device: torch.device) -> Any:
-        act(draws)
-        return real(draws, device)
-
-    around(patch, Draws, "during", during)
-
-
-def masks_drawn_for_parts(patch: Patch) -> None:
-    def alone(draws: Draws) -> None:
-        draws.layers, draws.moved = [], False
-
-    _during(patch, alone)
-
-
-def a_generator_out_of_step(patch: Patch) -> None:
-    def drawn(draws: Draws) -> None:
-        if draws.axis.rank == 1:
-            torch.rand(1)
-
-    _during(patch, drawn)
-
-
 MUTATIONS = (
     Mutation("rows not summed", "tp2", "error", rows_not_summed, "gpt"),
     Mutation("columns not summed backward", "tp2", "error", columns_not_summed_backward, "gpt"),
@@ -165,6 +141,4 @@ MUTATIONS = (
     Mutation(
         "equal copies in the norm twice", "tp2", "parity", equal_copies_counted_by_every_rank, "gpt"
     ),
-    Mutation("masks drawn for parts", "tp2", "parity", masks_drawn_for_parts, "dropout", True),
-    Mutation("a generator out of step", "tp2", "parity", a_generator_out_of_step, "dropout", True),
 )
