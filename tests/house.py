@@ -248,7 +248,7 @@ COUNTING = [
     f"shardwise/comm/{name}.py"
     for name in (
         *("ledger", "volume", "transport", "gloo", "nccl", "shared", "mailbox"),
-        *("threads", "trace", "single", "torch_links"),
+        *("threads", "fake", "torch_links"),
     )
 ]
 
@@ -257,12 +257,12 @@ def counted_apart(source: Source) -> list[str]:
     """What is counted and what is predicted share no arithmetic.
 
     No file of comm/ imports a price or a prediction; the transports and their ledger do not import
-    the table of moves or the door either.  (That predict/ does not import comm/ is a layer's rule.)
+    the table of moves or move.py either.  (That predict/ does not import comm/ is a layer's rule.)
     """
     if source.layer != "comm":
         return []
     priced = ["shardwise.core.moves.price", "shardwise.predict"]
-    asking = ["shardwise.core.moves", "shardwise.comm.move", "shardwise.comm.collectives"]
+    asking = ["shardwise.core.moves", "shardwise.comm.move"]
     refused = priced + asking * (source.path in COUNTING)
     return [
         source.say(node, f"imports {name}: what it counts is compared with that")

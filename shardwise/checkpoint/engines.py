@@ -19,7 +19,7 @@ from shardwise.checkpoint.contents import MODEL
 from shardwise.checkpoint.folder import all_in, as_path, is_whole, passed_over, prune
 from shardwise.checkpoint.open_checkpoint import OpenCheckpoint
 from shardwise.checkpoint.storage import Check
-from shardwise.comm.collectives import broadcast
+from shardwise.comm.move import broadcast
 from shardwise.core.errors import bad
 from shardwise.engine import validate
 from shardwise.engine.engine import Engine

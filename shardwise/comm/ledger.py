@@ -1,13 +1,12 @@
-"""The ledger of one rank: what it handed to other ranks, by axis, kind and phase.
+"""The ledger of one rank: what it sent to other ranks, by axis, kind and phase.
 
     axis     the mesh axis ("dp", "tp", ...)
     kind     the collective (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send)
-    phase    when it was begun (open, start, forward, backward, update, check), which the engine
-             sets
+    phase    when it was begun (open, start, forward, backward, update, check), set by the engine
 
 A transport writes it, at the last point before a tensor goes to torch.distributed or into memory
-that a peer reads.  The numbers come from the tensor that is handed over there.  Neither the door,
-which decides what to ask of a transport, nor the prediction takes part: see volume.py.
+that a peer reads, with the numbers of that tensor.  Neither move.py, which chooses the collective,
+nor the prediction takes part: see volume.py.
 """
 
 from collections.abc import Iterator
@@ -17,11 +16,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from shardwise.comm.volume import Volume
-
 
 class Key(NamedTuple):
-    """What a line of the ledger is found by."""
+    """The key of a line of the ledger."""
 
     axis: str
     kind: str
@@ -30,7 +27,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Tally:
-    """The totals of one line: calls; elements and bytes this rank handed over; peers.
+    """The totals of one line: calls; elements and bytes this rank sent; peers.
 
     `peers` are the ranks that received something in a call, added up over the calls.
     """
@@ -55,18 +52,15 @@ class Line:
     def __init__(self) -> None:
         self.calls = self.elements = self.sent_bytes = self.peers = 0
 
-    def message(self, x: Tensor) -> None:
-        """All of `x` goes to one peer."""
-        numel = x.numel()
-        self.elements += numel
-        self.sent_bytes += numel * x.element_size()
-        self.peers += 1
+    def add(self, x: Tensor, numel: int, peers: int = 1) -> None:
+        """Count `numel` elements of the dtype of `x`, sent to so many peers; of none, nothing.
 
-    def collective(self, x: Tensor, volume: Volume) -> None:
-        """A library carries out a collective on `x`, of which this rank hands over `volume`."""
-        self.elements += volume.elements
-        self.sent_bytes += volume.elements * x.element_size()
-        self.peers += volume.peers
+        The one place where the ledger is written.
+        """
+        if numel:
+            self.elements += numel
+            self.sent_bytes += numel * x.element_size()
+            self.peers += peers
 
     @property
     def tally(self) -> Tally:
@@ -96,7 +90,7 @@ class Ledger:
             self.now = before
 
     def begin(self, axis: str, kind: str) -> Line:
-        """One more call of this kind in the present phase; the line in which its messages count."""
+        """Count one more call of this kind in the current phase; the line for its messages."""
         key = axis, kind, self.now
         line = self._lines.get(key)
         if line is None:

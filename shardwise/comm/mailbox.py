@@ -1,12 +1,12 @@
-"""this file is a mailbox: one way from a rank to another, through memory that both have mapped.
+"""A mailbox: messages from one rank to another, through memory that both have mapped.
 
     | 7 | 8 |     free     | 5 | 6 |      messages 5 to 8 are on their way
     written = 9   put in so far, by the sender
     taken = 5     taken out so far, by the receiver
     places        of message k where it begins and its size, in one number, at k % PLACES
 
-A message lies in one piece, behind the one before it or at the front again.  What finds no room
-goes through gloo, and its place says so.
+A message lies in one piece, behind the one before it or at the front again.  A message that finds
+no room goes through gloo, and its place says so.
 """
 
 import ctypes
@@ -111,14 +111,6 @@ class Outbox:
         return 0 if newest > oldest and size_bytes <= oldest else BY_GLOO
 
 
-def _check_size(sent_bytes: int, expected_bytes: int) -> None:
-    if sent_bytes != expected_bytes:
-        raise RuntimeError(
-            f"a message of {sent_bytes} bytes came where one of {expected_bytes} is expected: "
-            "all ranks are to make the same steps, with tensors of the same shapes"
-        )
-
-
 @dataclass(eq=False, slots=True)
 class Arrival:
     """A message that is expected: one like `like`, for `place`, or to be used where it lies.
@@ -147,9 +139,7 @@ class Inbox:
         """Take out whatever has come; the one that is `wanted` is used where it lies."""
         while self.expected and self.numbers[0] > self.taken:
             one = self.expected[0]
-            told = self.numbers[2 * LINE + self.taken % PLACES]
-            begin = told >> 32
-            _check_size(told & 0xFFFFFFFF, one.like.nbytes)
+            begin = self._next(one.like)
             if one is wanted and one.place is None and one.use is not None and begin != BY_GLOO:
                 one.made = one.use(self.hold.tensor(begin, one.like))
                 one.use = None
@@ -160,25 +150,35 @@ class Inbox:
             self.expected.popleft()
             one.here = True
 
+    def _next(self, like: Tensor) -> int:
+        """Where the next message begins, which has come and must be as long as `like`."""
+        place = self.numbers[2 * LINE + self.taken % PLACES]
+        sent_bytes = place & 0xFFFFFFFF
+        if sent_bytes != like.nbytes:
+            raise RuntimeError(
+                f"a message of {sent_bytes} bytes came where one of {like.nbytes} is expected: all "
+                "ranks must make the same calls with tensors of the same shapes, and the counts of "
+                "an all_to_all must agree"
+            )
+        return place >> 32
+
     @property
     def ready(self) -> bool:
         """Whether a message has come that is not taken out yet."""
         return self.numbers[0] > self.taken
 
-    def use(self, like: Tensor, use: Callable[[Tensor], Tensor]) -> Tensor:
-        """Take out the next message, which has come, like `like`; what `use` makes of it.
+    def use(self, like: Tensor, make: Callable[[list[Tensor]], Tensor]) -> Tensor:
+        """Take out the next message, which has come and is like `like`; what `make` makes of it.
 
-        Where none is expected.
+        Only while no message is expected.
         """
-        told = self.numbers[2 * LINE + self.taken % PLACES]
-        begin = told >> 32
-        _check_size(told & 0xFFFFFFFF, like.nbytes)
+        begin = self._next(like)
         if begin == BY_GLOO:
             place = torch.empty_like(like, memory_format=torch.contiguous_format)
             self.by_gloo(place)
-            made = use(place)
+            made = make([place])
         else:
-            made = use(self.hold.tensor(begin, like))
+            made = make([self.hold.tensor(begin, like)])
         self.taken += 1
         self.numbers[LINE] = self.taken
         return made

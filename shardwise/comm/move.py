@@ -1,38 +1,49 @@
-"""this file is the one door: every byte between ranks passes through it.
+"""Communication between ranks: every byte between them goes through a function of this file.
 
-    start     the work itself, on flat tensors, returning a `Pending`
-    move      the same for tensors of any shape, waited for, and differentiable
-    gather, scatter                 of any shape too, not differentiable
-    begin_scatter                   the same, to be waited for later
+    move            change the placement of a tensor on an axis; differentiable
+    take, join      the same between a whole tensor and parts of different sizes; differentiable
+    all_to_all      send a different number of rows to each rank; differentiable
+    start           move flat tensors asynchronously
+    all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather, scatter, barrier
+                    the collectives under their usual names, with an axis in place of a group
+    send, receive, begin_send, begin_receive
+                    point-to-point messages
 
-No collective has a backward of its own: the backward of `src -> dst` is `dst.dual -> src.dual`,
-so one autograd function serves them all.  On an axis of one rank both are free, so no caller
-asks whether a parallelism is on.  The transports count what they send (ledger.py), not the door.
+A function whose name begins with `begin`, and `start`, return a `Pending`; the others wait for
+their result.  `root`, `to` and `source` are ranks on the axis.
+
+The backward of `src -> dst` is `dst.dual -> src.dual`, so one autograd function serves all moves.
+On an axis of one rank nothing is sent and nothing is counted, so callers need not ask whether a
+parallelism is on.  The transports count what they send (ledger.py); this file does not.
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.once import once
-from shardwise.comm.transport import Pending
+from shardwise.comm.transport import Pending, Transport
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.layout import Placement
 from shardwise.core.moves import what
+from shardwise.core.uneven import Cut
+
+# --- moves ------------------------------------------------------------------------------------
 
 
 def start(
     x: Tensor, axis: Axis, src: Placement, dst: Placement, out: Tensor, behind: bool = False
-) -> Pending:
-    """Begin to bring flat `x` from `src` to `dst`; the result will be in `out`.
+) -> Pending[Any]:
+    """Begin to move flat `x` from `src` to `dst`; the result will be in `out`.
 
-    `x` and `out` are one-dimensional, contiguous and of one dtype; with n ranks and N elements in
+    `x` and `out` are one-dimensional, contiguous and of one dtype.  With n ranks and N elements in
     the whole: S -> R takes N/n to N, P -> S takes N to N/n, P -> R works in place (`out is x`).
-    `out` may be this rank's own block of `x`, and the other way round.  `behind` uses the axis's
-    second queue (see Axis).
+    `out` may be this rank's own block of `x`, and the other way round.  `behind` selects the second
+    queue of the axis (see Axis).
 
     Raises:
         ValueError: there is no such move between flat tensors.
@@ -41,7 +52,9 @@ def start(
     transport = axis.behind if behind else axis.transport
     match "keep" if axis.size == 1 else asked:
         case "keep":
-            return _kept(out, x)
+            if out.data_ptr() != x.data_ptr():
+                out.copy_(x)
+            return Pending()
         case "all_gather":
             return transport.all_gather(out, x)
         case "reduce_scatter":
@@ -52,33 +65,6 @@ def start(
             raise ValueError(f"{src} -> {dst} has no form for flat tensors; use move")
 
 
-def begin_scatter(x: Tensor, axis: Axis, dim: int) -> Callable[[], Tensor]:
-    """Begin P -> S(dim) of `x` of any shape; call the result for this rank's block of the sum.
-
-    It is called once, and until then `x` is left alone.
-    Raises InputError for a dim that the axis's ranks do not divide.
-    """
-    _check_even(x, dim, axis.size)
-    return axis.transport.reduce_scatter_along(x, dim)
-
-
-def scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """`begin_scatter`, and wait for it."""
-    _check_even(x, dim, axis.size)
-    return axis.transport.reduce_scatter_at_once(x, dim)
-
-
-def gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """S(dim) -> R of `x` of any shape: the whole."""
-    return axis.transport.all_gather_along(x, dim)
-
-
-def _kept(out: Tensor, x: Tensor) -> Pending:
-    if out.data_ptr() != x.data_ptr():
-        out.copy_(x)
-    return Pending()
-
-
 def move(
     x: Tensor,
     axis: Axis,
@@ -86,10 +72,10 @@ def move(
     dst: Placement,
     returning: Callable[[], None] | None = None,
 ) -> Tensor:
-    """Give `x` another placement on `axis`.  Differentiable, free when nothing moves.
+    """Change the placement of `x` on `axis`.  Differentiable, free when nothing moves.
 
     `x` is this rank's part: of S(d), the block of dim d.  Dims that are split must divide evenly.
-    `returning` is called whenever a gradient goes back this way, where something moves.
+    `returning` is called in the backward pass, whenever a gradient moves back.
 
     Raises:
         InputError: a dim that the axis's ranks do not divide.
@@ -97,42 +83,83 @@ def move(
     """
     if src == dst or axis.size == 1:
         return x
-    return _Move.apply(x, axis, src, dst, returning)
+    return _Move.apply(x, axis, (_moved, src, dst), (_moved, dst.dual, src.dual), returning)
+
+
+def take(x: Tensor, axis: Axis, cut: Cut, returning: Callable[[], None] | None = None) -> Tensor:
+    """I -> S for parts of different sizes: this rank's part of `x`.  Differentiable."""
+    if axis.size == 1:
+        return x
+    return _Move.apply(x, axis, (_taken, cut), (_joined, cut), returning)
+
+
+def join(x: Tensor, axis: Axis, cut: Cut) -> Tensor:
+    """S -> I for parts of different sizes: the whole tensor.  Differentiable.
+
+    Each rank sends its part padded to the widest one, in one all-gather of equal blocks.
+    """
+    return x if axis.size == 1 else _Move.apply(x, axis, (_joined, cut), (_taken, cut), None)
+
+
+def all_to_all(
+    x: Tensor, axis: Axis, out_counts: Sequence[int], in_counts: Sequence[int]
+) -> Tensor:
+    """Send `in_counts[r]` rows of `x` to rank r; return the rows received, in the order of ranks.
+
+    `out_counts[r]` rows come from rank r, which must be what rank r has in its `in_counts` for this
+    rank.  Ranks that do not know it exchange it first, as rows of one number:
+
+        out_counts = all_to_all(torch.tensor(in_counts), axis, [1] * n, [1] * n).tolist()
+
+    Differentiable: the backward is the same exchange with the two counts swapped.
+
+    Raises:
+        InputError: the counts do not fit the axis, the rows of `x`, or each other.
+        RuntimeError: another rank sends a different number of rows, where that can be noticed (see
+            Transport.all_to_all).
+    """
+    _check_counts(x, axis, out_counts, in_counts)
+    if axis.size == 1:
+        return x
+    forth = _exchanged, tuple(out_counts), tuple(in_counts)
+    back = _exchanged, tuple(in_counts), tuple(out_counts)
+    return _Move.apply(x, axis, forth, back, None)
 
 
 class _Move(torch.autograd.Function):
+    """`forth` and `back` are a function and its arguments after the tensor and the axis."""
+
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, axis: Axis, src: Placement, dst: Placement, returning: Any
-    ) -> Tensor:
-        ctx.axis, ctx.back, ctx.returning = axis, (dst.dual, src.dual), returning
-        return carry_out(x, axis, src, dst)
+    def forward(ctx: Any, x: Tensor, axis: Axis, forth: Any, back: Any, returning: Any) -> Tensor:
+        ctx.axis, ctx.back, ctx.returning = axis, back, returning
+        act, *arguments = forth
+        return act(x, axis, *arguments)
 
     @staticmethod
     @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.returning is not None:
             ctx.returning()
-        return carry_out(grad, ctx.axis, *ctx.back), None, None, None, None
+        act, *arguments = ctx.back
+        return act(grad, ctx.axis, *arguments), None, None, None, None
 
 
-def carry_out(x: Tensor, axis: Axis, src: Placement, dst: Placement) -> Tensor:
-    """Bring `x` from `src` to `dst` now, as a new tensor; `move` without its derivative."""
+def _moved(x: Tensor, axis: Axis, src: Placement, dst: Placement) -> Tensor:
+    """`x` moved from `src` to `dst`, as a new tensor."""
     n = axis.size
     match what(src, dst):
         case "all_gather":
             assert src.dim is not None
-            return gather(x, axis, src.dim)
+            return axis.transport.all_gather_along(x, src.dim)
         case "reduce_scatter":
             assert dst.dim is not None
-            return scatter(x, axis, dst.dim)
+            return reduce_scatter(x, axis, dst.dim)
         case "all_reduce":
-            out = x.clone(memory_format=torch.contiguous_format)
-            start(out.view(-1), axis, src, dst, out.view(-1)).wait()
-            return out
+            return all_reduce(x.clone(memory_format=torch.contiguous_format), axis)
         case "all_to_all":
             assert src.dim is not None and dst.dim is not None
-            return _swap_dims(x, axis, src.dim, dst.dim)
+            blocks = torch.stack(_blocks(x, dst.dim, n))
+            return torch.cat(list(_exchanged(blocks, axis, (1,) * n, (1,) * n)), src.dim)
         case "take_block":
             assert dst.dim is not None
             return _blocks(x, dst.dim, n)[axis.rank].clone()
@@ -144,14 +171,37 @@ def carry_out(x: Tensor, axis: Axis, src: Placement, dst: Placement) -> Tensor:
             return x.clone()
 
 
-def _swap_dims(x: Tensor, axis: Axis, src_dim: int, dst_dim: int) -> Tensor:
-    """S(src_dim) -> S(dst_dim): block r of dst_dim goes to rank r."""
-    n = axis.size
-    blocks = torch.stack(_blocks(x, dst_dim, n))
-    out = torch.empty_like(blocks)
-    counts = [blocks[0].numel()] * n
-    axis.transport.all_to_all(out.view(-1), blocks.view(-1), counts, counts).wait()
-    return torch.cat(list(out), src_dim)
+def _exchanged(
+    x: Tensor, axis: Axis, out_counts: Sequence[int], in_counts: Sequence[int]
+) -> Tensor:
+    row = math.prod(x.shape[1:])  # not x[0].numel(): a rank may have no rows to send
+    out = x.new_empty((sum(out_counts), *x.shape[1:]))
+    elements = [c * row for c in out_counts], [c * row for c in in_counts]
+    axis.transport.all_to_all(out.view(-1), x.contiguous().view(-1), *elements).wait()
+    return out
+
+
+def _taken(x: Tensor, axis: Axis, cut: Cut) -> Tensor:
+    return part(x, cut, axis.rank)
+
+
+def part(x: Tensor, cut: Cut, rank: int) -> Tensor:
+    """What `rank` holds of the whole `x`, as a new contiguous tensor."""
+    pieces = [x.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges[rank]]
+    if not pieces:
+        return x.narrow(cut.dim, 0, 0).clone()
+    return torch.cat(pieces, cut.dim)
+
+
+def _joined(x: Tensor, axis: Axis, cut: Cut) -> Tensor:
+    widest = max(cut.size(rank) for rank in range(axis.size))
+    block = x.new_zeros((*x.shape[: cut.dim], widest, *x.shape[cut.dim + 1 :]))
+    block.narrow(cut.dim, 0, x.shape[cut.dim]).copy_(x)
+    whole = x.new_empty(cut.whole_shape(x.shape))
+    for rank, padded in enumerate(all_gather(block, axis)):
+        for here, there, length in cut.spans(rank, 0, cut.size(rank)):
+            whole.narrow(cut.dim, there, length).copy_(padded.narrow(cut.dim, here, length))
+    return whole
 
 
 def _blocks(x: Tensor, dim: int, n: int) -> list[Tensor]:
@@ -166,3 +216,174 @@ def _check_even(x: Tensor, dim: int, n: int) -> None:
             f"a dim that is a multiple of {n}",
             f"pad the dim to {x.shape[dim] + -x.shape[dim] % n}",
         )
+
+
+def _check_counts(
+    x: Tensor, axis: Axis, out_counts: Sequence[int], in_counts: Sequence[int]
+) -> None:
+    n, rank, rows = axis.size, axis.rank, len(x)
+    fits = len(out_counts) == len(in_counts) == n and sum(in_counts) == rows
+    if fits and out_counts[rank] == in_counts[rank] and min(*out_counts, *in_counts) >= 0:
+        return
+    raise bad(
+        f"all_to_all of {rows} rows on rank {rank} of {n} with out_counts={list(out_counts)} and "
+        f"in_counts={list(in_counts)}",
+        f"{n} counts from 0 up in each list, in_counts that add up to the {rows} rows, and the "
+        "same count for the rank itself in both",
+        "out_counts = all_to_all(torch.tensor(in_counts), axis, [1] * n, [1] * n).tolist()",
+    )
+
+
+# --- collectives ------------------------------------------------------------------------------
+
+
+def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    """Leave the sum ("max", "min") over the axis in `x` (any shape, contiguous); returns `x`."""
+    if axis.size > 1:
+        axis.transport.all_reduce(x.view(-1), op).wait()
+    return x
+
+
+def begin_sum(x: Tensor, axis: Axis) -> Pending[Tensor]:
+    """Begin to sum the vector `x` over the axis.
+
+    For a few numbers: gathers and adds, which takes one message each way where an all-reduce takes
+    two.
+    """
+    if axis.size == 1:
+        return Pending([lambda: x])
+    everyone = x.new_empty(axis.size * len(x))
+    arriving = axis.transport.all_gather(everyone, x)
+    return Pending([arriving.wait, lambda: everyone.view(axis.size, -1).sum(0)])
+
+
+def all_gather(x: Tensor, axis: Axis) -> list[Tensor]:
+    """Every rank's `x` (same shape on all), in rank order."""
+    if axis.size == 1:
+        return [x]
+    out = x.new_empty(axis.size * x.numel())
+    axis.transport.all_gather(out, x.contiguous().view(-1)).wait()
+    return list(out.view(axis.size, *x.shape))
+
+
+def all_gather_along(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """The ranks' `x`, of one shape, concatenated along `dim`."""
+    return x if axis.size == 1 else axis.transport.all_gather_along(x, dim)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """This rank's block of dim `dim` of the sum over the axis; `x` has any shape and strides.
+
+    Raises:
+        InputError: a dim that the axis's ranks do not divide.
+    """
+    _check_even(x, dim, axis.size)
+    x = x.detach() if x.requires_grad else x
+    return x if axis.size == 1 else axis.transport.reduce_scatter_along(x, dim, at_once=True).wait()
+
+
+def begin_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending[Tensor]:
+    """Begin a `reduce_scatter`; `x` must not change until it is waited for."""
+    _check_even(x, dim, axis.size)
+    return Pending([lambda: x]) if axis.size == 1 else axis.transport.reduce_scatter_along(x, dim)
+
+
+def broadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
+    """Overwrite `x` with that of rank `root`, which sends it n-1 times; returns `x`."""
+    if axis.size > 1:
+        axis.transport.broadcast(x.view(-1), root).wait()
+    return x
+
+
+def gather(x: Tensor, axis: Axis, root: int = 0) -> list[Tensor] | None:
+    """Every rank's `x` on rank `root`, in rank order; None elsewhere."""
+    if axis.rank != root:
+        send(x, axis, root)
+        return None
+    out = [x if r == root else torch.empty_like(x) for r in range(axis.size)]
+    for r in range(axis.size):
+        if r != root:
+            receive(out[r], axis, r)
+    return out
+
+
+def reduce(x: Tensor, axis: Axis, root: int = 0, op: str = "sum") -> Tensor:
+    """Leave the sum ("max", "min") over the axis in `x` of rank `root`; returns `x`."""
+    parts = gather(x, axis, root)
+    if parts is not None and axis.size > 1:
+        stack = torch.stack(parts)
+        x.copy_({"sum": stack.sum, "max": stack.amax, "min": stack.amin}[op](0))
+    return x
+
+
+def scatter(xs: Sequence[Tensor] | None, out: Tensor, axis: Axis, root: int = 0) -> Tensor:
+    """Overwrite `out` on rank r with `xs[r]` of rank `root` (others give None); returns `out`."""
+    if axis.rank != root:
+        return receive(out, axis, root)
+    if xs is None or len(xs) != axis.size:
+        raise ValueError(f"scatter from rank {root} takes {axis.size} tensors there, one a rank")
+    for r, x in enumerate(xs):
+        if r != root:
+            send(x, axis, r)
+    return out.copy_(xs[root])
+
+
+def barrier(axis: Axis) -> None:
+    """Return when every rank of the axis has called it."""
+    axis.transport.barrier()
+
+
+# --- point to point ---------------------------------------------------------------------------
+
+
+def send(x: Tensor, axis: Axis, to: int) -> None:
+    """Send `x` to rank `to`.
+
+    It may block until that rank receives: of two ranks that send to each other, one receives first.
+    """
+    axis.transport.send(x.contiguous(), to).wait()
+
+
+def receive(out: Tensor, axis: Axis, source: int) -> Tensor:
+    """Overwrite `out` with what rank `source` sends; returns `out`."""
+    axis.transport.receive(out, source).wait()
+    return out
+
+
+def begin_send(x: Tensor, axis: Axis, to: int) -> Pending[Any]:
+    """Begin to send `x` (any shape) to rank `to`, which calls `begin_receive`.
+
+    `x` must not change until it is waited for.  Messages from one rank to another arrive in the
+    order in which they were begun.  Messages to higher ranks use the queue `transport` of the axis
+    and those to lower ranks `behind`: NCCL carries out one queue in order, so two ranks that send
+    to each other on one queue would each wait for the other to receive.  `begin_send` pairs with
+    `begin_receive`, `send` with `receive`.
+    """
+    return _queue(axis, axis.rank, to).send(x.detach().contiguous(), to)
+
+
+def begin_receive(out: Tensor, axis: Axis, source: int) -> Pending[Any]:
+    """Begin to overwrite `out` (contiguous) with what rank `source` sends by `begin_send`."""
+    return _queue(axis, source, axis.rank).receive(out, source)
+
+
+def open_ways(axis: Axis, ways: Iterable[tuple[int, int]], device: torch.device) -> None:
+    """Prepare for `begin_send` along these ways, each from a rank to another; called by all ranks.
+
+    NCCL connects two ranks at their first message, and both must take part.  So before messages go
+    in any order, one of one element goes each way, in the same order on all ranks.  The ledger has
+    them under phase "open".
+    """
+    for transport in (axis.transport, axis.behind):
+        transport.ready()
+    for source, to in sorted(set(ways)):
+        one = torch.zeros(1, device=device)
+        if axis.rank == source:
+            with axis.ledger.phase("open"):
+                _queue(axis, source, to).send(one, to).wait()
+        elif axis.rank == to:
+            _queue(axis, source, to).receive(one, source).wait()
+
+
+def _queue(axis: Axis, source: int, to: int) -> Transport:
+    return axis.transport if source < to else axis.behind

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.collectives import all_gather
+from shardwise.comm.move import all_gather
 from shardwise.comm.world import World
 
 

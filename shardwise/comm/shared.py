@@ -1,25 +1,27 @@
-"""this file is shared memory between the ranks of one host: a mailbox for each two, each way.
+"""Shared memory between the ranks of one host: a mailbox for each pair of ranks and direction.
 
 A message through gloo goes through the kernel, and on either side through a thread that has to be
 woken on a processor that computes: two ranks on two cores, 256 KiB each way in the middle of a
-step, 1.6 ms after the later rank has come.  Here the ranks copy themselves: 0.1 ms.  What is large
-is left to gloo, which carries it beside the computation.  How a message lies in its mailbox, and
-finds its way out again: mailbox.py.
+step, 1.6 ms after the later rank has come.  Here the ranks copy the message themselves: 0.1 ms.
+Large messages are left to gloo, which sends them beside the computation.  mailbox.py has the layout
+of a mailbox.
 
-A rank never waits to send: what finds no room goes through gloo too, and its place says so.  Who
-waits watches the mailbox without sleep for a moment, then lets others run, then sleeps between two
-looks, and finds out if the other process is gone, or has said that its program is over.
+A rank never waits to send: a message that finds no room goes through gloo, and the mailbox says so.
+A rank that waits polls the mailbox for a moment, then yields the processor between two polls, then
+sleeps between them; it raises an error if the other process is gone or has ended its program.
 
-One store becomes visible after those before it on x86-64 only; elsewhere there are no mailboxes.
-The memory never has a name in a file system, so that no rank, however it ends, leaves it behind:
-others open it through the process that made it.
+Stores become visible in order on x86-64 only; elsewhere there are no mailboxes.  The memory never
+has a name in a file system, so that no rank, however it ends, leaves it behind: others open it
+through the process that made it.
+
+SHARDWISE_SHARED_MEMORY=0, or `sw.init(shared_memory=False)`, turns all of this off.
 """
 
 import mmap
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from shardwise.comm.host import host_number
 from shardwise.comm.ledger import Line
 from shardwise.comm.limits import read_limits
 from shardwise.comm.mailbox import HEAD, Arrival, Hold, Inbox, Outbox
+from shardwise.core.errors import bad
 
 #: What all mailboxes of a group take together, and the most that one message may.
 SHARED_BYTES, MESSAGE_BYTES = 2**24, 2**22
@@ -44,6 +47,51 @@ LOOKS, TURNS, SLEEP_S, LONGER = 300, 3000, 5e-5, 16
 
 
 _OPEN: "WeakSet[Mailboxes]" = WeakSet()
+
+SWITCH = "SHARDWISE_SHARED_MEMORY"
+
+
+def shared_memory_wanted(variables: Mapping[str, str] | None = None) -> bool:
+    """Whether ranks of one host use shared memory, by the environment; the default is that they do.
+
+    Raises:
+        InputError: the variable is neither 0 nor 1.
+    """
+    text = (os.environ if variables is None else variables).get(SWITCH) or "1"
+    if text not in ("0", "1"):
+        raise bad(
+            f"{SWITCH}='{text}' in the environment",
+            "0 (messages go through gloo) or 1 (ranks of one host use shared memory; the default)",
+            f"export {SWITCH}=0",
+        )
+    return text == "1"
+
+
+class SharedMemory:
+    """The mailboxes of a group of ranks, opened when they are first needed."""
+
+    def __init__(self, group: dist.ProcessGroup, *, wanted: bool = True) -> None:
+        self.group, self.wanted = group, wanted
+        self.mailboxes: Mailboxes | None = None
+        self.asked = False
+
+    def open(self) -> "Mailboxes | None":
+        """The mailboxes; None where the ranks cannot share memory, or one does not want to.
+
+        The first call must be made by all ranks of the group.
+        """
+        if not self.asked:
+            self.asked = True
+            self.mailboxes = open_mailboxes(self.group, wanted=self.wanted)
+        return self.mailboxes
+
+    def fitting(self, x: Tensor) -> "Mailboxes | None":
+        """The mailboxes, where they are open and take a message like `x`; both ends find the same.
+
+        Large messages are left to gloo.
+        """
+        mailboxes = self.mailboxes
+        return mailboxes if mailboxes is not None and x.nbytes <= mailboxes.most_bytes else None
 
 
 class Mailboxes:
@@ -66,7 +114,7 @@ class Mailboxes:
         self.looks = 0 if crowded else LOOKS
 
     def _way(self, source: int, to: int) -> tuple[memoryview, Hold]:
-        """The numbers of a mailbox, and where its messages lie."""
+        """The counters of a mailbox, and the memory of its messages."""
         ranks = len(self.pids)
         number = source * (ranks - 1) + to - (to > source)
         numbers = memoryview(self.memory).cast("q")[number * HEAD : (number + 1) * HEAD]
@@ -78,25 +126,24 @@ class Mailboxes:
         """Bytes of this rank's messages that have gone this way."""
         return sum(out.put_bytes for out in self.out.values())
 
-    def fits(self, x: Tensor) -> bool:
-        """Whether a message goes this way; both ends find the same."""
-        return x.nbytes <= self.most_bytes
-
     def send(self, x: Tensor, to: int, line: Line) -> list[Callable[[], object]]:
-        """Hand `x` to rank `to`, counted in `line`; what to call before `x` may be changed."""
-        line.message(x)
+        """Send `x` to rank `to`, counted in `line`; `x` may change at once.
+
+        Returns what to call at some time, so that what went through gloo is gone.
+        """
+        line.add(x, x.numel())
         if self.out[to].put(x):
             return []
-        return by_gloo(self.group, x, to, TAG)
+        return by_gloo(self.group, x.clone(memory_format=torch.contiguous_format), to, TAG)
 
     def receive(self, x: Tensor, source: int) -> Callable[[], object]:
-        """Expect a message in `x` after those expected before; call the result to wait for it."""
+        """Expect the next message, in `x`; call the result to wait for it."""
         return self._expect(Arrival(x, x), source)
 
     def read(self, like: Tensor, source: int, use: Callable[[Tensor], Tensor]) -> Callable[[], Any]:
-        """As `receive`, of a message like `like`; `use` is given it in the wait, for that time.
+        """Expect the next message, of the shape of `like`; the wait returns what `use` makes of it.
 
-        The wait gives what `use` gives.
+        `use` is called with the message in its mailbox, or with a copy, and must keep no view.
         """
         return self._expect(Arrival(like, None, use), source)
 
@@ -107,7 +154,7 @@ class Mailboxes:
         make: Callable[[list[Tensor]], Tensor],
         line: Line,
     ) -> Callable[[], Tensor]:
-        """Send one message a peer, and expect one of its shape from each, see gloo.py."""
+        """Send one message a peer, and expect one of its shape from each (Gloo._meet)."""
         met: list[Tensor] = []
 
         def use(x: Tensor) -> Tensor:
@@ -129,26 +176,25 @@ class Mailboxes:
 
         return end
 
-    def swap(self, x: Tensor, peer: int, use: Callable[[Tensor], Tensor], line: Line) -> Tensor:
-        """Send `x`, and wait for what comes of its shape; what `use` makes of that, where it lies.
-
-        `meet` with one peer and at once, in half its time.
-        """
+    def swap(
+        self, x: Tensor, peer: int, make: Callable[[list[Tensor]], Tensor], line: Line
+    ) -> Tensor:
+        """`meet` with one peer, and wait for it at once, in half its time."""
         inbox, looks = self.into[peer], 0
         if inbox.expected:
-            return self.meet([x], [peer], lambda met: use(met[0]), line)()
+            return self.meet([x], [peer], make, line)()
         leaving = self.send(x, peer, line)
         while not inbox.ready:
             looks += 1
             if looks > self.looks:
                 self._pause(looks, peer)
-        made = inbox.use(x, use)
+        made = inbox.use(x, make)
         for each in leaving:
             each()
         return made
 
     def leave(self) -> None:
-        """Tell whoever waits for a message of this rank's that there will be none."""
+        """Say to ranks that wait for a message of this rank that there will be none."""
         for out in self.out.values():
             out.numbers[OVER] = 1
 
@@ -179,7 +225,7 @@ class Mailboxes:
         if inbox.numbers[OVER] and inbox.numbers[0] == inbox.taken:
             raise RuntimeError(
                 f"rank {source} of the group has left, and is waited for here: "
-                "all ranks are to make the same steps"
+                "all ranks must make the same steps"
             )
         slept = looks - self.looks - TURNS
         time.sleep(SLEEP_S * min(1 + slept // LONGER, 20))
@@ -200,7 +246,7 @@ def by_gloo(group: dist.ProcessGroup, x: Tensor, to: int, tag: int) -> list[Call
 
 
 def leave() -> None:
-    """This rank's program is over: whoever waits for a message of its mailboxes is told."""
+    """Say to all other ranks that this rank's program is over."""
     for mailboxes in _OPEN:
         mailboxes.leave()
 
@@ -211,13 +257,13 @@ def room_bytes(ranks: int) -> int:
     return room - room % mmap.PAGESIZE
 
 
-def open_mailboxes(group: dist.ProcessGroup) -> Mailboxes | None:
-    """The mailboxes of a group of gloo; None where its ranks cannot share memory.
+def open_mailboxes(group: dist.ProcessGroup, *, wanted: bool = True) -> Mailboxes | None:
+    """The mailboxes of a group of gloo; None where its ranks cannot share memory or do not want to.
 
     Called by all ranks of the group at the same point of the program.
     """
     rank, size = group.rank(), group.size()
-    mine = torch.tensor([_host(), os.getpid()])
+    mine = torch.tensor([_host() if wanted else 0, os.getpid()])
     everyone = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(everyone, mine, group)
     hosts = {int(host) for host, _ in everyone}
@@ -226,9 +272,9 @@ def open_mailboxes(group: dist.ProcessGroup) -> Mailboxes | None:
     pids = [int(pid) for _, pid in everyone]
     handle = _create(size) if rank == 0 else -1
     try:
-        told = torch.tensor([handle])
-        dist.broadcast(told, dist.get_global_rank(group, 0), group)
-        memory = _attach(pids[0], int(told))
+        shown = torch.tensor([handle])
+        dist.broadcast(shown, group=group, group_src=0)
+        memory = _attach(pids[0], int(shown))
         attached = torch.tensor([float(memory is not None)])
         dist.all_reduce(attached, dist.ReduceOp.MIN, group)
     finally:

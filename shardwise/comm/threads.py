@@ -1,14 +1,14 @@
-"""this file is the world whose ranks are threads of this process: no sockets, no start-up time.
+"""A world whose ranks are threads of this process: no sockets, no start-up time.
 
-Ranks meet at a board: each writes what it brings, all wait, each reads what it needs, all wait.
+Ranks meet at a board: each shows its tensor, all wait, each reads what it needs, all wait.
 
-        rank 0   write  |      read  |
-        rank 1   write  | gate read  | gate
-        rank 2   write  |      read  |
+        rank 0   show   |      read  |        write its own result
+        rank 1   show   | gate read  | gate   write
+        rank 2   show   |      read  |        write
 
-A tensor on the board counts by the definition of its collective (volume.py), as it does where a
-library carries the collective out.  It proves logic, not transports.  A rank that fails breaks
-every gate, so the others stop at once.
+A collective counts by its definition (volume.py), as it does where a library carries it out.  Tests
+on threads prove logic, not transports.  A rank that fails breaks every gate, so the others stop at
+once.
 """
 
 import queue
@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import volume
-from shardwise.comm.ledger import Line
 from shardwise.comm.transport import Links, Pending, Transport
 from shardwise.core.errors import RankError
 
@@ -70,74 +68,71 @@ class Threads(Transport):
     def __init__(self, rank: int, board: Board) -> None:
         self.rank, self.size, self.board = rank, len(board.slots), board
 
-    def _swap(self, mine: Any, x: Tensor, line: Line, sent: volume.Volume) -> list[Any]:
-        """Show `mine` to the others, which hands over `sent` elements of `x`; what all show."""
-        line.collective(x, sent)
-        self.board.slots[self.rank] = mine
-        self.board.gate.wait(PATIENCE_S)
-        everyone = list(self.board.slots)
-        return everyone
+    def _meet(self, mine: Any, read: Callable[[list[Any]], Tensor], out: Tensor) -> Pending[Any]:
+        """Show `mine`; write in `out` what `read` makes, as a new tensor, of what all ranks show.
 
-    def _done(self) -> Pending:
-        self.board.gate.wait(PATIENCE_S)
-        self.board.slots[self.rank] = None  # everybody has read; what was shown is not kept
+        `out` may be what this rank shows: nobody writes before everybody has read.
+        """
+        slots, gate = self.board.slots, self.board.gate
+        slots[self.rank] = mine
+        gate.wait(PATIENCE_S)
+        made = read(list(slots))
+        gate.wait(PATIENCE_S)
+        slots[self.rank] = None  # what was shown is not kept
+        out.copy_(made)
         return Pending()
 
-    def all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
-        return self._reduce(x, op, "all_reduce", volume.all_reduce(x.numel(), self.size))
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Pending[Any]:
+        self.count("all_reduce", x)
 
-    def _reduce(self, x: Tensor, op: str, kind: str, sent: volume.Volume) -> Pending:
-        stack = torch.stack(self._swap(x, x, self.begin(kind), sent))
-        total = {"sum": stack.sum, "max": stack.amax, "min": stack.amin}[op](0)
-        self.board.gate.wait(PATIENCE_S)  # nobody overwrites before everybody has read
-        x.copy_(total)
-        return self._done()
+        def total(xs: list[Tensor]) -> Tensor:
+            stack = torch.stack(xs)
+            return {"sum": stack.sum, "max": stack.amax, "min": stack.amin}[op](0)
 
-    def reduce(self, x: Tensor, root: int, op: str = "sum") -> Pending:
-        return self._reduce(x, op, "reduce", volume.reduce(x.numel(), self.rank == root))
+        return self._meet(x, total, x)
 
-    def broadcast(self, x: Tensor, root: int) -> Pending:
-        sent = volume.broadcast(x.numel(), self.size, self.rank == root)
-        x.copy_(self._swap(x, x, self.begin("broadcast"), sent)[root].clone())
-        return self._done()
+    def broadcast(self, x: Tensor, root: int) -> Pending[Any]:
+        self.count("broadcast", x, root)
+        return self._meet(x, lambda xs: xs[root].clone(), x)
 
-    def all_gather(self, out: Tensor, x: Tensor) -> Pending:
-        sent = volume.all_gather(x.numel(), self.size)
-        parts = [part.clone() for part in self._swap(x, x, self.begin("all_gather"), sent)]
-        self.board.gate.wait(PATIENCE_S)
-        torch.cat(parts, out=out)
-        return self._done()
+    def all_gather(self, out: Tensor, x: Tensor) -> Pending[Any]:
+        self.count("all_gather", x)
+        return self._meet(x, torch.cat, out)
 
-    def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
-        """Every rank adds up its own block of what the others brought."""
-        sent = volume.reduce_scatter(out.numel(), self.size)
-        shown = self._swap(x, x, self.begin("reduce_scatter"), sent)
-        blocks = [whole.chunk(self.size)[self.rank] for whole in shown]
-        total = torch.stack(blocks).sum(0)
-        self.board.gate.wait(PATIENCE_S)
-        out.copy_(total)
-        return self._done()
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending[Any]:
+        self.count("reduce_scatter", x)
+
+        def total(xs: list[Tensor]) -> Tensor:
+            return torch.stack([x.chunk(self.size)[self.rank] for x in xs]).sum(0)
+
+        return self._meet(x, total, out)
 
     def all_to_all(
         self, out: Tensor, x: Tensor, out_counts: Sequence[int], in_counts: Sequence[int]
-    ) -> Pending:
-        """Every rank reads its own part of what the others brought."""
-        sent = volume.all_to_all(in_counts, self.rank)
-        shown = self._swap((x, in_counts), x, self.begin("all_to_all"), sent)
-        parts = [whole.split(list(counts))[self.rank] for whole, counts in shown]
-        out.copy_(torch.cat(parts))
-        return self._done()
+    ) -> Pending[Any]:
+        self.count("all_to_all", x, counts=in_counts)
 
-    def send(self, x: Tensor, to: int) -> Pending:
-        self.begin("send").message(x)
+        def received(shown: list[tuple[Tensor, Sequence[int]]]) -> Tensor:
+            sent = [counts[self.rank] for _, counts in shown]
+            if sent != list(out_counts):
+                raise RuntimeError(
+                    f"all_to_all: rank {self.rank} expects {list(out_counts)} elements from ranks "
+                    f"0 to {self.size - 1}, which send {sent}"
+                )
+            return torch.cat([x.split(list(counts))[self.rank] for x, counts in shown])
+
+        return self._meet((x, in_counts), received, out)
+
+    def send(self, x: Tensor, to: int) -> Pending[Any]:
+        self.begin("send").add(x, x.numel())
         self.board.wires[self.rank, to].put(x.clone())
         return Pending()
 
-    def receive(self, x: Tensor, source: int) -> Pending:
+    def receive(self, x: Tensor, source: int) -> Pending[Any]:
         return Pending([lambda: x.copy_(self._taken(source))])
 
     def _taken(self, source: int) -> Tensor:
-        """The next message from `source`; a look now and then at whether somebody has failed."""
+        """The next message from `source`; checks now and then whether a rank has failed."""
         for _ in range(round(PATIENCE_S / GLANCE_S)):
             if self.board.gate.broken:
                 raise threading.BrokenBarrierError

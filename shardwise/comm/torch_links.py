@@ -1,4 +1,4 @@
-"""this file is how lines of a mesh become process groups of torch.distributed."""
+"""Process groups of torch.distributed for the lines of a mesh."""
 
 from collections.abc import Sequence
 from datetime import timedelta
@@ -11,30 +11,34 @@ from shardwise.comm.gloo import Gloo
 from shardwise.comm.limits import Limits, read_limits
 from shardwise.comm.nccl import Nccl
 from shardwise.comm.peers import Peers
+from shardwise.comm.shared import Mailboxes, shared_memory_wanted
 from shardwise.comm.transport import Links, Transport
 from shardwise.core.mesh import Mesh
 
 
 class TorchLinks(Links):
-    """Opens a process group for every queue of every line, once; `close` gives them back.
+    """Opens a process group for every queue of every line, once; `close` destroys them.
 
     A group of gloo holds threads and sockets for as long as it lives.  `ours` says that
-    torch.distributed itself was started by us, and ends with us.  The groups have the backend that
+    torch.distributed itself was started here, and ends here.  The groups have the backend that
     the user's has; of one with a backend for each type of device, that of `device_type`.  Without
-    `shared_memory` all messages go through the process groups.
+    `shared_memory` (None: as the environment says) all messages go through the process groups.
     """
 
     left = False  # whether this process has been in a world of ours, and has left it
 
-    def __init__(self, *, ours: bool, device_type: str = "cpu", shared_memory: bool = True) -> None:
+    def __init__(
+        self, *, ours: bool, device_type: str = "cpu", shared_memory: bool | None = None
+    ) -> None:
         self.peers: Peers | None = None
-        self.ours, self.device_type, self.shared_memory = ours, device_type, shared_memory
+        self.ours, self.device_type = ours, device_type
+        self.shared = shared_memory_wanted() if shared_memory is None else shared_memory
         self.opened: dict[tuple[tuple[tuple[int, ...], ...], str], Gloo | Nccl] = {}
 
     def transport(
         self, axis: str, lines: Sequence[Sequence[int]], rank: int, queue: str = "now"
     ) -> Transport:
-        """A process group for each line, gloo or NCCL as the world is; ours is returned.
+        """Open a process group for each line, gloo or NCCL as the world is; return that of `rank`.
 
         Every rank asks for the same lines in the same order, and so finds the same ones opened.
         """
@@ -48,7 +52,7 @@ class TorchLinks(Links):
         if not isinstance(mine, dist.ProcessGroup):
             raise ValueError(f"rank {rank} is on no line of axis {axis}: {lines}")
         gloo = backend == "gloo"
-        self.opened[key] = Gloo(mine, shared=self.shared_memory) if gloo else Nccl(mine)
+        self.opened[key] = Gloo(mine, shared=self.shared) if gloo else Nccl(mine)
         return self.opened[key]
 
     def _backend(self) -> str:
@@ -60,14 +64,17 @@ class TorchLinks(Links):
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes that this rank has handed to others through shared memory."""
+        """Bytes that this rank has sent to others through shared memory."""
+        return sum(mailboxes.put_bytes for mailboxes in self._mailboxes())
+
+    def _mailboxes(self) -> list[Mailboxes]:
         gloo = [transport for transport in self.opened.values() if isinstance(transport, Gloo)]
-        return sum(mailboxes.put_bytes for one in gloo for mailboxes in one.opened)
+        return [one.memory.mailboxes for one in gloo if one.memory.mailboxes is not None]
 
     def close(self) -> None:
-        """Destroy what was opened.  All ranks have come to the end of what they did on it.
+        """Destroy what was opened, after the last use of it on all ranks.
 
-        One that has not is told where it waits for this one.
+        A rank that still waits for this one gets an error there.
         """
         self.closed = True
         peers, self.peers = self.peers, None
@@ -75,9 +82,9 @@ class TorchLinks(Links):
             peers.stop()
         if not dist.is_initialized():
             return
+        for mailboxes in self._mailboxes():
+            mailboxes.leave()
         for transport in self.opened.values():
-            for mailboxes in transport.opened if isinstance(transport, Gloo) else ():
-                mailboxes.leave()
             dist.destroy_process_group(transport.group)
         self.opened = {}
         if self.ours:

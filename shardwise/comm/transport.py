@@ -1,65 +1,56 @@
-"""this file is what an axis needs from the outside world: collectives that may finish later.
+"""The interface of a transport: the collectives of one group of ranks, asynchronous and counted.
 
-Every transport speaks of one-dimensional contiguous tensors, starts the work, and returns a
-`Pending`; the two `along` a dim take any shape and strides, and return what to call for the result.
-The door (move.py) decides what to ask for; nobody else calls these.
+Tensors are one-dimensional and contiguous, but for the two functions that work along a dim, which
+take any shape and strides.  Only the functions of move.py call a transport.
 
-Every transport counts, in the ledger of the axis it works for, what it hands to other ranks, at the
-point where it does: `begin` gives the line of a call, in which each message is counted.
+Every transport counts what it sends, in the ledger of the axis it works for, at the last point
+before it is sent: `begin` gives the line of the ledger for one call.
 
-    Alone    a world of one: nothing to do
-    Threads  ranks are threads of this process (tests, and a first look on a laptop)
-    Torch    a torch.distributed process group: gloo or NCCL
-    Trace    no data at all: what would be sent by any world, on any machine
+    Nobody    no other process: a world of one, or a traced rank of a world of any size
+    Threads   ranks are threads of this process (tests, and a first look on a laptop)
+    Gloo      a process group of gloo, with shared memory between the ranks of one host
+    Nccl      a process group of NCCL
 """
 
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Self
+from typing import Any, Generic, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.ledger import Ledger, Line
+from shardwise.comm.volume import volume
+
+T = TypeVar("T")
 
 
-class Pending:
-    """Work under way.  `wait` ends it; the tensors it reads or writes are left alone until then.
+class Pending(Generic[T]):
+    """Asynchronous work.  The tensors it reads or writes must not be used before `wait`."""
 
-    Work of two halves, each a message, has `then`, which starts the second once the first is there.
-    """
+    __slots__ = ("_ends",)
 
-    def __init__(
-        self,
-        ends: Sequence[Callable[[], object]] = (),
-        then: Callable[[], "Pending"] | None = None,
-    ) -> None:
-        self._ends, self._then = ends, then
+    def __init__(self, ends: Sequence[Callable[[], Any]] = ()) -> None:
+        """`ends` are called in order by `wait`; the last one gives the result."""
+        self._ends = ends
 
-    def proceed(self) -> None:
-        """Where there is a second half: wait for the first, and start it."""
-        then, self._then = self._then, None
-        if then is not None:
-            self._end()
-            second = then()
-            self._ends, self._then = second._ends, second._then
+    def wait(self) -> T:
+        """Return the result when it is there (on CUDA: make the current stream wait for it).
 
-    def wait(self) -> None:
-        """Return when the result is there (on CUDA: when the current stream is made to wait)."""
-        self.proceed()
-        self._end()
-
-    def _end(self) -> None:
+        A second call returns None at once: the result is not kept.
+        """
         ends, self._ends = self._ends, ()
+        made: Any = None
         for end in ends:
-            end()
+            made = end()
+        return made
 
 
 class Transport(ABC):
     """The collectives of one group of ranks; `rank` is this rank's place in it.
 
-    Only one that `counted` returned can send.
+    Only a transport that `counted` returned can send.
     """
 
     rank: int
@@ -68,7 +59,7 @@ class Transport(ABC):
     ledger: Ledger
 
     def counted(self, axis: str, ledger: Ledger) -> Self:
-        """The same group of ranks, for this axis: what is sent counts in `ledger`."""
+        """The same group of ranks, counting what it sends in `ledger` as sent on `axis`."""
         one = copy.copy(self)
         one.axis, one.ledger = axis, ledger
         return one
@@ -77,90 +68,93 @@ class Transport(ABC):
         """The ledger's line for one more call of this kind."""
         return self.ledger.begin(self.axis, kind)
 
+    def count(self, kind: str, x: Tensor, root: int = 0, counts: Sequence[int] = ()) -> None:
+        """Count one collective that is carried out by others, by its definition (volume.py)."""
+        numel, peers = volume(kind, x.numel(), self.size, self.rank, root, counts)
+        self.begin(kind).add(x, numel, peers)
+
     @abstractmethod
-    def all_reduce(self, x: Tensor, op: str = "sum") -> Pending:
+    def all_reduce(self, x: Tensor, op: str = "sum") -> Pending[Any]:
         """Leave the sum (or "max", "min") over the ranks in `x`, on every rank."""
 
     @abstractmethod
-    def reduce(self, x: Tensor, root: int, op: str = "sum") -> Pending:
-        """Leave the sum over the ranks in `x` of rank `root`; elsewhere `x` is spoiled."""
-
-    @abstractmethod
-    def broadcast(self, x: Tensor, root: int) -> Pending:
+    def broadcast(self, x: Tensor, root: int) -> Pending[Any]:
         """Overwrite `x` with that of rank `root`."""
 
     @abstractmethod
-    def all_gather(self, out: Tensor, x: Tensor) -> Pending:
-        """Write the ranks' `x` (n elements each) end to end in `out` (size * n elements)."""
+    def all_gather(self, out: Tensor, x: Tensor) -> Pending[Any]:
+        """Write the ranks' `x` (n elements each) one after the other in `out` (size * n)."""
 
     @abstractmethod
-    def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending:
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending[Any]:
         """Write the sum over the ranks of block `rank` of `x` in `out`; `out` may be that block."""
 
+    @abstractmethod
+    def all_to_all(
+        self, out: Tensor, x: Tensor, out_counts: Sequence[int], in_counts: Sequence[int]
+    ) -> Pending[Any]:
+        """Send `in_counts[r]` elements of `x` to rank r; receive `out_counts[r]` from it.
+
+        Raises:
+            RuntimeError: another rank sends a different count.  Always noticed on threads, and
+                between ranks that share memory where both counts fit a mailbox.
+        """
+
+    @abstractmethod
+    def send(self, x: Tensor, to: int) -> Pending[Any]:
+        """Send `x` to rank `to`."""
+
+    @abstractmethod
+    def receive(self, x: Tensor, source: int) -> Pending[Any]:
+        """Overwrite `x` with what rank `source` sends."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when every rank has called it."""
+
+    def ready(self) -> None:
+        """Called by all ranks: prepare for `send` and `receive`, which only two ranks call."""
+        return
+
     def all_gather_along(self, x: Tensor, dim: int) -> Tensor:
-        """The ranks' `x`, of any shape, one after the other along `dim`."""
-        out, sent = x.new_empty(self.size * x.numel()), x.contiguous()
-        self.all_gather(out, sent.view(-1)).wait()
+        """The ranks' `x`, of any shape, concatenated along `dim`."""
+        out = x.new_empty(self.size * x.numel())
+        self.all_gather(out, x.contiguous().view(-1)).wait()
         return torch.cat(out.view(self.size, *x.shape).unbind(), dim)
 
-    def reduce_scatter_along(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
-        """Begin a reduce_scatter of `x` of any shape; call the result for this rank's block.
+    def reduce_scatter_along(self, x: Tensor, dim: int, at_once: bool = False) -> Pending[Tensor]:
+        """Begin a reduce_scatter of blocks of dim `dim`, which must divide evenly.
 
-        The blocks are of dim `dim`, which divides evenly.  It is called once, and until then `x` is
-        left alone.
+        The result is this rank's block; until then `x` must not change.  `at_once` says that the
+        caller waits without doing anything else first, which a transport may make use of.
         """
+        del at_once
         blocks = torch.stack(x.chunk(self.size, dim)).contiguous()
         out = torch.empty_like(blocks[0])
         arriving = self.reduce_scatter(out.view(-1), blocks.view(-1))
 
         def end(_: Tensor = blocks) -> Tensor:  # alive until they are sent
-            arriving.wait()
             return out
 
-        return end
-
-    def reduce_scatter_at_once(self, x: Tensor, dim: int) -> Tensor:
-        """`reduce_scatter_along`, and wait for it."""
-        return self.reduce_scatter_along(x, dim)()
-
-    @abstractmethod
-    def all_to_all(
-        self, out: Tensor, x: Tensor, out_counts: Sequence[int], in_counts: Sequence[int]
-    ) -> Pending:
-        """Send `in_counts[r]` elements of `x` to rank r; receive `out_counts[r]` from it."""
-
-    def ready(self) -> None:
-        """Called by all ranks: make ready for what two ranks do alone; most need nothing."""
-        return
-
-    @abstractmethod
-    def send(self, x: Tensor, to: int) -> Pending:
-        """Hand `x` to rank `to`."""
-
-    @abstractmethod
-    def receive(self, x: Tensor, source: int) -> Pending:
-        """Overwrite `x` with what rank `source` sends."""
-
-    @abstractmethod
-    def barrier(self) -> None:
-        """Return when every rank has come here."""
+        return Pending([arriving.wait, end])
 
 
 class Links(ABC):
-    """Who can make a transport for a group of ranks of this world."""
+    """The way to open a transport for any group of ranks of this world."""
 
-    closed = False  # whether what was opened has been given back
+    closed = False  # whether what was opened has been closed
 
     @abstractmethod
     def transport(
         self, axis: str, lines: Sequence[Sequence[int]], rank: int, queue: str = "now"
     ) -> Transport:
-        """The transport of the line that holds `rank`.  Called by all ranks in the same order.
+        """The transport of the line that contains `rank`.  Called by all ranks in the same order.
 
         `lines` are all groups of the axis, each a list of ranks of the world.  Work on one
-        queue of a line never waits for work on another; asked for again, a queue may be the same.
+        queue of a line never waits for work on another; a queue that is asked for again may be the
+        same.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Give back what was opened."""
+        """Close what was opened."""

@@ -17,16 +17,15 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.fake import Fake, FakeLinks
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.limits import Limits, read_limits
 from shardwise.comm.malloc import keep_freed_memory
 from shardwise.comm.peers import watch_peers
 from shardwise.comm.refusal import show_refusals
 from shardwise.comm.rendezvous import Start, environment, launched, local_rank
-from shardwise.comm.single import Alone, AloneLinks
 from shardwise.comm.start import meet
 from shardwise.comm.torch_links import TorchLinks, device_mesh, group_timeout
-from shardwise.comm.trace import TraceLinks
 from shardwise.comm.transport import Links, Transport
 from shardwise.core.errors import InputError, bad
 from shardwise.core.hook import no_copy
@@ -42,8 +41,8 @@ class Axis:
     """
 
     name: str
-    transport: Transport = field(default_factory=Alone)
-    behind: Transport = field(default_factory=Alone)
+    transport: Transport = field(default_factory=Fake)
+    behind: Transport = field(default_factory=Fake)
     ledger: Ledger = field(default_factory=Ledger)
 
     def __reduce__(self) -> Any:
@@ -164,21 +163,22 @@ def world_of(rank: int, size: int, device: torch.device, links: Links) -> World:
 
 def alone(device: torch.device | str = "cpu") -> World:
     """The world of one rank."""
-    return world_of(0, 1, torch.device(device), AloneLinks())
+    return world_of(0, 1, torch.device(device), FakeLinks())
 
 
 def traced(rank: int, size: int) -> World:
     """Rank `rank` of a world of `size` that moves no data and only writes its ledger."""
-    return world_of(rank, size, torch.device("cpu"), TraceLinks())
+    return world_of(rank, size, torch.device("cpu"), FakeLinks())
 
 
-def init(device: str | None = None, *, shared_memory: bool = True) -> World:
+def init(device: str | None = None, *, shared_memory: bool | None = None) -> World:
     """The world this process was started in.
 
     An initialised `torch.distributed` is used, however it was initialised: the environment is not
     looked at.  Else torchrun's environment, then Slurm's; else this is a world of one.  `device` is
-    "cpu", "cuda", or None: CUDA where every local rank can have a GPU.  Without `shared_memory`
-    ranks of one host send everything through their process group, as ranks of several hosts do.
+    "cpu", "cuda", or None: CUDA where every local rank can have a GPU.  With `shared_memory=False`
+    ranks of one host send everything through their process group, as ranks of several hosts do;
+    None takes SHARDWISE_SHARED_MEMORY from the environment, and True where it is not set.
 
     From then on an InputError that ends a rank is shown as one paragraph (refusal.py).
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardwise.comm.collectives import all_gather
+from shardwise.comm.move import all_gather
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import bad
 from shardwise.engine.norm import squared_norm

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import begin_sum
 from shardwise.comm.ledger import Key, Ledger, Tally
+from shardwise.comm.move import begin_sum
 from shardwise.core.model_spec import ModelShape
 from shardwise.engine import compiled, hint, memory, sent_bytes, spec, state, validate
 from shardwise.engine.batch import cast, enough, filled, rows, split
@@ -179,7 +179,7 @@ class Engine:
             agreed = self.facts.begin_agree(own)
         first = [unit for unit in (next(arriving, None),) if unit is not None]
         with self.ledger.phase("check"):
-            facts = agreed()
+            facts = agreed.wait()
             facts[:1] = self._over_stages(facts[:1])  # known on the last stage
             facts[:1] = self.guard.over_tensors(facts[:1])
         counted = round(facts[1].item())
@@ -226,7 +226,7 @@ class Engine:
 
     def _over_stages(self, x: Tensor) -> Tensor:
         """The sum of a small vector over the pipeline axis."""
-        return begin_sum(x, self.staging.axis)() if self.staging else x
+        return begin_sum(x, self.staging.axis).wait() if self.staging else x
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> tuple[float, int]:

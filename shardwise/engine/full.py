@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import receive, send
+from shardwise.comm.move import receive, send
 from shardwise.comm.world import Axis
 from shardwise.core.boxes import boxes as cut
 from shardwise.core.errors import bad

@@ -21,7 +21,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import all_gather, begin_sum
+from shardwise.comm.move import all_gather, begin_sum
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import NonFiniteError
 from shardwise.parallel.data.flat_parameter import Flat
@@ -75,7 +75,9 @@ class Guard:
 
     def over_tensors(self, x: Tensor) -> Tensor:
         """The loss [1], NaN if any rank of the tensor axis reported NaN."""
-        return x if self.by_norm or self.axis.size == 1 else x + begin_sum(x * 0, self.axis)()
+        if self.by_norm or self.axis.size == 1:
+            return x
+        return x + begin_sum(x * 0, self.axis).wait()
 
     @torch.no_grad()
     def spoils(self, flats: Sequence[Flat]) -> bool:

@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from shardwise.comm.collectives import broadcast
+from shardwise.comm.move import broadcast
 from shardwise.comm.world import World
 from shardwise.core.balance import balanced
 from shardwise.core.errors import InputError, bad

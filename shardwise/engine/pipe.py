@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from shardwise.comm.collectives import all_reduce, broadcast
+from shardwise.comm.move import all_reduce, broadcast
 from shardwise.comm.world import Axis, World, init
 from shardwise.core.errors import bad
 from shardwise.core.hook import no_copy

@@ -29,7 +29,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardwise.comm.collectives import broadcast
+from shardwise.comm.move import broadcast
 from shardwise.comm.world import Axis
 from shardwise.core.styles import Style
 

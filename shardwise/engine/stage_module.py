@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import begin_sum, broadcast
+from shardwise.comm.move import begin_sum, broadcast
 from shardwise.comm.world import Axis, World, traced
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import problems
@@ -90,7 +90,7 @@ class Staging:
     def anywhere(self, flags: Sequence[bool]) -> list[bool]:
         """Which of these are true on any rank of the axis; called by all of them."""
         own = torch.tensor([float(flag) for flag in flags], device=self.stages.device)
-        return (begin_sum(own, self.axis)() > 0).tolist()
+        return (begin_sum(own, self.axis).wait() > 0).tolist()
 
     def together(self, names: Collection[str]) -> list[str]:
         """The parameters that any rank of the axis names; called by all of them."""
@@ -110,7 +110,7 @@ class Staging:
         }
         used = used.clone() if sums else used
         for index, total in sums.items():
-            used[index : index + 1] = total()
+            used[index : index + 1] = total.wait()
         return used
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from shardwise.comm.uneven import part
+from shardwise.comm.move import part
 from shardwise.comm.world import Axis
 from shardwise.core.model_spec import CutLoss
 from shardwise.core.uneven import Cut

@@ -12,8 +12,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import broadcast
-from shardwise.comm.uneven import part
+from shardwise.comm.move import broadcast, part
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import refusal
 from shardwise.core.plan import Plan

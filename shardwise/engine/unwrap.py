@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import broadcast
+from shardwise.comm.move import broadcast
 from shardwise.core.errors import bad
 from shardwise.engine import validate
 from shardwise.engine.pipe import Piped

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwise.comm.collectives import begin_sum
 from shardwise.comm.ledger import Ledger
+from shardwise.comm.move import begin_sum
 from shardwise.comm.world import Axis
 from shardwise.core.errors import NonFiniteError
 from shardwise.engine.guard import Guard
@@ -103,7 +103,7 @@ class Updates:
         with self.ledger.phase("check"):
             squared = self.optimizer.squared_norm().view(1).to(self.guard.world.device)
             for axis in self.axes:
-                squared = begin_sum(squared, axis)()
+                squared = begin_sum(squared, axis).wait()
             squared = self.over_stages(squared)
         return math.sqrt(squared.item()) * correction / self.scale.value
 

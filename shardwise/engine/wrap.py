@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.collectives import begin_sum
+from shardwise.comm.move import begin_sum
 from shardwise.comm.world import Axis, World, init
 from shardwise.core.errors import bad
 from shardwise.core.mesh import Mesh
@@ -196,7 +196,7 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
     grads = [p.grad for p in module.parameters() if p.grad is not None]
     squares = [squared_norm(g.reshape(-1)) for g in grads]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
-    norm = begin_sum(total.view(1), data.facts.axes[0])().sqrt()
+    norm = begin_sum(total.view(1), data.facts.axes[0]).wait().sqrt()
     factor = (max_norm / (norm[0] + 1e-6)).clamp(max=1.0)
     for g in grads:
         g.mul_(factor.to(g.dtype))

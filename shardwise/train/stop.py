@@ -8,7 +8,7 @@ the phase `check`.
 
 import torch
 
-from shardwise.comm.collectives import all_reduce
+from shardwise.comm.move import all_reduce
 from shardwise.comm.world import World
 
 

@@ -27,8 +27,8 @@ from typing import Any, Final
 import torch
 
 from shardwise.comm import interface
-from shardwise.comm.collectives import receive, send
 from shardwise.comm.launch import spawn
+from shardwise.comm.move import receive, send
 from shardwise.comm.objects import all_gather_object
 from shardwise.comm.world import World, init
 from shardwise.core.errors import InputError, RankError, RunError, bad

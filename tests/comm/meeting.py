@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from shardwise.comm.collectives import all_reduce
+from shardwise.comm.move import all_reduce
 from shardwise.comm.world import init
 
 

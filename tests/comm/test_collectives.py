@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.comm import collectives as c
+from shardwise.comm import move as c
 from shardwise.comm.ledger import Tally
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import RankError

@@ -14,10 +14,10 @@ import torch
 
 from shardwise.comm import watch
 from shardwise.comm.beat import Beat, Listener, hung
-from shardwise.comm.collectives import all_reduce
 from shardwise.comm.hang_detector import LookOut
 from shardwise.comm.launch import spawn
 from shardwise.comm.limits import Limits, read_limits
+from shardwise.comm.move import all_reduce
 from shardwise.comm.status_dir import Room, identity, open_room, sweep
 from shardwise.comm.world import init
 from shardwise.core.errors import InputError, RankError

@@ -8,8 +8,8 @@ from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import filesystem
 
 from shardwise.comm import standing
-from shardwise.comm.collectives import all_reduce
 from shardwise.comm.launch import spawn
+from shardwise.comm.move import all_reduce
 from shardwise.comm.world import init
 from shardwise.core.errors import RankError
 

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import shared
-from shardwise.comm.collectives import all_reduce
 from shardwise.comm.launch import launch, spawn
+from shardwise.comm.move import all_reduce
 from shardwise.comm.rendezvous import Start, environment, first_host
 from shardwise.comm.world import init
 from shardwise.core.errors import InputError, RankError, bad

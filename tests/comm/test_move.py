@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.comm.move import begin_scatter, gather, move, scatter, start
+from shardwise.comm.move import all_gather_along, begin_reduce_scatter, move, reduce_scatter, start
 from shardwise.comm.world import Axis, World, alone, traced
 from shardwise.core.errors import InputError, RankError
 from shardwise.core.layout import I, P, Placement, R, S
@@ -232,14 +232,14 @@ def along(world: World, numel: int, dtype: torch.dtype) -> list[bool]:
     wholes = [torch.randn(n, 3, 2 * n, numel, generator=draw).to(dtype) for _ in range(2)]
     mine = [whole[world.rank].transpose(0, 1).transpose(0, 1) for whole in wholes]
     parts = [x.transpose(0, 2).chunk(n, 1)[world.rank] for x in (whole[0] for whole in wholes)]
-    sums = [begin_scatter(x, axis, 1) for x in mine]
-    gathered = [gather(x, axis, 1) for x in parts]
+    sums = [begin_reduce_scatter(x, axis, 1) for x in mine]
+    gathered = [all_gather_along(x, axis, 1) for x in parts]
     for k in (1, 0):
         total = wholes[k].double().sum(0)
         expected = total.chunk(n, 1)[world.rank].to(dtype)
-        for block in (sums[k](), scatter(mine[k], axis, 1)):
+        for block in (sums[k].wait(), reduce_scatter(mine[k], axis, 1)):
             good.append(block.is_contiguous() and torch.allclose(block, expected, 1e-2, 1e-2))
-        for whole in (gathered[k], gather(parts[k], axis, 1)):
+        for whole in (gathered[k], all_gather_along(parts[k], axis, 1)):
             good.append(whole.is_contiguous() and torch.equal(whole, wholes[k][0].transpose(0, 2)))
     return good
 
@@ -256,7 +256,7 @@ def rounded(world: World) -> list[float]:
     """256, 1 and 1 in bf16, where 256 + 1 is 256; in new memory, and in place."""
     axis = world.everyone
     x = torch.full((world.size, 4), 1.0 if world.rank else 256.0, dtype=torch.bfloat16)
-    block = begin_scatter(x, axis, 0)()
+    block = begin_reduce_scatter(x, axis, 0).wait()
     out = torch.empty(4, dtype=torch.bfloat16)
     start(x.view(-1), axis, P, S(0), out).wait()
     return [*block.view(-1).tolist(), *out.tolist()]
@@ -275,9 +275,9 @@ def kept_alive(world: World, numel: int) -> list[bool]:
         x, out = torch.ones(n, numel), torch.empty(numel)
         known = [weakref.ref(x)]
         start(x.view(-1), axis, P, S(0), out).wait()
-        y = begin_scatter(x, axis, 0)()
+        y = begin_reduce_scatter(x, axis, 0).wait()
         known.append(weakref.ref(y))
-        z = gather(y, axis, 0)
+        z = all_gather_along(y, axis, 0)
         known.append(weakref.ref(z))
         del x, y, z
         return [ref() is None for ref in known]
@@ -295,7 +295,7 @@ def test_a_sum_of_blocks_needs_a_dim_that_divides():
     """What to pad it to is said."""
 
     def uneven(world: World) -> None:
-        begin_scatter(torch.ones(3, 5), world.everyone, 1)
+        begin_reduce_scatter(torch.ones(3, 5), world.everyone, 1)
 
     with pytest.raises(RankError, match="pad the dim to 6"):
         run_threads(2, uneven)

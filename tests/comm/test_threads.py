@@ -4,7 +4,7 @@ import time
 import pytest
 import torch
 
-from shardwise.comm.collectives import all_reduce, receive
+from shardwise.comm.move import all_reduce, receive
 from shardwise.comm.world import World
 from shardwise.core.errors import RankError
 from tests.pool import run_threads

@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from shardwise.comm.collectives import all_reduce
+from shardwise.comm.move import all_reduce
 from shardwise.comm.transport import Links
 from shardwise.comm.world import World, alone, init, traced
 from shardwise.core.errors import InputError

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 import shardwise as sw
-from shardwise.comm.collectives import all_gather
+from shardwise.comm.move import all_gather
 from shardwise.comm.world import World
 from shardwise.core.plan import Plan
 from shardwise.engine.batch import rows

@@ -12,7 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.comm.uneven import part
+from shardwise.comm.move import part
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import RankError
 from shardwise.core.uneven import Cut, even

@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.comm.move import move
-from shardwise.comm.uneven import part
+from shardwise.comm.move import move, part
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.core.layout import I, P, R, S

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from shardwise.comm.uneven import part
+from shardwise.comm.move import part
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RankError
 from shardwise.core.uneven import even

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import begin_receive, begin_send
 from shardwise.comm.ledger import Key, Tally
+from shardwise.comm.move import begin_receive, begin_send
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import World, alone, traced
 from shardwise.core.errors import InputError, RankError, bad

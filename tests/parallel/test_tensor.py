@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.comm.collectives import all_reduce
+from shardwise.comm.move import all_reduce, part
 from shardwise.comm.transport import Pending
-from shardwise.comm.uneven import part
 from shardwise.comm.world import World
 from shardwise.core.mesh import Mesh
 from shardwise.engine.tensor_layout import Tensors
@@ -256,9 +255,9 @@ def in_order(world: World, sp: bool) -> list[str]:
 
         def over() -> Any:
             said.append("end")
-            return end() if sp else end.wait()
+            return end.wait()
 
-        return over if sp else Pending([over])
+        return Pending([over])
 
     weight = model.get_parameter("blocks.0.up.weight")
     loss = model(plain(sequences(0)[0])).square().sum()

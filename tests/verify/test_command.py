@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import begin_sum
+from shardwise.comm.move import begin_sum
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RunError
 from shardwise.core.plan import Plan
@@ -171,7 +171,7 @@ def miscounted(world: World) -> Finding:
 
     def talkative(used: Tensor) -> None:
         hear(used)
-        begin_sum(torch.zeros(1, dtype=torch.float64), ours.axes[1])()
+        begin_sum(torch.zeros(1, dtype=torch.float64), ours.axes[1]).wait()
 
     ours.facts.hear = talkative
     return compare(ours, alone_of(trainable, plan, world.device), trainable.batch, 1)

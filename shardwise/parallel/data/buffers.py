@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import broadcast
+from shardwise.comm.move import broadcast
 from shardwise.comm.world import Axis
 
 

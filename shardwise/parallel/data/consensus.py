@@ -8,12 +8,13 @@ blocks are alike; one that went on after an error of its own is a step ahead.  N
 """
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import begin_sum
+from shardwise.comm.move import begin_sum
+from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.parallel.data.buffers import Buffers
@@ -45,22 +46,22 @@ class Facts:
         flags = [float(got) for group in self.trained for got in group.got]
         return torch.tensor([*flags, float(self.mark)])
 
-    def begin_agree(self, x: Tensor) -> Callable[[], Tensor]:
-        """Start to add up a small vector over all data ranks; call the result for the sum."""
+    def begin_agree(self, x: Tensor) -> Pending[Tensor]:
+        """Begin to sum a small vector over all data ranks."""
         first, *others = [axis for axis in self.axes if axis.size > 1] or self.axes[:1]
         arriving = begin_sum(x, first)
 
         def total() -> Tensor:
-            x = arriving()
+            x = arriving.wait()
             for axis in others:
-                x = begin_sum(x, axis)()
+                x = begin_sum(x, axis).wait()
             return x
 
-        return total
+        return Pending([total])
 
     def agree(self, x: Tensor) -> Tensor:
         """The sum of a small vector over all data ranks, every rank's own included."""
-        return self.begin_agree(x)()
+        return self.begin_agree(x).wait()
 
     def hear(self, used: Tensor) -> None:
         """Take the sum of `got` over the ranks: which parameters have a gradient anywhere.

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.mean import mean_with_graph
-from shardwise.comm.move import start
+from shardwise.comm.move import broadcast, start
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
 from shardwise.core.flatten import flatten
@@ -341,7 +341,7 @@ class Flat:
             return Pending()
         first, *others = axes
         going = start(self.gshard, first, P, R, self.gshard, behind=True)
-        return Pending([going.wait], lambda: self._sum_over(others)) if others else going
+        return Pending([going.wait, lambda: self._sum_over(others).wait()]) if others else going
 
     def show_grads(self) -> None:
         """Put each piece of `gshard` on its parameter; None where no rank had a gradient for it."""

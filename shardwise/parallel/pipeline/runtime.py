@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from shardwise.comm.collectives import begin_receive, begin_send, open_ways, receive, send
+from shardwise.comm.move import begin_receive, begin_send, open_ways, receive, send
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
 from shardwise.core.schedule.acks import receipts

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardwise.comm.collectives import all_reduce
+from shardwise.comm.move import all_reduce
 from shardwise.comm.once import once
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad

@@ -26,9 +26,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.comm.move import begin_scatter, gather, move, scatter, start
+from shardwise.comm.move import (
+    all_gather_along,
+    begin_reduce_scatter,
+    join,
+    move,
+    reduce_scatter,
+    start,
+    take,
+)
 from shardwise.comm.once import once
-from shardwise.comm.uneven import join, take
+from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
 from shardwise.core.layout import I, P, Placement, R, S
 from shardwise.core.lengths import Lengths
@@ -185,7 +193,7 @@ class Entry:
         self.readers = self.waiting = self.turn = 0
         self.mixed = False  # whether somebody sends a gradient by other ways than `add`
         self.grad: Tensor | None = None
-        self.going: Callable[[], Tensor] | None = None  # the sum over the ranks, under way
+        self.going: Pending[Tensor] | None = None  # the sum over the ranks, under way
 
     def read(self) -> None:
         """One more layer reads it."""
@@ -224,7 +232,7 @@ class Entry:
         assert grad is not None
         if self.stream.split:
             whole = _padded(grad, self.shard * axis.size)
-            self.going = begin_scatter(whole, axis, grad.dim() - 2)
+            self.going = begin_reduce_scatter(whole, axis, grad.dim() - 2)
         else:
             self.grad = grad.contiguous()
             self.going = _begin_all_reduce(self.grad, axis)
@@ -240,18 +248,13 @@ class Entry:
         if going is None:
             return None
         self.crossing.come_back()
-        return going()
+        return going.wait()
 
 
-def _begin_all_reduce(x: Tensor, axis: Axis) -> Callable[[], Tensor]:
-    """Begin the sum over the axis, in the memory of contiguous `x`; call the result for it."""
+def _begin_all_reduce(x: Tensor, axis: Axis) -> Pending[Tensor]:
+    """Begin the sum over the axis, in the memory of contiguous `x`."""
     going = start(x.view(-1), axis, P, I, x.view(-1))
-
-    def end() -> Tensor:
-        going.wait()
-        return x
-
-    return end
+    return Pending([going.wait, lambda: x])
 
 
 class _Enter(torch.autograd.Function):
@@ -267,7 +270,7 @@ class _Enter(torch.autograd.Function):
             return x.view_as(x)
         dim = x.dim() - 2
         length = stream.lengths.whole(x.shape[dim])
-        return _first(gather(x, stream.axis, dim), dim, length)
+        return _first(all_gather_along(x, stream.axis, dim), dim, length)
 
     @staticmethod
     @once
@@ -282,13 +285,13 @@ class _Leave(torch.autograd.Function):
     def forward(ctx: Any, y: Tensor, axis: Axis, crossing: Crossing) -> Tensor:
         """This rank's shard of the sum."""
         ctx.axis, ctx.crossing = axis, crossing
-        return scatter(y, axis, y.dim() - 2)
+        return reduce_scatter(y, axis, y.dim() - 2)
 
     @staticmethod
     @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         ctx.crossing.come_back()
-        return gather(grad, ctx.axis, grad.dim() - 2), None, None
+        return all_gather_along(grad, ctx.axis, grad.dim() - 2), None, None
 
 
 class _Sum(torch.autograd.Function):
@@ -297,7 +300,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(_: Any, y: Tensor, axis: Axis) -> Tensor:
         """The sum over the axis, in the memory of `y`."""
-        return _begin_all_reduce(y.contiguous(), axis)().view(y.shape)
+        return _begin_all_reduce(y.contiguous(), axis).wait().view(y.shape)
 
     @staticmethod
     def backward(_: Any, grad: Tensor) -> tuple[Tensor, None]:

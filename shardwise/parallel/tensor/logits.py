@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardwise.comm.uneven import join, take
+from shardwise.comm.move import join, take
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.uneven import Cut

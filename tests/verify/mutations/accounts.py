@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm import volume
+from shardwise.comm import transport
 from shardwise.core.layout import P, R
 from shardwise.engine import state
 from shardwise.engine.engine import Engine
@@ -29,10 +29,10 @@ def price_of_an_all_reduce_halved(patch: Patch) -> None:
 
 
 def volume_of_an_all_reduce_halved(patch: Patch) -> None:
-    def halved(real: Any, numel: int, ranks: int) -> volume.Volume:
-        return real(numel // 2, ranks)
+    def halved(real: Any, kind: str, numel: int, *rest: Any) -> tuple[int, int]:
+        return real(kind, numel // 2 if kind == "all_reduce" else numel, *rest)
 
-    around(patch, volume, "all_reduce", halved)
+    around(patch, transport, "volume", halved)
 
 
 def gathers_sent_twice(patch: Patch) -> None:

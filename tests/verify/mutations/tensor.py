@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwise.comm.transport import Pending
 from shardwise.core.uneven import Cut
 from shardwise.engine import tensor_parallel as layout_file
 from shardwise.parallel.data.flat_parameter import Flat
@@ -24,7 +25,7 @@ def columns_not_summed_backward(patch: Patch) -> None:
     def begin(entry: Entry) -> None:
         grad = entry.grad
         assert grad is not None
-        entry.going = lambda: grad
+        entry.going = Pending([lambda: grad])
 
     patch.setattr(Entry, "begin", begin)
 
@@ -103,7 +104,7 @@ def a_shard_of_another_rank(patch: Patch) -> None:
     def gather(real: Any, x: Tensor, axis: Any, dim: int) -> Tensor:
         return torch.cat(real(x, axis, dim).chunk(axis.size, dim)[::-1], dim)
 
-    around(patch, tensor_file, "gather", gather)
+    around(patch, tensor_file, "all_gather_along", gather)
 
 
 def equal_copies_counted_by_every_rank(patch: Patch) -> None:
