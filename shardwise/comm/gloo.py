@@ -171,6 +171,7 @@ class Gloo(Transport):
     def all_to_all(
         self, out: Tensor, x: Tensor, out_counts: Sequence[int], in_counts: Sequence[int]
     ) -> Pending[Any]:
+        """One message to each peer and one from it, each as long as the counts say."""
         theirs, mine = out.split(list(out_counts)), x.split(list(in_counts))
         outgoing, incoming = [mine[p] for p in self.peers], [theirs[p] for p in self.peers]
         ends = self._exchange(outgoing, incoming, self.begin("all_to_all"))
