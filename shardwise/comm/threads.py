@@ -110,6 +110,7 @@ class Threads(Transport):
     def all_to_all(
         self, out: Tensor, x: Tensor, out_counts: Sequence[int], in_counts: Sequence[int]
     ) -> Pending[Any]:
+        """Each rank reads its own part of what the others show."""
         self.count("all_to_all", x, counts=in_counts)
 
         def received(shown: list[tuple[Tensor, Sequence[int]]]) -> Tensor:
