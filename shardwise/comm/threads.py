@@ -25,6 +25,8 @@ from shardwise.core.errors import RankError
 
 PATIENCE_S = 60.0  # no thread of a healthy test is ever this late; a hang becomes an error
 
+COMBINE = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
+
 GLANCE_S = 0.1  # how soon a rank that waits for a message sees that its sender has failed
 
 
@@ -84,12 +86,7 @@ class Threads(Transport):
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Pending[Any]:
         self.count("all_reduce", x)
-
-        def total(xs: list[Tensor]) -> Tensor:
-            stack = torch.stack(xs)
-            return {"sum": stack.sum, "max": stack.amax, "min": stack.amin}[op](0)
-
-        return self._meet(x, total, x)
+        return self._meet(x, lambda xs: COMBINE[op](torch.stack(xs), 0), x)
 
     def broadcast(self, x: Tensor, root: int) -> Pending[Any]:
         self.count("broadcast", x, root)
@@ -101,11 +98,9 @@ class Threads(Transport):
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending[Any]:
         self.count("reduce_scatter", x)
-
-        def total(xs: list[Tensor]) -> Tensor:
-            return torch.stack([x.chunk(self.size)[self.rank] for x in xs]).sum(0)
-
-        return self._meet(x, total, out)
+        return self._meet(
+            x, lambda xs: torch.stack([y.chunk(self.size)[self.rank] for y in xs]).sum(0), out
+        )
 
     def all_to_all(
         self, out: Tensor, x: Tensor, out_counts: Sequence[int], in_counts: Sequence[int]
@@ -113,16 +108,16 @@ class Threads(Transport):
         """Each rank reads its own part of what the others show."""
         self.count("all_to_all", x, counts=in_counts)
 
-        def received(shown: list[tuple[Tensor, Sequence[int]]]) -> Tensor:
-            sent = [counts[self.rank] for _, counts in shown]
-            if sent != list(out_counts):
-                raise RuntimeError(
-                    f"all_to_all: rank {self.rank} expects {list(out_counts)} elements from ranks "
-                    f"0 to {self.size - 1}, which send {sent}"
-                )
-            return torch.cat([x.split(list(counts))[self.rank] for x, counts in shown])
+        return self._meet((x, in_counts), lambda shown: self._received(shown, out_counts), out)
 
-        return self._meet((x, in_counts), received, out)
+    def _received(self, shown: list[tuple[Tensor, Sequence[int]]], out_counts: Any) -> Tensor:
+        sent = [counts[self.rank] for _, counts in shown]
+        if sent != list(out_counts):
+            raise RuntimeError(
+                f"all_to_all: rank {self.rank} expects {list(out_counts)} elements from ranks 0 "
+                f"to {self.size - 1}, which send {sent}"
+            )
+        return torch.cat([x.split(list(counts))[self.rank] for x, counts in shown])
 
     def send(self, x: Tensor, to: int) -> Pending[Any]:
         self.begin("send").add(x, x.numel())
