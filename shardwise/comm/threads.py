@@ -107,7 +107,6 @@ class Threads(Transport):
     ) -> Pending[Any]:
         """Each rank reads its own part of what the others show."""
         self.count("all_to_all", x, counts=in_counts)
-
         return self._meet((x, in_counts), lambda shown: self._received(shown, out_counts), out)
 
     def _received(self, shown: list[tuple[Tensor, Sequence[int]]], out_counts: Any) -> Tensor:

@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.mean import mean_with_graph
-from shardwise.comm.move import broadcast, start
+from shardwise.comm.move import start
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
 from shardwise.core.flatten import flatten

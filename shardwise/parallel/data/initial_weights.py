@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.collectives import broadcast
+from shardwise.comm.move import broadcast
 from shardwise.comm.world import Axis
 
 #: Called with a parameter's full name and the tensor to write its initial weights to.
