@@ -1,12 +1,12 @@
-"""The look-out of a rank: a thread that gives signs of life, and sees waits that cannot end.
+"""A thread on each rank that sends heartbeats and detects collectives that cannot complete.
 
-    rank 0    step   step   all_gather ..........      has stood there for 3 s, in a collective
-    rank 1    step   done   (stays for what it has sent, and sends no more)
+    rank 0    step   step   all_gather ..........      has been in this collective for 3 s
+    rank 1    step   done   (has sent everything, and sends no more)
 
-Nobody can come to such a collective any more, and it would give up only after minutes.  The rank
-says in the room that it waits; where all others wait or are done, none can help the other, and the
-first to see that fails with the place at which its program stands.  Where none is done, each waits
-for another kind of message than the others have sent: it takes them longer to be sure of that.
+No rank will join rank 0's collective, and the collective itself would time out only after minutes.
+A rank that stays in a collective marks itself as waiting in the status directory.  When every other
+rank is waiting or done, the first rank to notice fails with its stack trace.  If no rank is done,
+the ranks wait for different messages; detecting this takes longer, to rule out slow progress.
 """
 
 import os
@@ -20,87 +20,88 @@ from types import FrameType
 
 import torch
 
-from shardwise.comm.beat import Beat
+from shardwise.comm.call_stack import CallStack, collective_frame
+from shardwise.comm.heartbeat import Heartbeat
 from shardwise.comm.host import host_number
 from shardwise.comm.limits import read_limits
-from shardwise.comm.standing import Standing, meeting
-from shardwise.comm.status_dir import Room
+from shardwise.comm.status_dir import StatusDir
 
-LOOKOUT = "look-out"  # the name of the threads
-_GLANCE_S = 0.5
-_LOOKS = 6  # in a row that find a rank where it was, with nothing done
-_MORE_LOOKS = 20  # where no rank is done
-_IDLE_S = 0.2 * _GLANCE_S  # more of a processor's time than this in a glance: messages move
+HANG_DETECTOR = "hang-detector"  # the name of the threads
+_POLL_S = 0.5
+_POLLS = 6  # consecutive polls without progress before a rank counts as waiting
+_MORE_POLLS = 20  # the same while no rank is done
+_IDLE_S = 0.2 * _POLL_S  # more processor time than this in a poll means that messages move
 
 
-class LookOut:
-    """The thread, which looks at the thread that makes it until `stop`.
+class HangDetector:
+    """Watches the thread that creates it, until `stop`.
 
-    `around` are files whose frames the place is told without.
+    Frames of `hidden_files` are left out of stack traces.
     """
 
-    def __init__(self, room: Room, rank: int, around: Collection[str]) -> None:
-        self.room, self.rank, self.around = room, rank, around
-        self.standing = Standing(threading.get_ident(), around)
-        self.beat = Beat(0, os.getpid(), host_number())
-        self.beat_s = read_limits().beat_s
-        room.send_beat(rank, self.beat)
+    def __init__(self, status: StatusDir, rank: int, hidden_files: Collection[str]) -> None:
+        self.status, self.rank, self.hidden_files = status, rank, hidden_files
+        self.call_stack = CallStack(threading.get_ident(), hidden_files)
+        self.beat = Heartbeat(0, os.getpid(), host_number())
+        self.heartbeat_s = read_limits().heartbeat_s
+        status.send_heartbeat(rank, self.beat)
         self.stopped = threading.Event()
         self.threads = [
-            threading.Thread(target=each, name=LOOKOUT, daemon=True)
-            for each in (self._look, self._beat)
+            threading.Thread(target=each, name=HANG_DETECTOR, daemon=True)
+            for each in (self._detect, self._send_heartbeats)
         ]
         for thread in self.threads:
             thread.start()
 
     def stop(self) -> None:
-        """End the threads, which else could look at the program's frames to the very end.
+        """End the threads, so that none holds a frame of the program while Python shuts down.
 
-        A process group that such a frame keeps alive would then be destroyed by a thread while the
-        interpreter ends, which aborts the process.
+        A frame can keep a process group alive.  If a thread destroyed that group during shutdown,
+        the process would abort.
         """
         self.stopped.set()
         for thread in self.threads:
             thread.join()
-        self.room.send_beat(self.rank, replace(self.beat, left=True, waits_s=0.0))
+        self.status.send_heartbeat(self.rank, replace(self.beat, left=True, waits_s=0.0))
 
-    def _beat(self) -> None:
+    def _send_heartbeats(self) -> None:
         while not self.stopped.is_set():
-            count, calls = self.beat.count + 1, self.standing.calls()
-            waits_s = self.standing.waits_s
+            count, calls = self.beat.count + 1, self.call_stack.calls()
+            waits_s = self.call_stack.waits_s
             self.beat = replace(self.beat, count=count, calls=calls, waits_s=waits_s)
-            with suppress(OSError):  # the launcher has gone, and its room; so will this rank
-                self.room.send_beat(self.rank, self.beat)
-            self.stopped.wait(self.beat_s)
+            with suppress(OSError):  # the launcher and its directory are gone
+                self.status.send_heartbeat(self.rank, self.beat)
+            self.stopped.wait(self.heartbeat_s)
 
-    def _look(self) -> None:
-        room, rank, standing = self.room, self.rank, self.standing
-        looks, spent_s = 0, 0.0
-        while not self.stopped.wait(_GLANCE_S):
-            done = room.finished()
-            idle_s, spent_s = spent_s + _IDLE_S, time.process_time()
-            still = standing.look() and spent_s < idle_s
-            looks = looks + 1 if still else 0
-            if not done and torch.cuda.is_initialized():  # a processor may wait for its own GPU
-                looks = 0
-            enough = _LOOKS if done else _MORE_LOOKS
-            room.waits(rank, looks >= enough)
-            if looks <= enough or len(done | room.waiting()) < room.ranks:
+    def _detect(self) -> None:
+        status, rank, call_stack = self.status, self.rank, self.call_stack
+        polls, cpu_s = 0, 0.0
+        while not self.stopped.wait(_POLL_S):
+            done = status.finished()
+            idle_s, cpu_s = cpu_s + _IDLE_S, time.process_time()
+            stuck = call_stack.same_collective() and cpu_s < idle_s
+            polls = polls + 1 if stuck else 0
+            if not done and torch.cuda.is_initialized():  # the wait may be for this rank's own GPU
+                polls = 0
+            enough = _POLLS if done else _MORE_POLLS
+            status.set_waiting(rank, polls >= enough)
+            if polls <= enough or len(done | status.waiting()) < status.ranks:
                 continue
-            frame = meeting(standing.ident)
+            frame = collective_frame(call_stack.ident)
             if frame is not None:
-                room.fail(rank, _told(frame, sorted(done), self.around))
+                status.fail(rank, _hang_error(frame, sorted(done), self.hidden_files))
                 return
 
 
-def _told(frame: FrameType, done: Collection[int], around: Collection[str]) -> str:
+def _hang_error(frame: FrameType, done: Collection[int], hidden_files: Collection[str]) -> str:
     stack = traceback.extract_stack(frame)
-    first = max((i for i, each in enumerate(stack) if each.filename in around), default=-1) + 1
-    told = "every rank waits here or elsewhere for another, and none can go on"
+    hidden = (i for i, each in enumerate(stack) if each.filename in hidden_files)
+    first = max(hidden, default=-1) + 1
+    why = "every rank is waiting in a collective that no other rank will join"
     if done:
         ranks = f"rank {', '.join(map(str, done))} {'has' if len(done) == 1 else 'have'}"
-        told = f"{ranks} ended the program, and {'is' if len(done) == 1 else 'are'} waited for here"
+        why = f"{ranks} ended the program, and this collective waits for all ranks"
     return (
         f"Traceback (most recent call last):\n{''.join(traceback.format_list(stack[first:]))}"
-        f"RuntimeError: {told}: all ranks are to make the same steps"
+        f"RuntimeError: {why}. All ranks must run the same number of steps"
     )

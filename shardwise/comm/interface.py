@@ -1,10 +1,9 @@
-"""The network interface as the kernel counts it, and a network namespace to count alone in.
+"""The kernel's byte counters of a network interface, and network namespaces to measure in.
 
-Nobody's own accounting is believed: not the peers', not Shardwise's ledger.  The counters of
-/proc/net/dev include the headers of the packets, about a thousandth of a large message, and the
-traffic of every other program of this network namespace.  A process in a namespace of its own,
-which takes root or a system that lets users make them, has a loopback interface that nobody else
-uses.
+These counters check every other count, Shardwise's own ledger included.  /proc/net/dev counts
+packet headers too, about a thousandth of a large message, and the traffic of every program in the
+network namespace.  A process in its own namespace (this needs root, or user namespaces) has a
+loopback interface that no other program uses.
 """
 
 import fcntl
@@ -29,16 +28,16 @@ UP_RUNNING: Final = 0x1 | 0x40  # IFF_UP, IFF_RUNNING of <linux/if.h>
 
 
 class Sent(NamedTuple):
-    """What has left through an interface: bytes, headers included, and packets."""
+    """Bytes (headers included) and packets sent through an interface."""
 
     sent_bytes: int
     packets: int
 
 
 def sent(interface: str) -> Sent:
-    """What has left through `interface` since it exists, in this network namespace.
+    """The counters of `interface` since it was created, in this network namespace.
 
-    Raises InputError where there is no such interface or the system does not count (not Linux).
+    Raises InputError if the interface does not exist, or the system is not Linux.
     """
     lines = COUNTERS.read_text().splitlines() if COUNTERS.exists() else []
     for line in lines:
@@ -60,7 +59,7 @@ def sent_bytes(interface: str) -> int:
 
 
 def namespace_prefix() -> list[str]:
-    """The words before a command that give it a network namespace; none where it is not allowed."""
+    """A command prefix that runs a command in a new network namespace; empty if not permitted."""
     for options in (["--net"], ["--net", "--map-root-user"]):
         prefix = ["unshare", *options, "--"]
         if shutil.which("unshare") and _succeeds([*prefix, "true"]):
@@ -73,16 +72,16 @@ def _succeeds(line: Sequence[str]) -> bool:
 
 
 def bring_up_loopback() -> None:
-    """Switch the loopback interface on; that of a new namespace is off."""
+    """Switch the loopback interface on.  In a new namespace it is off."""
     request = struct.pack("16sh14x", LOOPBACK.encode(), UP_RUNNING)
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         fcntl.ioctl(any_socket, SET_FLAGS, request)
 
 
 def on_loopback(statement: str, arguments: Sequence[str], prefix: Sequence[str]) -> str:
-    """Run `python -c statement arguments`, whose ranks meet on the loopback interface, to its end.
+    """Run `python -c statement arguments` with its ranks on the loopback interface.
 
-    Returns the end of what it wrote to its error output.
+    Returns the last lines of its error output.
     """
     settings = {"GLOO_SOCKET_IFNAME": LOOPBACK, "TORCH_CPP_LOG_LEVEL": "ERROR"}
     line = [*prefix, sys.executable, "-c", statement, *arguments]

@@ -1,13 +1,13 @@
-"""this file is how one process starts several ranks on this machine and brings them all to an end.
+"""The launcher: starts several ranks on this machine, and ends all of them when one fails.
 
-    launcher   main thread    watches the room, forwards signals, ends what has to be ended
+    launcher   main thread    watches the status directory, forwards signals, kills ranks
                agent thread   torch.distributed's elastic launcher: rendezvous, processes, results
-    ranks      child.run      (see worker.py; they leave word in the room, see status_dir.py)
+    ranks      worker.run     (worker.py; ranks report through status files, see status_dir.py)
 
-The agent knows a failure when a process ends, sends the others SIGTERM and gives them half a
-minute.  A rank that waits in a collective handles no signal in that time, and its complaint that a
-peer is gone would hide the cause.  Hence the watch: whoever fails first is reported, and the
-others are killed a moment later.
+The elastic agent alone is not enough.  When a process fails, it sends the others SIGTERM and waits
+half a minute.  A rank inside a collective handles no signal, and later complains about a lost peer,
+which hides the cause.  So the main thread watches too: it reports the first failure and kills the
+other ranks a moment later.
 """
 
 import logging
@@ -26,78 +26,81 @@ import torch
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from shardwise.comm.ending import LaunchOutcome, afterlife, afterwards, first_failure, report, take
+from shardwise.comm.excepthook import install_excepthook
 from shardwise.comm.limits import read_limits
 from shardwise.comm.local import require_local
-from shardwise.comm.refusal import show_refusals
+from shardwise.comm.outcome import LaunchOutcome, other_failures, report
 from shardwise.comm.rendezvous import LAUNCHER
-from shardwise.comm.status_dir import open_room
-from shardwise.comm.watch import GLANCE_S, SAVE_S, end_all, watch
+from shardwise.comm.status_dir import open_status_dir
+from shardwise.comm.watch import POLL_S, SAVE_S, kill_all, watch
 from shardwise.comm.worker import Job, run, run_module
 from shardwise.core.errors import InputError, RankError, bad
 
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
-_EVENTS = "torchelastic-events-null"  # made when the first event is told
+_EVENTS = "torchelastic-events-null"  # torch creates it with the first event
 
 
 def spawn(
     function: Callable[..., Any], ranks: int = 4, args: Sequence[Any] = (), device: str = "cpu"
 ) -> list[Any]:
-    """Call `function(*args)` in `ranks` new processes; their results, in rank order.
+    """Call `function(*args)` in `ranks` new processes, and return the results in rank order.
 
-    In the function `sw.init()` gives the world.  Function, arguments and results are pickled, so
-    the function is one of a module.  Each rank has one thread, unless OMP_NUM_THREADS says another
-    number.  With device "cpu" the ranks see no GPU; with "cuda" each has its own.
+    Inside the function, `sw.init()` returns the world.  Function, arguments and results are
+    pickled, so the function must be at the top level of a module.  Each rank has one thread, unless
+    OMP_NUM_THREADS is set.  With device "cpu" the ranks see no GPU; with "cuda" each has its own.
 
     Raises:
-        RankError: a rank failed; the others have been ended.
-        InputError: a rank raised one (its cause tells the rank); there are not so many GPUs or
-            processors; the function is none, or cannot be pickled.
+        RankError: a rank failed; the others have been killed.
+        InputError: a rank raised one (`__cause__` names the rank); there are too few GPUs or
+            processors; the function cannot be called or pickled.
     """
-    show_refusals()
+    install_excepthook()
     _check(ranks, device)
     _callable(function)
     work = _pickled(function, tuple(args))
-    with open_room(ranks) as room:
-        ended = _together(Job(work, room, _threads(), quiet=False), device, signals=[])
-        if ended.results is None:
-            note = first_failure(room, ended)
-            failed = RankError(note.rank, note.text + afterwards(room, note))
-            if note.refused:  # what the user wrote, and not the run: one paragraph, said once
-                raise InputError(note.refused) from failed
+    with open_status_dir(ranks) as status:
+        outcome = _run(Job(work, status, _threads(), quiet=False), device, signals=[])
+        if outcome.results is None:
+            failure = outcome.first_failure(status)
+            failed = RankError(failure.rank, failure.text + other_failures(status, failure))
+            if failure.input_error:
+                raise InputError(failure.input_error) from failed
             raise failed
-        return [pickle.loads(ended.results[rank]) for rank in range(ranks)]  # noqa: S301
+        return [pickle.loads(outcome.results[rank]) for rank in range(ranks)]  # noqa: S301
 
 
 def launch(argv: Sequence[str], nproc: int, module: str = "shardwise.train.cli") -> int:
-    """Run `python -m module argv` as `nproc` ranks; the exit code for the whole.
+    """Run `python -m module argv` as `nproc` ranks, and return one exit code.
 
-    SIGTERM and SIGINT are passed on as SIGTERM, and the ranks have a minute to save; a second one
-    ends them at once, with the code 128 + its number.  The code is
-    0 when every rank ended with 0, and else that of the rank that failed first, whose error is
-    shown, once: the error output of the first rank is shown as it comes, of others only then.
+    The code is 0 if every rank exited with 0, otherwise that of the rank that failed first, whose
+    error is printed once.  Error output of rank 0 appears as it is written, that of other ranks
+    only if they fail first.
+
+    SIGTERM and SIGINT are forwarded as SIGTERM, and the ranks have a minute to save.  A second
+    signal kills them at once, with the code 128 + its number.
+
     Raises InputError for fewer than one process.
     """
     _check(nproc, None)
     work = pickle.dumps((run_module, (module, tuple(argv))))
-    with open_room(nproc) as room, _signals() as received:
-        ended = _together(Job(work, room, _threads(), quiet=True), None, received)
-        if ended.results is not None:
+    with open_status_dir(nproc) as status, _signals() as received:
+        outcome = _run(Job(work, status, _threads(), quiet=True), None, received)
+        if outcome.results is not None:
             return 0
-        if ended.hurried:
-            said = (
-                "ended at once by a second signal; a checkpoint that was said to be saved is whole"
+        if outcome.hurried:
+            print(
+                "killed by a second signal; checkpoints reported as saved are complete",
+                file=sys.stderr,
             )
-            print(said, file=sys.stderr)
             return 128 + received[1]
-        note = first_failure(room, ended)
-        if ended.overdue:
-            late = ", ".join(map(str, sorted(ended.killed)))
+        failure = outcome.first_failure(status)
+        if outcome.overdue:
+            late = ", ".join(map(str, sorted(outcome.killed)))
             print(f"ranks {late} did not end within {SAVE_S:.0f} s", file=sys.stderr)
             return 1
-        if received and ended.died is not None and ended.died[1] == -signal.SIGTERM:
+        if received and outcome.died is not None and outcome.died[1] == -signal.SIGTERM:
             return 128 + received[0]
-        return report(room, note)
+        return report(status, failure)
 
 
 def _check(ranks: int, device: str | None) -> None:
@@ -111,7 +114,7 @@ def _check(ranks: int, device: str | None) -> None:
     if device == "cuda" and ranks > torch.cuda.device_count():
         gpus = torch.cuda.device_count()
         raise bad(
-            f"{ranks} ranks on cuda, where {gpus} GPUs can be used",
+            f"{ranks} ranks on cuda, with {gpus} GPUs available",
             "one GPU for each rank",
             f'ranks={gpus}, or device="cpu"' if gpus else 'device="cpu"',
         )
@@ -123,7 +126,7 @@ def _callable(function: Any) -> None:
     if not callable(function):
         raise bad(
             f"spawn of {repr(function)[:60]}",
-            "a function at the top level of a module, which each rank calls",
+            "a function at the top level of a module",
             "spawn(work, 2), after def work(): ...",
         )
 
@@ -139,46 +142,48 @@ def _pickled(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         ) from error
 
 
-def _together(job: Job, device: str | None, signals: list[int]) -> LaunchOutcome:
-    """Run the ranks to their end, whatever end that is; no process is left afterwards."""
+def _run(job: Job, device: str | None, signals: list[int]) -> LaunchOutcome:
+    """Run the ranks until they have all exited; no process is left afterwards."""
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=job.room.ranks,
-        run_id=job.room.folder.name,
+        nproc_per_node=job.status.ranks,
+        run_id=job.status.folder.name,
         role="shardwise",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",  # 0: a free port
         local_addr="localhost",
         max_restarts=0,
-        monitor_interval=2 * GLANCE_S,
+        monitor_interval=2 * POLL_S,
         start_method="spawn",
-        logs_specs=DefaultLogsSpecs(log_dir=str(job.room.folder / "agent")),
+        logs_specs=DefaultLogsSpecs(log_dir=str(job.status.folder / "agent")),
     )
-    outcomes: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    over = threading.Event()  # a thread that Ctrl-C finds joining another takes that for ended
+    returned: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    exited = (
+        threading.Event()
+    )  # not Thread.join: interrupted by Ctrl-C, it takes the thread as ended
 
     def agent() -> None:
         try:
-            outcomes.put(elastic_launch(config, run)(job))
+            returned.put(elastic_launch(config, run)(job))
         except BaseException as error:  # noqa: BLE001  handed to the main thread
-            outcomes.put(error)
-        over.set()
+            returned.put(error)
+        exited.set()
 
-    ended = LaunchOutcome()
+    outcome = LaunchOutcome()
     with _silent(), _variables(_for_ranks(job, device)):
-        # A daemon: should every rank leave by os._exit(0), the agent would wait for ever.
+        # A daemon: if every rank exits by os._exit(0), the agent waits forever.
         thread = threading.Thread(target=agent, name="agent", daemon=True)
         thread.start()
         try:
-            watch(job.room, over, ended, signals)
+            watch(job.status, exited, outcome, signals)
         finally:
-            end_all(job.room, ended, over)
-    if over.is_set():
-        thread.join()  # no thread is left that would hold a store while the interpreter ends
-    take(ended, None if outcomes.empty() else outcomes.get(), job.room)
-    print(afterlife(ended), end="", file=sys.stderr)
-    return ended
+            kill_all(job.status, outcome, exited)
+    if exited.is_set():
+        thread.join()  # so that no thread holds a store while the interpreter shuts down
+    outcome.record(None if returned.empty() else returned.get(), job.status)
+    print(outcome.late_exits(), end="", file=sys.stderr)
+    return outcome
 
 
 def _threads() -> int:
@@ -187,13 +192,13 @@ def _threads() -> int:
 
 
 def _for_ranks(job: Job, device: str | None) -> dict[str, str]:
-    """The variables the ranks are to find, besides those of the agent."""
+    """The environment variables of the ranks, besides those that the agent sets."""
     variables = {"OMP_NUM_THREADS": str(job.threads), LAUNCHER: str(os.getpid())}
     if device == "cpu":
         variables["CUDA_VISIBLE_DEVICES"] = ""
     loopback = {"lo", "lo0"} & {name for _, name in socket.if_nameindex()}
     if loopback and "GLOO_SOCKET_IFNAME" not in os.environ:
-        # The host's name may lead to an address that is down, or to none.
+        # Without this gloo resolves the host's name, which may have no usable address.
         variables["GLOO_SOCKET_IFNAME"] = loopback.pop()
     return variables
 
@@ -212,7 +217,7 @@ def _variables(changes: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """The elastic launcher's log is kept off the screen: what matters of it is in our error."""
+    """Silence the elastic launcher's log; our own error says what failed."""
     names = [name for name in logging.root.manager.loggerDict if name.startswith(_LOGGERS)]
     loggers = map(logging.getLogger, [*names, _EVENTS])
     loud = [logger for logger in loggers if not logger.disabled]
@@ -227,7 +232,7 @@ def _silent() -> Iterator[None]:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collect SIGTERM and SIGINT instead of obeying them; only the main thread can."""
+    """Collect SIGTERM and SIGINT instead of ending; works only in the main thread."""
     received: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield received

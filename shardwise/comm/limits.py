@@ -1,8 +1,8 @@
 """How long a run waits before it reports that something is wrong, read from the environment.
 
 SHARDWISE_START_TIMEOUT_S   for all ranks to meet at the start                          60
-SHARDWISE_FROZEN_S          for a sign of life from a rank's process                    10
-SHARDWISE_PATIENCE_S        in one collective, for a rank that neither comes nor dies   600
+SHARDWISE_FROZEN_S          for the next heartbeat of a rank                            10
+SHARDWISE_PATIENCE_S        in one collective, for a rank that does not join it         600
 """
 
 import os
@@ -21,8 +21,8 @@ class Limits:
     patience_s: float = 600.0
 
     @property
-    def beat_s(self) -> float:
-        """How often a rank gives a sign of life."""
+    def heartbeat_s(self) -> float:
+        """The time between two heartbeats."""
         return min(1.0, self.frozen_s / 5)
 
 

@@ -1,37 +1,37 @@
-"""This file is how many processes a machine is asked to run at most, before any is started."""
+"""How many processes may be started on this machine."""
 
 import os
 from typing import Final
 
 from shardwise.core.errors import bad
 
-#: Processes that may be started on any machine, and for each of its processor cores.
-ALWAYS: Final = 64
-A_CORE: Final = 8
+#: The limit is the larger of these: per machine, and per processor core.
+PER_MACHINE: Final = 64
+PER_CORE: Final = 8
 
 
 def require_local(ranks: int) -> None:
-    """Raise InputError for more processes than this machine can be meant to run."""
+    """Raise InputError if `ranks` is surely a mistake for this machine."""
     cores = os.cpu_count() or 1
-    most = max(ALWAYS, A_CORE * cores)
+    most = max(PER_MACHINE, PER_CORE * cores)
     if ranks > most:
         raise bad(
             f"{ranks} processes on this machine, which has {cores} processor cores",
-            f"up to {most} processes here; more on several machines, each started by torchrun",
+            f"up to {most} processes here, and more on several machines with torchrun",
             "fewer ranks, such as dp2",
         )
 
 
 def require_cores(ranks: int, plan: str) -> None:
-    """Raise InputError for more processes than processor cores, which nobody asked for.
+    """Raise InputError if a plan needs more processes than cores and --nproc was not given.
 
-    So a plan for a cluster is not started on a laptop by accident.
+    This keeps a plan for a cluster from starting on a laptop by accident.
     """
     cores = os.cpu_count() or 1
     if ranks > cores:
         raise bad(
             f"the plan '{plan}', which needs {ranks} processes, on a machine with {cores} "
             f"processor core{'s' * (cores > 1)}",
-            f"up to {cores} without --nproc, and more where --nproc asks for them",
+            f"up to {cores} processes without --nproc, and more with it",
             f"--nproc {ranks}",
         )

@@ -1,7 +1,7 @@
-"""this file is a backward pass that is not differentiated in turn, and pays for that only if asked.
+"""A cheaper `once_differentiable`: marks a backward function that cannot itself be differentiated.
 
-torch's `once_differentiable` switches gradients off and on around every call, which in the middle
-of a step takes longer than many a backward pass; as a rule they are off already.
+torch's version switches gradients off and on around every call, which can take longer than the
+backward itself.  This one does so only if gradients are on; usually they are off.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 
 
 def once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward of an autograd function; whoever differentiates what it gives is refused."""
+    """Mark the `backward` of an autograd function.  A double backward through it raises."""
     refusing = once_differentiable(backward)
 
     @wraps(backward)

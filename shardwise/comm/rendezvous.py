@@ -1,11 +1,11 @@
-"""this file is how a process learns from its environment which rank it is, and where all meet.
+"""Rendezvous from the environment: the rank of this process, and the address where all ranks meet.
 
     torchrun   RANK, WORLD_SIZE, LOCAL_RANK; the ranks meet at MASTER_ADDR and MASTER_PORT
     Slurm      SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID; the ranks meet on the first host
-               of the step, at a port that follows from the job's number
+               of the step, at a port computed from the job's number
 
-A batch script that Slurm runs has a rank in its environment too, though it is not one of several;
-only a process that srun started has SLURM_STEP_NUM_TASKS, so that is the name looked for.
+A Slurm batch script has SLURM_PROCID too, though it is a single process.  Only a process started by
+srun has SLURM_STEP_NUM_TASKS, so that variable decides.
 """
 
 import os
@@ -17,18 +17,17 @@ from shardwise.core.errors import bad
 
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _SLURM = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS")
-#: Set by our launcher, for the ranks it starts, to its own process number.
+#: Our launcher sets this variable to its own pid in the ranks it starts.
 LAUNCHER = "SHARDWISE_LAUNCHER"
-#: Ports for Slurm jobs: above the registered services, below what systems give to clients.
+#: Ports for Slurm jobs: above registered services, below the ephemeral ports of clients.
 _PORTS = range(15000, 32000)
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a process was started as.
+    """The rank a process was started as.
 
-    `address` is where the ranks meet, in the form torch.distributed's init_method takes; None
-    where there is nobody to meet.
+    `address` is where the ranks meet, as an init_method of torch.distributed; None for one rank.
     """
 
     rank: int
@@ -38,69 +37,71 @@ class Start:
 
 
 def environment(variables: Mapping[str, str] | None = None) -> Start | None:
-    """What torchrun or Slurm says of this process; None where neither started it.
+    """Read the environment that torchrun or Slurm sets; None if neither started this process.
 
-    `variables` are those of the process unless given.
+    `variables` defaults to the environment of the process.
 
     Raises:
-        InputError: some of the variables are missing, are no numbers, or contradict each other.
+        InputError: a variable is missing or not a number, or variables contradict each other.
     """
-    given = os.environ if variables is None else variables
-    if "RANK" in given or "WORLD_SIZE" in given:
-        return _torchrun(given)
-    if "SLURM_STEP_NUM_TASKS" in given and "SLURM_PROCID" in given:
-        return _slurm(given)
+    variables = os.environ if variables is None else variables
+    if "RANK" in variables or "WORLD_SIZE" in variables:
+        return _torchrun(variables)
+    if "SLURM_STEP_NUM_TASKS" in variables and "SLURM_PROCID" in variables:
+        return _slurm(variables)
     return None
 
 
 def launched(variables: Mapping[str, str] | None = None) -> bool:
-    """Whether our own launcher started this process, and watches it."""
+    """Whether our own launcher started this process and watches it."""
     return (os.environ if variables is None else variables).get(LAUNCHER) == str(os.getppid())
 
 
 def local_rank(rank: int, variables: Mapping[str, str] | None = None) -> int:
-    """The rank among those of this host: what a launcher says of it; else `rank`, as on one host.
+    """The rank within this host, from the environment; `rank` itself if the environment has none.
 
-    For a process that has met the others by means of its own: nothing else is asked for.
+    For processes that initialised torch.distributed themselves.
     """
-    given = os.environ if variables is None else variables
-    told = [given.get(name, "") for name in ("LOCAL_RANK", "SLURM_LOCALID")]
-    return next((int(text) for text in told if text.isdecimal()), rank)
+    variables = os.environ if variables is None else variables
+    texts = [variables.get(name, "") for name in ("LOCAL_RANK", "SLURM_LOCALID")]
+    return next((int(text) for text in texts if text.isdecimal()), rank)
 
 
-def _torchrun(given: Mapping[str, str]) -> Start:
-    missing = [name for name in _TORCHRUN if not given.get(name)]
+def _torchrun(variables: Mapping[str, str]) -> Start:
+    missing = [name for name in _TORCHRUN if not variables.get(name)]
     if missing:
-        present = " and ".join(name for name in _TORCHRUN if given.get(name))
+        present = " and ".join(name for name in _TORCHRUN if variables.get(name))
         raise bad(
             f"{present or 'empty RANK'} in the environment without {' and '.join(missing)}",
             f"all of {', '.join(_TORCHRUN)}, or none of them",
             "start with 'torchrun --nproc-per-node 2 -m shardwise.train.cli ...', or unset them",
         )
-    rank, size = _rank_and_size(given, "RANK", "WORLD_SIZE")
-    local = _number(given, "LOCAL_RANK") if "LOCAL_RANK" in given else rank
+    rank, size = _rank_and_size(variables, "RANK", "WORLD_SIZE")
+    local = _number(variables, "LOCAL_RANK") if "LOCAL_RANK" in variables else rank
     return Start(rank, size, local, "env://")
 
 
-def _slurm(given: Mapping[str, str]) -> Start:
-    rank, size = _rank_and_size(given, *_SLURM)
-    local = _number(given, "SLURM_LOCALID") if "SLURM_LOCALID" in given else rank
+def _slurm(variables: Mapping[str, str]) -> Start:
+    rank, size = _rank_and_size(variables, *_SLURM)
+    local = _number(variables, "SLURM_LOCALID") if "SLURM_LOCALID" in variables else rank
     if size == 1:
         return Start(rank, size, local, None)
-    hosts = given.get("SLURM_STEP_NODELIST") or given.get("SLURM_JOB_NODELIST") or ""
+    hosts = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_JOB_NODELIST") or ""
     if not hosts:
         raise bad(
             f"a Slurm step of {size} tasks without SLURM_STEP_NODELIST",
             "the list of the step's nodes, which srun sets",
-            "start with 'srun --ntasks 2 ...', and let it pass the environment on",
+            "srun --ntasks 2 --export=ALL ...",
         )
-    if given.get("MASTER_PORT"):
-        port = _number(given, "MASTER_PORT")
+    if variables.get("MASTER_PORT"):
+        port = _number(variables, "MASTER_PORT")
     else:
-        step = int(re.sub(r"\D", "", given.get("SLURM_STEP_ID", "")) or 0)
-        job = int(re.sub(r"\D", "", given.get("SLURM_JOB_ID", "")) or 0)
+        step = int(re.sub(r"\D", "", variables.get("SLURM_STEP_ID", "")) or 0)
+        job = int(re.sub(r"\D", "", variables.get("SLURM_JOB_ID", "")) or 0)
         port = _PORTS[(job * 7 + step) % len(_PORTS)]  # 7: the steps of near jobs stay apart
-    return Start(rank, size, local, f"tcp://{given.get('MASTER_ADDR') or first_host(hosts)}:{port}")
+    return Start(
+        rank, size, local, f"tcp://{variables.get('MASTER_ADDR') or first_host(hosts)}:{port}"
+    )
 
 
 def first_host(hosts: str) -> str:
@@ -111,8 +112,8 @@ def first_host(hosts: str) -> str:
     return "".join(part or "" for part in match.groups())
 
 
-def _rank_and_size(given: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
-    rank, size = _number(given, rank_name), _number(given, size_name)
+def _rank_and_size(variables: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
+    rank, size = _number(variables, rank_name), _number(variables, size_name)
     if rank >= size:
         raise bad(
             f"{rank_name}={rank} and {size_name}={size} in the environment",
@@ -122,11 +123,11 @@ def _rank_and_size(given: Mapping[str, str], rank_name: str, size_name: str) -> 
     return rank, size
 
 
-def _number(given: Mapping[str, str], name: str) -> int:
-    if not given[name].isdecimal():
+def _number(variables: Mapping[str, str], name: str) -> int:
+    if not variables[name].isdecimal():
         raise bad(
-            f"{name}='{given[name]}' in the environment",
+            f"{name}='{variables[name]}' in the environment",
             "a whole number from 0 up",
             f"unset {name}, or start with torchrun",
         )
-    return int(given[name])
+    return int(variables[name])

@@ -1,10 +1,10 @@
-"""The start: the ranks of a run meet at one address, or each says in time who did not come.
+"""The start of a run: all ranks connect to one store, or the error names the ranks that did not.
 
-    rank 0, or torchrun's agent   holds a store at MASTER_ADDR, MASTER_PORT
-    every rank                    writes its number there, and waits until all have
+    rank 0, or torchrun's agent   serves a store at MASTER_ADDR, MASTER_PORT
+    every rank                    adds its number to the store, and waits until all have
 
-Torch waits for minutes and does not say for whom.  Under our launcher a rank that is missing is
-slow, for the launcher sees one that has ended: there the limit is that of a collective.
+torch would wait for minutes and not say for which rank.  Under our launcher a missing rank can only
+be slow (the launcher notices one that exits), so there the time limit is that of a collective.
 """
 
 import os
@@ -23,15 +23,15 @@ from shardwise.comm.rendezvous import Start, launched
 from shardwise.core.errors import InputError, bad
 
 _GLANCE_S = 0.05
-_SHOWN = 8  # ranks that are named
+_SHOWN = 8  # ranks named in an error
 
 
 def meet(start: Start, limits: Limits) -> Store:
-    """The store through which all ranks of `start` have met.
+    """Connect all ranks of `start`, and return their store.
 
     Raises:
-        InputError: there is no such host, the port is in use, two processes have one rank; or the
-            address did not answer within `limits.start_s`, or not all ranks came.
+        InputError: the host does not exist, the port is in use, two processes have the same rank,
+            the address did not answer within `limits.start_s`, or some ranks did not start.
     """
     host, port = _address(start)
     limit_s = limits.patience_s if launched() else limits.start_s
@@ -56,14 +56,14 @@ def _address(start: Start) -> tuple[str, int]:
 
 
 def _of_agent() -> bool:
-    """Whether torchrun holds the store, and not rank 0."""
+    """Whether torchrun's agent serves the store instead of rank 0."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
 
 
 def _reach(host: str, port: int, deadline: float, waited: str, ours: bool) -> None:
-    """Return when somebody listens there; where that is to be this process, when the host exists.
+    """Return when a server listens at the address.  If it is `ours`, check only the host's name.
 
-    Before torch's own client tries, which fills the screen while it fails.
+    torch's own client would print warnings while it retries.
     """
     why = ""
     while time.monotonic() < deadline:
@@ -76,15 +76,15 @@ def _reach(host: str, port: int, deadline: float, waited: str, ours: bool) -> No
         except socket.gaierror as error:
             raise bad(
                 f"MASTER_ADDR={host}, which is the address of no host ({error.strerror})",
-                "the name or address of the host of rank 0, on all ranks",
-                "export MASTER_ADDR=127.0.0.1 where all ranks are on one host",
+                "the name or address of rank 0's host, the same on all ranks",
+                "export MASTER_ADDR=127.0.0.1 if all ranks are on one host",
             ) from error
         except OSError as error:
             why = error.strerror or str(error)
             time.sleep(_GLANCE_S)
     raise InputError(
         f"{waited} for an answer from {host}, port {port}: {why}. Rank 0 or its launcher has not "
-        "started, or MASTER_ADDR and MASTER_PORT are not those of its host"
+        "started, or MASTER_ADDR and MASTER_PORT are wrong on this rank"
     )
 
 
@@ -99,22 +99,22 @@ def _store(host: str, port: int, size: int, deadline: float, waited: str, ours: 
         except RuntimeError as error:
             found.append(error)
 
-    # beside: a listener that is no store, and never answers, is waited for without a limit
+    # in a thread, because TCPStore waits forever for a server that accepts but never answers
     thread = threading.Thread(target=_connect, name="start", daemon=True)
     thread.start()
     thread.join(max(1.0, deadline - time.monotonic()))
     if found and isinstance(found[0], TCPStore):
         return found[0]
-    why = str(found[0]).splitlines()[0] if found else "it accepts connections, and says nothing"
+    why = str(found[0]).splitlines()[0] if found else "it accepts connections but does not answer"
     if "EADDRINUSE" in why:
         raise bad(
-            f"MASTER_PORT={port}, which another program on this host listens at",
-            "a port that is free on the host of rank 0",
+            f"MASTER_PORT={port}, which another program on this host uses",
+            "a port that is free on rank 0's host",
             f"export MASTER_PORT={_free_port()} on all ranks",
         )
     raise InputError(
-        f"{waited} for the store of the run at {host}, port {port}, where another program seems "
-        f"to listen: {why}. Use a MASTER_PORT that is free on the host of rank 0"
+        f"{waited} for the run's store at {host}, port {port}, where another program seems to "
+        f"listen: {why}. Use a MASTER_PORT that is free on rank 0's host"
     )
 
 
@@ -125,13 +125,13 @@ def _free_port() -> int:
 
 
 def _gather(store: Store, start: Start, deadline: float, waited: str) -> None:
-    """Return when all ranks have come.  Who gives up says so to those that still wait."""
+    """Return when all ranks have started.  The first rank to give up tells the others."""
     rank, size = start.rank, start.size
     name = f"{socket.gethostname()}, process {os.getpid()}"
     if store.add(f"times/{rank}", 1) > 1:
         raise bad(
             f"two processes with rank {rank} at one address ({name} is the second)",
-            "one process for each rank, and a port of its own for each run",
+            "one process for each rank, and a different port for each run",
             "a different RANK, or another MASTER_PORT",
         )
     store.add("arrived", 1)
@@ -145,7 +145,7 @@ def _gather(store: Store, start: Start, deadline: float, waited: str) -> None:
         if not store.check(["missing"]):
             return
         absent = store.get("missing").decode()
-    except RuntimeError as error:  # who held the store has given up
+    except RuntimeError as error:  # the rank that served the store has given up
         raise InputError(f"{waited} for {size} ranks; the run's store has closed") from error
     with suppress(RuntimeError):
         store.add("told", 1)
@@ -153,9 +153,9 @@ def _gather(store: Store, start: Start, deadline: float, waited: str) -> None:
         while rank == 0 and time.monotonic() < last and store.add("told", 0) < _came(store, size):
             time.sleep(_GLANCE_S)
     raise InputError(
-        f"{waited} for all of the {size} ranks (WORLD_SIZE) to start, and {absent} did not come. "
-        "Start as many processes as WORLD_SIZE says, with ranks from 0 up and one MASTER_ADDR and "
-        "MASTER_PORT, or set SHARDWISE_START_TIMEOUT_S where they start far apart"
+        f"{waited} for {size} ranks (WORLD_SIZE), and {absent} did not start. Start WORLD_SIZE "
+        "processes, with ranks from 0 up and the same MASTER_ADDR and MASTER_PORT. If they start "
+        "far apart, set SHARDWISE_START_TIMEOUT_S"
     )
 
 

@@ -1,16 +1,16 @@
-"""The room: the directory of status files that a launcher and its ranks share.
+"""The directory of status files that a launcher and its ranks share.
 
-A rank that fails writes its error down *before* anything else happens to it, and then holds still,
-connections open, until the launcher ends it.  So the others get no error from its leaving, and
-the first note in the room is the cause.  A rank that dies without a word is found by its pid.
+    0.pid     rank 0 has started              0.failed   its error, with the time
+    0.done    its pickled result              0.stderr   its error output, if held back
+    0.waits   it waits for other ranks        closed     a rank that starts now exits at once
+    0.beat    its latest heartbeat            launcher   the process that owns the directory
 
-    0.pid     the rank has begun                  0.failed   its error, with the time
-    0.done    its function's result, pickled      0.stderr   what it wrote there, where kept back
-    0.waits   it waits for others                 closed     whoever begins now leaves at once
-    0.beat    its last sign of life               launcher   the process whose room it is
+A rank that fails writes `failed` first and then waits, with its connections open, until the
+launcher kills it.  The other ranks therefore see no lost connection, and the earliest `failed` file
+names the cause.  A rank that dies without writing one is found by its pid.
 
-A launcher removes its room at its end.  The room of one that was killed is removed by the next
-launcher of the same user, and ranks of it that are stopped, and so did not end with it, are killed.
+The launcher removes its directory at exit.  If the launcher was killed, the next launcher of the
+same user removes the directory and kills any ranks that are still alive (stopped processes, say).
 """
 
 import json
@@ -24,66 +24,68 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from shardwise.comm.beat import Beat, parse, process
+from shardwise.comm.heartbeat import Heartbeat, parse
+from shardwise.comm.host import identity, is_dead
 
-_GLANCE_S = 0.005
+_POLL_S = 0.005
 _PREFIX = "shardwise-"
 _BEAT_BYTES = 4096
-_LAST_CALLS = 500  # characters of a long stack, of six bytes each at most in JSON
+_LAST_CALLS = 500  # characters kept of a long stack; each takes up to six bytes in JSON
 
 
 @dataclass(frozen=True, order=True)
-class Note:
-    """Why a rank ended: when (`at_ns`, on the clock all processes share), and its own words.
+class Failure:
+    """Why a rank failed: the time `at_ns` (monotonic clock) and the text of its error.
 
-    `code` is the exit code the rank asked for, where it said all else itself; otherwise None.
-    `refused` is the text of an InputError, which is the user's to mend; empty of any other error.
+    `code` is the exit code of a rank that called sys.exit, otherwise None.  `input_error` is the
+    text of an InputError, empty for any other error.
     """
 
     at_ns: int
     rank: int
     code: int | None
     text: str
-    refused: str = ""
+    input_error: str = ""
 
 
 @dataclass(frozen=True)
-class Room:
-    """The folder of one launch of so many ranks. Each method is for the side it names."""
+class StatusDir:
+    """The status files of one launch of `ranks` processes."""
 
     folder: Path
     ranks: int
 
+    # ---- written by a rank -----------------------------------------------------------------------
+
     def enter(self, rank: int) -> bool:
-        """Rank: I have begun. False when the launcher has given up already."""
+        """Record that `rank` has started.  False if the launcher has already given up."""
         self._write(f"{rank}.pid", identity(os.getpid()))
         return not (self.folder / "closed").exists()
 
     def finish(self, rank: int, result: bytes) -> None:
-        """Rank: my result. Returns when all have theirs: nobody hangs up on one still working."""
+        """Record the result, then wait for the results of all ranks.
+
+        A rank that left earlier would close connections that others still use.
+        """
         self._write(f"{rank}.done", result)
         while len(self.finished()) < self.ranks:
-            time.sleep(_GLANCE_S)
+            time.sleep(_POLL_S)
 
-    def fail(self, rank: int, text: str, code: int | None = None, refused: str = "") -> None:
-        """Rank: I have failed, and this is my error.  Launcher: the error of a frozen rank."""
-        note = Note(time.monotonic_ns(), rank, code, text, refused)
-        self._write(f"{rank}.failed", json.dumps(asdict(note)))
+    def fail(self, rank: int, text: str, code: int | None = None, input_error: str = "") -> None:
+        """Record the error of `rank`.  The launcher calls this for a rank that is frozen."""
+        failure = Failure(time.monotonic_ns(), rank, code, text, input_error)
+        self._write(f"{rank}.failed", json.dumps(asdict(failure)))
 
-    def waits(self, rank: int, long: bool) -> None:
-        """Rank: whether I have waited for others for long."""
+    def set_waiting(self, rank: int, waiting: bool) -> None:
+        """Record whether `rank` has been waiting for other ranks for a long time."""
         path = self.folder / f"{rank}.waits"
-        if long and not path.exists():
+        if waiting and not path.exists():
             self._write(path.name, "")
-        elif not long:
+        elif not waiting:
             path.unlink(missing_ok=True)
 
-    def waiting(self) -> set[int]:
-        """Rank: those that wait for others."""
-        return {int(path.stem) for path in self.folder.glob("*.waits")}
-
-    def send_beat(self, rank: int, beat: Beat) -> None:
-        """Rank: a sign of life, written in place: on a full disk there is still room for it."""
+    def send_heartbeat(self, rank: int, beat: Heartbeat) -> None:
+        """Write a heartbeat in place, at a fixed size: works on a full disk."""
         text = beat.text().encode()
         if len(text) > _BEAT_BYTES:
             text = replace(beat, calls=beat.calls[-_LAST_CALLS:]).text().encode()
@@ -93,42 +95,48 @@ class Room:
         finally:
             os.close(file)
 
-    def beats(self) -> dict[int, Beat]:
-        """Launcher: the newest sign of life of each rank."""
-        found: dict[int, Beat] = {}
+    # ---- read by the launcher, and some by the ranks ---------------------------------------------
+
+    def waiting(self) -> set[int]:
+        """The ranks that have been waiting for others for a long time."""
+        return {int(path.stem) for path in self.folder.glob("*.waits")}
+
+    def heartbeats(self) -> dict[int, Heartbeat]:
+        """The latest heartbeat of each rank."""
+        found: dict[int, Heartbeat] = {}
         for path in self.folder.glob("*.beat"):
-            with suppress(ValueError):  # it is being written
+            with suppress(ValueError):  # the file is being written
                 found[int(path.stem)] = parse(path.read_text())
         return found
 
-    def word(self) -> frozenset[str]:
-        """Launcher: what is in the room, by names; of one name it stays the same, beats apart."""
+    def file_names(self) -> frozenset[str]:
+        """The names of all status files except heartbeats.  Files never change, names appear."""
         names = (path.name for path in self.folder.iterdir())
         return frozenset(name for name in names if ".beat" not in name)
 
     def stderr(self, rank: int) -> Path:
-        """Both: where the rank's error output is kept, if it is."""
+        """The file for the error output of `rank`."""
         return self.folder / f"{rank}.stderr"
 
     def pids(self) -> dict[int, int]:
-        """Launcher: the process of every rank that has begun."""
+        """The process id of every rank that has started."""
         return {int(p.stem): int(p.read_text().split()[0]) for p in self.folder.glob("*.pid")}
 
     def finished(self) -> set[int]:
-        """Both: the ranks that have their results."""
+        """The ranks that have written their results."""
         return {int(path.stem) for path in self.folder.glob("*.done")}
 
     def results(self) -> dict[int, bytes] | None:
-        """Launcher: the results of all ranks; None while some are missing."""
+        """The results of all ranks; None while some are missing."""
         found = {int(path.stem): path.read_bytes() for path in self.folder.glob("*.done")}
         return found if len(found) == self.ranks else None
 
-    def notes(self) -> list[Note]:
-        """Launcher: the notes of the ranks that failed, the earliest first."""
-        return sorted(Note(**json.loads(p.read_text())) for p in self.folder.glob("*.failed"))
+    def failures(self) -> list[Failure]:
+        """The failures recorded so far, earliest first."""
+        return sorted(Failure(**json.loads(p.read_text())) for p in self.folder.glob("*.failed"))
 
     def close(self) -> None:
-        """Launcher: whoever has not begun yet shall not."""
+        """Make ranks that start from now on exit at once."""
         self._write("closed", "")
 
     def _write(self, name: str, content: str | bytes) -> None:
@@ -138,47 +146,26 @@ class Room:
 
 
 @contextmanager
-def open_room(ranks: int) -> Iterator[Room]:
-    """A room for so many ranks, removed at the end; those of launchers that are dead are swept."""
+def open_status_dir(ranks: int) -> Iterator[StatusDir]:
+    """Make a status directory, and remove it on exit.  Sweeps the directories of dead launchers."""
     sweep(Path(tempfile.gettempdir()))
     with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder:
-        room = Room(Path(folder), ranks)
-        room._write("launcher", identity(os.getpid()))
-        yield room
+        status = StatusDir(Path(folder), ranks)
+        status._write("launcher", identity(os.getpid()))
+        yield status
 
 
 def sweep(folder: Path) -> None:
-    """Remove the rooms in `folder` whose launchers are dead, and kill ranks of theirs that live."""
-    for room in folder.glob(f"{_PREFIX}*"):
+    """Remove the status directories in `folder` of dead launchers, and kill their live ranks."""
+    for old in folder.glob(f"{_PREFIX}*"):
         with suppress(OSError):
-            if room.stat().st_uid == os.getuid() and _dead((room / "launcher").read_text()):
-                _remove(room)
+            if old.stat().st_uid == os.getuid() and is_dead((old / "launcher").read_text()):
+                _remove(old)
 
 
-def _remove(room: Path) -> None:
-    for known in [file.read_text() for file in room.glob("*.pid")]:
+def _remove(folder: Path) -> None:
+    for known in [file.read_text() for file in folder.glob("*.pid")]:
         pid = int(known.split()[0])
         if known == identity(pid):
             os.kill(pid, signal.SIGKILL)
-    shutil.rmtree(room, ignore_errors=True)
-
-
-def identity(pid: int) -> str:
-    """A process: its number, when it was started, and in which boot and container that counts."""
-    return f"{pid} {process(pid).started} {_where()}"
-
-
-def _dead(known: str) -> bool:
-    """Whether the process of this `identity` is known to be dead; of another host it is not."""
-    pid, _, where = [*known.split(maxsplit=2), "", "", ""][:3]
-    if not where or where != _where():
-        return False
-    return identity(int(pid)) != known or process(int(pid)).state in "XZ"
-
-
-def _where() -> str:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {Path('/proc/self/ns/pid').stat().st_ino}"
-    except OSError:
-        return ""
+    shutil.rmtree(folder, ignore_errors=True)

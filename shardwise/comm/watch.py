@@ -1,4 +1,4 @@
-"""The launcher's watch over its ranks: it sees the first failure, and ends those that remain."""
+"""The launcher's watch over its ranks: it finds the first failure, then kills the ranks left."""
 
 import os
 import signal
@@ -7,96 +7,102 @@ import threading
 import time
 from collections.abc import Collection
 
-from shardwise.comm.beat import Listener, hung
-from shardwise.comm.ending import LaunchOutcome
+from shardwise.comm.heartbeat import HeartbeatMonitor, find_hang
 from shardwise.comm.host import host_number
 from shardwise.comm.limits import read_limits
-from shardwise.comm.status_dir import Room
+from shardwise.comm.outcome import LaunchOutcome
+from shardwise.comm.status_dir import StatusDir
 
-#: Between two looks into the room: of ranks as many as processors each look holds one up.
-GLANCE_S = 0.05
-#: How long the ranks may take to save and leave after SIGTERM or SIGINT.
+#: Time between two polls of the status directory.  A poll takes a processor from the ranks.
+POLL_S = 0.05
+#: How long the ranks may take to save and exit after SIGTERM or SIGINT.
 SAVE_S = 60.0
-#: How long the others may still write down what happened to them after a first failure.
+#: How long other ranks may still record their errors after the first failure.
 _GRACE_S = 1.0
-#: How long a process may take to end once the results of all ranks are there.
+#: How long a process may take to exit once all ranks have results.
 _LINGER_S = 20.0
 
 
-def watch(room: Room, over: threading.Event, ended: LaunchOutcome, signals: list[int]) -> None:
-    """Return when the agent has ended, or when the time has come to end the ranks."""
+def watch(
+    status: StatusDir, exited: threading.Event, outcome: LaunchOutcome, signals: list[int]
+) -> None:
+    """Return when all processes have exited, or when it is time to kill those that remain."""
     deadline = float("inf")
-    told: set[int] = set()  # ranks that the signal was passed on to; others may yet begin
-    seen, noted, working = frozenset[str](), 0, dict[int, int]()
-    pulse = _Pulse(room)
-    while time.monotonic() < deadline and not over.wait(GLANCE_S):
+    signalled: set[int] = set()  # a rank that starts later is signalled in a later poll
+    seen, failed, working = frozenset[str](), 0, dict[int, int]()
+    heartbeats = _Heartbeats(status)
+    while time.monotonic() < deadline and not exited.wait(POLL_S):
         if signals:
             deadline = min(deadline, time.monotonic() + SAVE_S)
-            told |= _send(room, signal.SIGTERM, besides=told)
-        if len(signals) > 1:  # asked twice: now
-            ended.hurried = not noted and ended.missing is None
+            signalled |= _signal(status, signal.SIGTERM, besides=signalled)
+        if len(signals) > 1:  # a second signal: kill now
+            outcome.hurried = not failed and outcome.missing is None
             return
-        pulse.feel(working)
-        if (word := room.word()) != seen:
-            seen, noted = word, len(room.notes())
-            finished = room.finished()
-            working = {rank: pid for rank, pid in room.pids().items() if rank not in finished}
-            if len(finished) == room.ranks:  # a process that lingers after its result is killed
+        heartbeats.check(working)
+        if (names := status.file_names()) != seen:
+            seen, failed = names, len(status.failures())
+            finished = status.finished()
+            working = {rank: pid for rank, pid in status.pids().items() if rank not in finished}
+            if len(finished) == status.ranks:
                 deadline = min(deadline, time.monotonic() + _LINGER_S)
-        ended.missing = _gone(room, working) if ended.missing is None else ended.missing
-        if noted or ended.missing is not None:
+        if outcome.missing is None:
+            outcome.missing = _exited_early(status, working)
+        if failed or outcome.missing is not None:
             deadline = min(deadline, time.monotonic() + _GRACE_S)
-        if noted == room.ranks:
+        if failed == status.ranks:
             return
-    told_all = bool(signals) and ended.missing is None
-    ended.overdue = told_all and not over.is_set() and not room.notes()
+    in_time = exited.is_set() or outcome.missing is not None
+    outcome.overdue = bool(signals) and not in_time and not status.failures()
 
 
-class _Pulse:
-    """The beats of all ranks, heard once a beat."""
+class _Heartbeats:
+    """The heartbeat monitors of all ranks."""
 
-    def __init__(self, room: Room) -> None:
-        self.room, self.limits, self.heard = room, read_limits(), time.monotonic()
-        self.listeners = [Listener(self.limits, host_number()) for _ in range(room.ranks)]
+    def __init__(self, status: StatusDir) -> None:
+        self.status, self.limits, self.checked = status, read_limits(), time.monotonic()
+        host = host_number()
+        self.monitors = [HeartbeatMonitor(self.limits, host) for _ in range(status.ranks)]
 
-    def feel(self, working: Collection[int]) -> None:
-        """Write down the failure of a rank in `working` that is frozen or hangs."""
-        elapsed_s = time.monotonic() - self.heard
-        if elapsed_s < self.limits.beat_s:
+    def check(self, working: Collection[int]) -> None:
+        """Record the failure of a rank in `working` that is frozen or hangs."""
+        elapsed_s = time.monotonic() - self.checked
+        if elapsed_s < self.limits.heartbeat_s:
             return
-        self.heard += elapsed_s
-        beats = self.room.beats()
+        self.checked += elapsed_s
+        beats = self.status.heartbeats()
         for rank in working:
-            listener = self.listeners[rank]
-            why = listener.hear(beats.get(rank), elapsed_s)
+            monitor = self.monitors[rank]
+            why = monitor.receive(beats.get(rank), elapsed_s)
             if why:
-                self.room.fail(rank, listener.frozen(why))
-            elif warning := listener.warning(rank):
+                self.status.fail(rank, monitor.frozen(why))
+            elif warning := monitor.warning(rank):
                 print(warning, file=sys.stderr)
-        found = hung(beats, self.limits.patience_s)
-        if found and not self.room.notes():
-            self.room.fail(*found)
+        found = find_hang(beats, self.limits.patience_s)
+        if found and not self.status.failures():
+            self.status.fail(*found)
 
 
-def _gone(room: Room, working: dict[int, int]) -> int | None:
-    """A rank whose process has ended though its function has not returned."""
-    over = {rank for rank, pid in working.items() if _is_over(pid)}
-    return min(over - room.finished(), default=None) if over else None
+def _exited_early(status: StatusDir, working: dict[int, int]) -> int | None:
+    """A rank whose process has exited before its function returned."""
+    exited = {rank for rank, pid in working.items() if _has_exited(pid)}
+    return min(exited - status.finished(), default=None) if exited else None
 
 
-def _is_over(pid: int) -> bool:
-    """Whether a child has ended; it stays there for the agent to wait for."""
+def _has_exited(pid: int) -> bool:
+    """Whether a child process has exited.  Leaves it unreaped, for the elastic agent."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-    except ChildProcessError:  # the agent has waited for it already
+    except ChildProcessError:  # the agent has reaped it already
         return True
 
 
-def _send(room: Room, number: int, besides: set[int] | frozenset[int] = frozenset()) -> set[int]:
-    """Signal the ranks that have begun, but for some; those that were reached."""
+def _signal(
+    status: StatusDir, number: int, besides: set[int] | frozenset[int] = frozenset()
+) -> set[int]:
+    """Signal the running ranks except those in `besides`; returns the ranks signalled."""
     reached = set()
-    for rank, pid in room.pids().items():
-        if rank in besides or _is_over(pid):
+    for rank, pid in status.pids().items():
+        if rank in besides or _has_exited(pid):
             continue
         try:
             os.kill(pid, number)
@@ -106,13 +112,13 @@ def _send(room: Room, number: int, besides: set[int] | frozenset[int] = frozense
     return reached
 
 
-def end_all(room: Room, ended: LaunchOutcome, over: threading.Event) -> None:
-    """Kill the ranks, unless the agent has seen them all end."""
-    if over.is_set():
+def kill_all(status: StatusDir, outcome: LaunchOutcome, exited: threading.Event) -> None:
+    """Kill the ranks that are left, unless the agent has seen all of them exit."""
+    if exited.is_set():
         return
-    room.close()
+    status.close()
     give_up = time.monotonic() + 3.0
     while time.monotonic() < give_up:
-        ended.killed |= _send(room, signal.SIGKILL)
-        if over.wait(GLANCE_S):
+        outcome.killed |= _signal(status, signal.SIGKILL)
+        if exited.wait(POLL_S):
             return

@@ -1,10 +1,10 @@
-"""this file is the world: which rank this process is, and the axes along which it meets the others.
+"""The world: the rank of this process, and the mesh axes along which it communicates.
 
     world = sw.init()              from torchrun's environment, Slurm's, or a world of one
     world = world.on(mesh)         the same ranks with named axes
     world.axis("dp").rank          a coordinate
 
-The world is a value that is passed along; nothing in Shardwise asks for "the current" one.
+The world is passed as an argument; there is no "current" world.
 """
 
 import atexit
@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.excepthook import install_excepthook
 from shardwise.comm.fake import Fake, FakeLinks
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.limits import Limits, read_limits
 from shardwise.comm.malloc import keep_freed_memory
 from shardwise.comm.peers import watch_peers
-from shardwise.comm.refusal import show_refusals
 from shardwise.comm.rendezvous import Start, environment, launched, local_rank
 from shardwise.comm.start import meet
 from shardwise.comm.torch_links import TorchLinks, device_mesh, group_timeout
@@ -36,8 +36,9 @@ from shardwise.core.mesh import Mesh
 class Axis:
     """A named axis of the mesh, seen from one rank.
 
-    `transport` carries what the next computation waits for, `behind` what runs behind it (gradient
-    reductions): two queues, so that neither holds up the other.  Both count in `ledger`.
+    `transport` carries messages that the next computation needs, `behind` those that overlap with
+    computation (gradient reductions).  They are two queues, so that neither delays the other.  Both
+    count their bytes in `ledger`.
     """
 
     name: str
@@ -46,24 +47,24 @@ class Axis:
     ledger: Ledger = field(default_factory=Ledger)
 
     def __reduce__(self) -> Any:
-        """Copied and pickled only where there are no process groups in it."""
+        """An axis can be copied and pickled only if it has no process groups."""
         if self.size > 1:
             raise no_copy("model on several ranks")
         return Axis, (self.name,)
 
     @property
     def rank(self) -> int:
-        """This rank's place on the axis."""
+        """This rank's coordinate on the axis."""
         return self.transport.rank
 
     @property
     def size(self) -> int:
-        """How many ranks the axis has."""
+        """The number of ranks on the axis."""
         return self.transport.size
 
 
 def counted_axis(name: str, queues: Sequence[Transport], ledger: Ledger) -> Axis:
-    """The axis over these queues, none or both, which count what they send in `ledger`."""
+    """The axis over `queues` (none or two), which count their bytes in `ledger`."""
     return Axis(name, *(queue.counted(name, ledger) for queue in queues), ledger=ledger)
 
 
@@ -81,15 +82,15 @@ class World:
     ledger: Ledger = field(default_factory=Ledger)
 
     def axis(self, name: str) -> Axis:
-        """The axis of that name; an axis the mesh does not have is an axis of one rank."""
+        """The axis called `name`; of size one if the mesh has no such axis."""
         alone = Axis(name, ledger=self.ledger)
         return next((axis for axis in self.axes if axis.name == name), alone)
 
     def on(self, mesh: Mesh) -> "World":
-        """This world with the axes of `mesh`, and a ledger of its own.  Called by all ranks.
+        """This world with the axes of `mesh` and a new ledger.  All ranks must call it.
 
         Raises:
-            InputError: the mesh has not as many ranks as the world.
+            InputError: the mesh and the world differ in size.
         """
         if mesh.size != self.size:
             raise bad(
@@ -110,22 +111,22 @@ class World:
         return replace(self, mesh=mesh, axes=tuple(opened), everyone=everyone, ledger=ledger)
 
     def within(self, name: str, groups: Sequence[Sequence[int]]) -> Axis:
-        """The ranks of axis `name` that are in one group with this one; called by all ranks.
+        """The ranks of axis `name` that are in the same group as this one.  All ranks must call it.
 
-        `groups` are ranks on the axis, each in one group.  What is sent counts as the axis's.
+        `groups` divides the ranks of the axis.  Bytes are counted under the axis's name.
         """
         here = self.axis(name)
         mine = next(group for group in groups if here.rank in group)
         if all(len(group) == 1 for group in groups):
             return Axis(name, ledger=self.ledger)
         lines = [[line[r] for r in group] for line in self.mesh.lines(name) for group in groups]
-        # opened by ranks that are alone too: every rank opens the same, in one order
+        # every rank opens every group, in the same order, as torch.distributed requires
         pair = [self.links.transport(name, lines, self.rank, queue) for queue in ("now", "behind")]
         opened = pair if len(mine) > 1 else []
         return counted_axis(name, opened, self.ledger)
 
     def device_mesh(self) -> DeviceMesh:
-        """These axes as torch's DeviceMesh, on the same process groups; axes of one rank left out.
+        """The axes as torch's DeviceMesh, on the same process groups, without axes of size one.
 
         Raises:
             ValueError: the world's ranks are not processes of torch.distributed.
@@ -134,25 +135,25 @@ class World:
         return device_mesh(wide, [axis.transport for axis in self.axes], self.device.type)
 
     def barrier(self) -> None:
-        """Return when every rank has come here."""
+        """Return when every rank has called this."""
         self.everyone.transport.barrier()
 
     def require_open(self) -> None:
-        """Raise InputError if it has been closed."""
+        """Raise InputError if the world has been closed."""
         if self.links.closed:
             raise bad(
-                "an engine that is used after world.close()",
-                "steps, evaluation and checkpoints before the world is left",
+                "an engine used after world.close()",
+                "steps, evaluation and checkpoints before world.close()",
                 "world.close() as the program's last line",
             )
 
     def close(self) -> None:
-        """Leave the world: process groups that `init` began are destroyed."""
+        """Destroy the process groups that `init` created."""
         self.links.close()
 
 
 def world_of(rank: int, size: int, device: torch.device, links: Links) -> World:
-    """A world over `links`.  Called by all ranks."""
+    """A world over `links`.  All ranks must call it."""
     ledger = Ledger()
     lines = [list(range(size))]
     queues = ("now", "behind") if size > 1 else ()
@@ -167,50 +168,50 @@ def alone(device: torch.device | str = "cpu") -> World:
 
 
 def traced(rank: int, size: int) -> World:
-    """Rank `rank` of a world of `size` that moves no data and only writes its ledger."""
+    """Rank `rank` of a world of `size` that sends nothing and only fills its ledger."""
     return world_of(rank, size, torch.device("cpu"), FakeLinks())
 
 
 def init(device: str | None = None, *, shared_memory: bool | None = None) -> World:
-    """The world this process was started in.
+    """The world of this process.
 
-    An initialised `torch.distributed` is used, however it was initialised: the environment is not
-    looked at.  Else torchrun's environment, then Slurm's; else this is a world of one.  `device` is
-    "cpu", "cuda", or None: CUDA where every local rank can have a GPU.  With `shared_memory=False`
-    ranks of one host send everything through their process group, as ranks of several hosts do;
-    None takes SHARDWISE_SHARED_MEMORY from the environment, and True where it is not set.
+    If `torch.distributed` is initialised, its default group is used.  Otherwise the environment of
+    torchrun or Slurm is read; without either this is a world of one rank.  `device` is "cpu",
+    "cuda", or None: CUDA if there is a GPU for every local rank.  With `shared_memory=False`, ranks
+    of one host send everything through their process group, as ranks of different hosts do; None
+    reads SHARDWISE_SHARED_MEMORY from the environment (default: True).
 
-    From then on an InputError that ends a rank is shown as one paragraph (refusal.py).
+    It also installs an excepthook that prints an InputError as one paragraph (excepthook.py).
 
     Raises:
-        InputError: CUDA was asked for and there is none; the environment is incomplete; the world
-            of this process has been closed; the ranks cannot meet, or not all came in time (see
-            start.py).
+        InputError: there is no GPU for device "cuda"; the environment is incomplete; the world of
+            this process has been closed; the ranks cannot connect, or some did not start in time
+            (start.py).
     """
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
         where = _device(device, local_rank(rank))
-        show_refusals(rank, size)
+        install_excepthook(rank, size)
         links = TorchLinks(ours=False, device_type=where.type, shared_memory=shared_memory)
         return world_of(rank, size, _ready(where), links)
     try:
         start = environment()
     except InputError:
-        show_refusals()
+        install_excepthook()
         raise
     where = _ready(_device(device, start.local_rank if start else 0))
     if start is None or (start.size == 1 and start.rank == 0 and start.address is None):
         return alone(where)
     if TorchLinks.left:
         raise bad(
-            "sw.init() after world.close() in one process, whose ranks have parted",
-            "one world a process, which any number of engines share",
+            "sw.init() after world.close() in one process",
+            "one world per process, shared by any number of engines",
             "world.close() as the program's last line",
         )
     limits = read_limits()
-    show_refusals(start.rank)  # of a start that fails
+    install_excepthook(start.rank)  # for errors of the start itself
     store = _begin(start, where, limits)
-    show_refusals(start.rank, start.size)  # after torch, which sets a hook too
+    install_excepthook(start.rank, start.size)  # again, since torch sets its own hook
     links = TorchLinks(ours=True, device_type=where.type, shared_memory=shared_memory)
     if not launched():
         links.peers = watch_peers(store, start.rank, start.size, limits)
@@ -240,7 +241,7 @@ def _device(asked: str | None, local_rank: int) -> torch.device:
     gpus = torch.cuda.device_count()
     if asked == "cuda" and gpus <= local_rank:
         raise bad(
-            f"device cuda for local rank {local_rank}, where {gpus} GPUs can be used",
+            f"device cuda for local rank {local_rank}, with {gpus} GPUs available",
             "as many local ranks as GPUs, or the processor",
             'device = "cpu"',
         )

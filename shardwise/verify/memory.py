@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from torch import Tensor, nn
 
-from shardwise.comm.hang_detector import LOOKOUT
+from shardwise.comm.hang_detector import HANG_DETECTOR
 from shardwise.engine.engine import Engine
 from shardwise.engine.live import Live, Stray
 
@@ -104,7 +104,7 @@ def _left(engine: Engine, live: Live) -> list[Stray]:
     while True:
         gc.collect()  # what only a cycle keeps is not kept
         left = live.unaccounted(engine)
-        watched = any(thread.name == LOOKOUT for thread in threading.enumerate())
+        watched = any(thread.name == HANG_DETECTOR for thread in threading.enumerate())
         if not left or not watched or time.monotonic() > ends:
             return left
         time.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Ranks that freeze, hang, abort or linger are named and ended; dead launchers' rooms are swept."""
+"""Ranks that freeze, hang, abort or linger are named and killed; old status files are swept."""
 
 import atexit
 import os
@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from shardwise.comm import watch
-from shardwise.comm.beat import Beat, Listener, hung
-from shardwise.comm.hang_detector import LookOut
+from shardwise.comm.hang_detector import HangDetector
+from shardwise.comm.heartbeat import Heartbeat, HeartbeatMonitor, find_hang
+from shardwise.comm.host import identity
 from shardwise.comm.launch import spawn
 from shardwise.comm.limits import Limits, read_limits
 from shardwise.comm.move import all_reduce
-from shardwise.comm.status_dir import Room, identity, open_room, sweep
+from shardwise.comm.status_dir import StatusDir, open_status_dir, sweep
 from shardwise.comm.world import init
 from shardwise.core.errors import InputError, RankError
 from tests.comm.test_launch import is_alive
@@ -36,11 +37,11 @@ def sleeper() -> "Iterator[subprocess.Popen[bytes]]":
         process.kill()
 
 
-def silence(listener: Listener, beat: Beat) -> tuple[float, str]:
+def silence(monitor: HeartbeatMonitor, beat: Heartbeat) -> tuple[float, str]:
     """After how many seconds without another beat the rank is frozen, and why."""
-    listener.hear(beat, 1.0)
+    monitor.receive(beat, 1.0)
     for second in range(1, 101):
-        if why := listener.hear(beat, 1.0):
+        if why := monitor.receive(beat, 1.0):
             return second, why
     return float("inf"), ""
 
@@ -49,7 +50,7 @@ def test_a_process_that_is_stopped_is_frozen_after_the_limit(sleeper: "subproces
     """The system says that it is stopped, so nobody waits longer to be sure."""
     sleeper.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
-    found = silence(Listener(LIMITS, HERE), Beat(1, sleeper.pid, HERE))
+    found = silence(HeartbeatMonitor(LIMITS, HERE), Heartbeat(1, sleeper.pid, HERE))
     assert found == (10, "is stopped (by SIGSTOP or the like)")
 
 
@@ -58,36 +59,45 @@ def test_a_process_that_may_be_frozen_is_warned_of_first(
     host: int, why: str, sleeper: "subprocess.Popen[bytes]"
 ):
     """It sleeps, or is out of sight: a warning after the limit, the end after four times that."""
-    listener, beat = Listener(LIMITS, HERE), Beat(1, sleeper.pid, host, calls="a.py:3 in f")
-    listener.hear(beat, 1.0)
-    warned = [listener.hear(beat, 1.0) or listener.warning(3) for _ in range(12)]
+    monitor, beat = (
+        HeartbeatMonitor(LIMITS, HERE),
+        Heartbeat(1, sleeper.pid, host, calls="a.py:3 in f"),
+    )
+    monitor.receive(beat, 1.0)
+    warned = [monitor.receive(beat, 1.0) or monitor.warning(3) for _ in range(12)]
     (warning,) = filter(None, warned)
     assert 9 <= warned.index(warning) <= 11
     assert f"rank 3 (process {sleeper.pid})" in warning
     assert "a.py:3 in f" in warning
-    found = silence(listener, beat)
+    found = silence(monitor, beat)
     assert found[0] in (27, 28, 29) and found[1].startswith(why)
 
 
 def test_a_process_that_computes_without_a_beat_is_not_frozen():
     """A long call into C that keeps the interpreter's lock uses a processor."""
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as busy:
-        assert silence(Listener(LIMITS, HERE), Beat(1, busy.pid, HERE)) == (float("inf"), "")
+        assert silence(HeartbeatMonitor(LIMITS, HERE), Heartbeat(1, busy.pid, HERE)) == (
+            float("inf"),
+            "",
+        )
         busy.kill()
 
 
 def test_a_listener_that_did_not_run_has_heard_no_silence(sleeper: "subprocess.Popen[bytes]"):
     """After an hour in which the listener was stopped too, a rank has the whole limit again."""
-    listener, beat = Listener(LIMITS, HERE), Beat(1, sleeper.pid, HERE)
-    listener.hear(beat, 1.0)
-    assert listener.hear(beat, 3600.0) == "" and listener.warning(0) == ""
+    monitor, beat = HeartbeatMonitor(LIMITS, HERE), Heartbeat(1, sleeper.pid, HERE)
+    monitor.receive(beat, 1.0)
+    assert monitor.receive(beat, 3600.0) == "" and monitor.warning(0) == ""
 
 
 def test_the_rank_that_others_wait_for_is_the_one_that_hangs():
     """Ranks that wait are not the cause, and every rank's place is told."""
-    places = {0: Beat(9, 1, calls="a.py:1 in f", waits_s=60.0), 1: Beat(9, 2, calls="b.py:2 in g")}
-    assert hung(places, 61.0) is None
-    rank, text = hung(places, 60.0) or (0, "")
+    places = {
+        0: Heartbeat(9, 1, calls="a.py:1 in f", waits_s=60.0),
+        1: Heartbeat(9, 2, calls="b.py:2 in g"),
+    }
+    assert find_hang(places, 61.0) is None
+    rank, text = find_hang(places, 60.0) or (0, "")
     assert rank == 1
     assert "rank 0 has waited for 60 s" in text and "rank 1 has not come" in text
     assert "rank 0: a.py:1 in f\n  rank 1: b.py:2 in g" in text
@@ -124,7 +134,7 @@ def hang_on_1() -> None:
 
 
 def test_a_rank_that_hangs_is_told_with_the_place_of_every_rank(monkeypatch: pytest.MonkeyPatch):
-    """Its process lives and beats, and it does not come to where the others wait."""
+    """Its process sends heartbeats, but does not join the collective that the others are in."""
     monkeypatch.setenv("SHARDWISE_PATIENCE_S", "2")
     with pytest.raises(RankError, match="rank 0 has waited for 2 s") as caught:
         spawn(hang_on_1, 2)
@@ -151,10 +161,10 @@ def test_what_a_process_does_after_its_result_does_not_undo_it(
     assert "after it had returned" in capfd.readouterr().err
 
 
-def test_rooms_of_dead_launchers_are_swept(
+def test_directories_of_dead_launchers_are_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: "subprocess.Popen[bytes]"
 ):
-    """So are ranks of theirs that live on, stopped; the room of a live launcher stays."""
+    """So are ranks of theirs that live on, stopped; the directory of a live launcher stays."""
     sleeper.send_signal(signal.SIGSTOP)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     names = ("dead", "live", "foreign", "unknown")
@@ -170,32 +180,32 @@ def test_rooms_of_dead_launchers_are_swept(
         sweep(tmp_path)
         assert len(list(tmp_path.iterdir())) == 4
         launcher.kill()
-    with open_room(1) as room:
-        assert set(tmp_path.iterdir()) == {live, foreign, unknown, room.folder}
-        assert identity(os.getpid()) == (room.folder / "launcher").read_text()
+    with open_status_dir(1) as status:
+        assert set(tmp_path.iterdir()) == {live, foreign, unknown, status.folder}
+        assert identity(os.getpid()) == (status.folder / "launcher").read_text()
     assert sleeper.wait(10) == -signal.SIGKILL
 
 
 def test_a_beat_is_read_as_it_was_sent(tmp_path: Path):
-    """Also a shorter one after a longer; beats are no change of what is in the room.
+    """Also a shorter one after a longer; heartbeats are not among the file names.
 
     Of a stack that is too long its end is sent.
     """
-    room = Room(tmp_path, 1)
-    for beat in (Beat(1, 2, 3, "a" * 500, 0.5), Beat(2, 2, 3, "b")):
-        room.send_beat(0, beat)
-        assert room.beats() == {0: beat}
-    room.send_beat(0, Beat(3, 2, 3, "é" * 1000 + "b"))
-    assert room.beats()[0].calls == "é" * 499 + "b"
-    assert not room.word()
+    status = StatusDir(tmp_path, 1)
+    for beat in (Heartbeat(1, 2, 3, "a" * 500, 0.5), Heartbeat(2, 2, 3, "b")):
+        status.send_heartbeat(0, beat)
+        assert status.heartbeats() == {0: beat}
+    status.send_heartbeat(0, Heartbeat(3, 2, 3, "é" * 1000 + "b"))
+    assert status.heartbeats()[0].calls == "é" * 499 + "b"
+    assert not status.file_names()
 
 
 def test_no_thread_outlives_a_rank_s_program(tmp_path: Path):
     """One that dropped the last reference to a process group at exit would abort the process."""
-    look_out = LookOut(Room(tmp_path, 2), 0, ())
-    look_out.stop()
-    assert not any(thread.is_alive() for thread in look_out.threads)
-    assert look_out.room.beats()[0].left
+    detector = HangDetector(StatusDir(tmp_path, 2), 0, ())
+    detector.stop()
+    assert not any(thread.is_alive() for thread in detector.threads)
+    assert detector.status.heartbeats()[0].left
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "inf", "nan"])

@@ -7,7 +7,7 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import filesystem
 
-from shardwise.comm import standing
+from shardwise.comm import call_stack
 from shardwise.comm.launch import spawn
 from shardwise.comm.move import all_reduce
 from shardwise.comm.world import init
@@ -43,7 +43,7 @@ def wait_for_each_other() -> None:
 
 def test_ranks_that_wait_for_each_other_are_told():
     """None of them is done, and none would ever be."""
-    with pytest.raises(RankError, match=r"every rank waits here or elsewhere") as caught:
+    with pytest.raises(RankError, match=r"every rank is waiting in a collective") as caught:
         spawn(wait_for_each_other, 2)
     assert "in wait_for_each_other" in str(caught.value)
 
@@ -61,17 +61,17 @@ def meet_without_1(alone: bool) -> None:
 
 def test_ranks_that_wait_for_one_that_never_came_are_told():
     """Nobody else can come to what they wait for: an error with its place, within seconds."""
-    with pytest.raises(RankError, match=r"rank 1 has ended the program.*same steps") as caught:
+    with pytest.raises(RankError, match=r"rank 1 has ended the program.*same number") as caught:
         spawn(meet_without_1, 3, (False,))
     assert caught.value.rank != 1
     assert "in meet_without_1" in str(caught.value)
-    assert "child.py" not in str(caught.value)
+    assert "worker.py" not in str(caught.value)
 
 
 def test_writing_a_checkpoint_is_no_waiting_for_others():
     """A rank that torch's own modules keep busy is not where others have to come."""
-    assert distributed_c10d.__file__.startswith(standing._MEETING)
-    assert not filesystem.__file__.startswith(standing._MEETING)
+    assert distributed_c10d.__file__.startswith(call_stack._COLLECTIVE_FILES)
+    assert not filesystem.__file__.startswith(call_stack._COLLECTIVE_FILES)
 
 
 @pytest.mark.full

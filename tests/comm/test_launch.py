@@ -148,7 +148,7 @@ def fail_everywhere() -> None:
     world = init()
     world.barrier()
     error = ValueError(f"that of {world.rank}\nand more of it")
-    error.add_note("a note")
+    error.add_note("a failure")
     raise error
 
 
@@ -157,7 +157,7 @@ def test_the_errors_of_other_ranks_are_a_line_each():
     with pytest.raises(RankError) as caught:
         spawn(fail_everywhere, 2)
     first, other = caught.value.rank, 1 - caught.value.rank
-    assert f"ValueError: that of {first}\nand more of it\na note" in str(caught.value)
+    assert f"ValueError: that of {first}\nand more of it\na failure" in str(caught.value)
     assert str(caught.value).endswith(f"\n(then rank {other}: ValueError: that of {other})")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardwise.comm import refusal
+from shardwise.comm import excepthook
 from shardwise.core.errors import InputError, RankError, bad
 
 SCRIPT = """
@@ -74,13 +74,13 @@ def test_spawn_shows_one_paragraph(tmp_path: Path):
 
 @pytest.fixture
 def hook(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The hook of rank 0 of two in place of the one before, which notes what comes through."""
+    """The hook of rank 0 of two in place of the one before, which failures what comes through."""
     before: list[str] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, *_: before.append(kind.__name__))
     monkeypatch.setattr(os, "_exit", sys.exit)
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-    refusal.show_refusals(0, 2)
-    refusal.show_refusals(0, 2)  # once is enough
+    excepthook.install_excepthook(0, 2)
+    excepthook.install_excepthook(0, 2)  # once is enough
     return before
 
 
@@ -106,7 +106,7 @@ def test_several_problems_keep_their_lines(hook: list[str], capsys: pytest.Captu
     assert left.value.code == 2
     assert hook == []
     said = capsys.readouterr().err
-    assert said.startswith("shardwise: test_refusal.py, line ")
+    assert said.startswith("shardwise: test_excepthook.py, line ")
     assert said.endswith(": 2 things are wrong\n1. this\n2. that\n")
 
 

@@ -1,0 +1,115 @@
+"""An excepthook that prints an uncaught InputError as one paragraph, once per run.
+
+    shardwise: train.py, line 12: Given: ... Allowed: ... Write instead: ...
+
+Python would print a traceback on every rank.  Instead rank 0 prints the paragraph and the others
+stay silent.  If rank 0 has no such error, the rank that has it prints it with its number, and ranks
+that lose their connection to it print nothing.  The process exits with code 2.  torchrun adds its
+own report, which a worker cannot prevent; it refers to the paragraph.
+"""
+
+import json
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwise.comm.outcome import LOST_CONNECTION
+from shardwise.core.errors import InputError, RankError
+
+#: How long another rank waits for rank 0 to print.
+_GRACE_S = 2.0
+#: The key that the printing rank sets in the store.
+_KEY = "shardwise/refusal"
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_FRAME = re.compile(r'^ *File "([^"]+)", line (\d+)', re.MULTILINE)
+
+Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+
+
+def install_excepthook(rank: int = 0, size: int = 1) -> None:
+    """Install the hook for this process."""
+    if getattr(sys.excepthook, "func", None) is not _excepthook:
+        sys.excepthook = partial(_excepthook, sys.excepthook, rank, size)
+
+
+def _excepthook(
+    before: Hook,
+    rank: int,
+    size: int,
+    kind: type[BaseException],
+    error: BaseException,
+    frames: TracebackType | None,
+) -> None:
+    """The hook; `before` is the hook it replaced.  It ends the process.
+
+    With several ranks it exits at once.  During a normal shutdown the other ranks would lose their
+    connections and fail, and torchrun would kill this process before it returned its exit code.
+    """
+    if not isinstance(error, InputError):
+        if not (LOST_CONNECTION.search(str(error)) and _another_prints()):
+            before(kind, error, frames)
+        return
+    failed_rank, trace = rank, "".join(traceback.format_tb(frames))
+    if isinstance(error.__cause__, RankError):  # from spawn: show the rank's line of the script
+        failed_rank, trace = error.__cause__.rank, error.__cause__.text
+    sys.stdout.flush()
+    if _prints(rank, size):
+        where = [f"rank {failed_rank}"] if failed_rank else []
+        print(
+            ": ".join(["shardwise", *where, *_script_line(trace), str(error)]),
+            file=sys.stderr,
+        )
+        _tell_torchrun(rank)
+    sys.stderr.flush()
+    if size > 1:
+        os._exit(2)
+    raise SystemExit(2)
+
+
+def _script_line(trace: str) -> list[str]:
+    """The innermost line of the user's script in a traceback."""
+    frames = [(path, line) for path, line in _FRAME.findall(trace) if not path.startswith(_PACKAGE)]
+    known = [(path, line) for path, line in frames if Path(path).exists()]
+    return [f"{Path(path).name}, line {line}" for path, line in known[-1:]]
+
+
+def _prints(rank: int, size: int) -> bool:
+    """Whether this rank prints: rank 0, or after a delay the first of the others."""
+    if size == 1:
+        return True
+    if rank:
+        time.sleep(_GRACE_S)  # if another rank failed first, the launcher kills this one meanwhile
+    try:
+        return dist.distributed_c10d._get_default_store().add(_KEY, 1) == 1
+    except (RuntimeError, ValueError):  # there is no store, or its server is gone
+        return True
+
+
+def _another_prints() -> bool:
+    """Whether another rank has exited with an InputError that it prints."""
+    try:
+        return dist.distributed_c10d._get_default_store().check([_KEY])
+    except (RuntimeError, ValueError):
+        return False
+
+
+def _tell_torchrun(rank: int) -> None:
+    """Write the message for torchrun's report to the file that torchrun named."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    message = f"InputError: see the paragraph that rank {rank} has printed"
+    details = {"message": message, "extraInfo": {"timestamp": str(int(time.time()))}}
+    try:
+        Path(path).write_text(json.dumps({"message": details}), encoding="utf-8")
+    except OSError:
+        return
