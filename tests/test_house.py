@@ -91,7 +91,7 @@ BAD: dict[Rule, list[tuple[str, str]]] = {
         ("shardwise/comm/ledger.py", "from shardwise.comm.move import start"),
     ],
     house.oracles_apart: [
-        ("shardwise/verify/oracle.py", "from shardwise.engine.optimizer_spec import Recipe"),
+        ("shardwise/verify/oracle.py", "from shardwise.engine.optimizer_spec import OptimizerSpec"),
         ("shardwise/verify/oracle.py", "from .parity import SEED"),
         ("shardwise/verify/async_oracle.py", "import torch.distributed as dist"),
         ("shardwise/verify/async_oracle.py", "def f():\n    import numpy"),
@@ -150,7 +150,7 @@ GOOD: dict[Rule, list[tuple[str, str]]] = {
     house.oracles_apart: [
         ("shardwise/verify/oracle.py", "import math\nfrom torch import nn"),
         ("shardwise/verify/async_oracle.py", "from shardwise.verify.oracle import Task"),
-        ("shardwise/verify/parity.py", "from shardwise.engine.optimizer_spec import Recipe"),
+        ("shardwise/verify/parity.py", "from shardwise.engine.optimizer_spec import OptimizerSpec"),
     ],
     house.no_torch_below: [("shardwise/comm/x.py", "import torch")],
     house.no_environment: [("shardwise/comm/x.py", "import os\nx = os.environ")],

@@ -1,4 +1,4 @@
-"""this file is how a row of weights is cut into parts so that the heaviest is as light as can be.
+"""Balanced partition of a list of weights into contiguous parts: the heaviest is minimal.
 
 weights 5 1 1 1 1 5  in 3 parts     5 | 1 1 1 1 | 5
 """
@@ -8,13 +8,14 @@ from itertools import accumulate
 
 
 def balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Where each part but the first begins; of equally good cuts the earliest. No part is empty.
+    """The start of each part except the first; of equally good partitions, the earliest starts.
 
-    A dynamic programme over suffixes, exact, in parts * n**2 steps. `parts` is from 1 to n.
+    No part is empty. `parts` is from 1 to n. Exact: a dynamic program over suffixes, in
+    parts * n**2 steps.
     """
     n = len(weights)
     sums = [0.0, *accumulate(weights)]
-    # least[k][i]: the heaviest part of weights[i:] in k + 1 parts, at its lightest
+    # least[k][i]: the smallest possible heaviest part of weights[i:] in k + 1 parts
     least = [[sums[n] - sums[i] for i in range(n)]]
     for k in range(1, parts):
         row = [

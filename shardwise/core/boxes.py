@@ -1,14 +1,14 @@
-"""The cutting of a flat interval into boxes: from a slice of memory to blocks of a tensor.
+"""Boxes: splits an interval of a flat tensor into blocks of the tensor.
 
-A flat shard holds the elements [start, stop) of a tensor laid out row-major, which is rarely a
-block of the tensor. It is at most 2 d - 1 blocks of a tensor of d dims, for example of 4 x 5:
+A flat shard holds the elements [start, stop) of a row-major tensor, which rarely form one block of
+it. They form at most 2 d - 1 blocks of a tensor of d dims. For example 4 x 5:
 
     . . . a a        [3, 17) =  a: offsets (0, 3) sizes (1, 2)
     b b b b b                   b: offsets (1, 0) sizes (2, 5)
     b b b b b                   c: offsets (3, 0) sizes (1, 2)
     c c . . .
 
-Each box is contiguous in the shard too, so a view is enough to read or to write it.
+Each box is contiguous in the shard too, so it can be read and written through a view.
 """
 
 import math
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 class Box1:
     """A block of a tensor whose elements are consecutive in row-major order.
 
-    `offsets` and `sizes` have one entry for each dim; `start` is the flat index, in the tensor, of
-    its first element, so that it holds the flat elements [start, start + numel).
+    `offsets` and `sizes` have one entry per dim. `start` is the flat index of its first element in
+    the tensor; the box holds the flat elements [start, start + numel).
     """
 
     offsets: tuple[int, ...]
@@ -30,15 +30,15 @@ class Box1:
 
     @property
     def numel(self) -> int:
-        """How many elements the box has."""
+        """The number of elements of the box."""
         return math.prod(self.sizes)
 
 
 def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box1]:
-    """The boxes that hold the flat elements [start, stop) of a tensor, in their order.
+    """The boxes that hold the flat elements [start, stop) of a tensor, in order.
 
-    An empty interval has none; a tensor without dims has one box without dims. Raises ValueError
-    for an interval that is not inside the tensor.
+    An empty interval has no boxes; a 0-d tensor has one 0-d box. Raises ValueError for an interval
+    outside the tensor.
     """
     numel = math.prod(shape)
     if not 0 <= start <= stop <= numel:
@@ -47,12 +47,12 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> list[Box1]:
 
 
 def _cut(shape: tuple[int, ...], start: int, stop: int, base: int) -> list[Box1]:
-    """The boxes of a non-empty interval of a tensor whose first element is at flat index `base`."""
+    """The boxes of a non-empty interval; the tensor's first element has flat index `base`."""
     if not shape:
         return [Box1((), (), base)]
     inner = shape[1:]
     row = math.prod(inner)
-    first, last = -(-start // row), stop // row  # the whole rows are [first, last)
+    first, last = -(-start // row), stop // row  # complete rows: [first, last)
     if first > last:  # begins and ends inside one row
         return _inside(inner, last, (start - last * row, stop - last * row), base + last * row)
     found: list[Box1] = []
@@ -68,7 +68,7 @@ def _cut(shape: tuple[int, ...], start: int, stop: int, base: int) -> list[Box1]
 
 
 def _inside(inner: tuple[int, ...], index: int, interval: tuple[int, int], base: int) -> list[Box1]:
-    """The boxes of an interval of row `index`, as boxes of the tensor that has the row."""
+    """The boxes of an interval of row `index`, as boxes of the whole tensor."""
     return [
         Box1((index, *box.offsets), (1, *box.sizes), box.start)
         for box in _cut(inner, *interval, base)

@@ -1,7 +1,7 @@
-"""The errors a user can cause or meet, and the one way their text is built.
+"""The error classes, and the function that builds the text of an InputError.
 
-A bad input is answered with three facts: what was given, what is allowed, and the line to write
-instead. Whoever reads the message should be able to go on without opening the documentation.
+The text states three facts: what was given, what is allowed, and what to write instead. A reader
+should be able to continue without opening the documentation.
 """
 
 from collections.abc import Sequence
@@ -9,26 +9,26 @@ from dataclasses import dataclass
 
 
 class InputError(ValueError):
-    """What the user wrote cannot work; nothing was started. The command line exits with 2.
+    """The user's input is wrong; nothing was started. The command line exits with 2.
 
-    `problems` are what is wrong, where it is known one by one.
+    `problems` lists them, if there is more than a text.
     """
 
     problems: "tuple[Problem, ...]" = ()
 
 
 class RunError(RuntimeError):
-    """A run that began well has failed, as by a loss of NaN. The command line exits with 1."""
+    """A run failed after it started, for example with a loss of NaN. The exit code is 1."""
 
 
 class NonFiniteError(RunError):
-    """A loss or gradient that is infinite or no number; no weight was updated from it."""
+    """A loss or gradient is infinite or NaN; no weight was updated with it."""
 
 
 class RankError(RuntimeError):
-    """One of several ranks has failed, and the others were ended for it.
+    """One of several ranks failed, and the others were killed.
 
-    `rank` is the one that failed first, `text` its own error: a traceback, or how it died.
+    `rank` is the rank that failed first, `text` its error: a traceback, or how it died.
     """
 
     def __init__(self, rank: int, text: str) -> None:
@@ -42,7 +42,7 @@ class RankError(RuntimeError):
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong with an input, and its remedy. `str` gives the paragraph."""
+    """One problem of an input, and its remedy. `str` gives the paragraph."""
 
     given: str
     allowed: str
@@ -56,18 +56,15 @@ class Problem:
 
 
 def bad(given: str, allowed: str, instead: str) -> InputError:
-    """The error to raise for one bad input: `raise bad("dp0", "sizes from 1 up", "dp2")`.
+    """The error for one bad input: `raise bad("dp0", "sizes from 1 up", "dp2")`.
 
-    Each argument is a phrase without its final full stop; the error's text is one paragraph.
+    Each argument is a phrase without a full stop.
     """
     return refusal("", [Problem(given, allowed, instead)])
 
 
 def refusal(what: str, problems: Sequence[Problem]) -> InputError:
-    """The error to raise for all that is wrong with `what` at once: a paragraph for each problem.
-
-    A single problem reads like `bad`; several are numbered under a line that names `what`.
-    """
+    """The error for all problems of `what`: a numbered paragraph each, or as `bad` if only one."""
     listed = "\n".join(f"{number}. {problem}" for number, problem in enumerate(problems, start=1))
     text = f"{len(problems)} things are wrong with {what}.\n{listed}"
     error = InputError(str(problems[0]) if len(problems) == 1 else text)

@@ -1,11 +1,11 @@
-"""How the parameters of a unit are laid end to end and cut evenly over the ranks.
+"""Flattening: the offsets of a unit's parameters in one flat tensor, split evenly over ranks.
 
     | q       | k       |#| v      |# ...  |##########|      # padding
     |  block of rank 0       |  block of rank 1       |
 
-Every parameter begins at a multiple of 64 bytes (a cache line; vector instructions and GPU copies
-want it), and the whole is padded to as many equal blocks, each a multiple of 64 bytes, as there are
-ranks. The padding is part of what is stored and sent, so it is part of every prediction.
+Every parameter begins at a multiple of 64 bytes (a cache line, as vector instructions and GPU
+copies need), and the flat tensor is padded to one equal block per rank, each a multiple of 64
+bytes. Padding is stored and sent too, so every prediction includes it.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ ALIGN_BYTES = 64
 
 @dataclass(frozen=True)
 class Flattening:
-    """Where each parameter lies: `offsets` and sizes in elements, padding included in `padded`."""
+    """Offsets and sizes of parameters in elements; `padded` is the total size with padding."""
 
     numels: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -25,13 +25,13 @@ class Flattening:
 
     @property
     def share(self) -> int:
-        """How many elements each rank's block has."""
+        """The number of elements in each rank's block."""
         return self.padded // self.ranks
 
     def piece(self, index: int, rank: int) -> tuple[int, int]:
-        """The part of parameter `index` in the block of `rank`: start and stop within that block.
+        """The part of parameter `index` in the block of `rank`: start and stop within the block.
 
-        Start and stop are equal where the block holds nothing of the parameter.
+        They are equal if the block contains nothing of the parameter.
         """
         low = self.offsets[index] - rank * self.share
         start = min(max(low, 0), self.share)
@@ -39,12 +39,12 @@ class Flattening:
         return start, stop
 
     def origin(self, index: int, rank: int) -> int:
-        """Which element of the parameter, counted row-major, that part begins with."""
+        """The flat index, within the parameter, of the first element of that part."""
         return min(max(rank * self.share - self.offsets[index], 0), self.numels[index])
 
 
 def flatten(numels: Sequence[int], element_bytes: int, ranks: int) -> Flattening:
-    """Lay parameters of `numels` elements end to end for `ranks` equal blocks."""
+    """Flatten parameters of `numels` elements into `ranks` equal blocks."""
     align = max(1, ALIGN_BYTES // element_bytes)
     offsets: list[int] = []
     end = 0

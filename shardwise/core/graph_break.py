@@ -1,10 +1,10 @@
-"""Graph breaks: functions that torch.compile leaves out, and runs between two compiled graphs.
+"""Graph breaks: functions that torch.compile does not compile, and runs between two graphs.
 
-Gathering, freeing and reducing act on the storage of parameters and wait for other ranks. A graph
-has parameters as its inputs, so it begins after they were gathered.
+Gathering, freeing and reducing change the storage of parameters and wait for other ranks. They
+must run before a graph, whose inputs are the gathered parameters.
 
-`torch.compiler.disable` does the same, but loads the compiler, which takes seconds. Here the frame
-evaluator is set directly, if torch has loaded it; nothing of torch is imported.
+`torch.compiler.disable` does the same but loads the compiler, which takes seconds. This sets the
+frame evaluator directly, if torch has loaded it, and imports nothing of torch.
 """
 
 import sys
@@ -15,7 +15,7 @@ from shardwise.core.hook import Hook
 
 
 def graph_break(act: Callable[..., Any]) -> Callable[..., Any]:
-    """`act`, with a graph break at each call; nothing in it is compiled."""
+    """Wrap `act` so that each call is a graph break and nothing in it is compiled."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return act(*args, **kwargs)
@@ -23,12 +23,12 @@ def graph_break(act: Callable[..., Any]) -> Callable[..., Any]:
     call._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compiler.disable's mark
     call._torchdynamo_disable_msg = "a hook of Shardwise's"  # type: ignore[attr-defined]
     _skip(call, inner=True)
-    _skip(Hook.__call__, inner=False)  # called by nn.Module for each hook, where there is no graph
+    _skip(Hook.__call__, inner=False)  # nn.Module calls it for each hook
     return call
 
 
 def _skip(function: Any, inner: bool) -> None:
-    """Compile no frame of the function; nor, with `inner`, of what it calls."""
+    """Do not compile frames of the function; with `inner`, nor of functions that it calls."""
     evaluator: Any = sys.modules.get("torch._C._dynamo.eval_frame")
     actions = getattr(evaluator, "_FrameAction", None)
     if actions is not None:

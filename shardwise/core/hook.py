@@ -1,10 +1,10 @@
-"""Hooks on a user's module that do not travel with copies of it.
+"""Forward hooks on a user's module that are left out of its copies.
 
     copy.deepcopy(module), pickle, torch.save        every Hook becomes an Absent
     the copy's first forward                         the Absent removes itself
 
-What drives a module holds process groups, which can be neither copied nor pickled.  The values of
-its parameters can, unless this rank has only a part of them: then the driver refuses the copy.
+A hook's driver holds process groups, which can be neither copied nor pickled.  The module itself
+can be copied if this rank has its full parameters; otherwise the driver raises an error.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 from shardwise.core.errors import InputError, bad
 
-#: Where nn.Module keeps its forward hooks, and what it notes of each by the same number.
+#: Attributes of nn.Module with forward hooks, and with their options under the same keys.
 _TABLES = ("_forward_pre_hooks", "_forward_hooks")
 _NOTES = (
     "_forward_hooks_always_called",
@@ -22,7 +22,7 @@ _NOTES = (
 
 
 class Driver(Protocol):
-    """What drives the modules that its hooks are on."""
+    """The owner of hooks."""
 
     def require_copyable(self) -> None:
         """Raise InputError if a copy of the module would not have all of its values."""
@@ -30,13 +30,12 @@ class Driver(Protocol):
 
 
 def no_copy(name: str) -> InputError:
-    """The error for a copy of a `name` of whose values each rank has a part."""
+    """The error for a copy of a sharded `name`."""
     return bad(
-        f"a copy (copy.deepcopy, pickle, torch.save) of a {name} of whose values each rank holds "
-        "a part",
-        "copies of modules that every rank holds whole, and state dicts",
-        "sw.full_state_dict(module_or_engine) on all ranks, for the values; before the copy "
-        "sw.unwrap(module), under sw.FSDP",
+        f"a copy (copy.deepcopy, pickle, torch.save) of a sharded {name}",
+        "copies of modules whose full values are on every rank, and state dicts",
+        "sw.full_state_dict(module_or_engine) on all ranks, for the values; or sw.unwrap(module) "
+        "before the copy",
     )
 
 
@@ -45,13 +44,13 @@ def in_backward(what: str) -> InputError:
     return bad(
         f"{what} with an optimizer that is applied in the backward pass "
         "(torch.distributed.optim._apply_optimizer_in_backward)",
-        "that under sw.DDP, and elsewhere an optimizer that steps after the backward pass",
+        "such an optimizer under sw.DDP only, and one that steps after the backward pass elsewhere",
         "optim = torch.optim.SGD(module.parameters(), lr=0.1), and optim.step() in the loop",
     )
 
 
 class Hook:
-    """A forward hook of `driver`, which calls `act`."""
+    """A forward hook that calls `act`; `driver` decides whether the module can be copied."""
 
     def __init__(self, driver: Driver, act: Callable[..., Any]) -> None:
         self.driver, self.act = driver, act
@@ -65,11 +64,11 @@ class Hook:
 
 
 def nothing(*_: object) -> None:
-    """What a hook does that only stands for its driver."""
+    """A hook's function that does nothing."""
 
 
 class Absent:
-    """What a copy of a module has in place of a hook, until it is called for the first time."""
+    """Takes the place of a hook in a copy of a module; removes itself at the first call."""
 
     def __call__(self, module: Any, *args: Any, **kwargs: Any) -> None:
         for name in _TABLES:

@@ -1,12 +1,12 @@
-"""The whole strategy of a run as one value, with a text form that round-trips.
+"""The plan: the parallel strategy of a run as one value, with a text form that round-trips.
 
-    dp2 zero3 bf16              2 ranks, every state sharded, computation in bfloat16
+    dp2 zero3 bf16              2 ranks, all states sharded, computation in bfloat16
     dp_replicate2 dp_shard4 zero2 accumulate:4
     dp2 tp2 pp2 zero1 1f1b:8 bf16
 
-Words come in any order. A plan that names no data axis runs on any world that its other axes
-divide, and the remaining ranks are data ranks: `completed` fills `dp` in. Every other word left out
-has its default. `Plan` holds what can be written; `check` says whether this version can run it.
+Words come in any order; a word left out has its default. A plan without a data axis runs on any
+world whose size its other axes divide: `completed` adds the `dp` axis. A `Plan` can hold anything
+that the words can say; plan_check.py decides whether this version can run it.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -25,12 +25,16 @@ BUCKET_BYTES = 25 * 2**20
 
 @dataclass(frozen=True)
 class Plan:
-    """A strategy. Equal strategies are equal values: axes are kept in mesh order, fsdp is zero3.
+    """A parallel strategy. Equal strategies are equal values: axes are sorted, fsdp is zero3.
 
-    `axes` are names and sizes, `row` the word of a row of the states table (zero.py), `precision`
-    None where the one who runs the plan chooses; `accumulate` counts microbatches a step;
-    `schedule`, `recompute` and `offload` are kept as written. Raises InputError for a value that no
-    word could have set.
+    axes        names and sizes
+    row         the word of a row of the states table (zero.py)
+    precision   None: the default of the command or engine that runs the plan
+    accumulate  microbatches per step
+    schedule, recompute, offload
+                as written
+
+    Raises InputError for a value that no plan word can set.
     """
 
     axes: tuple[tuple[str, int], ...] = ()
@@ -51,20 +55,20 @@ class Plan:
         written = str(self.row).startswith("row:")
         row = str(row_of(self.row)) if written else ALIASES.get(self.row, self.row)
         object.__setattr__(self, "row", row)
-        said = read(str(self))  # the rules of the words are the rules of the values
+        parsed = read(str(self))  # values must obey the rules of the words
         for field in fields(self):
             value: Any = getattr(self, field.name)
-            if value not in (field.default, said.get(field.name)):
+            if value not in (field.default, parsed.get(field.name)):
                 given = f"a plan with {field.name}={value!r}"
                 raise bad(given, "a value that a plan word sets", "Plan.parse(TEXT)")
 
     @classmethod
     def parse(cls, text: str) -> "Plan":
-        """The plan written as `text`. Raises InputError that answers every word that is wrong."""
+        """Parse a plan. Raises InputError that lists every wrong word."""
         return cls(**read(text))
 
     def __str__(self) -> str:
-        """The canonical text: axes outermost first, then the rest, defaults left out."""
+        """The canonical text: axes outermost first, then the other words, without defaults."""
         words = [f"{name}{size}" for name, size in self.axes]
         words += ["sp"] * self.sp
         words += [self.row] * (self.row != "ddp")
@@ -79,24 +83,25 @@ class Plan:
 
     @property
     def mesh(self) -> Mesh:
-        """The ranks the plan needs, as a grid."""
+        """The mesh of the plan's axes."""
         return Mesh(self.axes)
 
     @property
     def size(self) -> int:
-        """How many ranks the axes named in the plan need; a plan that is `open` takes multiples."""
+        """The number of ranks of the named axes; an `open` plan runs on multiples of it."""
         return self.mesh.size
 
     @property
     def open(self) -> bool:
-        """Whether the plan names no data axis, so that the data ranks are what the world leaves."""
+        """Whether the plan names no data axis, so that the world's size determines it."""
         return not any(name.startswith("dp") for name, _ in self.axes)
 
     def completed(self, ranks: int | None = None) -> "Plan":
-        """The plan on a world of so many ranks: with `dp` filled in if it is open.
+        """The plan for a world of `ranks`, with `dp` added if it is open.
 
-        None: the smallest world on which every word has an effect, so `zero3` is `dp2 zero3` and
-        `tp2` is `tp2`. A plan that does not fit the world is returned unchanged, for `check`.
+        None means the smallest world on which every word has an effect: `zero3` becomes
+        `dp2 zero3`, `tp2` stays. A plan that does not fit the world is returned unchanged;
+        plan_check.py reports it.
         """
         if not self.open:
             return self
@@ -107,20 +112,20 @@ class Plan:
 
     @property
     def pipeline(self) -> str | None:
-        """The word of the pipeline's schedule, 1F1B where it is left out; None without pipeline."""
+        """The pipeline's schedule, 1f1b by default; None without a pipeline."""
         ranks = self.mesh.size_of("pp")
         return self.schedule or (f"1f1b:{2 * ranks}" if ranks > 1 else None)
 
     @property
     def microbatches(self) -> int:
-        """How many microbatches a step has on each rank: of every run of the schedule, in all."""
+        """The number of microbatches per step on each rank, over all runs of the schedule."""
         if self.pipeline is None:
             return self.accumulate
         return self.accumulate * allowed(self.pipeline, self.mesh.size_of("pp"))[1].m
 
     @property
     def cut(self) -> str:
-        """The words by which a rank's batch is cut into microbatches; empty where it is not."""
+        """The plan words that split a rank's batch into microbatches; "" if none does."""
         words = [self.pipeline] if self.pipeline else []
         return " ".join(words + [f"accumulate:{self.accumulate}"] * (self.accumulate > 1))
 
@@ -133,7 +138,7 @@ class Plan:
 
     @property
     def replicate_axis(self) -> str | None:
-        """The axis along which all states are repeated; None where there is only sharding."""
+        """The axis along which all states are replicated; None if there is none."""
         if "dp_replicate" in dict(self.axes):
             return "dp_replicate"
         return None if row_of(self.row).sharded else "dp"
@@ -145,6 +150,6 @@ class Plan:
 
     @property
     def data_size(self) -> int:
-        """How many ranks share the batch."""
+        """The number of ranks among which the batch is split."""
         mesh = self.mesh
         return mesh.size_of("dp") * mesh.size_of("dp_replicate") * mesh.size_of("dp_shard")

@@ -1,4 +1,4 @@
-"""The judge of whether a plan can run here: every problem at once, each with its remedy."""
+"""The check that this version can run a plan: all problems at once, each with a remedy."""
 
 from dataclasses import replace
 
@@ -10,21 +10,21 @@ from shardwise.core.zero import row_of
 
 __all__ = ["Problem", "problems", "require"]
 
-#: What is nearest under a schedule that updates by itself.
+#: The nearest alternatives under an asynchronous schedule.
 _STALE: dict[str | None, str] = {"fp16": "bf16"}
 
 
 def problems(plan: Plan, world_size: int | None = None) -> list[Problem]:
-    """All that keeps `plan` from running, on `world_size` ranks where that is known.
+    """All problems of `plan`, on `world_size` ranks if given; empty if it can run.
 
-    A plan that can run gives the empty list. Every remedy that is a plan can run itself.
+    Every suggested plan can run.
     """
     own = [*_not_yet(plan), *_pipeline(plan), *_tensor(plan), *_data_axes(plan)]
     return [*own, *_world(plan, world_size)]
 
 
 def require(plan: Plan, world_size: int | None = None) -> None:
-    """Return if `plan` can run; else raise one InputError that lists every problem."""
+    """Raise one InputError that lists every problem of `plan`, if it has any."""
     found = problems(plan, world_size)
     if found:
         raise refusal(f"the plan '{plan}'", found)
@@ -45,7 +45,7 @@ def _not_yet(plan: Plan) -> list[Problem]:
 
 
 def _pipeline(plan: Plan) -> list[Problem]:
-    """What the schedule forbids on so many ranks, and what does not go with it."""
+    """Problems of the schedule: sizes that it forbids, and words that do not go with it."""
     return _forbidden(plan) or (_stale(plan) if _is_stale(plan) else [])
 
 
@@ -60,29 +60,29 @@ def _forbidden(plan: Plan) -> list[Problem]:
 
 
 def _is_stale(plan: Plan) -> bool:
-    """Whether the schedule updates by itself, each stage on its own time."""
+    """Whether the schedule is asynchronous: it updates stages during the step."""
     name = (plan.pipeline or "").partition(":")[0]
     return name in LIBRARY and LIBRARY[name].updates(Size(1, 1)) > 0
 
 
 def _stale(plan: Plan) -> list[Problem]:
-    """What does not go with a schedule that updates by itself."""
+    """Words that do not go with an asynchronous schedule."""
     found: list[tuple[str, str]] = []
-    by_itself = f"{plan.pipeline}, which updates by itself"
+    schedule = f"{plan.pipeline}, which updates by itself"
     if plan.precision == "fp16":
-        given = f"fp16 with {by_itself}: one overflow is to skip the update of all stages at once"
+        given = f"fp16 with {schedule}: an overflow would have to skip the update of all stages"
         found.append((given, "bf16, fp32 or fp64, which have no loss scale"))
     if plan.accumulate > 1:
-        given = f"accumulate:{plan.accumulate} with {by_itself}: there is no update to put off"
+        given = f"accumulate:{plan.accumulate} with {schedule}"
         found.append((given, "more microbatches in the schedule"))
     if row_of(plan.row).param.kind == "S":
-        given = f"{plan.row} with {by_itself} and keeps whole versions of the weights"
+        given = f"{plan.row} with {schedule} and keeps full versions of the weights"
         found.append((given, "ddp, zero1 or zero2, or a schedule that updates at the end"))
     return [Problem(given, allowed, f"'{_runnable(plan)}'") for given, allowed in found]
 
 
 def _tensor(plan: Plan) -> list[Problem]:
-    """The word for a split sequence without the ranks to split it over."""
+    """`sp` without tensor parallelism."""
     if not plan.sp or plan.mesh.size_of("tp") > 1:
         return []
     allowed = "sp together with tpN of two ranks or more, on which the sequence is split"
@@ -91,7 +91,7 @@ def _tensor(plan: Plan) -> list[Problem]:
 
 
 def _data_axes(plan: Plan) -> list[Problem]:
-    """Axes for data that do not go together, or not with the row."""
+    """Data axes that contradict each other or the row."""
     sizes = dict(plan.axes)
     given = " ".join(f"{name}{size}" for name, size in plan.axes if name.startswith("dp"))
     remedy = f"'{_runnable(plan)}'"
@@ -109,7 +109,7 @@ def _data_axes(plan: Plan) -> list[Problem]:
 
 
 def _world(plan: Plan, world_size: int | None) -> list[Problem]:
-    """Ranks that were started and ranks that the plan needs."""
+    """A world whose size is not the plan's."""
     if world_size is None or plan.completed(world_size).size == world_size:
         return []
     if world_size < 1:
@@ -130,7 +130,7 @@ def _world(plan: Plan, world_size: int | None) -> list[Problem]:
 
 
 def _runnable(plan: Plan) -> Plan:
-    """The nearest plan that this version runs: the same data and tensor ranks, the same row."""
+    """The nearest plan that this version runs, with the same row, data and tensor ranks."""
     sizes = {name: size for name, size in plan.axes if name.startswith("dp")}
     whole = row_of(plan.row).sharded and "dp_shard" in sizes and "dp" not in sizes
     axes = tuple(sizes.items()) if whole else (("dp", min(plan.data_size, MOST)),)

@@ -1,8 +1,8 @@
-"""The words a plan is written in: what each means, how it is read, what to write for a wrong one.
+"""The plan parser: the table of plan words, their meaning, and suggestions for wrong ones.
 
-A word stands alone (`zero3`, `bf16`), carries a number (`dp2`), or a value after a colon
-(`bucket:25MiB`). Reading gives the field of the plan that the word sets and the value; every word
-that cannot be read is answered at once, with the nearest one that can.
+A word stands alone (`zero3`, `bf16`), or has a number (`dp2`) or a value after a colon
+(`bucket:25MiB`). Parsing gives fields of the plan and their values. One error lists all wrong
+words, each with the nearest right one.
 """
 
 import difflib
@@ -17,7 +17,7 @@ from shardwise.core.zero import ALIASES, ROWS, row_of
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
 
-#: Pipeline schedules and the numbers they take: M microbatches, V chunks of the model a rank.
+#: Pipeline schedules and their numbers: M microbatches, V chunks of the model per rank.
 SCHEDULES: dict[str, str] = {
     "gpipe": "M",
     "1f1b": "M",
@@ -35,7 +35,7 @@ SCHEDULES: dict[str, str] = {
 #: Units of a SIZE, largest first.
 UNITS: dict[str, int] = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 
-#: The largest number that a word carries, and the largest SIZE in bytes: beyond any machine.
+#: The largest number in a word, and the largest SIZE in bytes.
 MOST: Final = 10**9
 MOST_BYTES: Final = 2**40
 
@@ -52,19 +52,17 @@ class Word:
 
 WORDS: tuple[Word, ...] = (
     Word("dpN", "dp2", "data parallelism on N ranks"),
-    Word("dp_replicateN", "dp_replicate2", "hybrid sharding: N groups, each with a whole copy"),
-    Word("dp_shardN", "dp_shard4", "hybrid sharding: N ranks a group, each with its share"),
+    Word("dp_replicateN", "dp_replicate2", "hybrid sharding: N groups, each with a full copy"),
+    Word("dp_shardN", "dp_shard4", "hybrid sharding: N ranks per group, each with a shard"),
     Word("tpN", "tp2", "tensor parallelism on N ranks"),
     Word("ppN", "pp2", "pipeline on N ranks, under a schedule (the default: 1f1b:2N)"),
     Word("cpN", "cp2", "context parallelism: the sequence on N ranks", "context parallelism is"),
     Word("epN", "ep2", "expert parallelism on N ranks", "expert parallelism is"),
     Word("ddp", "ddp", "every rank keeps all states (the default)"),
-    Word("zero1", "zero1", "the optimizer's state is sharded"),
-    Word("zero2", "zero2", "the optimizer's state and gradients are sharded"),
-    Word("zero3", "zero3", "parameters too are sharded; also written fsdp"),
-    Word(
-        "row:P,G,O", "row:R,R,S", "any row: where parameter, gradient, optimizer state are, R P S"
-    ),
+    Word("zero1", "zero1", "shard the optimizer's state"),
+    Word("zero2", "zero2", "shard the optimizer's state and gradients"),
+    Word("zero3", "zero3", "shard parameters too; also written fsdp"),
+    Word("row:P,G,O", "row:R,R,S", "any row: placements of parameters, gradients, optimizer state"),
     Word("sp", "sp", "sequence parallelism on the tensor axis"),
     *(
         Word(
@@ -72,7 +70,7 @@ WORDS: tuple[Word, ...] = (
             {"M": f"{name}:8", "MxV": f"{name}:8x2", "": name}[numbers],
             {
                 "M": "pipeline schedule with M microbatches",
-                "MxV": "pipeline schedule with M microbatches, V chunks a rank",
+                "MxV": "pipeline schedule with M microbatches, V chunks per rank",
                 "": "pipeline without overlap, one microbatch",
             }[numbers],
         )
@@ -82,20 +80,18 @@ WORDS: tuple[Word, ...] = (
     Word("fp32", "fp32", "computation in 32 bits"),
     Word("bf16", "bf16", "computation in bfloat16 over fp32 master weights"),
     Word("fp16", "fp16", "computation in float16 over fp32 master weights, scaled loss"),
-    Word("accumulate:N", "accumulate:4", "N microbatches a step, gradients added up"),
-    Word(
-        "bucket:SIZE", "bucket:25MiB", "gradients are sent in pieces of SIZE (the default: 25MiB)"
-    ),
+    Word("accumulate:N", "accumulate:4", "accumulate gradients over N microbatches per step"),
+    Word("bucket:SIZE", "bucket:25MiB", "reduce gradients in buckets of SIZE (the default: 25MiB)"),
     Word(
         "recompute:WHAT",
         "recompute:full",
-        "activations computed again in the backward pass",
+        "recompute activations in the backward pass",
         "recomputation is",
     ),
     Word(
         "offload:WHAT",
         "offload:optim",
-        "states that rest in host memory or on disk",
+        "keep states in host memory or on disk",
         "offload is",
     ),
     Word(
@@ -108,7 +104,7 @@ WORDS: tuple[Word, ...] = (
 
 
 def runnable_forms() -> list[str]:
-    """The forms of the plan words that this version runs, in the order of the table of words."""
+    """The forms of the plan words that this version runs, in the order of WORDS."""
     return [word.form for word in WORDS if not word.later]
 
 
@@ -123,7 +119,7 @@ def _key(text: str) -> str:
 
 
 def words_table() -> str:
-    """The table of plan words as text, one a line: form, example, meaning, and if it is to come."""
+    """The table of plan words as text: form, example, meaning, whether this version has it."""
     form, example = (max(len(getattr(w, field)) for w in WORDS) for field in ("form", "example"))
     lines = [
         f"{w.form:{form}}  {w.example:{example}}  {w.meaning}"
@@ -134,20 +130,22 @@ def words_table() -> str:
 
 
 def size_text(size_bytes: int) -> str:
-    """A number of bytes as a SIZE, in the largest unit that leaves it whole."""
+    """A number of bytes as a SIZE, in the largest unit that divides it."""
     unit = next(unit for unit, of in UNITS.items() if size_bytes % of == 0)
     return f"{size_bytes // UNITS[unit]}{unit}"
 
 
-def read(text: str) -> dict[str, Any]:
-    """The fields of a plan that the words of `text` set, each with its value.
+def read(text: Any) -> dict[str, Any]:
+    """Parse `text` into the fields of a plan and their values.
 
-    Raises InputError that answers every word that cannot be read, and every two that contradict.
+    Raises InputError that lists every unknown or wrong word and every contradiction.
     """
+    if not isinstance(text, str):
+        raise bad(f"Plan.parse({text!r})", "a text of plan words", 'Plan.parse("dp2 zero3")')
     fields: dict[str, Any] = {}
     problems: list[Problem] = []
     unknown: list[str] = []
-    first: dict[str, str] = {}  # what was set -> the word that set it
+    first: dict[str, str] = {}  # what was set -> the first word that set it
     for word in text.split():
         found = _read(word)
         if found is None:
@@ -187,7 +185,7 @@ _LIKE_A_SIZE = re.compile(r"([0-9]+)([kmgKMG]?)i?[bB]?")
 
 
 def _read(word: str) -> Found | Problem | None:
-    """What a word sets, or what is wrong with it; None for one that is not a plan word at all."""
+    """The field and value of a word, or its problem; None for an unknown word."""
     key, _, value = word.partition(":")
     if axis := _AXIS.fullmatch(word):
         return _read_axis(word, axis)
@@ -205,7 +203,7 @@ def _read(word: str) -> Found | Problem | None:
 
 
 def _whole(digits: str, most: int = MOST) -> int:
-    """The number from 1 to `most` that `digits` writes, or 0 where they write none."""
+    """Parse a number from 1 to `most`; 0 if `digits` is not one."""
     number = int(digits) if re.fullmatch("[0-9]{1,99}", digits) else 0
     return number if number <= most else 0
 
@@ -232,7 +230,7 @@ def _read_schedule(word: str) -> Found | Problem:
         "": (f"{name} alone: it has one microbatch", name),
         "M": (f"{name}:M with M microbatches, from 1 to {MOST}", f"{name}:8"),
         "MxV": (
-            f"{name}:MxV with M microbatches and V chunks a rank, each from 1 to {MOST}",
+            f"{name}:MxV with M microbatches and V chunks per rank, each from 1 to {MOST}",
             f"{name}:8x2",
         ),
     }[takes]
@@ -290,7 +288,7 @@ def _twice(what: str, first: str, second: str) -> Problem:
 
 
 def _unknown(words: list[str]) -> Problem:
-    """One answer to all words that are no plan words: the list of those that are is long."""
+    """One problem for all unknown words, since the list of allowed words is long."""
     given = " and ".join(f"'{word}'" for word in words)
     allowed = f"the plan words, with spaces between them: {' '.join(runnable_forms())}"
     near = {word: _nearest(word) for word in words}
@@ -299,7 +297,7 @@ def _unknown(words: list[str]) -> Problem:
     return Problem(given, allowed, instead or "dp2 zero3, to shard all states over 2 ranks")
 
 
-#: What other systems say, and the plan word for it.
+#: Terms of other systems, and the corresponding plan words.
 _ELSEWHERE: dict[str, str] = {
     "bfloat16": "bf16",
     "float16": "fp16",
@@ -319,7 +317,7 @@ _ELSEWHERE: dict[str, str] = {
 
 
 def _nearest(word: str) -> str:
-    """What was most likely meant by an unknown word; empty where nothing is near."""
+    """The plan words most like an unknown word; "" if nothing is close."""
     parts = re.split(r"[,;+&]", word.lower())
     if len(parts) > 1:
         return " ".join(filter(None, map(_nearest, parts)))
@@ -337,10 +335,10 @@ def _nearest(word: str) -> str:
 
 
 def _closest(text: str, known: Iterable[str], cutoff: float) -> str:
-    """The one of `known` most like `text`, empty where none is like it by `cutoff`.
+    """The member of `known` most like `text`; "" if none reaches `cutoff`.
 
-    Of two that are equally like, the one that begins as `text` does: a slip of the fingers is
-    rarely at the first letter ("dpp2" is dp2 and not pp2).
+    Of two equally close ones, prefer the one with the same first letter, which is rarely mistyped:
+    "dpp2" is dp2, not pp2.
     """
     likeness = difflib.SequenceMatcher(b=text)
     found: list[tuple[float, bool, str]] = []

@@ -1,19 +1,19 @@
-"""this file is how values in containers are changed: in lists, tuples, dicts and dataclasses."""
+"""Mapping over nested containers without torch: lists, tuples, dicts and dataclasses."""
 
 import copy
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
-#: What most values beside tensors are: never looked into.
+#: Types that are never containers, for speed.
 _PLAIN = (type(None), bool, int, float, str, type)
 
 
 def mapped(change: Callable[[Any], Any], x: Any, kind: type) -> Any:
-    """`x` with `change` done to every `kind` in it, in order; `x` itself where nothing changes.
+    """Apply `change` to every `kind` in `x`, in order. Returns `x` itself if nothing changes.
 
-    Looked into are tuples (named ones too), lists, dicts and dataclasses, with what is made of
-    them; a container in which something changes is copied.
+    Descends into tuples, named tuples, lists, dicts, dataclasses and their subclasses. A container
+    with a changed value is copied.
     """
     if isinstance(x, kind):
         return change(x)
@@ -64,5 +64,5 @@ def _fields(change: Callable[[Any], Any], x: Any, kind: type) -> Any:
         return x
     made = copy.copy(x)
     for name, value in new.items():
-        object.__setattr__(made, name, value)  # frozen ones too: the copy is nobody else's yet
+        object.__setattr__(made, name, value)  # works for frozen dataclasses; the copy is new
     return made

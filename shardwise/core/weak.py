@@ -1,7 +1,7 @@
-"""This file is a method that can be called without keeping its owner alive.
+"""Weak methods: functions that call a method without keeping its object alive.
 
-Torch hides the hooks on a parameter from the collector. A hook that held whoever owns the parameter
-would keep both for ever, with all that hangs on them: process groups and their threads.
+Hooks on a parameter are invisible to Python's garbage collector. A hook with a strong reference to
+the object that owns the parameter would keep both alive forever, process groups included.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from weakref import WeakMethod
 
 
 def weakly(method: Callable[..., None]) -> Callable[..., None]:
-    """`method`, a bound one, as a function that does nothing once its owner is gone."""
+    """A function that calls the bound `method`, and does nothing once its object is gone."""
     known = WeakMethod(method)
 
     def call(*args: Any) -> None:
@@ -23,6 +23,6 @@ def weakly(method: Callable[..., None]) -> Callable[..., None]:
 
 
 def owner(function: Any) -> Any:
-    """The owner of the method that `weakly` made `function` of; None for any other function."""
+    """The object of the method behind a function made by `weakly`; None for other functions."""
     method: Any = getattr(function, "weakly_of", lambda: None)()
     return getattr(method, "__self__", None)

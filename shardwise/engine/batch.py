@@ -1,4 +1,4 @@
-"""this file is how a batch is split into microbatches, and what a rank without rows does."""
+"""Batches: counting rows, splitting into microbatches, and a stand-in for a rank without rows."""
 
 from typing import Any
 
@@ -8,35 +8,35 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.core.errors import bad
 
-#: Rows of a stand-in: normalisation over a batch asks for more than one.
+#: Rows of a stand-in: batch normalisation needs more than one.
 STAND_IN_ROWS = 2
 
 
 def rows(batch: Any) -> int:
-    """How many rows a batch has: dim 0 of its tensors.
+    """The number of rows of a batch: dim 0 of its tensors.
 
     Raises:
-        InputError: no tensor in it has rows, so that a step would train on nothing.
+        InputError: no tensor in it has rows.
     """
     found = next((len(x) for x in tree_leaves(batch) if _has_rows(x)), None)
     if found is None:
         raise bad(
             f"a batch without a tensor that has rows ({type(batch).__name__})",
-            "tensors in tuples, lists and dicts, in any nesting, whose dim 0 are the rows",
-            "dict(batch) of what only looks like a dict, torch.as_tensor(batch) of an array, or "
-            "tokens=, a function that counts what is in a batch",
+            "tensors in nested tuples, lists and dicts, whose dim 0 are the rows",
+            "dict(batch) for a dict-like object, torch.as_tensor(batch) for an array, or "
+            "tokens=, a function that counts the tokens of a batch",
         )
     return found
 
 
 def split(batch: Any, parts: int, word: str = "") -> list[Any]:
-    """`batch` in `parts` microbatches along dim 0, the first ones larger where it is uneven.
+    """Split `batch` along dim 0 into `parts` microbatches; the first ones are larger if uneven.
 
-    With fewer rows than microbatches the last ones have none.  Numbers (0-d) go to every part.
-    `word` is what the user asked for so many with, to be named in an error.
+    With fewer rows than microbatches the last ones are empty.  0-d tensors and other values go to
+    every part.  `word` is the plan word that asked for the split, for the error.
 
     Raises:
-        InputError: tensors that disagree on the number of rows; none that has any.
+        InputError: tensors with different numbers of rows, or no tensor with rows.
     """
     if parts == 1:
         return [batch]
@@ -46,14 +46,14 @@ def split(batch: Any, parts: int, word: str = "") -> list[Any]:
     if not found:
         raise bad(
             f"a batch without a tensor that has rows ({_what(batch)}) under {word}",
-            "tensors in tuples, lists and dicts, in any nesting, to be cut along dim 0",
-            "torch.as_tensor(batch) of an array, with one row a sample",
+            "tensors in nested tuples, lists and dicts, to split along dim 0",
+            "torch.as_tensor(batch) for an array, with one row per sample",
         )
     if len(found) != 1:
         raise bad(
             f"a batch with tensors of {found} rows under {word}",
             "tensors that all have the same number of rows",
-            "one row a sample in every tensor",
+            "one row per sample in every tensor",
         )
     cut = [torch.tensor_split(x, parts) for x in tensors]
     out = []
@@ -64,21 +64,21 @@ def split(batch: Any, parts: int, word: str = "") -> list[Any]:
 
 
 def enough(batch: Any, microbatches: int) -> None:
-    """Raise InputError where a share has rows, and fewer than the schedule has microbatches."""
+    """Raise InputError if a rank's batch has rows, but fewer than the schedule has microbatches."""
     found = max((len(x) for x in tree_leaves(batch) if _has_rows(x)), default=0)
     if 0 < found < microbatches:
         raise bad(
             f"a share of {found} rows for {microbatches} microbatches",
-            "a row for each microbatch on every data rank, or no row at all",
-            f"a batch of {microbatches} rows for each data rank, or a schedule of {found}, as in "
+            "at least one row per microbatch on every data rank, or no rows",
+            f"a batch of {microbatches} rows for each data rank, or fewer microbatches: "
             f"1f1b:{found}",
         )
 
 
 def filled(batch: Any) -> Any:
-    """`batch`, or where it has no rows a stand-in of zeros, to be counted with weight zero.
+    """`batch`, or zeros in its place if it has no rows; they count with weight zero.
 
-    A rank that runs out of data takes part in every collective of the step all the same.
+    A rank that has run out of data still has to join every collective of the step.
     """
     if not any(_has_rows(x) for x in tree_leaves(batch)) or rows(batch):
         return batch
@@ -88,7 +88,7 @@ def filled(batch: Any) -> Any:
 
 
 def cast(batch: Any, dtype: torch.dtype | None) -> Any:
-    """Floating-point tensors of the batch in the precision the model computes in."""
+    """Cast the floating-point tensors of the batch to the precision of the model."""
     if dtype is None:
         return batch
     return tree_map(

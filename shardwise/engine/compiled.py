@@ -1,8 +1,8 @@
-"""Refuses torch.compile under tensor parallelism and pipelines, which act on single operations.
+"""A check that refuses torch.compile under tensor parallelism and pipelines.
 
 Under data parallelism a compiled block sees whole parameters, and hooks run between two graphs
-(core/graph_break.py).  Tensor parallelism and pipelines act on single operations of a forward pass,
-and a compiled graph no longer has them.
+(core/graph_break.py).  Tensor parallelism and pipelines intercept single operations of a forward
+pass, which a compiled graph no longer has.
 """
 
 import sys
@@ -17,17 +17,18 @@ from shardwise.parallel.data.wrap_policy import plain
 
 
 def require_plain(model: nn.Module, plan: Plan, loss: Any = None) -> None:
-    """Raise InputError for a model or a loss that is compiled, under a plan that follows it."""
+    """Raise InputError for a compiled model or loss under a plan with tp or pp."""
     if plan.pipeline is None and plan.mesh.size_of("tp") == 1:
         return
     data = plan.mesh.size
     refuse(model, f"'{plan}'", f"the plan 'dp{data} zero3'")
     if hasattr(loss, "_torchdynamo_orig_callable"):
-        raise bad(f"a loss compiled by torch.compile under '{plan}'", _ALLOWED, "the loss itself")
+        given = f"a loss compiled by torch.compile under '{plan}'"
+        raise bad(given, _ALLOWED, "loss=loss_fn, without torch.compile")
 
 
 def refuse(model: nn.Module, where: str, instead: str) -> None:
-    """Raise InputError if `model` or a module in it is compiled."""
+    """Raise InputError if `model` or one of its modules is compiled."""
     name = next(_compiled(model), None)
     if name is not None:
         what = f"{name} compiled by torch.compile under {where}"
@@ -35,13 +36,13 @@ def refuse(model: nn.Module, where: str, instead: str) -> None:
 
 
 _ALLOWED = (
-    "compiled models and blocks under data parallelism alone: sw.DDP, sw.FSDP, and plans of the "
-    "rows ddp, zero1, zero2 and zero3 without tp and pp, whose operations are followed one by one"
+    "compiled models and blocks under sw.DDP, sw.FSDP and plans without tp and pp, which intercept "
+    "single operations"
 )
 
 
 def _compiled(model: nn.Module) -> Iterator[str]:
-    """The names of what is compiled; nothing can be where no compiler was loaded."""
+    """The names of compiled modules; none if torch's compiler was never loaded."""
     for name, module in model.named_modules() if "torch._dynamo" in sys.modules else ():
         if plain(module) is not module or getattr(module, "_compiled_call_impl", None) is not None:
             yield f"the module {name}" if name else f"a {type(plain(module)).__name__}"

@@ -1,17 +1,18 @@
-"""this file is what ranks are to have alike, and how they find out that they have not.
+"""Consistency checks: values that must be equal on several ranks are compared by checksums.
 
-    before anything is laid out    plan, model, table, optimizer, options     all ranks
-    before the first step          the batch                                  those of one data rank
-    in the first step(s)           the loss, and the gradients of             those of a tensor axis
-                                   parameters that each of them holds whole
-    every `check_every` steps      the batch                                  those of one data rank
-                                   the loss; a sum and the norm of gradients  those of a tensor axis
+    when                         what                                      among the ranks of
+    before sharding              plan, model, table, optimizer, options    the world
+    before the first step        the batch                                 tp and pp axes
+    in the first step(s)         the loss, and each gradient of a          the tp axis
+                                 replicated parameter
+    every `check_every` steps    the batch                                 tp and pp axes
+                                 the loss, a sum and a norm of gradients   the tp axis
 
-Ranks of a tensor axis compute one step together.  What they do not cut each of them computes by
-itself, the same on all: a difference there is a fault that no shape gives away, for a parameter
-used on a part of the features trains on a part of its gradient.  So each tells a few numbers of
-it: sums with fixed weights, which differ if the tensors do.  A gradient of zeros says nothing (of
-an adapter behind one that begins at zero): they compare again, a few times, while there is one.
+The ranks of a tp axis compute one step together, and compute every replicated parameter's gradient
+redundantly.  If such a parameter is applied to a part of the features, its gradient is a partial
+sum, which no shape error reveals.  So ranks exchange checksums: sums with fixed weights, which
+differ if the tensors differ.  A gradient of zeros proves nothing (an adapter behind one initialised
+to zero), so while there is one, ranks compare again in the next steps.
 """
 
 import math
@@ -32,58 +33,58 @@ from shardwise.engine.norm import squared_norm
 from shardwise.engine.tensor_layout import Tensors
 from shardwise.parallel.data.flat_parameter import Flat
 
-#: Weights of a sum, one after the other and again: a prime number of them, so that no shape fits.
-WEIGHTS = 509
-#: Of whole numbers, with another factor each: any large prime.
+#: Number of weights in a checksum, which repeat.  It is prime, so that it divides no tensor's rows.
+CHECKSUM_WEIGHTS = 509
+#: A large prime, which makes the weights of integers differ.
 PRIME = 2_305_843_009_213_693_951
-#: By how much batches may differ that ranks have made each for itself, of their size.
-ROUNDED = 1e-6
-#: By how much what is alike may differ, of its size: sums in another order, if that.
-CLOSE, CLOSE_IN_16_BITS = 1e-3, 3e-2
-#: What is smaller than so much of all gradients together is rounding.
-NOTHING = 1e-5
-#: In so many steps gradients are compared while some are zero; those with infinite ones besides.
-TIMES = 3
-#: After so many steps they are compared again, by a few numbers, unless the user says otherwise.
-EVERY = 100
-#: Numbers that ranks tell of what they are given.
-PARTS = 16
+#: Relative difference of batches that counts as rounding.
+BATCH_TOLERANCE = 1e-6
+#: Relative difference of losses and gradients that counts as rounding.
+TOLERANCE, TOLERANCE_16_BIT = 1e-3, 3e-2
+#: A gradient whose norm is below this fraction of the total norm counts as rounding.
+NEGLIGIBLE = 1e-5
+#: Gradients are compared in at most this many first steps with finite gradients.
+MIN_CHECKS = 3
+#: The default of `check_every`.
+CHECK_EVERY = 100
+#: The number of hashes exchanged by `require_same`, the same for every caller.
+MAX_PARTS = 16
 
 U = TypeVar("U")
 
 
-# --- what is given ---------------------------------------------------------------------------
+# --- arguments -------------------------------------------------------------------------------
 
 
-def given(world: World, parts: Mapping[str, object]) -> None:
-    """Raise InputError on every rank where ranks were given another part, by name, than rank 0.
+def require_same(world: World, parts: Mapping[str, object]) -> None:
+    """Raise InputError on every rank if a named argument differs from rank 0's.
 
-    Called by all ranks.  Of a function only that it is one is compared; not where objects lie.
+    All ranks must call it.  Functions are not compared, and memory addresses are ignored.
     """
     if world.size == 1:
         return
     names = ["the call", *parts]
-    own = [_hash(repr(names)), *(_hash(_printed(part)) for part in parts.values())]
-    own += [0] * (PARTS - len(own))  # as many in every call, also of another kind
+    own = [_hash(repr(names)), *(_hash(_text_of(part)) for part in parts.values())]
+    own += [0] * (MAX_PARTS - len(own))  # one length, even if ranks make different calls
     everyone = all_gather(torch.tensor(own, device=world.device), world.everyone)
-    told = torch.stack(everyone).tolist()
+    hashes = torch.stack(everyone).tolist()
     for number, name in enumerate(names):
-        others = [rank for rank in range(world.size) if told[rank][number] != told[0][number]]
+        others = [rank for rank in range(world.size) if hashes[rank][number] != hashes[0][number]]
         if others:
             raise bad(
-                f"{name} of {_ranks(others)} that is not as on rank 0",
-                "the same model and the same arguments on all ranks, which train it together",
-                "the same call on every rank; what is to differ between them is the data",
+                f"{name} of {_ranks(others)}, which differs from that of rank 0",
+                "the same model and the same arguments on all ranks",
+                "the same call on every rank; only the data may differ",
             )
 
 
-def described(model: nn.Module) -> list[tuple[str, tuple[int, ...], torch.dtype, bool]]:
-    """What of a model has to be the same on all ranks before its weights are."""
+def model_signature(model: nn.Module) -> list[tuple[str, tuple[int, ...], torch.dtype, bool]]:
+    """Names, shapes, dtypes and requires_grad of a model's tensors, to compare across ranks."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return [(name, tuple(t.shape), t.dtype, t.requires_grad) for name, t in tensors]
 
 
-def _printed(part: object) -> str:
+def _text_of(part: object) -> str:
     if callable(part) and not isinstance(part, type):
         return "a function"
     return re.sub(r" at 0x[0-9a-f]+|, device='[^']*'", "", repr(part))
@@ -97,90 +98,99 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
-# --- what is made ----------------------------------------------------------------------------
+# --- batches, losses, gradients --------------------------------------------------------------
 
 
-class Alike:
-    """What is compared by ranks that compute a step together: along these axes.
+class ConsistencyCheck:
+    """Compares batches along the tp and pp axes, and losses and gradients along the tp axis.
 
-    `met`: whether the last step compared batches; `compared`: and which gradients (traffic.py).
+    compared_batch        whether the current step compares batches
+    compared_gradients    which gradients it compares: "each", their "sums", or none ("")
     """
 
     def __init__(
-        self, tensors: Tensors, pipeline: Axis | None, device: torch.device, every: int = EVERY
+        self,
+        tensors: Tensors,
+        pipeline: Axis | None,
+        device: torch.device,
+        every: int = CHECK_EVERY,
     ) -> None:
         self.axis, self.device, self.tensors = tensors.axis, device, tensors
         self.axes = [axis for axis in (tensors.axis, pipeline) if axis and axis.size > 1]
-        self.due, self.times = self.axis.size > 1, 0  # whether gradients are still to be compared
-        self.every, self.met, self.compared = every, False, ""
+        self.due, self.times = self.axis.size > 1, 0  # whether each gradient is compared next step
+        self.every, self.compared_batch, self.compared_gradients = every, False, ""
 
     def begin(self, step: int, batch: Any) -> None:
-        """What is compared in an engine's step of that number, from 0 on; the batch at once."""
+        """Decide what step `step` (from 0) compares, and compare the batch."""
         again = self.every > 0 and step % self.every == 0
-        self.met = again or not step
-        self.compared = "each" if self.due else "sums" if again and self.axis.size > 1 else ""
-        if self.met:
+        self.compared_batch = again or not step
+        self.compared_gradients = (
+            "each" if self.due else "sums" if again and self.axis.size > 1 else ""
+        )
+        if self.compared_batch:
             self._require_batch(batch)
 
     def _require_batch(self, batch: Any) -> None:
-        """Raise InputError on every rank of an axis whose ranks do not have the same batch."""
+        """Raise InputError on every rank of an axis whose ranks have different batches."""
         for axis in self.axes:
             with axis.ledger.phase("check"):
-                told = torch.stack(all_gather(_mark(batch, self.device), axis))
-            marks = list(told.cpu())
-            others = [rank for rank, mark in enumerate(marks) if not _same(mark, marks[0])]
+                sums = torch.stack(all_gather(_batch_checksum(batch, self.device), axis)).cpu()
+            others = [rank for rank in range(axis.size) if not _same_batch(sums[rank], sums[0])]
             if others:
                 raise bad(
-                    f"a batch of {_ranks(others)} of the {axis.name} axis that is not as on rank 0",
-                    f"one batch on all ranks of a {axis.name} axis, which compute it together",
-                    "a sampler over engine.data_ranks ranks, of which this is engine.data_rank",
+                    f"a batch on {_ranks(others)} of the {axis.name} axis that differs from that "
+                    "on rank 0",
+                    f"the same batch on all ranks of a {axis.name} axis",
+                    "DistributedSampler(dataset, engine.data_ranks, engine.data_rank)",
                 )
 
-    def settled(self, arriving: Iterator[U], loss: Tensor, flats: Sequence[Flat]) -> Iterator[U]:
-        """`arriving`, in a step that compares when the gradients of `flats` have come and agree.
+    def compare_gradients(
+        self, arriving: Iterator[U], loss: Tensor, flats: Sequence[Flat]
+    ) -> Iterator[U]:
+        """`arriving`, after the comparison that this step makes once all gradients are reduced.
 
         Raises:
-            InputError: the loss or a gradient is not alike, on every rank that finds it so.
+            InputError: the loss or a gradient differs between ranks.
         """
-        if not self.compared:
+        if not self.compared_gradients:
             return arriving
         arrived = list(arriving)
         with self.axis.ledger.phase("check"):
-            if self.compared == "each" or not self._sums_agree(loss, flats):
+            if self.compared_gradients == "each" or not self._sums_agree(loss, flats):
                 self._require(loss, flats)
         return iter(arrived)
 
     def _sums_agree(self, loss: Tensor, flats: Sequence[Flat]) -> bool:
-        """Whether three numbers do: the loss, the sum of all gradients, and their norm."""
+        """Whether three numbers agree: the loss, the sum of all gradients, and their norm."""
         sums, sizes = self._gradients(flats)[1].chunk(2)
         own = torch.stack([loss.detach().to(sums), sums.sum(), sizes.norm()])
         losses, total, norm = torch.stack(all_gather(own, self.axis)).cpu().t()
         close, size = self._tolerance(flats), norm.nan_to_num().max()
-        same = _close(losses, losses.abs().max() + CLOSE, close)
+        same = _close(losses, losses.abs().max() + TOLERANCE, close)
         return same and _close(total, size, close) and _close(norm, size, close)
 
     def _tolerance(self, flats: Sequence[Flat]) -> float:
-        return CLOSE if all(_wide(flat) for flat in flats) else CLOSE_IN_16_BITS
+        return TOLERANCE if all(_is_32_bit(flat) for flat in flats) else TOLERANCE_16_BIT
 
     def _require(self, loss: Tensor, flats: Sequence[Flat]) -> None:
         names, gradients = self._gradients(flats)
         own = torch.cat([loss.detach().to(gradients).view(1), gradients])
-        told = torch.stack(all_gather(own, self.axis)).cpu()
-        losses, (sums, sizes) = told[:, 0], told[:, 1:].chunk(2, dim=1)
+        everyone = torch.stack(all_gather(own, self.axis)).cpu()
+        losses, (sums, sizes) = everyone[:, 0], everyone[:, 1:].chunk(2, dim=1)
         close = self._tolerance(flats)
-        if not _close(losses, losses.abs().max() + CLOSE, close):  # one of zero is of rounding
+        if not _close(losses, losses.abs().max() + TOLERANCE, close):  # one of zero is of rounding
             raise self._other_losses(losses.tolist())
-        everything = NOTHING * sizes.nan_to_num().norm(dim=1).max()
+        everything = NEGLIGIBLE * sizes.nan_to_num().norm(dim=1).max()
         for name, of_sum, size in zip(names, sums.t(), sizes.t(), strict=True):
-            room = size.nan_to_num().max() + everything
-            if not (_close(of_sum, room, close) and _close(size, room, close)):
+            scale = size.nan_to_num().max() + everything
+            if not (_close(of_sum, scale, close) and _close(size, scale, close)):
                 raise self._other_gradients(name)
         finite = bool(sizes.isfinite().all())
         self.times += finite
-        self.due = not finite or (self.times < TIMES and not bool(sizes.any(0).all()))
+        self.due = not finite or (self.times < MIN_CHECKS and not bool(sizes.any(0).all()))
 
     def _gradients(self, flats: Sequence[Flat]) -> tuple[list[str], Tensor]:
-        """Names, and a sum with weights of each gradient, then a size of each."""
+        """The names of replicated parameters; the checksums of their gradients, then the norms."""
         none = torch.zeros((), dtype=torch.float64, device=self.device)
         names, sums, sizes = [], [], []
         for flat in (flat for flat in flats if flat.trained):
@@ -188,85 +198,82 @@ class Alike:
                 if self.tensors.of(name).cut is None:
                     piece = None if flat.gshard is None else flat.gshard[low:high]
                     names.append(name)
-                    sums.append(none if piece is None else _sum(piece))
+                    sums.append(none if piece is None else _checksum(piece))
                     sizes.append(none if piece is None else squared_norm(piece).sqrt())
         return names, torch.stack([*sums, *sizes]) if names else none.new_zeros(0)
 
     def _other_losses(self, losses: Sequence[float]) -> Exception:
-        told = ", ".join(f"{loss:.6g}" for loss in losses)
+        values = ", ".join(f"{loss:.6g}" for loss in losses)
         return bad(
-            f"a loss that differs between the ranks of the {self.axis.name} axis: {told}",
-            "a forward and a loss that use what the table cuts only as it says: a cut weight by "
-            "calling its module, cut features between the layers by columns and by rows",
-            'an entry that makes the result whole ("colwise_gather_output", "sequence:join"), and '
-            "the same random numbers on all ranks",
+            f"a loss that differs between the ranks of the {self.axis.name} axis: {values}",
+            "a model that uses a sharded weight only by calling its module, and sharded features "
+            "only between a colwise and a rowwise layer; the same random numbers on all ranks",
+            'a style that gathers the result ("colwise_gather_output", "sequence:join")',
         )
 
     def _other_gradients(self, name: str) -> Exception:
         module = name.rpartition(".")[0] or name
         return bad(
             f"the gradient of {name}, which differs between the ranks of the {self.axis.name} axis "
-            "though each holds all of it: each has used it on other features or positions",
-            "parameters that all these ranks use alike, with the same random numbers, or of a "
-            "module that the table names and that holds no other modules",
-            f'in the table "{module}": "replicated" between layers cut by columns and by rows, or '
-            f'"{module}": "sequence" on the stream under sp',
+            "although the parameter is replicated: the ranks use it on different features or "
+            "positions",
+            "replicated parameters that all ranks use on the same input with the same random numbers, "
+            "or a style in the table",
+            f'in the table "{module}": "replicated" between colwise and rowwise layers, or '
+            f'"{module}": "sequence" under sp',
         )
 
 
 def _close(values: Tensor, size: Tensor, close: float) -> bool:
-    """Whether they differ by no more than so much of `size`; what is no number is not compared."""
+    """Whether `values` differ by at most `close` times `size`.  NaN and infinity are ignored."""
     found = values.nan_to_num(0.0, 0.0, 0.0)
     return bool(found.max() - found.min() <= close * size.nan_to_num(math.inf))
 
 
-def _wide(flat: Flat) -> bool:
+def _is_32_bit(flat: Flat) -> bool:
     return flat.gshard is None or flat.gshard.dtype in (torch.float32, torch.float64)
 
 
-def _mark(batch: Any, device: torch.device) -> Tensor:
-    """Three numbers that tell batches apart, in whatever order: the last is the second's size.
-
-    The first is exact, of shapes and of what is whole numbers; the second of what may be rounded.
-    """
+def _batch_checksum(batch: Any, device: torch.device) -> Tensor:
+    """Three numbers: an exact checksum of shapes and integers, then a sum and a norm of floats."""
     exact = torch.zeros((), dtype=torch.int64, device=device)
     sums, sizes = [exact.double()], [exact.double()]
     for x in (x for x in tree_leaves(batch) if type(x) is Tensor and x.layout == torch.strided):
         exact = exact + _hash(f"{x.shape}")
-        with suppress(RuntimeError):  # quantised, float8: no sum is known
+        with suppress(RuntimeError):  # torch cannot sum quantised and float8 tensors
             if x.is_floating_point() or x.is_complex():
-                folded = _folded(x.detach(), torch.float64)
-                sums.append(_weighed(folded).to(device))
+                folded = _fold(x.detach(), torch.float64)
+                sums.append(_weighted_sum(folded).to(device))
                 sizes.append(folded.norm().to(device))
             else:
-                weights = torch.arange(1, WEIGHTS + 1, device=x.device) * PRIME
-                exact = exact + (_folded(x, torch.int64) * weights).sum().to(device)
+                weights = torch.arange(1, CHECKSUM_WEIGHTS + 1, device=x.device) * PRIME
+                exact = exact + (_fold(x, torch.int64) * weights).sum().to(device)
     return torch.stack(
         [(exact % 2**52).double(), torch.stack(sums).sum(), torch.stack(sizes).sum()]
     )
 
 
-def _same(mark: Tensor, other: Tensor) -> bool:
-    """Whether two batches with these marks are the same."""
-    (exact, sums, sizes) = torch.stack([mark, other], dim=1)
-    return bool(exact[0] == exact[1]) and _close(sums, sizes.max(), ROUNDED)
+def _same_batch(first: Tensor, second: Tensor) -> bool:
+    """Whether two batches with these checksums are the same."""
+    (exact, sums, sizes) = torch.stack([first, second], dim=1)
+    return bool(exact[0] == exact[1]) and _close(sums, sizes.max(), BATCH_TOLERANCE)
 
 
-def _sum(x: Tensor) -> Tensor:
-    """The sum of `x` with fixed weights, in double, without dims."""
-    return _weighed(_folded(x, torch.float64))
+def _checksum(x: Tensor) -> Tensor:
+    """The sum of `x` with fixed weights: a double, 0-d."""
+    return _weighted_sum(_fold(x, torch.float64))
 
 
-def _weighed(folded: Tensor) -> Tensor:
-    weights = torch.arange(WEIGHTS, dtype=torch.float64, device=folded.device).cos()
+def _weighted_sum(folded: Tensor) -> Tensor:
+    weights = torch.arange(CHECKSUM_WEIGHTS, dtype=torch.float64, device=folded.device).cos()
     return folded.dot(weights)
 
 
-def _folded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The sum [WEIGHTS] of all rows of so many elements that `x` has, end to end."""
+def _fold(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """View flat `x` as rows of CHECKSUM_WEIGHTS elements, and add up the rows."""
     flat = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).reshape(-1)
-    rows = flat[: len(flat) - len(flat) % WEIGHTS].view(-1, WEIGHTS)
+    rows = flat[: len(flat) - len(flat) % CHECKSUM_WEIGHTS].view(-1, CHECKSUM_WEIGHTS)
     folded = rows.sum(0, dtype=dtype)
     rest = flat[rows.numel() :]
     folded[: len(rest)] += rest
-    return folded.nan_to_num(1, 2, 3)  # masks of -inf beside other values
+    return folded.nan_to_num(1, 2, 3)  # for masks that contain -inf

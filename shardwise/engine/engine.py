@@ -25,14 +25,14 @@ from shardwise.core.model_spec import ModelShape
 from shardwise.engine import compiled, hint, memory, sent_bytes, spec, state, validate
 from shardwise.engine.batch import cast, enough, filled, rows, split
 from shardwise.engine.build import lay_out
-from shardwise.engine.consistency import Alike
+from shardwise.engine.consistency import ConsistencyCheck
 from shardwise.engine.guard import Guard
 from shardwise.engine.microbatches import Straight
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.pipelined import Pipelined
 from shardwise.engine.scale import LossScale, power_of_two
 from shardwise.engine.shard import cast_whole
-from shardwise.engine.training import DTYPES, Build, Metrics, Settled, Training
+from shardwise.engine.training import DTYPES, Build, Metrics, StepResult, Training
 from shardwise.engine.updating import Updates
 from shardwise.engine.weight_stashing import Stale
 from shardwise.parallel.data.hooks import Data
@@ -56,7 +56,7 @@ class Engine:
         self.tensors, self.data, self.flats = self.laid.tensors, self.laid.data, self.laid.flats
         self.axes, self.facts, self.staging = self.laid.axes, self.data.facts, self.laid.staging
         pipeline, every = self.staging and self.staging.axis, training.check_every
-        self.alike = Alike(self.tensors, pipeline, self.world.device, every)
+        self.consistency = ConsistencyCheck(self.tensors, pipeline, self.world.device, every)
         self.passes = self._passes()
         self.optimizer = ShardedOptimizer(training.optimizer, self.flats)
         self.scale = LossScale(on=self.plan.precision == "fp16")
@@ -141,7 +141,7 @@ class Engine:
         parts = split(batch, self.microbatches, self.plan.cut)
         counts = [self._count(part) for part in parts]
         parts = [filled(part) for part in parts]
-        self.alike.begin(self.made, batch)
+        self.consistency.begin(self.made, batch)
         if not self.expected:
             self.expected = self._total(sum(counts))
         self.guard.begin()
@@ -150,7 +150,7 @@ class Engine:
         self.tensors.end()
         with self.ledger.phase("update"):
             loss = summed / max(1, sum(counts))
-            arriving = self.alike.settled(self._arrivals(), loss, self.flats)
+            arriving = self.consistency.compare_gradients(self._arrivals(), loss, self.flats)
             facts = self._settle(summed, sum(counts), arriving)
         self.steps, self.made = self.steps + 1, self.made + 1
         self.broken = False
@@ -167,7 +167,7 @@ class Engine:
             counted = self.facts.agree(torch.tensor([float(mine)], device=self.world.device))
         return max(1, round(counted.item()))
 
-    def _settle(self, summed: Tensor, count: int, arriving: Iterator[Unit]) -> Settled:
+    def _settle(self, summed: Tensor, count: int, arriving: Iterator[Unit]) -> StepResult:
         """Finish the reductions, agree, update, and begin to gather for the next step.
 
         Gradients were divided by a power of two next to the number of tokens of the step before,
@@ -201,7 +201,7 @@ class Engine:
         if skipped:
             self._leave_out(summed, norm if math.isfinite(loss) else None)
         self.data.units.publish()
-        return Settled(loss, counted, norm if asked and not skipped else None, skipped)
+        return StepResult(loss, counted, norm if asked and not skipped else None, skipped)
 
     def _arrivals(self) -> Iterator[Unit]:
         arriving = self.data.sums.arrivals()
@@ -252,6 +252,7 @@ class Engine:
 
         Called by all ranks, each of which gets it, also where stages of the model are elsewhere.
         """
+        validate.like(like)
         found = self._made(call)
         own = torch.zeros_like(like) if found is None else validate.outputs(found, like)
         with self.ledger.phase("check"):

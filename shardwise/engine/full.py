@@ -1,11 +1,11 @@
-"""`sw.full_state_dict`: the whole state of a model on rank 0, in host memory.
+"""`sw.full_state_dict`: the full state of a model on rank 0, in host memory.
 
-    rank 0   | box | box |        its own boxes are copied
-    rank 1         | box | box |  sent to rank 0 one at a time
-    rank 2                | ...   so a device holds at most one box more than its part of the model
+    rank 0   | box | box |        copies its own boxes
+    rank 1         | box | box |  sends boxes to rank 0, one at a time
+    rank 2                | ...   so rank 0's device holds at most one box more than its own
 
-It is made of boxes (box.py), which say where the elements of a rank lie in the whole tensors; keys
-and their order are those of the plain module, tied parameters under each of their names.
+A box (box.py) says where a rank's elements are in the full tensor.  Keys and their order are those
+of the plain module; tied parameters appear under each of their names.
 """
 
 import json
@@ -32,12 +32,13 @@ from shardwise.parallel.pipeline.placeholders import StandIn
 
 
 def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
-    """All parameters and persistent buffers whole, on rank 0, as tensors on the processor.
+    """All parameters and persistent buffers, full, on rank 0 as CPU tensors.
 
-    Called by all ranks; others than rank 0 get an empty dict.  Takes what sw.DDP, sw.FSDP, sw.Pipe
-    and sw.parallelize gave.  Keys are those of the plain module's `state_dict()`, which takes it by
-    `load_state_dict`; of weights that an engine trains in 16 bits it has the fp32 masters.  A rank
-    holds at most one unit more than usual on its device, rank 0 the whole in its memory.
+    All ranks must call it; ranks other than 0 get an empty dict.  It accepts an engine, or a module
+    wrapped by sw.DDP, sw.FSDP or sw.Pipe.  The keys are those of the plain module's `state_dict()`,
+    so `load_state_dict` of a plain module accepts the result.  For weights trained in 16 bits the
+    result has the fp32 masters.  Rank 0 needs host memory for the full model; on its device each
+    rank needs at most one unit more than usual.
 
     Raises:
         InputError: a module that is not wrapped.
@@ -59,12 +60,12 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
         if data is not None:
             device = flats_of(data.units.order)[0].shard.device
             shard, replicate = data.facts.axes
-            if replicate.rank:  # the first copy is enough
+            if replicate.rank:  # only the first replica sends
                 return {}
             return _full(module, _of_data(module, data), shard, device)
     raise bad(
         f"sw.full_state_dict of a plain {type(module_or_engine).__name__}",
-        "an engine, or the module that sw.DDP, sw.FSDP or sw.Pipe gave",
+        "an engine, or a module wrapped by sw.DDP, sw.FSDP or sw.Pipe",
         "module.state_dict()",
     )
 
@@ -98,7 +99,7 @@ def _of_pipe(module: nn.Module, piped: Piped) -> list[Box]:
 def _whole(
     kind: str, named: Iterable[tuple[str, Tensor]], replica: Callable[[str], int]
 ) -> list[Box]:
-    """A box for each tensor that is held whole."""
+    """One box for each unsharded tensor."""
     return [
         Box(f"{kind}/{n}", tuple(t.shape), (0,) * t.dim(), tuple(t.shape), t.detach(), replica(n))
         for n, t in named
@@ -109,7 +110,7 @@ def _whole(
 
 
 def _entries(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key of the plain module's state_dict, with the tensor or extra state that it is for."""
+    """Every key of the plain module's state_dict, with its tensor or extra state."""
     for key, p in module._parameters.items():
         if p is not None:
             yield f"{prefix}{key}", p
@@ -125,16 +126,16 @@ def _entries(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _plain(key: str) -> str:
-    """A key without what torch.compile puts into it."""
+    """A key without the prefix that torch.compile adds."""
     return key.replace(f"{COMPILED}.", "")
 
 
 def _full(whole: nn.Module, boxes: list[Box], axis: Axis, device: torch.device) -> dict[str, Any]:
-    """The state of the module `whole`, real or on meta, from everyone's boxes."""
+    """The state of the module `whole` (real or on meta) from the boxes of all ranks."""
     arrived = collected(boxes, axis, device)
     if axis.rank:
         return {}
-    # a module may have been compiled in its place since the boxes got their names
+    # the module may have been compiled in place since the boxes were named
     found = {_plain(key): value for key, value in arrived.items()}
     entries = [(_plain(key), value) for key, value in _entries(whole)]
     names: dict[int, list[str]] = defaultdict(list)
@@ -148,12 +149,12 @@ def _full(whole: nn.Module, boxes: list[Box], axis: Axis, device: torch.device) 
     }
 
 
-# --- boxes on their way ----------------------------------------------------------------------
+# --- sending and receiving boxes -------------------------------------------------------------
 
 
 @torch.no_grad()
 def collected(boxes: Sequence[Box], axis: Axis, device: torch.device) -> dict[str, Tensor]:
-    """The whole tensors of all boxes, on the processor of rank 0; nothing on other ranks."""
+    """The full tensors of all boxes, as CPU tensors on rank 0; nothing on other ranks."""
     found: dict[str, Tensor] = {}
     mine = [box for box in boxes if box.replica == 0]
     with axis.ledger.phase("state"):
@@ -174,7 +175,7 @@ def collected(boxes: Sequence[Box], axis: Axis, device: torch.device) -> dict[st
 
 
 def _send_all(boxes: Sequence[Box], axis: Axis, device: torch.device) -> None:
-    """What rank 0 receives from each other rank: the length of the list, the list, the boxes."""
+    """Send to rank 0: the length of the list of boxes, the list, the boxes."""
     listed = [
         (box.name, box.shape, box.offsets, box.sizes, str(box.tensor.dtype).removeprefix("torch."))
         for box in boxes
@@ -187,7 +188,7 @@ def _send_all(boxes: Sequence[Box], axis: Axis, device: torch.device) -> None:
 
 
 def _bytes(x: Tensor) -> Tensor:
-    """The memory of a contiguous tensor, which any transport carries, whatever the dtype."""
+    """A contiguous tensor as bytes, since some transports do not support every dtype."""
     return x.view(-1).view(torch.uint8)
 
 
@@ -198,7 +199,7 @@ def _place(
     offsets: Sequence[int],
     values: Tensor,
 ) -> None:
-    """Write a box into its whole tensor."""
+    """Write a box into its full tensor."""
     whole = found.get(name)
     if whole is None:
         whole = found[name] = torch.empty(tuple(shape), dtype=values.dtype)

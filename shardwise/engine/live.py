@@ -1,17 +1,17 @@
-"""Live memory: every storage made while an engine is built and steps is followed and found again.
+"""Live memory: tracks every storage created while an engine is built and steps.
 
     live = Live()
     with live.of(model): engine = parallelize(model, ...)
     with live: engine.step(batch)
-    live.unaccounted(engine)           what is alive and belongs to no category: nothing
+    live.unaccounted(engine)           live storages of no category; must be empty
 
-No list of tensors decides what is counted.  Inside the `with`, the storages of each operation's
-results are followed, weakly, wherever they are kept later: in an attribute, a list, a closure, a
-graph of autograd; and so are the weights that the model came with.  What an operation takes and was
-not followed before was made elsewhere (a batch, another rank's tensor, a mailbox) and is left out.
-A dispatch mode belongs to its thread, so in a world of threads each rank finds its own.
+Inside the `with`, the result of every operation is tracked by a weak reference, wherever it is kept
+(an attribute, a list, a closure, the autograd graph); so are the model's original weights.  A
+tensor that an operation takes and that is not tracked was created elsewhere (a batch, another
+rank's tensor, a mailbox) and is ignored.  A dispatch mode belongs to its thread, so in a world of
+threads each rank tracks its own.
 
-Not seen: memory that is no storage of torch, and storages that no operation of torch made.
+Not tracked: memory outside torch, and storages that no torch operation created.
 """
 
 from collections.abc import Iterable
@@ -29,22 +29,22 @@ from shardwise.engine import memory
 
 @dataclass(frozen=True)
 class Stray:
-    """A storage that is alive and in no category: its bytes, and the operation that made it."""
+    """A live storage of no category: its bytes, and the operation that created it."""
 
     stored_bytes: int
     made_by: str
 
 
 class Live(TorchDispatchMode):
-    """Follows what is made while it is entered, by one thread; it may be entered again."""
+    """Tracks what one thread creates while it is entered; it can be entered repeatedly."""
 
     def __init__(self) -> None:
         super().__init__()
         self.made: dict[int, tuple[StorageWeakRef, str]] = {}
-        self.elsewhere: dict[int, StorageWeakRef] = {}  # an address is not used again meanwhile
+        self.elsewhere: dict[int, StorageWeakRef] = {}  # the weak reference keeps the address taken
 
     def of(self, model: nn.Module) -> Self:
-        """Follow the parameters that `model` has now: laid out, they live elsewhere."""
+        """Track the model's current parameters, which sharding replaces."""
         for p in model.parameters():
             if not p.is_meta:
                 self._follow(p, "the model before parallelize")
@@ -52,7 +52,7 @@ class Live(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled regions stay compiled under this mode."""
+        """Keep compiled regions compiled under this mode."""
         return True
 
     def __torch_dispatch__(
@@ -74,9 +74,9 @@ class Live(TorchDispatchMode):
             self.made[storage._cdata] = StorageWeakRef(storage), made_by
 
     def unaccounted(self, engine: Any) -> list[Stray]:
-        """Storages that are alive and in no category of `engine`, the largest first.
+        """Live storages in no category of `engine`, largest first.
 
-        Storages without bytes do not count: units shrink theirs to nothing.
+        Empty storages do not count: a unit frees its storage by resizing it to zero.
         """
         self.elsewhere = {k: weak for k, weak in self.elsewhere.items() if not weak.expired()}
         kept = {tensor.untyped_storage()._cdata for _, tensor in memory.owned(engine)}

@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
 from shardwise.engine.norm import counted_elsewhere, squared_norm
-from shardwise.engine.optimizer_spec import Recipe
+from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.parallel.data.flat_parameter import Flat
 
 HALF = (torch.bfloat16, torch.float16)
@@ -54,7 +54,7 @@ NAMING = ("params", "param_names", "name")
 class ShardedOptimizer(Optimizer):
     """One torch optimizer over the pieces this rank updates; `engine.step` drives it."""
 
-    def __init__(self, recipe: Recipe, flats: Sequence[Flat]) -> None:
+    def __init__(self, recipe: OptimizerSpec, flats: Sequence[Flat]) -> None:
         self.flats = [flat for flat in flats if flat.trained]
         self.masters: dict[int, Tensor] = {
             k: flat.shard.float() for k, flat in enumerate(self.flats) if flat.dtype in HALF

@@ -1,8 +1,7 @@
-"""this file is the recipe of an optimizer: a class of torch.optim and its options, tried at once.
+"""An optimizer's specification: a class of torch.optim and its options, without parameters.
 
-A recipe is made before there are parameters, and of a class that treats every element alike. What
-the class refuses (an option it does not have, a rate below 0) is refused when the recipe is made,
-by trying it on a parameter of two elements.
+The class must be elementwise.  Options are checked when the specification is made, by building the
+optimizer for a parameter of two elements: an unknown option or a negative rate raises there.
 """
 
 import inspect
@@ -19,15 +18,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
-from shardwise.engine.elementwise import ELEMENTWISE, needs_whole
+from shardwise.engine.elementwise import ELEMENTWISE, needs_whole_tensors
 
 
 @dataclass(frozen=True)
-class Recipe:
-    """A class of torch.optim and its options, before there are parameters to give it.
+class OptimizerSpec:
+    """A class of torch.optim and its options.
 
-    groups maps patterns of parameter names ("*norm*", "*.bias") to options of their own; the first
-    pattern that fits wins.
+    `groups` maps patterns of parameter names ("*norm*", "*.bias") to their options.  The first
+    pattern that matches a name applies.
     """
 
     kind: type[Optimizer]
@@ -35,7 +34,7 @@ class Recipe:
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Try the options on a parameter of two elements, so that torch refuses them here."""
+        """Build the optimizer once for a small parameter, so that wrong options raise here."""
         if not isinstance(self.kind, type) or not issubclass(self.kind, Optimizer):
             given = getattr(self.kind, "__name__", None) or repr(self.kind)[:60]
             raise bad(f"sw.Optim({given})", _OPTIMIZERS, "sw.Optim(torch.optim.RMSprop, lr=1e-3)")
@@ -43,7 +42,7 @@ class Recipe:
         if not named:
             raise bad(
                 f"groups={repr(self.groups)[:60]}",
-                "options by patterns of parameter names; the parameters themselves are the plan's",
+                "a dict from patterns of parameter names to options",
                 f'sw.{_maker(self.kind)}lr=3e-4, groups={{"*.bias": {{"weight_decay": 0.0}}}})',
             )
         for own in ({}, *self.groups.values()):
@@ -51,7 +50,7 @@ class Recipe:
             self._try(own)
 
     def _rate(self, options: dict[str, Any]) -> None:
-        """Raise InputError for a rate that torch takes and that trains nothing."""
+        """Raise InputError for a rate that torch accepts but that cannot train."""
         rate = options.get("lr")
         if isinstance(rate, bool) or (isinstance(rate, float) and math.isinf(rate)):
             said = ", ".join(f"{key}={value!r}" for key, value in options.items())
@@ -59,11 +58,11 @@ class Recipe:
             raise bad(f"sw.{_maker(self.kind)}{said})", "a rate that is a finite number", instead)
 
     def _try(self, own: dict[str, Any]) -> None:
-        """Raise InputError where the class refuses its options, or those of a group over them."""
+        """Raise InputError if the class refuses its options together with those of a group."""
         probe = nn.Parameter(torch.zeros(2, device="cpu"))
         try:
             if self.kind.__module__.startswith("torch.optim"):
-                self.kind([probe], **(self.options | own))  # which looks at the values
+                self.kind([probe], **(self.options | own))  # this form checks the values
             else:
                 self.kind([{"params": [probe], **own}], **self.options)
         except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
@@ -77,9 +76,9 @@ class Recipe:
             ) from error
 
     def warn_unmatched(self, names: Sequence[str]) -> None:
-        """Warn of each group pattern that matches none of a model's parameters.
+        """Warn of each group pattern that matches no parameter.
 
-        Not an error: one recipe may serve models of which only one has such parameters.
+        It is not an error, because one specification may serve several models.
         """
         for pattern in self.groups:
             if not any(fnmatch(name, pattern) for name in names):
@@ -92,9 +91,10 @@ class Recipe:
                 )
 
     def build(self, named: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
-        """The optimizer over `named`, fused where torch has it.
+        """Build the optimizer for `named`, fused if torch supports it.
 
-        Group 0 is "default"; a group follows for each pattern, also where this rank has none of it.
+        Group 0 is "default", followed by one group for each pattern, empty if this rank has none of
+        its parameters.
         """
         options = dict(self.options)
         fusable = "fused" in inspect.signature(self.kind).parameters
@@ -116,7 +116,7 @@ class Recipe:
         return self.kind(groups, **options)
 
 
-_OPTIMIZERS = "a class of torch.optim, or one of your own made like them"
+_OPTIMIZERS = "a subclass of torch.optim.Optimizer"
 
 
 def _is_options(value: Any) -> bool:
@@ -124,13 +124,13 @@ def _is_options(value: Any) -> bool:
 
 
 def _maker(kind: type[Optimizer]) -> str:
-    """How a recipe of that class begins."""
+    """How the call that makes a specification of that class begins."""
     name = kind.__name__
     return f"{name}(" if name in ("AdamW", "Adam", "SGD") else f"Optim({name}, "
 
 
 def _near(options: dict[str, Any], takes: Sequence[str]) -> str:
-    """The option that was most likely meant by one there is not; else a rate alone."""
+    """The option most like the unknown one, or a learning rate."""
     unknown = next((key for key in options if key not in takes), "")
     close = get_close_matches(unknown, takes, n=1, cutoff=0.6) if unknown else []
     return f"{close[0]}={options[unknown]!r}" if close else "lr=3e-4"
@@ -138,40 +138,40 @@ def _near(options: dict[str, Any], takes: Sequence[str]) -> str:
 
 def Optim(  # noqa: N802
     kind: type[Optimizer], groups: dict[str, dict[str, Any]] | None = None, **options: Any
-) -> Recipe:
+) -> OptimizerSpec:
     """Any elementwise class of torch.optim with its options: `Optim(torch.optim.RMSprop, lr=1e-3)`.
 
     Raises:
-        InputError: the class looks at more than one element at a time (Muon, LBFGS, Adafactor);
-            it is none; it does not take these options.
+        InputError: the class is not elementwise (Muon, LBFGS, Adafactor) or not an optimizer, or
+            does not accept these options.
     """
     if isinstance(kind, Optimizer):
         raise bad(
-            f"sw.Optim of a {type(kind).__name__} that is made already",
-            f"{_OPTIMIZERS}, with its options; parallelize makes it",
+            f"sw.Optim of a {type(kind).__name__} instance",
+            f"{_OPTIMIZERS}, with its options; parallelize builds it",
             f"sw.Optim(torch.optim.{type(kind).__name__}, lr={kind.defaults.get('lr', 3e-4)})",
         )
     if not isinstance(kind, type):
-        return Recipe(kind, options, groups or {})  # which says so
-    if needs_whole(kind):
+        return OptimizerSpec(kind, options, groups or {})  # raises
+    if needs_whole_tensors(kind):
         raise bad(
             f"optimizer torch.optim.{kind.__name__}, which needs whole tensors",
-            f"a class that treats every element alike: {', '.join(ELEMENTWISE)}",
+            f"an elementwise class: {', '.join(ELEMENTWISE)}",
             "sw.AdamW(lr=3e-4)",
         )
-    return Recipe(kind, options, groups or {})
+    return OptimizerSpec(kind, options, groups or {})
 
 
-def AdamW(groups: dict[str, dict[str, Any]] | None = None, **options: Any) -> Recipe:  # noqa: N802
+def AdamW(groups: dict[str, dict[str, Any]] | None = None, **options: Any) -> OptimizerSpec:  # noqa: N802
     """`torch.optim.AdamW` with its own options (Loshchilov and Hutter, arXiv 1711.05101)."""
-    return Recipe(torch.optim.AdamW, options, groups or {})
+    return OptimizerSpec(torch.optim.AdamW, options, groups or {})
 
 
-def Adam(groups: dict[str, dict[str, Any]] | None = None, **options: Any) -> Recipe:  # noqa: N802
+def Adam(groups: dict[str, dict[str, Any]] | None = None, **options: Any) -> OptimizerSpec:  # noqa: N802
     """`torch.optim.Adam` with its own options (Kingma and Ba, arXiv 1412.6980)."""
-    return Recipe(torch.optim.Adam, options, groups or {})
+    return OptimizerSpec(torch.optim.Adam, options, groups or {})
 
 
-def SGD(groups: dict[str, dict[str, Any]] | None = None, **options: Any) -> Recipe:  # noqa: N802
+def SGD(groups: dict[str, dict[str, Any]] | None = None, **options: Any) -> OptimizerSpec:  # noqa: N802
     """`torch.optim.SGD` with its own options."""
-    return Recipe(torch.optim.SGD, options, groups or {})
+    return OptimizerSpec(torch.optim.SGD, options, groups or {})

@@ -1,4 +1,4 @@
-"""this file is what a user may ask of the engine, checked before anything is changed."""
+"""`sw.parallelize`: checks all arguments, then builds the engine."""
 
 import sys
 from difflib import get_close_matches
@@ -13,7 +13,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
 from shardwise.engine import compiled, consistency, stage_module, validate, weight_stashing
 from shardwise.engine.engine import Engine
-from shardwise.engine.optimizer_spec import AdamW, Recipe
+from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec
 from shardwise.engine.shard import default_fill, layable
 from shardwise.engine.tensor_parallel import fitting
 from shardwise.engine.training import Build, Loss, Training
@@ -24,27 +24,29 @@ def parallelize(
     model: nn.Module,
     plan: Plan | str,
     world: World,
-    optimizer: Recipe | None = None,
+    optimizer: OptimizerSpec | None = None,
     loss: Loss | None = None,
     **options: Any,
 ) -> Engine:
-    """Lay `model` out as `plan` says, in place, and return the engine that trains it.
+    """Shard `model` in place according to `plan`, and return the engine that trains it.
 
-    Options: `tokens`, `clip`, `on_nonfinite`, `check_every` (see Training); `units` (see
-    parallel/data/wrap_policy.py), of which neighbours smaller than `least_unit_bytes` (None: 2 MiB)
-    are one; `fill(name, tensor)` for the weights of a model on the meta device; `seed` where it has
-    no fill; `prefetch`, the units gathered ahead; `table`, the styles of tensor parallelism
-    (docs/tensor-tables.md); `stages`, the names of the modules that begin the stages of a pipeline
-    but the first, and
-    `beside={"norm": "head"}`, modules that are not called where they are defined (docs/stages.md).
+    Options:
+        tokens, clip, on_nonfinite, check_every: see Training.
+        units: the wrap policy (parallel/data/wrap_policy.py).
+        least_unit_bytes: smaller units are merged with their neighbours; None means 2 MiB.
+        fill: fill(name, tensor) writes the weights of a model on the meta device.
+        seed: the seed of weights on the meta device without `fill`.
+        prefetch: the number of units gathered ahead of their use.
+        table: the styles of tensor parallelism (docs/tensor-tables.md).
+        stages: the names of the modules that begin each stage except the first.
+        beside: {"norm": "head"} for modules not called where they are defined (docs/stages.md).
 
     Raises:
-        InputError: the plan cannot work, with every problem and its remedy; what is given is of
-            the wrong kind, or not the same on all ranks; an unknown option. The model is as it
-            was then.
+        InputError: the plan cannot work (the error lists every problem); an argument is wrong,
+            unknown, or differs between ranks. The model is then unchanged.
     """
     validate.model(model, "sw.parallelize")
-    validate.stepped_after(model, "sw.parallelize of a model")
+    validate.no_backward_optimizer(model, "sw.parallelize of a model")
     validate.world(world)
     plan = plan_of(plan)
     require(plan, world.size)
@@ -56,28 +58,28 @@ def parallelize(
     tokens = None if options["tokens"] is None else validate.tokens(options["tokens"])
     fill = options["fill"]
     fill = default_fill(model, options["seed"]) if fill is None else validate.fill(fill)
-    validate.trained(model)
+    validate.trainable(model)
     mixed = plan.precision in ("bf16", "fp16")
-    validate.unchanging(model, plan.data_size * (1 + mixed))
+    validate.no_max_norm(model, plan.data_size * (1 + mixed))
     no_pipe(model)
     layable(model, options["units"])
     table = fitting(model, plan, options["table"])
-    beside = validate.names(options["beside"])
+    beside = validate.beside(options["beside"])
     begin = stage_module.fitting(model, plan, options["stages"], beside)
     on_nonfinite = options["on_nonfinite"]
     clip = weight_stashing.require(model, plan, begin, options["clip"], beside, on_nonfinite)
     if world.rank == 0:
         recipe.warn_unmatched([n for n, _ in model.named_parameters(remove_duplicate=False)])
     training = Training(recipe, objective, tokens, clip, on_nonfinite, options["check_every"])
-    consistency.given(world, _told(model, plan, table, recipe, options))
+    consistency.require_same(world, _shared(model, plan, table, recipe, options))
     world = world.on(plan.mesh)
     asked = options["units"], fill, options["prefetch"], table
     build = Build(plan, world, *asked, begin, beside, options["least_unit_bytes"])
     return Engine(model, build, training)
 
 
-#: The options, and what each is where it is not given.
-USUAL: dict[str, Any] = {
+#: The options and their defaults.
+DEFAULTS: dict[str, Any] = {
     "tokens": None,
     "clip": None,
     "units": "auto",
@@ -89,44 +91,46 @@ USUAL: dict[str, Any] = {
     "stages": None,
     "beside": None,
     "on_nonfinite": "raise",
-    "check_every": consistency.EVERY,
+    "check_every": consistency.CHECK_EVERY,
 }
 
-#: Those that have to be alike on all ranks; so has the seed, where weights are made of it.
-ALIKE = (
+#: Options that must be equal on all ranks.  So must the seed, if weights are made from it.
+SHARED = (
     *("clip", "units", "least_unit_bytes", "prefetch", "stages", "beside"),
     *("on_nonfinite", "check_every"),
 )
 
 
-def _told(
-    model: nn.Module, plan: Plan, table: Any, recipe: Recipe, options: dict[str, Any]
+def _shared(
+    model: nn.Module, plan: Plan, table: Any, recipe: OptimizerSpec, options: dict[str, Any]
 ) -> dict[str, object]:
-    """What has to be the same on all ranks, by name."""
-    told: dict[str, object] = {
+    """The arguments that must be the same on all ranks, by name."""
+    shared: dict[str, object] = {
         "the plan": str(plan),
-        "the model": consistency.described(model),
+        "the model": consistency.model_signature(model),
         "the table": table,
         "the optimizer": recipe,
-    } | {f"the option {name}": options[name] for name in ALIKE}
+    } | {f"the option {name}": options[name] for name in SHARED}
     if any(p.is_meta for p in model.parameters()):
-        told["the option seed"] = options["seed"]
-    return told
+        shared["the option seed"] = options["seed"]
+    return shared
 
 
 def plan_of(plan: Any) -> Plan:
-    """The plan, read if it is a text. Raises InputError for what is neither."""
+    """Parse a plan if it is a text.  Raises InputError for other types."""
     if isinstance(plan, Plan):
         return plan
     if not isinstance(plan, str):
         raise bad(
-            f"the plan {validate.shown(plan)}", "a text of plan words, or a Plan", '"dp2 zero3"'
+            f"the plan {validate.short_repr(plan)}",
+            "a text of plan words, or a Plan",
+            '"dp2 zero3"',
         )
     return Plan.parse(plan)
 
 
 def _completed(plan: Plan, world: World) -> Plan:
-    """The plan with the data ranks that this world leaves over, printed once where it has any."""
+    """The plan with its open data axis filled in; rank 0 prints the result if it changed."""
     completed = plan.completed(world.size)
     if completed != plan and world.rank == 0:
         print(
@@ -136,30 +140,30 @@ def _completed(plan: Plan, world: World) -> Plan:
 
 
 def settled_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Every option, with the usual value of those not given. Raises InputError for wrong ones."""
-    unknown = sorted(options.keys() - USUAL.keys())
+    """Check the options and add defaults.  Raises InputError for a wrong name or value."""
+    unknown = sorted(options.keys() - DEFAULTS.keys())
     if unknown:
-        close = get_close_matches(unknown[0], USUAL, n=1, cutoff=0.5)
+        close = get_close_matches(unknown[0], DEFAULTS, n=1, cutoff=0.5)
         instead = f"{close[0]}=..." if close else "clip=1.0"
         named = ", ".join(unknown)
-        raise bad(f"parallelize with the option {named}", ", ".join(sorted(USUAL)), instead)
+        raise bad(f"parallelize with the option {named}", ", ".join(sorted(DEFAULTS)), instead)
     validate.positive("clip", options.get("clip"))
     if options.get("on_nonfinite", "raise") not in ("raise", "skip"):
-        what = f"on_nonfinite={validate.shown(options['on_nonfinite'])}"
+        what = f"on_nonfinite={validate.short_repr(options['on_nonfinite'])}"
         raise bad(what, "'raise' or 'skip'", 'on_nonfinite="skip"')
-    validate.whole("seed", options.get("seed", 0), 0, 0)
-    validate.whole("prefetch", options.get("prefetch", 1), 0, 1)
-    validate.whole("check_every", options.get("check_every", 1), 0, 1)
+    validate.integer("seed", options.get("seed", 0), 0, 0)
+    validate.integer("prefetch", options.get("prefetch", 1), 0, 1)
+    validate.integer("check_every", options.get("check_every", 1), 0, 1)
     if options.get("least_unit_bytes") is not None:
-        validate.whole("least_unit_bytes", options["least_unit_bytes"], 0, 2**21)
-    return USUAL | options
+        validate.integer("least_unit_bytes", options["least_unit_bytes"], 0, 2**21)
+    return DEFAULTS | options
 
 
-def recipe_of(optimizer: Any) -> Recipe:
-    """The optimizer as a recipe: torch's own come too late or too early."""
+def recipe_of(optimizer: Any) -> OptimizerSpec:
+    """Check the optimizer.  An instance of torch's is refused: it has the unsharded parameters."""
     if optimizer is None:
         return AdamW(lr=3e-4)
-    if isinstance(optimizer, Recipe):
+    if isinstance(optimizer, OptimizerSpec):
         return optimizer
     instead = "optimizer=sw.AdamW(lr=3e-4)"
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
@@ -168,21 +172,23 @@ def recipe_of(optimizer: Any) -> Recipe:
         options = f"torch.optim.{type(optimizer).__name__}, lr={optimizer.defaults.get('lr')}"
         instead = f"optimizer=sw.Optim({options}), without the model's parameters"
     shown = (
-        type(optimizer).__name__ if isinstance(optimizer, Optimizer) else validate.shown(optimizer)
+        type(optimizer).__name__
+        if isinstance(optimizer, Optimizer)
+        else validate.short_repr(optimizer)
     )
-    allowed = "sw.AdamW, sw.Adam, sw.SGD or sw.Optim with options; parameters are found by the plan"
+    allowed = "sw.AdamW, sw.Adam, sw.SGD or sw.Optim with options, without parameters"
     raise bad(f"optimizer={shown}", allowed, instead)
 
 
 def own_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The loss of a model that returns it: a scalar, or an output with `.loss` (transformers)."""
+    """The default loss: the model's own output, a scalar or an object with `.loss`."""
     out = model(**batch) if isinstance(batch, dict) else model(batch)
     found = out if isinstance(out, Tensor) else getattr(out, "loss", None)
     if found is None:
         raise bad(
             f"a model ({type(model).__name__}) that returns a {type(out).__name__} without a loss, "
-            "and no loss= to make one",
-            "a model that returns its loss (transformers: with labels in the batch), or a loss",
+            "and no loss= argument",
+            "a model that returns its loss (transformers: with labels in the batch), or loss=",
             validate.LOSS,
         )
     return found

@@ -1,11 +1,11 @@
-"""this file is which modules begin the stages of a pipeline: by parameters, by time, or by hand.
+"""Partition of a model into pipeline stages, balanced by parameters or measured time.
 
     embed  blocks.0  blocks.1 | blocks.2  blocks.3 | blocks.4  blocks.5  norm  head      pp3
                               starts = ("blocks.2", "blocks.4")
 
-What is cut between are the elements of the model's lists of repeated blocks; what stands around
-them goes with its neighbour.  With more stages than blocks the cut may be before any layer.  The
-stages are contiguous, and the heaviest is as light as can be (core/balance.py).
+Stages are contiguous, and begin at elements of the model's lists of repeated blocks; other layers
+go with their neighbours.  With more stages than blocks, a stage may begin at any layer.  The
+heaviest stage is as light as possible (core/balance.py).
 """
 
 import time
@@ -23,7 +23,7 @@ from shardwise.comm.move import broadcast
 from shardwise.comm.world import World
 from shardwise.core.balance import balanced
 from shardwise.core.errors import InputError, bad
-from shardwise.engine import validate as looked_at
+from shardwise.engine import validate
 from shardwise.parallel.pipeline.placeholders import Layer, layers
 
 
@@ -33,8 +33,8 @@ def _both(base: str, name: str, other: str) -> dict[str, str]:
 
 
 _HYPER: Final = {"model.norm": "lm_head"}
-#: Modules of transformers' models that are not called where they are defined, by model type, and
-#: the module in whose stage they are.
+#: For each model type of transformers: modules that are not called where they are defined, each
+#: with a module in whose stage it is called.
 _BESIDE: Final[dict[str, dict[str, str]]] = {
     **dict.fromkeys(
         ("bart", "mbart", "mvp", "plbart", "blenderbot-small"),
@@ -56,9 +56,9 @@ _BESIDE: Final[dict[str, dict[str, str]]] = {
     "mpnet": {"mpnet.encoder.relative_attention_bias": "mpnet.embeddings"},
     "neomme": {"model.value_embeddings": "model.embed_tokens"},
 }
-#: A list whose elements hold less than this part of the heaviest list's is no place to cut.
+#: A list with less than this fraction of the heaviest list's parameters is not split.
 LEAST: Final = 1 / 8
-NAMED: Final = 6  # modules that an error names
+NAMED: Final = 6  # modules named in an error
 
 
 def starts(
@@ -70,16 +70,16 @@ def starts(
 ) -> tuple[str, ...]:
     """The names of the modules that begin stages 1 to `stages` - 1.
 
-    `given` are they, or None for stages whose largest has as few parameters as can be; of equally
-    good cuts the earliest. Deterministic, so that every rank finds the same. `beside` is that of
-    Stages (staged_model.py); `fewer` tells what to write where there are only so many layers.
+    `given` names them; None balances the stages by parameters (of equally good partitions the
+    earliest, so that every rank finds the same).  `beside`: see staged_model.py.  `fewer(n)` is the
+    remedy in the error for a model of only n layers.
 
     Raises:
-        InputError: fewer layers than stages; names that are not the model's, too few or too many.
+        InputError: fewer layers than stages; unknown names, too few or too many.
     """
     beside = _beside(model, beside)
     _layered(model)
-    looked_at.stages(given, lambda: starts(model, stages, None, beside))
+    validate.stage_names(given, lambda: starts(model, stages, None, beside))
     if given is not None:
         if len(given) != stages - 1:
             named = f"{len(given)} starts ({', '.join(given) or 'none'})"
@@ -105,20 +105,19 @@ def starts(
 
 
 def _layered(model: nn.Module) -> None:
-    """Raise InputError for a model that has nothing to put on stages."""
+    """Raise InputError for a model without layers to put on stages."""
     try:
         layers(model, ())
     except InputError:
         raise bad(
-            f"a {type(model).__name__} that has no layers with parameters in it, for a pipeline",
-            "a model of layers: modules inside of it that are called, and hold parameters",
-            "nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), say; one layer alone is a model as "
-            "nn.Sequential(layer)",
+            f"a {type(model).__name__} without layers, for a pipeline",
+            "a model with submodules that have parameters and are called in forward",
+            "nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)); nn.Sequential(layer) for one layer",
         ) from None
 
 
 def known(model: nn.Module, names: Sequence[str]) -> None:
-    """Raise InputError unless the model has modules of all these names."""
+    """Raise InputError unless the model has modules with all these names."""
     there = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     for name in names:
         if name not in there:
@@ -141,20 +140,20 @@ def balance_by_time(
     beside: Mapping[str, str] | None = None,
     world: World | None = None,
 ) -> tuple[str, ...]:
-    """As `starts`, by the measured times of the layers' forwards, the least of `repeats` runs.
+    """Like `starts`, but balanced by the measured forward time of layers, best of `repeats` runs.
 
-    `call(model)` runs the whole model on this device, without gradients; the backward pass is
-    taken to be proportional. What it gives is for `parallelize(..., stages=...)`. Ranks measure
-    differently: with `world`, which all its ranks give, the first one's times decide for all.
+    `call(model)` runs the whole model on this device, without gradients; the time of the backward
+    pass is assumed to be proportional. Pass the result to `parallelize(..., stages=...)`. Times
+    differ between ranks: with `world`, which all ranks must pass, rank 0's times decide.
 
     Raises:
-        InputError: fewer layers than stages, a model that is not on a device.
+        InputError: fewer layers than stages, or a model on the meta device.
     """
     if any(p.is_meta for p in model.parameters()):
         raise bad(
             f"a {type(model).__name__} on the meta device, whose layers take no time",
             "a model on the device that it will run on",
-            "starts(model, stages), by parameters",
+            "starts(model, stages), which balances by parameters",
         )
     beside = _beside(model, beside)
     cuts = candidates(model, stages, beside)
@@ -170,7 +169,7 @@ def balance_by_time(
 def _timed(
     model: nn.Module, found: Mapping[str, Layer], pieces: int, call: Callable[[nn.Module], Any]
 ) -> list[float]:
-    """Seconds that the layers of each piece take in one run."""
+    """The seconds that the layers of each candidate stage take in one run."""
     taken = [0.0] * pieces
     began: dict[str, float] = {}
 
@@ -206,7 +205,7 @@ def candidates(
     beside: Mapping[str, str],
     fewer: Callable[[int], str] = "pp{}".format,
 ) -> tuple[str, ...]:
-    """The modules between which `model` may be cut into so many stages, in their order.
+    """The modules at which a stage may begin, in order.
 
     Raises:
         InputError: fewer layers than stages.
@@ -218,14 +217,14 @@ def candidates(
     if len(every) < stages:
         raise bad(
             f"{stages} stages for a {type(model).__name__} of {len(every)} layers",
-            f"as many as there are layers at most: {_some(every)}",
+            f"as many stages as layers, at most: {_some(every)}",
             fewer(len(every)),
         )
     return every
 
 
 def _repeated(model: nn.Module) -> list[str]:
-    """The elements of the outermost lists in which a class stands several times."""
+    """The elements of the outermost lists in which one class occurs several times."""
     lists = list(_lists(model, ""))
     weights = [sum(p.numel() for m in found.values() for p in m.parameters()) for found in lists]
     heavy = LEAST * max(weights, default=0)
@@ -234,7 +233,7 @@ def _repeated(model: nn.Module) -> list[str]:
 
 
 def _lists(module: nn.Module, name: str) -> Iterator[dict[str, nn.Module]]:
-    """Each list of layers: its elements by name."""
+    """Yield each list of layers, as a dict from names to modules."""
     children = {f"{name}.{key}" if name else key: m for key, m in module.named_children()}
     layers = {key: m for key, m in children.items() if next(m.parameters(), None) is not None}
     kinds = Counter(type(m) for m in layers.values() if type(m).forward is not nn.Module.forward)
@@ -247,9 +246,9 @@ def _lists(module: nn.Module, name: str) -> Iterator[dict[str, nn.Module]]:
 
 
 def _planned(model: nn.Module) -> list[str]:
-    """The elements of the lists in the plan that the configuration of a model of transformers has.
+    """The elements of the lists in a transformers model's `base_model_pp_plan`.
 
-    `base_model_pp_plan` names the modules that are called one after the other.
+    That plan, in the model's config, names modules in the order of their calls.
     """
     return [
         f"{name}.{key}"
@@ -261,7 +260,7 @@ def _planned(model: nn.Module) -> list[str]:
 
 
 def _chain(model: nn.Module) -> list[str]:
-    """The names in that plan that the model has, in its order."""
+    """The names in `base_model_pp_plan` that the model has, in order."""
     plan = getattr(getattr(model, "config", None), "base_model_pp_plan", None) or {}
     base = getattr(model, "base_model_prefix", "")
     prefix = f"{base}." if isinstance(getattr(model, base, None), nn.Module) else ""
@@ -274,11 +273,11 @@ def _beside(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]
 
 
 def misplaced(model: nn.Module) -> dict[str, str]:
-    """What is not called where it is defined, and the module whose stage it is in.
+    """Modules that are not called where they are defined, each with a module of its stage.
 
-    Known for models of transformers: a head that is defined before what it stands on, what is in
-    their plan, which is in the order of the calls, and a table here. Another model's modules are
-    defined in the order of their calls.
+    For transformers models only: heads defined before the base model, modules whose place in
+    `base_model_pp_plan` differs, and the table above. For other models, the order of definition is
+    taken to be the order of calls.
     """
     known = [name for name, _ in model.named_modules(remove_duplicate=False)]
     at = {name: i for i, name in enumerate(known)}
@@ -298,7 +297,7 @@ def misplaced(model: nn.Module) -> dict[str, str]:
 
 
 def _heads(model: nn.Module) -> dict[str, str]:
-    """The root's modules that are defined before its base, and called after it."""
+    """Modules of the root that are defined before its base model and called after it."""
     children = [name for name, _ in model.named_children()]
     base = getattr(model, "base_model_prefix", "")
     return dict.fromkeys(children[: children.index(base)], base) if base in children else {}

@@ -74,15 +74,15 @@ def Pipe(  # noqa: N802
             output without rows.
     """
     validate.model(module, "sw.Pipe", "nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))")
-    validate.whole("chunks", chunks, 1, 8, MOST_FORWARDS)
+    validate.integer("chunks", chunks, 1, 8, MOST_FORWARDS)
     if any(drivers(m) or isinstance(vars(m).get("forward"), Piped) for m in module.modules()):
-        raise validate.wrapped(module)
+        raise validate.already_wrapped(module)
     refuse(module, "sw.Pipe", "sw.FSDP(module)")
     if world is None:
         world = init()
     validate.world(world)
     asked = {"chunks": chunks, "stages": stages, "schedule": schedule}
-    consistency.given(world, {"the module": consistency.described(module)} | asked)
+    consistency.require_same(world, {"the module": consistency.model_signature(module)} | asked)
     world = world.on(Mesh(((stage_module.AXIS, world.size),)))
     whole = _schedule(schedule, chunks, world.size)
     begin = starts(module, len(whole.home), stages)
@@ -101,7 +101,7 @@ def Pipe(  # noqa: N802
 
 def _schedule(name: Any, chunks: int, ranks: int) -> Schedule:
     """The schedule of that name. Raises InputError for one that is not for a plain loop."""
-    found = entry(name if isinstance(name, str) else validate.shown(name))
+    found = entry(name if isinstance(name, str) else validate.short_repr(name))
     if found.updates(Size(1, 1)):
         names = ", ".join(known for known, one in LIBRARY.items() if not one.updates(Size(1, 1)))
         what = f"sw.Pipe with {name}, which updates by itself, under a loop that does"
@@ -150,7 +150,7 @@ class Piped:
         """The output of the whole batch, on every rank."""
         refuse(self.module, "sw.Pipe", "sw.FSDP(module)")
         chunks = self.staged.schedule.microbatches
-        validate.stepped_after(self.module, "sw.Pipe of a module")
+        validate.no_backward_optimizer(self.module, "sw.Pipe of a module")
         _enough((args, kwargs), chunks)
         graded = torch.is_grad_enabled()
         inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]

@@ -1,37 +1,36 @@
-"""What a loss is multiplied by before the backward pass: powers of two, which round nothing.
+"""Factors of the loss before the backward pass: powers of two, which cause no rounding.
 
-A gradient is that of the sum over tokens, times 2^-k.  The mean needs the number of tokens of the
-global batch, which no rank knows before it has heard from the others: 2^k is the power of two next
-to the number of the step before, and the update multiplies by 2^k / tokens.  A power of two changes
-no digit of a gradient, in any precision (unless it leaves the range of the dtype), so a gradient is
-the same whatever was expected, and the same on one process as on many.
+Normalisation.  The backward pass computes the gradient of the sum over tokens, times 2^-k.  The
+mean needs the number of tokens of the global batch, which no rank knows yet, so 2^k is the power of
+two nearest to the previous step's number, and the update multiplies by 2^k / tokens.  A power of
+two changes no digit of a gradient (unless it leaves the dtype's range), so gradients do not depend
+on the estimate, nor on the number of processes.
 
-Dynamic loss scaling keeps fp16 gradients inside fp16's range.
-
-The loss is multiplied by a power of two, the gradient divided by it before the update.  An update
-whose gradient is not finite is skipped on every rank and the scale halved; after `patience` good
-updates it is doubled.  (Micikevicius et al., "Mixed precision training", arXiv 1710.03740, 3.2.)
+Dynamic loss scaling keeps fp16 gradients inside fp16's range.  The loss is multiplied by the scale,
+and gradients are divided by it before the update.  If a gradient is not finite, every rank skips
+the update and halves the scale; after `patience` good updates the scale is doubled.  (Micikevicius
+et al., "Mixed precision training", arXiv 1710.03740, 3.2.)
 """
 
 import math
 
 
 def power_of_two(tokens: int) -> float:
-    """The power of two next to a number of tokens: between 2/3 of it and 4/3."""
+    """The power of two nearest to `tokens`: between 2/3 and 4/3 of it."""
     mantissa, exponent = math.frexp(tokens)  # tokens = mantissa 2^exponent, 1/2 <= mantissa < 1
     return math.ldexp(1.0, exponent if mantissa > 0.75 else exponent - 1)
 
 
 class LossScale:
-    """The scale and how long it has held; 1, and never moved, where it is off."""
+    """The loss scale, and the number of good updates since it changed; constant 1 if off."""
 
     def __init__(self, on: bool, first: float = 2.0**16, patience: int = 2000) -> None:
         self.on, self.patience = on, patience
         self.value = first if on else 1.0
         self.good = 0
 
-    def saw(self, overflow: bool) -> None:
-        """Take note of one update."""
+    def update(self, overflow: bool) -> None:
+        """Adjust the scale after an update or a skipped one."""
         if not self.on:
             return
         if overflow:

@@ -13,8 +13,8 @@ def predicted(engine: Any, *, first: bool) -> dict[Line, int]:
     Activations on the tensor axis, and what ranks compare, are those of the last step.
     """
     more: dict[str, Any] = {"norm": engine.training.clip is not None, "first": first}
-    more["meets"] = first or engine.alike.met
-    more["compares"] = "each" if first else engine.alike.compared
+    more["meets"] = first or engine.consistency.compared_batch
+    more["compares"] = "each" if first else engine.consistency.compared_gradients
     plan, tensors = engine.plan, engine.tensors
     every = (
         traffic.step_bytes(plan, model_shape(engine), engine.world.rank, **more),

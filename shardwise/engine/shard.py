@@ -149,7 +149,7 @@ def sizes(units: Sequence[Unit]) -> dict[nn.Parameter, int]:
 def layable(model: nn.Module, rule: Rule) -> None:
     """Raise InputError, with the model untouched, where `shard` would."""
     if any(drivers(module) for module in model.modules()):
-        raise validate.wrapped(model)
+        raise validate.already_wrapped(model)
     choose(model, rule)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardwise.core.model_spec import BufferShape, ModelShape, ParamShape, UnitShape
 from shardwise.engine.optimizer import HALF
-from shardwise.engine.optimizer_spec import Recipe
+from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.tensor_layout import Held
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.predict.memory import OptimizerShape
@@ -64,7 +64,7 @@ def buffer_shapes(model: nn.Module) -> tuple[BufferShape, ...]:
     )
 
 
-def optimizer_shape(recipe: Recipe, dtype: torch.dtype) -> OptimizerShape:
+def optimizer_shape(recipe: OptimizerSpec, dtype: torch.dtype) -> OptimizerShape:
     """What the optimizer keeps of weights of `dtype`, learnt from one parameter of two elements.
 
     So any class is known, with its options. (Options of single groups are taken to keep alike.)

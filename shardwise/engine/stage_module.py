@@ -24,8 +24,7 @@ from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.core.tensor_plan import Table
 from shardwise.core.zero import row_of
-from shardwise.engine import rng, tensor_parallel
-from shardwise.engine import validate as looked_at
+from shardwise.engine import rng, tensor_parallel, validate
 from shardwise.engine.partition import known, misplaced, starts
 from shardwise.engine.staged_model import Stages
 from shardwise.engine.tensor_layout import Tensors, Tie
@@ -141,7 +140,7 @@ def fitting(
     """
     schedule = schedule_of(plan)
     if schedule is None:
-        looked_at.stages(given, tuple)
+        validate.stage_names(given, tuple)
         known(model, [*(given or ()), *(beside or {}), *(beside or {}).values()])
         return ()
     return starts(model, len(schedule.home), given, beside, partial(_of_layers, plan))

@@ -1,4 +1,4 @@
-"""this file is how a wrapped module's state_dict keeps whole tensors under their usual keys."""
+"""Hooks that make a wrapped module's state_dict give and take full tensors."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -13,9 +13,10 @@ from shardwise.parallel.data.hooks import Data
 
 
 def keep_keys(module: nn.Module, data: Data, flats: Sequence[Flat]) -> list[RemovableHandle]:
-    """Make `module.state_dict()` give whole tensors and `load_state_dict` take them.
+    """Make `module.state_dict()` return full tensors and `load_state_dict` accept them.
 
-    Both are collective where the row shards: every rank calls them.  The handles undo it.
+    If parameters are sharded, both are collective: all ranks call them.  Removing the returned
+    handles undoes this.
     """
     if not any(flat.split for flat in flats):
         return []
@@ -52,7 +53,7 @@ def _after_load(data: Data, flats: Sequence[Flat], *_: Any) -> None:
 
 
 def whole(flats: Sequence[Flat]) -> dict[str, Tensor]:
-    """Every parameter whole, by name, as new tensors; one flat group is gathered at a time."""
+    """Every full parameter by name, as new tensors; gathers one flat parameter at a time."""
     found: dict[str, Tensor] = {}
     for flat in flats:
         resting = flat.at_rest

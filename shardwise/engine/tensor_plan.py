@@ -16,7 +16,7 @@ from shardwise.core.errors import InputError, bad
 from shardwise.core.styles import ModuleShape, general, parent
 from shardwise.core.tensor_plan import Table
 from shardwise.engine.hf_plans import own_plan
-from shardwise.engine.validate import shown
+from shardwise.engine.validate import short_repr
 
 _EXAMPLE = '{"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}'
 
@@ -31,7 +31,7 @@ def table_of(model: nn.Module, given: Table | Mapping[str, str] | None = None) -
         return given
     if given is not None and not isinstance(given, Mapping):
         allowed = "a dict from patterns of module names to styles, or a sw.Table"
-        raise bad(f"table={shown(given)}", allowed, f"table={_EXAMPLE}")
+        raise bad(f"table={short_repr(given)}", allowed, f"table={_EXAMPLE}")
     own = next(
         (table.under(name) for name, part in model.named_modules() if (table := _own(part, name))),
         None,
@@ -104,7 +104,7 @@ def _own(module: nn.Module, name: str) -> Table | None:
         return Table.of(table)
     where = f"{name}.tensor_table" if name else "tensor_table"
     allowed = "a dict from patterns of module names to styles, or a sw.Table"
-    raise bad(f"{where} = {shown(table)} of the model", allowed, f"tensor_table = {_EXAMPLE}")
+    raise bad(f"{where} = {short_repr(table)} of the model", allowed, f"tensor_table = {_EXAMPLE}")
 
 
 def without(model: nn.Module, why: str) -> InputError:

@@ -1,4 +1,4 @@
-"""this file is what an engine is told to do, and what it tells of each step."""
+"""The arguments of an engine as dataclasses, and the metrics it returns for each step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from shardwise.comm.world import World
 from shardwise.core.plan import Plan
 from shardwise.core.tensor_plan import Table
-from shardwise.engine.optimizer_spec import Recipe
+from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.parallel.data.initial_weights import Fill
 from shardwise.parallel.data.wrap_policy import Rule
 
@@ -28,10 +28,14 @@ DTYPES = {
 
 @dataclass(frozen=True)
 class Metrics:
-    """What one step was: the mean loss over the global batch's tokens, their number, the norm of
-    the gradient before clipping (None where nobody asked), whether there was no update because fp16
-    overflowed or the step was not finite (its loss may be NaN then), the learning rate, and the
-    bytes this rank sent.
+    """The metrics of one step.
+
+    loss       the mean over the tokens of the global batch
+    tokens     their number
+    grad_norm  the norm of the gradient before clipping; None without clipping
+    skipped    no update was made: fp16 overflowed, or the loss or a gradient was not finite
+    lr         the learning rate
+    bytes      the bytes that this rank sent
     """
 
     loss: float
@@ -44,14 +48,16 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Training:
-    """How an engine trains: `loss(model, batch)` is the mean over the batch's own tokens,
-    `tokens(batch)` their number (None: the rows of the batch); gradients are clipped to norm
-    `clip` (None: not); a step whose loss or gradient is not finite raises, or is left out
-    (`on_nonfinite`: "raise" or "skip"). Ranks that compute a step together compare it every
-    `check_every` steps (0: only an engine's first).
+    """How an engine trains.
+
+    loss          loss(model, batch) is the mean over the tokens of the batch
+    tokens        tokens(batch) is their number; None: the rows of the batch
+    clip          the largest norm of the gradient; None: no clipping
+    on_nonfinite  "raise" or "skip" a step whose loss or gradient is not finite
+    check_every   steps between two consistency checks (consistency.py); 0: only in the first step
     """
 
-    optimizer: Recipe
+    optimizer: OptimizerSpec
     loss: Loss
     tokens: Count | None = None
     clip: float | None = None
@@ -61,11 +67,15 @@ class Training:
 
 @dataclass(frozen=True)
 class Build:
-    """What the user asked for: the plan, the world it lies on, units, initial weights, prefetch.
+    """How an engine shards its model.
 
-    Units smaller than `least_unit_bytes` (None: 2 MiB) are merged with their neighbours. `table` is
-    that of the tensor axis, `starts` the modules that begin the stages of a pipeline, `beside`
-    those that are not called where they are defined (staged_model.py).
+    units             the wrap policy; see parallel/data/wrap_policy.py
+    fill              writes initial weights
+    prefetch          units gathered ahead of their use
+    table             the styles of tensor parallelism
+    starts            the names of the modules that begin the stages after the first
+    beside            modules that are not called where they are defined (staged_model.py)
+    least_unit_bytes  smaller units are merged with their neighbours; None: 2 MiB
     """
 
     plan: Plan
@@ -80,8 +90,8 @@ class Build:
 
 
 @dataclass(frozen=True)
-class Settled:
-    """What the ranks agreed on when a step was settled; `norm` only where somebody asked."""
+class StepResult:
+    """What the ranks agreed on at the end of a step; `norm` is None unless it was needed."""
 
     loss: float
     tokens: int

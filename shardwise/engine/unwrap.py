@@ -1,4 +1,4 @@
-"""`sw.unwrap`: turns a wrapped module back into a plain one, with whole parameters."""
+"""`sw.unwrap`: turns a wrapped module back into a plain one, with full parameters."""
 
 from typing import Any
 
@@ -15,22 +15,22 @@ from shardwise.parallel.data.flat_parameter import Flat
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """Undo `sw.DDP`, `sw.FSDP` or `sw.Pipe`, in place; called by all ranks.  Returns the module.
+    """Undo `sw.DDP`, `sw.FSDP` or `sw.Pipe` in place, and return the module.  All ranks call it.
 
-    Every parameter has its own shape, memory and whole value again, every buffer is rank 0's, and
-    nothing of Shardwise is left on the module: one process can train, copy or pickle it, and it
-    can be wrapped again.  Parameters stay the objects that they were, so an optimizer goes on;
-    one that keeps state of pieces must be made anew.  Gradients stay where they were whole
-    (`sw.DDP`), else they are dropped.
+    Every parameter gets back its shape, its own memory and its full value; buffers are rank 0's.
+    Nothing of Shardwise stays on the module: one process can train, copy or pickle it, and it can
+    be wrapped again.  Parameters keep their identity, so an optimizer still works, except one with
+    sharded state, which must be rebuilt.  Gradients stay if they were unsharded (`sw.DDP`), else
+    they are dropped.
 
-    Of a pipe, a rank's own stages stay the objects that they were, gradients included.  Layers of
-    other ranks are copies that `sw.Pipe` made, with today's parameters and buffers; the optimizer
-    must be made anew, since it has never seen their parameters.
+    After `sw.Pipe`, a rank's own stages are the original modules, with gradients.  Layers of other
+    ranks are copies with current parameters and buffers.  Rebuild the optimizer: it has not seen
+    their parameters.
 
     Raises:
-        InputError: the module is not wrapped, or an engine's model.
+        InputError: the module is not wrapped, or belongs to an engine.
     """
-    validate.module(module, "sw.unwrap")
+    validate.wrapped_module(module, "sw.unwrap")
     data, piped = driver_of(module), pipe_of(module)
     if piped is not None:
         _restore(piped.staged)
@@ -38,16 +38,16 @@ def unwrap(module: nn.Module) -> nn.Module:
         return module
     if data is None:
         inside = [name for name, part in module.named_modules() if name and drivers(part)]
-        what = f"a {type(module).__name__} that is not wrapped" + (
-            f", but has a part that is ({inside[0]})" if inside else ""
-        )
-        raise bad(what, "the module that was wrapped", "sw.unwrap(sw.DDP(module))")
+        given = f"sw.unwrap of a {type(module).__name__} that is not wrapped"
+        if inside:
+            instead = f'sw.unwrap(module.get_submodule("{inside[0]}"))'
+            raise bad(f"{given}, but has a part that is ({inside[0]})", _WRAPPED, instead)
+        raise bad(given, _WRAPPED, "the module itself; there is nothing to undo")
     if not data.pace.by_hand:
         raise bad(
-            f"sw.unwrap of a {type(module).__name__} that is an engine's model",
-            "a module under sw.DDP, sw.FSDP or sw.Pipe",
-            "sw.full_state_dict(engine), and load_state_dict of what it gives in a module made "
-            "anew",
+            f"sw.unwrap of a {type(module).__name__} that belongs to an engine",
+            _WRAPPED,
+            "new_module.load_state_dict(sw.full_state_dict(engine)) on rank 0",
         )
     data.sums.finish()
     for handle in data.handles:
@@ -58,21 +58,24 @@ def unwrap(module: nn.Module) -> nn.Module:
     return module
 
 
+_WRAPPED = "the module that was passed to sw.DDP, sw.FSDP or sw.Pipe"
+
+
 def pipe_of(module: nn.Module) -> Piped | None:
-    """What sw.Pipe has put in place of the module's forward; None for any other module."""
+    """The object that sw.Pipe put in place of the module's forward; None for any other module."""
     forward = vars(module).get("forward")
     return forward if isinstance(forward, Piped) else None
 
 
 def no_pipe(module: nn.Module) -> None:
-    """Raise InputError where `module`, or a part of it, is a pipe, whose layers lie elsewhere."""
+    """Raise InputError if `module` or a part of it is wrapped by sw.Pipe."""
     if any(pipe_of(part) is not None for part in module.modules()):
-        raise validate.wrapped(module)
+        raise validate.already_wrapped(module)
 
 
 @torch.no_grad()
 def _release(flat: Flat) -> None:
-    """Give each parameter its own memory and whole value."""
+    """Give each parameter its own memory and its full value."""
     flat.gather()
     for p in flat.params:
         grad = p.grad
@@ -84,7 +87,7 @@ def _release(flat: Flat) -> None:
 
 @torch.no_grad()
 def _restore(staged: Staging) -> None:
-    """Put the layers of other ranks, with their values, in the places of their stand-ins."""
+    """Replace the stand-ins by the layers of other ranks, with their values."""
     layers, axis, device = staged.stages.layers, staged.axis, staged.stages.device
     own = {number: p for stage in layers.own.values() for number, p in stage.items()}
 
@@ -116,7 +119,7 @@ def _restore(staged: Staging) -> None:
 
 
 def _fill(table: dict[str, Any], own: dict[int, Tensor], numbers: dict[int, int]) -> None:
-    """Put real parameters in place of those on meta."""
+    """Replace parameters on meta by real ones."""
     for key, p in table.items():
         if p is not None:
             table[key] = own[numbers[id(p)]]

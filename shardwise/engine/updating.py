@@ -72,7 +72,7 @@ class Updates:
         if update and math.isfinite(norm):
             self.data.units.show()
             self._update(self.flats, self._factor(norm) * correction)
-            self.scale.saw(overflow=False)
+            self.scale.update(overflow=False)
             self.guard.passed()
         return norm
 
@@ -86,7 +86,7 @@ class Updates:
         if not self.by_schedule:
             self.data.units.show()
         error = self.guard.record_skip(step, summed, self.flats, norm, self.scale.on)
-        self.scale.saw(overflow=True)
+        self.scale.update(overflow=True)
         self.optimizer.skip()
         for flat in self.flats:
             flat.clear()

@@ -1,14 +1,13 @@
-"""this file is one technique on its own, in a plain PyTorch loop, under the names people know.
+"""`sw.DDP`, `sw.FSDP`, `sw.no_sync` and `sw.clip_grad_norm`, for a plain PyTorch training loop.
 
     model = sw.FSDP(model)
-    optim = torch.optim.Adam(model.parameters(), lr=1e-4)      # before or after the wrapping
+    optim = torch.optim.Adam(model.parameters(), lr=1e-4)      # before or after wrapping
     model(x).sum().backward()
     optim.step()
 
-The module is changed in place and returned: its class, its parameters, their names and identity
-stay.  Between backward and forward the parameters are at rest: pieces of k elements where the row
-shards, of the shape [k, 1, ..., 1], with as many dimensions as before.
-Gradients are the mean over the ranks of what each rank's loss gave.
+The module is changed in place and returned.  Its class, and the names and identity of its
+parameters, stay.  Between backward and forward, sharded parameters hold this rank's k elements in
+the shape [k, 1, ..., 1], with as many dims as before.  Gradients are averaged over the ranks.
 """
 
 from collections.abc import Iterator
@@ -46,7 +45,7 @@ from shardwise.kernels.rms_norm import fused
 from shardwise.parallel.data.hooks import Pace
 from shardwise.parallel.data.wrap_policy import Rule
 
-#: FSDP's names for rows (arXiv 2304.11277); the hybrid ones shard inside a group of ranks only.
+#: FSDP's names for the rows (arXiv 2304.11277).  Hybrid strategies shard inside groups of ranks.
 STRATEGIES = {
     "FULL_SHARD": "zero3",
     "SHARD_GRAD_OP": "zero2",
@@ -62,20 +61,20 @@ def DDP(  # noqa: N802
     bucket_bytes: int = 25 * 2**20,
     broadcast_buffers: bool = True,
 ) -> nn.Module:
-    """Replicate `module`: every rank holds all of it, gradients are averaged while backward runs.
+    """Replicate `module` on all ranks, and average gradients during the backward pass.
 
-    Rank 0's parameters and buffers are everyone's at the start, its buffers before every training
-    forward (unless `broadcast_buffers` is False).  Gradients are reduced in buckets of up to
-    `bucket_bytes`.  (Li et al., "PyTorch Distributed", arXiv 2006.15704.)
+    Rank 0 broadcasts its parameters and buffers now, and its buffers before every training forward
+    (unless `broadcast_buffers` is False).  Gradients are reduced in buckets of up to `bucket_bytes`
+    bytes.  (Li et al., "PyTorch Distributed", arXiv 2006.15704.)
     """
     validate.model(module, "sw.DDP")
-    validate.whole("bucket_bytes", bucket_bytes, 1, 25 * 2**20)
+    validate.integer("bucket_bytes", bucket_bytes, 1, 25 * 2**20)
     no_pipe(module)
     layable(module, "auto")
     world = _world(world)
     asked = {"bucket_bytes": bucket_bytes, "broadcast_buffers": broadcast_buffers}
-    consistency.given(world, {"the module": consistency.described(module)} | asked)
-    validate.unchanging(module, world.size)
+    consistency.require_same(world, {"the module": consistency.model_signature(module)} | asked)
+    validate.no_max_norm(module, world.size)
     world = world.on(Mesh((("dp", world.size),)))
     how = Sharding(ROWS["ddp"], Axis("none"), world.axis("dp"), "auto", bucket_bytes)
     return _wrap(module, replace(how, broadcast_buffers=broadcast_buffers), world)
@@ -91,8 +90,8 @@ def FSDP(  # noqa: N802
     """Shard `module` over the ranks of `world` (Zhao et al., "PyTorch FSDP", arXiv 2304.11277).
 
     sharding_strategy: "FULL_SHARD" (zero3), "SHARD_GRAD_OP" (zero2), "NO_SHARD" (ddp), or
-    "HYBRID_SHARD" with `shard_size` ranks a group; torch's own enum is understood.
-    units: see parallel/data/wrap_policy.py.
+    "HYBRID_SHARD" with groups of `shard_size` ranks.  torch's enum is accepted too.
+    units: the wrap policy; see parallel/data/wrap_policy.py.
 
     Raises:
         InputError: an unknown strategy; a shard_size that does not divide the world.
@@ -102,15 +101,15 @@ def FSDP(  # noqa: N802
     layable(module, units)
     name = getattr(sharding_strategy, "name", sharding_strategy)
     if not isinstance(name, str) or name not in STRATEGIES:
-        what = f"sharding_strategy={validate.shown(name)}"
+        what = f"sharding_strategy={validate.short_repr(name)}"
         raise bad(what, ", ".join(STRATEGIES), 'sharding_strategy="FULL_SHARD"')
     world = _world(world)
     inner = _shard_size(name, shard_size, world.size)
     if name == "NO_SHARD":
         return DDP(module, world)
-    validate.unchanging(module, world.size)
+    validate.no_max_norm(module, world.size)
     asked = {"the strategy": name, "shard_size": inner, "units": units}
-    consistency.given(world, {"the module": consistency.described(module)} | asked)
+    consistency.require_same(world, {"the module": consistency.model_signature(module)} | asked)
     world = world.on(Mesh((("dp_replicate", world.size // inner), ("dp_shard", inner))))
     axes = world.axis("dp_shard"), world.axis("dp_replicate")
     return _wrap(module, Sharding(ROWS[STRATEGIES[name]], *axes, units), world)
@@ -124,19 +123,21 @@ def _world(world: World | None) -> World:
 
 
 def _shard_size(name: str, asked: int | None, ranks: int) -> int:
-    """How many ranks share one copy of the states: all, unless there are to be several copies."""
+    """The number of ranks that share one copy of the states: all, unless the strategy is hybrid."""
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
     if asked is None and "HYBRID" not in name:
         return ranks
     if not isinstance(asked, int) or asked not in divisors:
-        usual = next(
-            (n for n in divisors[::-1] if n < ranks), ranks
-        )  # the fewest copies, above one
-        what = "without shard_size" if asked is None else f"with shard_size={validate.shown(asked)}"
+        usual = next((n for n in divisors[::-1] if n < ranks), ranks)  # as few copies as possible
+        what = (
+            "without shard_size"
+            if asked is None
+            else f"with shard_size={validate.short_repr(asked)}"
+        )
         raise bad(
             f"{name} {what} in a world of {ranks}",
-            "shard_size, the number of ranks that share one copy, which divides the number of "
-            f"ranks: {', '.join(map(str, divisors))}",
+            "shard_size, the number of ranks that share one copy, a number that divides the number "
+            f"of ranks: {', '.join(map(str, divisors))}",
             f'sw.FSDP(module, "{name}", shard_size={usual})',
         )
     return asked
@@ -163,10 +164,10 @@ def _wrap(module: nn.Module, how: Sharding, world: World) -> nn.Module:
 
 @contextmanager
 def no_sync(module: nn.Module) -> Iterator[None]:
-    """Inside, backward passes of a wrapped module only accumulate; the next one outside reduces.
+    """Accumulate gradients without reducing them; the next backward pass outside reduces all.
 
-    Under `zero2` and `zero3`, whose gradients rest sharded, each backward still reduces over the
-    shard axis: only what replicas exchange is put off.
+    Under `zero2` and `zero3`, whose gradients are sharded, every backward pass still reduces over
+    the shard axis; only the reduction between replicas is postponed.
 
     Raises:
         InputError: the module is not wrapped.
@@ -185,8 +186,8 @@ def no_sync(module: nn.Module) -> Iterator[None]:
 def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale the gradients of a wrapped module so that their global norm is at most `max_norm`.
 
-    Call it between backward and the optimizer's step, on all ranks; returns the norm before.
-    `torch.nn.utils.clip_grad_norm_` would see this rank's pieces only.
+    Call it on all ranks, between backward and the optimizer's step.  Returns the norm before
+    clipping.  `torch.nn.utils.clip_grad_norm_` would only see this rank's shards.
     """
     validate.module(module, "sw.clip_grad_norm")
     validate.positive("max_norm", max_norm)

@@ -34,7 +34,7 @@ from shardwise.train.usage import UsageError, answer
 
 if TYPE_CHECKING:
     from shardwise.train.prepare import Start
-    from shardwise.train.stop_signal import StopWish
+    from shardwise.train.stop_signal import StopSignal
 
 # the values of --resume
 ALWAYS, AUTO = "always", "auto"
@@ -217,18 +217,18 @@ def train(**given: Any) -> None:
     """Train a model; also under torchrun and Slurm."""
     from shardwise.comm.rendezvous import environment
     from shardwise.train.prepare import Start
-    from shardwise.train.stop_signal import NOTHING, StopWish
+    from shardwise.train.stop_signal import NOTHING, StopSignal
 
     asked = TrainOptions(**given)
     overrides = [*(asked.set_ or ()), *([] if asked.plan is None else [f"plan.text={asked.plan}"])]
     overrides += ["run.trace=true"] * asked.trace + ["run.check_every=1"] * asked.check
     # one of several ranks must not leave the others alone
-    with StopWish(leaving=environment() is None) as wish:
+    with StopSignal(leaving=environment() is None) as stop:
         try:
             start = Start(asked.resume == ALWAYS, asked.overwrite, asked.resume == AUTO)
-            code = _train(asked.config, overrides, start, asked.nproc, wish)
+            code = _train(asked.config, overrides, start, asked.nproc, stop)
         except KeyboardInterrupt:
-            if not wish.leaving:  # asked a second time
+            if not stop.leaving:  # asked a second time
                 raise
             print(NOTHING)
             code = 0
@@ -240,7 +240,7 @@ train.__signature__ = inspect.signature(TrainOptions)
 
 
 def _train(
-    config: Path, overrides: Sequence[str], start: "Start", nproc: int | None, wish: "StopWish"
+    config: Path, overrides: Sequence[str], start: "Start", nproc: int | None, stop: "StopSignal"
 ) -> int:
     """Train here, or start the ranks that do; the exit code."""
     from shardwise.comm.local import require_cores, require_local
@@ -267,8 +267,8 @@ def _train(
             if code and not settled.resume:  # the rank that would do it may have been ended
                 forget(settings.folder)
             # a signal may have ended ranks that had not begun to listen
-            wish.leaving = code > 128 and _trained(settings.folder) in (0, before)
-            if wish.leaving:
+            stop.leaving = code > 128 and _trained(settings.folder) in (0, before)
+            if stop.leaving:
                 raise KeyboardInterrupt
             return code
 
@@ -277,7 +277,7 @@ def _train(
 
     world = init(None if settings.run.device == "auto" else settings.run.device)
     try:
-        run(settings, world, start, wish=wish)
+        run(settings, world, start, stop=stop)
     finally:
         world.close()
     return 0

@@ -45,7 +45,7 @@ from shardwise.train.report import Cost, Summary
 from shardwise.train.sample import NextToken, sample, visible
 from shardwise.train.saving import Position, load_run, save_run
 from shardwise.train.stop import any_rank
-from shardwise.train.stop_signal import NOTHING, StopWish
+from shardwise.train.stop_signal import NOTHING, StopSignal
 from shardwise.train.tracing import Tracing
 
 MEMORY_EVERY = 20  # steps between two looks at what is held, which costs a walk over all tensors
@@ -61,7 +61,7 @@ class Run:
     unigram: float
     progress: Progress
     metrics: Metrics | None
-    wish: StopWish
+    stop: StopSignal
     tracing: Tracing
 
 
@@ -70,11 +70,11 @@ def train(
     world: World,
     start: Start | None = None,
     console: Console | None = None,
-    wish: StopWish | None = None,
+    stop: StopSignal | None = None,
 ) -> Summary | None:
     """Train as the configuration says; the summary on rank 0, None elsewhere.
 
-    `wish` hears the signals since before this was called; without it they are heard in here. One
+    `stop` hears the signals since before this was called; without it they are heard in here. One
     that comes before the first step ends the run without a trace of it.
 
     Raises InputError for inputs that cannot work, before anything is written, and NonFiniteError
@@ -83,16 +83,16 @@ def train(
     start = (start or Start()).settled(config)
     with ExitStack() as stack:
         first = world.rank == 0
-        wish = wish or stack.enter_context(StopWish())
+        stop = stop or stack.enter_context(StopSignal())
         prepared = prepare(config, world.size, start)
         if start.resume and (done := folder.finished(config)):
             return say(done, world, console)
-        wish.leaving = False  # from here on no rank leaves alone
+        stop.leaving = False  # from here on no rank leaves alone
         engine = build(prepared, world)
         at = load_run(prepared, engine) if start.resume else Position()
         # every rank has found the folder as it should be, and what it is to train can be built,
         # before one rank changes the folder
-        if any_rank(wish.wished, world):
+        if any_rank(stop.wished, world):
             return say(NOTHING, world, console)
         if first:
             folder.claim(config, start.overwrite)
@@ -105,9 +105,9 @@ def train(
         kept = stack.enter_context(metrics.opened(config.folder, at.step, board)) if first else None
         shown = stack.enter_context(progress.opened(config.train.steps, first, console))
         tracing = Tracing(engine, at.step, config.train.steps, on=config.run.trace)
-        run = Run(prepared, engine, peak, unigram, shown, kept, wish, tracing)
+        run = Run(prepared, engine, peak, unigram, shown, kept, stop, tracing)
         opening(run, at)
-        early = any_rank(wish.wished, world)
+        early = any_rank(stop.wished, world)
         stopped = early or steps(run, at)
     if early:
         return say(NOTHING, world, console)
@@ -159,7 +159,7 @@ def steps(run: Run, at: Position) -> bool:
         if entry.memory_bytes is not None:
             entry = replace(entry, memory_bytes=entry.memory_bytes | activations)
         tell(run, replace(entry, validation=validation))
-        stop = any_rank(run.wish.wished, run.engine.world)
+        stop = any_rank(run.stop.wished, run.engine.world)
         if last or stop or due(at.step, config.save_every):
             save_run(run.prepared, run.engine, at)
         if stop and not last:

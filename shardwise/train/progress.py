@@ -24,7 +24,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Progress(Protocol):
-    """Takes each step's record, and notes (a checkpoint saved, the wish to stop)."""
+    """Takes each step's record, and notes (a checkpoint saved, the stop to stop)."""
 
     def step(self, record: Record) -> None: ...
     def note(self, text: str) -> None: ...

@@ -1,4 +1,4 @@
-"""This file is the wish to stop, as one process hears it: SIGTERM or SIGINT.
+"""This file is the stop to stop, as one process hears it: SIGTERM or SIGINT.
 
     start-up     the inputs are looked at, nothing is written yet    the process leaves at once
     run          all ranks are in it, each step in all               a flag, for the ranks to agree
@@ -15,7 +15,7 @@ SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 NOTHING: Final = "stopped by a signal before its first step: nothing was trained"
 
 
-class StopWish:
+class StopSignal:
     """Within `with`, the signals set `wished` instead of ending the process; a second one ends it.
 
     While `leaving` is true, they also raise KeyboardInterrupt, where the program is. Python lets

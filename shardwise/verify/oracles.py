@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.core.plan import Plan
 from shardwise.core.schedule.library import allowed
 from shardwise.engine import stage_module
-from shardwise.engine.optimizer_spec import Recipe
+from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.training import DTYPES, Loss
 from shardwise.verify.async_oracle import AsyncOracle, Staleness, pipedream, two_buffered
 from shardwise.verify.oracle import HALF, Oracle, Task
@@ -53,7 +53,7 @@ class Oracles:
 def oracles_of(
     build: Callable[[], nn.Module],
     plan: Plan,
-    recipe: Recipe,
+    recipe: OptimizerSpec,
     loss: Loss,
     tokens: Callable[[Any], int] | None = None,
     starts: tuple[str, ...] | None = None,
@@ -95,7 +95,7 @@ def staleness_of(model: nn.Module, plan: Plan, starts: tuple[str, ...] | None) -
     return Staleness(plan.data_size, m, update, rule, stage)
 
 
-def optimizer_of(recipe: Recipe) -> Callable[[Mapping[str, nn.Parameter]], Optimizer]:
+def optimizer_of(recipe: OptimizerSpec) -> Callable[[Mapping[str, nn.Parameter]], Optimizer]:
     """Torch's optimizer of that class and options; the first group pattern that fits wins."""
 
     def build(params: Mapping[str, nn.Parameter]) -> Optimizer:

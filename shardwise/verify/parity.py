@@ -38,7 +38,7 @@ from shardwise.core.plan import BUCKET_BYTES, Plan
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
 from shardwise.engine.live import Live
-from shardwise.engine.optimizer_spec import AdamW, Recipe
+from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec
 from shardwise.engine.parallelize import parallelize
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
@@ -150,7 +150,7 @@ def alone_of(trainable: Trainable, plan: Plan, device: torch.device) -> Oracles:
     return oracles_of(lambda: trainable.build(device), plan, *of)
 
 
-def recipe_of(plan: Plan) -> Recipe:
+def recipe_of(plan: Plan) -> OptimizerSpec:
     """The optimizer of a proof."""
     return RECIPE_16 if plan.precision in ("bf16", "fp16") else RECIPE
 

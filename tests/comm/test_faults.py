@@ -99,7 +99,7 @@ def test_the_rank_that_others_wait_for_is_the_one_that_hangs():
     assert find_hang(places, 61.0) is None
     rank, text = find_hang(places, 60.0) or (0, "")
     assert rank == 1
-    assert "rank 0 has waited for 60 s" in text and "rank 1 has not come" in text
+    assert "rank 0 has waited for 60 s" in text and "rank 1 has not joined" in text
     assert "rank 0: a.py:1 in f\n  rank 1: b.py:2 in g" in text
 
 

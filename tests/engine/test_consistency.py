@@ -102,7 +102,7 @@ def test_what_ranks_are_given_is_compared_before_anything_is_changed(what: str, 
     """One paragraph, the same on both ranks."""
     first, second = run_threads(2, told, act)
     assert first == second
-    assert f"the {what} of rank 1 that is not as on rank 0" in first
+    assert f"the {what} of rank 1, which differs from that of rank 0" in first
 
 
 def step(world: World, model: Any, plan: str, batch: Any, **options: Any) -> None:
@@ -127,9 +127,9 @@ def masked(rank: int, seed: int = 0) -> dict[str, Any]:
 def test_batches_are_compared_by_what_can_be():
     """The order of keys is no difference, nor is what is no tensor; what is beside a mask is."""
     zero, one, other = (
-        consistency._mark(masked(*of), torch.device("cpu")) for of in [(0,), (1,), (1, 5)]
+        consistency._batch_checksum(masked(*of), torch.device("cpu")) for of in [(0,), (1,), (1, 5)]
     )
-    assert consistency._same(zero, one) and not consistency._same(one, other)
+    assert consistency._same_batch(zero, one) and not consistency._same_batch(one, other)
 
 
 def test_a_batch_that_each_rank_makes_may_be_rounded_otherwise():
@@ -142,12 +142,12 @@ def test_a_batch_that_each_rank_makes_may_be_rounded_otherwise():
     one = ids.clone()
     one[7, 8] += 1
     base, near, far, ids, one = (
-        consistency._mark(x, x.device) for x in (x, rounded, other, ids, one)
+        consistency._batch_checksum(x, x.device) for x in (x, rounded, other, ids, one)
     )
     assert (
-        consistency._same(base, near)
-        and not consistency._same(base, far)
-        and not consistency._same(ids, one)
+        consistency._same_batch(base, near)
+        and not consistency._same_batch(base, far)
+        and not consistency._same_batch(ids, one)
     )
 
 
@@ -165,7 +165,7 @@ def test_ranks_that_compute_a_step_together_have_one_batch(plan: str, batch: Any
     stages = ["blocks.0"] if "pp2" in plan else None
     act = partial(step, model=Small, plan=plan, batch=batch, table=FIXED, stages=stages)
     for said in run_threads(4 if "tp2 pp2" in plan else 2, told, act):
-        assert "that is not as on rank 0" in said
+        assert "that differs from that on rank 0" in said
         assert "engine.data_rank" in said
 
 
@@ -185,7 +185,12 @@ FAULTS = [
         {"table": sw.Table.of(FIXED, sequence=SEQUENCE)},
         r'the gradient of gamma,.*"gamma": "sequence"',
     ),
-    ("tp2", partial(Small, read=True), {"table": FIXED}, "a loss that differs.*a cut weight by"),
+    (
+        "tp2",
+        partial(Small, read=True),
+        {"table": FIXED},
+        "a loss that differs.*a sharded weight only by",
+    ),
 ]
 
 
@@ -284,9 +289,9 @@ def compared(world: World, off: float, noise: float) -> bool:
     flats: Any = [Made(world.rank, off, noise)]
     try:
         tensors = replace(nowhere(), axis=axis)
-        comparing = consistency.Alike(tensors, None, world.device)
-        comparing.compared = "each"
-        arrived = comparing.settled(iter("ab"), torch.ones(()), flats)
+        comparing = consistency.ConsistencyCheck(tensors, None, world.device)
+        comparing.compared_gradients = "each"
+        arrived = comparing.compare_gradients(iter("ab"), torch.ones(()), flats)
         assert list(arrived) == ["a", "b"]
     except InputError:
         return False
@@ -309,12 +314,12 @@ def test_sums_with_weights_tell_tensors_apart(numel: int, at: int, seed: int):
     at %= numel
     other = x.clone()
     other[at] += 1
-    assert consistency._sum(other) != consistency._sum(x)
+    assert consistency._checksum(other) != consistency._checksum(x)
     if at + 1 < numel and x[at] != x[at + 1]:
         swapped = x.clone()
         swapped[at], swapped[at + 1] = x[at + 1], x[at]
-        assert consistency._sum(swapped) != consistency._sum(x)
-    assert consistency._sum(x.view(numel, 1)) == consistency._sum(x)
+        assert consistency._checksum(swapped) != consistency._checksum(x)
+    assert consistency._checksum(x.view(numel, 1)) == consistency._checksum(x)
 
 
 WRAPPED = [
@@ -328,7 +333,7 @@ WRAPPED = [
 def test_modules_that_are_wrapped_are_the_same_on_all_ranks(wrap: Any):
     """Told before anything is sent of them."""
     for said in run_threads(2, told, wrap):
-        assert "the module of rank 1 that is not as on rank 0" in said
+        assert "the module of rank 1, which differs from that of rank 0" in said
 
 
 def other_batch_at_2(world: World, plan: str, check_every: int) -> tuple[list[bool], str]:
@@ -359,7 +364,7 @@ def test_a_rank_that_is_given_another_batch_later_is_found(plan: str, check_ever
     axis = plan[:2]
     for held, said in run_threads(2, other_batch_at_2, plan, check_every):
         assert held == [True, True]
-        assert f"a batch of rank 1 of the {axis} axis" in said
+        assert f"a batch on rank 1 of the {axis} axis" in said
 
 
 def test_ranks_that_are_not_to_be_compared_later_are_not():

@@ -31,7 +31,7 @@ def trains(folder: Path) -> None:
 
 
 class Skips(torch.nn.Module):
-    """Alike blocks, one of which is left out, as the batch says."""
+    """ConsistencyCheck blocks, one of which is left out, as the batch says."""
 
     def __init__(self) -> None:
         super().__init__()

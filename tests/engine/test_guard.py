@@ -81,7 +81,7 @@ def check(plan: str, kind: str, clip: float | None, run: Callable[..., Any] = ru
     said = found[0][0]
     what = "the loss is not finite" if kind == "loss" else "the gradient"
     assert said.startswith(f"Step {BAD + 1}: {what}") and f"on rank {last}" in said
-    assert "the first parameter without a finite gradient is " in said
+    assert "the first parameter with a non-finite gradient is " in said
     if kind == "gradient":
         assert f"is {HURT}" in said
     assert all(same for _, same in found)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 import shardwise as sw
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError
-from shardwise.engine.optimizer_spec import ELEMENTWISE, Recipe
+from shardwise.engine.optimizer_spec import ELEMENTWISE, OptimizerSpec
 from tests.engine.cases import regression, vectors
 from tests.engine.zoo import make
 
@@ -28,7 +28,7 @@ class Sign(Optimizer):
                 p.data.add_(p.grad.sign(), alpha=-group["lr"] * (1 + group["twice"]))
 
 
-BAD: dict[str, tuple[Callable[[], Recipe], str]] = {
+BAD: dict[str, tuple[Callable[[], OptimizerSpec], str]] = {
     "a rate below zero": (lambda: sw.AdamW(lr=-1), r"sw\.AdamW\(lr=-1\).*Invalid learning rate"),
     "no number": (lambda: sw.AdamW(lr=float("nan")), "Invalid learning rate: nan"),
     "a rate in words": (lambda: sw.SGD(lr="fast"), r"sw\.SGD\(lr='fast'\), which SGD refuses"),
@@ -54,7 +54,7 @@ BAD: dict[str, tuple[Callable[[], Recipe], str]] = {
     "a module": (lambda: sw.Optim(nn.Linear), r"sw\.Optim\(Linear\)"),  # type: ignore[arg-type]
     "made already": (
         lambda: sw.Optim(torch.optim.SGD([torch.zeros(1)], lr=0.5)),  # type: ignore[arg-type]
-        r"made already.*sw\.Optim\(torch\.optim\.SGD, lr=0.5\)",
+        r"SGD instance.*sw\.Optim\(torch\.optim\.SGD, lr=0.5\)",
     ),
     "another class": (lambda: sw.Optim(torch.optim.RMSprop, alpha=-1), "Optim.RMSprop, alpha=-1"),
     "not elementwise": (lambda: sw.Optim(torch.optim.LBFGS), "needs whole tensors"),

@@ -179,13 +179,13 @@ def test_the_scale_doubles_after_long_enough():
     """2000 good updates double it, up to 2^24; one overflow starts the count again."""
     scale = LossScale(on=True, first=4.0, patience=3)
     for overflow in (False, False, True, False, False, False, False):
-        scale.saw(overflow)
+        scale.update(overflow)
     assert (scale.value, scale.good) == (4.0, 1)
     top = LossScale(on=True, first=2.0**24, patience=1)
-    top.saw(overflow=False)
+    top.update(overflow=False)
     assert top.value == 2.0**24
     off = LossScale(on=False)
-    off.saw(overflow=True)
+    off.update(overflow=True)
     assert off.value == 1.0
 
 

@@ -299,7 +299,7 @@ def no_way_back(world: World, how: str) -> str:
 def test_unwrap_of_an_engines_model_is_refused(how: str):
     """The engine would go on without its model: the values are had from sw.full_state_dict."""
     for text in run_threads(2, no_way_back, how):
-        assert "under sw.DDP, sw.FSDP or sw.Pipe" in text and "sw.full_state_dict" in text
+        assert "passed to sw.DDP, sw.FSDP or sw.Pipe" in text and "sw.full_state_dict" in text
 
 
 def test_unwrap_of_a_plain_module_is_refused():

@@ -75,9 +75,9 @@ BAD: dict[str, tuple[Give, str]] = {
     "a loss by name": (give(loss="mse"), "loss='mse'.*a function of model and batch"),
     "a loss that is a module": (give(loss=nn.MSELoss()), r"MSELoss\(\), a module"),
     "a loss of output and target": (give(loss=functional.mse_loss), "an output and a target"),
-    "a loss of the output": (give(loss=lambda out: out), "fits not .*model and batch"),
+    "a loss of the output": (give(loss=lambda out: out), "cannot be called so .*model and batch"),
     "tokens that is a number": (give(tokens=3), "tokens=3.*a function of batch"),
-    "tokens of two": (give(tokens=lambda a, b: 1), "tokens=<lambda>, which fits not"),  # noqa: ARG005
+    "tokens of two": (give(tokens=lambda a, b: 1), "tokens=<lambda>, which cannot be called so"),  # noqa: ARG005
     "no clipping by zero": (give(clip=0), "clip=0.*None for no bound"),
     "a negative bound": (give(clip=-1.0), "clip=-1.0"),
     "no number as a bound": (give(clip=float("nan")), "clip=nan"),
@@ -86,7 +86,10 @@ BAD: dict[str, tuple[Give, str]] = {
     "a negative prefetch": (give(prefetch=-1), "prefetch=-1"),
     "units that fit nothing": (give(units="layers.*"), "fits no module"),
     "a fill that is a number": (give(fill=3), "fill=3.*a function of name and tensor"),
-    "a fill of the tensor alone": (give(fill=lambda t: t), "fill=<lambda>, which fits not"),
+    "a fill of the tensor alone": (
+        give(fill=lambda t: t),
+        "fill=<lambda>, which cannot be called so",
+    ),
     "an unknown option": (give(clipp=1.0), r"option clipp.*Write instead: clip="),
     "nothing to train": (lambda m: give()(m.requires_grad_(False)), "all frozen"),
     "a table that is a number": (give(table=3), "table=3.*a dict from patterns"),
@@ -124,6 +127,8 @@ def test_outputs_have_the_shape_that_others_take_them_to_have():
     assert found.shape == x.shape and found.any()
     with pytest.raises(InputError, match=r"shape \(4, 6\) for like=\(2,\).*zeros\(\(4, 6\)\)"):
         engine.outputs(lambda model: model(x), torch.zeros(2))
+    with pytest.raises(InputError, match=r"like=3.*like=torch\.zeros"):
+        engine.outputs(lambda model: model(x), like=3)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="a call that returns one tensor"):
         engine.outputs(lambda model: [model(x)], x)
 

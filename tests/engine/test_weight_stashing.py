@@ -21,7 +21,7 @@ from shardwise.core.schedule.schedule import Schedule
 from shardwise.core.schedule.weight_stashing import pipedream, two_buffered
 from shardwise.engine import stage_module, weight_stashing
 from shardwise.engine.engine import Engine
-from shardwise.engine.optimizer_spec import Recipe
+from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.pipelined import Pipelined
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.verify.async_oracle import AsyncOracle
@@ -54,17 +54,17 @@ def batch(rows: int, seed: int, device: Any) -> tuple[Tensor, Tensor]:
     return x, y
 
 
-def engine(world: World, plan: str, recipe: Recipe = RECIPE, **options: Any) -> Engine:
+def engine(world: World, plan: str, recipe: OptimizerSpec = RECIPE, **options: Any) -> Engine:
     return sw.parallelize(stack(), f"{plan} fp64", world, recipe, loss, **options)
 
 
-def proved(world: World, plan: str, recipe: Recipe = RECIPE) -> Finding:
+def proved(world: World, plan: str, recipe: OptimizerSpec = RECIPE) -> Finding:
     """Three steps beside the simulation."""
     torch.set_num_threads(1)
     return compare(engine(world, plan, recipe), simulated(plan, recipe), batch, 3)
 
 
-def simulated(plan: str, recipe: Recipe = RECIPE, **how: Any) -> Oracles:
+def simulated(plan: str, recipe: OptimizerSpec = RECIPE, **how: Any) -> Oracles:
     """The oracle of a plan, whose order of updates may be another."""
     oracles = oracles_of(stack, Plan.parse(f"{plan} fp64"), recipe, loss)
     assert isinstance(oracles.exact, AsyncOracle)

@@ -332,7 +332,7 @@ def cut_at(world: World, given: config.Config) -> list[str]:
 
 @pytest.mark.parametrize("stages", ["blocks.1", "norm", "time"])
 def test_stages_are_cut_where_the_configuration_says(tmp_path: Path, stages: str):
-    """Alike on all ranks; by time wherever the first rank's clock says."""
+    """ConsistencyCheck on all ranks; by time wherever the first rank's clock says."""
     one, other = run_gloo(2, cut_at, staged(tmp_path / "run", stages))
     assert one == other
     assert one in ([["blocks.1"], ["norm"], ["head"]] if stages == "time" else [[stages]])

@@ -1,4 +1,4 @@
-"""The wish to stop: heard, agreed on, counted."""
+"""The stop to stop: heard, agreed on, counted."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ import pytest
 from shardwise.comm.ledger import Key
 from shardwise.comm.world import World
 from shardwise.train.stop import any_rank, ranks_with
-from shardwise.train.stop_signal import StopWish
+from shardwise.train.stop_signal import StopSignal
 from tests.pool import run_threads
 
 
@@ -33,22 +33,22 @@ def test_agreement_is_in_the_ledger() -> None:
 def test_a_signal_is_a_wish_and_a_second_one_is_an_end() -> None:
     """The first sets the flag and gives the handlers back; so does leaving without any."""
     before = signal.getsignal(signal.SIGTERM)
-    with StopWish() as wish:
+    with StopSignal() as stop:
         assert signal.getsignal(signal.SIGTERM) is not before
         os.kill(os.getpid(), signal.SIGTERM)
-        assert wish.wished
+        assert stop.wished
         assert signal.getsignal(signal.SIGTERM) is before
-    with StopWish() as wish:
+    with StopSignal() as stop:
         pass
-    assert not wish.wished
+    assert not stop.wished
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_process_that_nobody_waits_for_leaves_at_once() -> None:
     """While it may leave alone, the signal ends what it is doing, and is remembered."""
     before = signal.getsignal(signal.SIGTERM)
-    with StopWish(leaving=True) as wish:
+    with StopSignal(leaving=True) as stop:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
-        assert wish.wished
+        assert stop.wished
         assert signal.getsignal(signal.SIGTERM) is before

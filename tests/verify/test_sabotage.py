@@ -14,7 +14,7 @@ from shardwise.core.plan import Plan
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import ShardedOptimizer
-from shardwise.engine.optimizer_spec import Recipe
+from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.updating import Updates
 from shardwise.models.registry import find
 from shardwise.verify import parity
@@ -87,12 +87,12 @@ def half(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def options(**other: Any) -> Callable[[pytest.MonkeyPatch], None]:
     """The optimizer is built with other options than were asked for."""
-    real = Recipe.build
+    real = OptimizerSpec.build
 
-    def build(self: Recipe, named: Any) -> Any:
+    def build(self: OptimizerSpec, named: Any) -> Any:
         return real(replace(self, options=self.options | other), named)
 
-    return lambda monkeypatch: monkeypatch.setattr(Recipe, "build", build)
+    return lambda monkeypatch: monkeypatch.setattr(OptimizerSpec, "build", build)
 
 
 SABOTAGES = {

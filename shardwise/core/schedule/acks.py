@@ -1,20 +1,20 @@
-"""this file is the receipts of a schedule: which message proves that another has arrived.
+"""Implicit acknowledgements: received messages that prove that an earlier send has arrived.
 
     rank 0   SEND:act0.0>1 ................ RECV:grad1.0<1     grad1.0 was sent by a rank that
     rank 1   RECV:act0.0<0 F1.0 B1.0 SEND:grad1.0>0            had received act0.0 before
 
-Whoever sends without waiting must keep what it sends until it is there.  A receipt tells it so, and
-costs nothing.  What no message proves is waited for at the end.
+A rank that sends without waiting must keep the tensor until it has arrived.  An acknowledgement
+proves that, and costs no message.  Sends without one are waited for at the end of the schedule.
 """
 
 from shardwise.core.schedule.action import Token, Transfer
 from shardwise.core.schedule.schedule import Schedule
 
 
-def receipts(schedule: Schedule, rank: int) -> dict[Token, tuple[Token, ...]]:
-    """For tokens that `rank` receives: those it sent whose arrival is proved, and was not before.
+def acks(schedule: Schedule, rank: int) -> dict[Token, tuple[Token, ...]]:
+    """For each token that `rank` receives, the tokens it sent whose arrival this newly proves.
 
-    `schedule` is lowered.
+    `schedule` must be lowered.
     """
     row = schedule.rows[rank]
     peers = {step.peer for step in row if isinstance(step, Transfer) and step.op == "RECV"}

@@ -1,9 +1,9 @@
-"""This file is the vocabulary of a pipeline: what a rank does, and the tensors that pass between.
+"""The actions of a pipeline schedule, and the tensors that they produce and consume.
 
-    F  forward of one stage for one microbatch        U       update of a stage's weights
-    B  backward: I and W at once                      REDUCE  a stage's gradients, over its replicas
-    I  gradient of the stage's input                  GATHER  a stage's parameters, made whole
-    W  gradient of the stage's weights                FREE    the whole parameters, given up
+    F  forward of one stage for one microbatch        U       update a stage's weights
+    B  backward: I and W at once                      REDUCE  reduce a stage's gradients
+    I  gradient of the stage's input                  GATHER  gather a stage's sharded parameters
+    W  gradient of the stage's weights                FREE    free the gathered parameters
     SEND, RECV  one tensor, to or from one other rank
 
 Legend: p ranks, m microbatches, v chunks (stages a rank owns), s a stage, i a microbatch. A stage
@@ -16,16 +16,16 @@ Op = Literal["F", "B", "I", "W", "U", "GATHER", "FREE", "REDUCE"]
 Kind = Literal["act", "tape", "grad", "rest", "part", "weights", "params"]
 
 OPS: Final[tuple[Op, ...]] = ("F", "B", "I", "W", "U", "GATHER", "FREE", "REDUCE")
-#: The ones that compute with a stage's parameters.
+#: The actions that compute with a stage's parameters.
 COMPUTE_OPS: Final[tuple[Op, ...]] = ("F", "B", "I", "W")
-#: The ones that are of a stage, whatever the microbatch; lowering adds them.
+#: The actions of a stage as a whole, without a microbatch; lowering adds them.
 STAGE_OPS: Final[tuple[Op, ...]] = ("GATHER", "FREE", "REDUCE")
 
 
 class Action(NamedTuple):
-    """One act of the rank that owns `stage`. Prints as F2.0: stage 2, microbatch 0.
+    """One action of the rank that owns `stage`. Prints as F2.0: stage 2, microbatch 0.
 
-    U is of the microbatches since the update before it, and bears the number of the last.
+    U updates with the microbatches since the previous update; `microbatch` is the last of them.
     """
 
     op: Op
@@ -41,13 +41,13 @@ class Action(NamedTuple):
 class Token(NamedTuple):
     """One tensor, or bundle of tensors, of one stage and microbatch. Prints as act2.0.
 
-    act      the stage's output, which the next stage takes
-    tape     what the forward saved for the backward; the activation memory
-    grad     the gradient of the stage's input, which the previous stage takes
-    rest     what I leaves behind for W
-    part     one microbatch's share of the gradient of the weights
-    weights  the weights after `microbatch` updates, where the schedule itself updates (U)
-    params   the stage's parameters, whole, where ranks keep a share each; `microbatch` is 0
+    act      the stage's output, an input of the next stage
+    tape     what the forward pass saves for the backward pass; the activation memory
+    grad     the gradient of the stage's input, an input of the previous stage
+    rest     what I saves for W
+    part     one microbatch's contribution to the gradient of the weights
+    weights  the weights after `microbatch` updates, in schedules with U
+    params   the gathered parameters of a stage, if they are sharded; `microbatch` is 0
     """
 
     kind: Kind

@@ -1,8 +1,8 @@
-"""This file is the judge of a schedule, the user's own too: is it whole, and can it be run?
+"""The check that a schedule (the library's or the user's own) is complete and can run.
 
-Every stage is on the rank that owns it; every microbatch goes once forward and once back through
-every stage; no rank waits for ever; between each two ranks things are received in the order in
-which they are sent; nothing is left over.
+Every action is on the rank that owns its stage; every microbatch passes every stage once forward
+and once backward; nothing deadlocks; between two ranks, tensors are received in the order in which
+they are sent; no tensor is left unused.
 """
 
 from collections import Counter, defaultdict
@@ -15,18 +15,18 @@ from shardwise.core.schedule.lower import Channel, channels, lower
 from shardwise.core.schedule.memory import leftovers
 from shardwise.core.schedule.relation import needs
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.core.schedule.simulate import walk
+from shardwise.core.schedule.simulate import simulate
 
 
 def check(schedule: Schedule) -> None:
-    """Return if the schedule can be run; else raise InputError for the first thing wrong."""
+    """Raise InputError for the first problem of the schedule, if it has one."""
     _places(schedule)
     _once(schedule)
     _updates(schedule)
     if schedule.lowered:
         _messages(schedule)
     whole = lower(schedule)
-    for _ in walk(whole):
+    for _ in simulate(whole):
         pass
     if not schedule.lowered:
         _streams(schedule)
@@ -34,11 +34,11 @@ def check(schedule: Schedule) -> None:
         if tokens:
             given = f"rank {rank} that ends with {min(tokens)} unused"
             stage = min(tokens).stage
-            raise bad(given, "schedules that use up what they make", f"REDUCE:{stage} at the end")
+            raise bad(given, "schedules that use every tensor", f"REDUCE:{stage} at the end")
 
 
 def _places(schedule: Schedule) -> None:
-    """Stages and microbatches there are, on the ranks that own them."""
+    """Check that stages and microbatches exist, and actions are on the owners of their stages."""
     home, last = schedule.home, schedule.microbatches - 1
     if not home or not set(home) <= set(range(schedule.ranks)):
         given = f"stages at home on the ranks {', '.join(map(str, home))}"
@@ -60,7 +60,7 @@ def _places(schedule: Schedule) -> None:
 
 
 def _once(schedule: Schedule) -> None:
-    """Every microbatch once forward and once back through every stage."""
+    """Check that every microbatch passes every stage once forward and once backward."""
     count = Counter(action for rank in range(schedule.ranks) for action in schedule.actions(rank))
     for stage in range(len(schedule.home)):
         for i in range(schedule.microbatches):
@@ -74,25 +74,25 @@ def _once(schedule: Schedule) -> None:
 
 
 def _updates(schedule: Schedule) -> None:
-    """U after every so many microbatches on every stage, where the schedule updates by itself."""
+    """Check that U follows every `update` microbatches on every stage, if the schedule updates."""
     every, m, stages = schedule.update, schedule.microbatches, len(schedule.home)
     if len(schedule.lag) != stages * bool(every) or (every and m % every):
         given = f"an update every {every} of {m} microbatches, and {len(schedule.lag)} lags"
-        allowed = f"updates every so many that {m} is a multiple, and then a lag for each stage"
+        allowed = f"`update` a divisor of {m}, and `lag` with one number for each stage"
         raise bad(given, allowed, f"update {m} and lag {' '.join('0' * stages)}")
     ends = range(every - 1, m, every) if every else ()
     due = Counter(Action("U", stage, i) for stage in range(stages) for i in ends)
     actions = (action for rank in range(schedule.ranks) for action in schedule.actions(rank))
     found = Counter(action for action in actions if action.op == "U")
     for action in sorted((found - due) | (due - found)):
-        when = f"after every {every}" if every else "outside, as no line `update N` says otherwise"
-        given = f"{action} {_times(found[action])} in a schedule that updates {when}"
+        when = f"that updates after every {every}" if every else "without a line `update N`"
+        given = f"{action} {_times(found[action])} in a schedule {when}"
         instead = f"{action} after B{action.stage}.{action.microbatch}" if due[action] else "no U"
         raise bad(given, f"{action} {_times(due[action])}", instead)
 
 
 def _streams(schedule: Schedule) -> None:
-    """Two stages on either side of a boundary take the microbatches in the same order."""
+    """Check that neighbouring stages process the microbatches in the same order."""
     for (a, b), made in channels(schedule).items():
         sent = set(made)
         taken = [t for action in schedule.actions(b) for t in needs(action, schedule) if t in sent]
@@ -102,7 +102,7 @@ def _streams(schedule: Schedule) -> None:
 
 
 def _messages(schedule: Schedule) -> None:
-    """What a rank receives from another is what that one sends it, in the same order."""
+    """Check that each pair of ranks receives what is sent, in the same order."""
     ends: dict[Channel, tuple[list[Token], list[Token]]] = defaultdict(lambda: ([], []))
     for rank, row in enumerate(schedule.rows):
         for step in row:
@@ -115,7 +115,7 @@ def _messages(schedule: Schedule) -> None:
 
 
 def _same(sent: Sequence[Token], received: Sequence[Token], channel: Channel) -> None:
-    """Return if the two ends of a channel agree; else raise InputError at the first difference."""
+    """Raise InputError at the first difference between the two ends of a channel."""
     a, b = channel
     for pair in zip_longest(sent, received):
         out, into = pair
@@ -126,7 +126,7 @@ def _same(sent: Sequence[Token], received: Sequence[Token], channel: Channel) ->
             instead = f"RECV:{out}<{a} on rank {b}" if out else f"SEND:{into}>{b} on rank {a}"
         given = f"crossed messages: rank {a} sends rank {b} {out or 'nothing more'}, "
         given += f"where that receives {into or 'nothing more'}"
-        raise bad(given, f"one order at both ends of the way from rank {a} to rank {b}", instead)
+        raise bad(given, f"the same order of SEND and RECV from rank {a} to rank {b}", instead)
 
 
 def _times(number: int) -> str:

@@ -1,4 +1,4 @@
-"""This file is the schedules with one stage a rank and one update a step: naive to DAPPLE.
+"""Schedules with one stage per rank and one update per step: naive, GPipe, 1F1B, DAPPLE.
 
 Legend: p ranks, m microbatches, r a rank, i a microbatch.
 """
@@ -11,7 +11,7 @@ from shardwise.core.schedule.schedule import Schedule
 
 
 def naive(p: int, m: int = 1) -> Schedule:
-    """Layers over ranks and no pipeline: one microbatch, so one rank works at a time.
+    """Model parallelism without pipelining: one microbatch, so one rank works at a time.
 
     rank 0   F . . . B B        bubble (p-1)/p
     rank 1   . F B B . .
@@ -34,7 +34,7 @@ def gpipe(p: int, m: int) -> Schedule:
 
 
 def one_f_one_b(p: int, m: int) -> Schedule:
-    """PipeDream-flush: p-r forwards, then backward and forward in turn.
+    """PipeDream-flush: p-r forwards, then backward and forward alternate.
 
     arXiv 2006.09503, section 3.2; 2104.04473, section 2.2.1. GPipe's bubble, and rank r holds
     the activations of min(p-r, m) microbatches.
@@ -46,8 +46,8 @@ def dapple(p: int, m: int, policy: str = "A", most: int | None = None) -> Schedu
     """Early backward (arXiv 2007.01045, section 3): k forwards before rank r's first backward.
 
     Policy A has k = min(p-r, D), the order of 1F1B; policy B has k = min(2(p-r)-1, D), which
-    hides slow links behind more activations. D (`most`) is how many microbatches' activations
-    a rank has memory for, as many as there are if not given. A rank holds those of min(k, m).
+    hides slow links at the price of more activations. D (`most`) is the number of microbatches
+    whose activations fit in memory (default: all). A rank holds those of min(k, m).
     """
     limit = m if most is None else most
     if policy not in ("A", "B") or limit < 1:
@@ -61,12 +61,12 @@ def dapple(p: int, m: int, policy: str = "A", most: int | None = None) -> Schedu
 
 
 def one_stage_a_rank(p: int, m: int, order: Callable[[int], Iterator[Action]]) -> Schedule:
-    """The schedule whose row r is order(r), stage r being at home on rank r."""
+    """The schedule with row order(r) on rank r, which owns stage r."""
     return Schedule(tuple(tuple(order(r)) for r in range(p)), tuple(range(p)), m)
 
 
 def alternate(s: int, m: int, ahead: int) -> Iterator[Action]:
-    """`ahead` forwards of stage s, then a backward and a forward in turn, then what is left."""
+    """`ahead` forwards of stage s, then backward and forward alternate, then the last backwards."""
     ahead = min(ahead, m)
     yield from (Action("F", s, i) for i in range(ahead - 1))
     for i in range(m):

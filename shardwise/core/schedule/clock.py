@@ -1,8 +1,8 @@
-"""This file is the clock: when each step of a schedule happens, if every action costs what is said.
+"""The clock: computes the time of each step of a schedule from given costs.
 
-Messages travel beside computation: a tensor arrives one `hop` after it was made on another rank,
-and a rank waits only where it needs one that has not arrived. The bubble is the share of the time
-of all ranks in which they wait; a rank that is done waits for the others until the step is over.
+Messages overlap with computation: a tensor arrives one `hop` after another rank produced it, and a
+rank waits only for a tensor it needs that has not arrived. The bubble is the fraction of all ranks'
+time spent waiting, including the wait of a finished rank for the end of the step.
 """
 
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from typing import NamedTuple
 from shardwise.core.schedule.action import Action, Op, Token
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.core.schedule.simulate import walk
+from shardwise.core.schedule.simulate import simulate
 
-Cost = float | tuple[float, ...]  # of every stage, or of each
+Cost = float | tuple[float, ...]  # one for all stages, or one per stage
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What an action takes, in any one unit of time: a number, or one for each stage.
+    """The time of each kind of action, in any unit: one number, or one per stage.
 
-    B is I and W together where it is not given. What is left out beside them takes no time.
+    B defaults to I + W. U, GATHER, REDUCE and hop default to no time.
     """
 
     F: Cost = 1.0
@@ -57,29 +57,29 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """From the first action's start to the last one's end."""
+        """The time from the start of the first action to the end of the last."""
         return max((row[-1].end for row in self.spans if row), default=0.0)
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """How long each rank waits."""
+        """The time that each rank waits."""
         busy = (sum(span.end - span.start for span in row) for row in self.spans)
         return tuple(self.makespan - time for time in busy)
 
     @property
     def bubble(self) -> float:
-        """The idle share of the time of all ranks."""
+        """The idle fraction of the time of all ranks."""
         return sum(self.idle) / (self.makespan * len(self.spans)) if self.makespan else 0.0
 
 
 def clock(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """When everything happens. Raises InputError where the schedule deadlocks."""
+    """The times of all actions. Raises InputError if the schedule deadlocks."""
     costs = costs or Costs()
     whole = lower(schedule)
     now = [0.0] * whole.ranks
     sent: dict[Token, float] = {}
     spans: list[list[Span]] = [[] for _ in whole.rows]
-    for rank, step in walk(whole):
+    for rank, step in simulate(whole):
         if isinstance(step, Action):
             start = now[rank]
             now[rank] += costs.of(step.op, step.stage)

@@ -1,10 +1,10 @@
-"""This file is the drawings of a schedule on its clock, as in the papers: one row a rank.
+"""Drawings of a timeline as text and SVG, as in the papers: one row per rank.
 
     rank 0  F0 F1 F2 .. .. .. B0 -- B1 -- B2 --       time runs to the right, a column a unit
-    rank 1  .. F0 F1 F2 B0 -- ...                     dots are waiting, dashes an action going on
+    rank 1  .. F0 F1 F2 B0 -- ...                     dots: waiting; dashes: an action continues
 
-A cell names the microbatch. On ranks with two stages the second one's letters are small, with more
-the stage is named too: F2.0.
+A cell shows the microbatch. On ranks with two stages, the second stage has lower-case letters; with
+more stages, a cell shows the stage too: F2.0.
 """
 
 import math
@@ -14,10 +14,10 @@ from shardwise.core.schedule.action import Action
 from shardwise.core.schedule.clock import Span, Timeline
 from shardwise.core.schedule.schedule import Schedule
 
-#: The most columns a drawing has; a finer unit of time than this allows is not drawn.
+#: The largest number of columns of a drawing.
 COLUMNS = 1200
 
-#: op: its colour, for a rank's even and odd stages.
+#: The colours of each op, for a rank's even and odd stages.
 COLOURS: dict[str, tuple[str, str]] = {
     "F": ("#4c78a8", "#9ecae9"),
     "B": ("#54a24b", "#a1d99b"),
@@ -37,14 +37,14 @@ NAMES: dict[str, str] = {
     "GATHER": "gather",
 }
 _FONT = 'font-family="sans-serif" font-size="11"'
-#: Pixels of an SVG drawing: left of time 0, of a row, above and below a chart's rows.
+#: Pixels in an SVG: left of time 0, height of a row, above and below a chart's rows.
 _LEFT, _ROW, _HEAD, _AXIS = 60, 26, 34, 20
-#: Pixels that a letter of a title takes at most, on average, and an entry of the legend.
+#: Pixels for one letter of a title, and for one entry of the legend.
 _LETTER, _ENTRY = 8, 130
 
 
 def label(action: Action, schedule: Schedule) -> str:
-    """What an action is called in a cell of its rank's row."""
+    """The text of an action's cell."""
     stages = schedule.stages(schedule.home[action.stage])
     if len(stages) > 2:
         return str(action)
@@ -53,7 +53,7 @@ def label(action: Action, schedule: Schedule) -> str:
 
 
 def as_text(timeline: Timeline) -> str:
-    """The drawing in letters; its unit of time is what the shortest action takes."""
+    """The drawing as text; a column is the time of the shortest action."""
     rows, shortest = _shown(timeline)
     unit = max(shortest, timeline.makespan / COLUMNS)
     names = {span: label(span.action, timeline.schedule) for row in rows for span in row}
@@ -72,10 +72,10 @@ def as_text(timeline: Timeline) -> str:
 def as_svg(
     timeline: Timeline, title: str, *below: tuple[Timeline, str], unit: tuple[str, float] = ("", 1)
 ) -> str:
-    """The drawing as SVG, to scale. A cell tells its action and times when pointed at.
+    """The drawing as SVG, to scale; a tooltip on each cell shows its action and times.
 
-    Of several timelines, each with its title, one stands below the other, to one scale. `unit` is
-    that of the axes, its name and how many make up a 1 of the timelines: ("ms", 1000) of seconds.
+    Several timelines, each with its title, are drawn one below the other at one scale. `unit` is
+    the name of the axes' unit and its number per 1 of the timelines: ("ms", 1000) for seconds.
     """
     charts = [(*_shown(one), one, name) for one, name in ((timeline, title), *below)]
     longest = max(one.makespan for _, _, one, _ in charts)
@@ -110,7 +110,7 @@ def as_svg(
 def _chart(
     rows: list[list[Span]], timeline: Timeline, title: str, at: tuple[int, float]
 ) -> list[str]:
-    """One timeline of an SVG drawing; `at` is its top and its scale."""
+    """One timeline of an SVG; `at` is its top and its scale."""
     top, scale = at
     parts = [f'<text x="10" y="{top + 20}" font-size="13">{escape(title)}</text>']
     for rank, row in enumerate(rows):
@@ -123,7 +123,7 @@ def _chart(
 
 
 def _axis(makespan: float, unit: tuple[str, float], at: tuple[int, float]) -> list[str]:
-    """The axis of time below a chart; `at` is its top and its scale, in pixels a 1 of makespan."""
+    """The time axis below a chart; `at` is its top and its scale, in pixels per 1 of makespan."""
     (name, many), (top, scale) = unit, at
     parts = [f'<text x="10" y="{top + 12}">{escape(name or "time")}</text>']
     step = _step(60 * many / scale) / many
@@ -135,13 +135,13 @@ def _axis(makespan: float, unit: tuple[str, float], at: tuple[int, float]) -> li
 
 
 def _step(least: float) -> float:
-    """The least of 1, 2, 5, 10, 20, ... and their tenths that is not below `least`."""
+    """The smallest of ..., 0.5, 1, 2, 5, 10, 20, ... that is not below `least`."""
     ten = 10.0 ** math.floor(math.log10(least))
     return next(ten * of for of in (1, 2, 5, 10) if ten * of >= least * (1 - 1e-9))
 
 
 def _cell(span: Span, schedule: Schedule, y: int, scale: float) -> str:
-    """One action of an SVG drawing."""
+    """One action of an SVG."""
     action, start, end = span
     shade = schedule.stages(schedule.home[action.stage]).index(action.stage) % 2
     x, wide = _LEFT + start * scale, (end - start) * scale
@@ -155,7 +155,7 @@ def _cell(span: Span, schedule: Schedule, y: int, scale: float) -> str:
 
 
 def _shown(timeline: Timeline) -> tuple[list[list[Span]], float]:
-    """The actions that take time and are drawn, and the least time that one takes."""
+    """The actions to draw (those that take time), and the shortest time of one."""
     rows = [
         [span for span in row if span.end > span.start and span.action.op in COLOURS]
         for row in timeline.spans
@@ -164,5 +164,5 @@ def _shown(timeline: Timeline) -> tuple[list[list[Span]], float]:
 
 
 def _column(time: float, unit: float) -> int:
-    """The column at which something at `time` begins; sums of costs are not exact."""
+    """The column of `time`, robust against rounding in sums of costs."""
     return int(time / unit + 0.5 + 1e-6)

@@ -1,9 +1,9 @@
-"""This file is the schedules that loop over the ranks: v stages a rank, stage s on rank s mod p.
+"""Interleaved schedules: v stages per rank, stage s on rank s mod p.
 
-                 chunk 0   chunk 1        The model passes every rank v times, so the pipeline
-        rank 0   stage 0   stage 3        fills after p-1 stages of a v-th of the size, and the
-        rank 1   stage 1   stage 4        bubble is v times smaller, for v times the messages.
-        rank 2   stage 2   stage 5
+                 chunk 0   chunk 1        A microbatch passes every rank v times. Stages are
+        rank 0   stage 0   stage 3        v times smaller, so the pipeline fills v times faster:
+        rank 1   stage 1   stage 4        the bubble is v times smaller, for v times the
+        rank 2   stage 2   stage 5        messages.
 
 Legend: p ranks, m microbatches, v chunks a rank.
 """
@@ -18,8 +18,8 @@ from shardwise.core.schedule.schedule import Schedule
 def interleaved(p: int, m: int, v: int) -> Schedule:
     """Interleaved 1F1B, depth first (arXiv 2104.04473, section 2.2): groups of p microbatches.
 
-    m is a multiple of p. Bubble (p-1)/(v·m+p-1); rank r holds min(2(p-r-1)+(v-1)p+1, v·m) chunks'
-    activations. With one chunk it is 1F1B.
+    m must be a multiple of p. Bubble (p-1)/(v·m+p-1); rank r holds the activations of
+    min(2(p-r-1)+(v-1)p+1, v·m) chunks. With one chunk it is 1F1B.
     """
     divides(p, m, v)
 
@@ -29,7 +29,7 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
         return Action(op, stage, k // (p * v) * p + k % p)
 
     def order(r: int) -> Iterator[Action]:
-        """What rank r does, chunk by chunk in groups of p microbatches."""
+        """The row of rank r, chunk by chunk in groups of p microbatches."""
         ahead = min((p - r - 1) * (2 if v > 1 else 1) + (v - 1) * p, m * v)
         yield from (nth(k, r, "F") for k in range(ahead))
         for k in range(m * v):
@@ -43,8 +43,8 @@ def interleaved(p: int, m: int, v: int) -> Schedule:
 def breadth_first(p: int, m: int, v: int) -> Schedule:
     """All microbatches through one chunk, then through the next (arXiv 2211.05953).
 
-    Made for zero3: a rank gathers each stage's parameters once forward and once backward. Bubble
-    (p-1)/(v·m+p-1) where m >= p; every rank holds all v·m chunks' activations.
+    Suits zero3: a rank gathers each stage's parameters once forward and once backward. Bubble
+    (p-1)/(v·m+p-1) if m >= p; every rank holds the activations of all v·m chunks.
     """
 
     def order(r: int) -> Iterator[Action]:
@@ -60,7 +60,7 @@ def _loop(p: int, m: int, v: int, rows: list[list[Action]]) -> Schedule:
 
 
 def divides(p: int, m: int, v: int) -> None:
-    """Raise InputError unless microbatches come in rounds of one for each rank."""
+    """Raise InputError unless m is a multiple of p."""
     if m % p:
         given = f"{m} microbatches for interleaved 1F1B on {p} ranks"
         near = max(round(m / p), 1) * p

@@ -1,8 +1,8 @@
-"""This file is the library: every schedule by its plan word, with its paper and its closed forms.
+"""The library of schedules: each by its plan word, with its paper and closed forms.
 
-A form is a function of n: n.p ranks, n.m microbatches, n.v chunks a rank. Spans are in units of one
-action with F = I = W = 1 (B = 2) and no hop; tapes are the activations that each rank holds at
-most, one for each microbatch and stage. The tests hold every form against the clock.
+A closed form is a function of n: n.p ranks, n.m microbatches, n.v chunks per rank. Spans are in
+units of one action with F = I = W = 1 (B = 2) and no hop. Tapes are the largest number of
+activations on each rank, one per microbatch and stage. Tests compare every form with the clock.
 """
 
 import difflib
@@ -14,14 +14,14 @@ from shardwise.core.errors import bad
 from shardwise.core.schedule import classic, interleaved, weight_stashing, zero_bubble
 from shardwise.core.schedule.schedule import Schedule
 
-#: Forwards of one schedule at most, all ranks together: each action is written out, and followed.
+#: The largest number of forwards of one schedule, all ranks together, since it is written out.
 MOST_FORWARDS: Final = 2**15
-#: The most ranks that a remedy keeps; with two microbatches for each they are within the bound.
+#: The most ranks in a suggested schedule; with two microbatches per rank it is within the bound.
 MOST_RANKS: Final = 64
 
 
 class Size(NamedTuple):
-    """p ranks, m microbatches, v chunks a rank; with 2BW, so many batches of m microbatches."""
+    """p ranks, m microbatches, v chunks per rank; for 2BW, the number of batches of m each."""
 
     p: int
     m: int
@@ -30,18 +30,21 @@ class Size(NamedTuple):
 
     @property
     def work(self) -> int:
-        """What each rank has to do, in units of one action."""
+        """The work of each rank, in units of one action."""
         return 3 * self.m * self.v * self.batches
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One schedule: how it is built, and what its paper says of it.
+    """One schedule, with its paper's closed forms.
 
-    `span` is the makespan as a form, `tapes` the most activations each rank holds; `bubble_text`
-    and `tapes_text` say them in the papers' letters, and `versions_text` how many versions of its
-    weights stage s keeps. `chunks` a rank, None where they are chosen. `updates` are those that the
-    schedule makes itself in one run. `check` raises InputError for sizes that it forbids.
+    build          the schedule of a size
+    span, tapes    closed forms of the makespan, and of the activations on each rank
+    bubble_text, tapes_text, versions_text
+                   the bubble, the activations, and the weight versions of stage s, as formulas
+    chunks         per rank; None if the user chooses
+    updates        the number of updates in one run, 0 for a synchronous schedule
+    check          raises InputError for a size that the schedule does not allow
     """
 
     title: str
@@ -57,7 +60,7 @@ class Entry:
     check: Callable[[Size], None] = lambda _: None
 
     def bubble(self, n: Size) -> float:
-        """The idle share of all ranks' time, by the closed form."""
+        """The idle fraction of all ranks' time, by the closed form."""
         return 1 - n.work / self.span(n)
 
 
@@ -180,7 +183,7 @@ LIBRARY: dict[str, Entry] = {
 
 
 def entry(name: str) -> Entry:
-    """The schedule of that name. Raises InputError with the nearest if there is none."""
+    """The schedule called `name`. Raises InputError with the nearest name if there is none."""
     if name not in LIBRARY:
         near = difflib.get_close_matches(name.lower(), LIBRARY, n=1, cutoff=0.3)
         raise bad(f"the schedule '{name}'", ", ".join(LIBRARY), (near or ["1f1b"])[0])
@@ -188,9 +191,9 @@ def entry(name: str) -> Entry:
 
 
 def size(name: str, p: int, m: int, v: int | None = None, batches: int = 1) -> Size:
-    """The size of the schedule of that name, chunks filled in (2 where they are to be chosen).
+    """The size of the schedule called `name`; chunks default to 2 if the user may choose them.
 
-    Raises InputError for an unknown name, a number below one, or chunks it does not have.
+    Raises InputError for an unknown name, a number below one, or a wrong number of chunks.
     """
     chunks = entry(name).chunks
     n = Size(p, m, chunks or 2 if v is None else v, batches)
@@ -207,18 +210,18 @@ def size(name: str, p: int, m: int, v: int | None = None, batches: int = 1) -> S
 
 
 def build(word: str, p: int) -> Schedule:
-    """The schedule of a plan's word on p ranks: build("interleaved:8x2", 4).
+    """The schedule of a plan word on p ranks: build("interleaved:8x2", 4).
 
-    Raises InputError for an unknown name, numbers below one, what the schedule forbids, and one
-    that is too long to be written out.
+    Raises InputError for an unknown name, numbers below one, sizes that the schedule does not
+    allow, and schedules that are too long.
     """
     return written(*allowed(word, p))
 
 
 def written(name: str, n: Size) -> Schedule:
-    """The schedule of that name and size, action by action.
+    """The schedule of a name and size, action by action.
 
-    Raises InputError for more than MOST_FORWARDS, and for what the schedule forbids.
+    Raises InputError for more than MOST_FORWARDS, and for sizes that the schedule does not allow.
     """
     one = entry(name)
     forwards = n.p * n.m * n.v * n.batches
@@ -236,9 +239,9 @@ def written(name: str, n: Size) -> Schedule:
 
 
 def updates(word: str | None, p: int) -> int:
-    """How often a run of a plan's schedule updates by itself, 0 for none; the word may be None.
+    """The number of updates in one run of a plan's schedule; 0 if synchronous or None.
 
-    Raises InputError as `build` does.
+    Raises InputError like `build`.
     """
     if word is None:
         return 0
@@ -247,7 +250,7 @@ def updates(word: str | None, p: int) -> int:
 
 
 def allowed(word: str, p: int) -> tuple[str, Size]:
-    """The name and the size that a plan's word says; raises InputError as `build` does."""
+    """The name and size of a plan word. Raises InputError like `build`."""
     name, _, numbers = word.partition(":")
     m, _, v = (numbers or "1").partition("x")
     if not m.isdecimal() or not (v or "1").isdecimal():

@@ -1,13 +1,12 @@
-"""This file is lowering: a schedule written out for a machine, transfers and all.
+"""Lowering: adds transfers, gathers and reductions to a schedule.
 
     rank 0   F0.0 SEND:act0.0>1 RECV:grad1.0<1 B0.0 REDUCE:0
     rank 1   RECV:act0.0<0 F1.0 B1.0 SEND:grad1.0>0 REDUCE:1
 
-A tensor is sent as soon as it is made and received just before it is needed, but between each two
-ranks received in the order in which it was sent: what was sent before it is received before it,
-early if need be. That can keep nobody waiting who would not wait anyway, for whatever was sent
-earlier is there by the time the later one is. So where sends do not block, and receives do, a
-lowered schedule stands still only if the schedule itself does (check.py).
+A tensor is sent as soon as it is made, and received just before it is needed. Between two ranks,
+tensors are received in the order in which they were sent, if necessary earlier than needed. That
+causes no extra wait, since a tensor sent earlier has also arrived earlier. So with sends that do
+not block, a lowered schedule deadlocks only if the schedule itself does (check.py).
 """
 
 from collections.abc import Iterable, Iterator
@@ -19,16 +18,15 @@ from shardwise.core.schedule.action import Action, Step, Token, Transfer
 from shardwise.core.schedule.relation import makes, needs
 from shardwise.core.schedule.schedule import Schedule
 
-Channel = tuple[int, int]  # a rank that sends and the one that receives
+Channel = tuple[int, int]  # the sending and the receiving rank
 
 
 def lower(schedule: Schedule, *, gather: bool = False) -> Schedule:
-    """The schedule with its transfers and reductions; as it is where it has them already.
+    """Add transfers and reductions to the schedule; a lowered schedule is returned unchanged.
 
-    `gather`: ranks keep a share of the parameters (zero3), so each run of uses of one stage begins
-    with GATHER and ends with FREE. REDUCE follows a stage's last gradient; a schedule that updates
-    by itself has none, its U does the same, and it keeps whole versions of the weights: it has
-    nothing to gather, and InputError is raised.
+    REDUCE follows a stage's last gradient; in a schedule with updates, U reduces instead. With
+    `gather` (zero3), every run of actions on one stage begins with GATHER and ends with FREE; for
+    schedules with updates, which keep full versions of the weights, that raises InputError.
     """
     if schedule.lowered:
         return schedule
@@ -42,7 +40,7 @@ def lower(schedule: Schedule, *, gather: bool = False) -> Schedule:
 
 
 def channels(schedule: Schedule) -> dict[Channel, list[Token]]:
-    """What each rank makes for each other rank, in the order in which it makes it."""
+    """The tokens that each rank makes for each other rank, in order."""
     ranks = range(schedule.ranks)
     user = {t: r for r in ranks for action in schedule.actions(r) for t in needs(action, schedule)}
     found: dict[Channel, list[Token]] = {}
@@ -55,7 +53,7 @@ def channels(schedule: Schedule) -> dict[Channel, list[Token]]:
 
 
 def _around(schedule: Schedule, rank: int, gather: bool) -> Iterator[Action]:
-    """A row's actions, with what goes around each run of them on one stage."""
+    """A row's actions with GATHER, FREE and REDUCE added."""
     row = list(schedule.actions(rank))
     left = {stage: sum(a.stage == stage for a in row) for stage in schedule.stages(rank)}
     for stage, run in groupby(row, key=lambda action: action.stage):
@@ -69,7 +67,7 @@ def _around(schedule: Schedule, rank: int, gather: bool) -> Iterator[Action]:
 
 
 def _row(schedule: Schedule, rank: int, sent: dict[Channel, list[Token]]) -> Iterator[Step]:
-    """A row's actions with their transfers, from what every pair of ranks sends."""
+    """A row's actions with transfers added; `sent` is the result of `channels`."""
     peer = {t: (a, b) for (a, b), tokens in sent.items() if rank in (a, b) for t in tokens}
     inbox = {a: iter(tokens) for (a, b), tokens in sent.items() if b == rank}
     here: set[Token] = set()

@@ -1,8 +1,8 @@
-"""this file is a schedule as it went: the times that were measured of every step, on every rank.
+"""Measured schedules: the measured time of every step on every rank.
 
-From them come the drawing, the trace for a viewer (chrome://tracing, ui.perfetto.dev), and the mean
-costs with which the clock predicts what the same schedule should take: the difference is what the
-clock knows nothing of, such as steps that are not always equally long, and two ranks on one core.
+They give the drawing, a trace for viewers (chrome://tracing, ui.perfetto.dev), and the mean costs
+from which the clock predicts the schedule's time. The difference between the two is what the clock
+does not model: steps of varying length, two ranks on one core.
 """
 
 import json
@@ -16,8 +16,8 @@ from shardwise.core.schedule.clock import Costs, Span, Timeline, clock
 from shardwise.core.schedule.schedule import Schedule
 
 
-class Seen(NamedTuple):
-    """A step and its time, in seconds; of a receive, the time it was waited for."""
+class TimedStep(NamedTuple):
+    """A step and its time in seconds; for a receive, the time spent waiting."""
 
     step: Step
     start_s: float
@@ -26,29 +26,28 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True)
 class Measured:
-    """`rows[rank]` are the steps of a lowered schedule with their times, all on one clock."""
+    """`rows[rank]` are the steps of a lowered schedule with times on a common clock."""
 
     schedule: Schedule
-    rows: tuple[tuple[Seen, ...], ...]
+    rows: tuple[tuple[TimedStep, ...], ...]
 
     @property
     def timeline(self) -> Timeline:
-        """The actions with their times, from the first one's start; its bubble is the measured."""
+        """The actions with their times, counted from the start of the first."""
         rows = [[seen for seen in row if isinstance(seen.step, Action)] for row in self.rows]
         zero = min((row[0].start_s for row in rows if row), default=0.0)
         return Timeline(self.schedule, tuple(tuple(_spans(row, zero)) for row in rows))
 
     @property
     def predicted(self) -> Timeline:
-        """What the clock makes of the same schedule with the mean costs."""
+        """The clock's timeline of the same schedule with the mean costs."""
         return clock(self.schedule, self.costs)
 
     @property
     def costs(self) -> Costs:
-        """The mean time of every action, by stage, and of a message, in seconds.
+        """The mean time of every kind of action by stage, and of a message, in seconds.
 
-        What a stage did not do costs what follows from what it did: B is I and W, and each of these
-        half of B.  Otherwise nothing.
+        Where an action was not measured, B is I + W, I and W are half of B, and others are 0.
         """
         times: dict[tuple[Op, int], list[float]] = defaultdict(list)
         for row in self.rows:
@@ -69,13 +68,13 @@ class Measured:
 
     @property
     def hop(self) -> float:
-        """The mean time of a message from its sending to its arrival, in seconds.
+        """The mean time from the sending of a message to its arrival, in seconds; 0 if unknown.
 
-        Of those for which the receiver was waiting when they were sent: when the others arrived is
-        not known.  0 where there are none.
+        Counts only messages that the receiver was already waiting for, since the arrival time of
+        others is not known.
         """
         sent: dict[Token, float] = {}
-        received: dict[Token, Seen] = {}
+        received: dict[Token, TimedStep] = {}
         for seen in (seen for row in self.rows for seen in row):
             if seen.step.op == "SEND":
                 sent[seen.step.token] = seen.start_s
@@ -90,9 +89,9 @@ class Measured:
 
 
 def as_trace(measured: Measured) -> str:
-    """The trace as JSON, in the trace event format: a track for each rank, an arrow a message.
+    """The trace as JSON in the trace event format: a track per rank, an arrow per message.
 
-    Times in it are in microseconds, from the first step's start.
+    Times are in microseconds from the start of the first step.
     """
     zero = min((row[0].start_s for row in measured.rows if row), default=0.0)
     events: list[dict[str, Any]] = [_named("process_name", 0, "pipeline")]
@@ -116,7 +115,7 @@ def _named(what: str, rank: int, name: str) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": 0, "tid": rank, "args": {"name": name}}
 
 
-def _spans(row: list[Seen], zero: float) -> list[Span]:
+def _spans(row: list[TimedStep], zero: float) -> list[Span]:
     return [
         Span(seen.step, seen.start_s - zero, seen.end_s - zero)
         for seen in row

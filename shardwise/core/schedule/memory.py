@@ -1,4 +1,4 @@
-"""This file is the memory of a schedule: what is alive on a rank at once, counted or in bytes."""
+"""The memory of a schedule: the tokens alive on each rank at once, counted or in bytes."""
 
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -10,17 +10,17 @@ from shardwise.core.schedule.schedule import Schedule
 
 
 def activations(token: Token) -> float:
-    """One for each microbatch whose forward on a stage is not yet wholly gone back through."""
+    """Count one activation for each microbatch and stage whose backward pass is not complete."""
     return float(token.kind in ("tape", "rest"))
 
 
 def sizes(**stage_bytes: tuple[float, ...]) -> Callable[[Token], float]:
-    """Bytes of tokens by kind, for each stage: sizes(tape=(4e9, 3e9), act=(1e6, 1e6))."""
+    """A size function from bytes per kind and stage: sizes(tape=(4e9, 3e9), act=(1e6, 1e6))."""
     return lambda token: stage_bytes[token.kind][token.stage] if token.kind in stage_bytes else 0.0
 
 
 def peaks(schedule: Schedule, size: Callable[[Token], float] = activations) -> tuple[float, ...]:
-    """The most that is alive on each rank between two steps, as `size` counts: tapes, or bytes."""
+    """The peak on each rank of the total `size` of live tokens: activations, or bytes."""
     whole = lower(schedule)
     found: list[float] = []
     for row in whole.rows:
@@ -34,7 +34,7 @@ def peaks(schedule: Schedule, size: Callable[[Token], float] = activations) -> t
 
 
 def leftovers(schedule: Schedule) -> tuple[frozenset[Token], ...]:
-    """The tokens each rank has after its last step. Weights are not among them: they stay."""
+    """The tokens on each rank after its last step, except weights."""
     whole = lower(schedule)
     found: list[frozenset[Token]] = []
     for row in whole.rows:
@@ -47,22 +47,22 @@ def leftovers(schedule: Schedule) -> tuple[frozenset[Token], ...]:
 
 
 def versions(schedule: Schedule) -> tuple[int, ...]:
-    """The most versions of its weights that each stage has at once.
+    """The largest number of weight versions that each stage holds at once.
 
-    A version is kept while it is the newest, and while an action is still to come that uses it.
+    A version is kept while it is the newest or a later action still uses it.
     """
     return tuple(_versions(schedule, stage) for stage in range(len(schedule.home)))
 
 
 def _versions(schedule: Schedule, stage: int) -> int:
-    if not schedule.update:  # one for the whole run
+    if not schedule.update:
         return 1
     row = list(enumerate(schedule.actions(schedule.home[stage])))
     mine = [(k, action) for k, action in row if action.stage == stage]
     born = {0: -1} | {a.microbatch // schedule.update + 1: k for k, a in mine if a.op == "U"}
-    used = {schedule.version(*a[1:]): k for k, a in mine if a.op in COMPUTE_OPS}  # the last time
+    used = {schedule.version(*a[1:]): k for k, a in mine if a.op in COMPUTE_OPS}  # the last use
     most = 1
-    older: list[int] = []  # a heap of the last uses of those before the newest
+    older: list[int] = []  # a heap of the last uses of older versions
     for newest, k in born.items():
         while older and older[0] <= k:
             heappop(older)

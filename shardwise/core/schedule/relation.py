@@ -1,17 +1,18 @@
-"""This file is the relation of a pipeline: the one statement of who depends on whom.
+"""The dependency relation of a pipeline: the tokens that each action needs and makes.
 
     F(s,i)   needs act(s-1,i)                 makes act(s,i), tape(s,i)
     B(s,i)   needs tape(s,i), grad(s+1,i)     makes grad(s,i), part(s,i)
     I(s,i)   needs tape(s,i), grad(s+1,i)     makes grad(s,i), rest(s,i)
     W(s,i)   needs rest(s,i)                  makes part(s,i)
     REDUCE(s) and U(s,i) need the parts they add up; U makes the next version of the weights
-    F, B, I, W of a stage need its whole params where they are gathered, and their version of the
-    weights where it is not the first
+    F, B, I, W need the stage's params if they are sharded, and their version of the weights if it
+    is not the first
 
-The first stage needs no act and makes no grad, the last makes no act and needs no grad. A step
-takes what it needs, so nothing is left of it, but for weights and params, which others read too.
+The first stage needs no act and makes no grad; the last makes no act and needs no grad. A step
+consumes what it needs, except weights and params, which other steps read too.
 
-Checks, transfers, the clock, memory and the table of live tensors at run time are read off these.
+This is the only statement of dependencies: checks, transfers, the clock, memory, and the live
+tensors of the runtime all follow from it.
 """
 
 from shardwise.core.schedule.action import COMPUTE_OPS, Action, Step, Token
@@ -19,7 +20,7 @@ from shardwise.core.schedule.schedule import Schedule
 
 
 def needs(step: Step, schedule: Schedule) -> tuple[Token, ...]:
-    """The tokens that must be on the rank before it can do `step`; RECV waits for its peer."""
+    """The tokens that must be on the rank before it can run `step`; RECV waits for its peer."""
     if not isinstance(step, Action):
         return (step.token,) if step.op == "SEND" else ()
     op, s, i = step
@@ -43,7 +44,7 @@ def needs(step: Step, schedule: Schedule) -> tuple[Token, ...]:
 
 
 def makes(step: Step, schedule: Schedule) -> tuple[Token, ...]:
-    """The tokens that are on the rank once it has done `step`."""
+    """The tokens that `step` creates on the rank."""
     if not isinstance(step, Action):
         return (step.token,) if step.op == "RECV" else ()
     op, s, i = step
@@ -67,14 +68,14 @@ def makes(step: Step, schedule: Schedule) -> tuple[Token, ...]:
 
 
 def takes(step: Step, schedule: Schedule) -> tuple[Token, ...]:
-    """The tokens that are gone from the rank once it has done `step`."""
+    """The tokens that `step` removes from the rank."""
     if step.op == "FREE":
         return needs(step, schedule)
     return tuple(t for t in needs(step, schedule) if t.kind not in ("weights", "params"))
 
 
 def _weights(action: Action, schedule: Schedule) -> tuple[Token, ...]:
-    """What is read besides: whole parameters to compute with, and the version they are of."""
+    """What an action reads without consuming it: gathered parameters, and a weight version."""
     op, s, i = action
     if op in COMPUTE_OPS:
         whole = (Token("params", s, 0),) if schedule.gathers else ()

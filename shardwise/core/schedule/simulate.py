@@ -1,7 +1,6 @@
-"""This file is the walk: a lowered schedule done step by step, as its ranks do it side by side.
+"""Simulation of a lowered schedule, step by step over all ranks; it finds deadlocks.
 
-Sends do not block; a receive waits for the next message of its channel. The order in which a walk
-does the steps is one in which they can be done. A schedule that has none is a deadlock.
+Sends do not block; a receive waits for the next message of its channel.
 """
 
 from collections import deque
@@ -13,10 +12,10 @@ from shardwise.core.schedule.relation import makes, needs, takes
 from shardwise.core.schedule.schedule import Schedule
 
 
-def walk(schedule: Schedule) -> Iterator[tuple[int, Step]]:
-    """The steps of a lowered schedule with their ranks, in an order in which they can be done.
+def simulate(schedule: Schedule) -> Iterator[tuple[int, Step]]:
+    """Yield the steps of a lowered schedule with their ranks, in an order that respects all waits.
 
-    Raises InputError at a deadlock, once nothing can go on: it names what every rank waits for.
+    Raises InputError at a deadlock, naming what every rank waits for.
     """
     state = _State(schedule)
     ready = deque(range(schedule.ranks))
@@ -32,7 +31,7 @@ def walk(schedule: Schedule) -> Iterator[tuple[int, Step]]:
 
 
 class _State:
-    """Where each rank is in its row, the tokens it has, and the messages under way."""
+    """The position of each rank in its row, its tokens, and the messages in flight."""
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
@@ -51,7 +50,7 @@ class _State:
         return self.here[rank].issuperset(needs(step, self.schedule))
 
     def do(self, rank: int, step: Step) -> None:
-        """The step, on its rank and on the way between ranks."""
+        """Apply a step to the rank's tokens and to the messages in flight."""
         self.at[rank] += 1
         if isinstance(step, Transfer) and step.op == "SEND":
             self.wire.setdefault((rank, step.peer), deque()).append(step.token)
@@ -62,7 +61,7 @@ class _State:
 
 
 def _deadlock(state: _State) -> InputError:
-    """What every rank waits for, and an action that had better come before another."""
+    """The error: what every rank waits for, and an action to move before another."""
     schedule, ranks = state.schedule, range(state.schedule.ranks)
     home = {t: (r, a) for r in ranks for a in schedule.actions(r) for t in makes(a, schedule)}
     made = {t for r in ranks for step in _done(state, r) for t in makes(step, schedule)}
@@ -79,14 +78,14 @@ def _deadlock(state: _State) -> InputError:
             owner, maker = home.get(token, (rank, None))
             where = "its own row" if owner == rank else f"rank {owner}"
             names.append(
-                f"{token} of {maker} on {where}" if maker else f"{token}, which nobody makes"
+                f"{token} of {maker} on {where}" if maker else f"{token}, which no action makes"
             )
             if maker and stuck.get(owner, maker) != maker:
                 late = bool(set(needs(maker, schedule)) - made)
                 remedies.append((late, f"{maker} before {stuck[owner]} on rank {owner}"))
         said.append(f"rank {rank} waits to do {step} for {' and '.join(names)}")
-    instead = min(remedies, key=lambda r: r[0], default=(True, "what is missing, before its use"))
-    allowed = "rows in which no action waits for one that waits for it"
+    instead = min(remedies, key=lambda r: r[0], default=(True, "the missing action before its use"))
+    allowed = "rows in which no two actions wait for each other"
     return bad(f"a schedule that deadlocks: {'; '.join(said)}", allowed, instead[1])
 
 
@@ -95,6 +94,6 @@ def _done(state: _State, rank: int) -> tuple[Step, ...]:
 
 
 def _stuck(state: _State, rank: int) -> Step | None:
-    """The action that a rank is at, or is receiving for."""
+    """The action that a rank cannot run."""
     ahead = state.schedule.rows[rank][state.at[rank] :]
     return next((step for step in ahead if isinstance(step, Action)), next(iter(ahead), None))

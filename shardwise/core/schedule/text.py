@@ -1,16 +1,16 @@
-"""This file is a schedule as text: written, read, and brought by a user.
+"""The text form of a schedule: writing it, and reading one that a user wrote.
 
-    # 1F1B on two ranks: what follows a hash is a remark
+    # 1F1B on two ranks (text after a hash is a comment)
     home 0 1
     microbatches 2
     rank 0  F0.0 F0.1 B0.0 B0.1
     rank 1  F1.0 B1.0 F1.1 B1.1
 
-F1.0 is the forward of stage 1 for microbatch 0; B, I, W and U likewise. Where each rank has one
-stage, F0 will do, for microbatch 0. Lowered schedules also have GATHER:1, FREE:1 and REDUCE:1 for
-stage 1, SEND:act0.1>1 (to rank 1) and RECV:act0.1<0 (from rank 0). `home` names the rank of each
-stage and `microbatches` their number; both follow from the rows if left out. `update` and `lag`
-are for schedules that update by themselves.
+F1.0 is the forward of stage 1 for microbatch 0; B, I, W and U likewise. If every rank has one
+stage, F0 is enough for microbatch 0. Lowered schedules also have GATHER:1, FREE:1 and REDUCE:1 for
+stage 1, SEND:act0.1>1 (to rank 1) and RECV:act0.1<0 (from rank 0). `home` lists the owner of each
+stage, `microbatches` is their number; both default to what the rows imply. `update` and `lag` are
+for asynchronous schedules.
 """
 
 import re
@@ -33,7 +33,7 @@ _TRANSFER = re.compile(r"(SEND|RECV):(act|grad)(\d{1,5})\.(\d{1,5})([<>])(\d{1,5
 
 
 def write(schedule: Schedule) -> str:
-    """The schedule as text; `read` gives the same schedule back."""
+    """The schedule as text, which `read` parses back."""
     numbers: dict[str, Iterable[int]] = {
         "home": schedule.home,
         "microbatches": (schedule.microbatches,),
@@ -46,9 +46,9 @@ def write(schedule: Schedule) -> str:
 
 
 def read(text: str) -> Schedule:
-    """The schedule that `text` writes. Raises InputError for a line or word that cannot be read.
+    """Parse a schedule. Raises InputError for a line or word that cannot be parsed.
 
-    Whether it can be run is the question of check.py.
+    check.py decides whether it can run.
     """
     fields: dict[str, tuple[int, ...]] = {}
     rows: list[tuple[int, list[str]]] = []
@@ -73,9 +73,9 @@ def read(text: str) -> Schedule:
 
 
 def _numbers(name: str, words: list[str], again: bool) -> tuple[int, ...]:
-    """The numbers of a line that is no rank's; raises InputError that says what is wrong with it.
+    """The numbers of a field's line. Raises InputError for wrong ones.
 
-    `again` where there was such a line before.
+    `again`: the field had a line before.
     """
     given = f"the line '{_short([name, *words])}' of a schedule"
     several, wrong = name in _SEVERAL, [word for word in words if not _NUMBER.fullmatch(word)]
@@ -109,7 +109,7 @@ def _schedule(rows: list[list[str]], fields: Mapping[str, tuple[int, ...]]) -> S
 
 
 def _home(rows: list[list[str]]) -> tuple[int, ...]:
-    """The rank on whose row each stage is; 0 for one that is on none."""
+    """The rank whose row has each stage; 0 for a stage in no row."""
     found: dict[int, int] = {}
     for rank, row in enumerate(rows):
         for action in filter(None, map(_ACTION.fullmatch, row)):
@@ -119,7 +119,7 @@ def _home(rows: list[list[str]]) -> tuple[int, ...]:
 
 
 def _step(word: str, stages: list[int]) -> Step:
-    """One word on the row of a rank that owns `stages`."""
+    """Parse one word on the row of a rank that owns `stages`."""
     if found := _ACTION.fullmatch(word):
         op, stage, microbatch = found.groups()
         if stage is None and len(stages) != 1:

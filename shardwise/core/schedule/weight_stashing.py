@@ -1,8 +1,8 @@
-"""This file is the schedules that do not wait for the update: PipeDream and its 2BW.
+"""Asynchronous schedules with weight stashing: PipeDream and PipeDream-2BW.
 
-They never drain. A microbatch that is under way while the weights change must go back through the
-weights it came forward through, so old versions are kept (stashed) as long as one is under way.
-Microbatch i uses on stage s the weights after max(0, i // update - lag[s]) updates:
+They update without draining the pipeline. The backward pass of a microbatch must use the same
+weights as its forward pass, so old versions are kept (stashed) while a microbatch needs them. On
+stage s, microbatch i uses the weights after max(0, i // update - lag[s]) updates:
 
                              update    lag[s]    versions held by stage s
     PipeDream                1         p-1-s     p-s
@@ -23,10 +23,10 @@ from shardwise.core.schedule.schedule import Schedule
 def pipedream(p: int, m: int, *, vertical: bool = False) -> Schedule:
     """1F1B with an update after every backward (SOSP 2019; arXiv 1806.03377): m updates.
 
-    A microbatch uses the newest weights that a stage has as it comes by, on its way forward, and
-    the same on its way back. With `vertical` sync it uses on every stage the version that was the
-    newest on the first. Drained after m microbatches, as a step of m must be; the versions held
-    reach their formula where m >= 2(p-1).
+    The forward pass of a microbatch uses the newest weights of each stage, the backward pass the
+    same ones. With `vertical` sync, it uses on every stage the version that was newest on the
+    first. The pipeline drains after m microbatches, the end of a step. The number of versions
+    reaches its formula if m >= 2(p-1).
     """
     lag = tuple(p - 1 if vertical else p - 1 - s for s in range(p))
     return _updated(one_stage_a_rank(p, m, lambda r: alternate(r, m, p - r)), 1, lag)
@@ -35,8 +35,8 @@ def pipedream(p: int, m: int, *, vertical: bool = False) -> Schedule:
 def two_buffered(p: int, m: int, batches: int = 1) -> Schedule:
     """PipeDream-2BW: 1F1B with an update after every m microbatches, m >= p (arXiv 2006.09503).
 
-    Every microbatch of a batch uses the weights the batch before began with, so two versions are
-    enough. `batches` of m microbatches each follow one another without draining in between.
+    Every microbatch of a batch uses the weights that the previous batch began with, so two versions
+    suffice. The pipeline does not drain between the `batches` of m microbatches.
     """
     covers(p, m)
     order = one_stage_a_rank(p, m * batches, lambda r: alternate(r, m * batches, p - r))
@@ -44,7 +44,7 @@ def two_buffered(p: int, m: int, batches: int = 1) -> Schedule:
 
 
 def _updated(schedule: Schedule, update: int, lag: tuple[int, ...]) -> Schedule:
-    """The schedule with U after the backward of every `update`-th microbatch."""
+    """Add U after the backward pass of every `update`-th microbatch."""
     rows = (
         (part for action in schedule.actions(rank) for part in (action, *_update(action, update)))
         for rank in range(schedule.ranks)
@@ -58,7 +58,7 @@ def _update(action: Action, update: int) -> tuple[Action, ...]:
 
 
 def covers(p: int, m: int) -> None:
-    """Raise InputError unless a batch is as long as the pipeline: two versions are then enough."""
+    """Raise InputError unless m >= p, so that two versions suffice."""
     if m < p:
         given = f"{m} microbatches a batch for 2BW on {p} ranks"
         raise bad(given, f"as many as there are ranks, or more: from {p} up", f"2bw:{p}")

@@ -1,11 +1,11 @@
-"""This file is the schedules that split backward into I and W: ZB-H1, ZB-V and DualPipe-V.
+"""Zero-bubble schedules, which split the backward pass into I and W: ZB-H1, ZB-V, DualPipe-V.
 
-The previous stage waits for I alone, so W can be put off until its rank would otherwise wait.
-In a V a rank has two chunks, one on the way down and one on the way back up:
+The previous stage waits only for I, so W can be postponed until its rank would otherwise wait.
+V-shaped schedules give each rank two chunks, one on the way down and one on the way up:
 
-    rank 0   stage 0   stage 5     The last rank turns a microbatch around without a message, and
-    rank 1   stage 1   stage 4     gradients start where the activations are oldest, so memory is
-    rank 2   stage 2   stage 3     the same on every rank.
+    rank 0   stage 0   stage 5     The last rank has two consecutive stages, and gradients start on
+    rank 1   stage 1   stage 4     the rank with the oldest activations, so every rank needs the
+    rank 2   stage 2   stage 3     same memory.
 
 Legend: p ranks, m microbatches, r a rank. Closed forms are for F = I = W = 1.
 """
@@ -20,20 +20,19 @@ from shardwise.core.schedule.classic import one_stage_a_rank
 from shardwise.core.schedule.relation import makes, needs
 from shardwise.core.schedule.schedule import Schedule
 
-Phase = tuple[int, str]  # how often, and what: op and chunk, as in (3, "F0 I0 F1 I1")
+Phase = tuple[int, str]  # repetitions, and ops with chunks: (3, "F0 I0 F1 I1")
 
 
 def zb_h1(p: int, m: int) -> Schedule:
-    """1F1B with W put off by r microbatches on rank r (arXiv 2401.10241, section 2.1).
+    """1F1B with W postponed by r microbatches on rank r (arXiv 2401.10241, section 2.1).
 
-    Makespan 3m+p-1 where m >= p, and 2m+2p-1 where m < p. With one stage a rank none is shorter:
-    the last rank starts at p-1 and has 3m to do; rank 0 has the first gradient at 2p-1 and 2m to
-    do after it. Every rank holds the activations of min(p, m) microbatches, the first rank's
-    share in 1F1B.
+    Makespan 3m+p-1 if m >= p, else 2m+2p-1. With one stage per rank no schedule is shorter: the
+    last rank starts at p-1 and has work 3m; rank 0 gets its first gradient at 2p-1 and has work 2m
+    after it. Every rank holds the activations of min(p, m) microbatches, as rank 0 does in 1F1B.
     """
 
     def order(r: int) -> Iterator[Action]:
-        """1F1B's order of rank r with I for B, and every W `late` microbatches behind."""
+        """1F1B's row of rank r with I instead of B, and every W `late` microbatches later."""
         ahead, late = min(p - r, m), min(r, m)
         yield from (Action("F", r, i) for i in range(ahead - 1))
         for i in range(m + late):
@@ -48,17 +47,17 @@ def zb_h1(p: int, m: int) -> Schedule:
 
 
 def zb_v(p: int, m: int) -> Schedule:
-    """Two chunks a rank in a V, W wherever a rank would wait (arXiv 2401.10241, 2405.15362).
+    """Two chunks per rank in a V, with W wherever a rank would wait (arXiv 2401.10241, 2405.15362).
 
-    Makespan 6m+p-1 where m >= p: no bubble but for the last rank's start at p-1. In general it is
-    the most of 6m+p-1, 4m+3p-1 and 2m+4p-1, the least possible: what rank 0 has left to do when
-    its first gradients arrive, 2p and 4p-1 after the start, decides where m < p. A rank holds at
-    most the activations of min(2p, 2m) chunks, of half a stage each: as many as 1F1B's first rank.
+    Makespan 6m+p-1 if m >= p: no bubble except the last rank's start at p-1. In general it is the
+    largest of 6m+p-1, 4m+3p-1 and 2m+4p-1, the minimum possible: for m < p, the work that rank 0
+    has left when its first gradients arrive (at 2p and 4p-1) decides. A rank holds the activations
+    of at most min(2p, 2m) chunks of half a stage each, as many as 1F1B's rank 0.
     """
-    steady = max(m, 2 * p - 1)  # fewer microbatches are the same order, the rest left out
+    steady = max(m, 2 * p - 1)  # fewer microbatches: the same order without the others
 
     def phases(r: int) -> list[Phase]:
-        """What rank r does, but for W, which fills the gaps."""
+        """The row of rank r without W, which fills the gaps."""
         return [
             (2 * (p - r) - 1, "F0"),
             (r, "F1 F0"),
@@ -75,13 +74,13 @@ def zb_v(p: int, m: int) -> Schedule:
 def dualpipe_v(p: int, m: int) -> Schedule:
     """DeepSeek-V3's DualPipe cut in half (arXiv 2412.19437, section 3.2.1), for m >= 2p.
 
-    Its F B pairs are of two chunks, so that one's messages can go beside the other's computation.
-    Makespan 6m+p-1 with pairs done one after the other; every rank holds 2p+1 chunks' activations.
+    It pairs F and B of two chunks, so that one's messages overlap with the other's computation.
+    Makespan 6m+p-1 without that overlap; every rank holds the activations of 2p+1 chunks.
     """
     fills(p, m)
 
     def phases(r: int) -> list[Phase]:
-        """What rank r does; in the drain the second half of its backwards are split."""
+        """The row of rank r; while draining, the second half of its backward passes are split."""
         turns = ["B1", "B0"] * (r + 1)
         whole, split = turns[: r + 1], [f"I{turn[1]}" for turn in turns[r + 1 :]]
         return [
@@ -99,12 +98,12 @@ def dualpipe_v(p: int, m: int) -> Schedule:
 
 
 def filled(schedule: Schedule, most: int) -> Schedule:
-    """The schedule with a W for each I: where its rank would wait, or else hold over `most` tapes.
+    """Insert a W for each I where its rank would wait, or would hold more than `most` tapes.
 
-    Decided on a clock on which every action takes as long as any other.
+    Assumes that all actions take the same time.
     """
     todo = [deque(row) for row in schedule.rows]
-    late: list[deque[Action]] = [deque() for _ in todo]  # each rank's W that are still to be done
+    late: list[deque[Action]] = [deque() for _ in todo]  # each rank's postponed W
     rows: list[list[Step]] = [[] for _ in todo]
     held = [0] * len(rows)
     made: dict[Token, int] = {}
@@ -132,7 +131,7 @@ def filled(schedule: Schedule, most: int) -> Schedule:
 
 
 def _v_shape(p: int, m: int, phases: Sequence[Sequence[Phase]]) -> Schedule:
-    """The schedule whose ranks go through their phases; each chunk takes microbatches in order."""
+    """The schedule of the ranks' phases; each chunk processes microbatches in order."""
     rows: list[tuple[Action, ...]] = []
     for r, phase in enumerate(phases):
         row: list[Action] = []
@@ -156,12 +155,12 @@ _OPS: dict[str, Op] = {"F": "F", "B": "B", "I": "I"}
 
 
 def _owed(step: Step) -> tuple[Action, ...]:
-    """The W that an I leaves behind."""
+    """The W that belongs to an I."""
     return (Action("W", *step[1:]),) if isinstance(step, Action) and step.op == "I" else ()
 
 
 def fills(p: int, m: int) -> None:
-    """Raise InputError unless there are enough microbatches to pair forwards with backwards."""
+    """Raise InputError unless m >= 2p, so that forwards and backwards can be paired."""
     if m < 2 * p:
         given = f"{m} microbatches for DualPipe-V on {p} ranks"
         raise bad(given, f"twice the ranks or more: from {2 * p} up", f"dualpipe-v:{2 * p}")

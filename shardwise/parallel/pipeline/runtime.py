@@ -22,7 +22,7 @@ from torch import Tensor
 from shardwise.comm.move import begin_receive, begin_send, open_ways, receive, send
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
-from shardwise.core.schedule.acks import receipts
+from shardwise.core.schedule.acks import acks
 from shardwise.core.schedule.action import Action, Step, Token, Transfer
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.measured import Measured, Seen
@@ -192,12 +192,12 @@ class _Post:
 
     Of those from each other rank the next AHEAD are awaited, in the order of the row, from the
     start on; so many bundles a rank holds beside what the schedule says.  What is sent is kept
-    until a message proves that it is there (receipts.py), or until the end.
+    until a message proves that it is there (acks.py), or until the end.
     """
 
     def __init__(self, schedule: Schedule, axis: Axis, work: Work) -> None:
         self.axis, self.work = axis, work
-        self.receipts = receipts(schedule, axis.rank)
+        self.acks = acks(schedule, axis.rank)
         self.coming: dict[int, deque[Token]] = {}
         self.inbox: dict[Token, tuple[list[Tensor], list[Pending]]] = {}
         self.outbox: dict[Token, list[Pending]] = {}
@@ -222,7 +222,7 @@ class _Post:
         bundle, arriving = self.inbox.pop(transfer.token)
         _wait(arriving)
         self._await(transfer.peer)
-        for token in self.receipts.get(transfer.token, ()):
+        for token in self.acks.get(transfer.token, ()):
             _wait(self.outbox.pop(token))
         return bundle
 

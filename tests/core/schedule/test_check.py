@@ -59,7 +59,7 @@ BAD = {
         "stages 0 to 0 and microbatches 0 to 0",
     ),
     "no such microbatch": ("microbatches 1\nrank 0 F0 B0 F1 B1", "Write instead: F0.0"),
-    "an update too many": ("rank 0 F0 B0 U0", "no line `update N` says otherwise"),
+    "an update too many": ("rank 0 F0 B0 U0", "without a line `update N`"),
     "an update too few": ("update 1\nlag 0\nrank 0 F0 B0", "U0.0 never"),
     "uneven updates": ("update 2\nlag 0\nrank 0 F0 B0", "an update every 2 of 1 microbatches"),
     "a lag too few": ("update 1\nrank 0 F0 B0 U0", "Write instead: update 1 and lag 0"),

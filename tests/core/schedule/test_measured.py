@@ -7,7 +7,7 @@ import pytest
 from shardwise.core.schedule.action import Step
 from shardwise.core.schedule.draw import as_text
 from shardwise.core.schedule.lower import lower
-from shardwise.core.schedule.measured import Measured, Seen, as_trace
+from shardwise.core.schedule.measured import Measured, TimedStep, as_trace
 from shardwise.core.schedule.text import read
 
 SCHEDULE = lower(read("rank 0 F0.0 F0.1 B0.0 B0.1\nrank 1 F1.0 B1.0 F1.1 I1.1 W1.1"))
@@ -19,10 +19,11 @@ TIMES = (
 )
 
 
-def seen(row: tuple[Step, ...], times: str) -> tuple[Seen, ...]:
+def seen(row: tuple[Step, ...], times: str) -> tuple[TimedStep, ...]:
     pairs = (pair.split("-") for pair in times.split())
     return tuple(
-        Seen(step, 100 + float(a), 100 + float(b)) for step, (a, b) in zip(row, pairs, strict=True)
+        TimedStep(step, 100 + float(a), 100 + float(b))
+        for step, (a, b) in zip(row, pairs, strict=True)
     )
 
 

@@ -9,7 +9,7 @@ from shardwise.core.layout import P, R
 from shardwise.engine.engine import Engine
 from shardwise.engine.microbatches import Straight
 from shardwise.engine.optimizer import ShardedOptimizer
-from shardwise.engine.optimizer_spec import Recipe
+from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.updating import Updates
 from shardwise.parallel.data import flat_parameter as flat_file
 from shardwise.parallel.data.buffers import Buffers
@@ -32,7 +32,7 @@ def _group_options(patch: Patch, **options: Any) -> None:
             group.update(options)
         return made
 
-    around(patch, Recipe, "build", build)
+    around(patch, OptimizerSpec, "build", build)
 
 
 def no_weight_decay(patch: Patch) -> None:
