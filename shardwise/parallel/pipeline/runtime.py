@@ -25,7 +25,7 @@ from shardwise.comm.world import Axis
 from shardwise.core.schedule.acks import acks
 from shardwise.core.schedule.action import Action, Step, Token, Transfer
 from shardwise.core.schedule.lower import lower
-from shardwise.core.schedule.measured import Measured, Seen
+from shardwise.core.schedule.measured import Measured, TimedStep
 from shardwise.core.schedule.relation import makes, needs, takes
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.core.stage_io import Spec
@@ -271,7 +271,7 @@ class Recorder:
         clock_s: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.device, self.clock_s = torch.device(device), clock_s
-        self.seen: list[Seen] = []
+        self.seen: list[TimedStep] = []
 
     def now(self) -> float:
         """Seconds, on this machine's clock."""
@@ -280,7 +280,7 @@ class Recorder:
         return self.clock_s()
 
     def __call__(self, step: Step, start_s: float, end_s: float) -> None:
-        self.seen.append(Seen(step, start_s, end_s))
+        self.seen.append(TimedStep(step, start_s, end_s))
 
     def gather(self, schedule: Schedule, axis: Axis) -> Measured | None:
         """What all ranks of the axis saw of one run, on rank 0 and its clock; None elsewhere."""
@@ -297,7 +297,7 @@ class Recorder:
                 times = self._tensor([(0.0, 0.0)] * len(whole.rows[rank]))
                 read = receive(times, axis, rank).tolist()
                 pairs = zip(whole.rows[rank], read, strict=True)
-                rows.append([Seen(step, a - ahead_s, b - ahead_s) for step, (a, b) in pairs])
+                rows.append([TimedStep(step, a - ahead_s, b - ahead_s) for step, (a, b) in pairs])
         return Measured(whole, tuple(map(tuple, rows)))
 
     def _ask(self, axis: Axis, rank: int) -> float:
