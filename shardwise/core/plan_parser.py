@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from shardwise.core.errors import InputError, Problem, refusal
+from shardwise.core.errors import InputError, Problem, bad, refusal
 from shardwise.core.mesh import AXES
 from shardwise.core.zero import ALIASES, ROWS, row_of
 
