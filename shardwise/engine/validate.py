@@ -188,6 +188,7 @@ def loss(value: Callable[[nn.Module, Any], Any]) -> Callable[[nn.Module, Any], T
 
     @wraps(value)
     def checked(model: nn.Module, batch: Any) -> Tensor:
+        """The loss of the batch, checked."""
         found = value(model, batch)
         problem = _loss_problem(found)
         if problem:
@@ -218,6 +219,7 @@ def tokens(value: Callable[[Any], Any]) -> Callable[[Any], int]:
 
     @wraps(value)
     def checked(batch: Any) -> int:
+        """The number of tokens of the batch, checked."""
         found = value(batch)
         count = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
         number = float(count) if isinstance(count, Real) else math.nan
@@ -259,6 +261,7 @@ def fill(value: Callable[[str, Tensor], Any]) -> Callable[[str, Tensor], None]:
     allowed = "a function that writes initial weights into its second argument, in place"
 
     def checked(name: str, tensor: Tensor) -> None:
+        """Fill the parameter, and check that it was written in place."""
         try:
             found = value(name, tensor)
         except InputError:
