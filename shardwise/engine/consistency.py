@@ -217,8 +217,8 @@ class ConsistencyCheck:
             f"the gradient of {name}, which differs between the ranks of the {self.axis.name} axis "
             "although the parameter is replicated: the ranks use it on different features or "
             "positions",
-            "replicated parameters that all ranks use on the same input with the same random numbers, "
-            "or a style in the table",
+            "replicated parameters used on the same input with the same random numbers on all "
+            "ranks, or a style in the table",
             f'in the table "{module}": "replicated" between colwise and rowwise layers, or '
             f'"{module}": "sequence" under sp',
         )
