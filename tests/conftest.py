@@ -7,12 +7,17 @@ shows on fewer processes. `pytest --matrix=full` runs everything, `--matrix=rest
 leaves out.
 """
 
+import gc
+import os
 import random
 import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 
 import pytest
+
+#: Ranks are threads or processes, more than there are processors: each has one thread of torch's.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 CASES = 6
 #: Files of which every case runs: it costs next to nothing, or is a fact of its own.
@@ -26,6 +31,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="sample",
         help="which cases of large parametrized tests run",
     )
+
+
+def pytest_collection_finish() -> None:
+    """Proofs and leak tests collect garbage: modules and test items need not be looked through."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

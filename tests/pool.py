@@ -41,6 +41,7 @@ def _serve(rank: int, ranks: int, port: int, inbox: Any, outbox: Any) -> None:
         "gloo", init_method=address, rank=rank, world_size=ranks, timeout=patience
     )
     world = world_of(rank, ranks, CPU, TorchLinks(ours=True))
+    gc.freeze()  # modules need not be looked through after each test
     while True:
         function, args = inbox.get()
         links = TorchLinks(ours=False)  # of this test alone, and gone with it
