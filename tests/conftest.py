@@ -10,11 +10,14 @@ leaves out.
 import gc
 import os
 import random
+import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
+
+from tests.forks import fork_ranks
 
 #: Ranks are threads or processes, more than there are processors: each has one thread of torch's.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -31,6 +34,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="sample",
         help="which cases of large parametrized tests run",
     )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _ranks_are_forked() -> Iterator[None]:
+    """The launcher starts ranks in a tenth of a second (see tests/forks.py)."""
+    if "torch" not in sys.modules:  # no test that was collected has ranks
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        fork_ranks(patch)
+        yield
 
 
 def pytest_collection_finish() -> None:

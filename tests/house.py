@@ -44,8 +44,13 @@ class Source:
     def say(self, node: ast.AST, what: str) -> str:
         return f"{self.path}:{getattr(node, 'lineno', 1)} {what}"
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Every node of the tree."""
+        return list(ast.walk(self.tree))
+
     def functions(self) -> list[Function]:
-        return [n for n in ast.walk(self.tree) if isinstance(n, Function)]
+        return [n for n in self.nodes if isinstance(n, Function)]
 
 
 Rule = Callable[[Source], list[str]]
@@ -63,7 +68,7 @@ def imports(source: Source) -> Iterator[tuple[ast.stmt, str]]:
     """Every dotted name that is imported anywhere in the file, with its statement."""
     package = source.path.removesuffix("/__init__.py").split("/")
     package = package if source.path.endswith("__init__.py") else package[:-1]
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from ((node, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -139,7 +144,7 @@ def _inner(node: ast.AST, child: ast.AST) -> int:
 
 
 def no_globals(source: Source) -> list[str]:
-    found = [n for n in ast.walk(source.tree) if isinstance(n, ast.Global)]
+    found = [n for n in source.nodes if isinstance(n, ast.Global)]
     return [source.say(n, f"global {', '.join(n.names)}") for n in found]
 
 
@@ -160,7 +165,7 @@ def abstract_or_final(source: Source) -> list[str]:
     known = classes()
     names = {a: m for node, m in imports(source) for a in _bound(node, m)}
     found = []
-    for node in [n for n in ast.walk(source.tree) if isinstance(n, ast.ClassDef)]:
+    for node in [n for n in source.nodes if isinstance(n, ast.ClassDef)]:
         local = {f"{source.path}:{base}": base for base in map(ast.unparse, node.bases)}
         for key, base in local.items():
             parent = _class_in(source).get(base) or known.get(names.get(base, key))
@@ -200,7 +205,7 @@ def _is_error(node: ast.ClassDef) -> bool:
 
 
 def plain_names(source: Source) -> list[str]:
-    found = [n for n in ast.walk(source.tree) if isinstance(n, ast.ClassDef)]
+    found = [n for n in source.nodes if isinstance(n, ast.ClassDef)]
     vague = ("Manager", "Handler", "Strategy", "Context")
     return [source.say(n, f"{n.name} says too little") for n in found if n.name.endswith(vague)]
 
@@ -304,7 +309,7 @@ def no_environment(source: Source) -> list[str]:
 
 
 def _attributes(source: Source) -> Iterator[tuple[ast.AST, str]]:
-    found = [n for n in ast.walk(source.tree) if isinstance(n, ast.Attribute)]
+    found = [n for n in source.nodes if isinstance(n, ast.Attribute)]
     return ((n, ast.unparse(n)) for n in found)
 
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from shardwise.comm.threads import on_threads
 from shardwise.comm.torch_links import TorchLinks
 from shardwise.comm.world import world_of
 from shardwise.core.errors import RankError
+from tests.forks import CONTEXT
 
 CPU = torch.device("cpu")
 
@@ -60,7 +60,7 @@ class Pool:
     """`ranks` gloo processes that wait for functions to run."""
 
     def __init__(self, ranks: int) -> None:
-        context = mp.get_context("spawn")
+        context = CONTEXT
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]

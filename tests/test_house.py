@@ -13,18 +13,16 @@ def named(rule: Rule) -> str:
     return rule.__name__
 
 
-@pytest.mark.parametrize("source", IN_PACKAGE, ids=lambda source: source.path)
 @pytest.mark.parametrize("rule", PACKAGE, ids=named)
-def test_package(rule: Rule, source: Source):
-    """Every file of the package keeps every rule."""
-    assert rule(source) == []
+def test_package(rule: Rule):
+    """Every file of the package keeps the rule."""
+    assert [said for source in IN_PACKAGE for said in rule(source)] == []
 
 
-@pytest.mark.parametrize("source", IN_TESTS, ids=lambda source: source.path)
 @pytest.mark.parametrize("rule", TESTS, ids=named)
-def test_tests(rule: Rule, source: Source):
+def test_tests(rule: Rule):
     """Every test file is as short as the files it tests, and every test says its fact."""
-    assert rule(source) == []
+    assert [said for source in IN_TESTS for said in rule(source)] == []
 
 
 def body(lines: int) -> str:

@@ -1,0 +1,80 @@
+"""Ranks forked from one process that has imported torch, for tests in the process of pytest.
+
+To import torch takes a rank 3 s of processor time, and longer than most tests. `spawn` and `launch`
+start, watch and end ranks as everywhere else; only where a rank's process comes from differs. It
+finds the environment, the directory and the streams of the test. Tests of programs that are started
+by `subprocess` have ranks with interpreters of their own.
+"""
+
+import gc
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing import reduction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+#: What the process that forks has imported; this file among it, so that it knows that process's
+#: environment.
+IMPORTED = (
+    *("torch._dynamo", "shardwise.verify.command", "shardwise.train.prepare"),
+    *("shardwise.train.loop", "tests.pool", "tests.forks"),
+)
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(list(IMPORTED))
+ENVIRONMENT = dict(os.environ)
+
+
+class Origin:
+    """Environment and streams of the process that starts a rank, as they are when it starts it."""
+
+    def __init__(self, variables: dict[str, str], streams: tuple[Any, ...]) -> None:
+        self.variables, self.streams = variables, streams
+
+    def __reduce__(self) -> Any:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        return Origin, (dict(os.environ), tuple(map(reduction.DupFd, (1, 2))))
+
+    def enter(self) -> None:
+        """Make them those of this process, beside the variables that the launcher has set."""
+        own = {name: text for name, text in os.environ.items() if ENVIRONMENT.get(name) != text}
+        os.environ.clear()
+        os.environ.update(self.variables | own)
+        for number, stream in enumerate(self.streams, start=1):
+            given = stream.detach()
+            os.dup2(given, number)
+            os.close(given)
+
+
+def run(function: Callable[[Any], Any], job: Any, origin: Origin) -> Any:
+    """The entry point of a rank that was forked."""
+    gc.freeze()
+    origin.enter()
+    return function(job)
+
+
+def _is_over(pid: int) -> bool:
+    """Whether a process has ended that is not a child of this one."""
+    try:
+        return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def fork_ranks(patch: pytest.MonkeyPatch) -> None:
+    """Make the launcher of this process fork its ranks."""
+    from shardwise.comm import launch, watch
+
+    real = launch.elastic_launch
+
+    def forking(config: Any, function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        start = real(replace(config, start_method="forkserver"), run)
+        return lambda job: start(function, job, Origin({}, ()))
+
+    patch.setattr(launch, "elastic_launch", forking)
+    patch.setattr(watch, "_is_over", _is_over)
