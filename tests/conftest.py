@@ -37,14 +37,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _ranks_are_forked() -> Iterator[None]:
+def _forked() -> Iterator[pytest.MonkeyPatch]:
     """The launcher starts ranks in a tenth of a second (see tests/forks.py)."""
-    if "torch" not in sys.modules:  # no test that was collected has ranks
-        yield
-        return
     with pytest.MonkeyPatch.context() as patch:
-        fork_ranks(patch)
-        yield
+        if "torch" in sys.modules:  # else no test that was collected has ranks
+            fork_ranks(patch)
+        yield patch
+
+
+@pytest.fixture
+def interpreters(_forked: pytest.MonkeyPatch) -> Iterator[None]:
+    """Each rank has an interpreter of its own, as everywhere but in tests."""
+    _forked.undo()
+    yield
+    fork_ranks(_forked)
 
 
 def pytest_collection_finish() -> None:

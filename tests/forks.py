@@ -2,8 +2,8 @@
 
 To import torch takes a rank 3 s of processor time, and longer than most tests. `spawn` and `launch`
 start, watch and end ranks as everywhere else; only where a rank's process comes from differs. It
-finds the environment, the directory and the streams of the test. Tests of programs that are started
-by `subprocess` have ranks with interpreters of their own.
+finds the environment, the directory and the streams of the test. Ranks have interpreters of their
+own in tests that start a program by `subprocess`, or that take the fixture `interpreters`.
 """
 
 import gc
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from shardwise.comm.rendezvous import LAUNCHER
 
 #: What the process that forks has imported; this file among it, so that it knows that process's
 #: environment.
@@ -45,6 +47,8 @@ class Origin:
         own = {name: text for name, text in os.environ.items() if ENVIRONMENT.get(name) != text}
         os.environ.clear()
         os.environ.update(self.variables | own)
+        if LAUNCHER in self.variables:  # the parent of a rank is its launcher
+            os.environ[LAUNCHER] = str(os.getppid())
         for number, stream in enumerate(self.streams, start=1):
             given = stream.detach()
             os.dup2(given, number)

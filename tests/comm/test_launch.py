@@ -61,6 +61,7 @@ def look_around(greeting: str) -> tuple[int, int, float, int, str, torch.Tensor]
     return world.rank, world.size, x.sum().item(), torch.get_num_threads(), greeting, big
 
 
+@pytest.mark.usefixtures("interpreters")
 def test_spawn_returns_the_results_of_all_ranks_in_rank_order(monkeypatch: pytest.MonkeyPatch):
     """Three ranks form one world of one thread each, and their results arrive in rank order."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -94,6 +95,7 @@ def kill_the_other() -> None:
     all_reduce(torch.ones(1), world.everyone)
 
 
+@pytest.mark.usefixtures("interpreters")
 def test_a_rank_that_is_killed_is_the_one_that_is_named():
     """Whoever saw that it was gone says so, and is not the cause."""
     with pytest.raises(RankError, match="it was ended by SIGKILL") as caught:
