@@ -7,7 +7,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.comm.world import World
 from shardwise.core.plan import Plan
@@ -17,6 +17,7 @@ from shardwise.engine.optimizer_spec import AdamW
 from shardwise.engine.parallelize import parallelize
 from shardwise.models.gpt import GPTConfig
 from shardwise.models.registry import of_gpt
+from shardwise.parallel.data import flat_parameter
 from shardwise.parallel.data.flat_parameter import Flat
 from tests.pool import run_gloo, run_threads
 
@@ -118,13 +119,13 @@ def test_a_clone_of_each_unit_is_found(plan: str, how: Callable[[Any], None]):
 
 def test_weights_of_before_are_found():
     """A weight that the model came with, and that is kept beside its place in a unit."""
-    assemble = Flat._assemble
+    initialize = flat_parameter.initialize
 
-    def kept(self: Flat, *args: Any) -> Tensor:
-        keep([p.data for p in self.params])
-        return assemble(self, *args)
+    def kept(full: Tensor, named: list[tuple[str, nn.Parameter]], *args: Any) -> None:
+        keep([p.data for _, p in named])
+        initialize(full, named, *args)
 
-    with patch.object(Flat, "_assemble", kept):
+    with patch.object(flat_parameter, "initialize", kept):
         found = run_threads(2, strays, "dp2 zero3", 1)
     KEPT.clear()
     assert all(sum(stray.stored_bytes for stray in after) > 0 for (after,) in found)
