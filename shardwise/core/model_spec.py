@@ -188,14 +188,46 @@ class UnitModules:
     looks_up: bool = False
 
 
+class StageTensor(NamedTuple):
+    """A tensor that goes from one stage to the next. `trained`: its gradient comes back."""
+
+    numel: int
+    element_bytes: int
+    trained: bool
+
+
+#: What crosses each cut between stages, for one microbatch.
+Bundles = tuple[tuple[StageTensor, ...], ...]
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """A model cut into stages.
+
+    `params` and `layers` have the stages of each by its name; a tied parameter has several. What
+    belongs to no layer is on every rank. `bundles` has an entry for each microbatch of a step.
+    """
+
+    params: dict[str, tuple[int, ...]]
+    layers: dict[str, tuple[int, ...]]
+    bundles: tuple[Bundles, ...]
+
+    def of(self, name: str) -> tuple[int, ...]:
+        """The stages of the layer that has the module or the buffer of that name; () for none."""
+        while name and name not in self.layers:
+            name = name.rpartition(".")[0]
+        return self.layers.get(name, ())
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """The plain model as numbers, before any rank holds a part of it.
 
     `shape` has whole parameters, in units in the order of definition; `modules` has an entry for
-    each unit; `run` is what one pass on the meta device does.
+    each unit; `run` is what one pass on the meta device does. `stages` is None without a pipeline.
     """
 
     shape: ModelShape
     modules: tuple[UnitModules, ...]
     run: ModelPass
+    stages: StageSpec | None = None

@@ -22,15 +22,18 @@ Nothing here is measured.
 """
 
 from collections.abc import Sequence
+from itertools import product
 from typing import NamedTuple
 
 from shardwise.core.layout import P, Placement, R, S
-from shardwise.core.model_spec import Crossed, Crossing, CutLoss, ModelShape
+from shardwise.core.model_spec import Bundles, Crossed, Crossing, CutLoss, ModelShape
 from shardwise.core.moves import price
 from shardwise.core.plan import Plan
+from shardwise.core.schedule.action import Transfer
 from shardwise.core.schedule.library import updates
 from shardwise.core.zero import Moment
 from shardwise.predict.group import Group, groups
+from shardwise.predict.rank_shape import schedule_of
 from shardwise.predict.tensor import loss_bytes
 
 TENSOR, PIPELINE = "tp", "pp"  # the axes of tensor parallelism, and of pipelines
@@ -173,6 +176,24 @@ def crossing_bytes(plan: Plan, sent: Sequence[Crossed]) -> dict[Line, int]:
     tariff = Tariff(plan, 0)
     for one in sent:
         tariff.send(one.element_bytes, one.numel, one.phase)
+    return tariff.sent_bytes
+
+
+def stage_bytes(plan: Plan, bundles: Sequence[Bundles], rank: int) -> dict[Line, int]:
+    """The bytes `rank` sends to other stages in a step, as the schedule's transfers say.
+
+    `bundles` has what crosses each cut, for each microbatch; forward all of it, and backward the
+    gradients of what is trained.
+    """
+    tariff, schedule = Tariff(plan, rank), schedule_of(plan)
+    steps = () if schedule is None else schedule.rows[tariff.here.get(PIPELINE, 0)]
+    sends = [step.token for step in steps if isinstance(step, Transfer) and step.op == "SEND"]
+    runs = range(0, len(bundles), 1 if schedule is None else schedule.microbatches)
+    for first, (kind, stage, microbatch) in product(runs, sends):
+        forward = kind == "act"
+        for x in bundles[first + microbatch][stage if forward else stage - 1]:
+            times = int(forward or x.trained)
+            tariff.send(x.element_bytes, times * x.numel, "forward" if forward else "backward")
     return tariff.sent_bytes
 
 

@@ -56,8 +56,8 @@ def engine(world: World, plan: str, kind: str = "gpt", **options: Any) -> Engine
     return sw.parallelize(model, plan, world, **options)
 
 
-def batch(engine: Engine, kind: str, step: int) -> Any:
+def batch(engine: Engine, kind: str, step: int, rows: int | None = None) -> Any:
     """This rank's rows of one step."""
-    rows = 2 * engine.plan.accumulate
-    text = random_text(rows, 8, 61, 100 * step + engine.world.rank)
+    rows = rows or 2 * engine.plan.accumulate
+    text = random_text(rows, 8, 61, 100 * step + engine.data_rank)
     return text if kind != "mixed" else text["inputs"][:, 0] % 13

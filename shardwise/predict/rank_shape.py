@@ -1,0 +1,81 @@
+"""What one rank of a plan holds of a model, from the whole model as numbers.
+
+axis pp    the parameters and buffers of the rank's stages; tied ones are on several ranks
+axis dp    a share of each unit, and how often the unit is gathered (gathers.py, or the schedule)
+"""
+
+from dataclasses import replace
+
+from shardwise.core.model_spec import ModelShape, ModelSpec, ParamShape, StageSpec, UnitShape
+from shardwise.core.plan import Plan
+from shardwise.core.schedule.library import build
+from shardwise.core.schedule.lower import lower
+from shardwise.core.schedule.memory import peaks, sizes
+from shardwise.core.schedule.schedule import Schedule
+from shardwise.core.zero import row_of
+from shardwise.predict.gathers import gathers
+
+PIPELINE = "pp"
+
+
+def schedule_of(plan: Plan) -> Schedule | None:
+    """The schedule of a plan with its transfers and gathers; None where it has no pipeline."""
+    if plan.pipeline is None:
+        return None
+    split = plan.mesh.size_of(plan.shard_axis or "none") > 1
+    whole = build(plan.pipeline, plan.mesh.size_of(PIPELINE))
+    return lower(whole, gather=row_of(plan.row).param.kind == "S" and split)
+
+
+def shape_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelShape:
+    """The units as `rank` holds them, and how often it gathers each."""
+    schedule, stages = schedule_of(plan), spec.stages
+    if schedule is None or stages is None:
+        times = gathers(spec.modules, spec.run)
+        units = tuple(
+            replace(unit, uses=uses, again=again)
+            for unit, (uses, again) in zip(spec.shape.units, times, strict=True)
+        )
+        return ModelShape(units, spec.shape.buffers)
+    place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
+    units = tuple(_staged(unit, stages, schedule, place) for unit in spec.shape.units)
+    mine = set(schedule.stages(place))
+    every = [(buffer, stages.of(buffer.name)) for buffer in spec.shape.buffers]
+    buffers = tuple(buffer for buffer, at in every if not at or mine & {*at})
+    return ModelShape(tuple(unit for unit in units if unit.params), buffers)
+
+
+def _staged(unit: UnitShape, stages: StageSpec, schedule: Schedule, place: int) -> UnitShape:
+    """What the rank at `place` of the pipeline holds of a unit."""
+    mine = set(schedule.stages(place))
+    params = tuple(
+        _held(param, tuple(schedule.home[stage] for stage in stages.params[param.name]))
+        for param in unit.params
+        if mine & {*stages.params[param.name]}
+    )
+    used = {stage for param in params for stage in stages.params[param.name]} & mine
+    actions = schedule.actions(place)
+    uses = sum(action.op == "GATHER" and action.stage in used for action in actions)
+    return replace(unit, params=params, uses=uses, again=0)
+
+
+def _held(param: ParamShape, ranks: tuple[int, ...]) -> ParamShape:
+    """A parameter held by these ranks of the pipeline; one that several hold is in no group."""
+    holders = len({*ranks})
+    kept = f"{param.kept} {param.name}" if holders > 1 else param.kept
+    return replace(param, kept=kept, holders=holders)
+
+
+def activation_bytes_on(spec: ModelSpec, plan: Plan, rank: int) -> int:
+    """The most bytes of activations that `rank` keeps at once.
+
+    A stage keeps those of its layers, and the last one also those of the loss.
+    """
+    schedule, stages = schedule_of(plan), spec.stages
+    if schedule is None or stages is None:
+        return sum(stored_bytes for _, stored_bytes in spec.run.saved)
+    of_stage = [0.0] * len(schedule.home)
+    for name, stored_bytes in spec.run.saved:
+        of_stage[min(stages.of(name), default=len(of_stage) - 1)] += stored_bytes
+    place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
+    return round(peaks(schedule, sizes(tape=tuple(of_stage), rest=tuple(of_stage)))[place])
