@@ -59,7 +59,7 @@ def model_spec(
         cast_whole(copied, dtype, torch.device("cpu"))
         return copied
 
-    beside = validate.names(options["beside"])
+    beside = validate.beside(options["beside"])
     begin = stage_module.fitting(plain, plan, options["stages"], beside)
     at = stage_module.stages_of(plain, begin, beside) if plan.pipeline else {}
     how, tensor_ranks = _sharding(plan, options), plan.mesh.size_of("tp")
