@@ -62,7 +62,7 @@ def run(function: Callable[[Any], Any], job: Any, origin: Origin) -> Any:
     return function(job)
 
 
-def _is_over(pid: int) -> bool:
+def _has_exited(pid: int) -> bool:
     """Whether a process has ended that is not a child of this one."""
     try:
         return "State:\tZ" in Path(f"/proc/{pid}/status").read_text()
@@ -81,4 +81,4 @@ def fork_ranks(patch: pytest.MonkeyPatch) -> None:
         return lambda job: start(function, job, Origin({}, ()))
 
     patch.setattr(launch, "elastic_launch", forking)
-    patch.setattr(watch, "_is_over", _is_over)
+    patch.setattr(watch, "_has_exited", _has_exited)
