@@ -145,6 +145,7 @@ def _runnable(plan: Plan) -> Plan:
         precision=plan.precision,
         accumulate=plan.accumulate,
         bucket_bytes=plan.bucket_bytes,
+        recompute=plan.recompute,
     )
     if not _is_stale(near):
         return near

@@ -85,8 +85,7 @@ WORDS: tuple[Word, ...] = (
     Word(
         "recompute:WHAT",
         "recompute:full",
-        "recompute activations in the backward pass",
-        "recomputation is",
+        "recompute activations in backward: full, selective, everyN or names of modules",
     ),
     Word(
         "offload:WHAT",
@@ -270,12 +269,35 @@ def _read_text(key: str, value: str) -> Found | Problem:
     return Problem(f"the plan word '{key}:' with nothing after it", f"{key}:WHAT", example)
 
 
+_EVERY = re.compile("every([0-9]+)")
+_NAMES = re.compile(r"[\w.*?!\[\]-]+(,[\w.*?!\[\]-]+)*")
+
+
+def recompute_every(what: str) -> int:
+    """The N of `recompute:everyN`; 0 for any other value of the word."""
+    found = _EVERY.fullmatch(what)
+    return _whole(found[1]) if found else 0
+
+
+def _read_recompute(key: str, value: str) -> Found | Problem:
+    every = _EVERY.fullmatch(value)
+    if every and _whole(every[1]) > 1:
+        return key, f"every{_whole(every[1])}"
+    if _NAMES.fullmatch(value) and not every and not _LIKE_A_SIZE.fullmatch(value):
+        return key, value
+    allowed = "recompute: and full, selective, everyN with N from 2, or patterns of module names"
+    instead = (
+        "recompute:every2" if every else "recompute:blocks.*" if "," in value else "recompute:full"
+    )
+    return Problem(f"the plan word '{key}:{value}'", allowed, instead)
+
+
 _VALUES: dict[str, Callable[[str, str], Found | Problem]] = {
     "row": _read_row,
     "accumulate": _read_count,
     "bucket": _read_size,
     "buffers": _read_size,
-    "recompute": _read_text,
+    "recompute": _read_recompute,
     "offload": _read_text,
 }
 

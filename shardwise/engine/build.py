@@ -13,7 +13,7 @@ from torch import nn
 from shardwise.comm.world import Axis
 from shardwise.core.hook import Hook, nothing
 from shardwise.core.zero import row_of
-from shardwise.engine import stage_module, tensor_parallel
+from shardwise.engine import recomputation, stage_module, tensor_parallel
 from shardwise.engine.shard import (
     Sharding,
     agreed,
@@ -67,6 +67,7 @@ def lay_out(model: nn.Module, build: Build) -> Laid:
     if schedule is None:
         specs = units_of(model, how, tensor_ranks)
         tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table)
+        recomputation.apply(model, build.recompute, world.device)
         units = shard(how, specs, tensors)
         data = hooked(model, how, units, Pace(ahead=build.prefetch, by_hand=False))
         take_over(model, products, norm, data, sizes(units), several=plan.accumulate > 1)
@@ -76,6 +77,7 @@ def lay_out(model: nn.Module, build: Build) -> Laid:
     twins = stage_module.twin(model, world, plan, build.table)
     stage_module.agree(model, world.axis(stage_module.AXIS), world.device)
     tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table)
+    recomputation.apply(model, build.recompute, world.device)
     staged = stage_module.lay_out(model, twins, world, schedule, build.starts, build.beside)
     units = shard(how, staged.here(specs), tensors, staged.ties)
     data = _driven(units, staged, agreed(model, how, units))

@@ -11,7 +11,14 @@ from shardwise.comm.world import World
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
-from shardwise.engine import compiled, consistency, stage_module, validate, weight_stashing
+from shardwise.engine import (
+    compiled,
+    consistency,
+    recomputation,
+    stage_module,
+    validate,
+    weight_stashing,
+)
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec
 from shardwise.engine.shard import default_fill, layable
@@ -66,6 +73,7 @@ def parallelize(
     table = fitting(model, plan, options["table"])
     beside = validate.beside(options["beside"])
     begin = stage_module.fitting(model, plan, options["stages"], beside)
+    recomputed = recomputation.fitting(model, plan, options["units"], begin)
     on_nonfinite = options["on_nonfinite"]
     clip = weight_stashing.require(model, plan, begin, options["clip"], beside, on_nonfinite)
     if world.rank == 0:
@@ -74,7 +82,7 @@ def parallelize(
     consistency.require_same(world, _shared(model, plan, table, recipe, options))
     world = world.on(plan.mesh)
     asked = options["units"], fill, options["prefetch"], table
-    build = Build(plan, world, *asked, begin, beside, options["least_unit_bytes"])
+    build = Build(plan, world, *asked, begin, beside, options["least_unit_bytes"], recomputed)
     return Engine(model, build, training)
 
 

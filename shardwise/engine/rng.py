@@ -59,10 +59,10 @@ _RANDOM: Final = {
 )
 #: Ranks that are threads share torch's generators.  Without this lock two of them can deadlock on
 #: torch's own, which `get_state` holds while the garbage collector may switch threads.
-_STATES: Final = Lock()
+STATES: Final = Lock()
 
 
-def _generators(device: torch.device) -> list[torch.Generator]:
+def generators_of(device: torch.device) -> list[torch.Generator]:
     """Torch's default generators, which functions on `device` draw from."""
     index = device.index or 0
     gpu = [torch.cuda.default_generators[index]] if device.type == "cuda" else []
@@ -72,22 +72,22 @@ def _generators(device: torch.device) -> list[torch.Generator]:
 @contextmanager
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
     """Seed torch's default generators; afterwards they continue from where they were."""
-    generators = _generators(device)  # torch.manual_seed walks the stack for each device
-    with _STATES:
+    generators = generators_of(device)  # torch.manual_seed walks the stack for each device
+    with STATES:
         before = [generator.get_state() for generator in generators]
         for generator in generators:
             generator.manual_seed(seed)
     try:
         yield
     finally:
-        with _STATES:
+        with STATES:
             for generator, state in zip(generators, before, strict=True):
                 generator.set_state(state)
 
 
 def synchronize(axis: Axis, device: torch.device) -> None:
     """Give all ranks of `axis` the generator states of its first rank."""
-    for generator in _generators(device):
+    for generator in generators_of(device):
         state = broadcast(generator.get_state().to(device), axis)
         generator.set_state(state.cpu())
 
@@ -111,12 +111,12 @@ class ShardedRandom(TorchFunctionMode):
         if self.axis.size == 1:
             yield
             return
-        before = [generator.get_state() for generator in _generators(device)]
+        before = [generator.get_state() for generator in generators_of(device)]
         draws = self.drew or any(module.training and module.p > 0 for module in self.dropouts)
         with self if draws else nullcontext():
             yield
         self.sharded.clear()
-        after = [generator.get_state() for generator in _generators(device)]
+        after = [generator.get_state() for generator in generators_of(device)]
         self.drew = not all(map(torch.equal, before, after))
 
     def __torch_function__(

@@ -76,6 +76,7 @@ class Build:
     starts            the names of the modules that begin the stages after the first
     beside            modules that are not called where they are defined (staged_model.py)
     least_unit_bytes  smaller units are merged with their neighbours; None: 2 MiB
+    recompute         modules that are recomputed, and how (parallel/recompute/checkpointed.py)
     """
 
     plan: Plan
@@ -87,6 +88,7 @@ class Build:
     starts: tuple[str, ...] = ()
     beside: dict[str, str] = field(default_factory=dict)
     least_unit_bytes: int | None = None
+    recompute: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,13 @@ the B T positions in its stream (all, or under sp its shard):
     attention            B T ((2 h + 2 k) E s + h w)     q and k turned, v, the result; log-sum-exp
     feed-forward         4 B T f s             gate, silu of it, up, their product
 
+With recomputation, arXiv 2205.05198 section 5 (docs/recompute.md derives it):
+
+    full                 N D s                 the block's input
+    selective            N D s + B T ((2 h + 2 k) E s + h w + 2 f s + 2 D s)
+                         and what products gave: q, k, v, attention; gate, up; out, down (but under
+                         tp without sp, where out and down are summed in place)
+
 There is no term in T squared: torch's attention kernel computes the scores again. The column inputs
 are whole under sp too: they are gathered once, in forward, and kept for the weight gradients, where
 the paper keeps a shard of each and gathers it again.  Where the norm is torch's own, in 16 bits and
@@ -88,12 +95,13 @@ def block_bytes(
     ranks: int = 1,
     sp: bool = False,
     rank: int = 0,
+    recompute: str = "none",
 ) -> int:
     """Bytes that one Block holds on `rank` of `ranks` between its forward and its backward.
 
-    `tokens` are B sequences of T positions. What is counted is what autograd keeps alive, each
-    storage once: the block's input and not its output, on a CPU. Raises ValueError where the heads
-    cannot be shared.
+    `tokens` are B sequences of T positions; `recompute` is "none", "selective" or "full". What is
+    counted is what autograd keeps alive, each storage once: the block's input and not its output,
+    on a CPU. Raises ValueError where the heads cannot be shared.
     """
     batch, positions = tokens
     wide = max(element_bytes, WIDE_BYTES)
@@ -101,9 +109,16 @@ def block_bytes(
     queries, keys = (cut.size(rank) for cut in heads(block.heads, block.kv_heads, ranks))
     features = even(0, block.hidden, ranks).size(rank)
     head_width = block.width // block.heads
+    stream = shard * block.width * element_bytes
+    attention = 2 * (queries + keys) * head_width * element_bytes + queries * wide
+    if recompute == "full":
+        return batch * stream
+    if recompute == "selective":
+        summed_in_place = ranks > 1 and not sp
+        products = 2 * (features + (0 if summed_in_place else block.width)) * element_bytes
+        return batch * (stream + positions * (attention + products))
     node = element_bytes >= WIDE_BYTES and batch * shard * block.width >= LARGE
     norms = 2 * shard * ((1 if node else 2) * block.width + 1) * wide
     inputs = 2 * block.width * element_bytes
-    attention = 2 * (queries + keys) * head_width * element_bytes + queries * wide
     forward = 4 * features * element_bytes
     return batch * (norms + positions * (inputs + attention + forward))

@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan import Plan
-from shardwise.engine import stage_module, tensor_parallel, weight_stashing
+from shardwise.engine import recomputation, stage_module, tensor_parallel, weight_stashing
 from shardwise.models.registry import find
 from shardwise.parallel.data.wrap_policy import choose
 from shardwise.verify.options import Options
@@ -31,7 +31,9 @@ def smoke_test(model: str, plan: Plan, options: Options | None = None) -> nn.Mod
     found, options = _trained(model, plan), options or Options()
     choose(found, options.units)
     tensor_parallel.fitting(found, plan, options.table)
-    weight_stashing.require(found, plan, stage_module.fitting(found, plan, None), None)
+    starts = stage_module.fitting(found, plan, None)
+    recomputation.fitting(found, plan, options.units, starts)
+    weight_stashing.require(found, plan, starts, None)
     return found
 
 

@@ -15,6 +15,7 @@ SCHEDULE_TEXTS = st.tuples(st.sampled_from(sorted(SCHEDULES)), COUNTS, COUNTS).m
     lambda drawn: {"": "{}", "M": "{}:{}", "MxV": "{}:{}x{}"}[SCHEDULES[drawn[0]]].format(*drawn)
 )
 WHAT = st.text("abcdefghijklmnopqrstuvwxyz0123456789=.,:-", min_size=1, max_size=12)
+RECOMPUTED = st.sampled_from(["full", "selective", "every2", "blocks.*.mlp", "a.0,b.[12],head"])
 PLANS = st.builds(
     Plan,
     axes=st.dictionaries(st.sampled_from(AXES), COUNTS).map(lambda sizes: tuple(sizes.items())),
@@ -24,7 +25,7 @@ PLANS = st.builds(
     bucket_bytes=COUNTS | COUNTS.map(lambda n: n * 2**20),
     schedule=st.none() | SCHEDULE_TEXTS,
     sp=st.booleans(),
-    recompute=st.none() | WHAT,
+    recompute=st.none() | RECOMPUTED,
     offload=st.none() | WHAT,
     buffers_bytes=st.none() | COUNTS,
 )
@@ -151,6 +152,9 @@ def test_every_word_of_the_table_is_read(word):
         ("bucket:0MiB", "bucket:25MiB"),
         ("buffers:much", "buffers:25MiB"),
         ("recompute", "recompute:full"),
+        ("recompute:every1", "recompute:every2"),
+        ("recompute:8GB", "recompute:full"),
+        ("recompute:a,,b", "recompute:blocks.*"),
         ("offload:", "offload:optim"),
         ("dp2 dp2", "dp2 once"),
         ("dp2 dp4", "dp2 alone or dp4 alone"),

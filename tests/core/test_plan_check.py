@@ -86,7 +86,6 @@ def test_plans_that_run(text: str, world: int | None):
         ("pp4 2bw:2", None, "2 microbatches a batch for 2BW on 4 ranks", "2bw:4"),
         ("dp2 sp zero1", None, "'sp' without tensor parallelism", "'dp2 zero1', or tp2 beside it"),
         ("tp1 sp", None, "'sp' without tensor parallelism", "'tp1', or tp2 beside it"),
-        ("dp2 recompute:full", None, "'recompute:full', but recomputation is not", "'dp2'"),
         ("dp2 offload:optim", None, "'offload:optim', but offload is not", "'dp2'"),
         ("dp2 buffers:64MiB", None, "'buffers:64MiB', but a bound on buffers is not", "'dp2'"),
     ],
@@ -100,7 +99,7 @@ def test_one_problem(text: str, world: int | None, given: str, instead: str):
         require(Plan.parse(text), world)
 
 
-@pytest.mark.parametrize("wrong", ["hello", "dp2 recompute:full"])
+@pytest.mark.parametrize("wrong", ["hello", "dp2 offload:optim"])
 def test_only_words_that_run_are_offered(wrong: str):
     """Whether a word is unknown or for later, what is allowed is what has no problem of its own."""
     with pytest.raises(InputError) as caught:
@@ -115,9 +114,9 @@ def test_only_words_that_run_are_offered(wrong: str):
 
 def test_every_problem_at_once():
     """All problems are told together; the remedy of each is a plan without any of them."""
-    plan = Plan.parse("dp2 tp2 pp2 zero1 1f1b:8 bf16 sp recompute:full")
+    plan = Plan.parse("dp2 tp2 pp2 zero1 1f1b:8 bf16 sp offload:optim")
     found = problems(plan, 4)
-    words = ["'recompute:full'", "the plan"]
+    words = ["'offload:optim'", "the plan"]
     assert [problem.given.partition(",")[0].partition(" 'pp")[0] for problem in found] == words
     assert found[-1].instead == "'pp2 tp2 sp zero1 1f1b:8 bf16'"
     with pytest.raises(InputError, match="2 things are wrong with the plan 'pp2 dp2 tp2"):

@@ -75,9 +75,9 @@ TOKENS = {"round": (3, 8), "wide": (8, 64)}
 
 
 def live(world: World, plan: str, block: BlockShape, tokens: tuple[int, int]) -> list[int]:
-    """Live bytes of activations after a forward pass through one, two and three blocks."""
+    """Live bytes of activations after a forward pass through two, three and four blocks."""
     found: list[int] = []
-    for layers in (1, 2, 3):
+    for layers in (2, 3, 4):
         config = gpt.GPTConfig(vocabulary=61, layers=layers, sequence=tokens[1], **vars(block))
         model = gpt.GPT(config)
         fill(model, 0)
@@ -93,10 +93,11 @@ def live(world: World, plan: str, block: BlockShape, tokens: tuple[int, int]) ->
 
 def check(found: list[list[int]], plan: str, block: BlockShape, tokens: tuple[int, int]) -> None:
     words = plan.split()
-    for rank, (one, two, three) in enumerate(found):
-        size = BYTES[words[-1]]
-        formula = block_bytes(block, tokens, size, len(found), "sp" in words, rank)
-        assert (two - one, three - one) == (formula, 2 * formula)
+    for rank, (two, three, four) in enumerate(found):
+        size = next(BYTES[word] for word in words if word in BYTES)
+        again = next((w[10:] for w in words if w.startswith("recompute:")), "none")
+        formula = block_bytes(block, tokens, size, len(found), "sp" in words, rank, again)
+        assert (three - two, four - two) == (formula, 2 * formula)
 
 
 PLANS = [
@@ -110,6 +111,18 @@ PLANS = [
 @pytest.mark.parametrize("shape", BLOCKS)
 def test_live_bytes_equal_the_formula(shape: str, plan: str):
     """Each further block adds its formula's bytes on every rank, exactly, with and without sp."""
+    ranks = int(plan[2]) if plan.startswith("tp") else 1
+    block, tokens = BLOCKS[shape], TOKENS.get(shape, (3, 9))
+    check(run_threads(ranks, live, plan, block, tokens), plan, block, tokens)
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+@pytest.mark.parametrize(
+    ("shape", "plan"), [("uneven", "tp2 bf16"), ("uneven", "tp4 sp fp32"), ("wide", "fp64")]
+)
+def test_live_bytes_with_recomputation(shape: str, how: str, plan: str):
+    """A recomputed block adds its input, and selectively what its products gave, to the byte."""
+    plan = f"{plan} recompute:{how}"
     ranks = int(plan[2]) if plan.startswith("tp") else 1
     block, tokens = BLOCKS[shape], TOKENS.get(shape, (3, 9))
     check(run_threads(ranks, live, plan, block, tokens), plan, block, tokens)

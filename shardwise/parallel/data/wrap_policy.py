@@ -77,6 +77,11 @@ def choose(
     return list(_merged(specs, least, most, apart))
 
 
+def blocks(root: nn.Module, rule: Rule = "auto") -> dict[str, nn.Module]:
+    """The modules at which a unit begins, by name; by size the repeated blocks."""
+    return _tops(root, "auto" if isinstance(rule, int) else rule)
+
+
 def _tops(root: nn.Module, rule: Rule) -> dict[str, nn.Module]:
     """The modules at which a unit begins, outermost only; by size, nowhere in particular."""
     if isinstance(rule, int):

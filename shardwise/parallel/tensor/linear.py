@@ -253,6 +253,7 @@ class Entry:
 
 def _begin_all_reduce(x: Tensor, axis: Axis) -> Pending[Tensor]:
     """Begin the sum over the axis, in the memory of contiguous `x`."""
+    x.view(-1)[:0].zero_()  # an operation, by which a dispatch mode sees that `x` is written to
     going = start(x.view(-1), axis, P, I, x.view(-1))
     return Pending([going.wait, lambda: x])
 

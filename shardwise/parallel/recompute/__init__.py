@@ -1,0 +1,1 @@
+"""Recomputation: activations of some modules are computed again in the backward pass."""

@@ -1,0 +1,133 @@
+"""Modules whose activations are not kept, but computed again in the backward pass.
+
+    full         forward keeps the module's inputs          backward runs its forward again
+    selective    and the outputs of products (kept.py)      the same, without these products
+
+Both are torch.utils.checkpoint without reentrant autograd, around the module's own `forward`, so
+that hooks on the module run once.  The second forward ends at the last tensor that autograd needs.
+It computes what the first one did:
+
+    random numbers        are drawn from the same states of the generators
+    running statistics    of batch normalisation are not updated a second time
+    parameters            are there: the backward pass of the module has gathered them
+    collectives           inside of the module are sent again, by all ranks alike
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.core.graph_break import graph_break
+from shardwise.parallel.recompute.generators import Generators, States
+from shardwise.parallel.recompute.kept import KeptProducts
+
+FULL, SELECTIVE = "full", "selective"
+
+
+def recompute(model: nn.Module, kinds: Mapping[str, str], generators: Generators) -> None:
+    """Recompute the activations of the modules of these names, FULL or SELECTIVE, in place."""
+    for name, kind in kinds.items():
+        module = model.get_submodule(name)
+        module.forward = Recomputed(module, kind, generators)
+
+
+class Recomputed:
+    """The forward of a module, with recomputation; takes the place of its own."""
+
+    def __init__(self, module: nn.Module, kind: str, generators: Generators) -> None:
+        self.forward, self.kind, self.generators = module.forward, kind, generators
+        self.norms = [m for m in module.modules() if isinstance(m, _NormBase)]
+        self.run = graph_break(self._run)
+        self.__wrapped__ = module.forward  # whose signature this one has
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        products = KeptProducts() if self.kind == SELECTIVE else None
+        first = _First(self.generators, products)
+        out = checkpoint(
+            partial(self.forward, **kwargs),
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,  # the engine's generators are replayed here
+            context_fn=lambda: (first, _Again(first, self.norms)),
+        )
+        if products is not None:
+            products.drop(out)  # whose reader may write to it
+        return out
+
+    def __reduce__(self) -> Any:
+        """A copy of the module keeps its activations."""
+        return _same, (self.forward,)
+
+
+def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
+
+
+class _First:
+    """Around the forward pass: notes the random states and keeps outputs of products."""
+
+    def __init__(self, generators: Generators, products: KeptProducts | None) -> None:
+        self.generators, self.products = generators, products
+        self.states: States | None = None
+        self.entered = ExitStack()
+
+    def __enter__(self) -> Self:
+        self.states = self.generators.states()
+        if self.products is not None:
+            self.entered.enter_context(self.products.keeping())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.entered.close()
+        if all(map(torch.equal, self.states or (), self.generators.states())):
+            self.states = None  # nothing was drawn
+
+
+class _Again:
+    """Around the recomputation, of which each backward pass through the module has one."""
+
+    def __init__(self, first: _First, norms: list[_NormBase]) -> None:
+        self.first, self.norms = first, norms
+        self.entered = ExitStack()
+
+    def __enter__(self) -> Self:
+        first, self.entered = self.first, ExitStack()
+        self.entered.enter_context(_statistics_unchanged(self.norms))
+        if first.states is not None:
+            self.entered.enter_context(first.generators.replay(first.states))
+        if first.products is not None:
+            self.entered.enter_context(first.products.replaying())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.entered.close()
+
+
+@contextmanager
+def _statistics_unchanged(norms: list[_NormBase]) -> Iterator[None]:
+    """Batch normalisation normalises by the batch, and adds none of it to the running statistics.
+
+    A momentum of 0 leaves them as they are. (Without running statistics autograd would save fewer
+    tensors than in the first forward.)
+    """
+    before = [(n, n.momentum, n._buffers.get("num_batches_tracked")) for n in norms if n.training]
+    for norm, _, _ in before:
+        norm.momentum = 0.0
+        norm._buffers["num_batches_tracked"] = None
+    try:
+        yield
+    finally:
+        for norm, momentum, count in before:
+            norm.momentum = momentum
+            norm._buffers["num_batches_tracked"] = count

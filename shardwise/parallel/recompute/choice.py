@@ -1,0 +1,67 @@
+"""Which modules are recomputed: what the plan word `recompute:WHAT` names in a model.
+
+    full, selective      every block
+    every2               blocks 0, 2, 4, ...: full
+    NAME,NAME            the outermost modules whose names these patterns match: full
+
+The blocks are those that sharding takes for units (the repeated class of the model).
+"""
+
+from collections.abc import Iterator, Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatch
+
+from torch import nn
+
+from shardwise.core.errors import bad
+from shardwise.core.plan_parser import recompute_every
+from shardwise.parallel.recompute.checkpointed import FULL, SELECTIVE
+
+
+def chosen(model: nn.Module, what: str | None, blocks: Mapping[str, nn.Module]) -> dict[str, str]:
+    """The names of the modules that `recompute:what` recomputes, each with FULL or SELECTIVE.
+
+    Raises InputError where the model has no blocks, or no module of a name.
+    """
+    if what is None:
+        return {}
+    every = recompute_every(what)
+    if what not in (FULL, SELECTIVE) and not every:
+        return dict.fromkeys(_named(model, what.split(","), what), FULL)
+    if not blocks:
+        raise bad(
+            f"recompute:{what} for a {type(model).__name__}, in which no class of modules repeats",
+            "a model with a list of blocks, or the names of the modules to recompute",
+            f"recompute:{','.join(_callable_names(model)[:1]) or 'NAME'}",
+        )
+    return dict.fromkeys(list(blocks)[:: every or 1], SELECTIVE if what == SELECTIVE else FULL)
+
+
+def _named(model: nn.Module, patterns: list[str], what: str) -> Iterator[str]:
+    """The outermost modules that match any of the patterns, each of which matches some."""
+    names = _callable_names(model)
+    for pattern in patterns:
+        if not any(fnmatch(name, pattern) for name in names):
+            near = get_close_matches(pattern, [FULL, SELECTIVE, *names], n=1, cutoff=0.0)
+            if any(name.startswith(f"{pattern}.") for name in names):
+                near = [f"{pattern}.*"]  # a list of modules, which is never called
+            raise bad(
+                f"recompute:{what} for a {type(model).__name__}, where {pattern} matches no module "
+                "that has a forward",
+                f"full, selective, everyN, or names of modules: {', '.join(names[:6])}, ...",
+                f"recompute:{near[0] if near else FULL}",
+            )
+    found: list[str] = []
+    for name in names:
+        inside = any(name.startswith(f"{outer}.") for outer in found)
+        if not inside and any(fnmatch(name, pattern) for pattern in patterns):
+            found.append(name)
+            yield name
+
+
+def _callable_names(model: nn.Module) -> list[str]:
+    return [
+        name
+        for name, module in model.named_modules()
+        if name and type(module).forward is not nn.Module.forward
+    ]

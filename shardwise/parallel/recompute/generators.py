@@ -1,0 +1,39 @@
+"""Random numbers of a recomputation: those of the forward pass, drawn again."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor
+
+States = list[Tensor]
+
+
+class Generators:
+    """The generators from which modules draw; `lock` is held while a state is read or set."""
+
+    def __init__(
+        self, generators: Sequence[torch.Generator], lock: AbstractContextManager[object]
+    ) -> None:
+        self.generators, self.lock = list(generators), lock
+
+    def states(self) -> States:
+        """The states of all generators."""
+        with self.lock:
+            return [generator.get_state() for generator in self.generators]
+
+    def set(self, states: States) -> None:
+        """Go on from these states."""
+        with self.lock:
+            for generator, state in zip(self.generators, states, strict=True):
+                generator.set_state(state)
+
+    @contextmanager
+    def replay(self, states: States) -> Iterator[None]:
+        """Draw from `states` for the time; afterwards the generators go on as they were."""
+        before = self.states()
+        self.set(states)
+        try:
+            yield
+        finally:
+            self.set(before)

@@ -1,0 +1,180 @@
+"""Recomputation with every other technique: parity, bytes, leaks, dropout."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise.comm.world import World, alone
+from shardwise.core.errors import InputError
+from tests.engine.cases import Case, Run, Task, ranks_of, rows_task, small_gpt
+from tests.engine.cases import train as trained
+from tests.engine.tensors import (
+    ADAMW,
+    Held,
+    assert_counted,
+    assert_nothing_left,
+    assert_parity,
+    gpt_task,
+    metered,
+    train,
+    whole_run,
+)
+from tests.pool import run_gloo, run_threads
+
+HOW = ["full", "selective"]
+ROWS = ["ddp", "zero1", "zero2", "zero3"]
+THREADS = [
+    *(f"dp2 {row} recompute:{how}" for row, how in zip(ROWS, HOW * 2, strict=True)),
+    *("dp2 zero3 recompute:full accumulate:2", "dp2 zero3 recompute:every2"),
+    *("tp2 sp recompute:selective", "tp2 recompute:blocks.*.mlp,blocks.1"),
+    *("tp2 recompute:selective",),
+    *("pp2 1f1b:3 recompute:full", "pp2 zb-v:4 recompute:full", "pp2 zb-h1:4 recompute:selective"),
+    *("pp2 interleaved:4x2 recompute:every2", "pp2 dp2 zero3 gpipe:2 recompute:full"),
+]
+PROCESSES = [
+    *("dp2 zero3 recompute:full", "tp2 sp recompute:full", "pp2 zb-v:4 recompute:selective"),
+    *("pp2 tp2 sp zero1 1f1b:2 recompute:full", "dp2 tp2 zero3 recompute:selective"),
+]
+
+
+def checked(ranks: list[Held], task: Task, case: Case) -> None:
+    assert_parity(ranks, whole_run(task, case), 1e-10)
+    assert_counted(ranks)
+
+
+@pytest.mark.parametrize("plan", THREADS)
+def test_parity(plan: str):
+    """fp64: two steps are one process's, 1e-10; bytes and memory at rest are as predicted."""
+    shape = "untied" if " sp" in plan else "tied"
+    task, case = gpt_task(shape, rows=9), Case(f"{plan} fp64", clip=0.5, steps=2, **ADAMW)
+    checked(run_threads(ranks_of(plan), train, task, case), task, case)
+
+
+@pytest.mark.parametrize("plan", PROCESSES)
+def test_parity_on_processes(plan: str):
+    """The same on real processes, with units chosen as they are by default."""
+    task = gpt_task("untied", rows=9)
+    case = Case(f"{plan} fp64", clip=0.5, steps=2, units="auto", **ADAMW)
+    checked(run_gloo(ranks_of(plan), train, task, case), task, case)
+
+
+def test_fp16():
+    """The loss scale is that of the same plan without recomputation."""
+    case = Case("dp2 zero3 fp16", clip=0.5, **ADAMW)
+    without, found = (
+        run_threads(2, train, gpt_task(), Case(f"{case.plan}{word}", clip=0.5, **ADAMW))
+        for word in ("", " recompute:full")
+    )
+    assert [held.losses for held in found] == [held.losses for held in without]
+
+
+class Dropped(nn.Module):
+    """Dropout on the stream, before and after a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = functional.dropout(self.up(functional.dropout(x, 0.2, self.training)).relu(), 0.4)
+        return x + self.down(y)
+
+
+def dropped() -> nn.Module:
+    """Four blocks that draw."""
+    torch.manual_seed(7)
+    return nn.Sequential(*(Dropped() for _ in range(4)))
+
+
+def drawn(world: World, plan: str) -> Run:
+    """Steps of blocks with dropout, on generators in a state that follows from the rank."""
+    task, case = rows_task(dropped), Case(f"{plan} fp64", options={"lr": 0.01, "eps": 1e-4})
+    made = task.make()
+    torch.manual_seed(world.rank)
+    return trained(world, Task(lambda: made, task.batch, task.loss, task.tokens), case)
+
+
+def same(found: Run, expected: Run) -> None:
+    assert found.losses == expected.losses
+    assert all(torch.equal(x, expected.weights[name]) for name, x in found.weights.items())
+
+
+@pytest.mark.parametrize("how", ["full", "selective", "every2"])
+def test_dropout_alone(how: str):
+    """With dropout the run is equal to the last bit to the run that keeps its activations."""
+    same(drawn(alone(), f"recompute:{how}"), drawn(alone(), "ddp"))
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero3", "dp2 zero1 accumulate:2"])
+def test_dropout_on_processes(plan: str):
+    """The same on real processes, each with random numbers of its own."""
+    without = run_gloo(2, drawn, plan)
+    found = run_gloo(2, drawn, f"{plan} recompute:full")
+    for one, other in zip(found, without, strict=True):
+        same(one, other)
+
+
+def staged(world: World, plan: str) -> Held:
+    made = dropped()
+    torch.manual_seed(3)
+    return train(world, rows_task(lambda: made), Case(f"{plan} fp64", steps=2))
+
+
+@pytest.mark.parametrize("plan", ["pp2 1f1b:3", "pp2 zb-v:2"])
+def test_dropout_in_pipelines(plan: str):
+    """Masks of a stage and a microbatch come again in its backward pass, I and W included."""
+    without = run_gloo(2, staged, plan)
+    found = run_gloo(2, staged, f"{plan} recompute:full")
+    assert [held.losses for held in found] == [held.losses for held in without]
+    for held, other in zip(found, without, strict=True):
+        assert all(
+            torch.equal(a.values, b.values)
+            for a, b in zip(held.weights, other.weights, strict=True)
+        )
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_zero3_gathers_as_often(how: str):
+    """One gather serves the recomputation and the backward pass: the ledger is the same."""
+    case = Case("dp2 zero3 fp64", units="auto")
+    without, found = (
+        run_threads(2, train, gpt_task(), Case(f"{case.plan}{word}", units="auto"))
+        for word in ("", f" recompute:{how}")
+    )
+    for held, other in zip(found, without, strict=True):
+        assert held.bytes == other.bytes
+        assert held.lines == other.lines
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero3 recompute:full", "tp2 sp recompute:selective"])
+def test_a_step_leaves_nothing_behind(plan: str):
+    """No input, product or random state of a recomputed block outlives its step."""
+    assert_nothing_left(run_threads(2, metered, plan, gpt_task))
+
+
+def refused(plan: str) -> str:
+    model = small_gpt()
+    with pytest.raises(InputError) as caught:
+        sw.parallelize(model, plan, alone())
+    assert not any("forward" in vars(module) for module in model.modules())
+    return str(caught.value)
+
+
+def test_a_name_that_matches_nothing_is_refused():
+    """Before anything is changed, with the nearest."""
+    assert "Write instead: recompute:blocks.1.mlp" in refused("recompute:blocks.1.mlpp")
+
+
+def test_a_module_in_two_stages_is_refused():
+    """It would be recomputed where one half of it is not."""
+
+    def begin(world: World) -> str:
+        model, plan = small_gpt(), "pp2 1f1b:2 recompute:full"
+        with pytest.raises(InputError) as caught:
+            sw.parallelize(model, plan, world, stages=["blocks.1.mlp"])
+        return str(caught.value)
+
+    for text in run_threads(2, begin):
+        assert "recomputes blocks.1, with a stage that begins inside of it" in text

@@ -1,0 +1,166 @@
+"""Recomputation of one module: what it keeps, what it computes again, what it draws."""
+
+import copy
+import inspect
+from threading import Lock
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from shardwise.core.errors import InputError
+from shardwise.parallel.recompute.checkpointed import FULL, SELECTIVE, recompute
+from shardwise.parallel.recompute.choice import chosen
+from shardwise.parallel.recompute.generators import Generators
+
+KINDS = [FULL, SELECTIVE]
+ROWS, LENGTH, WIDTH = 4, 20, 8
+
+
+class Block(nn.Module):
+    """Attention without a fused kernel, an in-place activation, dropout, a tensor as keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.v = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        q, v = self.q(x), self.v(x)
+        weights = functional.dropout((q @ q.transpose(-2, -1)).softmax(-1), 0.5, self.training)
+        y = functional.relu_(self.out(weights @ v)) * scale
+        return x + self.norm(y.flatten(0, 1)).view_as(x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, scale=x.mean())
+        return x
+
+
+def made(kind: str | None, model: type[nn.Module] = Model) -> nn.Module:
+    """A model, recomputed or not, always of the same weights."""
+    torch.manual_seed(0)
+    found = model().double()
+    kinds = dict.fromkeys(["blocks.0", "blocks.2"], kind) if kind else {}
+    recompute(found, kinds, Generators([torch.default_generator], Lock()))
+    return found
+
+
+def passed(model: nn.Module) -> dict[str, Tensor]:
+    """Gradients and buffers after a pass, and the state of the generator."""
+    torch.manual_seed(1)
+    x = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
+    model(x).square().sum().backward()
+    assert x.grad is not None
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    state = {"generator": torch.get_rng_state()}
+    return found | {"x": x.grad} | dict(model.named_buffers()) | state
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_but_memory_changes(kind: str):
+    """Gradients, running statistics and the generators afterwards are equal to the last bit."""
+    expected, found = passed(made(None)), passed(made(kind))
+    assert expected.keys() == found.keys()
+    for name, x in expected.items():
+        assert torch.equal(x, found[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_operations_that_are_added(kind: str):
+    """Full computes every product of a block again.
+
+    Selective computes the scores of attention again, and a product that was written to in place.
+    """
+
+    def counted(how: str | None) -> int:
+        with FlopCounterMode(display=False) as counter:
+            passed(made(how))
+        return counter.get_total_flops()
+
+    layer, scores = 2 * ROWS * LENGTH * WIDTH * WIDTH, 2 * ROWS * LENGTH * LENGTH * WIDTH
+    added = layer + scores if kind == SELECTIVE else 3 * layer + 2 * scores
+    assert counted(kind) - counted(None) == 2 * added
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_backward_pass_recomputes_again(kind: str):
+    """With retain_graph the same gradients come twice."""
+    model = made(kind)
+    x = torch.randn(2, 5, WIDTH, dtype=torch.float64, requires_grad=True)
+    loss = model(x).square().sum()
+    first = torch.autograd.grad(loss, x, retain_graph=True)[0]
+    assert torch.equal(first, torch.autograd.grad(loss, x)[0])
+
+
+def test_the_module_is_what_it_was():
+    """Its signature, its hooks (once each), its names; copies keep their activations."""
+    model = made(FULL)
+    block = model.get_submodule("blocks.0")
+    assert "scale" in inspect.signature(block.forward).parameters
+    assert model.state_dict().keys() == Model().state_dict().keys()
+    calls: list[Any] = []
+    block.register_forward_hook(lambda *_: calls.append(1))
+    expected, found = passed(model), passed(copy.deepcopy(made(FULL)))
+    assert len(calls) == 1
+    assert torch.equal(expected["x"], found["x"])
+
+
+def test_an_exception_in_a_forward_leaves_nothing_behind():
+    """The next pass is as if there had been none."""
+    for kind in KINDS:
+        model, expected = made(kind), passed(made(kind))
+        with pytest.raises(RuntimeError):
+            model(torch.randn(2, 3, WIDTH + 1, dtype=torch.float64))
+        assert torch.equal(passed(model)["x"], expected["x"])
+
+
+BLOCKS = {f"blocks.{k}": nn.Identity() for k in range(3)}
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        (None, []),
+        ("full", ["blocks.0", "blocks.1", "blocks.2"]),
+        ("selective", ["blocks.0", "blocks.1", "blocks.2"]),
+        ("every2", ["blocks.0", "blocks.2"]),
+        ("blocks.1,blocks.*.out", ["blocks.0.out", "blocks.1", "blocks.2.out"]),
+        ("blocks*", ["blocks.0", "blocks.1", "blocks.2"]),
+    ],
+)
+def test_which_modules(what: str | None, names: list[str]):
+    """Blocks, every N-th of them, or the outermost modules of these names."""
+    found = chosen(Model(), what, BLOCKS)
+    assert sorted(found) == names
+    assert set(found.values()) <= {SELECTIVE if what == "selective" else FULL}
+
+
+@pytest.mark.parametrize(
+    ("what", "given", "instead"),
+    [
+        ("blocks.0.ou", "blocks.0.ou matches no module", "recompute:blocks.0.out"),
+        ("selectiv", "selectiv matches no module", "recompute:selective"),
+        ("blocks", "blocks matches no module that has a forward", r"recompute:blocks\.\*"),
+    ],
+)
+def test_names_of_nothing_are_refused(what: str, given: str, instead: str):
+    """The nearest word or name is offered."""
+    with pytest.raises(InputError, match=f"{given}.*Write instead: {instead}"):
+        chosen(Model(), what, BLOCKS)
+
+
+def test_a_model_without_blocks_is_refused():
+    """There is nothing that full could mean."""
+    with pytest.raises(InputError, match=r"recompute:full for a Sequential.*recompute:0"):
+        chosen(nn.Sequential(nn.Linear(2, 2)), "full", {})
