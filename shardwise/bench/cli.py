@@ -10,7 +10,7 @@ from shardwise.bench.roster import SUITES
 from shardwise.bench.suite import plan_tasks, run
 from shardwise.bench.table import as_json, as_text
 from shardwise.core.errors import bad
-from shardwise.models.trainable import nearest
+from shardwise.core.suggest import suggest
 
 
 def bench_command(
@@ -30,7 +30,7 @@ def bench_command(
     """Measure side by side with the peers: step time, bytes on the wire, memory, loss."""
     suite, *contenders = words
     if suite not in SUITES:
-        close = nearest(suite, list(SUITES), 1)[0]
+        close = suggest(suite, SUITES)
         raise bad(f'the suite "{suite}"', ", ".join(SUITES), f"shardwise bench {close}")
     if device not in ("cpu", "cuda"):
         raise bad(f'the device "{device}"', "cpu or cuda", "--device cpu")

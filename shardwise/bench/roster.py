@@ -12,7 +12,7 @@ from shardwise.bench import (
 )
 from shardwise.bench.contender import Contender
 from shardwise.core.errors import bad
-from shardwise.models.trainable import nearest
+from shardwise.core.suggest import suggest
 
 _DATA: Final = (
     *torch_peers.PEERS,
@@ -56,8 +56,7 @@ def choose(suite: str, words: list[str]) -> tuple[str, ...]:
     for word in words:
         fits = _fits(word, names)
         if not fits:
-            close = nearest(word, names, 1)
-            instead = f'shardwise bench {suite} "{close[0]}"'
+            instead = f'shardwise bench {suite} "{suggest(word, names)}"'
             raise bad(f'the contender "{word}"', ", ".join(names), instead)
         chosen.update(fits, (reference(suite, name) for name in fits))
     return tuple(name for name in names if name in chosen)

@@ -21,8 +21,8 @@ from shardwise.bench.table import Line, as_text, lines
 from shardwise.comm.launch import spawn
 from shardwise.core.errors import bad
 from shardwise.core.schedule.library import build
+from shardwise.core.suggest import suggest
 from shardwise.models.gpt import SIZES
-from shardwise.models.trainable import nearest
 
 #: Rounds, and steps at a stretch within a turn. Short steps need more of both.
 LENGTHS: Final = {"small": (8, 2), "tiny": (16, 5)}
@@ -41,7 +41,7 @@ def plan_tasks(
     tasks: list[Task] = []
     for size in sizes or LENGTHS:
         if size not in LENGTHS:
-            close = nearest(size, list(LENGTHS), 1)[0]
+            close = suggest(size, LENGTHS)
             raise bad(f'the size "{size}"', ", ".join(LENGTHS), f"--size {close}")
         usual, steps = LENGTHS[size]
         count = usual if rounds is None else rounds

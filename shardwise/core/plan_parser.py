@@ -5,14 +5,14 @@ A word stands alone (`zero3`, `bf16`), or has a number (`dp2`) or a value after 
 words, each with the nearest right one.
 """
 
-import difflib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 from shardwise.core.errors import InputError, Problem, bad, refusal
 from shardwise.core.mesh import AXES
+from shardwise.core.suggest import suggest
 from shardwise.core.zero import ALIASES, ROWS, row_of
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
@@ -351,21 +351,6 @@ def _nearest(word: str) -> str:
     whole |= {w.example.partition(":")[0]: w.example for w in WORDS}
     axes = {name: f"{name}{size}" for name in AXES}
     for text, known, cutoff in ((parts[0], whole, 0.65), (base.rstrip("-_=:"), axes, 0.5)):
-        if close := _closest(text, known, cutoff):
+        if close := suggest(text, known, cutoff):
             return known[close]
     return ""
-
-
-def _closest(text: str, known: Iterable[str], cutoff: float) -> str:
-    """The member of `known` most like `text`; "" if none reaches `cutoff`.
-
-    Of two equally close ones, prefer the one with the same first letter, which is rarely mistyped:
-    "dpp2" is dp2, not pp2.
-    """
-    likeness = difflib.SequenceMatcher(b=text)
-    found: list[tuple[float, bool, str]] = []
-    for word in known:
-        likeness.set_seq1(word)
-        found.append((likeness.ratio(), word[:1] == text[:1], word))
-    best = max(found)
-    return best[2] if best[0] >= cutoff else ""

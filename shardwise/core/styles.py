@@ -7,10 +7,10 @@ and residuals do on shards of the sequence is arXiv 2205.05198, section 4.
 
 import re
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Literal
 
 from shardwise.core.errors import bad
+from shardwise.core.suggest import suggest
 
 #: Every style as it is written, and what it does. N is a number from 2 up.
 STYLES: dict[str, str] = {
@@ -60,9 +60,9 @@ class Style:
         )
         if not known:
             usable = [style for style in STYLES if style != "colwise:N"]
-            near = get_close_matches(str(text).lower(), usable, n=1, cutoff=0.0)
+            near = suggest(str(text).lower(), usable)
             shown = f'"{text}"' if isinstance(text, str) else repr(text)
-            raise bad(f"the style {shown}", ", ".join(STYLES), f'"{near[0]}"')
+            raise bad(f"the style {shown}", ", ".join(STYLES), f'"{near}"')
         name, _, by = str(text).partition(":")
         return cls(name, by)
 

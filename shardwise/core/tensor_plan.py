@@ -24,11 +24,11 @@ import fnmatch
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Any
 
 from shardwise.core.errors import Problem, bad, refusal
 from shardwise.core.styles import OF_SEQUENCE, ModuleShape, Style, general
+from shardwise.core.suggest import suggest
 from shardwise.core.uneven import Cut, even, heads, packed, wide
 
 __all__ = [
@@ -296,7 +296,7 @@ def _pattern(key: str) -> re.Pattern[str]:
 def _nearest(key: str, names: Sequence[str]) -> str:
     """The name of a module that looks most like a pattern, with * for the number of a layer."""
     known = list(dict.fromkeys(map(general, names))) or ["*"]
-    return get_close_matches(general(key.removesuffix("?")), known, n=1, cutoff=0.0)[0]
+    return suggest(general(key.removesuffix("?")), known)
 
 
 def _some(names: Sequence[str]) -> list[str]:
@@ -313,7 +313,7 @@ def _named(pattern: object) -> None:
 def _counted(pattern: str, attribute: object, number: object) -> None:
     if not isinstance(attribute, str) or number not in NUMBERS:
         allowed = ", ".join(f'"{key}" ({what})' for key, what in NUMBERS.items())
-        near = get_close_matches(str(number), NUMBERS, n=1, cutoff=0.0)[0]
+        near = suggest(str(number), NUMBERS)
         given = f"sets of {pattern} with {attribute!r}: {number!r}"
         raise bad(given, allowed, f"{{{str(attribute)!r}: {near!r}}}")
 

@@ -1,270 +1,231 @@
-"""this file is whether a table fits a model: what is cut can be, and no result is left in parts.
+"""Whether a tensor plan fits a model: what can be known before anything runs.
 
-    kinds      a style is for a kind of module            colwise of a norm
+    names      every pattern matches a module             "blocks.*.upp"
+    kinds      a style fits the kind of module            colwise of a norm
     heads      every rank has a head                      tp8 for 4 heads
     sizes      every rank has a feature                   a vocabulary of 3 on 4 ranks
-    blocks     a colwise's result is a rowwise's input    colwise alone: its result stays cut
-    ties       one weight has one cut                     the embedding cut, its head whole
-    sequence   under sp, what works on shards says so     a norm whose gradient nobody sums
-    sets       attributes that count heads are there      "num_head", or 8 where heads=4
+    results    a rowwise takes what its colwise give      q, k and v in one weight, as plain colwise
+    ties       one weight is sharded in one way           the embedding sharded, its head whole
+    sets       attributes that count heads exist          "num_head", or 8 where heads=4
 
-Each line is looked at when those before it hold. What only running can tell (two layers that were
-given each other's style, and no norm is beside them) torch tells by the shapes, and `shardwise
-verify` by the numbers.
+Later checks assume the earlier ones, and run only if those find nothing.  The rest is found when
+the model runs: torch refuses shapes that do not fit, and the first step compares the gradients of
+all parameters that ranks hold whole (engine/consistency.py).
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
-from difflib import get_close_matches
+from dataclasses import dataclass
 
-from shardwise.core import advice, tensor_plan_blocks
 from shardwise.core.errors import Problem
 from shardwise.core.styles import ModuleShape, Style, general, last, parent
-from shardwise.core.tensor_plan import Table, counted, matches, unmatched
-from shardwise.core.tensor_plan_match import Fault, Laid, told
+from shardwise.core.suggest import suggest
+from shardwise.core.tensor_plan import Table, counted, cuts, matches, unmatched
+from shardwise.core.uneven import Cut, Range, even, wide
 
 __all__ = ["check"]
 
-#: Styles that are said of all that is in a module.
-_INSIDE = ("gather", "sequence", "replicated", "whole")
 _LINEAR = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input")
 
 
 def check(table: Table, modules: Mapping[str, ModuleShape], sp: bool, ranks: int) -> list[Problem]:
-    """All that keeps a model of these modules, in their order, from running by `table`.
+    """What keeps a model of these modules, in their order, from running by `table` on `ranks`.
 
-    The empty list where it can, on `ranks` ranks of the tensor axis, with the sequence cut too
-    under `sp`. Layers that have the same problem have it once, under the name of the first.
+    The empty list where nothing is found.  Layers with the same problem have it once, under the
+    name of the first.
     """
-    missing = unmatched(table, list(modules), sp)
-    if missing:
-        return missing
-    laid = Laid(table, modules, sp, ranks, matches(table, list(modules), sp))
+    if problems := unmatched(table, list(modules), sp):
+        return problems
     if sp and not table.sequence:
-        return _advised(laid)
-    if found := list(told(_kinds(laid))):
-        return found
-    if found := list(_heads(laid)):
-        return found
-    if found := list(told(_sizes(laid))):
-        return found
-    faults = [*tensor_plan_blocks.faults(laid), *_ties(laid), *_sequence(laid), *_sets(laid)]
-    return [*_no_shards(laid), *told(faults)]
+        allowed = "entries for all modules with parameters that work on shards of the sequence"
+        instead = 'sequence={"embed": "vocabulary:sequence", "*norm": "sequence"}'
+        given = "sp with a table that has no entries for the sequence"
+        return [Problem(given, allowed, f"{instead}; see docs/tensor-tables.md")]
+    placed = _Placed(table, modules, ranks, matches(table, list(modules), sp))
+    if problems := list(_heads(placed)):
+        return problems
+    for faults in (_kinds, _sizes):
+        if problems := list(_merged(faults(placed))):
+            return problems
+    return list(_merged([*_results(placed), *_ties(placed), *_sets(placed)]))
 
 
-def _advised(laid: Laid) -> list[Problem]:
-    """A table without entries for the sequence: a set that was checked, and what it leaves open."""
-    entries = advice.sequence(laid)
-    given = "sp with a table that has no entries for the sequence"
-    allowed = "a table whose sequence says what works on shards of it; docs/tensor-tables.md"
-    if not entries:
-        instead = "a plan without sp, or entries of your own: no repeated block has a style"
-        return [Problem(given, allowed, instead)]
-    table = replace(laid.table, sequence=tuple(entries.items()))
-    rest = check(table, laid.modules, True, laid.ranks)
-    line = f"sw.Table.of({{...}}, sequence={entries!r})"
-    more = f", and what follows for {len(rest)} more" if rest else ""
-    return [Problem(given, allowed, f"{line}{more}; `shardwise verify` proves it"), *rest]
+@dataclass(frozen=True)
+class _Placed:
+    """A table on a model; `styles` includes the modules that stay whole."""
+
+    table: Table
+    modules: Mapping[str, ModuleShape]
+    ranks: int
+    styles: Mapping[str, Style]
+
+    def cut(self, name: str) -> Cut | None:
+        """How the weight of a module is sharded."""
+        return cuts(self.style(name), self.modules[name], self.table, self.ranks)
+
+    def style(self, name: str) -> Style:
+        """The style of a module, "whole" where it has none."""
+        return self.styles.get(name, Style("whole"))
 
 
-def _kinds(laid: Laid) -> Iterator[Fault]:
-    """Styles that cannot be of the kind of module that they stand at."""
-    for name, style in laid.styles.items():
-        shape = laid.modules[name]
+@dataclass(frozen=True)
+class _Fault:
+    """What is wrong with one module; {name} in `instead` is its name for all layers."""
+
+    name: str
+    what: str
+    allowed: str
+    instead: str
+
+
+def _merged(faults: Iterator[_Fault] | list[_Fault]) -> Iterator[Problem]:
+    """A problem for each kind of fault, with the number of modules that have it."""
+    alike: dict[tuple[str, str], list[_Fault]] = {}
+    for fault in faults:
+        alike.setdefault((general(fault.name), fault.what), []).append(fault)
+    for (pattern, _), same in alike.items():
+        first = same[0]
+        more = f" (and {len(same) - 1} more like it)" if len(same) > 1 else ""
+        instead = first.instead.replace("{name}", pattern)
+        yield Problem(f"{first.name}{more}, {first.what}", first.allowed, instead)
+
+
+def _kinds(placed: _Placed) -> Iterator[_Fault]:
+    """Styles of modules that they cannot be applied to."""
+    for name, style in placed.styles.items():
+        shape = placed.modules[name]
+        inside = next((key for key in placed.styles if key.startswith(f"{name}.")), "")
         what = f'of type {shape.type_name or shape.kind}, as "{style}"'
-        if style.name in _LINEAR and shape.kind != "linear":
-            below = [key for key in laid.modules if key.startswith(f"{name}.")]
-            linear = [general(key) for key in below if laid.modules[key].kind == "linear"]
-            near = f'"{linear[0]}": "{style}"' if linear else '"{name}": "whole"'
-            yield Fault(
-                name,
-                what,
-                f"{style} for a linear layer that is called, with a weight of its own",
-                near,
-            )
-        elif str(style) == "vocabulary:sequence" and shape.kind != "embedding":
-            instead = '"{name}": "whole"' if shape.kind == "other" else '"{name}": "vocabulary"'
-            yield Fault(name, what, f"{style} for an nn.Embedding", instead)
-        elif str(style) == "vocabulary:whole" and shape.kind != "linear":
-            instead = '"{name}": "whole"' if shape.kind == "other" else '"{name}": "vocabulary"'
-            yield Fault(name, what, f"{style} for the nn.Linear that makes the logits", instead)
-        elif style.name == "vocabulary" and shape.kind == "other":
-            allowed = f"{style} for an nn.Embedding, or the nn.Linear that makes the logits"
-            yield Fault(name, what, allowed, '"{name}": "whole"')
-        elif style.name in ("gather", "split") and shape.kind != "other":
-            instead = '"{name}": "colwise"' if shape.kind == "linear" else '"{name}": "whole"'
-            yield Fault(name, what, f"{style} for a block, not for one layer in it", instead)
-        elif style.name in ("replicated", "sequence") and name in laid.blocks:
-            inside = next(key for key in laid.styles if key.startswith(f"{name}."))
-            inner = inside.removeprefix(f"{name}.")
-            given = f'{what}, of all that is in it, and {inner} in it is "{laid.style(inside)}"'
-            allowed = f"{style} for a module that no other entry looks into"
-            yield Fault(name, given, allowed, _each(laid, name, style))
-        elif style.name == "whole" and (inside := next(laid.inside(name), None)):
-            given = f'{what}, and {inside.removeprefix(f"{name}.")} in it is "{laid.style(inside)}"'
-            allowed = "whole for one layer, not for all that is in a block"
-            instead = f'"{inside}": "whole", and each other in it, above the patterns they match'
-            yield Fault(name, given, allowed, instead)
+        kinds = _allowed_kinds(style)
+        if shape.kind not in kinds:
+            allowed = f"{style} for a module of kind {' or '.join(kinds)}"
+            yield _Fault(name, what, allowed, f'"{{name}}": "whole", or "{style}" for one in it')
+        elif style.name in ("replicated", "sequence") and inside:
+            given = f'{what}, which includes {general(inside)}, "{placed.style(inside)}"'
+            allowed = f"{style} for a module without other entries in it; a parameter that a block "
+            allowed += "uses itself in a module of its own"
+            yield _Fault(name, given, allowed, 'an entry for each module in "{name}"')
 
 
-def _each(laid: Laid, block: str, style: Style) -> str:
-    """What to write where `style` was said of a module that others with entries are in."""
-    if style.name == "replicated":  # which says that it is used on what is cut: nobody knows that
-        return 'no entry for "{name}", and one for each in it that is used on cut values'
-    bare = (key for key in laid.modules if key.startswith(f"{block}.") and key not in laid.styles)
-    inner = next((general(key) for key in bare if laid.modules[key].parameters), "")
-    if inner:
-        return f'"{inner}": "{style}", each module by its name'
-    own = laid.modules[block].own
-    return _apart(own[0], general(f"{block}.{own[0]}"), style) if own else 'no entry for "{name}"'
+def _allowed_kinds(style: Style) -> tuple[str, ...]:
+    if style.name in _LINEAR or str(style) == "vocabulary:whole":
+        return ("linear",)
+    if style.name == "vocabulary":
+        return ("embedding",) if style.by == "sequence" else ("embedding", "linear")
+    return ("other",) if style.name in ("gather", "split") else ("linear", "embedding", "other")
 
 
-def _apart(own: str, pattern: str, style: Style) -> str:
-    """How a parameter that a block uses itself gets an entry."""
-    made = f"self.{own} = LayerScale(...), a module whose forward uses the parameter"
-    return f'{made}, and "{pattern}": "{style}"'
-
-
-def _heads(laid: Laid) -> Iterator[Problem]:
-    """Numbers of heads that are missing, do not go together, or are too few for the ranks."""
-    table, counting = laid.table, [name for name, s in laid.styles.items() if s.by_heads]
+def _heads(placed: _Placed) -> Iterator[Problem]:
+    """Numbers of heads that are missing, do not divide, or are fewer than the ranks."""
+    table, counting = placed.table, [name for name, s in placed.styles.items() if s.by_heads]
     counting += [pattern for pattern, _ in table.sets]
-    if not counting:
-        return
-    if table.heads is None:
-        given = f'"{general(counting[0])}", cut by heads, in a table without a number of heads'
+    keys = table.keys or table.heads
+    if counting and (table.heads is None or keys is None):
+        given = f'"{general(counting[0])}", sharded by heads, in a table without heads='
         allowed = "the model's own number of query heads, and of key and value heads where fewer"
         yield Problem(given, allowed, "sw.Table.of({...}, heads=8, kv_heads=2)")
-        return
-    keys = table.keys or table.heads
-    if table.heads % keys:
+    elif counting and table.heads and keys and table.heads % keys:
         near = max(k for k in range(1, min(keys, table.heads) + 1) if table.heads % k == 0)
         given = f"a table with heads={table.heads}, kv_heads={keys}"
         yield Problem(given, "kv_heads that divide heads", f"kv_heads={near}")
-        return
-    try:
-        table.head_cuts(laid.ranks)
-    except ValueError as error:
-        given = f"tp{laid.ranks} for a model of {table.heads} query heads ({error})"
+    elif counting and table.heads and table.heads < placed.ranks:
+        given = f"tp{placed.ranks} for a model of {table.heads} query heads"
         allowed = f"the degrees 1 to {table.heads}, so that every rank has a head"
         yield Problem(given, allowed, f"tp{table.heads}")
 
 
-def _sizes(laid: Laid) -> Iterator[Fault]:
+def _sizes(placed: _Placed) -> Iterator[_Fault]:
     """Features that heads or parts do not divide, and fewer features than ranks."""
-    for name, style in laid.styles.items():
-        shape = laid.modules[name]
+    for name, style in placed.styles.items():
+        shape = placed.modules[name]
         rows = style.name == "vocabulary" and shape.kind == "embedding"
         by_inputs = rows or style.name.startswith("rowwise")
         size = shape.in_features if by_inputs else shape.out_features
         what = "rows" if rows else "input features" if by_inputs else "output features"
         try:
-            cut = laid.cut(name)
+            cut = placed.cut(name)
         except ValueError:
-            given = f'which has {size} {what}, as "{style}"{_counted(laid.table, style)}'
-            allowed = f"a multiple of what {style} counts"
+            counts = f" with heads={placed.table.heads}, kv_heads={placed.table.keys}"
+            given = f'which has {size} {what}, as "{style}"{counts if style.by_heads else ""}'
             instead = f'"{{name}}": "{style.name}"'
             if style.by_heads:
                 instead = "heads= and kv_heads= of the model, in sw.Table.of({...}, heads=..., ...)"
-            yield Fault(name, given, allowed, instead)
+            yield _Fault(name, given, f"a multiple of what {style} counts", instead)
             continue
-        smallest = 1 if cut is None else min(map(cut.size, range(laid.ranks)))
-        if smallest == 0:
-            given = f"which has {size} {what}, on {laid.ranks} ranks"
+        if cut is not None and min(map(cut.size, range(placed.ranks))) == 0:
+            given = f"which has {size} {what}, on {placed.ranks} ranks"
             instead = f'tp{size // style.parts}, or "{{name}}": "whole"'
-            yield Fault(name, given, f"one or more {what} for each rank", instead)
+            yield _Fault(name, given, f"one or more {what} for each rank", instead)
 
 
-def _counted(table: Table, style: Style) -> str:
-    return {
-        "heads": f" with heads={table.heads}",
-        "kv_heads": f" with kv_heads={table.keys}",
-        "qkv": f" with heads={table.heads}, kv_heads={table.keys}",
-    }.get(style.by, "")
+def _results(placed: _Placed) -> Iterator[_Fault]:
+    """Rowwise whose input is sharded otherwise than the colwise beside them give it.
+
+    Of several parts in one weight each rank would take the wrong ones, all ranks alike: neither a
+    shape nor a gradient tells.
+    """
+    for name in (name for name in placed.styles if placed.style(name).name == "rowwise"):
+        beside = [k for k in placed.styles if parent(k) == parent(name)]
+        columns = [k for k in beside if placed.style(k).name == "colwise"]
+        cut, style = placed.cut(name), placed.style(name)
+        by_heads = any(placed.style(key).by in ("heads", "qkv") for key in columns)
+        if cut is None or not columns or (by_heads and style.by):
+            continue
+        if cut.ranges not in [_result(placed, key) for key in columns]:
+            says = ", ".join(f"{last(key)} ({placed.style(key)})" for key in columns)
+            size = placed.modules[name].in_features
+            what = f'as "{style}", which takes {size} features sharded otherwise than {says} give'
+            what += " them"
+            allowed = "a colwise and the rowwise that takes its result, sharded alike"
+            yield _Fault(name, what, allowed, _fitting(placed, columns, size, by_heads))
 
 
-def _ties(laid: Laid) -> Iterator[Fault]:
-    """Modules that share a weight and cut it in two ways: one would use a part as the whole."""
-    for name, shape in laid.modules.items():
-        if shape.tied and laid.cut(name) != laid.cut(shape.tied):
-            mine, other = laid.style(name), laid.style(shape.tied)
+def _result(placed: _Placed, name: str) -> tuple[tuple[Range, ...], ...]:
+    """How what a colwise gives is sharded when a rowwise takes it: of several parts, one part."""
+    style, size = placed.style(name), placed.modules[name].out_features
+    if not style.by_heads:
+        return even(0, size // style.parts, placed.ranks).ranges
+    queries, keys = placed.table.head_cuts(placed.ranks)
+    if style.by == "kv_heads":
+        return wide(keys, 0, size // keys.whole).ranges
+    heads = queries.whole + (2 * keys.whole if style.by == "qkv" else 0)
+    return wide(queries, 0, size // heads).ranges
+
+
+def _fitting(placed: _Placed, columns: list[str], size: int, by_heads: bool) -> str:
+    """The entry with which a rowwise of `size` input features takes what the colwise give."""
+    if by_heads:
+        return '"{name}": "rowwise:heads"'
+    for column in columns:
+        parts, rest = divmod(placed.modules[column].out_features, size)
+        if parts > 1 and not rest:
+            return f'"{general(column)}": "colwise:{parts}"'
+    return '"{name}": "rowwise_split_input", and "colwise_gather_output" before it'
+
+
+def _ties(placed: _Placed) -> Iterator[_Fault]:
+    """Modules that share a weight and shard it in two ways: one would use a part as the whole."""
+    for name, shape in placed.modules.items():
+        if shape.tied and placed.cut(name) != placed.cut(shape.tied):
+            mine, other = placed.style(name), placed.style(shape.tied)
             what = f'which is "{mine}" and shares its weight with {shape.tied}, "{other}"'
             instead = f'"{general(shape.tied)}": "vocabulary", "{{name}}": "vocabulary"'
-            yield Fault(name, what, "one cut for one weight", instead)
+            yield _Fault(name, what, "one style for one weight", instead)
 
 
-def _no_shards(laid: Laid) -> Iterator[Problem]:
-    """Under sp, a table in which nothing makes shards of the sequence."""
-    styles = map(str, laid.styles.values())
-    if laid.sp and not {"split", "vocabulary:sequence"} & set(styles):
-        names = [name for name in laid.modules if last(name) == "0"]
-        first = names[0] if names else "blocks.0"
-        given = "sp with a table in which nothing makes shards of the sequence"
-        allowed = "an embedding that does, or a block that takes its shard of what it is given"
-        instead = f'sequence={{"embed": "vocabulary:sequence"}}, or {{"{first}": "split"}}'
-        yield Problem(given, allowed, instead)
-
-
-def _sequence(laid: Laid) -> Iterator[Fault]:
-    """Under sp, parameters that are used on shards while no entry says so; gathers for good."""
-    if not laid.sp:
-        return
-    gathers = dict.fromkeys(laid.named("gather"), False)
-    for name, shape in laid.modules.items():
-        around = [key for key in _around(name) if key in laid.styles]
-        if laid.style(name).name.startswith("rowwise"):
-            gathers |= {key: True for key in around if key in gathers}
-        told = any(laid.style(key).name in _INSIDE for key in around)
-        if name in laid.styles or shape.kind == "embedding" or not shape.parameters or told:
-            continue
-        if name in laid.blocks:
-            yield from _used_by_block(name, shape)
-            continue
-        what = "without an entry under sp, so that nothing sums its gradient over the shards"
-        if advice.mixes(shape):
-            what = f"a {shape.type_name}, which uses several positions and has only a shard of them"
-        allowed = "an entry for all that has parameters and is not below a gather"
-        yield Fault(name, what, allowed, advice.entry(laid, name))
-    for name in (name for name, shards in gathers.items() if not shards):
-        what = 'as "gather", and no rowwise in it makes shards of the sequence again'
-        allowed = "gather for a block that ends with a rowwise, as attention does"
-        yield Fault(name, what, allowed, 'sequence={"{name}": "sequence"} if it works by token')
-
-
-def _used_by_block(name: str, shape: ModuleShape) -> Iterator[Fault]:
-    """Parameters of a module that can have no entry, since modules in it have theirs."""
-    for own in shape.own:
-        what = f"a parameter that a {shape.type_name} uses itself, beside modules with entries: "
-        what += "nothing sums its gradient over the shards of the sequence"
-        allowed = "parameters in a module of their own, whose entry says what they are used on"
-        yield Fault(f"{name}.{own}", what, allowed, _apart(own, "{name}", Style("sequence")))
-
-
-def _around(name: str) -> Iterator[str]:
-    """The modules that `name` is in, from the nearest."""
-    while name:
-        name = parent(name)
-        yield name
-
-
-def _sets(laid: Laid) -> Iterator[Fault]:
-    """Attributes of `sets` that a module has not, or that count something else."""
-    queries, keys = (c.whole for c in laid.table.head_cuts(1)) if laid.table.sets else (1, 1)
+def _sets(placed: _Placed) -> Iterator[_Fault]:
+    """Attributes of `sets` that a module does not have, or that count something else."""
+    queries, keys = (c.whole for c in placed.table.head_cuts(1)) if placed.table.sets else (1, 1)
     right = {"heads": queries, "kv_heads": keys, "groups": queries // keys}
-    for name, attribute, number in counted(laid.table, laid.modules):
-        there = dict(laid.modules[name].numbers)
-        if attribute not in there:
-            near = get_close_matches(attribute, there, n=1, cutoff=0.0) or ["num_heads"]
-            has = ", ".join(there) or "none that it has"
+    for name, attribute, number in counted(placed.table, placed.modules):
+        there = dict(placed.modules[name].numbers)
+        value = there.get(attribute)
+        if value is None:
+            near = suggest(attribute, there) or "num_heads"
             what = f"which has no attribute {attribute} that is a whole number"
-            yield Fault(
-                name, what, f"whole numbers of the module: {has}", f'{{"{near[0]}": "{number}"}}'
-            )
-        elif there[attribute] != right.get(number, there[attribute]):
-            what = f"whose {attribute} is {there[attribute]}, and the table's {number} are"
-            what = f"{what} {right[number]}"
+            allowed = f"whole numbers of the module: {', '.join(there) or 'it has none'}"
+            yield _Fault(name, what, allowed, f'{{"{near}": "{number}"}}')
+        elif value != right.get(number, value) or (number == "queries" and value % queries):
+            expected = right.get(number, f"multiples of {queries} heads")
+            what = f"whose {attribute} is {value}, and the table's {number} are {expected}"
             allowed = "numbers of heads that are those of the model"
-            yield Fault(name, what, allowed, f"sw.Table.of({{...}}, heads={there[attribute]})")
-        elif number == "queries" and there[attribute] % queries:
-            what = f"whose {attribute} is {there[attribute]}, no multiple of {queries} heads"
-            yield Fault(name, what, "the features of all queries", f'{{"{attribute}": "heads"}}')
+            yield _Fault(name, what, allowed, f"sw.Table.of({{...}}, heads={value})")

@@ -1,4 +1,4 @@
-"""this file is a word beside torch's errors of shapes: what the table of a cut model may lack."""
+"""A note on torch's shape errors: what the tensor plan of the model may lack."""
 
 import re
 from collections.abc import Iterator
@@ -6,25 +6,27 @@ from contextlib import contextmanager
 
 from shardwise.engine.tensor_layout import Tensors
 
-#: How torch says that shapes do not fit, or that a place is not there.
+#: Torch's messages for shapes that do not fit and indices out of range.
 _SHAPES = re.compile(
     r"shape '|sizes? of tensor|shapes cannot be multiplied|normalized_shape|[Ss]izes of tensors"
     r"|exceeds dimension size|index \d+ is out of bounds"
     r"|Expected (input|target) (batch_)?size|Using a target size"
 )
 _FEATURES = (
-    "If it runs on one process, the table may lack sets= for a number of heads that the code "
-    "reads, colwise_gather_output before code that needs all features"
+    "If the model runs on one process, its tensor plan may be wrong: a colwise without the rowwise "
+    "that takes its result, two styles exchanged, a layer beside them without an entry, no sets= "
+    "for a number of heads that the code reads, no colwise_gather_output before code that needs "
+    "all features"
 )
 _POSITIONS = (
-    ", gather for a block that reads the number of positions, sequence:join for the norm before "
-    "code that pools, picks or returns them"
+    ", no gather for a block that reads the number of positions, no sequence:join for the norm "
+    "before code that pools, picks or returns them"
 )
 
 
 @contextmanager
 def shapes(tensors: Tensors) -> Iterator[None]:
-    """Add a note to an error of shapes where a model is on a tensor axis; to no other."""
+    """Add the note to shape errors of a model on a tensor axis."""
     try:
         yield
     except (RuntimeError, IndexError, ValueError) as error:

@@ -9,7 +9,6 @@ import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from fnmatch import fnmatch
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
+from shardwise.core.suggest import suggest
 from shardwise.engine.elementwise import ELEMENTWISE, needs_whole_tensors
 
 
@@ -82,8 +82,8 @@ class OptimizerSpec:
         """
         for pattern in self.groups:
             if not any(fnmatch(name, pattern) for name in names):
-                close = get_close_matches(pattern, names, n=1, cutoff=0.0)
-                nearest = f"; the nearest name is {close[0]}" if close else ""
+                close = suggest(pattern, names)
+                nearest = f"; the nearest name is {close}" if close else ""
                 warnings.warn(
                     f'The optimizer\'s group "{pattern}" matches no parameter of this model, so '
                     f"its options are not used{nearest}.",
@@ -132,8 +132,8 @@ def _maker(kind: type[Optimizer]) -> str:
 def _near(options: dict[str, Any], takes: Sequence[str]) -> str:
     """The option most like the unknown one, or a learning rate."""
     unknown = next((key for key in options if key not in takes), "")
-    close = get_close_matches(unknown, takes, n=1, cutoff=0.6) if unknown else []
-    return f"{close[0]}={options[unknown]!r}" if close else "lr=3e-4"
+    close = suggest(unknown, takes, 0.6)
+    return f"{close}={options[unknown]!r}" if close else "lr=3e-4"
 
 
 def Optim(  # noqa: N802

@@ -1,7 +1,6 @@
 """`sw.parallelize`: checks all arguments, then builds the engine."""
 
 import sys
-from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +10,7 @@ from shardwise.comm.world import World
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
+from shardwise.core.suggest import suggest
 from shardwise.engine import (
     compiled,
     consistency,
@@ -151,8 +151,8 @@ def settled_options(options: dict[str, Any]) -> dict[str, Any]:
     """Check the options and add defaults.  Raises InputError for a wrong name or value."""
     unknown = sorted(options.keys() - DEFAULTS.keys())
     if unknown:
-        close = get_close_matches(unknown[0], DEFAULTS, n=1, cutoff=0.5)
-        instead = f"{close[0]}=..." if close else "clip=1.0"
+        close = suggest(unknown[0], DEFAULTS, 0.5)
+        instead = f"{close}=..." if close else "clip=1.0"
         named = ", ".join(unknown)
         raise bad(f"parallelize with the option {named}", ", ".join(sorted(DEFAULTS)), instead)
     validate.positive("clip", options.get("clip"))

@@ -11,7 +11,6 @@ heaviest stage is as light as possible (core/balance.py).
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from functools import partial
 from itertools import product
 from typing import Any, Final
@@ -23,6 +22,7 @@ from shardwise.comm.move import broadcast
 from shardwise.comm.world import World
 from shardwise.core.balance import balanced
 from shardwise.core.errors import InputError, bad
+from shardwise.core.suggest import suggest
 from shardwise.engine import validate
 from shardwise.parallel.pipeline.placeholders import Layer, layers
 
@@ -124,7 +124,7 @@ def known(model: nn.Module, names: Sequence[str]) -> None:
             raise bad(
                 f'"{name}", which is no module of the {type(model).__name__}',
                 f"names of its modules: {_some(there) or 'it has none'}",
-                f'"{get_close_matches(name, there, n=1, cutoff=0.0)[0]}"' if there else "none",
+                f'"{suggest(name, there)}"' if there else "none",
             )
 
 

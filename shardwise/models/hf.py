@@ -20,7 +20,8 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from shardwise.core.errors import bad
-from shardwise.models.trainable import Loss, Trainable, nearest
+from shardwise.core.suggest import suggestions
+from shardwise.models.trainable import Loss, Trainable
 
 VOCABULARY: Final = 128
 POSITIONS: Final = 16
@@ -193,7 +194,7 @@ def _kind(name: str) -> str:
     masked = auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     seq2seq = auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
     if name not in {**causal, **masked, **seq2seq}:
-        close = nearest(name, sorted({**causal, **masked, **seq2seq}))
+        close = suggestions(name, {**causal, **masked, **seq2seq}, 3)
         raise bad(
             f'the model "hf:{name}", which transformers has no language model for',
             f"a model type of transformers, such as {', '.join(close)}",

@@ -4,10 +4,11 @@ import torch
 from torch import Tensor
 
 from shardwise.core.errors import bad
+from shardwise.core.suggest import suggest
 from shardwise.models import gpt, hf, user
 from shardwise.models.gpt import GPT, SIZES, GPTConfig
 from shardwise.models.initial import fill, initial
-from shardwise.models.trainable import Trainable, nearest
+from shardwise.models.trainable import Trainable
 
 FORMS = "gpt, gpt:SIZE, hf:NAME or file.py:build"
 
@@ -26,8 +27,8 @@ def find(name: str, seed: int = 0) -> Trainable:
         return hf.find(rest, seed)
     if ".py" in name:
         return user.find(name, seed)
-    close = nearest(name, ["gpt", *(f"gpt:{size}" for size in SIZES), "hf:gpt2", "hf:llama"], 1)
-    raise bad(f'the model "{name}"', FORMS, close[0])
+    known = ["gpt", *(f"gpt:{size}" for size in SIZES), "hf:gpt2", "hf:llama"]
+    raise bad(f'the model "{name}"', FORMS, suggest(name, known, 0.5) or "gpt")
 
 
 def of_gpt(name: str, config: GPTConfig, seed: int = 0) -> Trainable:
@@ -57,6 +58,6 @@ def _size(word: str) -> GPTConfig:
         raise bad(
             f'the model "gpt:{word}"',
             f"the sizes {', '.join(SIZES)}",
-            f"gpt:{nearest(word, list(SIZES), 1)[0]}",
+            f"gpt:{suggest(word, SIZES)}",
         )
     return SIZES[word]

@@ -1,7 +1,6 @@
 """This file is a model with what it takes to train it: its loss, its batches, its name."""
 
-import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +45,3 @@ class Trainable:
         """A batch of `rows` rows, a function of rows and seed alone, on `device`."""
         made = self.make_batch(rows, seed)
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), made)
-
-
-def nearest(word: str, words: Sequence[str], count: int = 3) -> list[str]:
-    """The few `words` that look most like `word`; the first few of all when none does."""
-    return difflib.get_close_matches(word, words, n=count, cutoff=0.5) or list(words[:count])

@@ -29,7 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import InputError, bad
-from shardwise.models.trainable import Loss, Trainable, nearest
+from shardwise.core.suggest import suggest
+from shardwise.models.trainable import Loss, Trainable
 
 RETURNS: Final = "a function that returns an nn.Module, or (module, loss, make_batch)"
 GUESSED_POSITIONS: Final = 16
@@ -100,11 +101,11 @@ def _function(module: ModuleType, function: str, name: str) -> Callable[[], Any]
     if callable(build):
         return build
     there = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
-    close = nearest(function, there, 1)
+    close = suggest(function, there)
     raise bad(
         f'the model "{name}", whose file has no function "{function}"',
         f"one of its functions: {', '.join(there) or 'it has none'}",
-        f"{name.rpartition(':')[0]}:{close[0]}" if close else "def build(): ... in that file",
+        f"{name.rpartition(':')[0]}:{close}" if close else "def build(): ... in that file",
     )
 
 

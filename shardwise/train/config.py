@@ -10,7 +10,6 @@ bent into another type: true is no number, and "8" no batch. Nothing here needs 
 is answered at once.
 """
 
-import difflib
 import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from shardwise.core.errors import Problem, bad, refusal
+from shardwise.core.suggest import suggest
 
 CLOSED: Final = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 MOST: Final = 10**9  # of anything that is counted
@@ -269,8 +269,8 @@ def _full(key: str, value: str) -> str:
     named = [name for name in full if name.partition(".")[2] == key]
     if not named:
         names = {name.partition(".")[2]: name for name in full}
-        close = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
-        named = [names[close[0]]] if close else []
+        close = suggest(key, names, 0.6)
+        named = [names[close]] if close else []
     if not named:
         return "--set train.steps=100, for example"
     return " or ".join(f"--set {name}={value}" for name in named)
@@ -362,7 +362,7 @@ _WORDS: Final = {
 def _unknown(path: list[str]) -> Problem:
     parent = Config.model_fields if len(path) == 1 else _fields(path[0])
     names = list(parent)
-    close = difflib.get_close_matches(path[-1], names, n=1, cutoff=0.5)
+    close = suggest(path[-1], names, 0.5)
     elsewhere = [f"{part}.{path[-1]}" for part in Config.model_fields if path[-1] in _fields(part)]
     where = f"in [{path[0]}]" if len(path) > 1 else "as sections"
     if elsewhere:

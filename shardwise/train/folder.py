@@ -14,7 +14,6 @@ it, and no run, belongs to somebody else: it is refused in any case. A start tha
 ends before its first step, leaves no run.
 """
 
-import difflib
 import json
 import re
 import shutil
@@ -26,6 +25,7 @@ from typing import Final
 
 from shardwise.checkpoint.folder import CHECKPOINTS, all_in, find, step_of
 from shardwise.core.errors import InputError, bad
+from shardwise.core.suggest import suggestions
 from shardwise.train.config import Config, dump, read
 from shardwise.train.packed import PROBE, publish, unwritable
 
@@ -209,7 +209,7 @@ def _without_checkpoint(folder: Path, run: bool) -> str:
         others = [path.name for path in beside.iterdir() if all_in(path / CHECKPOINTS)]
     except OSError:
         others = []
-    close = difflib.get_close_matches(folder.name, others, n=3, cutoff=0.5)
+    close = suggestions(folder.name, others, 3, 0.5)
     if close:
         return " or ".join(f"--set run.folder={beside / name}" for name in close)
     return "the same without --resume"

@@ -1,6 +1,5 @@
 """The model of a run: a GPT of the configured sizes, built for its plan, and its batches."""
 
-import difflib
 from functools import partial
 
 import torch
@@ -9,6 +8,7 @@ from torch import Tensor
 from shardwise.comm.objects import all_gather_object
 from shardwise.comm.world import World
 from shardwise.core.errors import RunError, bad
+from shardwise.core.suggest import suggest
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer_spec import AdamW
 from shardwise.engine.parallelize import parallelize
@@ -85,13 +85,13 @@ def _named(model: GPT, given: str) -> list[str]:
     unknown = [name for name in names if name not in known]
     if unknown or not names:
         ways = ["parameters", "time", *known]
-        near = difflib.get_close_matches(unknown[0].lower() if unknown else "", ways, 1, 0.0)
+        near = suggest(unknown[0].lower() if unknown else "", ways)
         raise bad(
             f"plan.stages = '{given}'"
             + (f", of which {unknown[0]} is no module of the model" if names else ""),
             "parameters, time, or the modules that begin the stages but the first, such as "
             + ", ".join(name for name in known if name.count(".") == 1 and name[-1].isdigit()),
-            f"plan.stages = '{near[0]}'",
+            f"plan.stages = '{near}'",
         )
     return names
 

@@ -1,6 +1,5 @@
 """The sizes of a run's GPT, and whether its plan and this machine have room for it."""
 
-import difflib
 import os
 from dataclasses import replace
 from typing import Any, Final
@@ -9,6 +8,7 @@ import torch
 
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
+from shardwise.core.suggest import suggest
 from shardwise.core.zero import STATE_BYTES, bytes_per_parameter, row_of
 from shardwise.engine import tensor_parallel
 from shardwise.models import gpt
@@ -23,8 +23,8 @@ GPU_BYTES: Final = 2**39  # no GPU has more
 def gpt_config(section: ModelSection, vocabulary: int) -> GPTConfig:
     """The sizes: the named ones, the tokens' own vocabulary, and over them what is given."""
     if section.name not in SIZES:
-        close = difflib.get_close_matches(section.name, SIZES, n=1, cutoff=0.0)
-        raise bad(f"model.name = '{section.name}'", ", ".join(SIZES), f"model.name = '{close[0]}'")
+        close = suggest(section.name, SIZES)
+        raise bad(f"model.name = '{section.name}'", ", ".join(SIZES), f"model.name = '{close}'")
     given: dict[str, Any] = {"vocabulary": vocabulary, **section.sizes()}
     if "heads" in given and "kv_heads" not in given:
         given["kv_heads"] = given["heads"]

@@ -4,7 +4,6 @@ What the library for command lines finds (an option there is not, a value of the
 argument too few or too many) becomes what was given, what is allowed, and what to write instead.
 """
 
-import difflib
 import re
 import shlex
 from collections.abc import Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any, Final
 import typer
 
 from shardwise.core.errors import Problem
+from shardwise.core.suggest import suggest
 
 #: The library's error of this kind; typer brings its own click or uses the one that is installed.
 UsageError: Final[type[Exception]] = typer.BadParameter.__mro__[1]
@@ -107,12 +107,12 @@ def _instead(error: Any, path: str, command: Any) -> str:
     message = str(error.format_message())
     if option := getattr(error, "option_name", None):
         known = {name.lstrip("-"): name for name in _options(command)}
-        if close := difflib.get_close_matches(option.lstrip("-"), known, n=1, cutoff=0.5):
-            return f"{known[close[0]]} {VALUES.get(known[close[0]], '')}".rstrip()
+        if close := suggest(option.lstrip("-"), known, 0.5):
+            return f"{known[close]} {VALUES.get(known[close], '')}".rstrip()
         return f"{path} --help, to see what each option does"
     if found := re.match(r"No such command '(.*?)'", message):
-        close = difflib.get_close_matches(found[1], command.commands, n=1, cutoff=0.5)
-        return EXAMPLES[close[0]] if close else f"{path} --help, to see what each command does"
+        close = suggest(found[1], command.commands, 0.5)
+        return EXAMPLES[close] if close else f"{path} --help, to see what each command does"
     if "unexpected extra argument" in message:
         return f"{_example(path)}; an argument with spaces in it stands in quotes"
     param = getattr(error, "param", None)

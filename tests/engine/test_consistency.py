@@ -36,17 +36,20 @@ class Block(nn.Module):
 
 
 class Small(nn.Module):
-    """Words through a block; `scaled` by a parameter of its own, `read` with the table read."""
+    """Words through a block; `normed`, `scaled` by a parameter, `read` with the table read."""
 
-    def __init__(self, depth: int = 1, scaled: bool = False, read: bool = False) -> None:
+    def __init__(
+        self, depth: int = 1, scaled: bool = False, read: bool = False, normed: bool = False
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.head = nn.Embedding(WORDS, 16), nn.Linear(16, WORDS)
         self.blocks = nn.ModuleList(Block() for _ in range(depth))
+        self.norm = nn.LayerNorm(16) if normed else nn.Identity()
         self.gamma, self.read = nn.Parameter(torch.ones(16)) if scaled else None, read
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.embed(ids)
+        x = self.norm(self.embed(ids))
         x = x if self.gamma is None else x * self.gamma
         for block in self.blocks:
             x = block(x)
@@ -56,6 +59,7 @@ class Small(nn.Module):
 TABLE = {"embed": "vocabulary", "blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 FIXED = TABLE | {"blocks.*.act": "replicated"}
 SEQUENCE = {"embed": "vocabulary:sequence", "head": "vocabulary"}
+SPLIT = sw.Table.of(FIXED, sequence=SEQUENCE)
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -179,12 +183,8 @@ FAULTS = [
     ("tp2", Small, {"table": TABLE}, r"the gradient of blocks\.0\.act\.weight.*replicated"),
     ("dp2 tp2", Small, {"table": TABLE}, r"the gradient of blocks\.0\.act\.weight"),
     ("tp2 accumulate:2", Small, {"table": TABLE, "clip": 1.0}, r"of blocks\.0\.act\.weight"),
-    (
-        "tp2 sp",
-        partial(Small, scaled=True),
-        {"table": sw.Table.of(FIXED, sequence=SEQUENCE)},
-        r'the gradient of gamma,.*"gamma": "sequence"',
-    ),
+    ("tp2 sp", partial(Small, scaled=True), {"table": SPLIT}, r'of gamma,.*"gamma": "sequence"'),
+    ("tp2 sp", partial(Small, normed=True), {"table": SPLIT}, r'of norm\.w.*"norm": "sequence"'),
     ("tp2", partial(Small, read=True), {"table": FIXED}, "a loss that differs.*a sharded weight"),
 ]
 

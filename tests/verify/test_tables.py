@@ -116,7 +116,9 @@ def test_a_shape_that_does_not_fit_is_told_what_the_table_may_lack(tmp_path: Pat
     with pytest.raises(RankError) as error:
         proved(tmp_path, "last_position")
     assert "index 8 is out of bounds for dimension 1" in error.value.text
-    assert "sequence:join for the norm before code that pools, picks or returns" in error.value.text
+    assert (
+        "no sequence:join for the norm before code that pools, picks or returns" in error.value.text
+    )
     assert proved(tmp_path, "last_position_mended").holds
 
 
@@ -160,7 +162,6 @@ def narrow_table():
         ("untold", "tensor parallelism of a Linear, which has no table of styles"),
         ("misspelt", '"rowise".*"rowwise"'),
         ("nowhere", r'"3".*no module'),
-        ("halved", "whose result stays cut"),
         ("narrow_table", "0, which has 1 output features, on 2 ranks"),
     ],
 )
@@ -175,3 +176,13 @@ def test_a_table_that_does_not_fit_is_answered_before_any_rank_is_started(
     said = capsys.readouterr().err.strip()
     assert leaving.value.code == 2
     assert re.search(phrase, said) and "Write instead:" in said and "Traceback" not in said
+
+
+def test_a_result_that_stays_sharded_is_refused_by_torch_with_a_note(tmp_path: Path):
+    """A whole layer after a colwise: shapes that do not fit, and what the table may lack."""
+    path = tmp_path / "own.py"
+    path.write_text(OWN)
+    with pytest.raises(RankError) as error:
+        run_gloo(2, prove, Plan.parse("tp2 fp64"), f"{path}:halved", 1)
+    assert "shapes cannot be multiplied" in error.value.text
+    assert "a colwise without the rowwise that takes its result" in error.value.text

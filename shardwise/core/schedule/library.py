@@ -5,7 +5,6 @@ units of one action with F = I = W = 1 (B = 2) and no hop. Tapes are the largest
 activations on each rank, one per microbatch and stage. Tests compare every form with the clock.
 """
 
-import difflib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -13,6 +12,7 @@ from typing import Final, NamedTuple
 from shardwise.core.errors import bad
 from shardwise.core.schedule import classic, interleaved, weight_stashing, zero_bubble
 from shardwise.core.schedule.schedule import Schedule
+from shardwise.core.suggest import suggest
 
 #: The largest number of forwards of one schedule, all ranks together, since it is written out.
 MOST_FORWARDS: Final = 2**15
@@ -185,8 +185,8 @@ LIBRARY: dict[str, Entry] = {
 def entry(name: str) -> Entry:
     """The schedule called `name`. Raises InputError with the nearest name if there is none."""
     if name not in LIBRARY:
-        near = difflib.get_close_matches(name.lower(), LIBRARY, n=1, cutoff=0.3)
-        raise bad(f"the schedule '{name}'", ", ".join(LIBRARY), (near or ["1f1b"])[0])
+        near = suggest(name.lower(), LIBRARY, 0.3)
+        raise bad(f"the schedule '{name}'", ", ".join(LIBRARY), near or "1f1b")
     return LIBRARY[name]
 
 

@@ -24,13 +24,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.core.errors import bad
+from shardwise.core.suggest import suggest
 from shardwise.parallel.pipeline.interceptor import Glue
 
 
@@ -132,11 +132,10 @@ def _check(
 ) -> None:
     for name in [*starts, *beside, *beside.values()]:
         if not name or name not in order:
-            close = get_close_matches(name, list(order), n=1, cutoff=0.0)
             raise bad(
                 f'"{name}", which is no module of the {type(model).__name__}',
                 f"names of its modules, such as {_some([key for key in order if key])}",
-                f'"{close[0]}"',
+                f'"{suggest(name, order)}"',
             )
     right = sorted(set(starts), key=lambda name: order[name])
     if right != list(starts):

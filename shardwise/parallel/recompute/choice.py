@@ -8,13 +8,13 @@ The blocks are those that sharding takes for units (the repeated class of the mo
 """
 
 from collections.abc import Iterator, Mapping
-from difflib import get_close_matches
 from fnmatch import fnmatch
 
 from torch import nn
 
 from shardwise.core.errors import bad
 from shardwise.core.plan_parser import recompute_every
+from shardwise.core.suggest import suggest
 from shardwise.parallel.recompute.checkpointed import FULL, SELECTIVE
 
 
@@ -42,14 +42,14 @@ def _named(model: nn.Module, patterns: list[str], what: str) -> Iterator[str]:
     names = _callable_names(model)
     for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in names):
-            near = get_close_matches(pattern, [FULL, SELECTIVE, *names], n=1, cutoff=0.0)
+            near = suggest(pattern, [FULL, SELECTIVE, *names])
             if any(name.startswith(f"{pattern}.") for name in names):
-                near = [f"{pattern}.*"]  # a list of modules, which is never called
+                near = f"{pattern}.*"  # a list of modules, which is never called
             raise bad(
                 f"recompute:{what} for a {type(model).__name__}, where {pattern} matches no module "
                 "that has a forward",
                 f"full, selective, everyN, or names of modules: {', '.join(names[:6])}, ...",
-                f"recompute:{near[0] if near else FULL}",
+                f"recompute:{near or FULL}",
             )
     found: list[str] = []
     for name in names:
