@@ -51,6 +51,7 @@ class Trace:
     orders        by number, the order of dims in which a value that is not contiguous lies
     written[s]    values of earlier stages that stage s writes to: it copies them first
     trained       values through which gradients flow
+    read[s]       parameters of stage s, by number, that are read there outside of layers
     """
 
     events: tuple[Event, ...]
@@ -59,6 +60,7 @@ class Trace:
     orders: Mapping[int, tuple[int, ...]]
     written: tuple[frozenset[int], ...]
     trained: frozenset[int]
+    read: tuple[frozenset[int], ...]
 
 
 def maker(made: Sequence[int], use: int) -> int | None:

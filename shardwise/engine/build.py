@@ -30,10 +30,9 @@ from shardwise.engine.training import Build
 from shardwise.kernels.fused_linear import take_over
 from shardwise.kernels.matmul import fastest
 from shardwise.kernels.rms_norm import fused
-from shardwise.parallel.data.consensus import Facts
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.hooks import Data, Pace
-from shardwise.parallel.data.staged_hooks import Staged
+from shardwise.parallel.data.staged_hooks import StagedUnits
 from shardwise.parallel.data.units import Unit, Units
 
 
@@ -44,7 +43,7 @@ class Laid:
     axes: tuple[Axis, Axis]
     tensors: Tensors
     staging: Staging | None
-    data: Data | Staged
+    data: Data
     flats: list[Flat]
 
 
@@ -80,14 +79,16 @@ def lay_out(model: nn.Module, build: Build) -> Laid:
     recomputation.apply(model, build.recompute, world.device)
     staged = stage_module.lay_out(model, twins, world, schedule, build.starts, build.beside)
     units = shard(how, staged.here(specs), tensors, staged.ties)
-    data = _driven(units, staged, agreed(model, how, units))
+    data = _driven(model, how, units, staged, Pace(ahead=build.prefetch, by_hand=False))
     take_over(model, products, norm, data, sizes(units), several=True)
     model.register_forward_pre_hook(Hook(data, nothing))  # no copy of a part passes for the model
     return Laid(how.axes, tensors, staged, data, flats_of(units))
 
 
-def _driven(units: Sequence[Unit], staged: Staging, facts: Facts) -> Staged:
-    """The units by the stages that use them; those with tied parameters are summed last."""
+def _driven(
+    model: nn.Module, how: Sharding, units: Sequence[Unit], staged: Staging, pace: Pace
+) -> Data:
+    """The units by the stages that use them; those with tied parameters are reduced last."""
     names = [[name for group in unit.groups for name in group.names] for unit in units]
     stages = {
         stage: [u for u, own in zip(units, names, strict=True) if stage in staged.used(own)]
@@ -99,4 +100,7 @@ def _driven(units: Sequence[Unit], staged: Staging, facts: Facts) -> Staged:
         if staged.ties.keys() & set(own)
     ]
     last = [unit for _, unit in sorted(tied, key=lambda pair: pair[0])]
-    return Staged(Units(units), stages, last, sums_of(units, in_flight=len(units)), facts)
+    sums = sums_of(units, in_flight=len(units))
+    inside = {m for layer in staged.stages.layers.real for m in layer.modules()}
+    by_stage = StagedUnits(stages, last, inside, sums)
+    return Data(model, Units(units), pace, sums, agreed(model, how, units), by_stage)

@@ -35,8 +35,6 @@ from shardwise.engine.shard import cast_whole
 from shardwise.engine.training import DTYPES, Build, Metrics, StepResult, Training
 from shardwise.engine.updating import Updates
 from shardwise.engine.weight_stashing import Stale
-from shardwise.parallel.data.hooks import Data
-from shardwise.parallel.data.staged_hooks import Staged
 from shardwise.parallel.data.units import Unit
 from shardwise.predict import traffic
 from shardwise.predict.traffic import Line
@@ -88,9 +86,8 @@ class Engine:
 
     def _passes(self) -> Straight | Pipelined:
         model, tensors, objective = self.model, self.tensors, self._objective
-        if self.staging is not None and isinstance(self.data, Staged):
+        if self.staging is not None:
             return Pipelined(model, self.staging, self.data, tensors, objective)
-        assert isinstance(self.data, Data)
         return Straight(model, self.data, tensors, objective, self.world.device)
 
     def _objective(self, model: nn.Module, part: Any) -> Tensor:

@@ -329,12 +329,6 @@ class _Pass:
             if spec.requires_grad
         ]
 
-    def gather(self, stage: int) -> None:
-        """Nothing is sharded."""
-
-    def free(self, stage: int) -> None:
-        """Nothing is sharded."""
-
     def reduce(self, stage: int) -> None:
         """Nothing is replicated."""
 

@@ -1,9 +1,8 @@
-"""this file is a pass under a schedule: what its actions are, of an engine's model and parameters.
+"""A step under a schedule: what its actions do with an engine's model and parameters.
 
-    F        the stage's part of the user's own forward (staged_model.py); the last stage's is the
-    loss B I W    autograd, from the gradients that came to those that go
-    (parallel/pipeline/backward.py) GATHER FREE REDUCE      the stage's units
-    (parallel/data/staged_hooks.py)
+    F        the stage's part of the user's own forward (staged_model.py), with the loss in the last
+    B I W    autograd, from the gradients that came to those that go (parallel/pipeline/backward.py)
+    REDUCE   the gradients of the stage's units (parallel/data/staged_hooks.py)
 
 Every rank of the pipeline axis has the whole microbatch; what crosses between ranks are the values
 that later stages use.  Their shapes are learnt once for each shape of microbatch, on meta, by every
@@ -15,7 +14,7 @@ which rank has the stage.
 """
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -35,9 +34,12 @@ from shardwise.engine.rng import seeded
 from shardwise.engine.stage_module import Staging
 from shardwise.engine.tensor_layout import Tensors
 from shardwise.engine.weight_stashing import Stale
-from shardwise.parallel.data.staged_hooks import PutOff, Staged
+from shardwise.parallel.data.hooks import Data
+from shardwise.parallel.data.staged_hooks import PutOff
+from shardwise.parallel.data.units import Unit
 from shardwise.parallel.pipeline.backward import Rest, Tape
 from shardwise.parallel.pipeline.runtime import Watch, open_channels, run
+from shardwise.predict.unit_gathers import Gather, UnitPath, reads, unit_gathers
 
 #: Shapes of microbatches of which the crossings are kept in mind.
 KNOWN = 64
@@ -65,11 +67,13 @@ class Pipelined:
         self,
         model: nn.Module,
         staging: Staging,
-        data: Staged,
+        data: Data,
         tensors: Tensors,
         objective: Objective,
     ) -> None:
+        assert data.staged is not None
         self.model, self.staging, self.data, self.tensors = model, staging, data, tensors
+        self.units = data.staged
         self.objective, self.device = objective, staging.stages.device
         self.microbatches = staging.schedule.microbatches
         self.watch: Watch | None = None
@@ -100,12 +104,13 @@ class Pipelined:
             self.first = first
             self.traces = [self._trace(part) for part in self.parts]
             self.data.sums.sync = these.stop == len(parts)
-            self.data.begin()
+            self.data.begin_run()
             with self._whole_run(), self.stale.running() if self.stale else nullcontext():
                 run(self.staging.schedule, self.staging.axis, self, self.watch)
+            self.data.end_run()
             self._note_sent(self.staging.schedule)
         if self.stale is None:
-            self.data.end()
+            self.units.end()
         return self._forget(self.summed)
 
     @contextmanager
@@ -135,6 +140,7 @@ class Pipelined:
         self.seed = 0
         with self._whole_run():
             run(forward_only(self.staging.schedule), self.staging.axis, self)
+        self.data.end_run()
         return self._forget(self.result)
 
     def _trace(self, part: Any) -> "_Known":
@@ -151,7 +157,10 @@ class Pipelined:
     def _follow(self, call: Callable[[nn.Module], Any]) -> "_Known":
         stream = self.staging.beside.stream
         stream.begin()
-        return _Known(self.staging.stages.follow(call), stream.lengths.known)
+        trace = self.staging.stages.follow(call)
+        for stage, own in self.staging.stages.layers.own.items():
+            self.data.read_outside(p for n, p in own.items() if n in trace.read[stage])
+        return _Known(trace, stream.lengths.known)
 
     # --- what a schedule asks (parallel/pipeline/runtime.py) --------------------------------------
 
@@ -165,7 +174,7 @@ class Pipelined:
     def forward(self, stage: int, microbatch: int, given: list[Tensor]) -> tuple[list[Tensor], Any]:
         """F, from the values that came; the tape is None where nothing is trained."""
         self.data.facts.phase("forward")
-        self.data.gather(stage)  # which under most rows waits for what the last update published
+        self.data.enter(stage, "F")
         trace, lengths = self.traces[microbatch]
         if self.training and stage:
             for x, spec in zip(given, trace.bundles[stage - 1], strict=True):
@@ -177,6 +186,7 @@ class Pipelined:
         with self._version(stage, microbatch), drawing, self.tensors.random.during(self.device):
             ran = self.staging.stages.run(stage, trace, given, lambda model: self.call(model, part))
         stream.end()
+        self.data.leave()
         last = stage == self.staging.stages.count - 1
         if not self.training:
             self.result = ran.result if last else None
@@ -193,37 +203,28 @@ class Pipelined:
 
     def backward(self, stage: int, microbatch: int, tape: Any, grads: list[Tensor]) -> list[Tensor]:
         """B."""
-        with self._going_back(stage, microbatch):
+        with self._going_back("B", stage, microbatch):
             return self._sent_back(stage, microbatch, tape.tape.backward(_own(tape, grads)))
 
     def inputs(
         self, stage: int, microbatch: int, tape: Any, grads: list[Tensor]
     ) -> tuple[list[Tensor], Any]:
         """I."""
-        with self._going_back(stage, microbatch):
-            found, rest = tape.tape.inputs(_own(tape, grads))
-        return self._sent_back(stage, microbatch, found), (rest, self.data.later())
+        with self._going_back("I", stage, microbatch):
+            found, rest = tape.tape.inputs(_own(tape, grads), freed=self.data.frees)
+        return self._sent_back(stage, microbatch, found), (rest, self.units.later())
 
     def weights(self, stage: int, microbatch: int, rest: tuple[Rest, PutOff]) -> None:
         """W."""
         own, products = rest
-        with self._going_back(stage, microbatch):
+        with self._going_back("W", stage, microbatch):
             self.data.multiply(products)
             own.weights()
-
-    def gather(self, stage: int) -> None:
-        """GATHER."""
-        self.data.facts.phase("forward")
-        self.data.gather(stage)
-
-    def free(self, stage: int) -> None:
-        """FREE."""
-        self.data.free(stage)
 
     def reduce(self, stage: int) -> None:
         """REDUCE."""
         self.data.facts.phase("backward")
-        self.data.reduce(stage)
+        self.units.reduce(stage)
 
     def update(self, stage: int, microbatch: int) -> None:
         """U, which schedules that update by themselves have."""
@@ -232,11 +233,17 @@ class Pipelined:
         self.stale.update(stage, sum(self.counts[first : microbatch + 1]), self.sum_scale)
 
     @contextmanager
-    def _going_back(self, stage: int, microbatch: int) -> Iterator[None]:
+    def _going_back(self, op: str, stage: int, microbatch: int) -> Iterator[None]:
         self.data.facts.phase("backward")
         self.data.mute = self.counts[microbatch] == 0
+        self.data.enter(stage, op, reads=reads(op, self._graded(stage, self.traces[microbatch])))
         with self._version(stage, microbatch), self.tensors.random.during(self.device):
             yield
+        self.data.leave()
+
+    def _graded(self, stage: int, known: _Known) -> bool:
+        """Whether what the stage is given requires a gradient."""
+        return stage > 0 and any(spec.requires_grad for spec in known.trace.bundles[stage - 1])
 
     def _version(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """The parameters as the microbatch uses them."""
@@ -274,10 +281,24 @@ class Pipelined:
                     for spec in self.specs(step.token)
                 ]
 
-    def gathers(self, stages: Collection[int]) -> int:
-        """How often a run of the schedule gathers what these stages of this rank use."""
-        actions = self.staging.schedule.actions(self.staging.axis.rank)
-        return sum(action.op == "GATHER" and action.stage in stages for action in actions)
+    def gathers(self, unit: Unit) -> tuple[int, int]:
+        """How often a run of the schedule gathers a unit, forward and backward."""
+        row = self.staging.schedule.actions(self.staging.axis.rank)
+        found = unit_gathers(row, {stage: self._path(stage) for stage in self.units.units})
+        return found[Gather(unit, "forward")], found[Gather(unit, "backward")]
+
+    def _path(self, stage: int) -> UnitPath:
+        """The units of a stage as its last forward used them; before one, as they are defined."""
+        known = next(reversed(self.known.values()), None)
+        own, way = self.units.units[stage], self.data.ways[stage]
+        path = way.path or [unit for unit in own if not unit.keep]
+        back = [unit for unit in dict.fromkeys(path) if unit.reached][::-1]
+        return UnitPath(
+            around=tuple(unit for unit in own if unit.keep),
+            forward=tuple(path),
+            backward=tuple(unit if unit.wanted_backward else None for unit in back),
+            graded=stage > 0 if known is None else self._graded(stage, known),
+        )
 
 
 def _place(axes: Sequence[Axis]) -> int:
@@ -294,15 +315,13 @@ def _own(taped: _Taped, grads: list[Tensor]) -> list[Tensor]:
 
 def forward_only(schedule: Schedule) -> Schedule:
     """One microbatch forward through the stages of `schedule`, and nothing else."""
-    home, gathers = schedule.home, schedule.gathers
+    home = schedule.home
     rows: list[list[Step]] = [[] for _ in schedule.rows]
     for stage, rank in enumerate(home):
         row, act = rows[rank], Token("act", stage - 1, 0)
         if stage and home[stage - 1] != rank:
             rows[home[stage - 1]].append(Transfer("SEND", act, rank))
             row.append(Transfer("RECV", act, home[stage - 1]))
-        row += [Action("GATHER", stage)] * gathers
         row.append(Action("F", stage, 0))
-        row += [Action("FREE", stage)] * gathers
     done = tuple(tuple(row) for row in rows)
     return replace(schedule, rows=done, microbatches=1, update=0, lag=())

@@ -157,7 +157,7 @@ def drivers(module: nn.Module) -> list[Data]:
     """The owners of the hooks on `module` that lay parameters out."""
     hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Hook)]
     found = dict.fromkeys(hook.driver for hook in hooks)
-    return [driver for driver in found if isinstance(driver, Data)]
+    return [driver for driver in found if isinstance(driver, Data) and driver.staged is None]
 
 
 def driver_of(module: nn.Module) -> Data | None:

@@ -27,7 +27,7 @@ def model_shape(engine: Any) -> ModelShape:
         trained_before = trained_before or bool(unit.trained)
         params = _params(engine, unit.groups)
         if engine.staging is not None:
-            uses, again = engine.passes.gathers(engine.staging.used(p.name for p in params)), 0
+            uses, again = engine.passes.gathers(unit)
         else:
             uses, again = engine.data.uses(unit)
             again *= trained_before

@@ -23,7 +23,6 @@ from shardwise.core.schedule.library import allowed, build, entry
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.core.tensor_plan import Table
-from shardwise.core.zero import row_of
 from shardwise.engine import rng, tensor_parallel, validate
 from shardwise.engine.partition import known, misplaced, starts
 from shardwise.engine.staged_model import Stages
@@ -117,11 +116,7 @@ def schedule_of(plan: Plan) -> Schedule | None:
     """The schedule of a plan, written out for a machine; None where it has no pipeline."""
     if plan.pipeline is None:
         return None
-    whole = build(plan.pipeline, plan.mesh.size_of(AXIS))
-    return lower(
-        whole,
-        gather=row_of(plan.row).param.kind == "S" and plan.mesh.size_of(plan.shard_axis or "") > 1,
-    )
+    return lower(build(plan.pipeline, plan.mesh.size_of(AXIS)))
 
 
 def fitting(

@@ -35,7 +35,7 @@ from shardwise.engine import stage_module
 from shardwise.engine.guard import Guard
 from shardwise.engine.stage_module import Staging
 from shardwise.parallel.data.flat_parameter import Flat
-from shardwise.parallel.data.staged_hooks import Staged
+from shardwise.parallel.data.hooks import Data
 
 
 def require(
@@ -98,12 +98,14 @@ class Optimizer(Protocol):
 class Stale:
     """The versions of the parameters of this rank's stages, during one run of a schedule."""
 
-    def __init__(self, staged: Staging, data: Staged, optimizer: Optimizer, guard: Guard) -> None:
+    def __init__(self, staged: Staging, data: Data, optimizer: Optimizer, guard: Guard) -> None:
+        assert data.staged is not None
         self.schedule, self.data, self.optimizer = staged.schedule, data, optimizer
+        self.units = data.staged
         self.guard = guard
         self.staged, self.device = staged, staged.stages.device
         trained = {
-            stage: [group for unit in data.stages[stage] for group in unit.trained]
+            stage: [group for unit in self.units.units[stage] for group in unit.trained]
             for stage in staged.mine
         }
         self.flats: dict[int, list[Flat]] = trained
@@ -150,9 +152,9 @@ class Stale:
         phase = self.data.facts.phase
         flats = self.flats[stage]
         phase("backward")
-        self.data.reduced = set()
-        self.data.reduce(stage)
-        self.data.end()  # of tied parameters
+        self.units.begin()
+        self.units.reduce(stage)
+        self.units.end()  # of tied parameters
         self.data.sums.finish()
         phase("check")
         total = self._agree(flats, count)
@@ -165,14 +167,14 @@ class Stale:
         else:
             del self.kept[stage][version]
         params = tuple(p for flat in flats for p in flat.params)
-        for unit in self.data.stages[stage]:
+        for unit in self.units.units[stage]:
             unit.show()
         if not self.guard.spoils(flats):
             with _uncounted(params):
                 self.optimizer.step(flats, 1 / (sum_scale * max(1, total)))
         for flat in flats:
             flat.clear()
-        for unit in self.data.stages[stage]:
+        for unit in self.units.units[stage]:
             unit.gather()
         self.kept[stage][version + 1] = [flat.full for flat in flats]
         self.shown[stage] = version + 1

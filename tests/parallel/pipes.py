@@ -144,12 +144,6 @@ class Layers:
     def weights(self, stage: int, microbatch: int, rest: Any) -> None:
         rest.weights()
 
-    def gather(self, stage: int) -> None:
-        self.asked.append(f"GATHER:{stage}")
-
-    def free(self, stage: int) -> None:
-        self.asked.append(f"FREE:{stage}")
-
     def reduce(self, stage: int) -> None:
         self.asked.append(f"REDUCE:{stage}")
 

@@ -110,13 +110,11 @@ def test_one_rank_needs_no_messages(word: str):
     assert_good(1, schedule, [ran], Size())
 
 
-def test_ranks_gather_and_free_as_the_schedule_says():
-    """Where parameters are sharded the work gathers and frees them, in the order of the row."""
+def test_ranks_reduce_as_the_schedule_says():
+    """Gradients are reduced in the order of the row; hooks gather and free, whatever it says."""
     schedule = lower(build("bfs:2x2", 2), gather=True)
     for rank, ran in enumerate(run_threads(2, piped, schedule)):
-        steps = [str(a) for a in schedule.actions(rank) if a.op in ("GATHER", "FREE", "REDUCE")]
-        assert ran.asked == steps
-        assert steps.count(f"GATHER:{rank}") == 2
+        assert ran.asked == [str(a) for a in schedule.actions(rank) if a.op == "REDUCE"]
 
 
 def test_a_schedule_may_update_by_itself():

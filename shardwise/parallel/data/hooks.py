@@ -12,9 +12,14 @@ Hooks call four moments of each unit:
 
 What is gathered, freed or reduced is the business of the row (flat_parameter.py); for `ddp` three
 of the four moments do nothing.  At most `ahead` + 1 units are whole beyond those in use.
+
+A pass begins and ends with the hooks of the root module, or, under a schedule, with `enter` and
+`leave` around each F, B, I and W.  There the unit used last stays whole until another is used, so
+that a B right after its F finds it whole; gradients are reduced when their stage is done
+(staged_hooks.py); and what a stage reads outside of its layers is whole while the rank is in it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
 from typing import Any
@@ -32,7 +37,8 @@ from shardwise.core.weak import weakly
 from shardwise.parallel.data.consensus import Facts
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.reducer import Reductions
-from shardwise.parallel.data.units import Unit, Units
+from shardwise.parallel.data.staged_hooks import PutOff, StagedUnits
+from shardwise.parallel.data.units import Unit, Units, mark_kept
 
 
 @dataclass(frozen=True)
@@ -53,51 +59,133 @@ class Pace:
 
 
 class Data:
-    """The units of one model on the data axes, and the hooks that drive them."""
+    """The units of one model on the data axes, and the hooks that drive them.
+
+    `staged` are those of a rank of a pipeline: passes then begin and end as its schedule says.
+    """
 
     def __init__(
-        self, root: nn.Module, units: Units, pace: Pace, sums: Reductions, facts: Facts
+        self,
+        root: nn.Module,
+        units: Units,
+        pace: Pace,
+        sums: Reductions,
+        facts: Facts,
+        staged: StagedUnits | None = None,
     ) -> None:
-        self.root, self.pace = root, pace
+        self.root, self.pace, self.staged = root, pace, staged
         self.sums, self.facts = sums, facts
         self.units = units
         for number, unit in enumerate(units.order):
             unit.number = number
         self.places: dict[nn.Parameter, tuple[Unit, Flat, int]] = {}
-        self.way = Way[Unit]()
+        self.ways = {stage: Way[Unit]() for stage in (staged.units if staged else (0,))}
+        self.stage = next(iter(self.ways))  # the one that is computed
+        self.reads = True  # whether this backward pass reads weights
         self.latest: Unit | None = None  # that was used: whole until another is
         self.in_backward = False
         self.mute = False  # whether gradients of this backward pass count for nothing
         self.handles: list[RemovableHandle] = []  # of everything that is hung on the model
         self.frozen = [p for u in units.order for g in u.groups if not g.trained for p in g.params]
         self.split = any(group.split for unit in units.order for group in unit.groups)
-        _mark_kept(self.units.order)
-        self._hook()
-
-    def _hook(self) -> None:
-        keep = self.handles.append
+        mark_kept(self.units.order)
         for unit in self.units.order:
-            acts = partial(self._before, unit), partial(self._after, unit)
-            divided = any(group.split for group in unit.groups)  # else whole at all times
-            before, after = map(graph_break, acts) if divided else (nothing, nothing)
-            for module in unit.modules:  # hooks of the user's may read weights, so ours come first
-                keep(module.register_forward_pre_hook(Hook(self, before), prepend=True))
-                keep(module.register_forward_hook(Hook(self, after), always_call=True))
-            for group in unit.trained:
-                for index, p in enumerate(group.params):
-                    self.places[p] = unit, group, index
-                    keep(p.register_post_accumulate_grad_hook(weakly(self.collected)))
-        begin, end = (
-            Hook(self, graph_break(self._before_root)),
-            Hook(self, graph_break(self._after_root)),
-        )
-        keep(self.root.register_forward_pre_hook(begin, prepend=True))
-        keep(self.root.register_forward_hook(end))
+            self._hook(unit)
+        if staged is None:
+            self._hook_root()
+
+    def _hook(self, unit: Unit) -> None:
+        keep = self.handles.append
+        for group in unit.trained:
+            for index, p in enumerate(group.params):
+                self.places[p] = unit, group, index
+                keep(p.register_post_accumulate_grad_hook(weakly(self.collected)))
+        acts = partial(self._before, unit), partial(self._after, unit)
+        divided = any(group.split for group in unit.groups)  # else whole at all times
+        if self.staged is not None:
+            unit.keep |= any(module not in self.staged.inside for module in unit.modules)
+            if unit.keep or not divided:
+                return
+        before, after = map(graph_break, acts) if divided else (nothing, nothing)
+        for module in unit.modules:  # hooks of the user's may read weights, so ours come first
+            keep(module.register_forward_pre_hook(Hook(self, before), prepend=True))
+            keep(module.register_forward_hook(Hook(self, after), always_call=True))
+
+    def _hook_root(self) -> None:
+        begin = Hook(self, graph_break(self._before_root))
+        end = Hook(self, graph_break(self._after_root))
+        self.handles.append(self.root.register_forward_pre_hook(begin, prepend=True))
+        self.handles.append(self.root.register_forward_hook(end))
+
+    @property
+    def way(self) -> Way[Unit]:
+        """The order in which the stage that is computed uses its units."""
+        return self.ways[self.stage]
 
     def require_copyable(self) -> None:
         """Raise InputError where this rank has only a part of the values (core/hook.py)."""
+        if self.staged is not None:
+            raise no_copy("model in stages")
         if self.split:
             raise no_copy(type(self.root).__name__)
+
+    @property
+    def frees(self) -> bool:
+        """Whether any unit's memory is given back between two uses."""
+        return any(unit.temporary for unit in self.units.order)
+
+    # --- under a schedule ---------------------------------------------------------------------
+
+    def begin_run(self, *, training: bool = True) -> None:
+        """A run of the schedule begins."""
+        assert self.staged is not None
+        self.staged.begin()
+        if training:
+            self.facts.phase("forward")
+            self.facts.buffers.refresh()
+
+    def end_run(self) -> None:
+        """A run of the schedule is over: no unit is whole."""
+        self.latest = None
+        self.units.free()
+
+    def read_outside(self, params: Iterable[Tensor]) -> None:
+        """These are read outside of layers too, which no hook sees: whole while in their stage."""
+        found = set(params)
+        for unit in self.units.order:
+            unit.keep |= any(p in found for group in unit.groups for p in group.params)
+
+    def enter(self, stage: int, op: str, *, reads: bool = True) -> None:
+        """An F, B, I or W of `stage` begins; `reads`: it computes with the weights themselves."""
+        assert self.staged is not None
+        own = self.staged.units[stage]
+        for unit in self.units.order if stage != self.stage else ():
+            if unit not in own:
+                unit.free()
+        self.stage, self.in_backward, self.reads = stage, op != "F", reads
+        self.way.over = True
+        around = [unit for unit in own if unit.keep]
+        for unit in around:
+            unit.begin_gather()
+        for unit in around:
+            unit.gather()
+        if op == "F":
+            return
+        if reads:
+            self._free_latest(self.way.once[-1] if self.way.once else None)
+        for group in (group for unit in own if not reads for group in unit.groups):
+            group.pretend()  # gradients are coming for it
+
+    def leave(self) -> None:
+        """The action is over: of the units that its layers use the last one stays whole."""
+        assert self.staged is not None
+        if not self.in_backward and torch.is_grad_enabled():
+            self.way.learn()
+        self.in_backward = False
+        for unit in self.staged.units[self.stage]:
+            unit.depth, unit.used = 0, False
+            if unit is not self.latest and not unit.keep:
+                unit.free()
 
     # --- forward ------------------------------------------------------------------------------
 
@@ -118,6 +206,8 @@ class Data:
             self.facts.buffers.refresh()
 
     def _before(self, unit: Unit, module: nn.Module, args: Any) -> None:
+        if self._around(unit):
+            return
         begins = unit.temporary and not self.in_backward and not unit.used
         if begins:
             self._free_latest(unit)
@@ -130,13 +220,19 @@ class Data:
             for following in self.way.following(self.pace.ahead):
                 following.begin_gather()
 
-    def _free_latest(self, now: Unit) -> None:
+    def _around(self, unit: Unit) -> bool:
+        """Whether the unit is whole for as long as its stage is computed."""
+        return self.staged is not None and unit.keep
+
+    def _free_latest(self, now: Unit | None) -> None:
         """What was used before `now` is not the last."""
         before, self.latest = self.latest, None
         if before is not None and before is not now:
             before.free()
 
     def _after(self, unit: Unit, module: nn.Module, args: Any, out: Any) -> None:
+        if self._around(unit):
+            return
         unit.depth -= 1
         recording = torch.is_grad_enabled()
         if recording and unit.temporary and not self.in_backward:
@@ -186,13 +282,15 @@ class Data:
     def abandon(self) -> None:
         """A step broke off: what it left of gradients is dropped, so that the next begins clean."""
         self.sums.finish()
-        self.in_backward = False
+        self.in_backward, self.latest = False, None
+        if self.staged is not None:
+            self.staged.waiting = []
         self.units.drop()
 
     def _begin_backward(self) -> None:
-        if self.in_backward:
+        if self.in_backward or self.staged is not None:
             return
-        freed = self.split and (self.pace.by_hand or any(u.temporary for u in self.units.order))
+        freed = self.split and (self.pace.by_hand or self.frees)
         if freed and torch.is_grad_enabled():
             raise bad(
                 "backward(create_graph=True), or autograd.grad, of a "
@@ -213,12 +311,18 @@ class Data:
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _before_backward(self, unit: Unit) -> None:
+        if self._around(unit) or not self.reads:
+            return
         self._begin_backward()
         order = self.way.once if unit in self.way.once else self.units.order
         place = order.index(unit)
         for later in order[place + 1 :]:
-            if (later.complete or not later.trained) and not later.keep and later.depth == 0:
+            # autograd goes back in the order of the calls, so a schedule's need no more of theirs
+            over = self.staged is not None or later.complete or not later.trained
+            if over and not later.keep and later.depth == 0:
                 later.free()
+        if self.staged is not None:
+            self.latest = unit
         if unit.complete:
             return
         if not unit.wanted_backward:
@@ -245,8 +349,16 @@ class Data:
             group.add_rows(index, ids, grad, self.pace.scale)
 
     def put_off(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
-        """No pass comes in halves here."""
-        raise AssertionError("a whole backward pass puts nothing off")
+        """In I: a product for W, which `multiply` adds."""
+        assert self.staged is not None, "a whole backward pass puts nothing off"
+        self.staged.waiting.append((p, left, right))
+
+    @torch.no_grad()
+    def multiply(self, products: PutOff) -> None:
+        """In W: add them to the gradients, the last layer's first; each is let go of at once."""
+        products.reverse()
+        while products:
+            self.product(*products.pop())
 
     def collected(self, p: nn.Parameter) -> None:
         """Take what autograd left on `p`: all of its gradient in this pass is there."""
@@ -256,6 +368,8 @@ class Data:
             raise bad(f"two gradients of {unit.name} in one pass", "one", "use_reentrant=False")
         p.grad = None if self.mute else p.grad
         group.collect(index, self.pace.scale)
+        if self.staged is not None:
+            return
         unit.missing -= 1
         if unit.missing == 0:
             unit.complete = True
@@ -273,14 +387,6 @@ class Data:
             self.facts.hear(self.facts.agree(self.facts.got()))
             self.units.show()
             self.units.step_in_backward()
-
-
-def _mark_kept(order: Sequence[Unit]) -> None:
-    """Units around others, which backward wants first and last."""
-    for unit in order:
-        mine = {m for module in unit.modules for m in module.modules()}
-        others = [m for other in order if other is not unit for m in other.modules]
-        unit.keep = any(m in mine for m in others)
 
 
 def tensors_in(out: Any, deep: int = 2) -> Iterator[Tensor]:

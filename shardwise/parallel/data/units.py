@@ -3,8 +3,7 @@
     update     rest: no unit whole      show: with their gradients, the optimizer's turn
     after it   publish: begin to gather what the row keeps whole      wait: until that is done
 
-What happens to them during a pass is for those who drive it: hooks (hooks.py), a schedule
-(staged_hooks.py).
+What happens to them during a pass is for hooks (hooks.py).
 """
 
 from collections.abc import Sequence
@@ -111,3 +110,11 @@ class Units:
         for unit in self.order:
             if not unit.temporary:
                 unit.begin_gather()
+
+
+def mark_kept(order: Sequence[Unit]) -> None:
+    """Mark units around others, which backward needs first and last."""
+    for unit in order:
+        mine = {m for module in unit.modules for m in module.modules()}
+        others = [m for other in order if other is not unit for m in other.modules]
+        unit.keep = any(m in mine for m in others)

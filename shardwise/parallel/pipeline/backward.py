@@ -18,6 +18,10 @@ with a branch that others lead to as well.  A node that puts a product off by it
 (fused_linear.py) has no branch there, unless the weight is used in other ways too.  What cannot be
 halved at all, reentrant checkpointing or a branch with such hooks, makes I the whole of B.
 
+Where weights are freed between I and W (`freed`), W must not read any.  Of the forks it goes only
+through products of matrices, which read the other factor; all others are gone through once, in I.
+A branch that saved a tensor may read a weight again, and makes I the whole of B.
+
 All of a stage's graph lives until its W is done (arXiv 2401.10241 counts it so).  A hook of the
 user's on a fork's or a branch's tensor is called in I and in W.
 """
@@ -34,6 +38,10 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Edges = tuple[tuple[Node | None, int], ...]
 Arrival = tuple[GradientEdge, Tensor]  # a place in the graph, and the gradient that comes to it
+
+
+#: Nodes whose gradient of one factor reads the other one alone.
+PRODUCTS = ("AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0")
 
 
 class Tape:
@@ -61,14 +69,16 @@ class Tape:
             x.grad = None
         return found
 
-    def inputs(self, grads: Sequence[Tensor]) -> tuple[list[Tensor | None], "Rest"]:
+    def inputs(
+        self, grads: Sequence[Tensor], freed: bool = False
+    ) -> tuple[list[Tensor | None], "Rest"]:
         """I: the gradients of `given`, and what W needs to make those of the parameters.
 
         Where no input requires a gradient (the first stage) I does nothing, and W is all of B.
         """
         ends = {get_gradient_edge(x).node for x in self.given if x.requires_grad}
         graph = _Graph(self.outputs, ends)
-        if graph.way and not graph.can_be_halved:
+        if graph.way and not (graph.can_be_halved and not (freed and graph.branches_read)):
             return self.backward(grads), Rest((), (), ())
         for node in graph.apart:
             setattr(node, "puts_off", True)  # noqa: B010  # a node of fused_linear.py, which reads it
@@ -76,7 +86,7 @@ class Tape:
         arrivals = list(zip(outputs, grads, strict=True))
         along = [(edge, grad) for edge, grad in arrivals if edge.node in graph.way]
         ready = [(edge, grad) for edge, grad in arrivals if edge.node not in graph.way]
-        forks = graph.forks()
+        forks = graph.forks(freed)
         found: list[Tensor | None] = [None] * len(given)
         if along:
             found, kept = _along_the_way(along, given, forks)
@@ -169,7 +179,12 @@ class _Graph:
         reentrant = "CheckpointFunctionBackward" in own
         return not reentrant and not any(map(_hooked, self.nodes.keys() - self.way))
 
-    def forks(self) -> list[_Fork]:
+    @property
+    def branches_read(self) -> bool:
+        """Whether any branch has saved a tensor, which may be a weight."""
+        return any(_saved(node) for node in self.nodes.keys() - self.way)
+
+    def forks(self, freed: bool) -> list[_Fork]:
         """The forks, those nearest to the outputs first."""
         branches = {node: found for node in self.nodes if (found := self._branches(node))}
         leaves = {node: _leaves(edge.node for edge in branches[node].values()) for node in branches}
@@ -183,6 +198,7 @@ class _Graph:
             # asked for its branches alone, autograd goes through this node and no other
             own = all({parent for parent, _ in into[e.node]} == {node} for e in found.values())
             again = own and not isinstance(node, BackwardCFunction) and not _hooked(node)
+            again = again and (not freed or node.name() in PRODUCTS or not _saved(node))
             alone = all(users[leaf] == 1 for leaf in leaves[node])
             entries = [GradientEdge(node, k) for k in sorted({k for _, k in into[node]})]
             parameters = [getattr(leaf, "variable") for leaf in leaves[node]]  # noqa: B009
@@ -298,6 +314,12 @@ def _hooked(node: Node) -> bool:
         if any(getattr(one, "unpack_hook", None) is not None for one in saved):
             return True
     return False
+
+
+def _saved(node: Node) -> bool:
+    """Whether the node reads what the forward left: of a custom Function that is not known."""
+    leaf = hasattr(node, "variable")
+    return not leaf and (isinstance(node, BackwardCFunction) or bool(_saved_names(type(node))))
 
 
 @lru_cache(maxsize=1024)

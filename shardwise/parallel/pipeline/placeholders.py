@@ -302,6 +302,11 @@ class Layers:
                 full = ".".join(filter(None, (of.name, name, key)))
                 self.buffers.append((full, of.stages, (module._buffers, key), ours))
 
+    @property
+    def real(self) -> list[nn.Module]:
+        """The layers of this rank."""
+        return [of.real for of in self.standing if of.real is not None]
+
     def held(self) -> Sequence[tuple[str, tuple[int, ...], Tensor]]:
         """Name, stages and the twin's tensor of every value that is held, in their order."""
         buffers = [(f"the buffer {n}", at, table[k]) for n, at, (table, k), _ in self.buffers]

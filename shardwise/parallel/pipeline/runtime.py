@@ -61,14 +61,6 @@ class Work(Protocol):
         """W: the gradients of the weights."""
         ...
 
-    def gather(self, stage: int) -> None:
-        """GATHER: make the stage's parameters whole."""
-        ...
-
-    def free(self, stage: int) -> None:
-        """FREE: give the whole parameters up."""
-        ...
-
     def reduce(self, stage: int) -> None:
         """REDUCE: sum the stage's gradients over its replicas."""
         ...
@@ -163,12 +155,10 @@ class _Live:
                 work.weights(stage, i, have.pop("rest"))
             case "U":
                 work.update(stage, i)
-            case "GATHER":
-                work.gather(stage)
-            case "FREE":
-                work.free(stage)
             case "REDUCE":
                 work.reduce(stage)
+            case "GATHER" | "FREE":
+                pass  # hooks gather and free units one by one (parallel/data/hooks.py)
         return made
 
     def _pass_on(self, transfer: Transfer, have: dict[str, Any]) -> dict[str, Any]:

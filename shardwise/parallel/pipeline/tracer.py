@@ -277,7 +277,14 @@ class Follow:
             orders,
             tuple(map(frozenset, self.written)),
             frozenset(n for n, value in enumerate(values) if value.trained),
+            tuple(self._read(stage, crossed) for stage in range(self.count)),
         )
+
+    def _read(self, stage: int, crossed: Sequence[Sequence[int]]) -> frozenset[int]:
+        """What a stage holds that its glue uses, or that crosses to the next one."""
+        leaving = crossed[stage] if stage < len(crossed) else ()
+        own = [n for n in range(self.held) if stage in self.values[n].stages]
+        return frozenset(n for n in own if n in leaving or stage in self.values[n].uses)
 
     def blame(self, error: Exception) -> Exception:
         """The error to raise for one of the user's code: that code may have been misled by us."""

@@ -12,7 +12,8 @@ from shardwise.engine.pipelined import Pipelined
 from shardwise.engine.updating import Updates
 from shardwise.engine.weight_stashing import Stale
 from shardwise.parallel.data.flat_parameter import Flat
-from shardwise.parallel.data.staged_hooks import Staged
+from shardwise.parallel.data.hooks import Data
+from shardwise.parallel.data.staged_hooks import StagedUnits
 from shardwise.parallel.pipeline.runtime import _Post
 from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
 
@@ -86,18 +87,20 @@ def weights_gradient_put_off_for_good(patch: Patch) -> None:
 
 
 def gradients_doubled(patch: Patch) -> None:
-    def collected(real: Any, staged: Staged, p: torch.nn.Parameter) -> None:
+    def collected(real: Any, data: Data, p: torch.nn.Parameter) -> None:
         p.grad = None if p.grad is None else 2 * p.grad
-        real(staged, p)
+        real(data, p)
 
-    around(patch, Staged, "collected", collected)
+    around(patch, Data, "collected", collected)
 
 
 def a_stage_not_reduced(patch: Patch) -> None:
-    around(
-        patch, Staged, "reduce", lambda real, staged, stage: real(staged, stage) if stage else None
-    )
-    patch.setattr(Staged, "end", nothing)
+    def reduce(real: Any, units: StagedUnits, stage: int) -> None:
+        if stage:
+            real(units, stage)
+
+    around(patch, StagedUnits, "reduce", reduce)
+    patch.setattr(StagedUnits, "end", nothing)
 
 
 def ties_not_summed(patch: Patch) -> None:

@@ -1,0 +1,59 @@
+"""How often a rank gathers each unit in one run of its row of a schedule, where ranks shard them.
+
+    F0.0    embed, block 0, block 1, norm     each freed when the next is used; norm stays whole
+    B0.0    (norm), block 1, block 0          norm is whole already; block 0 stays whole
+    F0.1    embed, block 0, block 1, norm     embed takes the place of block 0
+
+The unit used last stays whole until another one is used, so the next action may find it whole.
+What a stage reads outside of its layers (a root unit, tied parameters) is whole while the rank is
+in that stage. W reads no weights, but where I did nothing, as in the first stage.
+"""
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
+from typing import NamedTuple
+
+from shardwise.core.schedule.action import COMPUTE_OPS, Action
+
+
+class UnitPath(NamedTuple):
+    """The units of one stage, in the order in which its layers use them.
+
+    around     whole for as long as the rank is in the stage
+    forward    by each F, a unit as often as it is called
+    backward   by each B, the last one first; None for one that is not read (an embedding)
+    graded     whether the stage's input requires a gradient, which is what I computes
+    """
+
+    around: tuple[Hashable, ...]
+    forward: tuple[Hashable, ...]
+    backward: tuple[Hashable | None, ...]
+    graded: bool
+
+
+class Gather(NamedTuple):
+    """A unit, gathered in the "forward" or in the "backward" phase."""
+
+    unit: Hashable
+    phase: str
+
+
+def unit_gathers(row: Iterable[Action], paths: Mapping[int, UnitPath]) -> Counter[Gather]:
+    """How often each unit is gathered in a run of `row`; `paths` are those of its stages."""
+    found: Counter[Gather] = Counter()
+    whole: set[Hashable] = set()
+    for op, stage, _ in (action for action in row if action.op in COMPUTE_OPS):
+        path, phase = paths[stage], "forward" if op == "F" else "backward"
+        whole &= {*path.around, *path.forward}
+        found.update(Gather(unit, phase) for unit in path.around if unit not in whole)
+        whole |= set(path.around)
+        for unit in path.forward if op == "F" else path.backward if reads(op, path.graded) else ():
+            if unit is not None and unit not in whole:
+                found[Gather(unit, phase)] += 1
+            whole = {*path.around, *(() if unit is None else (unit,))}
+    return found
+
+
+def reads(op: str, graded: bool) -> bool:
+    """Whether an action computes with the weights themselves."""
+    return {"I": graded, "W": not graded}.get(op, True)
