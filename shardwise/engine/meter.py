@@ -69,11 +69,12 @@ class Meter(TorchDispatchMode):
         self.before: set[int] = set()
         self.peak_bytes = 0
         self.peak_places: dict[Place, int] = {}
+        self.most: dict[str, int] = {}  # by category, each at its own highest moment
 
     def __enter__(self) -> Self:
         self._claim()
         self.before = {key for key, held in self.storages.items() if held.nbytes() is not None}
-        self.peak_bytes, self.peak_places = 0, {}
+        self.peak_bytes, self.peak_places, self.most = 0, {}, {}
         self._look()
         return super().__enter__()
 
@@ -125,6 +126,11 @@ class Meter(TorchDispatchMode):
         total = sum(places.values())
         if total > self.peak_bytes:
             self.peak_bytes, self.peak_places = total, places
+        now = dict.fromkeys(CATEGORIES, 0)
+        for place, count in places.items():
+            now[place.category] += count
+        for category in (key for key in CATEGORIES if now[key] > self.most.get(key, 0)):
+            self.most[category] = now[category]
 
     def _follow(self, tensor: Tensor, place: Place, made_by: str) -> None:
         storage = tensor.untyped_storage()

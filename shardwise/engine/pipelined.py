@@ -39,7 +39,7 @@ from shardwise.parallel.data.staged_hooks import PutOff
 from shardwise.parallel.data.units import Unit
 from shardwise.parallel.pipeline.backward import Rest, Tape
 from shardwise.parallel.pipeline.runtime import Watch, open_channels, run
-from shardwise.predict.unit_gathers import Gather, UnitPath, reads, unit_gathers
+from shardwise.predict.unit_gathers import Gather, UnitPath, reads, unit_gathers, whole_bytes
 
 #: Shapes of microbatches of which the crossings are kept in mind.
 KNOWN = 64
@@ -286,6 +286,15 @@ class Pipelined:
         row = self.staging.schedule.actions(self.staging.axis.rank)
         found = unit_gathers(row, {stage: self._path(stage) for stage in self.units.units})
         return found[Gather(unit, "forward")], found[Gather(unit, "backward")]
+
+    def whole_bytes(self) -> int:
+        """The most bytes that gathered units take at once in a run, by the formula."""
+        stored = {
+            unit: sum(g.plan.padded * g.dtype.itemsize for g in unit.groups if g.temporary)
+            for unit in self.data.units.order
+        }
+        ahead = self.data.pace.ahead
+        return max(whole_bytes(self._path(stage), stored, ahead) for stage in self.units.units)
 
     def _path(self, stage: int) -> UnitPath:
         """The units of a stage as its last forward used them; before one, as they are defined."""

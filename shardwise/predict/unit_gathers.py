@@ -54,6 +54,16 @@ def unit_gathers(row: Iterable[Action], paths: Mapping[int, UnitPath]) -> Counte
     return found
 
 
+def whole_bytes(path: UnitPath, stored_bytes: Mapping[Hashable, int], ahead: int = 1) -> int:
+    """The most bytes that the gathered units of a stage take at once.
+
+    That is the unit in use, the next `ahead` ones, which are being gathered, and those around.
+    """
+    each = [stored_bytes[unit] for unit in path.forward]
+    windows = [sum(each[at : at + ahead + 1]) for at in range(len(each))]
+    return sum(stored_bytes[unit] for unit in path.around) + max(windows, default=0)
+
+
 def reads(op: str, graded: bool) -> bool:
     """Whether an action computes with the weights themselves."""
     return {"I": graded, "W": not graded}.get(op, True)
