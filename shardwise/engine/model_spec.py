@@ -28,7 +28,7 @@ from shardwise.core.model_spec import (
 )
 from shardwise.core.plan import Plan
 from shardwise.core.zero import row_of
-from shardwise.engine import meta_pass, stage_module, validate
+from shardwise.engine import meta_pass, recomputation, stage_module, validate
 from shardwise.engine.batch import cast, filled, split
 from shardwise.engine.partition import misplaced
 from shardwise.engine.shard import Sharding, cast_whole, units_of
@@ -37,6 +37,7 @@ from shardwise.engine.staged_model import Stages
 from shardwise.engine.training import DTYPES, Loss
 from shardwise.parallel.data.wrap_policy import UnitSpec
 from shardwise.parallel.pipeline.placeholders import layers, twin
+from shardwise.predict.recompute import recomputed
 
 Call = Callable[[nn.Module, Any], Tensor]
 
@@ -75,7 +76,9 @@ def model_spec(
         within = layers(plain, begin, misplaced(plain) | dict(beside))
         known = {name: layer.stages for layer in within.values() for name in layer.names}
         stages = StageSpec(at, known, _bundles(plain, begin, beside, call, parts))
-    return ModelSpec(shape, modules, meta_pass.run(plain, real, call, parts[0]), stages)
+    kinds = recomputation.fitting(plain, plan, options["units"], begin)
+    run = recomputed(meta_pass.run(plain, real, call, parts[0]), kinds)
+    return ModelSpec(shape, modules, run, stages)
 
 
 def _bundles(

@@ -7,6 +7,7 @@ import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.engine.meter import Meter
+from shardwise.engine.prediction import predict
 from shardwise.kernels.fused_linear import LEAST
 from shardwise.models import gpt
 from shardwise.models.initial import fill
@@ -166,3 +167,17 @@ def test_sequence_parallelism_divides_the_stream():
     """What sp saves of a block is the norms' share of the other ranks, and nothing else."""
     whole, cut = (block_bytes(ROUND, (3, 8), 2, 4, sp) for sp in (False, True))
     assert whole - cut == 3 * 8 * 2 * (2 * 64 + 1) * torch.float32.itemsize * 3 // 4
+
+
+def predicted(layers: int) -> int:
+    """What sw.predict says of a model of so many blocks, all recomputed."""
+    sizes = vars(ROUND) | {"layers": layers, "sequence": 8}
+    with torch.device("meta"):
+        model = gpt.GPT(gpt.GPTConfig(vocabulary=61, **sizes))
+    batch = random_text(3, 8, 61, 0)
+    return predict(model, "dp2 fp32 recompute:full", batch, loss=gpt.loss).activations
+
+
+def test_predicted_with_recomputation():
+    """sw.predict counts the input of a recomputed block, and nothing else of it."""
+    assert predicted(3) - predicted(2) == block_bytes(ROUND, (3, 8), 4, recompute="full")
