@@ -33,21 +33,24 @@ def inspect_command(
         contents = describe(folder, deep)
     for warning in noted:
         typer.echo(warning.message, err=True)
-    if over := passed_over(folder):
-        typer.echo(over, err=True)
+    note = passed_over(folder)
     if as_json:
+        if note:
+            typer.echo(note, err=True)
         typer.echo(json.dumps(_object(contents)))
     else:
+        for line in (f"Note: {note}",) * bool(note):
+            typer.echo(line)
         for line in _lines(contents):
             typer.echo(line)
 
 
 def of_run(path: Path) -> Path:
-    """The folder of checkpoints in a run's folder; any other path as it is."""
+    """The folder of checkpoints in a run's folder; any other path is returned unchanged."""
     inside = path / CHECKPOINTS
     try:
         return inside if inside.is_dir() and not is_whole(path) and not all_in(path) else path
-    except (OSError, ValueError):  # a name that cannot be one, which `find` will say
+    except (OSError, ValueError):  # an impossible name; `find` raises the error
         return path
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, from its small files; with `deep`, every byte of it is verified."""
+"""The contents of a checkpoint, from its small files; `deep` verifies every byte."""
 
 import math
 import os
@@ -12,13 +12,13 @@ from shardwise.checkpoint.folder import find
 from shardwise.checkpoint.open_checkpoint import open_checkpoint
 from shardwise.checkpoint.storage import require_content
 
-#: How the names of tensors begin (engine/state.py).
+#: Prefixes of tensor names (engine/state.py).
 MODEL, OPTIMIZER = "model/", "optim/"
 
 
 @dataclass(frozen=True)
 class Saved:
-    """One tensor: its whole shape, its dtype ("float32"), its data's bytes, and its pieces."""
+    """One tensor: its full shape, dtype ("float32"), bytes, and number of pieces."""
 
     name: str
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class Saved:
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint: its tensors by name, its scalars, and how many ranks saved it."""
+    """A checkpoint: its tensors by name, its scalars, and the number of ranks that saved it."""
 
     path: Path
     ranks: int
@@ -38,27 +38,27 @@ class Contents:
 
     @property
     def bytes(self) -> int:
-        """The data of all tensors, without what the files add."""
+        """The bytes of all tensors, without file headers."""
         return self.bytes_of("")
 
     @property
     def parameters(self) -> int:
-        """The numbers that the model learns."""
+        """The number of parameters."""
         model = [tensor for tensor in self.tensors if tensor.name.startswith(MODEL)]
         return sum(math.prod(tensor.shape) for tensor in model)
 
     def bytes_of(self, kind: str) -> int:
-        """The data of the tensors whose names begin so: MODEL or OPTIMIZER."""
+        """The bytes of the tensors with that prefix: MODEL or OPTIMIZER."""
         return sum(tensor.bytes for tensor in self.tensors if tensor.name.startswith(kind))
 
 
 def describe(folder: str | os.PathLike[str], deep: bool = False) -> Contents:
-    """What the newest checkpoint in `folder` holds; the folder may be one checkpoint's own.
+    """The contents of the newest checkpoint in `folder`, or of `folder` if it is a checkpoint.
 
-    With `deep` every byte of it is read and compared with what was saved.
+    With `deep`, every byte is read and compared with its hash.
 
-    Raises InputError where there is none, or where a file is missing, has another length, is
-    damaged or belongs to another checkpoint; wrong bytes of tensors are found by `deep` alone.
+    Raises InputError if there is no checkpoint, or a file is missing, has another length, is
+    damaged or belongs to another checkpoint. Only `deep` finds wrong bytes inside tensors.
     """
     opened = open_checkpoint(find(folder))
     if deep:

@@ -1,12 +1,12 @@
-"""An engine's checkpoint: all that training needs to go on, under any plan.
+"""Checkpoints of an engine: everything that training needs to continue, under any plan.
 
-save    parameters, the optimizer's state, the numbers of the run, and what else it is given
+save    parameters, optimizer state, the engine's counters, and the user's `extra`
 load    the same into an engine of any plan, on any number of ranks
 """
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from shardwise.checkpoint.storage import Check
 from shardwise.comm.move import broadcast
 from shardwise.core.errors import bad
 from shardwise.engine import validate
+from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
-from shardwise.engine.guard import first_not_finite
 
 
 def save(
@@ -32,18 +32,18 @@ def save(
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
 ) -> Path:
-    """Publish a checkpoint of `engine` in `folder`, which all ranks see; its path.
+    """Save a checkpoint of `engine` in `folder`, which all ranks must see.  Returns its path.
 
-    Called by all ranks.  `extra` is what else is to be had back, as JSON takes it and the same on
-    every rank: the epoch, the place in the data.  `keep`: so many of the newest stay, the others
-    are removed.  Until this returns, and if it fails, what was there before is what there is.
+    All ranks must call it.  `extra` is a JSON object to save along, the same on every rank: the
+    epoch, the position in the data.  `keep` removes all but that many of the newest checkpoints.
+    The checkpoint appears in one step: if saving fails, older checkpoints are unchanged.
 
     Raises:
-        InputError: `extra` is none that JSON can hold; `keep` is below one.
-        RunError: a rank could not write; a weight is not finite, which would replace a good one.
+        InputError: `extra` cannot be written as JSON; `keep` is below one.
+        RunError: a rank could not write; a weight or the optimizer's state is not finite.
     """
     if extra is not None and not isinstance(extra, Mapping):
-        raise bad(f"extra={extra!r}", "a dict of what JSON takes", 'extra={"epoch": 3}')
+        raise bad(f"extra={extra!r}", "a dict that JSON can hold", 'extra={"epoch": 3}')
     if keep is not None and (not isinstance(keep, int) or keep < 1):
         raise bad(f"keep={keep!r}", "one checkpoint or more, or None for all", "keep=2")
     scalars = {"step": engine.steps, "engine": engine.scalars(), "extra": dict(extra or {})}
@@ -54,33 +54,45 @@ def save(
 
 
 def write(engine: Engine, folder: str | os.PathLike[str], scalars: dict[str, Any]) -> Path:
-    """Publish the engine's state with these scalars; its path. Raises as `save` does."""
-    spoilt = first_not_finite((flat, flat.shard) for flat in engine.flats if flat.trained)
-    refusal = (
-        f"The weights of step {engine.steps} are not saved: {spoilt} is not finite. The "
-        "checkpoints of before stay; go on from the newest."
-    )
+    """Save the engine's state with these scalars; returns the path.  Raises like `save`."""
     boxes = engine.boxes()
-    return writing.save(folder, boxes, scalars, engine.world, refusal if spoilt else "")
+    name = _first_not_finite(engine, boxes)
+    refusal = (
+        f"The weights of step {engine.steps} are not saved: {name} is not finite. The older "
+        "checkpoints are unchanged; resume from the newest."
+    )
+    return writing.save(folder, boxes, scalars, engine.world, refusal if name else "")
+
+
+@torch.no_grad()
+def _first_not_finite(engine: Engine, boxes: Sequence[Box]) -> str:
+    """The first trained weight (fp32 master) or optimizer state with a non-finite value; or ""."""
+    trained = {name for flat in engine.flats if flat.trained for name in flat.names}
+    for box in boxes:
+        kind, _, name = box.name.partition("/")
+        checked = kind == "optim" or (kind == "model" and name in trained)
+        if checked and not bool(box.tensor.isfinite().all()):
+            key, _, of = name.partition("/")
+            return f"the optimizer's {key} of {of}" if kind == "optim" else name
+    return ""
 
 
 def load(
     engine: Engine, folder: str | os.PathLike[str], *, missing_ok: bool = False
 ) -> dict[str, Any]:
-    """Go on from the newest checkpoint in `folder`, or from the one that it is; its `extra`.
+    """Load the newest checkpoint in `folder` (or `folder` itself) into `engine`; returns its extra.
 
-    Called by all ranks, with an engine of the same model and kind of optimizer under any plan.
-    With `missing_ok`, where rank 0 finds no checkpoint, nothing is done and the answer is {}: so a
-    program that is restarted begins or continues by the same line.
-    Everything is checked before anything is written, on all ranks: the hash of every file, names,
-    shapes, dtypes, numbers.  A load that fails leaves every rank's engine as it was, but for one
-    case that cannot be undone: a disk that fails, or a file that changes, after it was checked.
+    All ranks must call it, with an engine of the same model and class of optimizer, under any plan.
+    With `missing_ok`, it returns {} if rank 0 finds no checkpoint, so that a restarted program can
+    start or continue with the same line.  Every file's hash, and names, shapes and dtypes are
+    checked on all ranks before anything is written, so a load that fails leaves every engine
+    unchanged.  The one exception: a disk that fails, or a file that changes, after the check.
 
     Raises:
         InputError: there is no checkpoint; it is of another model or optimizer; it is damaged, or
-            has a file of another checkpoint in it.
-        RunError: files could not be read again after they had been checked; the engine is partly
-            loaded: load again, or make it anew.
+            contains a file of another checkpoint.
+        RunError: files could not be read after the check; the engine is partly loaded: load again,
+            or build a new one.
     """
     folder = as_path(folder)
     if missing_ok:
@@ -94,17 +106,17 @@ def load(
 
 
 def fill(engine: Engine, folder: Path, check: Check) -> dict[str, Any]:
-    """Bring the engine to a checkpoint that `check` has nothing against; its scalars.
+    """Load a checkpoint that passes `check` into the engine; returns its scalars.
 
-    Raises as `load` does.
+    Raises like `load`.
     """
 
     def checked(opened: OpenCheckpoint) -> None:
-        """Raise InputError unless it is an engine's checkpoint, to the caller's liking."""
+        """Raise InputError unless it is an engine's checkpoint and passes `check`."""
         if "engine" not in opened.scalars:
             raise bad(
-                f"a checkpoint in '{opened.path}' that has tensors and no state of an engine",
-                "one that sw.save or shardwise train has written",
+                f"a checkpoint in '{opened.path}' without an engine's state",
+                "one written by sw.save or shardwise train",
                 "sw.save(engine, folder)",
             )
         validate.scalars(opened.scalars["engine"])
@@ -123,8 +135,8 @@ def fill(engine: Engine, folder: Path, check: Check) -> dict[str, Any]:
 
 
 def _require_all(engine: Engine, opened: OpenCheckpoint) -> None:
-    """Raise InputError for a checkpoint of a model that has more; of stages each knows its own."""
-    if engine.staging:
+    """Raise InputError for a checkpoint with tensors that the model does not have."""
+    if engine.staging:  # each rank knows only its own stages
         return
     model = engine.model
     tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
@@ -136,5 +148,5 @@ def _require_all(engine: Engine, opened: OpenCheckpoint) -> None:
             f"a checkpoint in '{opened.path}' with {', '.join(more[:5])}, which the model does "
             "not have",
             "a checkpoint of the same model",
-            "the model that it was saved from, then its parts into another by load_state_dict",
+            "the model that it was saved from; load_state_dict copies parts into another model",
         )

@@ -1,4 +1,4 @@
-"""Why saving or loading failed: one paragraph in plain words, the same on every rank."""
+"""Errors of saving and loading: one paragraph, the same on every rank."""
 
 import errno
 import os
@@ -11,16 +11,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from shardwise.checkpoint.folder import all_in
 from shardwise.core.errors import InputError, RunError, bad
 
-#: Room below which it is the likely reason why nothing can be written.
+#: Less free space than this is the likely reason of a failed write.
 LITTLE_BYTES = 2**24
-#: What torch's C++ puts before and around its own message: places in its sources, addresses.
+#: Source locations and addresses that torch's C++ adds to its messages.
 _CPP = re.compile(r"\[enforce fail at [^]]*\]\s*\.?\s*|\(function \w+\)|Exception raised from.*")
 
 
 def reason(error: CheckpointException, what: str) -> BaseException:
     """The error to raise on every rank instead of torch's.
 
-    Bad input stays what it is, and so does an interrupt; anything else is a RunError that names
+    An InputError or an interrupt is raised unchanged; any other error becomes a RunError that names
     the first rank that had it.
     """
     rank, (cause, _) = min(error.failures.items(), key=lambda entry: entry[0])
@@ -33,16 +33,16 @@ def reason(error: CheckpointException, what: str) -> BaseException:
 
 
 def plain(text: str) -> str:
-    """The first line of an error's text, without places in C++ sources."""
+    """The first line of an error's text, without C++ source locations."""
     lines = _CPP.sub("", text).strip().splitlines()
-    return lines[0].strip() if lines else "no reason was given"
+    return lines[0].strip() if lines else "unknown reason"
 
 
 def unwritten(error: OSError | RuntimeError, folder: Path) -> OSError:
-    """The operating system's error behind a write that failed.
+    """The operating system's error behind a failed write.
 
-    Where a disk is full, torch's zip writer fails a second time as it is closed, and what it
-    raises then speaks of positions in a C++ stream.
+    If the disk is full, torch's zip writer fails a second time when it is closed, and raises an
+    error about positions in a C++ stream.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -55,7 +55,7 @@ def unwritten(error: OSError | RuntimeError, folder: Path) -> OSError:
 
 
 def free_bytes(folder: Path) -> float:
-    """How much room is left on the disk of a folder; infinity where that cannot be found."""
+    """The free bytes on the disk of a folder; infinity if unknown."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:
@@ -63,12 +63,12 @@ def free_bytes(folder: Path) -> float:
 
 
 def damaged(file: Path, why: str) -> InputError:
-    """The error for a file whose contents cannot be what was saved."""
+    """The error for a file whose contents are not what was saved."""
     return _unusable(file, f"which is damaged ({why})")
 
 
 def foreign(file: Path, why: str) -> InputError:
-    """The error for a file that was saved, but not in this checkpoint."""
+    """The error for a file of another checkpoint."""
     return _unusable(file, f"which does not belong to this checkpoint ({why})")
 
 
@@ -76,13 +76,10 @@ def _unusable(file: Path, what: str) -> InputError:
     path = file.parent
     others = [other.name for other in all_in(path.parent) if other != path]
     if others:
-        instead = (
-            f"rm -r '{path}', and the same command again: {others[-1]} is the newest then, and "
-            "what was trained after it is trained again"
-        )
+        instead = f"rm -r '{path}', then the same command; it continues from {others[-1]}"
     else:
         instead = (
-            f"a copy of '{path}' from elsewhere, for no other checkpoint is beside it; or a new "
-            "run (shardwise train with --overwrite)"
+            f"a backup copy of '{path}' (there is no other checkpoint beside it), or a new run "
+            "(shardwise train with --overwrite)"
         )
-    return bad(f"the file '{file}', {what}", "a checkpoint as it was saved", instead)
+    return bad(f"the file '{file}', {what}", "an undamaged checkpoint", instead)

@@ -1,14 +1,14 @@
-"""this file is the folder of checkpoints, in which at every moment there is a whole one.
+"""The folder of checkpoints: publishing, finding and removing them, always keeping a complete one.
 
     step-000100/           a checkpoint: files of tensors, .metadata, scalars.json, manifest.json
     step-000200/
     latest                 the name of the newest, a line of text
     .saving-step-000300/   one being written; becomes step-000300 by one rename when it is complete
-    .removing-.../         one being removed; what is half removed never has a checkpoint's name
-    step-000200.again/     the same step saved a second time, until the first has made room
+    .removing-.../         one being removed, under a name that is not a checkpoint's
+    step-000200.again/     the same step saved a second time, until the first is removed
 
-Whoever reads looks at `latest`, and where that is behind or gone, at the names.  Whoever writes
-first finishes what an earlier writer was stopped in.
+A reader follows `latest`, or takes the newest name if `latest` is missing or wrong.  A writer first
+completes what an interrupted writer left unfinished.
 """
 
 import os
@@ -19,24 +19,24 @@ from pathlib import Path
 from shardwise.core.errors import InputError, bad
 
 METADATA, SCALARS, LATEST = ".metadata", "scalars.json", "latest"
-CHECKPOINTS = "checkpoints"  # where a run keeps them in its folder
+CHECKPOINTS = "checkpoints"  # the folder of checkpoints inside a run's folder
 _NAME = re.compile(r"step-(\d+)(\.again)?")
 
 
 def as_path(folder: object) -> Path:
-    """What a user gave as a folder, text or a path. Raises InputError for anything else."""
+    """The user's folder as a Path. Raises InputError unless it is text or a path."""
     if isinstance(folder, (str, os.PathLike)):
         return Path(folder)
     raise bad(f"the checkpoint folder {folder!r}", "text or a pathlib.Path", '"runs/example"')
 
 
 def name_of(step: int) -> str:
-    """The name of the checkpoint of a step; names sort as steps do up to a million."""
+    """The name of a step's checkpoint; names sort like steps up to a million."""
     return f"step-{step:06d}"
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint's name tells. Raises InputError for a name of another kind."""
+    """The step in a checkpoint's name. Raises InputError for other names."""
     found = _NAME.fullmatch(path.name)
     if found is None:
         raise _none(path, "not named after a step")
@@ -44,12 +44,12 @@ def step_of(path: Path) -> int:
 
 
 def is_named_by_step(path: Path) -> bool:
-    """Whether a folder has a checkpoint's name, which tells its step."""
+    """Whether a folder has a checkpoint's name."""
     return _NAME.fullmatch(path.name) is not None
 
 
 def passed_over(folder: Path) -> str:
-    """Why `find` does not give what `latest` names, or gives less than there is; "" if it is so."""
+    """Why `find` returns another checkpoint than `latest` or the newest; "" if it does not."""
     whole = all_in(folder)
     if not whole:
         return ""
@@ -58,31 +58,31 @@ def passed_over(folder: Path) -> str:
         what = f"names {latest.name}, which is" if _NAME.fullmatch(latest.name) else "names"
         return f"{folder / LATEST} {what} no whole checkpoint: {found.name} is taken instead"
     if found != whole[-1]:
-        return f"{folder / LATEST} names {found.name}, though {whole[-1].name} is there and newer"
+        return f"{folder / LATEST} names {found.name}, though {whole[-1].name} is newer"
     return ""
 
 
 def unfinished(folder: Path, step: int) -> Path:
-    """Where the checkpoint of a step is written before it is published."""
+    """The folder in which a step's checkpoint is written before it is published."""
     return folder / f".saving-{name_of(step)}"
 
 
 def is_whole(path: Path) -> bool:
-    """Whether the folder is a checkpoint that was published."""
+    """Whether the folder is a complete checkpoint."""
     return (path / METADATA).is_file() and (path / SCALARS).is_file()
 
 
 def all_in(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, the oldest first; of a step saved twice the second is newer."""
+    """The checkpoints in a folder, oldest first; a step's second save comes after the first."""
     found = [(path, _NAME.fullmatch(path.name)) for path in folder.glob("step-*")]
     named = [(int(m[1]), m[2] is not None, path) for path, m in found if m and is_whole(path)]
     return [path for _, _, path in sorted(named)]
 
 
 def find(folder: str | os.PathLike[str]) -> Path:
-    """The newest whole checkpoint in a folder; the folder itself where it is a checkpoint.
+    """The newest complete checkpoint in a folder, or the folder itself if it is a checkpoint.
 
-    Raises InputError where there is none, or where the folder cannot be read.
+    Raises InputError if there is none, or the folder cannot be read.
     """
     folder = as_path(folder)
     try:
@@ -91,7 +91,7 @@ def find(folder: str | os.PathLike[str]) -> Path:
         whole = all_in(folder)
         latest = _latest(folder)
         there = folder.is_dir(), folder.exists()
-    except (OSError, ValueError) as error:  # no right to look; a name that cannot be one
+    except (OSError, ValueError) as error:  # no permission; an impossible name
         raise _none(folder, getattr(error, "strerror", None) or str(error)) from None
     if not whole:
         what = {(True, True): "no whole checkpoint in it", (False, True): "a file, not a folder"}
@@ -100,7 +100,7 @@ def find(folder: str | os.PathLike[str]) -> Path:
 
 
 def _latest(folder: Path) -> Path:
-    """What `latest` names, whether it is there or not: the file may be damaged, or gone."""
+    """The path that `latest` names, which may not exist: the file may be damaged or missing."""
     file = folder / LATEST
     name = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
     return folder / name
@@ -109,15 +109,15 @@ def _latest(folder: Path) -> Path:
 def _none(folder: Path, what: str) -> InputError:
     return bad(
         f"the checkpoint folder '{folder}' ({what})",
-        "a folder with step-000100 or the like in it, or such a folder itself",
+        "a folder that contains step-000100 or the like, or such a folder itself",
         "the path of a run's 'checkpoints' folder",
     )
 
 
 def prune(folder: str | os.PathLike[str], keep: int) -> list[Path]:
-    """Remove all but the `keep` newest checkpoints, for one rank; what was removed.
+    """Remove all but the `keep` newest checkpoints; returns those removed.  One rank calls it.
 
-    What `find` would give stays.  Raises InputError for keep below one.
+    The checkpoint that `find` returns stays.  Raises InputError for keep below one.
     """
     if keep < 1:
         raise bad(f"keep={keep}", "one checkpoint or more", "keep=1")
@@ -129,7 +129,7 @@ def prune(folder: str | os.PathLike[str], keep: int) -> list[Path]:
 
 
 def clear(path: Path) -> None:
-    """Make an empty folder of that name, for one rank, once nothing of earlier attempts is left."""
+    """Make an empty folder, and remove what interrupted saves left.  One rank calls it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _settle(path.parent)
     for left in (*path.parent.glob(".saving-*"), *path.parent.glob(".removing-*")):
@@ -138,7 +138,7 @@ def clear(path: Path) -> None:
 
 
 def publish(path: Path, step: int) -> Path:
-    """Give a complete checkpoint its name, and make it the latest; for one rank."""
+    """Rename a complete checkpoint to its final name, and update `latest`.  One rank calls it."""
     folder = path.parent
     final = folder / name_of(step)
     again = final.with_name(f"{final.name}.again")
@@ -155,7 +155,7 @@ def publish(path: Path, step: int) -> Path:
 
 
 def sync(path: Path) -> None:
-    """Have a file, or a folder's list of names, on the disk before anything later is."""
+    """Fsync a file, or a folder's list of names."""
     opened = os.open(path, os.O_RDONLY)
     try:
         os.fsync(opened)
@@ -164,7 +164,7 @@ def sync(path: Path) -> None:
 
 
 def _settle(folder: Path) -> None:
-    """Let each checkpoint that was saved again take the place of its first version."""
+    """Replace each checkpoint that was saved a second time by its second version."""
     for again in folder.glob("step-*.again"):
         final = again.with_name(again.name.removesuffix(".again"))
         if final.exists():

@@ -1,4 +1,4 @@
-"""Loading: every rank reads what overlaps its boxes, however they were cut before."""
+"""Loading: every rank reads what overlaps its boxes, whatever sharding was saved."""
 
 import os
 import warnings
@@ -25,19 +25,19 @@ def load(
     world: World,
     check: Check | None = None,
 ) -> dict[str, Any]:
-    """Fill the boxes from the newest checkpoint in `folder`; its scalars.  Called by all ranks.
+    """Fill the boxes from the newest checkpoint in `folder`; returns its scalars.
 
-    `folder` may be one checkpoint's own.  The boxes may be cut in any way, by any number of ranks,
-    and need not be all that was saved.  Each rank checks first: that the files belong to one save,
-    `check` of what else the checkpoint says, names, shapes and dtypes of its boxes, the hashes of
-    its share of all files.  No box of any rank is written to before every rank has found all that
-    in order.  So files are read twice; nothing is held in memory but one piece.
+    All ranks must call it.  `folder` may be one checkpoint's own.  The boxes may divide tensors in
+    any way, over any number of ranks, and need not cover all that was saved.  First each rank
+    checks that the files belong to one save, `check`, the names, shapes and dtypes of its boxes,
+    and the hashes of its share of the files.  No rank writes to a box before all checks have passed
+    on every rank.  So files are read twice; only one piece at a time is held in memory.
 
     Raises:
-        InputError: there is no checkpoint; it lacks a tensor, or has it with another shape or
-            dtype; a file is missing, damaged or another checkpoint's; what `check` raises.
-        RunError: a file could not be read a second time, after all had been found in order.  Only
-            then are boxes partly written: load again, or begin with a new engine.
+        InputError: there is no checkpoint; a tensor is missing or has another shape or dtype; a
+            file is missing, damaged or of another checkpoint; whatever `check` raises.
+        RunError: a file could not be read after the checks.  Only then are boxes partly written:
+            load again, or start with a new engine.
     """
     pieces = Pieces(as_path(folder), world.rank, world.size, check)
     try:
@@ -53,8 +53,8 @@ def load(
         what = f"The checkpoint in '{folder}' could not be loaded"
         if pieces.reading:
             raise RunError(
-                f"{what}: it became unreadable while it was read, after all of it had been found "
-                "in order. The boxes are partly written: load again, or begin with a new engine. "
+                f"{what}: it became unreadable after all checks had passed. The boxes are partly "
+                "written: load again, or start with a new engine. "
                 f"({reason(error, what)})"
             ) from None
         raise reason(error, what) from None

@@ -1,14 +1,14 @@
-"""The manifest of a checkpoint: which files belong together, and a hash of each.  Written last.
+"""The manifest of a checkpoint: the files of one save, with the hash of each.
 
     manifest.json   {"format": "shardwise manifest 1", "save": "9f3c...", "step": 100,
                      "files": {"__0_0.distcp": {"bytes": 4096, "sha256": "..."}, ...},
-                     "sha256": "..."}                         of all that stands above it
+                     "sha256": "..."}                         of everything above
 
-`save` is drawn anew for each save and stands in scalars.json too.  A file that was damaged, that is
-missing, or that another save wrote, even of the same step of the same run, is found by its hash.
+It is written last.  `save` is a random id of the save, also in scalars.json.  Hashes reveal a file
+that is damaged, missing, or from another save, even of the same step of the same run.
 
-Each rank hashes the files it has written; whoever loads shares the hashing of all files between its
-ranks, before anything is written into an engine.
+When saving, each rank hashes the files it has written.  When loading, the ranks share the hashing
+of all files, before anything is written into an engine.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ FORMAT: Final = "shardwise manifest 1"
 
 @dataclass(frozen=True)
 class Seal:
-    """How long a file is, and its SHA-256."""
+    """The length and the SHA-256 of a file."""
 
     bytes: int
     sha256: str
@@ -43,7 +43,7 @@ class Manifest:
     files: Mapping[str, Seal]
 
     def text(self) -> str:
-        """The manifest as its file has it."""
+        """The text of the manifest's file."""
         body: dict[str, Any] = {"format": FORMAT, "save": self.save, "step": self.step}
         body["files"] = {name: asdict(seal) for name, seal in sorted(self.files.items())}
         body["sha256"] = hashlib.sha256(json.dumps(body).encode()).hexdigest()
@@ -51,21 +51,21 @@ class Manifest:
 
 
 def seal(file: Path) -> Seal:
-    """The length and the hash of a file on the disk."""
+    """The length and hash of a file."""
     with file.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return Seal(stream.tell(), digest)
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Write the manifest into the folder of its checkpoint."""
+    """Write the manifest into the checkpoint's folder."""
     (path / MANIFEST).write_text(manifest.text(), encoding="utf-8")
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """The manifest of a checkpoint; None where there is none, as in those of older versions.
+    """The manifest of a checkpoint; None if there is none (older versions).
 
-    Raises InputError for one that is damaged, or that belongs to a checkpoint of another step.
+    Raises InputError if it is damaged or belongs to a checkpoint of another step.
     """
     file = path / MANIFEST
     try:
@@ -82,14 +82,14 @@ def read_manifest(path: Path) -> Manifest | None:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         same = False
     if not same:
-        raise damaged(file, "it is not what was written")
+        raise damaged(file, "its own hash does not match")
     if folders.is_named_by_step(path) and folders.step_of(path) != manifest.step:
         raise foreign(file, f"it is of step {manifest.step}")
     return manifest
 
 
 def require_sizes(path: Path, manifest: Manifest) -> None:
-    """Raise InputError unless every file is there and as long as it was.  None is read."""
+    """Raise InputError unless every file exists with its length.  Reads no file."""
     for name, sealed in manifest.files.items():
         file = path / name
         if not file.is_file():
@@ -100,7 +100,7 @@ def require_sizes(path: Path, manifest: Manifest) -> None:
 
 
 def require_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """Read these files and raise InputError unless each is the one that was saved."""
+    """Read these files, and raise InputError unless each has its hash."""
     for name in names:
         file = path / name
         if name not in manifest.files:
@@ -114,7 +114,7 @@ def require_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 
 def _refuse(file: Path, why: str) -> None:
-    """Raise the error for a file that is not the one that was saved; name its own save if known."""
+    """Raise the error for a wrong file; names the checkpoint it belongs to, if found."""
     try:
         found = seal(file)
     except OSError as error:

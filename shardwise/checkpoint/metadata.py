@@ -1,9 +1,9 @@
-"""The index of a checkpoint, `.metadata`: read without running anything that it names.
+"""The index of a checkpoint, `.metadata`: a safe reader of the pickle that torch writes.
 
-torch.distributed.checkpoint writes the index as a pickle, and `pickle.load` calls whatever function
-a pickle names.  Here it can name the classes of the index alone, and each of them stands for a
-record without behaviour.  The records are then checked field by field and turned into torch's own
-classes, so that a damaged index is found here and not by whoever uses it.
+torch.distributed.checkpoint writes the index as a pickle, and `pickle.load` would call any function
+that a pickle names.  This reader accepts only the classes of the index, and creates inert records
+for them.  It then checks the records field by field and converts them to torch's classes, so that a
+damaged index raises an error here.
 
     tensor name -> shape, dtype, pieces (offsets, sizes)      every element in exactly one piece
     piece       -> file in the checkpoint's folder, offset, length
@@ -30,7 +30,7 @@ from shardwise.checkpoint.folder import METADATA
 from shardwise.checkpoint.plans import check_whole
 
 _INDEX, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
-#: Every class that an index may name, by module; dtypes besides.
+#: The classes that an index may name, by module; also dtypes.
 _CLASSES: Final = {
     _INDEX: {
         *("Metadata", "MetadataIndex", "StorageMeta", "ChunkStorageMetadata"),
@@ -38,27 +38,27 @@ _CLASSES: Final = {
     },
     _FILES: {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
-    "pathlib": {"PosixPath", "WindowsPath"},  # where it was saved, which nobody asks for
+    "pathlib": {"PosixPath", "WindowsPath"},  # the path at the time of saving, unused
     "pathlib._local": {"PosixPath", "WindowsPath"},
 }
 
 
 def read_metadata(path: Path) -> Metadata:
-    """The names, shapes and places of a checkpoint's tensors.
+    """The names, shapes and file positions of a checkpoint's tensors.
 
-    Nothing that the file names is imported or called.  Raises InputError if it is damaged, or
-    names anything else than an index does.
+    Imports and calls nothing that the file names.  Raises InputError if the file is damaged, or
+    names anything that does not belong in an index.
     """
     file = path / METADATA
     try:
         with file.open("rb") as stream:
             return _index(_Reader(stream).load())
-    except Exception as error:  # noqa: BLE001 - what a pickle of nonsense raises depends on the nonsense
+    except Exception as error:  # noqa: BLE001 - a damaged pickle can raise any error
         raise damaged(file, f"{type(error).__name__}: {error}") from None
 
 
 class _Record:
-    """An object of the pickle: the arguments it was made with, and its state.  It does nothing."""
+    """An inert object of the pickle: its constructor's arguments, and its state."""
 
     args: tuple[Any, ...] = ()
     state: Any = None
@@ -71,10 +71,10 @@ class _Record:
 
 
 class _Reader(pickle.Unpickler):
-    """Unpickles records, dtypes, and Python's own numbers, texts and containers."""
+    """Unpickles records, dtypes, and Python's numbers, strings and containers."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
-        """A class of records of its own for each name. Raises UnpicklingError for other names."""
+        """A record class for each allowed name. Raises UnpicklingError for other names."""
         if module_name == "torch":
             if global_name == "Size":
                 return tuple
@@ -104,7 +104,7 @@ def _index(found: Any) -> Metadata:
 
 
 def _require_apart(places: Iterable[_StorageInfo]) -> None:
-    """Raise ValueError where two pieces lie in the same bytes of a file."""
+    """Raise ValueError if two pieces overlap in a file."""
     spans = sorted((p.relative_path, p.offset, p.offset + p.length) for p in places)
     for (name, _, end), (other, start, _) in pairwise(spans):
         if name == other and start < end:
@@ -130,7 +130,7 @@ def _chunk(found: Any) -> ChunkStorageMetadata:
 
 
 def _place(found: tuple[Any, Any]) -> tuple[MetadataIndex, _StorageInfo]:
-    """A piece, and where it is: in a file of the checkpoint's folder, and in no other."""
+    """A piece and its position, which must be in a file of the checkpoint's folder."""
     piece, where = _state(found[0], "MetadataIndex"), _state(found[1], "_StorageInfo")
     name = _text(where["relative_path"])
     if name != Path(name).name or "\\" in name or "\0" in name:
@@ -141,7 +141,7 @@ def _place(found: tuple[Any, Any]) -> tuple[MetadataIndex, _StorageInfo]:
 
 
 def _state(found: Any, kind: str) -> Any:
-    """What was pickled of an object of that class."""
+    """The pickled state of an object of class `kind`."""
     if not isinstance(found, _Record) or type(found).__name__ != kind or found.state is None:
         raise ValueError(f"no {kind} where one should be")
     return found.state

@@ -1,7 +1,7 @@
-"""A checkpoint whose small files have been read and found to belong together.
+"""Opening a checkpoint: reads its small files and checks that they belong together.
 
-manifest.json -> scalars.json, .metadata      by hash; then what each says
-              -> files of tensors             by length; by hash where it is asked for
+manifest.json -> scalars.json, .metadata      checked by hash, then parsed
+              -> files of tensors             checked by length; by hash if asked
 """
 
 import json
@@ -30,10 +30,9 @@ FORMAT, FORMAT_1 = "shardwise 2", "shardwise 1"
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """What a checkpoint says of itself.
+    """The small files of a checkpoint.
 
-    `manifest` is None for one that an older version saved: whether its files belong to one another
-    cannot be told.
+    `manifest` is None for a checkpoint of an older version, whose files cannot be checked.
     """
 
     path: Path
@@ -44,20 +43,20 @@ class OpenCheckpoint:
 
     @property
     def mark(self) -> str:
-        """What differs between any two checkpoints: the save's id."""
+        """The id of the save."""
         return self.manifest.save if self.manifest else self.path.name
 
     def files(self) -> list[str]:
-        """Names of the files of tensors."""
+        """The names of the files of tensors."""
         return sorted(
             {place.relative_path for place in (self.metadata.storage_data or {}).values()}
         )
 
 
 def open_checkpoint(path: Path) -> OpenCheckpoint:
-    """Read all of a checkpoint but its tensors, whose files have to be there in full length.
+    """Read a checkpoint except its tensors, whose files must exist with the right length.
 
-    Raises InputError for a file that is missing, damaged or another checkpoint's.  Warns of a
+    Raises InputError for a file that is missing, damaged or of another checkpoint.  Warns of a
     checkpoint without a manifest.
     """
     manifest = read_manifest(path)
@@ -72,8 +71,8 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     opened = OpenCheckpoint(path, said["ranks"], said["scalars"], read_metadata(path), manifest)
     if manifest is None:
         warnings.warn(
-            f"{path} was saved without a manifest, by an older version: whether its files belong "
-            "to one another cannot be checked. The next checkpoint has one.",
+            f"{path} was saved by an older version, without a manifest, so its files cannot be "
+            "checked. The next checkpoint will have one.",
             stacklevel=2,
         )
         _require_sizes(opened)
@@ -83,7 +82,7 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
 
 
 def _scalars(path: Path) -> dict[str, Any]:
-    """What scalars.json says: its format, the number of ranks, the scalars; or an InputError."""
+    """The contents of scalars.json: format, number of ranks, scalars.  Raises InputError."""
     file = path / SCALARS
     try:
         said = json.loads(file.read_text(encoding="utf-8"))
@@ -92,8 +91,8 @@ def _scalars(path: Path) -> dict[str, Any]:
     if not isinstance(said, dict) or said.get("format") not in (FORMAT, FORMAT_1):
         raise bad(
             f"'{file}' of another format than '{FORMAT}' or '{FORMAT_1}'",
-            "checkpoints of this version or of one before",
-            "a checkpoint that 'shardwise train' saved",
+            "checkpoints of this version or an older one",
+            "a checkpoint saved by 'shardwise train'",
         )
     if not isinstance(said.get("ranks"), int) or not isinstance(said.get("scalars"), dict):
         raise damaged(file, "its ranks or scalars are missing")
@@ -101,7 +100,7 @@ def _scalars(path: Path) -> dict[str, Any]:
 
 
 def _require_sizes(opened: OpenCheckpoint) -> None:
-    """Raise InputError unless every file that the metadata names is there and long enough."""
+    """Raise InputError unless every file in the metadata exists and is long enough."""
     wanted: dict[str, int] = {}
     for place in (opened.metadata.storage_data or {}).values():
         end = place.offset + place.length

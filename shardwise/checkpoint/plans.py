@@ -1,11 +1,11 @@
-"""this file is who writes which part of which tensor, and who reads which.
+"""Planners for torch.distributed.checkpoint: which rank writes and reads which part of a tensor.
 
-torch.distributed.checkpoint asks every rank for a plan, lets the first rank look at all of them,
-and then has every rank carry out its own.
+torch.distributed.checkpoint collects a plan from every rank, lets rank 0 change them all, and then
+has every rank execute its own.
 
-    save   every rank offers its boxes, cut into pieces of at most PIECE_BYTES.  A piece that
-           several ranks hold is given to the one that has least to write so far.
-    load   every rank asks for the overlaps of its boxes with the pieces on the disk.
+    save   every rank offers its boxes, split into pieces of at most PIECE_BYTES.  A piece that
+           several ranks hold is written by the one with the least to write so far.
+    load   every rank reads the overlaps of its boxes with the saved pieces.
 """
 
 import io
@@ -39,18 +39,18 @@ from torch.distributed.checkpoint.planner import (
 from shardwise.core.errors import InputError, Problem, RunError, refusal
 from shardwise.engine.box import Box, block
 
-#: What a rank must hold beside its state to write a piece, or to read one.
+#: The size of a piece: the extra memory of a rank that writes or reads.
 PIECE_BYTES = 32 * 2**20
-#: Of all that does not fit, so many tensors are named.
+#: The number of wrong tensors named in an error.
 _NAMED = 6
 
-Block = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes in the whole tensor
+Block = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes in the full tensor
 
 
 def cut(offsets: tuple[int, ...], sizes: tuple[int, ...], numel: int) -> Iterator[Block]:
-    """Blocks of at most `numel` elements each, or of one where a dim cannot be cut further.
+    """Split a block into blocks of at most `numel` elements.
 
-    A block is cut along its first dim longer than one; what is still too large is cut again.
+    A block is split along its first dim longer than one, recursively.
     """
     dim = next((d for d, size in enumerate(sizes) if size > 1), None)
     if math.prod(sizes) <= numel or dim is None:
@@ -64,7 +64,7 @@ def cut(offsets: tuple[int, ...], sizes: tuple[int, ...], numel: int) -> Iterato
 
 
 def overlap(a: Block, b: Block) -> Block | None:
-    """The block that two blocks of one tensor share; None where they share no element."""
+    """The intersection of two blocks of one tensor; None if it is empty."""
     offsets = tuple(map(max, a[0], b[0]))
     ends = tuple(min(x + m, y + n) for x, m, y, n in zip(a[0], a[1], b[0], b[1], strict=True))
     sizes = tuple(end - offset for offset, end in zip(offsets, ends, strict=True))
@@ -72,9 +72,9 @@ def overlap(a: Block, b: Block) -> Block | None:
 
 
 class BoxSavePlanner(SavePlanner):
-    """Offers this rank's boxes to be written, and hands them over.
+    """Offers this rank's boxes for writing.
 
-    `create_local_plan` raises RunError where `refusal` says why they are not to be.
+    `create_local_plan` raises RunError with the text of `refusal`, if there is one.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class BoxSavePlanner(SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Begin anew; torch's state dict is empty, for the boxes are all there is."""
+        """Reset; torch's state dict is empty, since the boxes hold everything."""
         self.tensors = {}
 
     def create_local_plan(self) -> SavePlan:
@@ -101,7 +101,7 @@ class BoxSavePlanner(SavePlanner):
         replicas: list[int] = []
         for box in self.boxes:
             if 0 in box.sizes and 0 not in box.shape:
-                continue  # this rank holds nothing of the tensor
+                continue  # this rank has no part of the tensor
             limit = max(1, self.piece_bytes // box.tensor.element_size())
             for offsets, sizes in cut(box.offsets, box.sizes, limit):
                 begin = tuple(o - b for o, b in zip(offsets, box.offsets, strict=True))
@@ -111,10 +111,9 @@ class BoxSavePlanner(SavePlanner):
         return SavePlan(items, planner_data=replicas)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Give each piece to one rank.
+        """Assign each piece to one rank.
 
-        Raises ValueError where the pieces do not make up their tensors: some element would be
-        written by nobody, or by two that may disagree.
+        Raises ValueError if the pieces do not cover their tensors exactly once.
         """
         holders: dict[tuple[str, Block], list[int]] = {}
         first: dict[tuple[str, Block], WriteItem] = {}
@@ -143,10 +142,10 @@ class BoxSavePlanner(SavePlanner):
 
 
 class BoxLoadPlanner(LoadPlanner):
-    """Asks for what overlaps this rank's boxes, and says where it goes.
+    """Requests what overlaps this rank's boxes, and provides the destination.
 
-    `create_local_plan` raises InputError for tensors that the checkpoint does not have, or has
-    with another shape or dtype.
+    `create_local_plan` raises InputError for tensors that are missing in the checkpoint, or have
+    another shape or dtype there.
     """
 
     def __init__(self, boxes: Sequence[Box], checkpoint: str) -> None:
@@ -161,13 +160,13 @@ class BoxLoadPlanner(LoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take what is known of the checkpoint. Raises InputError where the reader met one."""
+        """Store the metadata. Raises the reader's InputError, if it had one."""
         self.metadata = metadata or Metadata({})
-        if isinstance(self.metadata.planner_data, InputError):  # the reader could not read it
+        if isinstance(self.metadata.planner_data, InputError):
             raise self.metadata.planner_data
 
     def create_local_plan(self) -> LoadPlan:
-        """The overlaps of each box with the pieces on the disk. Raises InputError, see above."""
+        """The overlaps of each box with the saved pieces. Raises InputError, see above."""
         known = self.metadata.state_dict_metadata
         wrong = {
             box.name: problem
@@ -199,7 +198,7 @@ class BoxLoadPlanner(LoadPlanner):
         return block(self.tensors[read_item.dest_index], read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing is left to do: `resolve_tensor` gives the live data."""
+        """Nothing to do: `resolve_tensor` returned the live data."""
 
 
 def _write_item(box: Box, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> WriteItem:
@@ -228,23 +227,23 @@ def _key(item: WriteItem) -> tuple[str, Block]:
 def _spread(
     holders: dict[tuple[str, Block], list[int]], first: dict[tuple[str, Block], WriteItem]
 ) -> dict[tuple[str, Block], int]:
-    """For each piece the rank that writes it: the largest go first, to the least laden."""
+    """The rank that writes each piece: the largest pieces first, each to the least loaded rank."""
 
     def weight(key: tuple[str, Block]) -> int:
         return math.prod(key[1][1]) * _data(first[key]).properties.dtype.itemsize
 
-    laden: dict[int, int] = {}
+    load: dict[int, int] = {}
     writer: dict[tuple[str, Block], int] = {}
-    # Pieces that only one rank holds leave no choice, so they count before the others are dealt.
+    # Pieces that only one rank holds leave no choice, so they are assigned first.
     for key in sorted(holders, key=lambda key: (len(holders[key]) > 1, -weight(key), key)):
-        rank = min(holders[key], key=lambda rank: (laden.get(rank, 0), rank))
+        rank = min(holders[key], key=lambda rank: (load.get(rank, 0), rank))
         writer[key] = rank
-        laden[rank] = laden.get(rank, 0) + weight(key)
+        load[rank] = load.get(rank, 0) + weight(key)
     return writer
 
 
 def _tensors(written: Sequence[WriteItem], offered: Sequence[WriteItem]) -> dict[str, Any]:
-    """The tensors that the written pieces make up, checked; `offered` are those of all replicas."""
+    """The tensors of the written pieces, checked; `offered` are the pieces of all replicas."""
     found: dict[str, TensorStorageMetadata] = {}
     for item in offered:
         data = _data(item)
@@ -263,10 +262,10 @@ def _tensors(written: Sequence[WriteItem], offered: Sequence[WriteItem]) -> dict
 
 
 def check_whole(name: str, tensor: TensorStorageMetadata) -> None:
-    """Raise ValueError unless the pieces cover the tensor once, none of it twice."""
+    """Raise ValueError unless the pieces cover each element of the tensor exactly once."""
     blocks = sorted((tuple(c.offsets), tuple(c.sizes)) for c in tensor.chunks)
     held = sum(math.prod(sizes) for _, sizes in blocks)
-    near: list[Block] = []  # of the blocks so far, those that reach the present row
+    near: list[Block] = []  # previous blocks that reach the current row
     for piece in blocks if tensor.size else ():
         near = [b for b in near if b[0][0] + b[1][0] > piece[0][0]]
         if any(overlap(b, piece) for b in near):
@@ -283,12 +282,12 @@ def _said(tensor: TensorStorageMetadata | TensorWriteData) -> str:
 
 
 def _problem(box: Box, saved: Any, checkpoint: str) -> Problem | None:
-    """What keeps the box from being loaded, if anything."""
+    """The problem that prevents loading the box, if there is one."""
     dtype = str(box.tensor.dtype).removeprefix("torch.")
     if not isinstance(saved, TensorStorageMetadata):
         return Problem(
             f"'{box.name}' of {tuple(box.shape)} {dtype}, which the checkpoint does not have",
-            "tensors that were saved",
+            "tensors in the checkpoint",
             f"'shardwise checkpoint inspect {checkpoint}' to see their names",
         )
     if tuple(saved.size) != tuple(box.shape):
@@ -307,7 +306,7 @@ def _problem(box: Box, saved: Any, checkpoint: str) -> Problem | None:
 
 
 def _read_items(box: Box, index: MetadataIndex, saved: Any) -> Iterator[ReadItem]:
-    """What to read for a box: its overlaps with the pieces of the tensor on the disk."""
+    """The overlaps of a box with the saved pieces of its tensor."""
     for chunk in saved.chunks:
         piece = (tuple(chunk.offsets), tuple(chunk.sizes))
         if shared := overlap((tuple(box.offsets), tuple(box.sizes)), piece):

@@ -1,4 +1,4 @@
-"""Saving: every rank writes its boxes, and the whole appears at once or not at all."""
+"""Saving: every rank writes its boxes, and the checkpoint appears at once or not at all."""
 
 import json
 import os
@@ -29,17 +29,17 @@ def save(
     world: World,
     refusal: str = "",
 ) -> Path:
-    """Publish a checkpoint in `folder`, which all ranks see; its path.  Called by all ranks.
+    """Save a checkpoint in `folder`, which all ranks must see; returns its path.
 
-    The boxes of all ranks with `replica` 0 make up their tensors, each element once; of those that
-    hold the same box, whoever has least to write writes it.  `scalars` are numbers and text as
-    JSON takes them, the same on every rank, with the "step" that gives the checkpoint its name.
-    Until this returns, and if it fails, the checkpoints of before are what there is.  `refusal` is
-    why this rank's boxes are not to be saved, if they are not.
+    All ranks must call it.  The boxes with `replica` 0 of all ranks must cover each element of
+    their tensors once; a box that several ranks hold is written by the one with the least to write.
+    `scalars` is a JSON object, the same on every rank, with the "step" that names the checkpoint.
+    If saving fails, older checkpoints are unchanged.  A non-empty `refusal` says why this rank's
+    boxes must not be saved.
 
     Raises:
         InputError: the scalars have no step, or cannot be written as JSON.
-        RunError: a rank could not write, or refuses to; the boxes do not make up their tensors.
+        RunError: a rank could not write or refuses to; the boxes do not cover their tensors.
     """
     folder, step = folders.as_path(folder), scalars.get("step")
     if not isinstance(step, int) or step < 0:
@@ -61,13 +61,13 @@ def save(
             )
     except CheckpointException as error:
         what = f"The checkpoint of step {step} could not be saved in '{folder}'{_room_in(folder)}"
-        if world.rank == 0:  # what there is of it would fill the disk for the next, too
+        if world.rank == 0:  # partial files would take space from the next save
             shutil.rmtree(folders.unfinished(folder, step), ignore_errors=True)
         raise reason(error, what) from None
     return folder / folders.name_of(step)
 
 
 def _room_in(folder: Path) -> str:
-    """How much room is left, where it is little."""
+    """The free space, if it is little."""
     free = free_bytes(folder)
     return f", where only {free:.0f} bytes are free" if free < LITTLE_BYTES else ""

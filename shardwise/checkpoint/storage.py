@@ -1,4 +1,4 @@
-"""The files of a checkpoint: written unseen, then published; checked, then read by pieces."""
+"""Storage of a checkpoint: written to a hidden folder, then published; checked, then read."""
 
 import io
 import json
@@ -32,23 +32,23 @@ from shardwise.checkpoint.open_checkpoint import FORMAT, OpenCheckpoint, open_ch
 from shardwise.core.errors import InputError, bad
 from shardwise.engine.box import block
 
-#: What else is asked of a checkpoint before any of it is loaded; raises InputError.
+#: An additional check of a checkpoint before it is loaded; raises InputError.
 Check = Callable[[OpenCheckpoint], None]
 
 
 @dataclass(frozen=True)
 class _Written:
-    """Where a piece was written, and the seal of that file."""
+    """The position of a written piece, and the seal of its file."""
 
     place: Any
     seal: Seal
 
 
 class Publisher(StorageWriter):
-    """Writes a checkpoint beside its place, and publishes it once every rank has written.
+    """Writes a checkpoint to a hidden folder, and publishes it once every rank has written.
 
-    torch.distributed.checkpoint calls `finish` on the first rank when all have written their
-    files, and tells every rank if it fails: so a checkpoint is published for all or for none.
+    torch.distributed.checkpoint calls `finish` on rank 0 when all ranks have written, and raises on
+    every rank if it fails: a checkpoint is published for all ranks or for none.
     """
 
     def __init__(self, folder: Path, step: int, scalars: dict[str, Any]) -> None:
@@ -58,7 +58,7 @@ class Publisher(StorageWriter):
         self.files = FileSystemWriter(self.path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The path was given at the beginning, and stays."""
+        """Nothing to do: the path is fixed."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self.files.set_up_storage_writer(is_coordinator, *args, **kwargs)
@@ -67,12 +67,12 @@ class Publisher(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On the first rank, before any rank writes."""
+        """Runs on rank 0, before any rank writes."""
         folders.clear(self.path)
         return self.files.prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's pieces, and hash the files they are in."""
+        """Write this rank's pieces, and hash their files."""
         try:
             results = self.files.write_data(plan, planner).wait()
             names = {result.storage_data.relative_path for result in results}
@@ -84,7 +84,7 @@ class Publisher(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the first rank, when every rank has written: the manifest last."""
+        """Runs on rank 0, after every rank has written.  Writes the manifest last."""
         try:
             self._finish(metadata, results)
         except (OSError, RuntimeError) as error:
@@ -112,11 +112,11 @@ class Publisher(StorageWriter):
 
 
 class Pieces(StorageReader):
-    """Reads a checkpoint: first all of it is checked, then each piece that a rank needs is read.
+    """Reads a checkpoint: checks all of it, then reads each piece that this rank needs.
 
-    `check` sees what the small files say before any tensor is looked at.  The hashing of the files
-    is shared between the ranks: this is one of `ranks`.  `scalars` is there once the metadata has
-    been read, and `reading` is true once every rank has found everything in order.
+    `check` is called with the small files before tensors are checked.  The ranks share the hashing
+    of files.  `scalars` is set once the metadata has been read, and `reading` once all checks have
+    passed on every rank.
     """
 
     def __init__(self, folder: Path, rank: int, ranks: int, check: Check | None = None) -> None:
@@ -128,12 +128,12 @@ class Pieces(StorageReader):
         self.reading = False
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """The path was given at the beginning, and stays."""
+        """Nothing to do: the path is fixed."""
 
     def read_metadata(self) -> Metadata:
-        """What the checkpoint has; an InputError instead of a planner's data if that is unreadable.
+        """The checkpoint's metadata; if unreadable, with the InputError as `planner_data`.
 
-        It is the planner that raises it: what is raised there reaches every rank.
+        The planner raises that error, because errors of a planner reach every rank.
         """
         try:
             self.path = folders.find(self.folder)
@@ -151,20 +151,20 @@ class Pieces(StorageReader):
         self.places = metadata.storage_data or {}
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Hash this rank's share of the files; what is raised here, every rank raises."""
+        """Hash this rank's share of the files.  An error raised here reaches every rank."""
         assert self.opened is not None
         require_content(self.opened, self.rank, self.ranks)
         return replace(plan, planner_data=self.opened.mark)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Raises InputError unless all ranks have found the same checkpoint."""
+        """Raise InputError unless all ranks have found the same checkpoint."""
         other = [rank for rank, p in enumerate(plans) if p.planner_data != plans[0].planner_data]
         if other:
             raise bad(
                 f"the checkpoint folder '{self.folder}', in which rank {other[0]} finds another "
                 f"checkpoint than rank 0, which finds {self.path.name}",
-                "one folder that all ranks see",
-                "a folder on a disk that all machines share",
+                "one folder shared by all ranks",
+                "a folder on a network disk that all machines mount",
             )
         return plans
 
@@ -189,9 +189,9 @@ class Pieces(StorageReader):
 
 
 def require_content(opened: OpenCheckpoint, rank: int = 0, ranks: int = 1) -> None:
-    """Read this rank's share of all tensors and raise InputError for what is not as it was saved.
+    """Read this rank's share of all tensors, and raise InputError for damaged ones.
 
-    Files are compared with their hashes; without a manifest, pieces with their checksums.
+    Compares hashes of files, or without a manifest the checksums of pieces.
     """
     if opened.manifest is not None:
         require_files(opened.path, opened.manifest, opened.files()[rank::ranks])
@@ -207,7 +207,7 @@ def require_content(opened: OpenCheckpoint, rank: int = 0, ranks: int = 1) -> No
 
 
 def _sealed(result: WriteResult, seals: Mapping[str, Seal]) -> WriteResult:
-    """The result with the seal of its file, which the first rank is to put into the manifest."""
+    """The result with the seal of its file, for the manifest."""
     place = result.storage_data
     return replace(result, storage_data=_Written(place, seals[place.relative_path]))
 
@@ -225,8 +225,8 @@ def _read(file: Path, offset: int, length: int) -> Tensor:
 
 
 def _check(file: Path, content: bytes) -> None:
-    """Raise InputError unless the piece is what was written, by the checksums it came with."""
-    if not torch.serialization.get_crc32_options():  # the program has them left out
+    """Raise InputError unless the checksums inside the piece match."""
+    if not torch.serialization.get_crc32_options():  # the program has switched checksums off
         return
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as records:
@@ -234,7 +234,7 @@ def _check(file: Path, content: bytes) -> None:
     except zipfile.BadZipFile as error:
         raise damaged(file, str(error)) from error
     if wrong is not None:
-        raise damaged(file, f"the checksum of {wrong} is another than when it was written")
+        raise damaged(file, f"the checksum of {wrong} does not match")
 
 
 def _exactly(file: Path, stream: IO[bytes], offset: int, length: int) -> bytes:

@@ -1,4 +1,4 @@
-"""This file is a GPT: a decoder-only transformer that reads from the tokens to the loss.
+"""A GPT: a decoder-only transformer, its loss, and its counts of parameters and operations.
 
 Pre-normalisation with RMSNorm (arXiv 1910.07467), rotary positions (arXiv 2104.09864), SwiGLU
 (arXiv 2002.05202), grouped key and value heads (arXiv 2305.13245), no biases, no dropout.
@@ -10,8 +10,8 @@ Shapes are suffixes of names:
     V  vocabulary                      H  query heads
     E  width of one head, D / H        K  key and value heads, a divisor of H
 
-The model keeps no buffers: the rotation is a function of T alone and costs microseconds, so a
-model made on the meta device is whole as soon as its parameters are filled.
+The model has no buffers: the rotation depends only on T and takes microseconds to compute. So a
+model made on the meta device needs nothing but its parameters.
 """
 
 from dataclasses import dataclass
@@ -26,12 +26,12 @@ from shardwise.core.tensor_plan import Table
 
 ROTARY_BASE: Final = 10_000.0
 NORM_EPS: Final = 1e-6
-IGNORED: Final = -100  # a target that takes no part in the loss
+IGNORED: Final = -100  # a target that the loss ignores
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The sizes of a GPT. Raises InputError where they do not fit together."""
+    """The sizes of a GPT. Raises InputError if they do not fit together."""
 
     vocabulary: int
     layers: int
@@ -55,7 +55,7 @@ class GPTConfig:
         if self.heads % self.kv_heads:
             raise bad(
                 f"kv_heads = {self.kv_heads} with heads = {self.heads}",
-                "a divisor of heads, so that every key and value head serves as many query heads",
+                "a divisor of heads, so that key and value heads serve equally many query heads",
                 f"kv_heads = {self.heads}",
             )
 
@@ -66,11 +66,11 @@ class GPTConfig:
 
 
 SIZES: Final[dict[str, GPTConfig]] = {
-    # framework overhead: the computation is small, what is around it shows
+    # little computation: shows the overhead of a framework
     "tiny": GPTConfig(
         vocabulary=1024, layers=4, width=128, heads=4, kv_heads=4, hidden=352, sequence=64
     ),
-    # 33M parameters: computation and communication weigh about the same on a processor core
+    # 33M parameters: computation and communication take about the same time on a processor core
     "small": GPTConfig(
         vocabulary=8192, layers=8, width=512, heads=8, kv_heads=8, hidden=1344, sequence=128
     ),
@@ -214,25 +214,25 @@ def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def tokens(batch: dict[str, Tensor]) -> int:
-    """How many targets the mean of `loss` is over: the weight of this batch in a larger mean."""
+    """The number of targets in the mean of `loss`: the weight of this batch in a larger mean."""
     return int((batch["targets"] != IGNORED).sum())
 
 
 def flops_per_token(config: GPTConfig) -> int:
     """Floating-point operations of forward and backward for one token, two to a multiply-add.
 
-    Six per weight that takes part in a product (the embedding is looked up, not multiplied), and
-    12·D·T per layer for the attention scores and their use, as PaLM counts them (arXiv
-    2204.02311, appendix B): the causal mask is not credited.
+    Six per weight of a matrix product (the embedding is a lookup), and 12·D·T per layer for the
+    attention scores and their use, as PaLM counts them (arXiv 2204.02311, appendix B), without
+    credit for the causal mask.
     """
     weights = config.layers * _multiplied(config) + config.vocabulary * config.width
     return 6 * weights + 12 * config.layers * config.width * config.sequence
 
 
 def parameters(config: GPTConfig) -> int:
-    """Ψ: how many parameters the model has, a shared one once.
+    """Ψ: the number of parameters, a shared one counted once.
 
-    By arithmetic: sizes beyond all measure cannot be built, not even without data.
+    Computed by arithmetic, since huge sizes cannot be built, not even on the meta device.
     """
     layer = _multiplied(config) + 2 * config.width  # and two norms
     ends = config.vocabulary * config.width * (1 if config.tied else 2)
@@ -240,7 +240,7 @@ def parameters(config: GPTConfig) -> int:
 
 
 def _multiplied(config: GPTConfig) -> int:
-    """How many weights of one layer take part in products."""
+    """The number of weights in matrix products of one layer."""
     kv_width = config.kv_heads * config.head_width
     attention = 2 * config.width * config.width + 2 * config.width * kv_width
     return attention + 3 * config.width * config.hidden

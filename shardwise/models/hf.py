@@ -1,9 +1,9 @@
-"""This file is the door to the models of `transformers`: `hf:llama`, small and with random weights.
+"""Small models of `transformers` with random weights: `hf:llama`.
 
-Every model type of that library has a configuration class with defaults of the published size.
-Here the same class is asked for a model of a few ten thousand parameters: the sizes in it are
-found by the names the library gives them and replaced. Nothing is fetched. Dropout is 0, which any
-plan can be proved with; `hf:gpt2+dropout` has the rates that the library gives the type.
+Every model type of that library has a configuration class with defaults of the published size. A
+small model, of a few ten thousand parameters, is made by replacing the sizes in it, which are found
+by their usual names. Nothing is downloaded. Dropout is 0, so that every plan can be proved;
+`hf:gpt2+dropout` keeps the type's own rates.
 """
 
 import importlib.util
@@ -27,9 +27,9 @@ VOCABULARY: Final = 128
 POSITIONS: Final = 16
 IGNORED: Final = -100
 MASK: Final = 4
-FIRST_WORD: Final = 5  # smaller numbers are the tokens with a meaning: padding, start, end, mask
+FIRST_WORD: Final = 5  # smaller numbers are special tokens: padding, start, end, mask
 
-# What a configuration calls a size, and the size it gets here.
+#: The names of sizes in configurations, and the sizes of the small model.
 SMALL: Final[dict[str, int]] = {
     **dict.fromkeys(("vocab_size",), VOCABULARY),
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "dim", "word_embed_proj_dim"), 64),
@@ -53,20 +53,22 @@ SMALL: Final[dict[str, int]] = {
 
 
 def find(name: str, seed: int = 0) -> Trainable:
-    """The small model of type `name`, as a value. Raises InputError as `build` does.
+    """The small model of type `name`. Raises InputError like `build`.
 
     "gpt2+dropout" keeps the type's own rates of dropout.
     """
     if importlib.util.find_spec("transformers") is None:
         raise bad(
             f'the model "hf:{name}", while transformers is not installed',
-            "hf: models where the extra `hf` is installed",
+            "hf: models if the extra `hf` is installed",
             'pip install "shardwise[hf]"',
         )
     name, plus, kept = name.partition("+")
+    if not name:
+        raise bad('the model "hf:" without a name', "hf: and a model type", "hf:gpt2 or hf:llama")
     kind = _kind(name)
     if plus and kept != "dropout":
-        allowed = "a model type, or one with its rates of dropout"
+        allowed = "a model type, or one followed by +dropout"
         raise bad(f'the model "hf:{name}+{kept}"', allowed, f"hf:{name}+dropout")
     loss, make_batch = {
         "causal": (causal_loss, causal_batch),
@@ -84,22 +86,22 @@ def find(name: str, seed: int = 0) -> Trainable:
 def build(name: str, seed: int = 0) -> tuple[nn.Module, Loss, Callable[[int, int], Any]]:
     """(model, loss, make_batch) for the model type `name`: gpt2, llama, bert, t5, ...
 
-    A language model with causal, masked or sequence-to-sequence loss, whichever the type is for;
-    dropout is 0, tied embeddings stay tied, weights are the library's own draw under `seed`.
-    Raises InputError when transformers is not installed, when it has no such type (naming the
-    nearest), or when the type is not one that a small configuration gives.
+    A language model with the type's loss: causal, masked or sequence-to-sequence. Dropout is 0,
+    tied embeddings stay tied, weights are the library's random initialisation under `seed`.
+    Raises InputError if transformers is not installed or has no such type (naming the nearest), or
+    if no small model of the type can be made.
     """
     found = find(name, seed)
     return found.build(), found.loss, found.make_batch
 
 
 def tokens(batch: dict[str, Tensor]) -> int:
-    """How many targets take part in the loss."""
+    """The number of targets in the loss."""
     return int((batch["targets"] != IGNORED).sum())
 
 
 def causal_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Mean cross-entropy where the targets stand under the inputs they belong to."""
+    """Mean cross-entropy of each position's target."""
     with Wide():
         logits = model(input_ids=batch["inputs"]).logits
     return _cross_entropy(logits, batch["targets"])
@@ -120,7 +122,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def causal_batch(rows: int, seed: int) -> dict[str, Tensor]:
-    """Random text, and as targets the token after each; rows end at places of their own."""
+    """Random text, with the next token as target; rows have different lengths."""
     text, generator = _text(rows, seed)
     return {
         "inputs": text[:, :-1].contiguous(),
@@ -129,10 +131,10 @@ def causal_batch(rows: int, seed: int) -> dict[str, Tensor]:
 
 
 def masked_batch(rows: int, seed: int) -> dict[str, Tensor]:
-    """Random text of which a quarter is hidden; the hidden tokens are the targets."""
+    """Random text with a quarter of its tokens masked; the masked tokens are the targets."""
     text, generator = _text(rows, seed)
     hidden = torch.rand(text.shape, generator=generator) < 0.25
-    hidden[:, 0] = True  # every row has something to say
+    hidden[:, 0] = True  # every row has at least one target
     return {
         "inputs": text.masked_fill(hidden, MASK),
         "targets": text.masked_fill(~hidden, IGNORED),
@@ -140,7 +142,7 @@ def masked_batch(rows: int, seed: int) -> dict[str, Tensor]:
 
 
 def seq2seq_batch(rows: int, seed: int) -> dict[str, Tensor]:
-    """Two random texts: one to read, one to write."""
+    """Two random texts: the encoder's and the decoder's."""
     read, _ = _text(rows, seed)
     write, generator = _text(rows, seed + 1_000_003)
     return {
@@ -157,17 +159,16 @@ def _text(rows: int, seed: int) -> tuple[Tensor, torch.Generator]:
 
 
 def _ragged(targets: Tensor, generator: torch.Generator) -> Tensor:
-    """Ends each row somewhere in its second half, so that ranks hold unequal numbers of tokens."""
+    """End each row somewhere in its second half, so that ranks have unequal numbers of tokens."""
     rows, positions = targets.shape
     end = torch.randint(positions // 2, positions + 1, (rows, 1), generator=generator)
     return targets.masked_fill(torch.arange(positions) >= end, IGNORED)
 
 
 class Wide(TorchFunctionMode):
-    """Keeps fp64 what is fp64: the library's models round norms and softmax to fp32 inside.
+    """Keeps fp64 tensors in fp64, although the library's models cast norms and softmax to fp32.
 
-    That is right for bf16 and harmless for fp32, but it would put a floor of 1e-7 under a proof
-    made in fp64.
+    The cast is right for bf16 and harmless for fp32, but would limit a proof in fp64 to 1e-7.
     """
 
     def __torch_function__(
@@ -187,7 +188,7 @@ class Wide(TorchFunctionMode):
 
 
 def _kind(name: str) -> str:
-    """What the model type is trained for: "causal", "masked" or "seq2seq"."""
+    """The loss of the model type: "causal", "masked" or "seq2seq"."""
     from transformers.models.auto import modeling_auto as auto  # the extra `hf`
 
     causal = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -196,7 +197,7 @@ def _kind(name: str) -> str:
     if name not in {**causal, **masked, **seq2seq}:
         close = suggestions(name, {**causal, **masked, **seq2seq}, 3)
         raise bad(
-            f'the model "hf:{name}", which transformers has no language model for',
+            f'the model "hf:{name}", for which transformers has no language model',
             f"a model type of transformers, such as {', '.join(close)}",
             f"hf:{close[0]}",
         )
@@ -212,7 +213,7 @@ def _make(
     config: Callable[[], Any],
     trial: Callable[[nn.Module], Tensor],
 ) -> nn.Module:
-    """The model with the library's own random weights, drawn under `seed`, after one trial."""
+    """Make the model with the library's random weights under `seed`, and call it once."""
     from transformers import (
         AutoModelForCausalLM,
         AutoModelForMaskedLM,
@@ -230,18 +231,18 @@ def _make(
             model = family.from_config(config())
             with torch.no_grad():
                 trial(model)
-        except Exception as error:  # each configuration class has demands of its own
+        except Exception as error:  # each configuration class has its own requirements
             raise bad(
                 f'the model "hf:{name}", whose small configuration gives '
                 f"{type(error).__name__}: {error}",
-                "model types whose sizes go by the usual names",
-                "a build() of your own, as file.py:build",
+                "model types whose sizes have the usual names",
+                "your own build() in a file, as file.py:build",
             ) from error
     return model
 
 
 def small_config(name: str, dropout: bool = False) -> Any:
-    """The configuration of type `name`, its sizes as in SMALL, without dropout or with its own."""
+    """The configuration of type `name` with the sizes of SMALL; `dropout` keeps the type's own."""
     from transformers import AutoConfig
 
     usual = AutoConfig.for_model(name)
@@ -249,12 +250,12 @@ def small_config(name: str, dropout: bool = False) -> Any:
     heads = getattr(usual, "num_attention_heads", None)
     if heads is not None and heads == getattr(usual, "num_key_value_heads", None):
         changes["num_key_value_heads"] = SMALL["num_attention_heads"]
-    # "eager": experts one by one, since a grouped product has no fp64
+    # "eager": experts one by one, since grouped matrix products do not support fp64
     return AutoConfig.for_model(name, experts_implementation="eager", **changes)
 
 
 def shrink(usual: dict[str, Any], dropout: bool = False) -> dict[str, Any]:
-    """What to change in a configuration: sizes, special tokens, the cache, dropout if it goes."""
+    """The changes to a configuration: sizes, special tokens, no cache, no dropout."""
     changes: dict[str, Any] = {
         key: SMALL[key] for key, value in usual.items() if key in SMALL and value is not None
     }
@@ -268,7 +269,7 @@ def shrink(usual: dict[str, Any], dropout: bool = False) -> dict[str, Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silences what the library says about small and untrained models while one is made."""
+    """Silence the library's warnings about small and untrained models."""
     logger = logging.getLogger("transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)

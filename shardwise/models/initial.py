@@ -1,9 +1,8 @@
-"""This file is the value of every weight before the first step, a function of seed and name alone.
+"""Initial weights: a function of the seed and the parameter's name.
 
-Each parameter has a generator of its own, seeded by a hash of the seed and the parameter's whole
-name. So the weights do not depend on the order in which modules are made, on how many ranks there
-are, or on which of them hold what: a rank that materialises one block of a model that exists only
-on the meta device fills it with exactly what a world of one would.
+Each parameter has its own generator, seeded by a hash of seed and full name. So initial weights do
+not depend on the order in which modules are made, the number of ranks, or the sharding: a rank that
+materialises one block of a model on the meta device gets exactly the weights of a single process.
 """
 
 import hashlib
@@ -14,21 +13,21 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-# matrices that write to the residual stream: every layer adds two such terms to it
+#: Matrices whose output is added to the residual stream, two per layer.
 WRITERS: Final = ("attn.out.weight", "mlp.down.weight")
 
 
 @torch.no_grad()
 def initial(name: str, tensor: Tensor, seed: int) -> None:
-    """Fills the whole, unsharded parameter `name` in place.
+    """Fill the full, unsharded parameter `name` in place.
 
-    Vectors are norm scales (1) or biases (0). Matrices [out, in] are normal with variance 1/in,
-    so that a normalised input gives outputs of size one; those that write to the residual stream
-    are smaller by sqrt(2·layer), which keeps the stream from growing with depth (GPT-2, section
-    2.3). The embedding and the head are normal with deviation 0.02.
+    Vectors are norm scales (1) or biases (0). Matrices [out, in] are normal with variance 1/in, so
+    that a normalised input gives outputs of variance one; those that write to the residual stream
+    are smaller by sqrt(2·layer), so that the stream does not grow with depth (GPT-2, section 2.3).
+    The embedding and the head are normal with standard deviation 0.02.
 
-    Drawn on the processor in fp32 and then copied, so that the device and the precision of
-    `tensor` do not change what is drawn, only how it is rounded.
+    Drawn on the CPU in fp32 and then copied, so that device and precision of `tensor` only change
+    the rounding.
     """
     if tensor.dim() < 2:
         tensor.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -39,7 +38,7 @@ def initial(name: str, tensor: Tensor, seed: int) -> None:
 
 
 def deviation(name: str, shape: torch.Size) -> float:
-    """The standard deviation of the matrix `name` of that shape at the start."""
+    """The initial standard deviation of the matrix `name` with `shape`."""
     if name.endswith(("embed.weight", "head.weight")):
         return 0.02
     plain = 1 / math.sqrt(shape[-1])
@@ -50,13 +49,13 @@ def deviation(name: str, shape: torch.Size) -> float:
 
 
 def generator(name: str, seed: int) -> torch.Generator:
-    """A generator of its own for each pair of seed and name, the same on every machine."""
+    """The generator of a parameter under a seed, the same on every machine."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    # 63 bits: what manual_seed takes on every torch this project supports
+    # 63 bits: the range of manual_seed in every supported version of torch
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 def fill(model: nn.Module, seed: int) -> None:
-    """`initial` for every parameter of a model that is materialised, a shared one once."""
+    """Fill every parameter of a materialised model, a shared one once."""
     for name, parameter in model.named_parameters():
         initial(name, parameter, seed)

@@ -1,4 +1,4 @@
-"""This file is where the name of a model, as written on a command line, becomes the model."""
+"""Models by the names used on the command line."""
 
 import torch
 from torch import Tensor
@@ -14,11 +14,10 @@ FORMS = "gpt, gpt:SIZE, hf:NAME or file.py:build"
 
 
 def find(name: str, seed: int = 0) -> Trainable:
-    """The model that `name` stands for.
+    """The model called `name`: `gpt` (size tiny), `gpt:small`, `hf:llama` or `net.py:build`.
 
-    `gpt` (its size tiny), `gpt:small`; `hf:llama`, any model type transformers has; `net.py:build`,
-    a function in the user's own file. Raises InputError for a name that is none of these, with
-    the nearest that is. Nothing is built yet, except by the user's file.
+    `hf:` takes any model type of transformers, `file.py:function` the user's own model. Nothing is
+    built yet, except by the user's file. Raises InputError for another name, with the nearest.
     """
     kind, _, rest = name.partition(":")
     if kind == "gpt":
@@ -32,7 +31,7 @@ def find(name: str, seed: int = 0) -> Trainable:
 
 
 def of_gpt(name: str, config: GPTConfig, seed: int = 0) -> Trainable:
-    """The GPT of that configuration, with random tokens of its vocabulary as its text."""
+    """The GPT of a configuration, with random tokens as its batches."""
 
     def make() -> GPT:
         model = GPT(config)

@@ -1,4 +1,4 @@
-"""This file is a model with what it takes to train it: its loss, its batches, its name."""
+"""A model together with what is needed to train it: its loss, its batches, its name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,13 +14,15 @@ Initial = Callable[[str, Tensor, int], None]
 
 @dataclass(frozen=True)
 class Trainable:
-    """Something `shardwise` can train, prove or measure, found by its name.
+    """A model that `shardwise` can train, prove or measure.
 
-    `make()` gives the module on the device that is the default when it is called, the same weights
-    each time. `loss(model, batch)` is the mean over the batch's own tokens. `tokens(batch)` counts
-    them; None where every row weighs the same. `make_batch(rows, seed)` gives a pytree of tensors
-    whose dim 0 has `rows` entries. `initial(name, tensor, seed)` fills one parameter, where the
-    model can be made on the meta device and filled later.
+    make        make() returns the module on the current default device, with the same weights on
+                each call
+    loss        loss(model, batch) is the mean over the batch's tokens
+    make_batch  make_batch(rows, seed) returns a pytree of tensors with `rows` entries in dim 0
+    tokens      tokens(batch) counts the tokens; None: every row has the same weight
+    initial     initial(name, tensor, seed) fills one parameter of a model on the meta device; None
+                if the model cannot be made there
     """
 
     name: str
@@ -33,8 +35,8 @@ class Trainable:
     def build(self, device: torch.device | str = "cpu") -> nn.Module:
         """The module on `device`, in training mode, with the same weights on every call.
 
-        On "meta" it has shapes and no weights. Elsewhere it is made on the processor and moved,
-        so that its weights do not depend on the device.
+        It is made on the CPU and moved, so that its weights do not depend on the device; on "meta"
+        it has no weights.
         """
         if torch.device(device).type == "meta":
             with torch.device("meta"):
@@ -42,6 +44,6 @@ class Trainable:
         return self.make().train().to(device)
 
     def batch(self, rows: int, seed: int, device: torch.device | str = "cpu") -> Any:
-        """A batch of `rows` rows, a function of rows and seed alone, on `device`."""
+        """A batch of `rows` rows on `device`; it depends only on rows and seed."""
         made = self.make_batch(rows, seed)
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), made)

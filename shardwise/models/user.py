@@ -1,16 +1,16 @@
-"""This file is the door to the user's own model: `file.py:build`, a function in a file of theirs.
+"""The user's own model: `file.py:build`, a function in a Python file.
 
-`build()` returns a module, or the three things a proof needs:
+`build()` returns a module, or a module with its loss and batches:
 
     def build():
         def loss(model, batch): ...        # a scalar, the mean over the batch's rows
         def make_batch(rows, seed): ...    # tensors whose dim 0 has `rows` entries
         return model, loss, make_batch
 
-For a module alone whose first layer is an `nn.Linear` or an `nn.Embedding`, the batch is random
-input for that layer and the loss is the mean square of the output.
+For a module alone, whose first layer must be an `nn.Linear` or `nn.Embedding`, batches are random
+inputs of that layer and the loss is the mean square of the output.
 
-For tensor parallelism the module carries its table of styles, as an attribute or a property:
+For tensor parallelism the module has its table of styles as an attribute or property:
 
     model.tensor_table = sw.Table.of({"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
 """
@@ -37,10 +37,10 @@ GUESSED_POSITIONS: Final = 16
 
 
 def find(name: str, seed: int = 0) -> Trainable:
-    """The model of `path/to/file.py:function`; the function is called with no arguments.
+    """The model of `path/to/file.py:function`, which is called without arguments.
 
-    Torch's generator is seeded before each call, so that `build` gives the same weights each time.
-    Raises InputError when the file or the function is not there, fails, or returns something else.
+    torch's generator is seeded before each call, so that the weights are the same each time.
+    Raises InputError if the file or function does not exist, fails, or returns something else.
     """
     path, function = _split(name)
     build = _function(_load(path, name), function, name)
@@ -64,19 +64,19 @@ def _split(name: str) -> tuple[Path, str]:
     if not there:
         raise bad(
             f'the model "{name}", whose file does not exist',
-            "a Python file, its path from the folder you are in",
-            f"{Path(path).name}:{function} in the folder that has it",
+            "a path relative to the current folder, or an absolute one",
+            f"/path/to/{Path(path).name}:{function}",
         )
     return Path(path), function
 
 
 def _load(path: Path, name: str) -> ModuleType:
-    """Runs the file as a module of its own; imports beside it work, as for `python file.py`."""
+    """Run the file as a module; it can import files of its folder, as with `python file.py`."""
     module_name = f"shardwise_user_{path.stem}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None and spec.loader is not None  # the name ends in .py
     module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module  # dataclasses look their own module up by name
+    sys.modules[module_name] = module  # dataclasses look up their module by name
     with _beside(path):
         try:
             spec.loader.exec_module(module)
@@ -100,7 +100,8 @@ def _function(module: ModuleType, function: str, name: str) -> Callable[[], Any]
     build = getattr(module, function, None)
     if callable(build):
         return build
-    there = [key for key, value in vars(module).items() if callable(value) and key[0] != "_"]
+    own = (v for v in vars(module).values() if inspect.isfunction(v))
+    there = [f.__name__ for f in own if f.__module__ == module.__name__ and f.__name__[0] != "_"]
     close = suggest(function, there)
     raise bad(
         f'the model "{name}", whose file has no function "{function}"',
@@ -132,7 +133,7 @@ def _call(
 
 
 def _wrong(made: tuple[Any, ...]) -> str:
-    """What is not as it should be in the tuple that a function returned; "" where it will do."""
+    """What is wrong with the tuple that a function returned; "" if nothing."""
     parts = ("model", "loss", "make_batch")
     if len(made) != len(parts):
         missing = " and ".join(parts[len(made) :])
@@ -141,45 +142,45 @@ def _wrong(made: tuple[Any, ...]) -> str:
         return f"whose model is a {type(made[0]).__name__}"
     for part, value in zip(parts[1:], made[1:], strict=True):
         if not callable(value):
-            return f"whose {part} is a {type(value).__name__} and no function"
+            return f"whose {part} is a {type(value).__name__}, not a function"
     return ""
 
 
 def mean_square(model: nn.Module, batch: Tensor) -> Tensor:
-    """The mean square of the output: a loss for a model that came without one.
+    """The mean square of the output: the loss of a model that has none.
 
-    Raises InputError for an output that is no tensor.
+    Raises InputError if the output is not a tensor.
     """
     out = model(batch)
     if not isinstance(out, Tensor):
         raise bad(
-            f"a {type(model).__name__} whose forward returned a {type(out).__name__} where a "
-            "tensor was needed: it came without a loss, so its output is squared",
-            "a module alone whose forward returns a tensor",
+            f"a {type(model).__name__} without a loss, whose forward returned a "
+            f"{type(out).__name__}",
+            "a module whose forward returns a tensor, or a module with its loss",
             "return model, loss, make_batch",
         )
     return out.square().mean()
 
 
 def _guess(model: nn.Module, name: str) -> Callable[[int, int], Tensor]:
-    """Random input for the model's first layer, where its class says what it takes."""
+    """Random batches for a model whose first layer is an nn.Linear or nn.Embedding."""
     leaves = [module for module in model.modules() if not list(module.children())]
     first = leaves[0]
     if not isinstance(first, (nn.Linear, nn.Embedding)):
         raise bad(
             f'the model "{name}", whose first layer is a {type(first).__name__}',
-            "a module alone where the first layer is an nn.Linear or an nn.Embedding",
+            "a module alone whose first layer is an nn.Linear or an nn.Embedding",
             "return model, loss, make_batch",
         )
     try:
         inspect.signature(model.forward).bind("batch")
     except TypeError as error:
         raise bad(
-            f'the model "{name}", whose forward takes more or less than one input ({error})',
-            "a module alone whose forward is called with one tensor",
+            f'the model "{name}", whose forward does not take one input ({error})',
+            "a module alone whose forward takes one tensor",
             "return model, loss, make_batch",
         ) from None
-    except ValueError:  # one in C may have no signature to look at
+    except ValueError:  # a function in C may have no signature
         pass
 
     def make_batch(rows: int, seed: int) -> Tensor:
@@ -193,11 +194,11 @@ def _guess(model: nn.Module, name: str) -> Callable[[int, int], Tensor]:
 
 
 def _failed(name: str, doing: str, error: BaseException) -> InputError:
-    """The user's own error, with the line of their file that raised it."""
+    """An InputError with the user's error and the line that raised it."""
     last = traceback.extract_tb(error.__traceback__)[-1]
     return bad(
         f'the model "{name}"; {doing} gives {type(error).__name__}: {error} '
         f"({Path(last.filename).name}, line {last.lineno})",
         RETURNS,
-        "the same command, once the function runs on its own",
+        f"the same command, once {Path(last.filename).name} is corrected",
     )

@@ -102,7 +102,7 @@ def test_a_pointer_to_what_is_not_there_is_said(folder: Path, capsys: pytest.Cap
     inspect_command(folder)
     said = capsys.readouterr()
     assert "step-000007  saved by" in said.out
-    assert "names step-000009, which is no whole checkpoint: step-000007 is taken" in said.err
+    assert "names step-000009, which is no whole checkpoint: step-000007 is taken" in said.out
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,12 @@ def test_models_are_small() -> None:
     assert loss(model, make_batch(2, 0)).item() == pytest.approx(4.85, abs=0.3)
 
 
+def test_hf_without_a_name_is_answered() -> None:
+    """With a type that people know, and not the first of the list."""
+    with pytest.raises(InputError, match="Write instead: hf:gpt2 or hf:llama"):
+        find("hf:")
+
+
 @pytest.mark.parametrize(("name", "nearest"), [("llamma", "llama"), ("vit", "git")])
 def test_an_unknown_type_gets_the_nearest(name: str, nearest: str) -> None:
     """A type transformers has no language model for is answered with those that look like it."""

@@ -151,9 +151,9 @@ def test_a_module_alone_gets_input_for_its_first_layer(
         ("leaving", "SystemExit: 3"),
         ("pair", "a tuple without make_batch.*Write instead: return model, loss, make_batch"),
         ("single", "a tuple without loss and make_batch"),
-        ("numbers", "a tuple whose loss is a int and no function"),
+        ("numbers", "a tuple whose loss is a int, not a function"),
         ("other", "a tuple whose model is a int"),
-        ("two", "forward takes more or less than one input .*'y'.*return model, loss, make_b"),
+        ("two", "forward does not take one input .*'y'.*return model, loss, make_b"),
         ("convolution", "first layer is a Conv2d"),
     ],
 )
@@ -166,7 +166,9 @@ def test_the_users_mistakes_are_named(file: str, function: str, said: str) -> No
 def test_an_output_that_is_no_tensor_is_named(file: str) -> None:
     """A module alone is told what its forward gave, not where its missing loss stumbled."""
     found = find(f"{file}:silent")
-    with pytest.raises(InputError, match="a Silent whose forward returned a NoneType") as caught:
+    with pytest.raises(
+        InputError, match="a Silent without a loss, whose forward returned a NoneType"
+    ) as caught:
         found.loss(found.build(), found.batch(2, seed=0))
     assert "Write instead: return model, loss, make_batch" in str(caught.value)
 
