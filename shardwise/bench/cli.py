@@ -1,4 +1,4 @@
-"""This file is `shardwise bench` on the command line."""
+"""The command `shardwise bench`."""
 
 import json
 from typing import Annotated
@@ -35,12 +35,12 @@ def bench_command(
     if device not in ("cpu", "cuda"):
         raise bad(f'the device "{device}"', "cpu or cuda", "--device cpu")
     if device == "cuda" and suite != "data":
-        allowed = "the suite data, as one rank has nobody to share a model with"
+        allowed = "the suite data, since --device cuda runs on one rank"
         raise bad(f"--device cuda with the suite {suite}", allowed, f"bench {suite} --device cpu")
     if device == "cuda" and (contenders or size or link or ranks is not None):
         raise bad(
             "--device cuda with contenders, --size, --ranks or --link",
-            "one rank, on models of its own, with --repeats and --json",
+            "--device cuda with --repeats and --json only: it runs one rank on its own models",
             "shardwise bench data --device cuda",
         )
     ranks = 2 if ranks is None else ranks

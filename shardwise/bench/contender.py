@@ -1,4 +1,4 @@
-"""This file is what a contender is: a name, and how it turns a model into something that steps."""
+"""The interface of a contender: a name, and a function that prepares a model for training."""
 
 import importlib.util
 from collections.abc import Callable
@@ -20,11 +20,10 @@ WEIGHT_DECAY = 0.01
 class Loop:
     """A contender ready to train.
 
-    `step(batch)` is one whole training step on this rank's rows and gives the loss, None on a rank
-    that does not learn it. `settle()` waits for communication that a step leaves to run beside the
-    next: at the end of a turn it belongs on the clock, and would otherwise run beside the next
-    contender. `shared_bytes()` is what this rank has sent so far that no interface sees: through
-    memory it shares with others.
+    step          one training step on this rank's rows; returns the loss, None on a rank without it
+    settle        waits for communication that overlaps with the next step, so that it is timed, and
+                  does not disturb the next contender
+    shared_bytes  the bytes sent so far through shared memory, which no interface counts
     """
 
     step: Callable[[Batch], float | None]
@@ -34,7 +33,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Setup:
-    """What every contender is given: the same for all of them."""
+    """The settings, the same for every contender."""
 
     loss: Callable[[nn.Module, Batch], Tensor]
     block: type[nn.Module]  # the repeated part, for those that wrap it
@@ -47,10 +46,10 @@ class Setup:
 class Contender:
     """One line of the table.
 
-    `row` is what it does in plan words, `zero1` or `tp sp`, and so the least it has to send. With
-    `whole_batch` every rank steps on the whole global batch, else on its part of the sequences.
-    `package` has to be importable. `against` names the contender its ratio is to, where that is not
-    the first of the suite.
+    row          its parallelism in plan words (`zero1`, `tp sp`), for the fewest bytes to send
+    whole_batch  every rank gets the whole global batch, otherwise its part of the sequences
+    package      must be importable
+    against      the contender that its ratio refers to, if not the first of the suite
     """
 
     name: str
@@ -63,44 +62,44 @@ class Contender:
 
     @property
     def missing(self) -> bool:
-        """Whether the package it needs is not installed."""
+        """Whether its package is not installed."""
         return importlib.util.find_spec(self.package) is None
 
 
 @dataclass(frozen=True)
 class Task:
-    """A run: what each rank is told. `interface` is whose bytes are counted."""
+    """The settings of a run. The bytes of `interface` are counted."""
 
     size: str
     config: GPTConfig
     contenders: tuple[str, ...]
     rows: int = 8  # sequences in the global batch
     rounds: int = 8
-    steps: int = 1  # steps at a stretch, between two barriers
+    steps: int = 1  # steps between two barriers
     warm_up: int = 2
     interface: str = "lo"
-    shared: bool = True  # the interface carries what all ranks send, not this one alone
+    shared: bool = True  # the interface carries the traffic of all ranks, not only this one's
 
     @property
     def reference(self) -> str:
-        """The contender that ratios are to, but for those held against another: the first."""
+        """The contender that ratios refer to, unless a contender names another: the first."""
         return self.contenders[0]
 
 
 def adamw(parameters: Any) -> torch.optim.AdamW:
-    """The optimizer everyone gets."""
+    """The optimizer of every contender."""
     return torch.optim.AdamW(parameters, **adamw_options())
 
 
 def adamw_options() -> dict[str, Any]:
-    """The arguments of torch's AdamW that everyone gets."""
+    """The options of the optimizer."""
     return {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY, "fused": True}
 
 
 def plain_loop(
     model: nn.Module, optimizer: torch.optim.Optimizer, setup: Setup, drop: bool = True
 ) -> Loop:
-    """The plain loop: forward, backward, step; then gradients are dropped, or only set to zero."""
+    """The plain loop: forward, backward, step; gradients are then dropped or set to zero."""
 
     def step(batch: Batch) -> float:
         loss = setup.loss(model, batch)

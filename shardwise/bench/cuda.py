@@ -1,10 +1,10 @@
-"""This file is the suite `data` on one GPU: what the machinery costs where there is no wire.
+"""The suite `data` on one GPU: the overhead of Shardwise without communication.
 
-    A   the same model, loss and AdamW in a plain PyTorch loop
-    B   a row of the states table on a world of one: same arithmetic, all of the machinery
+    A   the model, loss and AdamW in a plain PyTorch loop
+    B   a row of the states table on a world of one: the same arithmetic, with all hooks
 
-A and B take turns. With one rank every row keeps everything (2 + 2 + 12 bytes a parameter in bf16,
-16 in fp32), so measured states can be held against the formula.
+A and B take turns. With one rank every row keeps everything (2 + 2 + 12 bytes per parameter in
+bf16, 16 in fp32), so the measured states can be compared with the formula.
 """
 
 import gc

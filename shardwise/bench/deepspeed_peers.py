@@ -1,4 +1,4 @@
-"""This file is DeepSpeed's ZeRO, stages 1 to 3, where it is installed (arXiv 1910.02054)."""
+"""DeepSpeed's ZeRO, stages 1 to 3, as contenders if it is installed (arXiv 1910.02054)."""
 
 import logging
 from collections.abc import Callable
@@ -13,7 +13,7 @@ def deepspeed(stage: int) -> Callable[[nn.Module, Setup], Loop]:
     """The engine of that stage in fp32 around the same fused AdamW, without clipping."""
 
     def build(model: nn.Module, setup: Setup) -> Loop:
-        """The model as an engine of this stage."""
+        """The loop of an engine of this stage."""
         import deepspeed as library  # an optional peer
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

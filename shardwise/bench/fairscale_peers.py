@@ -1,4 +1,4 @@
-"""This file is fairscale's sharded data parallelism, where it is installed."""
+"""fairscale's sharded data parallelism as a contender, if it is installed."""
 
 from typing import Any
 

@@ -1,10 +1,10 @@
-"""This file is where a GPT is cut for a pipeline: the same places for everyone.
+"""The partition of a GPT into pipeline stages, the same for every contender.
 
     embed  attn mlp | attn mlp | attn mlp | attn mlp  norm head        whole blocks
     embed  attn | mlp | attn | mlp | attn | mlp | attn | mlp  norm head
 
-A block is two halves, each of which adds to the residual stream: between any two of them nothing
-else crosses. Halves are parted only where there are more stages than blocks.
+A block consists of two halves, each of which adds to the residual stream, the only tensor between
+them. Blocks are split only if there are more stages than blocks.
 """
 
 from typing import NamedTuple
@@ -25,31 +25,31 @@ class Half(NamedTuple):
 
     @property
     def start(self) -> str:
-        """The name of the module that it begins with."""
+        """The name of its first module."""
         return f"blocks.{self.block}" if self.attention else f"blocks.{self.block}.mlp_norm"
 
     def modules(self, model: GPT) -> tuple[nn.Module, nn.Module]:
-        """Its norm and what follows the norm."""
+        """The norm, and the layer after it."""
         names = ("attn_norm", "attn") if self.attention else ("mlp_norm", "mlp")
         block = model.blocks[self.block]
         return block.get_submodule(names[0]), block.get_submodule(names[1])
 
 
 def halves(config: GPTConfig) -> list[Half]:
-    """All halves along the model."""
+    """All halves in order."""
     return [Half(block, attention) for block in range(config.layers) for attention in (True, False)]
 
 
 def place(start: str, config: GPTConfig) -> int:
-    """The number of the half that begins with the module of that name."""
+    """The number of the half whose first module is `start`."""
     return next(i for i, half in enumerate(halves(config)) if half.start == start)
 
 
 def cut(model: GPT, stages: int) -> tuple[str, ...]:
     """The modules that begin stages 1 to `stages` - 1.
 
-    By parameters (engine/partition.py) between blocks, and where there are more stages than blocks
-    by number between halves. Raises InputError for more stages than halves.
+    Balanced by parameters at blocks (engine/partition.py), or by number of halves if there are more
+    stages than blocks. Raises InputError for more stages than halves.
     """
     config = model.config
     fits(stages, config)
@@ -60,7 +60,7 @@ def cut(model: GPT, stages: int) -> tuple[str, ...]:
 
 
 def fits(stages: int, config: GPTConfig) -> None:
-    """Raises InputError for more stages than the halves of the blocks."""
+    """Raise InputError for more stages than halves."""
     if stages > 2 * config.layers:
         raise bad(
             f"{stages} stages of a model with {config.layers} layers",

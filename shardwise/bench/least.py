@@ -1,4 +1,4 @@
-"""This file is the least that a rank sends in a step, by what a contender does.
+"""The fewest bytes that a rank has to send in a step, for each kind of parallelism.
 
 With n ranks, Ψ parameters, L layers, and activations of N = B·T·D elements:
 
@@ -8,10 +8,10 @@ With n ranks, Ψ parameters, L layers, and activations of N = B·T·D elements:
                        each layer (arXiv 1909.08053, figure 4), forward out of the embedding,
                        backward out of the head; and for three of B·T numbers in the loss:
                        maximum, sum of exponentials, the target's logit
-    pp                 N forward and N back, from a rank to another, for each two stages next to
-                       one another that are not on one rank: 2N(p-1) on p ranks with one stage a
-                       rank, 2N(p·v-1) with v in loops, 2N(2p-2) in a V; a rank sends the p-th part
-    tp sp              as much, as gathers and reduce-scatters (arXiv 2205.05198, section 4.2.2);
+    pp                 N forward and N backward for each boundary between stages on different ranks:
+                       2N(p-1) on p ranks with one stage each, 2N(p·v-1) interleaved with v chunks,
+                       2N(2p-2) in a V; a rank sends 1/p of that on average
+    tp sp              as tp, by all-gathers and reduce-scatters (arXiv 2205.05198, section 4.2.2);
                        and an all-reduce of the gradients of the 2L + 1 norms' weights
 """
 
@@ -30,7 +30,7 @@ LOSS_SUMS = 3
 
 
 def least_bytes(row: str, task: Task, ranks: int) -> int:
-    """The least a rank sends in a step of this task in fp32; `row` is in plan words."""
+    """The fewest bytes that a rank sends in a step of this task in fp32; `row` is in plan words."""
     if row.partition(":")[0] in SCHEDULES:
         return pipeline_bytes(row, task, ranks)
     if row in ROWS:
@@ -41,9 +41,9 @@ def least_bytes(row: str, task: Task, ranks: int) -> int:
 
 
 def tensor_moves(config: GPTConfig, rows: int, ranks: int, sequence: bool) -> list[Move]:
-    """The moves of one step on `rows` sequences, forward and then, by duality, backward.
+    """The moves of one step on `rows` sequences, forward and (by duality) backward.
 
-    With `sequence` the residual stream is in shards of the sequence, else whole on every rank.
+    With `sequence` the residual stream is sharded along the sequence, otherwise replicated.
     """
     stream: Placement = S(1) if sequence else I
     numel = rows * config.sequence * config.width
@@ -58,7 +58,7 @@ def tensor_moves(config: GPTConfig, rows: int, ranks: int, sequence: bool) -> li
 
 
 def pipeline_bytes(word: str, task: Task, ranks: int) -> int:
-    """What a rank of a pipeline sends on average: the residual stream over each boundary, twice."""
+    """The average bytes of a pipeline's rank: the residual stream over each boundary, twice."""
     home = build(word, ranks).home
     crossings = sum(here != there for here, there in pairwise(home))
     numel = task.rows * task.config.sequence * task.config.width

@@ -1,11 +1,11 @@
-"""This file is two hosts on one machine, joined by a cable of a known speed.
+"""Two simulated hosts on one machine, connected at a given rate, by Linux network namespaces.
 
     namespace sw-PID-0                      namespace sw-PID-1
     rank 0   eth0 10.201.7.1  ---- veth ----  eth0 10.201.7.2   rank 1
              tc tbf, RATE                         tc tbf, RATE
 
-Network namespaces are a kernel's way to have several hosts' networks; each end of the pair sends
-through a token bucket. They are made for a run and removed after it, however it ends.
+Each end of the veth pair sends through a token bucket filter. The namespaces are created for a run
+and removed after it, even if it fails.
 """
 
 import json
@@ -36,10 +36,10 @@ RATE: Final = re.compile(r"[1-9]\d*(kbit|mbit|gbit)")
 
 
 def between_hosts(task: Task, rate: str) -> list[list[Record]]:
-    """Runs the task with one rank on each of two hosts; each rank's records.
+    """Run the task with one rank on each of two hosts; returns each rank's records.
 
-    `rate` is as tc writes it, "1gbit". Raises InputError where the hosts cannot be made, RankError
-    with the end of its error output when a rank fails.
+    `rate` is in tc's notation, "1gbit". Raises InputError if the hosts cannot be created, RankError
+    with the end of its error output if a rank fails.
     """
     with hosts(rate) as names, tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "task").write_text(json.dumps(asdict(task)))
@@ -56,7 +56,7 @@ def between_hosts(task: Task, rate: str) -> list[list[Record]]:
 
 @contextmanager
 def hosts(rate: str) -> Iterator[tuple[str, str]]:
-    """The names of two network namespaces, joined at `rate`; both are gone afterwards."""
+    """Create two network namespaces connected at `rate`; yields their names, removes them after."""
     if not RATE.fullmatch(rate):
         raise bad(f'the link "{rate}"', "a whole number and kbit, mbit or gbit", "--link 1gbit")
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -69,13 +69,13 @@ def hosts(rate: str) -> Iterator[tuple[str, str]]:
             _do(line)
         yield names
     finally:
-        for name in names:  # with a namespace goes its end of the cable, and so the cable
+        for name in names:  # this removes the veth pair too
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)  # noqa: S603, S607
         signal.signal(signal.SIGTERM, before)
 
 
 def commands(names: tuple[str, str], rate: str) -> list[str]:
-    """The lines that make the two hosts, in order."""
+    """The commands that create the two hosts."""
     first, second = names
     cable = f"link add {INTERFACE} type veth peer name {INTERFACE} netns {second}"
     lines = [f"ip netns add {first}", f"ip netns add {second}", f"ip -n {first} {cable}"]
@@ -102,7 +102,7 @@ def _do(line: str) -> None:
 def _refused(why: str) -> InputError:
     return bad(
         f"--link, where two hosts cannot be made on this machine ({why})",
-        "Linux with iproute2, and the right to make network namespaces (root, CAP_NET_ADMIN)",
+        "Linux with iproute2, and permission to create network namespaces (root, CAP_NET_ADMIN)",
         "the same command as root, or without --link",
     )
 
@@ -122,21 +122,21 @@ def _start(rank: int, name: str, folder: Path) -> subprocess.Popen[bytes]:
     settings = [f"{key}={value}" for key, value in variables.items()]
     worker = [sys.executable, "-m", "shardwise.bench.worker", "task", "result"]
     line = ["ip", "netns", "exec", name, "env", *settings, *worker]
-    # the first rank tells how far the run is; the second is heard when it fails
+    # rank 0 shows progress; the error output of rank 1 is shown only if it fails
     errors = None if rank == 0 else (folder / "errors").open("wb")
     return subprocess.Popen(line, cwd=folder, stderr=errors)  # noqa: S603
 
 
 def _wait(ranks: Sequence[subprocess.Popen[bytes]], folder: Path) -> None:
-    """Until all have ended well, or one has not."""
+    """Wait until all processes have ended, or one has failed."""
     while any(process.poll() is None for process in ranks):
         if any(process.returncode for process in ranks):
             break
         time.sleep(0.1)
     for rank, process in enumerate(ranks):
         if process.returncode:
-            told = (folder / "errors").read_text()[-2000:] if rank else "its error stands above"
-            raise RankError(rank, told)
+            text = (folder / "errors").read_text()[-2000:] if rank else "see its error above"
+            raise RankError(rank, text)
 
 
 def _records(file: Path) -> list[Record]:

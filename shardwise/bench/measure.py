@@ -1,13 +1,13 @@
-"""This file is one rank's part of a benchmark: everyone in the same processes, turn by turn.
+"""One rank's part of a benchmark: all contenders in the same processes, taking turns.
 
     build A, build B, ...                     each from a copy of the same weights
-    meter A, meter B, ...                     one step each, live bytes counted, not timed
+    meter A, meter B, ...                     live bytes of a step, not timed
     warm up A, warm up B, ...
     A B C   B C A   C A B   ...               the rounds, each turn between two barriers
 
-A turn's time is from the barrier before it to the barrier after it, and communication left in
-flight by its last step is waited for on the clock; what moves even later is counted, and said. A
-contender that fails leaves a note and drops out.
+A turn's time is from the barrier before it to the barrier after it, including the wait for
+communication that its last step left in flight; bytes sent even later are reported. A contender
+that fails is dropped, with a note.
 """
 
 import copy
@@ -25,22 +25,22 @@ import torch
 import torch.distributed as dist
 
 from shardwise.bench.contender import Batch, Contender, Loop, Setup, Task
-from shardwise.bench.live import Live
+from shardwise.bench.live_bytes import LiveBytes
 from shardwise.bench.roster import ROSTER
 from shardwise.comm.interface import sent_bytes
 from shardwise.models import gpt
 from shardwise.models.registry import of_gpt
 
 BATCHES = 4  # different batches, used in turn
-QUIET_S = 0.03  # how long the wire is watched after a turn
+QUIET_S = 0.03  # how long the interface is watched after a turn
 
 
 @dataclass
 class Record:
-    """What one rank measured of one contender: a number for each round, seconds and bytes a step.
+    """One rank's measurements of one contender, per step; lists have one entry per round.
 
-    `wire` is bytes that left through the interface, less what a pair of barriers costs, and through
-    shared memory, as they were copied; `late` is bytes that left it when the clock had stopped.
+    `wire` is the bytes sent through the interface, without those of the two barriers, and through
+    shared memory. `late` is the bytes sent after the clock had stopped.
     """
 
     name: str
@@ -54,17 +54,17 @@ class Record:
 
 @dataclass
 class Runner:
-    """A contender in the race: its loop, and how many steps it has made on the batches in turn."""
+    """A contender in a run: its training loop, and the number of steps so far."""
 
     contender: Contender
     record: Record
     batches: list[Batch]
-    live: Live = field(default_factory=Live)
+    live: LiveBytes = field(default_factory=LiveBytes)
     loop: Loop | None = None
     steps: int = 0
 
     def advance(self, steps: int) -> None:
-        """Makes that many training steps."""
+        """Run `steps` training steps."""
         assert self.loop is not None
         for _ in range(steps):
             self.record.loss = self.loop.step(self.batches[self.steps % len(self.batches)])
@@ -73,9 +73,9 @@ class Runner:
 
 
 def measure(task: Task) -> list[Record]:
-    """Runs the task on this rank; the process group of all ranks is initialised.
+    """Run the task on this rank; the default process group must be initialised.
 
-    Returns a record for each contender of the task, in its order.
+    Returns a record for each contender, in order.
     """
     torch.set_num_threads(1)
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -99,7 +99,7 @@ def measure(task: Task) -> list[Record]:
 
 
 def _part(batch: Batch, rank: int, ranks: int) -> Batch:
-    """A rank's sequences of a batch, in storage of their own, for storages are what is counted."""
+    """A rank's sequences of a batch, copied, since live bytes are counted by storage."""
     return {key: value.chunk(ranks)[rank].clone() for key, value in batch.items()}
 
 
@@ -115,7 +115,7 @@ def _race(task: Task, runners: list[Runner]) -> None:
 
 def _turn(task: Task, runner: Runner, idle: float) -> None:
     """One contender's turn of a round."""
-    gc.collect()  # cycles left by one contender are not collected on another's clock
+    gc.collect()  # do not collect one contender's cycles on another's clock
     gc.disable()
     dist.barrier()
     assert runner.loop is not None
@@ -124,7 +124,7 @@ def _turn(task: Task, runner: Runner, idle: float) -> None:
     failure: Exception | None = None
     try:
         runner.advance(task.steps)
-    except Exception as error:  # noqa: BLE001 - raised below: the other ranks come to the barrier
+    except Exception as error:  # noqa: BLE001 - raised below, after the barrier
         failure = error
     dist.barrier()
     elapsed_s = time.perf_counter() - began
@@ -142,7 +142,7 @@ def _turn(task: Task, runner: Runner, idle: float) -> None:
 
 
 def _barrier_bytes(task: Task) -> float:
-    """What a turn sends that is not the contender's: the barriers at its ends."""
+    """The bytes of a pair of barriers."""
     costs: list[int] = []
     for _ in range(9):
         dist.barrier()
@@ -167,7 +167,7 @@ def _build(runner: Runner, original: torch.nn.Module, setup: Setup) -> None:
 
 
 def _metered(runner: Runner) -> None:
-    """Two steps under the meter: the second has the optimizer's state from its start."""
+    """Meter the second of two steps, which has the optimizer's state from its start."""
     runner.live.watch(runner.batches)
     with runner.live:
         runner.advance(1)
@@ -181,12 +181,12 @@ def _racing(runners: list[Runner]) -> list[Runner]:
 
 
 def _attempt(runner: Runner, action: Callable[[], Any]) -> None:
-    """Runs `action`; when it fails on any rank, the contender is out on all, with a note."""
+    """Run `action`; if it fails on any rank, drop the contender on all, with a note."""
     failure = ""
     with _peers_quiet():
         try:
             action()
-        except Exception as error:  # noqa: BLE001 - whatever a peer does wrong is its row's note
+        except Exception as error:  # noqa: BLE001 - becomes the note of the contender's row
             failure = f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
     failures: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(failures, failure)
@@ -198,7 +198,7 @@ def _attempt(runner: Runner, action: Callable[[], Any]) -> None:
 
 @contextmanager
 def _peers_quiet() -> Iterator[None]:
-    """The peers' deprecations are theirs to mend."""
+    """Silence the peers' deprecation warnings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -1,4 +1,4 @@
-"""This file is Shardwise among the contenders, by plan words."""
+"""Shardwise as contenders, by plan words."""
 
 from collections.abc import Callable
 from typing import Any, Final
@@ -22,9 +22,9 @@ from shardwise.models import gpt
 
 
 def engine_of(model: nn.Module, plan: str, setup: Setup, **options: Any) -> sw.Engine:
-    """The engine of that plan, "dp{n} zero1", for n ranks, with the optimizer everyone gets.
+    """The engine of a plan such as "dp{n} zero1" on n ranks, with the common optimizer.
 
-    `options` are further ones of `sw.parallelize`.
+    `options` are further options of `sw.parallelize`.
     """
     return sw.parallelize(
         model,
@@ -38,17 +38,17 @@ def engine_of(model: nn.Module, plan: str, setup: Setup, **options: Any) -> sw.E
 
 
 def planned(plan: str) -> Callable[[nn.Module, Setup], Loop]:
-    """`sw.parallelize` with that plan over all ranks."""
+    """Build with `sw.parallelize` and that plan over all ranks."""
 
     def build(model: nn.Module, setup: Setup) -> Loop:
-        """The model laid out by this plan."""
+        """The engine's loop."""
         return looped(engine_of(model, plan, setup))
 
     return build
 
 
 def piped(word: str) -> Callable[[nn.Module, Setup], Loop]:
-    """A pipeline over all ranks under the schedule of that plan word, cut where everyone's is."""
+    """A pipeline over all ranks with the schedule of a plan word and the common partition."""
 
     def build(model: nn.Module, setup: Setup) -> Loop:
         """This rank's stages of the model."""
@@ -60,13 +60,13 @@ def piped(word: str) -> Callable[[nn.Module, Setup], Loop]:
 
 
 def looped(engine: sw.Engine) -> Loop:
-    """The engine's step."""
+    """The loop of an engine."""
 
     def step(batch: Batch) -> float:
         return engine.step(batch).loss
 
     def settle() -> None:
-        # whole parameters are gathered beside the next forward pass, as its units need them
+        # gathers of the updated parameters overlap with the next forward pass
         engine.wait()
 
     links = engine.world.links
@@ -83,7 +83,7 @@ TENSOR = (
     Contender("tp sp", "tp sp", planned("tp{n} sp"), whole_batch=True),
 )
 
-#: Every schedule that torch has too, with 4 and with 8 microbatches.
+#: Every schedule that torch has too, with 4 and 8 microbatches.
 SCHEDULES: Final = tuple(
     f"{name}:{microbatches}{chunks}"
     for microbatches in (4, 8)

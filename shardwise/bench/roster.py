@@ -1,4 +1,4 @@
-"""This file is the list of all contenders, the suites they run in, and how one is named."""
+"""The list of all contenders, the suites, and the selection of contenders by name."""
 
 from typing import Final
 
@@ -29,8 +29,8 @@ _PIPELINE: Final = tuple(
 
 ROSTER: Final[dict[str, Contender]] = {each.name: each for each in (*_DATA, *_TENSOR, *_PIPELINE)}
 
-#: The contenders of a suite in the order of its table. Every ratio is to the first of them, but
-#: in `pipeline`, where it is to torch's same schedule.
+#: The contenders of each suite, in the order of its table. Ratios refer to the first contender,
+#: in `pipeline` to torch's same schedule.
 SUITES: Final[dict[str, tuple[str, ...]]] = {
     "data": tuple(each.name for each in _DATA),
     "tensor": tuple(each.name for each in _TENSOR),
@@ -39,15 +39,15 @@ SUITES: Final[dict[str, tuple[str, ...]]] = {
 
 
 def reference(suite: str, name: str) -> str:
-    """The contender that the ratio of this one is to."""
+    """The contender that the ratio of this one refers to."""
     return ROSTER[name].against or SUITES[suite][0]
 
 
 def choose(suite: str, words: list[str]) -> tuple[str, ...]:
-    """The contenders of the suite that `words` name, all for none; their references always run.
+    """The contenders of the suite named by `words` (none: all), together with their references.
 
-    Capitals, spaces and dashes do not count, and the beginning of a name stands for all that begin
-    so: "deepspeed", "fsdp2-without-reshard". Raises InputError for a word that fits none.
+    Case, spaces and dashes are ignored, and a prefix selects all names that begin with it:
+    "deepspeed", "fsdp2-without-reshard". Raises InputError for a word that matches none.
     """
     names = list(SUITES[suite])
     if not words:

@@ -1,7 +1,7 @@
-"""This file is how a suite is run: its contenders at each size, on so many ranks.
+"""Running a suite: its contenders at each size.
 
-tiny     1M parameters: what is around the computation shows
-small    33M parameters: computation and communication weigh about the same
+tiny     1M parameters: shows the overhead around the computation
+small    33M parameters: computation and communication take about the same time
 """
 
 import sys
@@ -24,17 +24,17 @@ from shardwise.core.schedule.library import build
 from shardwise.core.suggest import suggest
 from shardwise.models.gpt import SIZES
 
-#: Rounds, and steps at a stretch within a turn. Short steps need more of both.
+#: Rounds, and steps per turn. Short steps need more of both.
 LENGTHS: Final = {"small": (8, 2), "tiny": (16, 5)}
 
-#: How long a rank waits for another that has failed within a contender's code.
+#: How long a rank waits for another rank that failed in a contender's code.
 PATIENCE: Final = timedelta(minutes=3)
 
 
 def plan_tasks(
     suite: str, sizes: Sequence[str], ranks: int, rounds: int | None, contenders: Sequence[str]
 ) -> list[Task]:
-    """What is to be run, checked. Raises InputError for what cannot be."""
+    """The tasks to run. Raises InputError for wrong arguments."""
     chosen = choose(suite, list(contenders))
     if ranks < 2:
         raise bad(f"{ranks} ranks", "2 or more", "--ranks 2")
@@ -58,9 +58,9 @@ def plan_tasks(
 
 
 def _piped(task: Task, ranks: int, named: bool) -> None:
-    """Raises InputError for what is no pipeline on so many ranks.
+    """Raise InputError for a pipeline that cannot run on so many ranks.
 
-    A schedule that forbids them is refused where it was named, else it has a line that says so.
+    A schedule that does not allow them raises only if it was named; otherwise its row says so.
     """
     fits(ranks, task.config)
     for name in task.contenders if named else ():
@@ -68,10 +68,10 @@ def _piped(task: Task, ranks: int, named: bool) -> None:
 
 
 def heats(suite: str, chosen: Sequence[str]) -> list[tuple[str, ...]]:
-    """The contenders that run in the same processes: each reference and those held against it.
+    """The contenders that run in the same processes: each reference with those compared to it.
 
-    Of a suite with one reference that is everyone; a pipeline's pairs run one after another, so
-    that no more than two models are in memory.
+    With one reference that is everyone; the pairs of `pipeline` run one after another, so that no
+    more than two models are in memory.
     """
     found: dict[str, list[str]] = {}
     for name in chosen:
@@ -80,11 +80,11 @@ def heats(suite: str, chosen: Sequence[str]) -> list[tuple[str, ...]]:
 
 
 def run(tasks: Sequence[Task], ranks: int, link: str | None = None) -> list[Line]:
-    """The rows of all tasks, on local processes, or with a `link` between two hosts.
+    """Run all tasks on local processes, or with `link` between two hosts; returns the rows.
 
-    Where there are several tasks each one's rows are shown on stderr as soon as they are there.
+    With several tasks, each one's rows are printed to stderr as soon as it has finished.
 
-    Raises InputError where the link cannot be made, RankError where a contender ends a process.
+    Raises InputError if the link cannot be created, RankError if a contender ends a process.
     """
     found: list[Line] = []
     for task in tasks:
@@ -100,6 +100,6 @@ def run(tasks: Sequence[Task], ranks: int, link: str | None = None) -> list[Line
 
 
 def rank(task: Task) -> list[Record]:
-    """One rank of a task, in a process that a launcher has started."""
+    """Run one rank of a task, in a process started by the launcher."""
     dist.init_process_group("gloo", timeout=PATIENCE)
     return measure(task)

@@ -1,4 +1,4 @@
-"""This file is the table of a benchmark: rows from what the ranks measured, as text and as JSON."""
+"""The table of a benchmark, from the ranks' measurements, as text and JSON."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -11,19 +11,21 @@ from shardwise.bench.measure import Record
 from shardwise.bench.roster import ROSTER
 
 MIB = 2**20
-LATE = 0.01  # the share of a contender's bytes that may come after its step without a word
+LATE = 0.01  # the fraction of a contender's bytes that may be sent after its step without a note
 
 
 @dataclass(frozen=True)
 class Line:
     """One row of the JSON: a contender at a size.
 
-    `step_s` is the median over the rounds of the slowest rank's time; `ratio` the median over the
-    rounds of that time over the time of the task's first contender in the same round, or of the one
-    that this contender is held against; `wire_bytes`
-    the median bytes a rank puts on the wire in a step, `wire_ratio` over the least its row can
-    send; `peak_bytes` the most live tensor bytes of any rank within a step; `loss` the ranks' mean
-    in the last step. None for what was not measured; `note` says why.
+    step_s      the median over rounds of the slowest rank's time
+    ratio       the median over rounds of that time divided by the reference's in the same round
+    wire_bytes  the median bytes that a rank sends in a step
+    wire_ratio  the same divided by the fewest bytes that its row can send
+    peak_bytes  the peak of live tensor bytes of any rank within a step
+    loss        the mean over ranks in the last step
+
+    None for what was not measured; `note` says why.
     """
 
     size: str
@@ -39,7 +41,7 @@ class Line:
 
 
 def lines(task: Task, by_rank: Sequence[Sequence[Record]]) -> list[Line]:
-    """The rows of one run, from each rank's records."""
+    """The rows of one run from the records of each rank."""
     by_contender = list(zip(*by_rank, strict=True))
     slowest = {records[0].name: _slowest(records) for records in by_contender}
     return [_line(task, records, slowest[records[0].name], slowest) for records in by_contender]
@@ -75,7 +77,7 @@ def _line(
 
 
 def _late(records: Sequence[Record], wire_bytes: float) -> str:
-    """What to say of communication that a contender leaves behind the end of its step."""
+    """A note on communication after the end of a step; "" if there is little."""
     late = statistics.median(
         _mean(moment) for moment in zip(*(r.late for r in records), strict=True)
     )
@@ -85,7 +87,7 @@ def _late(records: Sequence[Record], wire_bytes: float) -> str:
 
 
 def _slowest(records: Sequence[Record]) -> list[float]:
-    """For each round the time of the rank that took longest."""
+    """The time of the slowest rank in each round."""
     return [max(times) for times in zip(*(record.step_s for record in records), strict=True)]
 
 
@@ -99,7 +101,7 @@ def as_json(rows: Sequence[Line]) -> dict[str, Any]:
 
 
 def as_text(rows: Sequence[Line]) -> str:
-    """The same rows for a reader, a table for each size."""
+    """The rows as text, one table per size."""
     head = ("contender", "step ms", "ratio", "wire MiB", "over least", "peak MiB", "loss", "note")
     blocks = []
     for size in dict.fromkeys(row.size for row in rows):

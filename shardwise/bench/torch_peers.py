@@ -1,4 +1,4 @@
-"""This file is PyTorch's own data parallelism, each with the settings a user gets by default."""
+"""PyTorch's own data parallelism as contenders, with default settings."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,13 +1,13 @@
-"""This file is PyTorch's own pipelines: torch.distributed.pipelining, cut where ours is.
+"""PyTorch's own pipelines (torch.distributed.pipelining) as contenders, with the same partition.
 
                  stages along the model      where a stage is on p ranks
     gpipe 1f1b zb-h1     p                   stage s on rank s
     interleaved bfs      p·v                 stage s on rank s mod p
     zb-v dualpipe-v      2p                  down the ranks, and back: rank r has r and 2p - 1 - r
 
-The stages are built by hand, as its manual does for a model that is no plain sequence. A schedule
-gets the whole batch and cuts it itself; the loss is a microbatch's mean, and `scale_grads` makes
-gradients those of the mean over all. Outputs are not put together, which nobody needs in training.
+Stages are built by hand, as in torch's manual for models that are not a plain sequence. A schedule
+gets the whole batch and splits it itself; the loss is a microbatch's mean, and `scale_grads` turns
+gradients into those of the mean over all. Outputs are not merged.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
-"""This file is PyTorch's own tensor parallelism, laid out as torchtitan lays out its llama.
+"""PyTorch's own tensor parallelism as contenders, with torchtitan's plan for llama.
 
-The table of December 2024, torchtitan/parallelisms/parallelize_llama.py, and without sequence
+The plan of December 2024, torchtitan/parallelisms/parallelize_llama.py; without sequence
 parallelism the same with a replicated stream:
 
                  without                             with SequenceParallel

@@ -1,7 +1,7 @@
-"""This file is a benchmark's rank as a program: `python -m shardwise.bench.worker TASK RESULT`.
+"""A benchmark's rank as a program: `python -m shardwise.bench.worker TASK RESULT`.
 
-For ranks that are started by other means than `spawn`: in a network namespace, or by torchrun.
-Reads a task as JSON, writes what this rank measured to RESULT with the rank's number appended.
+For ranks started without `spawn`: in a network namespace, or by torchrun. It reads a task as JSON,
+and writes this rank's measurements to RESULT with the rank's number appended.
 """
 
 import json

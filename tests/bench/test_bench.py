@@ -11,7 +11,7 @@ from shardwise.bench import link, suite, table
 from shardwise.bench.contender import Contender, Loop, Setup, Task
 from shardwise.bench.cuda import Pair, compare
 from shardwise.bench.least import least_bytes
-from shardwise.bench.live import Live
+from shardwise.bench.live_bytes import LiveBytes
 from shardwise.bench.measure import Record, measure
 from shardwise.bench.roster import ROSTER, SUITES, choose
 from shardwise.comm.interface import sent_bytes
@@ -138,7 +138,7 @@ def test_the_least_bytes_are_the_tables(row: str, volume: int) -> None:
 
 def test_live_bytes_follow_storages() -> None:
     """A storage is counted once, at the size it has now, no longer than it lives; meta is none."""
-    live = Live()
+    live = LiveBytes()
     with live:
         shape = torch.zeros(1000, device="meta")
         assert live.bytes() == 0

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.bench import cli, table
 from shardwise.bench.contender import Setup, Task
 from shardwise.bench.least import least_bytes
-from shardwise.bench.live import Live
+from shardwise.bench.live_bytes import LiveBytes
 from shardwise.bench.measure import Record, measure
 from shardwise.bench.roster import ROSTER, SUITES, choose
 from shardwise.comm.world import World
@@ -108,7 +108,7 @@ def gathered_inside(world: World) -> int:
     """The peak while a DTensor gathers 8000 bytes for itself, to make as many of them."""
     mesh = init_device_mesh("cpu", (world.size,))
     local = torch.zeros(1000)
-    live = Live()
+    live = LiveBytes()
     live.watch(local)
     with live:
         made = DTensor.from_local(local, mesh, [Shard(0)]).softmax(dim=0)

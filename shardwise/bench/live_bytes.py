@@ -1,8 +1,8 @@
-"""This file is a meter of live tensor bytes that works for anyone's code.
+"""A meter of live tensor bytes that works with any library's code.
 
-Every operation that makes a tensor is seen by a dispatch mode, which remembers the tensor's
-storage weakly. What is live is the sum over the storages that still exist, at the size they have
-at that moment, for sharding code shrinks storages to nothing and grows them back.
+A dispatch mode sees every operation that creates a tensor, and keeps a weak reference to the
+tensor's storage. Live bytes are the sum over the storages that still exist, at their current size,
+since sharding code resizes storages to zero and back.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ PLAIN = (Tensor, Parameter)
 
 
 def plain(value: Any) -> Iterator[Tensor]:
-    """The tensors with storage in a value: itself, or what a DTensor and its like are made of."""
+    """The tensors with storage in a value: itself, or the inner tensors of a DTensor."""
     if is_traceable_wrapper_subclass(value):
         for name in value.__tensor_flatten__()[0]:
             yield from plain(getattr(value, name))
@@ -31,8 +31,8 @@ def plain(value: Any) -> Iterator[Tensor]:
         yield value
 
 
-class Live(TorchDispatchMode):
-    """Storages made while the mode was on, in one or several stretches; `peak_bytes` of them."""
+class LiveBytes(TorchDispatchMode):
+    """Live bytes of the storages created while the mode was on, and their peak."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,23 +43,23 @@ class Live(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
-            return NotImplemented  # it does its work on plain tensors first, and those are seen
+            return NotImplemented  # the subclass then calls operations on plain tensors
         made = func(*args, **(kwargs or {}))
         self.watch(made)
         self.peak_bytes = max(self.peak_bytes, self.bytes())
         return made
 
     def watch(self, tensors: Any) -> None:
-        """Counts the storages of all tensors in a pytree from now on."""
+        """Count the storages of all tensors in a pytree from now on."""
         for leaf in pytree.tree_leaves(tensors):
             for tensor in plain(leaf):
-                if tensor.is_meta:  # it has a size, and takes no memory
+                if tensor.is_meta:
                     continue
                 storage = tensor.untyped_storage()
                 self.storages.setdefault(storage._cdata, StorageWeakRef(storage))
 
     def bytes(self) -> int:
-        """What is live now."""
+        """The bytes that are live now."""
         total = 0
         for key, weak in list(self.storages.items()):
             storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
