@@ -51,9 +51,12 @@ def named(name: str) -> Any:
     return command
 
 
-def shardwise(*argv: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", "-m", "shardwise.train.cli", *argv]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    """What a command prints that ends well."""
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(argv)
+    assert not leaving.value.code
+    return capsys.readouterr().out
 
 
 def test_the_commands_are_frozen() -> None:
@@ -188,25 +191,27 @@ def test_a_process_that_outlives_its_command_is_ended(keep: str) -> None:
     ],
 )
 def test_bad_input_is_a_paragraph_and_exit_code_2(
-    argv: tuple[str, ...], phrase: str, tmp_path: Path
+    argv: tuple[str, ...], phrase: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """No traceback, nothing on the output, no run folder left behind."""
     example = Path(__file__).parents[2] / "examples" / "quickstart.toml"
     given = [part.format(example=example) for part in argv]
     if "{example}" in argv:
         given += ["--set", f"run.folder={tmp_path / 'run'}"]
-    done = shardwise(*given)
-    assert done.returncode == 2, done.stderr
-    assert phrase in done.stderr
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(given)
+    said = capfd.readouterr()
+    assert leaving.value.code == 2, said.err
+    assert phrase in said.err
+    assert "Traceback" not in said.err
+    assert said.out == ""
     assert not (tmp_path / "run").exists()
 
 
-def test_help_says_how_options_are_given() -> None:
+def test_help_says_how_options_are_given(capsys: pytest.CaptureFixture[str]) -> None:
     """A flag is no <bool>, --set can be repeated, and the folder is named."""
-    said = " ".join(shardwise("train", "--help").stdout.split())
-    assert "<bool>" not in said + shardwise("--help").stdout
+    said = " ".join(printed(capsys, "train", "--help").split())
+    assert "<bool>" not in said + printed(capsys, "--help")
     assert "Can be given several times." in said
     assert said.count("run in run.folder") == 2
 
@@ -247,11 +252,11 @@ def test_every_command_answers_bad_input_in_a_paragraph(
     assert "Traceback" not in err
 
 
-def test_the_words_are_printed() -> None:
+def test_the_words_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """What `shardwise plan --words` prints is the table of plan words."""
     from shardwise.core.plan import words_table
 
-    assert shardwise("plan", "--words").stdout.strip() == words_table().strip()
+    assert printed(capsys, "plan", "--words").strip() == words_table().strip()
 
 
 def test_more_processes_than_cores_are_started_only_where_asked(
@@ -267,3 +272,11 @@ def test_more_processes_than_cores_are_started_only_where_asked(
     said = capsys.readouterr().err
     assert "the plan 'tp3', which needs 3 processes, on a machine with 2 processor cores" in said
     assert said.strip().endswith("Write instead: --nproc 3.")
+
+
+def test_a_program_that_is_given_bad_input_says_one_paragraph() -> None:
+    """As a process of its own, in which every warning is an error."""
+    command = [sys.executable, "-W", "error", "-m", "shardwise.train.cli", "train", "absent.toml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "absent.toml" in done.stderr and len(done.stderr.splitlines()) == 1

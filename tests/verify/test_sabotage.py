@@ -17,7 +17,7 @@ from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.updating import Updates
 from shardwise.models.registry import find
-from shardwise.verify import parity
+from shardwise.verify import memory, parity
 from shardwise.verify.parity import engine_of, prove
 from shardwise.verify.report import Report, report
 from tests.pool import run_threads
@@ -51,6 +51,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("model") / "model.py"
     path.write_text(MODEL)
     return f"{path}:build"
+
+
+@pytest.fixture(autouse=True)
+def _memory_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After one step; of ten steps test_counting.py and test_command.py tell."""
+    monkeypatch.setattr(memory, "READ_AFTER", (1,))
 
 
 def proved(plan: str, model: str, steps: int = 2) -> Report:
