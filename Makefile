@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
+# Files of tests run two at a time.
+TESTS := $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .PHONY: setup train test test-all check format wheel clean
 
@@ -25,11 +27,11 @@ train: setup
 	$(BIN)/shardwise train examples/quickstart.toml --nproc 2 --plan "dp2 zero3" $(ARGS)
 
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(TESTS) $(ARGS)
 
 # Every case of every matrix of tests: the sample that `make test` runs, then the rest.
 test-all: test
-	$(BIN)/python -m pytest --matrix=rest $(ARGS)
+	$(TESTS) --matrix=rest $(ARGS)
 
 check: setup
 	$(BIN)/ruff format --check
