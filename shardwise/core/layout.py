@@ -1,4 +1,4 @@
-"""Where a tensor lives, as a value: one placement for each axis of a mesh.
+"""Placements: how the ranks of one axis hold a tensor.
 
 On one axis of n ranks a tensor is in one of four placements:
 
@@ -16,14 +16,12 @@ everywhere, so its gradient is already whole (I). These are the placements of sh
 ("varying" and "invariant") and of meta-pytorch/spmd_types.
 """
 
-import math
 import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
 from shardwise.core.errors import bad
-from shardwise.core.mesh import Mesh
 
 Kind = Literal["R", "I", "S", "P"]
 _KINDS: dict[str, Kind] = {"R": "R", "I": "I", "P": "P"}
@@ -69,46 +67,3 @@ R, I, P = Placement("R"), Placement("I"), Placement("P")
 def S(dim: int) -> Placement:  # noqa: N802 - the letter of the table above
     """Sharded by blocks of `dim`, the r-th on rank r."""
     return Placement("S", dim)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """One placement for each axis; prints as `dp=S0 tp=R` and parses. An axis left out is I."""
-
-    placements: tuple[tuple[str, Placement], ...] = ()
-
-    def __post_init__(self) -> None:
-        names = [name for name, _ in self.placements]
-        if len(set(names)) < len(names):
-            raise bad(f"the layout '{self}'", "one placement for each axis", "dp=S0 tp=R")
-
-    @classmethod
-    def parse(cls, text: str) -> "Layout":
-        """The layout printed as `text`. Raises InputError."""
-        pairs: list[tuple[str, Placement]] = []
-        for word in text.split():
-            name, equals, placement = word.partition("=")
-            if not name or not equals:
-                raise bad(f"the layout word '{word}'", "AXIS=PLACEMENT", "dp=S0")
-            pairs.append((name, Placement.parse(placement)))
-        return cls(tuple(pairs))
-
-    def __str__(self) -> str:
-        return " ".join(f"{name}={placement}" for name, placement in self.placements)
-
-    @property
-    def dual(self) -> "Layout":
-        """The layout in which the gradient arrives."""
-        return Layout(tuple((name, placement.dual) for name, placement in self.placements))
-
-    def on(self, axis: str) -> Placement:
-        """The placement on one axis."""
-        return dict(self.placements).get(axis, I)
-
-    def moved(self, axis: str, dst: Placement) -> "Layout":
-        """The same layout with another placement on one axis."""
-        return Layout(tuple((dict(self.placements) | {axis: dst}).items()))
-
-    def share(self, mesh: Mesh) -> float:
-        """The fraction of the tensor that each rank of the mesh stores, padding apart."""
-        return math.prod(p.share(mesh.size_of(name)) for name, p in self.placements)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwise.core.layout import Placement
+from shardwise.core.param_layout import Layout
 
 #: Bytes of one element, by torch's name of the type.
 ELEMENT_BYTES: dict[str, int] = {
@@ -31,20 +32,15 @@ ELEMENT_BYTES: dict[str, int] = {
 class ParamShape:
     """One parameter: full name in the model, dims, element type by torch's name, trainability.
 
-    On a tensor axis `shape` is of this rank's part, `kept` a word for how ranks hold it, and `sums`
-    the ranks that each have a part of its gradient; of `common` elements that is so for `sharers`
-    ranks, whatever of the rest. `holders` are the ranks of the pipeline axis that hold it.
+    `shape` is of a rank's part where `layout` cuts it on some axis; without a layout the parameter
+    is held as the plan's row says, and is the same on all other axes.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str = "float32"
     trainable: bool = True
-    kept: str = ""
-    sums: int = 1
-    holders: int = 1
-    common: int = 0
-    sharers: int = 1
+    layout: Layout | None = None
 
     @property
     def numel(self) -> int:

@@ -78,7 +78,7 @@ def lay_out(model: nn.Module, build: Build) -> Laid:
     tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table)
     recomputation.apply(model, build.recompute, world.device)
     staged = stage_module.lay_out(model, twins, world, schedule, build.starts, build.beside)
-    units = shard(how, staged.here(specs), tensors, staged.ties)
+    units = shard(how, staged.here(specs), tensors, staged)
     data = _driven(model, how, units, staged, Pace(ahead=build.prefetch, by_hand=False))
     take_over(model, products, norm, data, sizes(units), several=True)
     model.register_forward_pre_hook(Hook(data, nothing))  # no copy of a part passes for the model

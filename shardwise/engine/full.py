@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from shardwise.comm.move import receive, send
 from shardwise.comm.world import Axis
-from shardwise.core.boxes import boxes as cut
 from shardwise.core.errors import bad
 from shardwise.engine import state, validate
 from shardwise.engine.box import Box, block
@@ -71,17 +70,8 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
 
 
 def _of_data(module: nn.Module, data: Data) -> list[Box]:
-    found: list[Box] = []
+    found = [box for flat in flats_of(data.units.order) for box in state.boxes_of(flat, "model")]
     rank = data.facts.axes[0].rank
-    for flat in flats_of(data.units.order):
-        for index, name in enumerate(flat.names):
-            shape, (low, high) = tuple(flat.shapes[index]), flat.pieces[index]
-            origin = flat.plan.origin(index, flat.rank)
-            for box in cut(shape, origin, origin + high - low):
-                begin = low + box.start - origin
-                values = flat.shard[begin : begin + box.numel].view(box.sizes)
-                replica = 0 if flat.split else rank
-                found.append(Box(f"model/{name}", shape, box.offsets, box.sizes, values, replica))
     return [*found, *_whole("buffer", module.named_buffers(), lambda _: rank)]
 
 
@@ -89,7 +79,7 @@ def _of_pipe(module: nn.Module, piped: Piped) -> list[Box]:
     staged, layers = piped.staged, piped.staged.stages.layers
     names = {id(p): layers.parameters[layers.numbers[id(p)]][0] for p in module.parameters()}
     named = [(names[id(p)], p) for p in module.parameters()]
-    tied = {name: tie.replica for name, tie in staged.ties.items()}
+    tied = {name: axis.rank for name, axis in staged.ties.items()}
     return [
         *_whole("model", named, lambda name: tied.get(name, 0)),
         *_whole("buffer", module.named_buffers(), staged.copy),

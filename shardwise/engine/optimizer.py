@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
-from shardwise.engine.norm import counted_elsewhere, squared_norm
+from shardwise.engine.norm import counted_elsewhere, counts, squared_norm
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.parallel.data.flat_parameter import Flat
 
@@ -239,7 +239,7 @@ class ShardedOptimizer(Optimizer):
 
         Of ranks that hold the same on another axis than the data's, one counts it.
         """
-        mine = [flat for flat in self.flats if flat.gshard is not None and flat.counts]
+        mine = [flat for flat in self.flats if flat.gshard is not None and counts(flat)]
         if not mine:
             return torch.zeros((), dtype=torch.float64)
         squares = [squared_norm(flat.gshard) for flat in mine if flat.gshard is not None]

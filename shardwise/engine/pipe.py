@@ -93,7 +93,7 @@ def Pipe(  # noqa: N802
     stage_module.agree(module, world.axis(stage_module.AXIS), world.device)
     staged = stage_module.lay_out(module, (copy, nowhere()), world, whole, begin)
     trained = any(p.requires_grad for p in named.values())
-    tied = {named[name]: staged.ties[name].axis for name in sorted(staged.ties)}
+    tied = {named[name]: staged.ties[name] for name in sorted(staged.ties)}
     # a hook cannot take a module's place; its class is other people's too
     module.forward = Piped(module, staged, trained, tied)
     return module

@@ -13,13 +13,15 @@ from torch import nn
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.hook import Hook
+from shardwise.core.param_layout import Layout
 from shardwise.core.zero import Row
 from shardwise.engine import validate
-from shardwise.engine.tensor_layout import Held, Tensors, Tie, nowhere
+from shardwise.engine.stage_module import Staging
+from shardwise.engine.tensor_layout import Tensors, nowhere
 from shardwise.kernels.matmul import BY_TORCH, Products
 from shardwise.parallel.data.buffers import Buffers
 from shardwise.parallel.data.consensus import Facts
-from shardwise.parallel.data.flat_parameter import Flat, Kept
+from shardwise.parallel.data.flat_parameter import Flat, LocalLayout
 from shardwise.parallel.data.hooks import Data, Pace
 from shardwise.parallel.data.initial_weights import Fill
 from shardwise.parallel.data.reducer import Reductions
@@ -78,40 +80,49 @@ def shard(
     how: Sharding,
     specs: Sequence[UnitSpec],
     tensors: Tensors | None = None,
-    ties: Mapping[str, Tie] | None = None,
+    staged: Staging | None = None,
 ) -> list[Unit]:
     """Lay parameters flat, unit by unit, in place.
 
     One unit is built and cut before the next is begun, so a model on the meta device never exists
     whole on any rank.
 
-    `tensors` and `ties` say what ranks of other axes than the data's hold of each parameter.
+    `tensors` and `staged` say how ranks of other axes than the data's hold each parameter.
     """
-    tensors, ties = tensors or nowhere(), ties or {}
+    tensors = tensors or nowhere()
     fill = None if how.fill is None else partial(tensors.part, how.fill)
     units: list[Unit] = []
     for spec in specs:
         groups: list[Flat] = []
-        for group in _alike(spec, tensors, ties):
+        layouts = {name: layout_of(name, how, tensors, staged) for name, _ in spec.params}
+        for group in _groups(spec, layouts):
             name = group[0][0]
-            held, tie = tensors.of(name), ties.get(name, Tie())
-            counts = held.replica == 0 and tie.replica == 0
-            others = _others([tensors.of(name) for name, _ in group])
-            kept = Kept(how.row, how.shard, how.replicate, (held.sums, tie.axis), counts, others)
+            sums = [tensors.sums.get(name), staged.ties.get(name) if staged else None]
+            local = LocalLayout(
+                [layouts[name] for name, _ in group],
+                how.shard,
+                how.replicate,
+                [axis for axis in sums if axis is not None and axis.size > 1],
+                _here(tensors, staged),
+            )
             device = how.device or group[0][1].device
-            groups.append(Flat(group, kept, fill, device, how.products.add))
+            groups.append(Flat(group, local, fill, device, how.products.add))
         units.append(Unit(spec.name, spec.modules, groups))
     return units
 
 
-def _others(held: Sequence[Held]) -> tuple[tuple[int, int, int, int], ...]:
-    """What of these parameters another tensor rank counts (Kept)."""
-    return tuple(
-        (index, one.cut.dim, start, length)
-        for index, one in enumerate(held)
-        if one.cut is not None and one.common is not None and one.common.line.rank > 0
-        for start, length in one.common.spans
-    )
+def layout_of(name: str, how: Sharding, tensors: Tensors, staged: Staging | None) -> Layout:
+    """How the ranks of all axes hold a parameter."""
+    axes = ((tensors.axis.name, tensors.of(name)),) if tensors.axis.size > 1 else ()
+    if staged is not None:
+        axes = (*axes, (staged.axis.name, staged.layout(name)))
+    return Layout(how.row, how.shard.name, how.replicate.name, axes)
+
+
+def _here(tensors: Tensors, staged: Staging | None) -> dict[str, int]:
+    """This rank's coordinate on the axes other than the data's."""
+    here = {tensors.axis.name: tensors.axis.rank}
+    return here if staged is None else here | {staged.axis.name: staged.axis.rank}
 
 
 def flats_of(units: Sequence[Unit]) -> list[Flat]:
@@ -165,18 +176,18 @@ def driver_of(module: nn.Module) -> Data | None:
     return next((data for data in drivers(module) if data.root is module), None)
 
 
-def _alike(
-    spec: UnitSpec, tensors: Tensors, ties: Mapping[str, Tie]
+def _groups(
+    spec: UnitSpec, layouts: Mapping[str, Layout]
 ) -> Sequence[Sequence[tuple[str, nn.Parameter]]]:
-    """The unit's parameters by dtype, by whether they are trained, by what tensor ranks hold.
+    """The unit's parameters by dtype, by whether they are trained, by the kind of their layout.
 
     One that is tied is alone: the ranks that hold it have it in units of different company.
     """
-    alike: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    found: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, p in spec.params:
-        kind = tensors.of(name).kind, name if name in ties else ""
-        alike[p.dtype, p.requires_grad, kind].append((name, p))
-    return list(alike.values())
+        alone = name if layouts[name].tied else ""
+        found[p.dtype, p.requires_grad, layouts[name].kind, alone].append((name, p))
+    return list(found.values())
 
 
 def materialise(model: nn.Module, device: torch.device) -> None:

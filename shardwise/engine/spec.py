@@ -1,6 +1,5 @@
 """this file is an engine as numbers: its model's shape and its optimizer's, for predictions."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +9,6 @@ from torch import Tensor, nn
 from shardwise.core.model_spec import BufferShape, ModelShape, ParamShape, UnitShape
 from shardwise.engine.optimizer import HALF
 from shardwise.engine.optimizer_spec import OptimizerSpec
-from shardwise.engine.tensor_layout import Held
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.predict.memory import OptimizerShape
 
@@ -25,7 +23,7 @@ def model_shape(engine: Any) -> ModelShape:
     trained_before = False  # whether the backward pass gets as far as here
     for unit in engine.data.units.order:
         trained_before = trained_before or bool(unit.trained)
-        params = _params(engine, unit.groups)
+        params = _params(unit.groups)
         if engine.staging is not None:
             uses, again = engine.passes.gathers(unit)
         else:
@@ -35,26 +33,12 @@ def model_shape(engine: Any) -> ModelShape:
     return ModelShape(tuple(units), buffer_shapes(engine.model))
 
 
-def _params(engine: Any, groups: Sequence[Flat]) -> tuple[ParamShape, ...]:
-    found: list[ParamShape] = []
-    for group in groups:
-        for name, shape in zip(group.names, group.shapes, strict=True):
-            held = engine.tensors.of(name)
-            tie = engine.staging.ties.get(name) if engine.staging else None
-            kept = held.kind + (f" {name}" if tie else "")
-            how = kept, held.sums.size, len(tie.ranks) if tie else 1, *_common(held, shape)
-            found.append(
-                ParamShape(name, tuple(shape), dtype_name(group.dtype), group.trained, *how)
-            )
-    return tuple(found)
-
-
-def _common(held: Held, shape: Sequence[int]) -> tuple[int, int]:
-    """How many elements this rank's part has in common with others, and how many ranks they are."""
-    if held.cut is None or held.common is None:
-        return 0, 1
-    along = sum(length for _, length in held.common.spans)
-    return math.prod(shape) // shape[held.cut.dim] * along, held.common.line.size
+def _params(groups: Sequence[Flat]) -> tuple[ParamShape, ...]:
+    return tuple(
+        ParamShape(name, tuple(shape), dtype_name(flat.dtype), flat.trained, layout)
+        for flat in groups
+        for name, shape, layout in zip(flat.names, flat.shapes, flat.layouts, strict=True)
+    )
 
 
 def buffer_shapes(model: nn.Module) -> tuple[BufferShape, ...]:

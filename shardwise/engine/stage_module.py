@@ -17,6 +17,8 @@ from torch import Tensor, nn
 
 from shardwise.comm.move import begin_sum, broadcast
 from shardwise.comm.world import Axis, World, traced
+from shardwise.core.layout import R
+from shardwise.core.param_layout import AxisLayout
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import problems
 from shardwise.core.schedule.library import allowed, build, entry
@@ -26,7 +28,7 @@ from shardwise.core.tensor_plan import Table
 from shardwise.engine import rng, tensor_parallel, validate
 from shardwise.engine.partition import known, misplaced, starts
 from shardwise.engine.staged_model import Stages
-from shardwise.engine.tensor_layout import Tensors, Tie
+from shardwise.engine.tensor_layout import Tensors
 from shardwise.parallel.data.wrap_policy import UnitSpec
 from shardwise.parallel.pipeline.placeholders import layers
 from shardwise.parallel.pipeline.placeholders import twin as twin_of
@@ -38,9 +40,9 @@ AXIS = "pp"
 class Staging:
     """A model on the pipeline axis.
 
-    `at` are the stages of each parameter by its name in the whole model, `ties` how several ranks
-    hold one; `beside` is the twin on the tensor axis, whose stream knows how long split sequences
-    are.
+    `at` are the stages of each parameter by its name in the whole model; `ties` has, for one that
+    several ranks hold, the axis of these ranks; `beside` is the twin on the tensor axis, whose
+    stream knows how long split sequences are.
     """
 
     axis: Axis
@@ -48,7 +50,7 @@ class Staging:
     stages: Stages
     beside: Tensors
     at: Mapping[str, tuple[int, ...]]
-    ties: Mapping[str, Tie] = field(default_factory=dict)
+    ties: Mapping[str, Axis] = field(default_factory=dict)
 
     @property
     def mine(self) -> tuple[int, ...]:
@@ -71,6 +73,10 @@ class Staging:
         for spec in specs:
             spec.params = [(name, p) for name, p in spec.params if self.used([name])]
         return [spec for spec in specs if spec.params]
+
+    def layout(self, name: str) -> AxisLayout:
+        """How ranks of the axis hold a parameter: those whose stages use it."""
+        return AxisLayout(R, self.axis.size, holders=self.owners(self.at[name]))
 
     def used(self, names: Iterable[str]) -> set[int]:
         """The stages of this rank that use any of these parameters."""
@@ -103,7 +109,7 @@ class Staging:
         """
         places = {name: index for index, name in enumerate(names) if name in self.ties}
         sums = {
-            index: begin_sum(used[index : index + 1], self.ties[name].axis)
+            index: begin_sum(used[index : index + 1], self.ties[name])
             for name, index in sorted(places.items())
         }
         used = used.clone() if sums else used
@@ -204,7 +210,7 @@ def lay_out(
         alone = [(rank,) for rank in range(axis.size) if rank not in ranks]
         lines[ranks] = world.within(AXIS, [ranks, *alone])
     ties = {
-        name: Tie(ranks, lines[ranks], ranks.index(axis.rank))
+        name: lines[ranks]
         for name, ranks in sorted(held.items())
         if len(ranks) > 1 and axis.rank in ranks
     }

@@ -1,4 +1,4 @@
-"""this file is what an engine keeps, as boxes of whole named tensors, for a checkpoint.
+"""What an engine keeps, as boxes of whole named tensors, for a checkpoint.
 
     model/NAME           the weight, as precise as there is one (the fp32 master of a 16-bit one)
     optim/KEY/NAME       a state tensor of the optimizer, in the shape of the weight, or 0-d
@@ -8,16 +8,19 @@ A name and its whole shape are all that survives: which row, how many ranks and 
 were does not, so any plan can load what any other saved.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shardwise.core.boxes import boxes as cut
+from shardwise.core.param_layout import AxisLayout
 from shardwise.engine.box import Box
-from shardwise.engine.tensor_layout import Held
 from shardwise.parallel.data.flat_parameter import Flat
+
+#: Where a box begins, its values, and which of the ranks that hold the same this one is.
+Part = tuple[tuple[int, ...], Tensor, int]
 
 
 def boxes(engine: Any) -> list[Box]:
@@ -27,17 +30,15 @@ def boxes(engine: Any) -> list[Box]:
 
 def weights(engine: Any) -> list[Box]:
     """The boxes of this rank's pieces of the parameters."""
-    found: list[Box] = []
     masters = {id(f): engine.optimizer.masters.get(k) for k, f in enumerate(engine.optimizer.flats)}
-    for flat in engine.flats:
-        values = masters.get(id(flat))
-        values = flat.shard if values is None else values
-        copy = _copy_of(engine, flat)
-        for index, name in enumerate(flat.names):
-            found += _pieces(
-                engine, flat, index, f"model/{name}", _piece(flat, index, values), copy
-            )
-    return found
+    return [box for flat in engine.flats for box in boxes_of(flat, "model", masters.get(id(flat)))]
+
+
+def boxes_of(flat: Flat, kind: str, block: Tensor | None = None) -> Iterator[Box]:
+    """The boxes of this rank's block of a flat parameter: of `flat.shard`, or in place of it."""
+    values = flat.shard if block is None else block
+    for index, (name, (low, high)) in enumerate(zip(flat.names, flat.pieces, strict=True)):
+        yield from _pieces(flat, index, f"{kind}/{name}", values[low:high])
 
 
 def _optimizer(engine: Any) -> list[Box]:
@@ -46,11 +47,11 @@ def _optimizer(engine: Any) -> list[Box]:
     for flat, index, key, value in engine.optimizer.tensors():
         name = f"optim/{key}/{flat.names[index]}"
         if value.dim() == 0:
-            holder = flat.plan.offsets[index] // max(1, flat.plan.share)  # of its first element
-            copy = _copy(engine, holder) + _tied(engine, flat.names[index])
+            first = flat.plan.offsets[index] // max(1, flat.plan.share)  # has its first element
+            copy = _data_copy(flat, first) + flat.layouts[index].holder(flat.here)
             found.append(Box(name, (), (), (), value, copy))
         else:
-            found += _pieces(engine, flat, index, name, value.view(-1), _copy_of(engine, flat))
+            found += _pieces(flat, index, name, value.view(-1))
     return found
 
 
@@ -59,7 +60,8 @@ def buffers(engine: Any) -> list[Box]:
     found: list[Box] = []
     for name, b in engine.model.named_buffers():
         zeros = (0,) * b.dim()
-        copy = _copy(engine) + (engine.staging.copy(name) if engine.staging else 0)
+        copy = engine.data_rank + engine.tensors.axis.rank
+        copy += engine.staging.copy(name) if engine.staging else 0
         found.append(Box(f"buffer/{name}", tuple(b.shape), zeros, tuple(b.shape), b, copy))
     return found
 
@@ -73,66 +75,45 @@ def gradients(engine: Any) -> list[Box]:
         # 16-bit gradients are multiplied on their way to the master, others in place
         factor = engine.optimizer.factor if k in engine.optimizer.masters else 1.0
         used = flat.gshard.float() * factor if factor != 1.0 else flat.gshard
-        for index, name in enumerate(flat.names):
-            piece = _piece(flat, index, used)
-            found += _pieces(engine, flat, index, f"grad/{name}", piece, _copy_of(engine, flat))
+        found += boxes_of(flat, "grad", used)
     return found
 
 
-def _copy_of(engine: Any, flat: Flat) -> int:
-    """Which of the ranks that hold the same block this one is."""
-    return flat.replicate_axis.rank if flat.split else engine.data_rank
+def _data_copy(flat: Flat, first: int = 0) -> int:
+    """Which of the data ranks that hold the same this one is, from shard rank `first` on."""
+    shard, replicate = flat.shard_axis, flat.replicate_axis
+    return replicate.rank * shard.size + (shard.rank - first) % shard.size
 
 
-def _piece(flat: Flat, index: int, block: Tensor) -> Tensor:
-    low, high = flat.pieces[index]
-    return block[low:high]
-
-
-def _copy(engine: Any, first: int = 0) -> int:
-    """Which of all ranks this one is, as far as they hold the same, from shard rank `first` on."""
-    shard, replicate = engine.axes
-    rank = replicate.rank * shard.size + (shard.rank - first) % shard.size
-    return rank + engine.data_ranks * engine.tensors.axis.rank
-
-
-def _tied(engine: Any, name: str) -> int:
-    """Which of the pipeline's ranks that hold the parameter this one is."""
-    tie = engine.staging.ties.get(name) if engine.staging else None
-    return tie.replica if tie else 0
-
-
-def _pieces(
-    engine: Any, flat: Flat, index: int, name: str, piece: Tensor, copy: int
-) -> Iterator[Box]:
+def _pieces(flat: Flat, index: int, name: str, piece: Tensor) -> Iterator[Box]:
     """One parameter's piece in this rank's block, cut into boxes of the whole parameter."""
-    here, held = tuple(flat.shapes[index]), engine.tensors.of(flat.names[index])
-    whole = held.cut.whole_shape(here) if held.cut else here
-    copy += held.replica + _tied(engine, flat.names[index])
+    here, layout = tuple(flat.shapes[index]), flat.layouts[index]
+    whole = layout.whole_shape(here)
+    copy = flat.replicate_axis.rank if flat.split else _data_copy(flat)
+    copy += layout.replica(flat.here)
     origin = flat.plan.origin(index, flat.rank)
     for box in cut(here, origin, origin + piece.numel()):
         low = box.start - origin
         values = piece[low : low + box.numel].view(box.sizes)
-        for offsets, part, also in _spread(held, engine.tensors.axis.rank, box.offsets, values):
-            yield Box(name, whole, offsets, tuple(part.shape), part, copy + also)
+        parts: Iterable[Part] = [(box.offsets, values, copy)]
+        for axis, on in layout.axes:
+            parts = [part for each in parts for part in _spread(on, flat.here[axis], *each)]
+        for offsets, part, replica in parts:
+            yield Box(name, whole, offsets, tuple(part.shape), part, replica)
 
 
 def _spread(
-    held: Held, rank: int, offsets: tuple[int, ...], values: Tensor
-) -> Iterator[tuple[tuple[int, ...], Tensor, int]]:
-    """A box of a tensor rank's part as boxes of the whole.
-
-    Where each begins, its values, and which of the ranks that hold it in common this one is.
-    """
-    cut, common = held.cut, held.common
-    if cut is None:
-        yield offsets, values, 0
+    on: AxisLayout, rank: int, offsets: tuple[int, ...], values: Tensor, copy: int
+) -> Iterator[Part]:
+    """A box of a rank's part of an axis as boxes of all that the axis holds."""
+    if on.cut is None:
+        yield offsets, values, copy
         return
-    low, dim = offsets[cut.dim], cut.dim
-    for here, there, length in cut.spans(rank, low, low + values.shape[dim]):
-        also = common.line.rank if common is not None and common.includes(here) else 0
+    low, dim, shared = offsets[on.cut.dim], on.cut.dim, on.shared(rank)
+    for here, there, length in on.cut.spans(rank, low, low + values.shape[dim]):
+        also = shared.ranks.index(rank) if shared and shared.includes(here) else 0
         part = values.narrow(dim, here - low, length)
-        yield (*offsets[:dim], there, *offsets[dim + 1 :]), part, also
+        yield (*offsets[:dim], there, *offsets[dim + 1 :]), part, copy + also
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""this file is what tensor ranks hold of each parameter, by name."""
+"""What a model on the tensor axis has: the layout of each parameter, by name, and its streams."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -7,70 +7,35 @@ from torch import Tensor
 
 from shardwise.comm.move import part
 from shardwise.comm.world import Axis
+from shardwise.core.layout import I
 from shardwise.core.model_spec import CutLoss
+from shardwise.core.param_layout import AxisLayout
 from shardwise.core.uneven import Cut
 from shardwise.engine.rng import ShardedRandom
 from shardwise.kernels.matmul import BY_TORCH
 from shardwise.parallel.tensor.linear import Stream
 
-Groups = tuple[tuple[int, ...], ...]
-
-
-@dataclass(frozen=True)
-class Held:
-    """How this rank holds one parameter on the tensor axis.
-
-    cut      what part of it; None: all
-    groups   the ranks over which its gradient is a sum still to be taken; none: it is whole
-    sums     those of them that are this rank's
-    replica  which of the ranks that hold the same this one is
-    common   what other ranks hold too, of a parameter that they do not hold alike in all
-    """
-
-    cut: Cut | None = None
-    groups: Groups = ()
-    sums: Axis = field(default_factory=lambda: Axis("none"))
-    replica: int = 0
-    common: "Common | None" = None
-
-    @property
-    def kind(self) -> str:
-        """The same word on every rank: parameters of one kind are summed and counted together."""
-        return f"{'part' if self.cut else 'whole'} {self.groups}"
-
-
-@dataclass(frozen=True)
-class Common:
-    """The spans (start, length) along a cut that the ranks of `line` hold alike.
-
-    Each of them makes a part of their gradient, which is summed as soon as it is made.
-    """
-
-    spans: tuple[tuple[int, int], ...]
-    line: Axis
-
-    def includes(self, place: int) -> bool:
-        """Whether a place along the cut is in it."""
-        return any(start <= place < start + length for start, length in self.spans)
-
 
 @dataclass
 class Tensors:
-    """A model on the tensor axis; on an axis of one rank nothing is held and nothing moves.
+    """A model on the tensor axis; on an axis of one rank nothing is cut and nothing moves.
 
+    layouts   of parameters that are not the same on all ranks with the same gradient
+    sums      for some of them, this rank's axis over which the gradient is summed
     losses    each parallel loss of this step, in the order of its forward passes
     random    random numbers of sharded activations
     """
 
     axis: Axis
     stream: Stream
-    held: dict[str, Held] = field(default_factory=dict)
+    layouts: dict[str, AxisLayout] = field(default_factory=dict)
+    sums: dict[str, Axis] = field(default_factory=dict)
     losses: list[CutLoss] = field(default_factory=list)
     random: ShardedRandom = field(default_factory=lambda: ShardedRandom(Axis("none")))
 
-    def of(self, name: str) -> Held:
-        """How parameter `name` is held; alike on all ranks where nothing else is said."""
-        return self.held.get(name, Held(replica=self.axis.rank))
+    def of(self, name: str) -> AxisLayout:
+        """The layout of parameter `name`."""
+        return self.layouts.get(name, AxisLayout(I, self.axis.size))
 
     def part(self, fill: Callable[[str, Tensor], None], name: str, tensor: Tensor) -> None:
         """Fill this rank's part of parameter `name` by a rule for the whole."""
@@ -111,17 +76,3 @@ class Tensors:
 def nowhere() -> Tensors:
     """A model that is on no tensor axis."""
     return Tensors(Axis("none"), Stream(Axis("none"), split=False, products=BY_TORCH))
-
-
-@dataclass(frozen=True)
-class Tie:
-    """How ranks of the pipeline axis hold one parameter that stages of several of them use.
-
-    ranks    those that hold it; one or none: no tie
-    axis     they among themselves
-    replica  which of them this one is
-    """
-
-    ranks: tuple[int, ...] = ()
-    axis: Axis = field(default_factory=lambda: Axis("none"))
-    replica: int = 0

@@ -15,13 +15,15 @@ from torch import Tensor, nn
 from shardwise.comm.move import broadcast, part
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import refusal
+from shardwise.core.layout import R
+from shardwise.core.param_layout import AxisLayout, Groups
 from shardwise.core.plan import Plan
 from shardwise.core.styles import ModuleShape, Style
 from shardwise.core.tensor_plan import Table, assign, bias_cut, cuts, numbers
 from shardwise.core.tensor_plan_check import check
 from shardwise.core.uneven import Cut
 from shardwise.engine import rng
-from shardwise.engine.tensor_layout import Common, Groups, Held, Tensors, nowhere
+from shardwise.engine.tensor_layout import Tensors, nowhere
 from shardwise.engine.tensor_plan import shapes, table_of, without
 from shardwise.kernels.matmul import fastest
 from shardwise.parallel.tensor import embedding, linear, sequence
@@ -156,7 +158,6 @@ class _Layout:
 
     def hold(self, name: str, style: Style, weight: Cut | None, bias: Cut | None) -> None:
         """Note what becomes of the module's own parameters."""
-        everyone = (tuple(range(self.axis.size)),)
         summed = style.name in ("replicated", "sequence")
         row = style.name.startswith("rowwise") and self.stream.split  # its bias is added to shards
         module = self.model.get_submodule(name)
@@ -166,7 +167,8 @@ class _Layout:
             if cut is not None:
                 self.wanted[full] = (p, cut)
             elif summed or (key == "bias" and row):
-                self.tensors.held[full] = Held(None, everyone, self.axis, self.axis.rank)
+                self.tensors.layouts[full] = AxisLayout(R, self.axis.size)
+                self.tensors.sums[full] = self.axis
 
     def cut(self) -> None:
         """Cut the parameters, and open the lines on which shared parts are summed."""
@@ -175,18 +177,15 @@ class _Layout:
         # hooks keep this object alive; it must not keep the weights of other stages with it
         wanted, self.wanted = self.wanted, {}
         for name, (p, cut) in wanted.items():
-            groups = tuple(dict.fromkeys(map(cut.holders, range(cut.ranks)))) if cut.shared else ()
-            within = _lines(cut)
-            for each in (groups, within):
+            layout, within = AxisLayout.sharded(cut), _lines(cut)
+            for each in (layout.groups, within):
                 if each not in lines:
                     lines[each] = self.world.within(AXIS, each)
-            common = None
-            for spans in cut.common(rank).values():  # one line of ranks at most
-                common = Common(tuple(spans), lines[within])
-                if p.requires_grad:
-                    p.register_hook(partial(sum_spans, cut.dim, common.spans, common.line))
-            replica = cut.holders(rank).index(rank)
-            self.tensors.held[name] = Held(cut, groups, lines[groups], replica, common)
+            shared = layout.shared(rank)
+            if shared is not None and p.requires_grad:
+                p.register_hook(partial(sum_spans, cut.dim, shared.spans, lines[within]))
+            self.tensors.layouts[name] = layout
+            self.tensors.sums[name] = lines[layout.groups]
             if p.is_meta:
                 p.data = torch.empty(cut.shape(p.shape, rank), dtype=p.dtype, device="meta")
             else:

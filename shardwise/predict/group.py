@@ -1,13 +1,15 @@
-"""This file is the flat group as numbers: how a plan keeps the parameters that are laid end to end.
+"""Flat parameters as numbers: how the ranks of a plan keep parameters that are laid end to end.
 
 A unit holds one group for each pair of element type and trainability. What is neither trained nor
 kept sharded is the same on every rank for good, so it is not split.
 """
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from shardwise.core.flatten import Flattening, flatten
 from shardwise.core.model_spec import ModelShape, ParamShape, UnitShape
+from shardwise.core.param_layout import Layout
 from shardwise.core.plan import Plan
 from shardwise.core.zero import Row, row_of
 
@@ -23,8 +25,13 @@ class Group:
 
     unit: UnitShape
     params: tuple[ParamShape, ...]
-    row: Row
+    layout: Layout
     shard: int
+
+    @property
+    def row(self) -> Row:
+        """The row that says where the data ranks keep them."""
+        return self.layout.row
 
     @property
     def trained(self) -> bool:
@@ -44,13 +51,23 @@ class Group:
 
 def groups(plan: Plan, model: ModelShape) -> list[Group]:
     """The groups of every unit, in order."""
-    row, ranks = row_of(plan.row), plan.mesh.size_of(plan.shard_axis or "none")
     found: list[Group] = []
     for unit in model.units:
-        alike: dict[tuple[str, bool, str], list[ParamShape]] = {}
+        alike: dict[Hashable, list[ParamShape]] = {}
         for param in unit.params:
-            alike.setdefault((param.dtype, param.trainable, param.kept), []).append(param)
-        for (_, trained, _), params in alike.items():
-            split = trained or row.param.kind == "S"
-            found.append(Group(unit, tuple(params), row, ranks if split else 1))
+            layout = layout_of(plan, param)
+            alone = param.name if layout.tied else ""
+            key = param.dtype, param.trainable, layout.kind, alone
+            alike.setdefault(key, []).append(param)
+        for params in alike.values():
+            layout = layout_of(plan, params[0])
+            split = params[0].trainable or layout.row.param.kind == "S"
+            shard = plan.mesh.size_of(layout.shard) if split else 1
+            found.append(Group(unit, tuple(params), layout, shard))
     return found
+
+
+def layout_of(plan: Plan, param: ParamShape) -> Layout:
+    """How the ranks hold a parameter: as its layout says, or as the plan's row does."""
+    axes = plan.shard_axis or "none", plan.replicate_axis or "none"
+    return param.layout or Layout(row_of(plan.row), *axes)

@@ -6,7 +6,9 @@ axis dp    a share of each unit, and how often the unit is gathered (gathers.py,
 
 from dataclasses import replace
 
+from shardwise.core.layout import R
 from shardwise.core.model_spec import ModelShape, ModelSpec, ParamShape, StageSpec, UnitShape
+from shardwise.core.param_layout import AxisLayout
 from shardwise.core.plan import Plan
 from shardwise.core.schedule.library import build
 from shardwise.core.schedule.lower import lower
@@ -14,6 +16,7 @@ from shardwise.core.schedule.memory import peaks, sizes
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.core.zero import row_of
 from shardwise.predict.gathers import gathers
+from shardwise.predict.group import layout_of
 
 PIPELINE = "pp"
 
@@ -38,18 +41,20 @@ def shape_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelShape:
         )
         return ModelShape(units, spec.shape.buffers)
     place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
-    units = tuple(_staged(unit, stages, schedule, place) for unit in spec.shape.units)
+    units = tuple(_staged(unit, plan, stages, schedule, place) for unit in spec.shape.units)
     mine = set(schedule.stages(place))
     every = [(buffer, stages.of(buffer.name)) for buffer in spec.shape.buffers]
     buffers = tuple(buffer for buffer, at in every if not at or mine & {*at})
     return ModelShape(tuple(unit for unit in units if unit.params), buffers)
 
 
-def _staged(unit: UnitShape, stages: StageSpec, schedule: Schedule, place: int) -> UnitShape:
+def _staged(
+    unit: UnitShape, plan: Plan, stages: StageSpec, schedule: Schedule, place: int
+) -> UnitShape:
     """What the rank at `place` of the pipeline holds of a unit."""
     mine = set(schedule.stages(place))
     params = tuple(
-        _held(param, tuple(schedule.home[stage] for stage in stages.params[param.name]))
+        _held(plan, param, {schedule.home[stage] for stage in stages.params[param.name]})
         for param in unit.params
         if mine & {*stages.params[param.name]}
     )
@@ -59,11 +64,11 @@ def _staged(unit: UnitShape, stages: StageSpec, schedule: Schedule, place: int) 
     return replace(unit, params=params, uses=uses, again=0)
 
 
-def _held(param: ParamShape, ranks: tuple[int, ...]) -> ParamShape:
-    """A parameter held by these ranks of the pipeline; one that several hold is in no group."""
-    holders = len({*ranks})
-    kept = f"{param.kept} {param.name}" if holders > 1 else param.kept
-    return replace(param, kept=kept, holders=holders)
+def _held(plan: Plan, param: ParamShape, ranks: set[int]) -> ParamShape:
+    """A parameter held by these ranks of the pipeline."""
+    layout = layout_of(plan, param)
+    on = AxisLayout(R, plan.mesh.size_of(PIPELINE), holders=tuple(sorted(ranks)))
+    return replace(param, layout=replace(layout, axes=(*layout.axes, (PIPELINE, on))))
 
 
 def activation_bytes_on(spec: ModelSpec, plan: Plan, rank: int) -> int:

@@ -26,13 +26,14 @@ from itertools import product
 from typing import NamedTuple
 
 from shardwise.core.layout import P, Placement, R, S
-from shardwise.core.model_spec import Bundles, Crossed, Crossing, CutLoss, ModelShape
+from shardwise.core.model_spec import Bundles, Crossed, Crossing, CutLoss, ModelShape, ParamShape
 from shardwise.core.moves import price
+from shardwise.core.param_layout import AxisLayout
 from shardwise.core.plan import Plan
 from shardwise.core.schedule.action import Transfer
 from shardwise.core.schedule.library import updates
 from shardwise.core.zero import Moment
-from shardwise.predict.group import Group, groups
+from shardwise.predict.group import Group, groups, layout_of
 from shardwise.predict.rank_shape import schedule_of
 from shardwise.predict.tensor import loss_bytes
 
@@ -67,6 +68,10 @@ class Tariff:
         """One move of a tensor of `numel` elements in the whole."""
         step = price(src, dst, numel, self.size(axis))
         self._add(Line(axis, step.what, phase), round(step.sent) * element_bytes)
+
+    def group(self, axis: str, on: AxisLayout) -> int:
+        """Over how many ranks of the axis a gradient of this rank is summed."""
+        return len(on.group(self.here.get(axis, 0)))
 
     def sum_parts(self, axis: str, numel: int, ranks: int, element_bytes: int) -> None:
         """The sum of gradients of which so many ranks of the axis each have a part."""
@@ -126,9 +131,8 @@ def step_bytes(
     own = updates(plan.pipeline, plan.mesh.size_of(PIPELINE))
     for group in groups(plan, model):
         _row(tariff, group, max(1, own))
-    for param in [p for p in model.params if p.trainable and p.common]:
-        for _ in range(plan.microbatches):
-            tariff.sum_parts(TENSOR, param.common, param.sharers, param.element_bytes)
+    for param in [p for p in model.params if p.trainable]:
+        _shared(tariff, param)
     for _ in range(own):  # tokens, and which parameters had a gradient
         tariff.agree(1 + sum(param.trainable for param in model.params), FACT_BYTES)
     buffers = sum(buffer.stored_bytes for buffer in model.buffers)
@@ -141,10 +145,12 @@ def step_bytes(
         tariff.move(TENSOR, S(0), R, tariff.size(TENSOR), FACT_BYTES, "check")
     tariff.move(PIPELINE, S(0), R, tariff.size(PIPELINE), FACT_BYTES, "check")  # the loss
     for param in [*model.params] * (1 + own):
-        tariff.ask(PIPELINE, param.holders if param.trainable else 1)  # was it used by any?
+        holders = tariff.group(PIPELINE, layout_of(plan, param).on(PIPELINE))
+        tariff.ask(PIPELINE, holders if param.trainable else 1)  # was it used by any?
     if first:
         tariff.agree(1, COUNT_BYTES)
-    whole = [p for p in model.params if p.trainable and p.kept.startswith("whole")]
+    trained = [p for p in model.params if p.trainable]
+    whole = [p for p in trained if layout_of(plan, p).on(TENSOR).cut is None]
     told = {"": 0, "sums": 3, "each": 1 + 2 * len(whole)}[compares]  # the loss, gradients
     tariff.move(TENSOR, S(0), R, told * tariff.size(TENSOR), FACT_BYTES, "check")
     for axis in (TENSOR, PIPELINE):  # the batch
@@ -234,11 +240,21 @@ def _row(tariff: Tariff, group: Group, updates: int) -> None:
     for move in group.row.moves():
         if not group.trained and move.moment is not Moment.USE:
             continue
-        axis = tariff.shard if move.axis == "shard" else tariff.replicate
+        axis = group.layout.shard if move.axis == "shard" else group.layout.replicate
         numel = share if move.block else group.flat.padded
         for phase, count in times[move.moment].items():
             for _ in range(count):
                 tariff.move(axis, move.src, move.dst, numel, size, phase)
-    for _ in range(updates if group.trained else 0):
-        tariff.sum_parts(TENSOR, share, group.params[0].sums, size)
-        tariff.sum_parts(PIPELINE, share, group.params[0].holders, size)
+    for axis, on in group.layout.axes if group.trained else ():
+        for _ in range(updates):
+            tariff.sum_parts(axis, share, tariff.group(axis, on), size)
+
+
+def _shared(tariff: Tariff, param: ParamShape) -> None:
+    """Gradients of what a rank has in common with others, which are summed as they are made."""
+    layout = layout_of(tariff.plan, param)
+    for axis, on in layout.axes:
+        shared = on.shared(tariff.here.get(axis, 0))
+        numel = layout.shared_numel(axis, tariff.here, param.shape)
+        for _ in range(tariff.plan.microbatches if shared else 0):
+            tariff.sum_parts(axis, numel, len(shared.ranks) if shared else 1, param.element_bytes)

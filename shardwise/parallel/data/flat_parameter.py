@@ -24,7 +24,7 @@ and the equations between them:
     backward:  p.grad --copy--> grad --reduce--> gshard --P -> R on replicate--> gshard
 
 The moves are those of the row (row_moves.py): `begin_gather` carries out `gather`, `begin_reduce`
-`reduce`, and `begin_further` the sums over `replicas` and over the axes of `sums` (Kept).
+`reduce`, and `begin_further` the sums over `replicas` and over the axes of `sums` (LocalLayout).
 
 `full` keeps one storage (its size goes to 0 and back), because autograd remembers views of it
 between forward and backward; where weights have several versions at once, each has its own
@@ -32,7 +32,7 @@ between forward and backward; where weights have several versions at once, each 
 shape; that is a row that shards nothing (`ddp`), and any row on one rank.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -45,7 +45,7 @@ from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
 from shardwise.core.flatten import flatten
 from shardwise.core.layout import P, Placement, R
-from shardwise.core.zero import Row
+from shardwise.core.param_layout import Layout
 from shardwise.parallel.data.initial_weights import Fill, initialize
 from shardwise.parallel.data.row_moves import row_moves
 
@@ -54,20 +54,18 @@ AddProduct = Callable[[Tensor, Tensor, Tensor, float, float], object]  # matmul.
 
 
 @dataclass(frozen=True)
-class Kept:
-    """How a flat group is kept: its row, the axes of the row, and what other axes make of it.
+class LocalLayout:
+    """The layouts of a flat parameter's parameters, which are of one kind, and this rank's part.
 
-    sums    axes over which each rank has only a part of the gradient, whatever the row
-    counts  whether the squares of this rank's gradient enter the norm (one of equal copies does)
-    others  what of it another rank counts: (parameter, dim, start, length) of spans of parameters
+    sums    axes other than the data's over which the gradient is summed
+    here    this rank's coordinate on the axes other than the data's
     """
 
-    row: Row
+    layouts: Sequence[Layout]
     shard: Axis
     replicate: Axis
-    sums: tuple[Axis, ...]
-    counts: bool
-    others: tuple[tuple[int, int, int, int], ...] = ()
+    sums: Sequence[Axis]
+    here: Mapping[str, int]
 
 
 class Stage(Enum):
@@ -84,18 +82,18 @@ class Flat:
     def __init__(
         self,
         params: Sequence[tuple[str, nn.Parameter]],
-        kept: Kept,
+        local: LocalLayout,
         fill: Fill | None,
         device: torch.device,
         add_to: AddProduct,
     ) -> None:
-        row, shard, replicate = kept.row, kept.shard, kept.replicate
+        self.layouts, self.here = list(local.layouts), local.here
+        row, shard, replicate = self.layouts[0].row, local.shard, local.replicate
         self.add_to = add_to
         self.names = [name for name, _ in params]
         self.params = [p for _, p in params]
         self.shapes = [p.shape for p in self.params]
-        self.row, self.shard_axis, self.replicate_axis = row, shard, replicate
-        self.counts, self.others = kept.counts, kept.others
+        self.shard_axis, self.replicate_axis = shard, replicate
         first = self.params[0]
         self.trained, self.dtype = first.requires_grad, first.dtype
         # what is neither trained nor kept S is the same everywhere, for good
@@ -103,7 +101,7 @@ class Flat:
         self.temporary = self.split and row.param.kind == "S"
         self.rank, ranks = (shard.rank, shard.size) if self.split else (0, 1)
         self.moves = row_moves(row, shard, replicate, trained=self.trained)
-        self.further = [a for a in (*self.moves.replicas, *kept.sums) if a.size > 1]
+        self.further = [*self.moves.replicas, *local.sums]
         self.plan = flatten([s.numel() for s in self.shapes], first.element_size(), ranks)
         self.pieces = [self.plan.piece(i, self.rank) for i in range(len(self.params))]
         self.full = torch.zeros(self.plan.padded, dtype=self.dtype, device=device)
