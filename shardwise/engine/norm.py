@@ -33,11 +33,14 @@ def counted_elsewhere(flat: Flat) -> Iterator[Tensor]:
     """The parts of a flat parameter's gradient whose squares another rank counts."""
     assert flat.gshard is not None
     for index, layout in enumerate(flat.layouts):
-        for axis, on in layout.axes:
-            shared = on.shared(flat.here[axis])
-            if shared is not None and shared.ranks[0] != flat.here[axis]:
-                for first, length in shared.spans:
-                    yield from _span(flat, index, shared.dim, first, first + length)
+        elsewhere = [
+            shared
+            for axis, on in layout.axes
+            if (shared := on.shared(flat.here[axis])) and shared.ranks[0] != flat.here[axis]
+        ]
+        for dim, spans, _ in elsewhere:
+            for first, length in spans:
+                yield from _span(flat, index, dim, first, first + length)
 
 
 def _span(flat: Flat, index: int, dim: int, first: int, last: int) -> Iterator[Tensor]:
