@@ -83,9 +83,7 @@ class Gloo(Transport):
             return mailboxes.receive(x, peer)
         return self.group.recv([x], peer, tag).wait
 
-    def _meet(
-        self, outgoing: Sequence[Tensor], make: Make, line: Line, at_once: bool = False
-    ) -> Pending[Tensor]:
+    def _meet(self, outgoing: Sequence[Tensor], make: Make, line: Line) -> Pending[Tensor]:
         """Send one message a peer, of any strides, and expect one of its shape from each.
 
         The result is what `make` makes of those, in the order of `peers`; it must keep no view of
@@ -94,16 +92,19 @@ class Gloo(Transport):
         like = outgoing[0]
         if not like.numel():  # nothing is sent
             return Pending([lambda: make(list(outgoing))])
-        self.memory.open()
-        mailboxes = self.memory.fitting(like)
-        if mailboxes is None:
+        mailboxes = self.memory.open()
+        if mailboxes is None or like.nbytes > mailboxes.most_bytes:
             met = [like.new_empty(like.shape) for _ in self.peers]
             ends = self._exchange(outgoing, [x.view(-1) for x in met], line)
             return Pending([*ends, lambda: make(met)])
-        if at_once and len(outgoing) == 1:
-            made = mailboxes.swap(like, self.peers[0], make, line)
-            return Pending([lambda: made])
         return Pending([mailboxes.meet(outgoing, self.peers, make, line)])
+
+    def _meet_at_once(self, outgoing: Sequence[Tensor], make: Make, line: Line) -> Tensor:
+        """`_meet`, and wait for it: between two ranks in half the time."""
+        like, mailboxes = outgoing[0], self.memory.open()
+        if self.size > 2 or mailboxes is None or not 0 < like.nbytes <= mailboxes.most_bytes:
+            return self._meet(outgoing, make, line).wait()
+        return mailboxes.swap(like, self.peers[0], make, line)
 
     # --- collectives --------------------------------------------------------------------------
 
@@ -112,10 +113,10 @@ class Gloo(Transport):
 
         So ranks must wait for small ones in the same order.
         """
-        if self.size == 2 and x.nbytes <= PAIR_BYTES:
-            add = PAIRED[op]
-            return self._meet([x], lambda theirs: add(x, *theirs, out=x), self.begin("all_reduce"))
         mailboxes = self.memory.open()
+        if self.size == 2 and x.nbytes <= PAIR_BYTES:
+            line = self.begin("all_reduce")
+            return Pending(self._pair(x, PAIRED[op], line) if x.numel() else ())
         shared_bytes = 0 if mailboxes is None else mailboxes.most_bytes * self.size
         if op != "sum" or x.nbytes > max(SMALL_BYTES, shared_bytes) or x.numel() % self.size:
             self.count("all_reduce", x)
@@ -123,6 +124,16 @@ class Gloo(Transport):
         line, block = self.begin("all_reduce"), x.view(self.size, -1)[self.rank]
         first = self._add_blocks(block, x, line)
         return Pending([first.wait, lambda: self._join_blocks(x, block, line).wait()])
+
+    def _pair(self, x: Tensor, add: Callable[..., Tensor], line: Line) -> list[Wait]:
+        """Between two ranks: `x` is sent whole, and what comes is added to it."""
+        (peer,) = self.peers
+        leaving = self._send(x, peer, line)
+        mailboxes = None if leaving else self.memory.fitting(x)
+        if mailboxes is not None:
+            return [mailboxes.read(x, peer, lambda theirs: add(x, theirs, out=x))]
+        arrived = torch.empty_like(x)  # while `x` is on its way it must not change
+        return [self._receive(arrived, peer), *leaving, lambda: add(x, arrived, out=x)]
 
     def broadcast(self, x: Tensor, root: int) -> Pending[Any]:
         self.count("broadcast", x, root)
@@ -152,21 +163,23 @@ class Gloo(Transport):
         above = self.size - 1 - self.rank  # peers with a higher rank come first in `peers`
 
         def join(others: list[Tensor]) -> Tensor:
-            return torch.cat((*others[above:], x, *others[:above]), dim)
+            return torch.cat([*others[above:], x, *others[:above]], dim)
 
-        sent = x if len(self.peers) == 1 else x.contiguous()  # once for all
-        line = self.begin("all_gather")
-        return self._meet([sent] * len(self.peers), join, line, at_once=True).wait()
+        outgoing = [x] if self.size == 2 else [x.contiguous()] * len(self.peers)  # once for all
+        return self._meet_at_once(outgoing, join, self.begin("all_gather"))
 
-    def reduce_scatter_along(self, x: Tensor, dim: int, at_once: bool = False) -> Pending[Tensor]:
-        """Only what goes to others through gloo is made contiguous."""
+    def reduce_scatter_along(self, x: Tensor, dim: int) -> Tensor:
+        return self._meet_at_once(*self._blocks_to_add(x, dim), self.begin("reduce_scatter"))
+
+    def begin_reduce_scatter_along(self, x: Tensor, dim: int) -> Pending[Tensor]:
+        return self._meet(*self._blocks_to_add(x, dim), self.begin("reduce_scatter"))
+
+    def _blocks_to_add(self, x: Tensor, dim: int) -> tuple[list[Tensor], Make]:
+        """The blocks to send, and how to add what comes; what goes by gloo is made contiguous."""
         blocks = x.chunk(self.size, dim)
-        outgoing, own = [blocks[peer] for peer in self.peers], blocks[self.rank]
-
-        def total(others: list[Tensor]) -> Tensor:
-            return add_all(own, others).contiguous()
-
-        return self._meet(outgoing, total, self.begin("reduce_scatter"), at_once)
+        own = blocks[self.rank]
+        outgoing = [blocks[peer] for peer in self.peers]
+        return outgoing, lambda others: add_all(own, others).contiguous()
 
     def all_to_all(
         self, out: Tensor, x: Tensor, out_counts: Sequence[int], in_counts: Sequence[int]

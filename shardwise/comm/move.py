@@ -9,8 +9,8 @@
     send, receive, begin_send, begin_receive
                     point-to-point messages
 
-A function whose name begins with `begin`, and `start`, return a `Pending`; the others wait for
-their result.  `root`, `to` and `source` are ranks on the axis.
+Functions named `begin...`, and `start`, return a `Pending`; the others wait for their result.
+`root`, `to` and `source` are ranks on the axis.
 
 The backward of `src -> dst` is `dst.dual -> src.dual`, so one autograd function serves all moves.
 On an axis of one rank nothing is sent and nothing is counted, so callers need not ask whether a
@@ -83,14 +83,14 @@ def move(
     """
     if src == dst or axis.size == 1:
         return x
-    return _Move.apply(x, axis, (_moved, src, dst), (_moved, dst.dual, src.dual), returning)
+    return _apply(x, axis, (_moved, src, dst), (_moved, dst.dual, src.dual), returning)
 
 
 def take(x: Tensor, axis: Axis, cut: Cut, returning: Callable[[], None] | None = None) -> Tensor:
     """I -> S for parts of different sizes: this rank's part of `x`.  Differentiable."""
     if axis.size == 1:
         return x
-    return _Move.apply(x, axis, (_taken, cut), (_joined, cut), returning)
+    return _apply(x, axis, (_taken, cut), (_joined, cut), returning)
 
 
 def join(x: Tensor, axis: Axis, cut: Cut) -> Tensor:
@@ -98,7 +98,7 @@ def join(x: Tensor, axis: Axis, cut: Cut) -> Tensor:
 
     Each rank sends its part padded to the widest one, in one all-gather of equal blocks.
     """
-    return x if axis.size == 1 else _Move.apply(x, axis, (_joined, cut), (_taken, cut), None)
+    return x if axis.size == 1 else _apply(x, axis, (_joined, cut), (_taken, cut), None)
 
 
 def all_to_all(
@@ -106,8 +106,8 @@ def all_to_all(
 ) -> Tensor:
     """Send `in_counts[r]` rows of `x` to rank r; return the rows received, in the order of ranks.
 
-    `out_counts[r]` rows come from rank r, which must be what rank r has in its `in_counts` for this
-    rank.  Ranks that do not know it exchange it first, as rows of one number:
+    `out_counts[r]` rows come from rank r, and must be what rank r sends here.  Ranks that do not
+    know it exchange it first:
 
         out_counts = all_to_all(torch.tensor(in_counts), axis, [1] * n, [1] * n).tolist()
 
@@ -123,7 +123,14 @@ def all_to_all(
         return x
     forth = _exchanged, tuple(out_counts), tuple(in_counts)
     back = _exchanged, tuple(in_counts), tuple(out_counts)
-    return _Move.apply(x, axis, forth, back, None)
+    return _apply(x, axis, forth, back, None)
+
+
+def _apply(x: Tensor, axis: Axis, forth: Any, back: Any, returning: Any) -> Tensor:
+    if not x.requires_grad:
+        act, *arguments = forth
+        return act(x, axis, *arguments)
+    return _Move.apply(x, axis, forth, back, returning)
 
 
 class _Move(torch.autograd.Function):
@@ -186,7 +193,7 @@ def _taken(x: Tensor, axis: Axis, cut: Cut) -> Tensor:
 
 
 def part(x: Tensor, cut: Cut, rank: int) -> Tensor:
-    """What `rank` holds of the whole `x`, as a new contiguous tensor."""
+    """The part of the whole `x` that `rank` holds, as a new contiguous tensor."""
     pieces = [x.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges[rank]]
     if not pieces:
         return x.narrow(cut.dim, 0, 0).clone()
@@ -247,8 +254,7 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 def begin_sum(x: Tensor, axis: Axis) -> Pending[Tensor]:
     """Begin to sum the vector `x` over the axis.
 
-    For a few numbers: gathers and adds, which takes one message each way where an all-reduce takes
-    two.
+    For a few numbers: it gathers and adds, with one message each way where an all-reduce has two.
     """
     if axis.size == 1:
         return Pending([lambda: x])
@@ -268,7 +274,8 @@ def all_gather(x: Tensor, axis: Axis) -> list[Tensor]:
 
 def all_gather_along(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """The ranks' `x`, of one shape, concatenated along `dim`."""
-    return x if axis.size == 1 else axis.transport.all_gather_along(x, dim)
+    transport = axis.transport
+    return x if transport.size == 1 else transport.all_gather_along(x, dim)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
@@ -277,15 +284,19 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     Raises:
         InputError: a dim that the axis's ranks do not divide.
     """
-    _check_even(x, dim, axis.size)
+    transport = axis.transport
+    _check_even(x, dim, transport.size)
     x = x.detach() if x.requires_grad else x
-    return x if axis.size == 1 else axis.transport.reduce_scatter_along(x, dim, at_once=True).wait()
+    return x if transport.size == 1 else transport.reduce_scatter_along(x, dim)
 
 
 def begin_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending[Tensor]:
     """Begin a `reduce_scatter`; `x` must not change until it is waited for."""
-    _check_even(x, dim, axis.size)
-    return Pending([lambda: x]) if axis.size == 1 else axis.transport.reduce_scatter_along(x, dim)
+    transport = axis.transport
+    _check_even(x, dim, transport.size)
+    if transport.size == 1:
+        return Pending([lambda: x])
+    return transport.begin_reduce_scatter_along(x, dim)
 
 
 def broadcast(x: Tensor, axis: Axis, root: int = 0) -> Tensor:
@@ -356,8 +367,7 @@ def begin_send(x: Tensor, axis: Axis, to: int) -> Pending[Any]:
     `x` must not change until it is waited for.  Messages from one rank to another arrive in the
     order in which they were begun.  Messages to higher ranks use the queue `transport` of the axis
     and those to lower ranks `behind`: NCCL carries out one queue in order, so two ranks that send
-    to each other on one queue would each wait for the other to receive.  `begin_send` pairs with
-    `begin_receive`, `send` with `receive`.
+    to each other on one queue would each wait for the other to receive.
     """
     return _queue(axis, axis.rank, to).send(x.detach().contiguous(), to)
 
@@ -370,9 +380,8 @@ def begin_receive(out: Tensor, axis: Axis, source: int) -> Pending[Any]:
 def open_ways(axis: Axis, ways: Iterable[tuple[int, int]], device: torch.device) -> None:
     """Prepare for `begin_send` along these ways, each from a rank to another; called by all ranks.
 
-    NCCL connects two ranks at their first message, and both must take part.  So before messages go
-    in any order, one of one element goes each way, in the same order on all ranks.  The ledger has
-    them under phase "open".
+    NCCL connects two ranks at their first message, and both must take part: here one of one element
+    goes each way, in the same order on all ranks.  The ledger has them under phase "open".
     """
     for transport in (axis.transport, axis.behind):
         transport.ready()

@@ -127,14 +127,11 @@ class Mailboxes:
         return sum(out.put_bytes for out in self.out.values())
 
     def send(self, x: Tensor, to: int, line: Line) -> list[Callable[[], object]]:
-        """Send `x` to rank `to`, counted in `line`; `x` may change at once.
-
-        Returns what to call at some time, so that what went through gloo is gone.
-        """
+        """Send `x` to rank `to`, counted in `line`; what to call before `x` may change."""
         line.add(x, x.numel())
         if self.out[to].put(x):
             return []
-        return by_gloo(self.group, x.clone(memory_format=torch.contiguous_format), to, TAG)
+        return by_gloo(self.group, x, to, TAG)
 
     def receive(self, x: Tensor, source: int) -> Callable[[], object]:
         """Expect the next message, in `x`; call the result to wait for it."""
@@ -174,7 +171,7 @@ class Mailboxes:
                 each()
             return made
 
-        return end
+        return end if leaving else waits[0]
 
     def swap(
         self, x: Tensor, peer: int, make: Callable[[list[Tensor]], Tensor], line: Line

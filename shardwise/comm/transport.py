@@ -1,6 +1,6 @@
 """The interface of a transport: the collectives of one group of ranks, asynchronous and counted.
 
-Tensors are one-dimensional and contiguous, but for the two functions that work along a dim, which
+Tensors are one-dimensional and contiguous, but for the functions that work along a dim, which
 take any shape and strides.  Only the functions of move.py call a transport.
 
 Every transport counts what it sends, in the ledger of the axis it works for, at the last point
@@ -122,13 +122,15 @@ class Transport(ABC):
         self.all_gather(out, x.contiguous().view(-1)).wait()
         return torch.cat(out.view(self.size, *x.shape).unbind(), dim)
 
-    def reduce_scatter_along(self, x: Tensor, dim: int, at_once: bool = False) -> Pending[Tensor]:
+    def reduce_scatter_along(self, x: Tensor, dim: int) -> Tensor:
+        """`begin_reduce_scatter_along`, and wait for it."""
+        return self.begin_reduce_scatter_along(x, dim).wait()
+
+    def begin_reduce_scatter_along(self, x: Tensor, dim: int) -> Pending[Tensor]:
         """Begin a reduce_scatter of blocks of dim `dim`, which must divide evenly.
 
-        The result is this rank's block; until then `x` must not change.  `at_once` says that the
-        caller waits without doing anything else first, which a transport may make use of.
+        The result is this rank's block; until then `x` must not change.
         """
-        del at_once
         blocks = torch.stack(x.chunk(self.size, dim)).contiguous()
         out = torch.empty_like(blocks[0])
         arriving = self.reduce_scatter(out.view(-1), blocks.view(-1))

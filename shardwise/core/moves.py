@@ -6,13 +6,15 @@ of a tensor of N elements over n ranks, each rank sends
     all_reduce       2 N (n-1)/n        a reduce_scatter, then an all_gather
     reduce_scatter     N (n-1)/n        every block but one's own goes out once
     all_gather         N (n-1)/n
-    all_to_all         N (n-1)/n^2      of one's own block of N/n, all but one n-th
+    all_to_all         N (n-1)/n^2      of one's own block of N/n, all but one n-th;
+                                        with counts: all counts but the rank's own
     take_block, pad_block, keep    0    arithmetic on what is already here
 
 (Thakur, Rabenseifner, Gropp, "Optimization of collective communication operations in MPICH",
 IJHPCA 2005; Chan et al., "Collective communication: theory, practice, and experience", 2007.)
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -68,6 +70,14 @@ def price(src: Placement, dst: Placement, numel: int, n: int) -> Move:
     if n == 1:
         return Move("keep", src, dst, 0.0)
     return Move(done, src, dst, times * numel * (n - 1) / (n * n if split else n))
+
+
+def counts_price(in_counts: Sequence[int], rank: int) -> int:
+    """What `rank` sends in an all-to-all with counts: all but what stays, in units of the counts.
+
+    The backward sends the other ranks' counts for `rank` back, which is what it received.
+    """
+    return sum(in_counts) - in_counts[rank]
 
 
 def _kind(src: Placement, dst: Placement) -> tuple[str, int, bool]:

@@ -247,7 +247,7 @@ def opened(world: World, split: bool, full: bool) -> tuple[bool, list[float]]:
         fresh = Gloo(given.group).counted("dp", Ledger())
         fresh.all_reduce(x).wait()
         strided = torch.ones(3, 2 * world.size).t() * (world.rank + 1)
-        block = fresh.reduce_scatter_along(strided, 0)
+        block = fresh.begin_reduce_scatter_along(strided, 0)
         x = torch.cat([x, fresh.all_gather_along(block.wait(), 1).flatten()])
     finally:
         shared._host, shared._create = own

@@ -246,7 +246,7 @@ def in_order(world: World, sp: bool) -> list[str]:
     """The backward pass of two gated blocks and a head: sums over the ranks, weights' gradients."""
     model, tensors = cut(world, "gated", sp)
     transport, said = tensors.axis.transport, list[str]()
-    name = "reduce_scatter_along" if sp else "all_reduce"
+    name = "begin_reduce_scatter_along" if sp else "all_reduce"
     begin = getattr(transport, name)
 
     def noted(*args: Any) -> Any:
