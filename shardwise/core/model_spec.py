@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 from shardwise.core.layout import Placement
 from shardwise.core.param_layout import Layout
+from shardwise.core.styles import ModuleShape, Style
+from shardwise.core.tensor_plan import Table
 
 #: Bytes of one element, by torch's name of the type.
 ELEMENT_BYTES: dict[str, int] = {
@@ -156,18 +158,23 @@ class Call(NamedTuple):
     module: str
     begins: bool
     values: tuple[int, ...]
+    recomputed: bool = False
 
 
 class ModelPass(NamedTuple):
     """A forward and a backward pass of the plain model: the calls of its modules, in their order.
 
     `saved` are the bytes that autograd keeps from forward to backward, by the innermost module in
-    whose forward it kept them. `note` says what depends on the values of the batch.
+    whose forward it kept them. `losses` are the cross-entropies of logits that stay cut over tensor
+    ranks, and `joins` the shapes and the types of logits that are gathered. `note` says what
+    depends on the values of the batch.
     """
 
     calls: tuple[Call, ...]
     values: tuple[Value, ...]
     saved: tuple[tuple[str, int], ...] = ()
+    losses: tuple[CutLoss, ...] = ()
+    joins: tuple[Value, ...] = ()
     note: str = ""
 
 
@@ -216,14 +223,33 @@ class StageSpec:
 
 
 @dataclass(frozen=True)
+class TensorSpec:
+    """A model under a table of styles.
+
+    `styles` and `modules` are by the names of modules; `params` are the full names of parameters of
+    those that have a style, by the module and then by the name in it. `runs` has the pass of each
+    microbatch of a step, of which only the shapes differ.
+    """
+
+    table: Table
+    sp: bool
+    styles: dict[str, Style]
+    modules: dict[str, ModuleShape]
+    params: dict[str, dict[str, str]]
+    runs: tuple[ModelPass, ...]
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """The plain model as numbers, before any rank holds a part of it.
 
     `shape` has whole parameters, in units in the order of definition; `modules` has an entry for
-    each unit; `run` is what one pass on the meta device does. `stages` is None without a pipeline.
+    each unit; `run` is what one pass on the meta device does. `stages` is None without a pipeline,
+    and `tensors` without a tensor axis.
     """
 
     shape: ModelShape
     modules: tuple[UnitModules, ...]
     run: ModelPass
     stages: StageSpec | None = None
+    tensors: TensorSpec | None = None

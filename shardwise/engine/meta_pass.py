@@ -10,7 +10,7 @@ batch instead, on the processor, and the record says so.
 
 import copy
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -23,8 +23,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardwise.core.model_spec import Call, ModelPass, Value
+from shardwise.comm.world import Axis
+from shardwise.core.model_spec import Call, CutLoss, ModelPass, Value
+from shardwise.core.uneven import Cut
 from shardwise.parallel.data.hooks import tensors_in
+from shardwise.parallel.tensor.cross_entropy import cross_entropy
+from shardwise.parallel.tensor.logits import Logits
 
 #: What a forward that reads values raises on meta.
 UNKNOWN = (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError, AttributeError)
@@ -35,17 +39,21 @@ def run(
     real: Callable[[], nn.Module],
     call: Callable[[nn.Module, Any], Tensor],
     batch: Any,
+    heads: Mapping[str, tuple[Axis, Cut]] | None = None,
 ) -> ModelPass:
     """The record of `call(twin, batch)`, a loss, and of its backward pass; `twin` is on meta.
 
-    Where it cannot run there, the record of `call(real(), batch)`, for a copy that has values.
+    Where it cannot run there, the record of `call(real(), batch)`, for a copy that has values. Of
+    the modules that `heads` names the logits stay cut over an axis: what a program does with them
+    says whether they are gathered.
     """
+    heads = heads or {}
     try:
-        return _recorded(twin, call, batch)
+        return _recorded(twin, call, batch, heads)
     except UNKNOWN as error:
         if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves(batch)):
             raise
-        found = _recorded(real(), call, batch)
+        found = _recorded(real(), call, batch, heads)
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         note = f"how often units are gathered depends on values of the batch (on meta: {why})"
         return found._replace(note=note)
@@ -63,14 +71,26 @@ def meta_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def _recorded(model: nn.Module, call: Callable[[nn.Module, Any], Tensor], batch: Any) -> ModelPass:
+def saved_by(
+    laid_out: nn.Module, call: Callable[[nn.Module, Any], Tensor], batch: Any
+) -> tuple[tuple[str, int], ...]:
+    """What autograd keeps of a model on meta that is laid out on a tensor axis: ModelPass.saved."""
+    return _recorded(laid_out, call, batch, {}).saved
+
+
+def _recorded(
+    model: nn.Module,
+    call: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    heads: Mapping[str, tuple[Axis, Cut]],
+) -> ModelPass:
     record = _Record([*model.parameters(), *model.buffers(), *tree_leaves(batch)])
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
         if "torch._dynamo" in sys.modules:  # else nothing is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(record.watching(model))
+        stack.enter_context(record.watching(model, heads))
         stack.enter_context(saved_tensors_hooks(record.save, lambda x: x))
         stack.enter_context(_AsOnProcessor(record))
         stack.enter_context(_ToMeta())
@@ -92,15 +112,19 @@ class _Record:
         self.numbers: dict[tuple[int, int], int] = {}
         self.returned: set[int] = set()  # values that a gradient reached
         self.tensors_kept: list[Tensor] = []
+        self.losses: list[CutLoss] = []
+        self.joins: list[Value] = []
 
     @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
+    def watching(self, model: nn.Module, heads: Mapping[str, tuple[Axis, Cut]]) -> Iterator[None]:
         """Hooks on every module of the model for the time of a pass."""
         handles: list[Any] = []
         for name, module in model.named_modules():
             begin, end = partial(self._begin, name), partial(self._end, name)
             handles.append(module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True))
             handles.append(module.register_forward_hook(end))
+            if name in heads:
+                handles.append(module.register_forward_hook(partial(self._cut, *heads[name])))
         try:
             yield
         finally:
@@ -116,7 +140,8 @@ class _Record:
         saved: dict[str, int] = {}
         for name, stored_bytes in self.kept.values():
             saved[name] = saved.get(name, 0) + stored_bytes
-        return ModelPass(tuple(self.calls), values, tuple(saved.items()))
+        logits = tuple(self.losses), tuple(self.joins)
+        return ModelPass(tuple(self.calls), values, tuple(saved.items()), *logits)
 
     def save(self, x: Tensor) -> Tensor:
         """Autograd keeps `x` for the backward pass."""
@@ -127,14 +152,32 @@ class _Record:
         return x
 
     def _begin(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
-        if not _in_backward():  # else it is computed again
-            self.inside.append(name)
-            self.calls.append(Call(name, True, self._values((args, kwargs))))
+        self.inside.append(name)
+        self.calls.append(Call(name, True, self._values((args, kwargs)), _in_backward()))
 
     def _end(self, name: str, _: nn.Module, __: Any, out: Any) -> None:
-        if not _in_backward():
-            self.inside.pop()
-            self.calls.append(Call(name, False, self._values(out)))
+        self.inside.pop()
+        self.calls.append(Call(name, False, self._values(out), _in_backward()))
+
+    # --- logits that stay cut (parallel/tensor/logits.py) ---------------------------------------
+
+    def _cut(self, axis: Axis, cut: Cut, _: nn.Module, __: Any, y: Tensor) -> Tensor:
+        return Logits.of(y[..., : cut.size(axis.rank)], axis, cut, cross_entropy, self)
+
+    def join(self, x: Tensor, cut: Cut) -> Tensor:
+        """Logits are gathered."""
+        widest = max(map(cut.size, range(cut.ranks)))
+        shape = (*x.shape[:-1], cut.ranks * widest)
+        self.joins.append(Value(shape, str(x.dtype).removeprefix("torch."), False))
+        return functional.pad(x, (0, cut.whole - x.shape[-1]))
+
+    def take(self, x: Tensor, cut: Cut) -> Tensor:
+        """Gathered logits that were changed are cut again."""
+        return x[..., : cut.size(0)]
+
+    def lost(self, positions: int, smoothing: bool, element_bytes: int) -> None:
+        """A cross-entropy of logits that stay cut."""
+        self.losses.append(CutLoss(positions, smoothing, element_bytes))
 
     def _values(self, given: Any) -> tuple[int, ...]:
         return tuple(self._number(x) for x in tensors_in(given))

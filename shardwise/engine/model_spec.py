@@ -8,14 +8,16 @@ what crosses each cut (parallel/pipeline/tracer.py).
 import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from shardwise.comm.world import Axis
+from shardwise.comm.world import Axis, World, traced
 from shardwise.core.errors import bad
+from shardwise.core.mesh import Mesh
 from shardwise.core.model_spec import (
     Bundles,
     ModelShape,
@@ -23,29 +25,43 @@ from shardwise.core.model_spec import (
     ParamShape,
     StageSpec,
     StageTensor,
+    TensorSpec,
     UnitModules,
     UnitShape,
 )
 from shardwise.core.plan import Plan
+from shardwise.core.tensor_plan import Table, assign, cuts
 from shardwise.core.zero import row_of
-from shardwise.engine import meta_pass, recomputation, stage_module, validate
+from shardwise.engine import (
+    meta_pass,
+    recomputation,
+    stage_module,
+    tensor_parallel,
+    validate,
+)
 from shardwise.engine.batch import cast, filled, split
 from shardwise.engine.partition import misplaced
 from shardwise.engine.shard import Sharding, cast_whole, units_of
 from shardwise.engine.spec import buffer_shapes, dtype_name
 from shardwise.engine.staged_model import Stages
+from shardwise.engine.tensor_plan import shapes
 from shardwise.engine.training import DTYPES, Loss
 from shardwise.parallel.data.wrap_policy import UnitSpec
 from shardwise.parallel.pipeline.placeholders import layers, twin
 from shardwise.predict.recompute import recomputed
+from shardwise.predict.tensor_moves import SUMMED, TENSOR
 
 Call = Callable[[nn.Module, Any], Tensor]
+V = TypeVar("V")
 
 
 def model_spec(
-    model: nn.Module, plan: Plan, batch: Any, objective: Loss, options: dict[str, Any]
+    model: nn.Module, plan: Plan, rank: int, batch: Any, objective: Loss, options: dict[str, Any]
 ) -> ModelSpec:
-    """The plain model as numbers, in the units, the stages and the precision of `plan`."""
+    """The plain model as numbers, in the units, the stages and the precision of `plan`.
+
+    `rank` takes part where ranks of the tensor axis hold parts of different sizes.
+    """
     plain, dtype = meta_pass.meta_copy(model), DTYPES[plan.precision]
     _cast(plain, dtype)
     parts = [filled(part) for part in split(batch, plan.microbatches, plan.cut)]
@@ -60,47 +76,103 @@ def model_spec(
         cast_whole(copied, dtype, torch.device("cpu"))
         return copied
 
+    table = tensor_parallel.fitting(plain, plan, options["table"])
     beside = validate.beside(options["beside"])
     begin = stage_module.fitting(plain, plan, options["stages"], beside)
     at = stage_module.stages_of(plain, begin, beside) if plan.pipeline else {}
-    how, tensor_ranks = _sharding(plan, options), plan.mesh.size_of("tp")
 
     def apart(spec: UnitSpec) -> object:
         return {at.get(name) for name, _ in spec.params}
 
-    specs = units_of(plain, how, tensor_ranks, apart)
-    modules = _modules(plain, specs)
+    specs = units_of(plain, _sharding(plan, options), plan.mesh.size_of(TENSOR), apart)
     shape = ModelShape(tuple(map(_unit_shape, specs)), buffer_shapes(plain))
-    stages = None
+    world, stages = _tensor_world(plan, rank), None
     if plan.pipeline:
         within = layers(plain, begin, misplaced(plain) | dict(beside))
         known = {name: layer.stages for layer in within.values() for name in layer.names}
-        stages = StageSpec(at, known, _bundles(plain, begin, beside, call, parts))
-    kinds = recomputation.fitting(plain, plan, options["units"], begin)
-    run = recomputed(meta_pass.run(plain, real, call, parts[0]), kinds)
-    return ModelSpec(shape, modules, run, stages)
+        staged = _Staged(plain, world, plan.sp, table, begin, beside)
+        stages = StageSpec(at, known, _by_shape(parts, lambda part: staged.bundles(call, part)))
+    if table is None:
+        kinds = recomputation.fitting(plain, plan, options["units"], begin)
+        found = recomputed(meta_pass.run(plain, real, call, parts[0]), kinds)
+        return ModelSpec(shape, _modules(plain, specs), found, stages)
+    if plan.recompute is not None:
+        raise bad(
+            f"a prediction of recompute:{plan.recompute} on the axis tp, whose activations are "
+            "gathered and summed again where they are recomputed",
+            "recompute with other axes, or tp without it",
+            f'shardwise verify "{plan}", which starts the ranks',
+        )
+    tensors = _tensors(plain, plan, table)
+    heads = {
+        name: (world.axis(TENSOR), cut)
+        for name, style in tensors.styles.items()
+        if style.name == "vocabulary" and tensors.modules[name].kind == "linear"
+        if (cut := cuts(style, tensors.modules[name], table, plan.mesh.size_of(TENSOR)))
+    }
+    runs = _by_shape(parts, lambda part: meta_pass.run(plain, real, call, part, heads))
+    laid_out = meta_pass.meta_copy(plain)
+    tensor_parallel.lay_out(laid_out, world, plan.sp, table)
+    run = runs[0]._replace(saved=meta_pass.saved_by(laid_out, call, parts[0]))
+    return ModelSpec(shape, _modules(plain, specs), run, stages, replace(tensors, runs=runs))
 
 
-def _bundles(
-    plain: nn.Module, begin: Sequence[str], beside: Any, call: Call, parts: Sequence[Any]
-) -> tuple[Bundles, ...]:
-    """What crosses each cut, for each microbatch; a forward of each shape is followed once."""
-    ours = copy.deepcopy(plain)
-    every = range(len(begin) + 1)
-    stages = Stages(ours, twin(ours), begin, every, torch.device("cpu"), beside)
-    known: dict[Any, Bundles] = {}
+def _tensor_world(plan: Plan, rank: int) -> World:
+    """The ranks of the tensor axis around `rank`, in a world that moves nothing."""
+    ranks = plan.mesh.size_of(TENSOR)
+    place = plan.mesh.coordinate(rank).get(TENSOR, 0)
+    return traced(place, ranks).on(Mesh(((TENSOR, ranks),)))
+
+
+def _tensors(plain: nn.Module, plan: Plan, table: Table) -> TensorSpec:
+    """The table's styles and what they are for, without the passes."""
+    known, names = shapes(plain), {id(p): name for name, p in plain.named_parameters()}
+    styles, params = assign(table, list(known), plan.sp), dict[str, dict[str, str]]()
+    for name, style in styles.items():
+        every = style.name in SUMMED
+        own = plain.get_submodule(name).named_parameters(recurse=every)
+        params[name] = {key: names[id(p)] for key, p in own}
+    return TensorSpec(table, plan.sp, styles, {name: known[name] for name in styles}, params, ())
+
+
+def _by_shape(parts: Sequence[Any], make: Callable[[Any], V]) -> tuple[V, ...]:
+    """What `make` gives for each microbatch; once for all of the same shapes."""
+    known: dict[Any, V] = {}
     for part in parts:
-        shape = _shapes(part)
-        if shape not in known:
-            trace = stages.follow(lambda model, part=part: call(model, part))
-            known[shape] = tuple(
-                tuple(
-                    StageTensor(math.prod(spec.shape), spec.dtype.itemsize, spec.requires_grad)
-                    for spec in bundle
-                )
-                for bundle in trace.bundles
-            )
+        if _shapes(part) not in known:
+            known[_shapes(part)] = make(part)
     return tuple(known[_shapes(part)] for part in parts)
+
+
+class _Staged:
+    """A copy of the model on meta, in stages and on the tensor axis of `world`."""
+
+    def __init__(
+        self,
+        plain: nn.Module,
+        world: World,
+        sp: bool,
+        table: Table | None,
+        begin: Sequence[str],
+        beside: dict[str, str],
+    ) -> None:
+        ours = copy.deepcopy(plain)
+        whole = twin(ours)
+        self.stream = tensor_parallel.lay_out(whole, world, sp, table).stream
+        every = range(len(begin) + 1)
+        self.stages = Stages(ours, whole, begin, every, torch.device("cpu"), beside)
+
+    def bundles(self, call: Call, part: Any) -> Bundles:
+        """What crosses each cut for one microbatch."""
+        self.stream.begin()
+        trace = self.stages.follow(lambda model: call(model, part))
+        return tuple(
+            tuple(
+                StageTensor(math.prod(spec.shape), spec.dtype.itemsize, spec.requires_grad)
+                for spec in bundle
+            )
+            for bundle in trace.bundles
+        )
 
 
 def _shapes(part: Any) -> Any:

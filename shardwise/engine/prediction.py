@@ -45,23 +45,12 @@ def predict(
     plan = plan.completed(None)
     if not 0 <= rank < plan.size:
         raise bad(f"rank {rank} of the plan '{plan}'", f"0 to {plan.size - 1}", "rank=0")
-    _require_no_tensors(plan)
     chosen = settled_options(options)
     objective = validate.loss(own_loss if loss is None else loss)
-    spec = model_spec(model, plan, batch, objective, chosen)
+    spec = model_spec(model, plan, rank, batch, objective, chosen)
     shape = shape_on(spec, plan, rank)
     dtypes = [getattr(torch, p.dtype) for p in shape.params if p.trainable]
     keeps = optimizer_shape(recipe_of(optimizer), dtypes[0]) if dtypes else PLAIN
     norm, notes = chosen["clip"] is not None, (spec.run.note,) if spec.run.note else ()
-    bundles = spec.stages.bundles if spec.stages else ()
     kept_bytes = activation_bytes_on(spec, plan, rank)
-    return Prediction(plan, rank, shape, bundles, keeps, norm, kept_bytes, notes)
-
-
-def _require_no_tensors(plan: Plan) -> None:
-    if plan.mesh.size_of("tp") > 1:
-        raise bad(
-            f"a prediction for the plan '{plan}', which has the axis tp",
-            "plans of data axes and of pipelines",
-            f'shardwise verify "{plan}", which starts the ranks',
-        )
+    return Prediction(plan, rank, shape, spec, keeps, norm, kept_bytes, notes)

@@ -59,7 +59,7 @@ def gathers(units: Sequence[UnitModules], run: ModelPass) -> list[tuple[int, int
     at = {name: number for number, unit in enumerate(units) for name in unit.modules}
     now, reached = _Pass(units), set[int]()
     for call in run.calls:
-        unit = at.get(call.module)
+        unit = None if call.recomputed else at.get(call.module)
         if unit is None:
             continue
         if call.begins:

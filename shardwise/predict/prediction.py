@@ -3,17 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardwise.core.model_spec import Bundles, ModelShape
+from shardwise.core.model_spec import ModelShape, ModelSpec
 from shardwise.core.plan import Plan
 from shardwise.predict.memory import ADAM, OptimizerShape, held_bytes
-from shardwise.predict.traffic import Line, by_kind, stage_bytes, step_bytes
+from shardwise.predict.traffic import Line, by_kind, stage_bytes, step_bytes, tensor_bytes
 
 
 @dataclass(frozen=True)
 class Prediction:
     """The memory and the traffic of one rank of a plan.
 
-    `bundles` are what crosses between stages, for each microbatch of a step.
+    `model` is what the rank holds of `spec`, which is the whole model.
     `norm`: gradients are clipped by their norm. `activations` are the most bytes that autograd
     keeps from forward to backward at once, with torch's own kernels. `notes` name what depends on
     the values of the batch.
@@ -22,7 +22,7 @@ class Prediction:
     plan: Plan
     rank: int
     model: ModelShape
-    bundles: tuple[Bundles, ...] = ()
+    spec: ModelSpec
     optimizer: OptimizerShape = ADAM
     norm: bool = False
     activations: int = 0
@@ -53,7 +53,8 @@ class Prediction:
         options: Mapping[str, bool] = {"norm": self.norm, "first": first, "meets": meets}
         every = (
             step_bytes(self.plan, self.model, self.rank, compares=compares, **options),
-            stage_bytes(self.plan, self.bundles, self.rank),
+            stage_bytes(self.plan, self.spec, self.rank),
+            tensor_bytes(self.plan, self.spec, self.rank),
         )
         lines = {line for one in every for line in one}
         return {line: sum(one.get(line, 0) for one in every) for line in lines}

@@ -17,6 +17,7 @@ from shardwise.core.schedule.schedule import Schedule
 from shardwise.core.zero import row_of
 from shardwise.predict.gathers import gathers
 from shardwise.predict.group import layout_of
+from shardwise.predict.tensor_moves import TENSOR, held_parts
 
 PIPELINE = "pp"
 
@@ -32,6 +33,7 @@ def schedule_of(plan: Plan) -> Schedule | None:
 
 def shape_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelShape:
     """The units as `rank` holds them, and how often it gathers each."""
+    spec = _on_tensor_axis(spec, plan, rank)
     schedule, stages = schedule_of(plan), spec.stages
     if schedule is None or stages is None:
         times = gathers(spec.modules, spec.run)
@@ -46,6 +48,16 @@ def shape_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelShape:
     every = [(buffer, stages.of(buffer.name)) for buffer in spec.shape.buffers]
     buffers = tuple(buffer for buffer, at in every if not at or mine & {*at})
     return ModelShape(tuple(unit for unit in units if unit.params), buffers)
+
+
+def _on_tensor_axis(spec: ModelSpec, plan: Plan, rank: int) -> ModelSpec:
+    """The model with this rank's parts of the parameters that its tensor ranks share."""
+    if spec.tensors is None:
+        return spec
+    place = plan.mesh.coordinate(rank).get(TENSOR, 0)
+    part = held_parts(spec.tensors, plan, place, plan.mesh.size_of(TENSOR))
+    units = (replace(unit, params=tuple(map(part, unit.params))) for unit in spec.shape.units)
+    return replace(spec, shape=replace(spec.shape, units=tuple(units)))
 
 
 def _staged(

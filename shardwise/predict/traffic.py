@@ -21,12 +21,22 @@ loss, with each of its updates.
 Nothing here is measured.
 """
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from typing import NamedTuple
 
-from shardwise.core.layout import P, Placement, R, S
-from shardwise.core.model_spec import Bundles, Crossed, Crossing, CutLoss, ModelShape, ParamShape
+from shardwise.core.layout import I, P, Placement, R, S
+from shardwise.core.model_spec import (
+    ELEMENT_BYTES,
+    Crossed,
+    Crossing,
+    CutLoss,
+    ModelShape,
+    ModelSpec,
+    ParamShape,
+)
 from shardwise.core.moves import price
 from shardwise.core.param_layout import AxisLayout
 from shardwise.core.plan import Plan
@@ -36,8 +46,9 @@ from shardwise.core.zero import Moment
 from shardwise.predict.group import Group, groups, layout_of
 from shardwise.predict.rank_shape import schedule_of
 from shardwise.predict.tensor import loss_bytes
+from shardwise.predict.tensor_moves import TENSOR, Crossings
 
-TENSOR, PIPELINE = "tp", "pp"  # the axes of tensor parallelism, and of pipelines
+PIPELINE = "pp"
 FACT_BYTES = 8  # facts are added as doubles: a count of tokens must not be rounded
 COUNT_BYTES = 4  # the first step asks for its number of tokens beforehand
 
@@ -185,12 +196,35 @@ def crossing_bytes(plan: Plan, sent: Sequence[Crossed]) -> dict[Line, int]:
     return tariff.sent_bytes
 
 
-def stage_bytes(plan: Plan, bundles: Sequence[Bundles], rank: int) -> dict[Line, int]:
+def tensor_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
+    """The bytes `rank` sends along the tensor axis for the activations of a step, by its styles."""
+    tariff, schedule = Tariff(plan, rank), schedule_of(plan)
+    if model.tensors is None:
+        return {}
+    spec, size, mine = model.tensors, tariff.size(TENSOR), set[int]()
+    if schedule is not None:
+        mine = {*schedule.stages(tariff.here.get(PIPELINE, 0))}
+
+    def here(module: str) -> bool:
+        return model.stages is None or bool(mine & {*model.stages.of(module)})
+
+    heads = [name for name, style in spec.styles.items() if style.name == "vocabulary"]
+    last = any(here(name) for name in heads if spec.modules[name].kind == "linear")
+    for run in spec.runs:
+        Crossings(spec, size, run, partial(tariff.move, TENSOR)).count(here)
+        for loss in run.losses if last else ():
+            tariff.loss(loss)
+        for x in run.joins if last else ():
+            tariff.move(TENSOR, S(0), I, math.prod(x.shape), ELEMENT_BYTES[x.dtype], "forward")
+    return tariff.sent_bytes
+
+
+def stage_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
     """The bytes `rank` sends to other stages in a step, as the schedule's transfers say.
 
-    `bundles` has what crosses each cut, for each microbatch; forward all of it, and backward the
-    gradients of what is trained.
+    What crosses a cut goes forward, and the gradients of what is trained come back.
     """
+    bundles = model.stages.bundles if model.stages else ()
     tariff, schedule = Tariff(plan, rank), schedule_of(plan)
     steps = () if schedule is None else schedule.rows[tariff.here.get(PIPELINE, 0)]
     sends = [step.token for step in steps if isinstance(step, Transfer) and step.op == "SEND"]

@@ -1,0 +1,171 @@
+"""The bytes of activations on the tensor axis, from the styles of modules and the order of calls.
+
+    style of a module           before it, of its input         after it, of its output
+    colwise                     enter: I -> R, or S(T) -> R
+    rowwise                                                     leave: P -> I, or P -> S(T)
+    colwise_gather_output       enter                           join the features: S -> I
+    rowwise_split_input         take its features: I -> S       leave
+    vocabulary, an embedding                                    leave
+    vocabulary, a linear layer  enter                           logits stay cut
+    gather                      S(T) -> R; I -> R of the others
+    split                       I -> S(T)
+    sequence:join                                               S(T) -> I
+
+The second placement is under `sp`, where the stream between layers is split along the sequence T. A
+tensor that several layers read in a row enters once. What a gradient reaches goes back between the
+duals. (Megatron-LM, arXiv 1909.08053, section 3; arXiv 2205.05198, section 4.2.2.)
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from shardwise.core.layout import I, P, Placement, R, S
+from shardwise.core.lengths import Lengths
+from shardwise.core.model_spec import ELEMENT_BYTES, Call, ModelPass, ParamShape, TensorSpec, Value
+from shardwise.core.param_layout import AxisLayout
+from shardwise.core.plan import Plan
+from shardwise.core.styles import Style
+from shardwise.core.tensor_plan import bias_cut, cuts
+from shardwise.core.uneven import Cut
+from shardwise.predict.group import layout_of
+
+TENSOR = "tp"
+#: Styles of modules whose whole parameters meet parts of the activations: gradients are summed.
+SUMMED = ("replicated", "sequence")
+
+#: (src, dst, numel of the whole, element bytes, phase)
+Send = Callable[[Placement, Placement, int, int, str], None]
+
+
+@dataclass
+class Crossings:
+    """One forward and backward pass over the tensor axis; `send` is told of each move."""
+
+    spec: TensorSpec
+    ranks: int
+    run: ModelPass
+    send: Send
+    entered: dict[bool, int | None] = field(default_factory=dict[bool, int | None])
+
+    def __post_init__(self) -> None:
+        self.lengths = Lengths(self.ranks)
+        styles = self.spec.styles.items()
+        self.gathered = [f"{name}." for name, style in styles if style.name == "gather"]
+
+    def count(self, here: Callable[[str], bool]) -> None:
+        """Every move of the modules that are `here`, by their names."""
+        for call in self.run.calls:
+            style = self.spec.styles.get(call.module)
+            if not call.module and not call.begins:
+                self.entered = {}  # the forward is over
+            if style is None or not call.values or not here(call.module):
+                continue
+            if call.begins:
+                self._before(call, style)
+            else:
+                self._after(call, style)
+
+    def _before(self, call: Call, style: Style) -> None:
+        number, phase = call.values[0], "backward" if call.recomputed else "forward"
+        x, split = self.run.values[number], self._split(style)
+        match style.name:
+            case "colwise" | "colwise_gather_output" | "vocabulary":
+                table = self.spec.modules[call.module].kind == "embedding"
+                inside = any(call.module.startswith(outer) for outer in self.gathered)
+                if not table and not inside and self.entered.get(split) != number:
+                    self.entered[split] = number
+                    self._move(x, (S(0) if split else I, R), self._long(x, split), phase)
+            case "rowwise_split_input":
+                self._move(x, (I, S(0)), self._wide(x, self._cut(call.module)), phase)
+            case "gather" if split:
+                self._move(x, (S(0), R), self._long(x, split), phase)
+                for other in (self.run.values[n] for n in call.values[1:]):
+                    if other.trained:
+                        self._move(other, (I, R), math.prod(other.shape), phase)
+            case "split" if split:
+                self._move(x, (I, S(0)), self._long(x, split), phase)
+            case _:
+                pass
+
+    def _after(self, call: Call, style: Style) -> None:
+        phase = "backward" if call.recomputed else "forward"
+        y, split = self.run.values[call.values[0]], self._split(style)
+        match style.name:
+            case "colwise_gather_output":
+                numel = self._wide(y, self._cut(call.module))
+                self.send(S(0), I, numel, ELEMENT_BYTES[y.dtype], phase)
+            case "rowwise" | "rowwise_split_input":
+                self._leave(y, split, phase)
+            case "vocabulary" if self.spec.modules[call.module].kind == "embedding":
+                if style.by == "sequence" or not split:
+                    self._leave(y, split, phase)
+                else:
+                    self._leave(y, False, phase, resets=False)
+            case "sequence" if style.by == "join" and split:
+                self._move(y, (S(0), I), self._long(y, split), phase)
+            case _:
+                pass
+
+    def _leave(self, y: Value, split: bool, phase: str, *, resets: bool = True) -> None:
+        """The partial sums of `y` become the stream; whoever reads it enters anew."""
+        if resets:
+            self.entered.pop(split, None)
+        self._move(y, (P, S(0) if split else I), self._long(y, split), phase)
+
+    def _move(self, x: Value, way: tuple[Placement, Placement], numel: int, phase: str) -> None:
+        """A move forward, and of the gradient backward between the duals."""
+        (src, dst), size = way, ELEMENT_BYTES[x.dtype]
+        self.send(src, dst, numel, size, phase)
+        if x.trained and (src, dst) != (P, I):  # a sum that all ranks go on with alike: I -> R
+            self.send(dst.dual, src.dual, numel, size, "backward")
+
+    def _split(self, style: Style) -> bool:
+        return self.spec.sp and style.by != "whole"
+
+    def _long(self, x: Value, split: bool) -> int:
+        """Elements of `x`, its sequence padded to shards of one size where it is split."""
+        numel = math.prod(x.shape)
+        if not split or not numel:
+            return numel
+        whole = x.shape[-2]
+        return numel // whole * self.lengths.shard(whole) * self.ranks
+
+    def _wide(self, x: Value, cut: Cut) -> int:
+        """Elements of `x`, its features padded to blocks of one size."""
+        return math.prod(x.shape[:-1]) * cut.ranks * max(map(cut.size, range(cut.ranks)))
+
+    def _cut(self, module: str) -> Cut:
+        style, shape = self.spec.styles[module], self.spec.modules[module]
+        cut = cuts(style, shape, self.spec.table, self.ranks)
+        assert cut is not None  # these styles cut features
+        return cut
+
+
+def held_parts(
+    spec: TensorSpec, plan: Plan, rank: int, ranks: int
+) -> Callable[[ParamShape], ParamShape]:
+    """What `rank` of the tensor axis holds of each parameter, as a function of the whole one."""
+    found: dict[str, AxisLayout] = {}
+    for module, style in spec.styles.items():
+        shape = spec.modules[module]
+        wanted = {
+            "weight": cuts(style, shape, spec.table, ranks),
+            "bias": bias_cut(style, shape, spec.table, ranks),
+        }
+        row = style.name.startswith("rowwise") and spec.sp  # its bias is added to shards
+        for key, name in spec.params[module].items():
+            cut = wanted.get(key)
+            if cut is not None:
+                found[name] = AxisLayout.sharded(cut)
+            elif style.name in SUMMED or (key == "bias" and row):
+                found.setdefault(name, AxisLayout(R, ranks))
+
+    def part(param: ParamShape) -> ParamShape:
+        on = found.get(param.name, AxisLayout(I, ranks))
+        layout = layout_of(plan, param)
+        shape = param.shape if on.cut is None else on.cut.shape(param.shape, rank)
+        axes = (*layout.axes, (TENSOR, on))
+        return replace(param, shape=shape, layout=replace(layout, axes=axes))
+
+    return part

@@ -1,0 +1,68 @@
+"""Predictions of the tensor axis follow from styles; they equal what was sent, to the byte."""
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.comm.world import World
+from shardwise.core.plan import Plan
+from shardwise.engine.prediction import predict
+from shardwise.models.registry import find
+from shardwise.verify.options import Options
+from shardwise.verify.parity import SEED, asked, engine_of
+from tests.engine.cases import Case, build, share, text
+from tests.engine.tensors import gpt_task, sent
+from tests.pool import run_threads
+
+CASES = [
+    *(("tp2", "tied"), ("tp2 sp", "untied"), ("tp4 sp", "6 heads, 2 for keys")),
+    *(("dp2 tp2 sp zero3", "tied"), ("tp2 sp accumulate:2 bf16", "untied")),
+    *(("pp2 tp2 1f1b:2", "tied"), ("pp2 tp2 sp zb-h1:2", "6 heads, 2 for keys")),
+    ("dp2 tp2 zero1", "3 heads"),
+]
+
+
+def trained(world: World, plan: str, shape: str) -> list[bool]:
+    """Of four steps, whether each sent what was predicted; and whether it holds what was."""
+    task = gpt_task(shape)
+    ours, plain = build(world, task, Case(plan)), task.make()
+    adamw = sw.Optim(torch.optim.AdamW, lr=0.01)
+    held: list[bool] = []
+    for step in range(4):
+        mine = share(text(step, rows=9), ours.data_rank, ours.data_ranks)
+        options = {"rank": world.rank, "optimizer": adamw, "loss": task.loss, "units": 1}
+        told = predict(plain, plan, mine, **options)
+        ours.step(mine)
+        seen = ours.consistency
+        expected = told.sent(
+            first=step == 0, meets=seen.compared_batch, compares=seen.compared_gradients
+        )
+        held.append(sent(ours) == expected)
+    return [*held, ours.memory() == told.memory]
+
+
+@pytest.mark.parametrize(("plan", "shape"), CASES)
+def test_a_run_on_a_tensor_axis_is_as_predicted(plan: str, shape: str):
+    """With sequences, heads and vocabularies that do not divide, and tied weights."""
+    ranks = Plan.parse(plan).size
+    assert run_threads(ranks, trained, plan, shape) == [[True] * 5] * ranks
+
+
+def proved(world: World, plan: str, model: str) -> list[bool]:
+    """Whether the third step of a model, as `verify` trains it, is as predicted."""
+    trainable, read = find(model), Plan.parse(plan)
+    ours = engine_of(trainable, read, world, clip=1.0)
+    rows = trainable.batch(2 * ours.microbatches, SEED)
+    for _ in range(4):
+        ours.step(rows)
+    options = asked(trainable, read, Options())
+    told = predict(trainable.build(), read, rows, rank=world.rank, clip=1.0, **options)
+    return [sent(ours) == told.sent(), ours.memory() == told.memory]
+
+
+@pytest.mark.parametrize("plan", ["tp2 fp64", "tp2 sp fp64"])
+@pytest.mark.parametrize("model", ["hf:llama", "hf:gpt2", "hf:gemma2", "hf:phi3"])
+def test_models_of_transformers_are_as_predicted(plan: str, model: str):
+    """By the tables that they come with."""
+    pytest.importorskip("transformers")
+    assert run_threads(2, proved, plan, model) == [[True] * 2] * 2
