@@ -27,7 +27,7 @@ from shardwise.engine.batch import cast, enough, filled, rows, split
 from shardwise.engine.build import lay_out
 from shardwise.engine.consistency import ConsistencyCheck
 from shardwise.engine.guard import Guard
-from shardwise.engine.microbatches import Straight
+from shardwise.engine.microbatches import OneStage
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.pipelined import Pipelined
 from shardwise.engine.scale import LossScale, power_of_two
@@ -84,11 +84,11 @@ class Engine:
             by_schedule=by_schedule,
         )
 
-    def _passes(self) -> Straight | Pipelined:
+    def _passes(self) -> OneStage | Pipelined:
         model, tensors, objective = self.model, self.tensors, self._objective
         if self.staging is not None:
             return Pipelined(model, self.staging, self.data, tensors, objective)
-        return Straight(model, self.data, tensors, objective, self.world.device)
+        return OneStage(model, self.data, tensors, objective, self.world.device)
 
     def _objective(self, model: nn.Module, part: Any) -> Tensor:
         with hint.shapes(self.tensors):

@@ -19,7 +19,7 @@ rank gets the sum of what its stages gave.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,12 +43,11 @@ from shardwise.engine.shard import drivers, materialise
 from shardwise.engine.stage_module import Staging
 from shardwise.engine.tensor_layout import nowhere
 from shardwise.parallel.pipeline.backward import Rest, Tape
+from shardwise.parallel.pipeline.bundles import ByShape, grads_back, require_grads, specs
 from shardwise.parallel.pipeline.placeholders import twin
 from shardwise.parallel.pipeline.runtime import open_channels, run
 
 Forward = Callable[..., Any]
-#: Shapes of microbatches of which the crossings are kept in mind.
-KNOWN: Final = 64
 
 
 def Pipe(  # noqa: N802
@@ -139,7 +138,7 @@ class Piped:
         self.module, self.staged, self.trained, self.tied = module, staged, trained, tied
         self.forward: Forward = type(module).forward
         self.halves = halves(staged.schedule)
-        self.known: dict[Any, _Known] = {}
+        self.known = ByShape[_Known]()
         for half in self.halves:
             open_channels(half, staged.axis, staged.stages.device)
 
@@ -169,23 +168,16 @@ class Piped:
         return self.forward(module, *args, **kwargs)
 
     def _learnt(self, part: Any) -> _Known:
-        leaves, spec = tree_flatten(part)
-        shapes = [
-            (x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x)
-            for x in leaves
-        ]
         modes = torch.is_grad_enabled(), self.module.training
-        key = str(spec), tuple(map(str, shapes)), modes
-        if key not in self.known:
-            if len(self.known) == KNOWN:
-                del self.known[next(iter(self.known))]
-            found: list[Any] = []
-            trace = self.staged.stages.follow(lambda model: found.append(self.call(model, part)))
-            out, structure = tree_flatten(found[0])
-            out = [_on_meta(x) if isinstance(x, Tensor) else x for x in out]
-            _whole(out, _rows(part))
-            self.known[key] = _Known(trace, out, structure)
-        return self.known[key]
+        return self.known.get(part, modes, lambda: self._follow(part))
+
+    def _follow(self, part: Any) -> _Known:
+        found: list[Any] = []
+        trace = self.staged.stages.follow(lambda model: found.append(self.call(model, part)))
+        out, structure = tree_flatten(found[0])
+        out = [_on_meta(x) if isinstance(x, Tensor) else x for x in out]
+        _whole(out, _rows(part))
+        return _Known(trace, out, structure)
 
 
 @dataclass(eq=False)
@@ -273,17 +265,13 @@ class _Pass:
 
     def specs(self, token: Token) -> Sequence[Spec]:
         """What crosses: values of a stage forward, the gradients of those that have one back."""
-        bundles = self.known[token.microbatch].trace.bundles
-        if token.kind == "act":
-            return bundles[token.stage]
-        return [spec for spec in bundles[token.stage - 1] if spec.requires_grad]
+        return specs(self.known[token.microbatch].trace, token)
 
     def forward(self, stage: int, microbatch: int, given: list[Tensor]) -> tuple[list[Tensor], Any]:
         """F, from the values that came; without gradients there is no tape."""
         trace, part = self.known[microbatch].trace, self.parts[microbatch]
-        if self.graded and stage:
-            for x, spec in zip(given, trace.bundles[stage - 1], strict=True):
-                x.requires_grad_(spec.requires_grad)
+        if self.graded:
+            require_grads(given, trace, stage)
         stages = self.staged.stages
         ran = stages.run(stage, trace, given, lambda model: self.piped.call(model, part))
         made: list[Any] = ran.outputs
@@ -300,14 +288,14 @@ class _Pass:
     ) -> list[Tensor]:
         """B."""
         found = tape.backward(self._own(stage, microbatch, grads))
-        return self._sent_back(stage, microbatch, found)
+        return self._grads_back(stage, microbatch, found)
 
     def inputs(
         self, stage: int, microbatch: int, tape: Tape, grads: list[Tensor]
     ) -> tuple[list[Tensor], Rest]:
         """I."""
         found, rest = tape.inputs(self._own(stage, microbatch, grads))
-        return self._sent_back(stage, microbatch, found), rest
+        return self._grads_back(stage, microbatch, found), rest
 
     def weights(self, stage: int, microbatch: int, rest: Rest) -> None:
         """W."""
@@ -317,17 +305,10 @@ class _Pass:
         last = stage == self.staged.stages.count - 1
         return self.grads[microbatch] if last else grads
 
-    def _sent_back(
+    def _grads_back(
         self, stage: int, microbatch: int, found: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        bundles = self.known[microbatch].trace.bundles
-        return [
-            torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
-            if x is None
-            else x.contiguous()
-            for x, spec in zip(found, bundles[stage - 1] if stage else (), strict=True)
-            if spec.requires_grad
-        ]
+        return grads_back(found, self.known[microbatch].trace, stage, self.device)
 
     def reduce(self, stage: int) -> None:
         """Nothing is replicated."""

@@ -14,14 +14,13 @@ which rank has the stage.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten
 
 from shardwise.comm.world import Axis
 from shardwise.core.errors import RunError
@@ -38,11 +37,9 @@ from shardwise.parallel.data.hooks import Data
 from shardwise.parallel.data.staged_hooks import PutOff
 from shardwise.parallel.data.units import Unit
 from shardwise.parallel.pipeline.backward import Rest, Tape
+from shardwise.parallel.pipeline.bundles import ByShape, grads_back, require_grads, specs
 from shardwise.parallel.pipeline.runtime import Watch, open_channels, run
 from shardwise.predict.unit_gathers import Gather, UnitPath, reads, unit_gathers, whole_bytes
-
-#: Shapes of microbatches of which the crossings are kept in mind.
-KNOWN = 64
 
 
 @dataclass
@@ -77,7 +74,7 @@ class Pipelined:
         self.objective, self.device = objective, staging.stages.device
         self.microbatches = staging.schedule.microbatches
         self.watch: Watch | None = None
-        self.known: dict[Any, _Known] = {}
+        self.known = ByShape[_Known]()
         self.share = _place(data.facts.axes)
         self.first = 0  # of the step's microbatches, in this run of the schedule
         self.parts: Sequence[Any] = ()
@@ -145,14 +142,11 @@ class Pipelined:
 
     def _trace(self, part: Any) -> "_Known":
         """What crosses for a microbatch of these shapes; learnt when they are first seen."""
-        leaves, spec = tree_flatten(part)
-        shapes = [(x.shape, x.dtype) if isinstance(x, Tensor) else repr(x) for x in leaves]
-        key = str(spec), tuple(map(str, shapes)), self.model.training
-        if key not in self.known:
-            if len(self.known) == KNOWN:
-                del self.known[next(iter(self.known))]
-            self.known[key] = self._follow(lambda model: self.objective(model, part))
-        return self.known[key]
+
+        def make() -> _Known:
+            return self._follow(lambda model: self.objective(model, part))
+
+        return self.known.get(part, self.model.training, make)
 
     def _follow(self, call: Callable[[nn.Module], Any]) -> "_Known":
         stream = self.staging.beside.stream
@@ -166,19 +160,15 @@ class Pipelined:
 
     def specs(self, token: Token) -> Sequence[Spec]:
         """What crosses: values of a stage forward, the gradients of those that have one back."""
-        bundles = self.traces[token.microbatch].trace.bundles
-        if token.kind == "act":
-            return bundles[token.stage]
-        return [spec for spec in bundles[token.stage - 1] if spec.requires_grad]
+        return specs(self.traces[token.microbatch].trace, token)
 
     def forward(self, stage: int, microbatch: int, given: list[Tensor]) -> tuple[list[Tensor], Any]:
         """F, from the values that came; the tape is None where nothing is trained."""
         self.data.facts.phase("forward")
         self.data.enter(stage, "F")
         trace, lengths = self.traces[microbatch]
-        if self.training and stage:
-            for x, spec in zip(given, trace.bundles[stage - 1], strict=True):
-                x.requires_grad_(spec.requires_grad)
+        if self.training:
+            require_grads(given, trace, stage)
         part = self.parts[microbatch]
         stream = self.tensors.stream
         stream.begin(lengths)
@@ -204,7 +194,7 @@ class Pipelined:
     def backward(self, stage: int, microbatch: int, tape: Any, grads: list[Tensor]) -> list[Tensor]:
         """B."""
         with self._going_back("B", stage, microbatch):
-            return self._sent_back(stage, microbatch, tape.tape.backward(_own(tape, grads)))
+            return self._grads_back(stage, microbatch, tape.tape.backward(_own(tape, grads)))
 
     def inputs(
         self, stage: int, microbatch: int, tape: Any, grads: list[Tensor]
@@ -212,7 +202,7 @@ class Pipelined:
         """I."""
         with self._going_back("I", stage, microbatch):
             found, rest = tape.tape.inputs(_own(tape, grads), freed=self.data.frees)
-        return self._sent_back(stage, microbatch, found), (rest, self.units.later())
+        return self._grads_back(stage, microbatch, found), (rest, self.units.later())
 
     def weights(self, stage: int, microbatch: int, rest: tuple[Rest, PutOff]) -> None:
         """W."""
@@ -251,20 +241,10 @@ class Pipelined:
             return nullcontext()
         return self.stale.during(stage, microbatch)
 
-    def _sent_back(
+    def _grads_back(
         self, stage: int, microbatch: int, found: Sequence[Tensor | None]
     ) -> list[Tensor]:
-        """The gradients of the values that were given, zeros where none came."""
-        if not stage:
-            return []
-        specs = self.traces[microbatch].trace.bundles[stage - 1]
-        return [
-            torch.zeros(spec.shape, dtype=spec.dtype, device=self.device)
-            if x is None
-            else x.contiguous()
-            for x, spec in zip(found, specs, strict=True)
-            if spec.requires_grad
-        ]
+        return grads_back(found, self.traces[microbatch].trace, stage, self.device)
 
     def _drawing(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         """Random numbers of this step, microbatch and stage; the generators go on as they were."""
@@ -289,7 +269,7 @@ class Pipelined:
 
     def whole_bytes(self) -> int:
         """The most bytes that gathered units take at once in a run, by the formula."""
-        stored = {
+        stored: dict[Hashable, int] = {
             unit: sum(g.plan.padded * g.dtype.itemsize for g in unit.groups if g.temporary)
             for unit in self.data.units.order
         }
@@ -298,7 +278,7 @@ class Pipelined:
 
     def _path(self, stage: int) -> UnitPath:
         """The units of a stage as its last forward used them; before one, as they are defined."""
-        known = next(reversed(self.known.values()), None)
+        known = self.known.latest
         own, way = self.units.units[stage], self.data.ways[stage]
         path = way.path or [unit for unit in own if not unit.keep]
         back = [unit for unit in dict.fromkeys(path) if unit.reached][::-1]

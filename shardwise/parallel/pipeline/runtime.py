@@ -97,7 +97,7 @@ def run(
     A schedule may be done in parts, with one `table` for all: what a part leaves there, another
     finds.  Without it nothing may be left.
 
-    Whatever a step raises goes on as it is, with a note of the row and of the step it was at.
+    Whatever a step raises goes on as it is; of a pipeline with a note of the row and of the step.
     Messages go through the axis's two queues (`begin_send`), and are written in its ledger.  On
     CUDA the processor runs ahead of the device, but where somebody watches.
     """
@@ -112,7 +112,8 @@ def run(
                 watch(row[place], start_s, watch.now())
         live.end(whole=table is None)
     except BaseException as error:
-        error.add_note(_marked(row, place, axis.rank))
+        if whole.last_stage:
+            error.add_note(_marked(row, place, axis.rank))
         raise
 
 

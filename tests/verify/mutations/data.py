@@ -7,7 +7,7 @@ from torch import Tensor
 from shardwise.comm.transport import Pending
 from shardwise.core.layout import P, R
 from shardwise.engine.engine import Engine
-from shardwise.engine.microbatches import Straight
+from shardwise.engine.microbatches import OneStage
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.updating import Updates
@@ -147,7 +147,7 @@ def an_earlier_microbatch_lost(patch: Patch) -> None:
 def a_microbatch_left_out(patch: Patch) -> None:
     around(
         patch,
-        Straight,
+        OneStage,
         "run",
         lambda real, run, parts, counts, s: real(run, parts[1:], counts[1:], s),
     )
@@ -166,7 +166,7 @@ def only_the_last_microbatch(patch: Patch) -> None:
         finally:
             handle.remove()
 
-    around(patch, Straight, "run", run)
+    around(patch, OneStage, "run", run)
 
 
 # --- tokens -----------------------------------------------------------------------------------

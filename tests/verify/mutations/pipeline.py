@@ -65,7 +65,7 @@ def nothing_sent_back(patch: Patch) -> None:
     def sent(real: Any, *args: Any) -> list[Tensor]:
         return [torch.zeros_like(x) for x in real(*args)]
 
-    around(patch, Pipelined, "_sent_back", sent)
+    around(patch, Pipelined, "_grads_back", sent)
 
 
 def a_message_sent_twice(patch: Patch) -> None:

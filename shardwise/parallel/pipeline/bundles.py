@@ -1,0 +1,72 @@
+"""The bundles of tensors that cross between stages: their specs, their gradients, their traces.
+
+act of stage s     what stage s makes for later stages
+grad of stage s    the gradients of what stage s was given, of those tensors that require one
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from shardwise.core.schedule.action import Token
+from shardwise.core.stage_io import Spec, Trace
+
+#: Shapes of microbatches whose traces are kept.
+KEPT = 64
+
+T = TypeVar("T")
+
+
+def specs(trace: Trace, token: Token) -> Sequence[Spec]:
+    """The specs of the bundle `token`, an act or a grad."""
+    if token.kind == "act":
+        return trace.bundles[token.stage]
+    return [spec for spec in trace.bundles[token.stage - 1] if spec.requires_grad]
+
+
+def require_grads(given: Sequence[Tensor], trace: Trace, stage: int) -> None:
+    """Let autograd begin at those tensors of `given`, which came for `stage`, that need it."""
+    for x, spec in zip(given, trace.bundles[stage - 1] if stage else (), strict=True):
+        x.requires_grad_(spec.requires_grad)
+
+
+def grads_back(
+    found: Sequence[Tensor | None], trace: Trace, stage: int, device: torch.device
+) -> list[Tensor]:
+    """The grad of `stage`, from the gradients of what it was given; zeros where none came."""
+    if not stage:
+        return []
+    return [
+        torch.zeros(spec.shape, dtype=spec.dtype, device=device) if x is None else x.contiguous()
+        for x, spec in zip(found, trace.bundles[stage - 1], strict=True)
+        if spec.requires_grad
+    ]
+
+
+class ByShape(Generic[T]):
+    """What is known of microbatches by their shapes; of the latest KEPT."""
+
+    def __init__(self) -> None:
+        self.known: dict[Hashable, T] = {}
+
+    def get(self, part: Any, mode: Hashable, make: Callable[[], T]) -> T:
+        """What is known of one like `part` in this mode; made when it is first seen."""
+        leaves, spec = tree_flatten(part)
+        shapes = [
+            (x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x)
+            for x in leaves
+        ]
+        key = str(spec), tuple(map(str, shapes)), mode
+        if key not in self.known:
+            if len(self.known) == KEPT:
+                del self.known[next(iter(self.known))]
+            self.known[key] = make()
+        return self.known[key]
+
+    @property
+    def latest(self) -> T | None:
+        """What was made last."""
+        return next(reversed(self.known.values()), None)
