@@ -262,10 +262,10 @@ BAD: dict[str, tuple[Callable[[World], Any], str]] = {
     ),
     "no layers": (
         lambda w: sw.Pipe(nn.Module(), world=w),
-        r"a Module that has no layers with parameters in it.*Write instead: nn\.Sequential",
+        r"a Module without layers.*Write instead: nn\.Sequential",
     ),
-    "an empty list": (lambda w: sw.Pipe(nn.Sequential(), world=w), "a Sequential that has no lay"),
-    "no parameters": (lambda w: sw.Pipe(nn.ReLU(), world=w), "a ReLU that has no layers"),
+    "an empty list": (lambda w: sw.Pipe(nn.Sequential(), world=w), "a Sequential without layers"),
+    "no parameters": (lambda w: sw.Pipe(nn.ReLU(), world=w), "a ReLU without layers"),
     "one layer alone": (lambda w: sw.Pipe(nn.Linear(2, 2), world=w), r"nn\.Sequential\(layer\)"),
     "a pipe": (
         lambda w: sw.Pipe(sw.Pipe(known_example(), world=w), world=w),
