@@ -19,8 +19,10 @@ from shardwise.comm import mailbox, shared
 from shardwise.comm.gloo import Gloo
 from shardwise.comm.ledger import Ledger, Line
 from shardwise.comm.mailbox import HEAD
-from shardwise.comm.shared import Mailboxes, room_bytes
+from shardwise.comm.shared import SWITCH, Mailboxes, room_bytes, shared_memory_wanted
+from shardwise.comm.torch_links import TorchLinks
 from shardwise.comm.world import World
+from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
 from tests.pool import run_gloo
 
@@ -232,7 +234,7 @@ def test_a_message_without_room_goes_as_it_lies_too():
     assert seen[0].flatten().tolist() == x.flatten().tolist()
 
 
-def opened(world: World, split: bool, full: bool) -> tuple[bool, list[float]]:
+def opened(world: World, split: bool, full: bool, off: bool) -> tuple[bool, list[float]]:
     """Whether the ranks have mailboxes, and sums over them; on hosts apart, or without memory."""
     world = world.on(Mesh((("dp", world.size),)))
     own = shared._host, shared._create
@@ -244,7 +246,8 @@ def opened(world: World, split: bool, full: bool) -> tuple[bool, list[float]]:
         x = torch.ones(8) * (world.rank + 1)
         given = world.axis("dp").transport
         assert isinstance(given, Gloo)
-        fresh = Gloo(given.group).counted("dp", Ledger())
+        wanted = shared_memory_wanted({SWITCH: "0"} if off and world.rank == 1 else {})
+        fresh = Gloo(given.group, shared=wanted).counted("dp", Ledger())
         fresh.all_reduce(x).wait()
         strided = torch.ones(3, 2 * world.size).t() * (world.rank + 1)
         block = fresh.begin_reduce_scatter_along(strided, 0)
@@ -256,15 +259,40 @@ def opened(world: World, split: bool, full: bool) -> tuple[bool, list[float]]:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize(
-    ("split", "full", "has"),
-    [(False, False, True), (True, False, False), (False, True, False)],
-    ids=["one host", "two hosts", "no memory left"],
+    ("split", "full", "off", "has"),
+    [
+        (False, False, False, True),
+        (True, False, False, False),
+        (False, True, False, False),
+        (False, False, True, False),
+    ],
+    ids=["one host", "two hosts", "no memory left", "switched off on one rank"],
 )
-def test_ranks_share_memory_where_they_can(ranks: int, split: bool, full: bool, has: bool):
+def test_ranks_share_memory_where_they_can(
+    ranks: int, split: bool, full: bool, off: bool, has: bool
+):
     """Real processes: the sum is the same with mailboxes and without, and there are some if any."""
-    for found, x in run_gloo(ranks, opened, split, full):
+    for found, x in run_gloo(ranks, opened, split, full, off):
         assert found == has
         assert x == [ranks * (ranks + 1) / 2] * (8 + 2 * 3 * ranks)
+
+
+def links_of(world: World, value: str) -> list[bool]:
+    """Whether links opened under that value of the switch share memory, by default and if asked."""
+    os.environ[SWITCH] = value
+    try:
+        return [TorchLinks(ours=False, shared_memory=asked).shared for asked in (None, True, False)]
+    finally:
+        del os.environ[SWITCH]
+
+
+def test_the_environment_switches_shared_memory_off():
+    """SHARDWISE_SHARED_MEMORY=0; an argument of `sw.init` goes before it."""
+    assert run_gloo(2, links_of, "0") == [[False, True, False]] * 2
+    assert run_gloo(2, links_of, "1") == [[True, True, False]] * 2
+    assert shared_memory_wanted({}) and shared_memory_wanted({SWITCH: ""})
+    with pytest.raises(InputError, match=f"{SWITCH}='no' in the environment"):
+        shared_memory_wanted({SWITCH: "no"})
 
 
 def handles(world: World) -> tuple[int, int]:
