@@ -17,7 +17,7 @@ def bench_command(
     words: Annotated[
         list[str],
         typer.Argument(
-            metavar="SUITE", help="data, tensor, pipeline; after it contenders, or all."
+            metavar="SUITE", help="data, tensor, pipeline, memory; after it contenders."
         ),
     ],
     size: Annotated[list[str] | None, typer.Option(help="small, tiny; both by default.")] = None,

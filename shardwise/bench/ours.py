@@ -78,6 +78,10 @@ def looped(engine: sw.Engine) -> Loop:
 
 
 DATA = tuple(Contender(word, word, planned(f"dp{{n}} {word}")) for word in ROWS)
+MEMORY = (
+    Contender("zero3 recompute:selective", "zero3", planned("dp{n} zero3 recompute:selective")),
+    Contender("zero3 recompute:full", "zero3", planned("dp{n} zero3 recompute:full")),
+)
 TENSOR = (
     Contender("tp", "tp", planned("tp{n}"), whole_batch=True),
     Contender("tp sp", "tp sp", planned("tp{n} sp"), whole_batch=True),

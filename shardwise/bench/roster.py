@@ -21,13 +21,16 @@ _DATA: Final = (
     *ours.DATA,
 )
 _TENSOR: Final = (*torch_tensor.PEERS, torch_peers.DDP, *ours.TENSOR)
+_MEMORY: Final = (*(each for each in ours.DATA if each.name == "zero3"), *ours.MEMORY)
 _PIPELINE: Final = tuple(
     contender
     for pair in zip(torch_pipeline.PEERS, ours.PIPELINE, strict=True)
     for contender in pair
 )
 
-ROSTER: Final[dict[str, Contender]] = {each.name: each for each in (*_DATA, *_TENSOR, *_PIPELINE)}
+ROSTER: Final[dict[str, Contender]] = {
+    each.name: each for each in (*_DATA, *_TENSOR, *_PIPELINE, *_MEMORY)
+}
 
 #: The contenders of each suite, in the order of its table. Ratios refer to the first contender,
 #: in `pipeline` to torch's same schedule.
@@ -35,6 +38,7 @@ SUITES: Final[dict[str, tuple[str, ...]]] = {
     "data": tuple(each.name for each in _DATA),
     "tensor": tuple(each.name for each in _TENSOR),
     "pipeline": tuple(each.name for each in _PIPELINE),
+    "memory": tuple(each.name for each in _MEMORY),
 }
 
 

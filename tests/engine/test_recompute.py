@@ -21,6 +21,7 @@ from tests.engine.tensors import (
     train,
     whole_run,
 )
+from tests.engine.test_dropout import gradients
 from tests.pool import run_gloo, run_threads
 
 HOW = ["full", "selective"]
@@ -114,6 +115,17 @@ def test_dropout_on_processes(plan: str):
     found = run_gloo(2, drawn, f"{plan} recompute:full")
     for one, other in zip(found, without, strict=True):
         same(one, other)
+
+
+@pytest.mark.parametrize("how", ["full", "selective"])
+def test_dropout_on_the_tensor_axis(how: str):
+    """Whole and sharded activations are dropped again as they were."""
+    kept, again = (
+        run_gloo(2, gradients, f"tp2 sp{word}", False) for word in ("", f" recompute:{how}")
+    )
+    for one, other in zip(kept, again, strict=True):
+        for name, gradient in one.items():
+            torch.testing.assert_close(other[name], gradient, rtol=1e-12, atol=1e-14, msg=name)
 
 
 def staged(world: World, plan: str) -> Held:
