@@ -71,7 +71,7 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
     opened = OpenCheckpoint(path, said["ranks"], said["scalars"], read_metadata(path), manifest)
     if manifest is None:
         warnings.warn(
-            f"{path} was saved by an older version, without a manifest, so its files cannot be "
+            f"{path} was saved without a manifest, by an older version: its files cannot be "
             "checked. The next checkpoint will have one.",
             stacklevel=2,
         )

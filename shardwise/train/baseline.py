@@ -1,4 +1,4 @@
-"""What `ddp` on the same ranks would hold and send, by formula, to compare a run's cost with."""
+"""The memory and traffic of `ddp` on the same ranks, by formula, as a baseline for the report."""
 
 from dataclasses import dataclass
 

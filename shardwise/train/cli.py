@@ -65,7 +65,7 @@ ELSEWHERE = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The program. Always leaves by SystemExit, with the exit codes of the table above."""
+    """Run the program. Always raises SystemExit, with the exit codes of the table above."""
     given = list(sys.argv[1:] if argv is None else argv)
     app = application(given)
     try:
@@ -87,9 +87,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def end_in(seconds: float, code: int) -> None:
-    """End this process in `seconds` if it has not ended by then; its work is done.
+    """Exit this process after `seconds` if it still runs then.
 
-    A thread or an exit handler of a library may keep it alive, and torchrun would wait for it.
+    A thread or exit handler of a library may keep it alive, and torchrun would wait for it.
     """
 
     def _end() -> None:
@@ -104,7 +104,7 @@ def end_in(seconds: float, code: int) -> None:
 
 
 def spelled(given: Sequence[str]) -> list[str]:
-    """`--resume` with its value: the library for command lines knows none that may be left out."""
+    """Give `--resume` a value, since the command line library has no optional values."""
     words, result = list(given), list[str]()
     while words:
         word = words.pop(0)
@@ -116,14 +116,14 @@ def spelled(given: Sequence[str]) -> list[str]:
 
 
 def known_resume(resume: str | None) -> str | None:
-    """The value of --resume; the answer to bad input for any other word than `auto`."""
+    """Check the value of --resume."""
     if resume not in (None, ALWAYS, AUTO):
         raise typer.BadParameter(f"it takes {AUTO} or nothing")
     return resume
 
 
 def application(given: Sequence[str] = ()) -> typer.Typer:
-    """The commands; of those that live elsewhere, only the ones in `given` are imported."""
+    """The commands.  Modules of other commands are imported only if named in `given`."""
     app = typer.Typer(
         add_completion=False,
         no_args_is_help=True,
@@ -148,7 +148,7 @@ def application(given: Sequence[str] = ()) -> typer.Typer:
 
 
 def command(name: str, given: Sequence[str]) -> Callable[..., Any]:
-    """The function of a command that lives elsewhere; for the help alone, a stand-in."""
+    """The function of a command in another module; a stand-in if only the help is needed."""
     module, function, line = ELSEWHERE[name]
     if name in given:
         return getattr(import_module(module), function)
@@ -173,12 +173,12 @@ def options(
         typer.Option("--version", callback=print_version, is_eager=True, help="Print the version."),
     ] = False,
 ) -> None:
-    """What may stand before a command."""
+    """Options before a command."""
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """What `shardwise train` may be asked."""
+    """The options of `shardwise train`."""
 
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file.")]
     plan: Annotated[str | None, typer.Option(help="The plan, instead of the file's.")] = None
@@ -222,7 +222,7 @@ def train(**given: Any) -> None:
     asked = TrainOptions(**given)
     overrides = [*(asked.set_ or ()), *([] if asked.plan is None else [f"plan.text={asked.plan}"])]
     overrides += ["run.trace=true"] * asked.trace + ["run.check_every=1"] * asked.check
-    # one of several ranks must not leave the others alone
+    # a single process may exit at a signal; one of several ranks may not
     with StopSignal(leaving=environment() is None) as stop:
         try:
             start = Start(asked.resume == ALWAYS, asked.overwrite, asked.resume == AUTO)
@@ -242,7 +242,7 @@ train.__signature__ = inspect.signature(TrainOptions)
 def _train(
     config: Path, overrides: Sequence[str], start: "Start", nproc: int | None, stop: "StopSignal"
 ) -> int:
-    """Train here, or start the ranks that do; the exit code."""
+    """Train in this process, or start the ranks; returns the exit code."""
     from shardwise.comm.local import require_cores, require_local
     from shardwise.comm.rendezvous import environment
     from shardwise.core.plan import Plan
@@ -264,9 +264,9 @@ def _train(
         if ranks > 1:
             before = _trained(settings.folder)
             code = _launch(config, overrides, start, ranks)
-            if code and not settled.resume:  # the rank that would do it may have been ended
+            if code and not settled.resume:  # rank 0 may have been killed before it could
                 forget(settings.folder)
-            # a signal may have ended ranks that had not begun to listen
+            # a signal may have killed ranks before they installed a handler
             stop.leaving = code > 128 and _trained(settings.folder) in (0, before)
             if stop.leaving:
                 raise KeyboardInterrupt
@@ -284,13 +284,13 @@ def _train(
 
 
 def _trained(folder: Path) -> int:
-    """A mark of the steps that a run has recorded."""
+    """A number that changes when a run records a step."""
     file = folder / "metrics.jsonl"
     return file.stat().st_mtime_ns if file.exists() else 0
 
 
 def _launch(config: Path, overrides: Sequence[str], start: "Start", ranks: int) -> int:
-    """The same command in `ranks` processes; its exit code."""
+    """Run the same command in `ranks` processes; returns the exit code."""
     from shardwise.comm.launch import launch
 
     argv = ["train", str(config)]

@@ -1,13 +1,12 @@
-"""The configuration of a run: what a TOML file may say, its defaults, and its errors as sentences.
+"""The configuration of a run: the keys of a TOML file, their defaults, and errors in plain words.
 
     [model]   sizes of the GPT         [plan]    how it is distributed
     [data]    text and tokens          [sample]  what is generated at the end
     [train]   steps, batch, optimizer  [run]     the folder
 
-Every key has a default; a file that sets none at all is refused, for it is most likely the wrong
-one. A key that does not exist is answered with the nearest one that does, and a value is never
-bent into another type: true is no number, and "8" no batch. Nothing here needs torch: a bad file
-is answered at once.
+Every key has a default; an empty file is refused, since it is probably the wrong file. The error
+for an unknown key names the nearest one, and values are not converted between types: true is not a
+number, nor is "8". Nothing here imports torch, so a wrong file is answered at once.
 """
 
 import json
@@ -33,7 +32,7 @@ Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 
 
 class ModelSection(BaseModel):
-    """[model]: a named size of the GPT; each size that is given here replaces the named one's."""
+    """[model]: a named size of the GPT; single sizes given here override it."""
 
     model_config = CLOSED
 
@@ -48,19 +47,19 @@ class ModelSection(BaseModel):
     tied: bool | None = None
 
     def sizes(self) -> dict[str, int | bool]:
-        """The sizes that are given, by field of GPTConfig."""
+        """The overriding sizes, by field of GPTConfig."""
         given = self.model_dump(exclude={"name"})
         return {name: value for name, value in given.items() if value is not None}
 
 
 class DataSection(BaseModel):
-    """[data]: where the text is and how it becomes tokens.
+    """[data]: the text and its tokens.
 
-    `source` is "stdlib" or a path: a file (.txt, .jsonl, .parquet), a folder of them, a glob.
-    `encoding` is that of .txt and .jsonl; with tokens "bytes" the bytes of a .txt are kept anyway.
-    `tokens` is "bytes", "bpe:SIZE" (trained on the data), or the path of a tokenizer.json.
-    `validation` is the share of the sequences held out; `cache` holds the tokenised data, beside
-    the run's folder where it is not given.
+    source      "stdlib" or a path: a file (.txt, .jsonl, .parquet), a folder of them, a glob
+    encoding    of .txt and .jsonl; with tokens "bytes" the bytes of a .txt are used unchanged
+    tokens      "bytes", "bpe:SIZE" (trained on the data), or the path of a tokenizer.json
+    validation  the fraction of the sequences held out
+    cache       the folder of tokenised data; default: beside the run's folder
     """
 
     model_config = CLOSED
@@ -74,12 +73,16 @@ class DataSection(BaseModel):
 
 
 class TrainSection(BaseModel):
-    """[train]: `batch` is the global batch in sequences, whatever the number of ranks.
+    """[train]: steps, batch and optimizer.
 
-    `warmup` counts steps, at most all of them; `final` is the share of `lr` that is left at the end
-    of the decay; `clip` bounds the gradient's norm, 0 for none; `on_nonfinite` is what becomes of a
-    step whose loss or gradient is not finite; `eval_every` and `save_every` count steps, 0 for the
-    end only; `keep` is how many checkpoints are kept.
+    batch         the global batch in sequences, independent of the number of ranks
+    warmup        steps; at most `steps`
+    final         the fraction of `lr` at the end of the decay
+    clip          the largest norm of the gradient; 0: no clipping
+    on_nonfinite  what to do with a step whose loss or gradient is not finite
+    eval_every, save_every
+                  steps; 0: only at the end
+    keep          the number of checkpoints to keep
     """
 
     model_config = CLOSED
@@ -104,7 +107,7 @@ class TrainSection(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _rise(cls, given: Any) -> Any:
-        """Where no warmup is given, a run shorter than the usual one rises to its end."""
+        """Limit the default warmup to the number of steps."""
         steps = given.get("steps") if isinstance(given, dict) else None
         if isinstance(steps, int) and not isinstance(steps, bool) and 0 < steps < WARMUP:
             return {"warmup": steps, **given}
@@ -112,10 +115,10 @@ class TrainSection(BaseModel):
 
 
 class PlanSection(BaseModel):
-    """[plan]: `text` in plan words; without a data axis, on any world its other axes divide.
+    """[plan]: `text` in plan words.
 
-    `stages` is how a pipeline's are balanced, by "parameters" or by measured "time", or the names
-    of the modules that begin them but the first: "blocks.1, blocks.3".
+    `stages` balances a pipeline's stages by "parameters" or by measured "time", or names the
+    modules that begin each stage except the first: "blocks.1, blocks.3".
     """
 
     model_config = CLOSED
@@ -126,7 +129,7 @@ class PlanSection(BaseModel):
     @field_validator("stages", mode="before")
     @classmethod
     def _listed(cls, given: Any) -> Any:
-        """A list of names is as good as a text of them."""
+        """Accept a list of names too."""
         listed = isinstance(given, list) and all(isinstance(name, str) for name in given)
         return ", ".join(given) if listed else given
 
@@ -137,17 +140,17 @@ class SampleSection(BaseModel):
     model_config = CLOSED
 
     tokens: Count = 240
-    prompt: Annotated[str, Field(min_length=0)] = ""  # a bound, so that UTF-8 is looked at
+    prompt: Annotated[str, Field(min_length=0)] = ""  # the bound makes pydantic check UTF-8
     temperature: float = Field(default=0.8, ge=0)
     top_k: Count = 40
 
 
 class RunSection(BaseModel):
-    """[run]: where everything the run leaves behind goes, and on which device it computes.
+    """[run]: the folder of results, and the device.
 
-    `device = "auto"` is a GPU where every rank on the machine can have one, else the processor.
-    `trace` records what every rank of a pipeline did when, in a few steps after the first ones.
-    Ranks of a tensor or pipeline axis compare their step every `check_every` steps.
+    device       "auto": a GPU if every rank on the machine can have one, else the CPU
+    trace        record a pipeline's timeline in a few steps after the first
+    check_every  steps between two consistency checks along tensor and pipeline axes
     """
 
     model_config = CLOSED
@@ -160,7 +163,7 @@ class RunSection(BaseModel):
 
 
 class Config(BaseModel):
-    """A whole run."""
+    """The configuration of a run."""
 
     model_config = CLOSED
 
@@ -178,15 +181,14 @@ class Config(BaseModel):
 
     @property
     def cache(self) -> Path:
-        """The folder of tokenised data: shared by runs that are side by side, unless given."""
+        """The folder of tokenised data; by default shared by runs in the same parent folder."""
         return Path(self.data.cache) if self.data.cache else self.folder.parent / "tokens"
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in the TOML file `path`, with `section.key=value` overrides applied.
+    """Read the TOML file `path`, and apply overrides of the form `section.key=value`.
 
-    Raises InputError for a file that is missing, is not TOML or says nothing, and for every bad
-    value in it.
+    Raises InputError for a file that is missing, empty or not TOML, and for every wrong value.
     """
     if path == Path():
         raise bad(
@@ -228,7 +230,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def build(values: Mapping[str, Any], where: str = "the configuration") -> Config:
-    """The configuration with these sections. Raises InputError that answers all that is wrong."""
+    """The configuration with these sections. Raises InputError that lists all problems."""
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
@@ -237,16 +239,16 @@ def build(values: Mapping[str, Any], where: str = "the configuration") -> Config
     if config.train.warmup > config.train.steps:
         raise bad(
             f"train.warmup = {config.train.warmup} with train.steps = {config.train.steps}",
-            "a warmup of at most all steps, or train.lr would never be reached",
+            "a warmup of at most train.steps",
             f"train.warmup = {config.train.steps // 10}",
         )
     return config
 
 
 def override(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    """`values` with each `section.key=value` set.
+    """Apply each `section.key=value` to `values`.
 
-    A value that is no TOML value is text, and so is any value where the key takes only text.
+    A value that is not TOML is taken as text, as is any value of a key of type text.
     """
     merged = {name: dict(part) if isinstance(part, dict) else part for name, part in values.items()}
     for text in overrides:
@@ -262,8 +264,8 @@ def override(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
 
 
 def _full(key: str, value: str) -> str:
-    """The override that `key=value` without its section must mean, or else an example."""
-    if key in Config.model_fields:  # a section, with nothing of it
+    """The override that was probably meant by `key=value` without a section, or an example."""
+    if key in Config.model_fields:  # a section without a key
         return f"--set {key}.{next(iter(_fields(key)))}={value}, for example"
     full = [f"{part}.{name}" for part in Config.model_fields for name in _fields(part)]
     named = [name for name in full if name.partition(".")[2] == key]
@@ -277,7 +279,7 @@ def _full(key: str, value: str) -> str:
 
 
 def dump(config: Config) -> str:
-    """The configuration as TOML that reads back to the same value; unset keys are left out."""
+    """The configuration as TOML that reads back to the same value, without unset keys."""
     parts = []
     for section, values in config.model_dump().items():
         lines = [f"{key} = {_toml(value)}" for key, value in values.items() if value is not None]
@@ -286,7 +288,7 @@ def dump(config: Config) -> str:
 
 
 def _toml(value: Any) -> str:
-    if isinstance(value, str):  # JSON's escapes are TOML's, but for the character 127
+    if isinstance(value, str):  # JSON's escapes are TOML's, except for the character 127
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, list | tuple):
         return f"[{', '.join(_toml(item) for item in value)}]"
@@ -308,10 +310,10 @@ def _takes_text(section: str, name: str) -> bool:
 
 
 def _problem(found: dict[str, Any], values: Mapping[str, Any]) -> Problem:
-    """One of pydantic's findings as what was given, what is allowed, what to write instead."""
+    """Convert one of pydantic's errors."""
     path = [str(part) for part in found["loc"]]
     key, given = ".".join(path), found["input"]
-    if len(path) > 2:  # an item of a list: the whole list is what can be written
+    if len(path) > 2:  # an item of a list: show the whole list
         section, name = path[:2]
         key, given = f"{section}.{name}", values[section][name]
     if found["type"] == "extra_forbidden":
@@ -324,7 +326,7 @@ def _problem(found: dict[str, Any], values: Mapping[str, Any]) -> Problem:
 
 
 def _meant(path: Sequence[str], given: Any) -> Any:
-    """The same value in the type that is wanted (8 for "8" and for 8.0); else the default."""
+    """The same value in the right type (8 for "8" and for 8.0); else the default."""
     found = [_value(given)] if isinstance(given, str) else [str(given)]
     found += [int(given)] if isinstance(given, float) and given.is_integer() else []
     for value in found if len(path) == 2 else ():
@@ -337,16 +339,16 @@ def _meant(path: Sequence[str], given: Any) -> Any:
 
 
 def _allowed(found: dict[str, Any]) -> str:
-    """The range or the type that pydantic wanted, without its 'Input should be'."""
+    """The range or type that pydantic expects, without its 'Input should be'."""
     message = str(found["msg"])
     for opening in ("Input should be ", "Value should be ", "String should have "):
         message = message.removeprefix(opening)
     return _WORDS.get(str(found["type"]), message)
 
 
-#: The one list there is: train.betas.
+#: The range of train.betas, the only list.
 _PAIR: Final = "two numbers in brackets, each from 0 up and below 1"
-#: What a person would say, by the kind of pydantic's finding.
+#: Plain words for kinds of pydantic's errors.
 _WORDS: Final = {
     "bool_type": "true or false",
     "int_type": "a whole number",

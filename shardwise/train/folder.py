@@ -1,4 +1,4 @@
-"""The run's folder: what is in it, and who may write there.
+"""The run's folder: its contents, and the rules for starting a run in it.
 
     runs/NAME/
       config.toml      the configuration that ran
@@ -7,11 +7,11 @@
       report.md        the summary                  sample.txt     generated at the end
       trace.json       with run.trace               timeline.svg   measured beside predicted
 
-A run that is there is never written over by accident: it is continued with --resume, replaced with
---overwrite, refused otherwise. --resume auto continues a run that has a checkpoint and begins one
-otherwise, so that one command serves the first start and every restart. A folder that has files in
-it, and no run, belongs to somebody else: it is refused in any case. A start that is refused, or
-ends before its first step, leaves no run.
+A run is never overwritten by accident: --resume continues it, --overwrite replaces it, and without
+either the start is refused. --resume auto continues a run that has a checkpoint and starts one
+otherwise, so that one command serves the first start and every restart. A folder with other files
+and no run is always refused. A start that is refused, or ends before its first step, leaves no
+files.
 """
 
 import json
@@ -33,21 +33,21 @@ CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 PLOTS = "plots"
 REPORT = "report.md"
-#: What a run writes, which is all that --overwrite removes: files, and in folders what is so named.
+#: The files that a run writes, and its folders with patterns of names; --overwrite removes these.
 FILES: Final = (CONFIG, METRICS, REPORT, "sample.txt", "trace.json", "timeline.svg")
 FOLDERS: Final = {
     "tensorboard": re.compile(r"events\.out\.tfevents\..+"),
     CHECKPOINTS: re.compile(r"(\.saving-|\.removing-)?step-\d+(\.again)?|\.?latest"),
     PLOTS: re.compile(r"(loss|memory|bytes)\.png"),
 }
-#: Tokenised data, where its folder is the run's own (packed.py).
+#: Tokenised data, if its folder is the run's own (packed.py).
 TOKENS: Final = re.compile(r"[0-9a-f]{24,32}(-bpe\d+)?\.(tokens|json|lock|tokenizer\.json)")
-#: Names that other ranks and network file systems leave for a moment.
+#: Temporary files of other ranks and network file systems.
 PASSING: Final = (PROBE, ".nfs")
 
 
 def check(config: Config, resume: bool, overwrite: bool) -> None:
-    """Raise InputError unless a run can start in its folder in this way. Writes nothing lasting."""
+    """Raise InputError unless a run can start in its folder in this way. Leaves no file."""
     folder = config.folder
     if resume and overwrite:
         raise bad("both --resume and --overwrite", "one of the two", "--resume")
@@ -55,28 +55,28 @@ def check(config: Config, resume: bool, overwrite: bool) -> None:
         found = _entries(config)
         run = bool(found) and is_run(folder)
         saved = all_in(folder / CHECKPOINTS)
-    except OSError as error:  # a name that is too long, a folder that may not be looked into
+    except OSError as error:  # a name that is too long; no permission to read the folder
         raise unwritable(folder, "run.folder", error) from None
     if found and not run:
         raise _foreign(folder, found)
     if resume and not saved:
         raise bad(
             f"--resume with run.folder = '{folder}', where no checkpoint is",
-            "a folder in which a run has saved one",
+            "the folder of a run that has saved a checkpoint",
             _without_checkpoint(folder, run),
         )
     if run and not (resume or overwrite):
         raise bad(
             f"run.folder = '{folder}', where a run is already",
-            "a new folder, or --resume to continue that run (--resume auto to do so wherever there "
-            "is one, as a launcher that restarts needs it), or --overwrite to replace it",
+            "a new folder, --resume to continue that run (--resume auto: only if there is one), "
+            "or --overwrite to replace it",
             f"--set run.folder={folder}-2",
         )
     _try_to_write(folder)
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run of this program left something here: the settings, the record, a checkpoint."""
+    """Whether the folder has a run's configuration, metrics or checkpoint."""
     checkpoints = folder / CHECKPOINTS
     return _is_dump(folder / CONFIG) or _is_record(folder / METRICS) or bool(all_in(checkpoints))
 
@@ -90,7 +90,7 @@ def saved(config: Config) -> bool:
 
 
 def claim(config: Config, overwrite: bool) -> None:
-    """Make the folder ready and leave the configuration there. For one rank, after `check`."""
+    """Prepare the folder and write the configuration. One rank calls it, after `check`."""
     try:
         if overwrite:
             clear(config.folder)
@@ -102,7 +102,7 @@ def claim(config: Config, overwrite: bool) -> None:
 
 
 def configured(folder: Path) -> Config | None:
-    """The configuration of the run in a folder; None where there is none that can be read."""
+    """The configuration of the run in a folder; None if there is no readable one."""
     try:
         return read(folder / CONFIG)
     except InputError:
@@ -110,9 +110,9 @@ def configured(folder: Path) -> Config | None:
 
 
 def finished(config: Config) -> str:
-    """What to say of a run that has no step left to train; "" of one that has, or none saved.
+    """The message for --resume of a run that has finished; "" for any other run.
 
-    For --resume, after `check`. Nothing is read but the name of the checkpoint.
+    Call it after `check`. It reads only the name of the checkpoint.
     """
     latest = find(config.folder / CHECKPOINTS)
     step, steps = step_of(latest), config.train.steps
@@ -126,9 +126,9 @@ def finished(config: Config) -> str:
 
 
 def clear(folder: Path) -> None:
-    """Remove what a run writes, and nothing else; a folder in it where that leaves it empty.
+    """Remove the files that a run writes, and the folders that are then empty; nothing else.
 
-    A link is removed and not followed.
+    A symbolic link is removed, not followed.
     """
     for path in [folder / name for name in (*FILES, *FOLDERS)]:
         if path.is_symlink() or path.is_file():
@@ -146,7 +146,7 @@ def clear(folder: Path) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Remove a run that has recorded and saved no step, so that its command can be given again."""
+    """Remove a run without any recorded or saved step, so that its command can be repeated."""
     record = folder / METRICS
     if all_in(folder / CHECKPOINTS) or (record.exists() and record.stat().st_size):
         return
@@ -160,7 +160,7 @@ def _remove_if_empty(folder: Path) -> None:
 
 
 def _entries(config: Config) -> list[str]:
-    """The names in the folder, without tokenised data; none where it is not there yet."""
+    """The names in the folder, without tokenised data; empty if it does not exist."""
     try:
         names = sorted(path.name for path in config.folder.iterdir())
     except FileNotFoundError:
@@ -174,7 +174,7 @@ def _entries(config: Config) -> list[str]:
 
 
 def _is_dump(file: Path) -> bool:
-    """Whether it is a configuration that a run left: it has every section, as no one writes it."""
+    """Whether it is a configuration written by a run: it has every section."""
     try:
         return set(tomllib.loads(file.read_text(encoding="utf-8"))) == set(Config.model_fields)
     except (OSError, ValueError, RecursionError):
@@ -182,7 +182,7 @@ def _is_dump(file: Path) -> bool:
 
 
 def _is_record(file: Path) -> bool:
-    """Whether its first line is a step's."""
+    """Whether it is a metrics file: its first line is the record of a step."""
     try:
         with file.open(encoding="utf-8", errors="replace") as lines:
             first = json.loads(lines.readline())
@@ -194,14 +194,14 @@ def _is_record(file: Path) -> bool:
 def _foreign(folder: Path, found: Sequence[str]) -> InputError:
     named = ", ".join(found[:3]) + (f" and {len(found) - 3} more" if len(found) > 3 else "")
     return bad(
-        f"run.folder = '{folder}', a folder with files of somebody else in it ({named}) and no run",
-        "a new or empty folder, or one that a run has made; --overwrite replaces runs alone",
+        f"run.folder = '{folder}', a folder with other files ({named}) and no run",
+        "a new or empty folder, or a run's folder; --overwrite replaces only runs",
         f"--set run.folder={folder / 'run'}",
     )
 
 
 def _without_checkpoint(folder: Path, run: bool) -> str:
-    """What to write instead of --resume where there is no checkpoint: a folder near by that has."""
+    """The advice for --resume without a checkpoint: a similarly named folder that has one."""
     if run:
         return "--overwrite to start that run again"
     beside = folder.parent
@@ -216,7 +216,7 @@ def _without_checkpoint(folder: Path, run: bool) -> str:
 
 
 def _try_to_write(folder: Path) -> None:
-    """Raise InputError where nothing can be written; a folder that is not there is not made."""
+    """Raise InputError if the folder is not writable. Does not create it."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=there, prefix=PROBE):

@@ -1,13 +1,13 @@
-"""The training of a model, from checked inputs to the report.
+"""The training loop, from checked inputs to the report.
 
-    take the step's share of the global batch
+    take this rank's share of the global batch
     step; the run stops if the loss or the gradient is not finite (engine/guard.py)
     evaluate, record, show
-    agree on whether anyone was asked to stop
+    agree on whether a rank has received a signal to stop
     save
 
-Everything that decides what happens next (the batch, the rate, when to evaluate and save) is a
-function of the step, so all ranks decide alike, and a resumed run decides as the first would have.
+All decisions (the batch, the learning rate, when to evaluate and save) are functions of the step.
+So all ranks decide the same, and a resumed run continues as the first run would have.
 """
 
 import math
@@ -48,12 +48,12 @@ from shardwise.train.stop import any_rank
 from shardwise.train.stop_signal import NOTHING, StopSignal
 from shardwise.train.tracing import Tracing
 
-MEMORY_EVERY = 20  # steps between two looks at what is held, which costs a walk over all tensors
+MEMORY_EVERY = 20  # steps between two measurements of memory, which visit all tensors
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a step needs, and what it reports to."""
+    """The objects that a step uses and reports to."""
 
     prepared: Prepared
     engine: Engine
@@ -72,13 +72,13 @@ def train(
     console: Console | None = None,
     stop: StopSignal | None = None,
 ) -> Summary | None:
-    """Train as the configuration says; the summary on rank 0, None elsewhere.
+    """Train by a configuration; returns the summary on rank 0, None on other ranks.
 
-    `stop` hears the signals since before this was called; without it they are heard in here. One
-    that comes before the first step ends the run without a trace of it.
+    `stop` receives signals since before the call; without it they are received from here on. A
+    signal before the first step ends the run, and leaves no file of it.
 
-    Raises InputError for inputs that cannot work, before anything is written, and NonFiniteError
-    for a loss or gradient that is not finite; the checkpoints saved before stay.
+    Raises InputError for wrong inputs, before anything is written, and NonFiniteError for a
+    non-finite loss or gradient; older checkpoints stay.
     """
     start = (start or Start()).settled(config)
     with ExitStack() as stack:
@@ -87,17 +87,16 @@ def train(
         prepared = prepare(config, world.size, start)
         if start.resume and (done := folder.finished(config)):
             return say(done, world, console)
-        stop.leaving = False  # from here on no rank leaves alone
+        stop.leaving = False  # from here on, all ranks stop together
         engine = build(prepared, world)
         at = load_run(prepared, engine) if start.resume else Position()
-        # every rank has found the folder as it should be, and what it is to train can be built,
-        # before one rank changes the folder
-        if any_rank(stop.wished, world):
+        # every rank has checked the folder and built the engine, before rank 0 changes the folder
+        if any_rank(stop.received, world):
             return say(NOTHING, world, console)
         if first:
             folder.claim(config, start.overwrite)
             if not start.resume:
-                stack.callback(folder.forget, config.folder)  # which keeps a run that has begun
+                stack.callback(folder.forget, config.folder)  # keeps a run with a recorded step
         dtype = engine.dtype or torch.float32
         peak = Peak(measured_peak(world.device, dtype, world.barrier))
         unigram = unigram_entropy(prepared.corpus) if first else math.nan
@@ -107,7 +106,7 @@ def train(
         tracing = Tracing(engine, at.step, config.train.steps, on=config.run.trace)
         run = Run(prepared, engine, peak, unigram, shown, kept, stop, tracing)
         opening(run, at)
-        early = any_rank(stop.wished, world)
+        early = any_rank(stop.received, world)
         stopped = early or steps(run, at)
     if early:
         return say(NOTHING, world, console)
@@ -115,13 +114,13 @@ def train(
 
 
 def say(text: str, world: World, console: Console | None) -> None:
-    """Say why nothing is trained, on the first rank."""
+    """Print on rank 0 why nothing is trained."""
     if world.rank == 0:
         (console or Console(highlight=False)).print(text, soft_wrap=True, markup=False)
 
 
 def opening(run: Run, at: Position) -> None:
-    """Say what is about to happen."""
+    """Print the plan, the data and the baseline."""
     packed, config = run.prepared.corpus.packed, run.prepared.config
     bits = run.unigram / math.log(2) / packed.bytes_per_token
     run.progress.note(
@@ -139,10 +138,10 @@ def opening(run: Run, at: Position) -> None:
 
 
 def steps(run: Run, at: Position) -> bool:
-    """Train from there to the last step; True if a signal ended it before."""
+    """Train from `at` to the last step; True if a signal stopped it before."""
     config = run.prepared.config.train
-    activations: dict[str, int] = {}  # what a step held besides, at its peak
-    metered = min(at.step + 2, config.steps)  # the first step also makes what is kept for good
+    activations: dict[str, int] = {}  # the peak of a step's activations
+    metered = min(at.step + 2, config.steps)  # not the first, which also creates lasting state
     while at.step < config.steps:
         numbers = run.prepared.batches.numbers(at.consumed)
         began = time.perf_counter()
@@ -159,7 +158,7 @@ def steps(run: Run, at: Position) -> bool:
         if entry.memory_bytes is not None:
             entry = replace(entry, memory_bytes=entry.memory_bytes | activations)
         tell(run, replace(entry, validation=validation))
-        stop = any_rank(run.stop.wished, run.engine.world)
+        stop = any_rank(run.stop.received, run.engine.world)
         if last or stop or due(at.step, config.save_every):
             save_run(run.prepared, run.engine, at)
         if stop and not last:
@@ -169,19 +168,19 @@ def steps(run: Run, at: Position) -> bool:
 
 
 def share(run: Run, numbers: Index) -> dict:
-    """This rank's part of a global batch, as the engine takes it."""
+    """This rank's part of a global batch, for the engine."""
     mine = block(numbers, run.engine.data_rank, run.engine.data_ranks)
     rows = run.prepared.corpus.rows(mine)
     return batch(rows, run.engine.microbatches, run.engine.world.device)
 
 
 def due(step: int, every: int) -> bool:
-    """Whether something done `every` so many steps (0: never) is done after this one."""
+    """Whether `step` is a multiple of `every` (0: never)."""
     return every > 0 and step % every == 0
 
 
 def trained(run: Run, numbers: Index) -> StepMetrics:
-    """A step. Raises NonFiniteError, on every rank, with what to do about it."""
+    """Run a step. Raises NonFiniteError, on every rank, with advice."""
     try:
         return run.engine.step(share(run, numbers))
     except NonFiniteError as error:
@@ -191,15 +190,15 @@ def trained(run: Run, numbers: Index) -> StepMetrics:
         )
         if all_in(checkpoints):
             slower = f"--resume --set train.lr={run.prepared.config.train.lr / 3:.1g}"
-            kept = f"The last good checkpoint is {find(checkpoints)}: go on with {slower}"
+            kept = f"The last good checkpoint is {find(checkpoints)}: continue with {slower}"
         raise NonFiniteError(
-            f"{error}. The run was stopped. {kept}, for example, or leave such steps out: --set "
+            f"{error}. The run was stopped. {kept}, for example, or skip such steps: --set "
             "train.on_nonfinite=skip."
         ) from None
 
 
 def evaluate(run: Run) -> float:
-    """The mean loss over a fixed part of the validation split, spread evenly over it."""
+    """The mean loss over a fixed, evenly spaced subset of the validation split."""
     config = run.prepared.config.train
     held = run.prepared.corpus.validation
     count = min(config.eval_sequences, len(held))
@@ -241,9 +240,9 @@ def tell(run: Run, record: Record) -> None:
 
 
 def likely(run: Run) -> NextToken:
-    """The trained model's logits of the token after those seen, alike on all ranks."""
+    """The trained model as a function to the next token's logits, the same on all ranks."""
     engine, size = run.engine, run.prepared.vocabulary.size
-    # the model may have more rows than the vocabulary has tokens: those are never drawn
+    # rows of the model beyond the vocabulary are never sampled
     like_V = torch.zeros(size, device=engine.world.device)
 
     def after(seen: Sequence[int]) -> Tensor:
@@ -254,7 +253,7 @@ def likely(run: Run) -> NextToken:
 
 
 def own_cost(engine: Engine) -> Cost:
-    """What this rank holds and sent, measured and predicted."""
+    """The memory and traffic of this rank, measured and predicted."""
     return Cost(
         engine.memory(),
         engine.predicted_memory(),
@@ -264,7 +263,7 @@ def own_cost(engine: Engine) -> Cost:
 
 
 def finish(run: Run, began: Position, stopped: bool, console: Console | None) -> Summary | None:
-    """The sample and the costs (all ranks take part), then the report and the table (rank 0)."""
+    """Make the sample and collect the costs (all ranks), then write the report (rank 0)."""
     prepared, engine = run.prepared, run.engine
     config = prepared.config
     text = ""

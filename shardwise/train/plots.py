@@ -1,4 +1,4 @@
-"""The pictures of a run, as PNG: the loss, and memory and bytes: measured, formula, ddp."""
+"""The plots of a run as PNG: the loss; memory and traffic, measured, predicted, and of ddp."""
 
 import math
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
-"""What a run is made from, checked before anything starts: plan, folder, tokens, model sizes.
+"""Preparation of a run: checks plan, folder, tokens and model sizes before anything starts.
 
-Everything a user can get wrong is found here, in the order of what it costs to find. Where the
-command starts several ranks it prepares once before them: a bad input is one paragraph and not one
-a rank, and the ranks find the data tokenised.
+The checks run in order of their cost. A command that starts several ranks prepares once before
+starting them, so that a wrong input is one paragraph instead of one per rank, and the data is
+tokenised when the ranks start.
 """
 
 from dataclasses import asdict, dataclass, replace
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Start:
-    """How the run's folder is entered: continued, replaced, or (neither) expected to be new.
+    """How to use the run's folder: continue the run, replace it, or (neither) require a new one.
 
-    `auto`: continued where a run has saved a checkpoint, else begun, over a run that saved none.
+    `auto`: continue if there is a checkpoint, else start, replacing a run without one.
     """
 
     resume: bool = False
@@ -35,9 +35,9 @@ class Start:
     auto: bool = False
 
     def settled(self, config: Config) -> "Start":
-        """What `auto` comes to in the folder as it is; any other start itself.
+        """Resolve `auto` by the contents of the folder.
 
-        Called by all ranks before one of them changes the folder.
+        All ranks must call it, before one of them changes the folder.
         """
         if not self.auto or self.overwrite:
             return replace(self, resume=self.resume or self.auto, auto=False)
@@ -47,7 +47,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Inputs that hold: each value is checked against the others."""
+    """The checked inputs of a run."""
 
     config: Config
     plan: Plan
@@ -61,12 +61,12 @@ class Prepared:
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """What the tokens mean."""
+        """The vocabulary of the tokens."""
         return self.corpus.packed.vocabulary
 
     @property
     def data_mark(self) -> dict[str, object]:
-        """What must be the same for a number of consumed sequences to mean the same place."""
+        """The identity of the data: what must not change when a run is resumed."""
         return {
             "tokens": self.corpus.packed.key,
             "sequence": self.corpus.sequence,
@@ -76,7 +76,7 @@ class Prepared:
 
 
 def checked_plan(config: Config, ranks: int) -> Plan:
-    """The plan completed for that many ranks. Raises InputError if it cannot run on them."""
+    """The plan completed for `ranks`. Raises InputError if it cannot run on them."""
     plan = Plan.parse(config.plan.text)
     require(plan, ranks)
     plan = plan.completed(ranks)
@@ -99,7 +99,7 @@ def checked_plan(config: Config, ranks: int) -> Plan:
 
 
 def check_same(before: "GPTConfig", now: "GPTConfig") -> None:
-    """Raise InputError unless the model to resume with has the sizes of the one that was saved."""
+    """Raise InputError unless the model has the sizes of the saved one."""
     saved, given = asdict(before), asdict(now)
     other = [name for name in saved if saved[name] != given[name]]
     if other:
@@ -111,19 +111,19 @@ def check_same(before: "GPTConfig", now: "GPTConfig") -> None:
 
 
 def prepare(config: Config, ranks: int, start: Start) -> Prepared:
-    """Everything a run on `ranks` ranks needs. Raises InputError for all that cannot work."""
+    """Check and prepare the inputs of a run on `ranks` ranks. Raises InputError for wrong ones."""
     plan = checked_plan(config, ranks)
     folder.check(config, start.resume, start.overwrite)
     source = find(config.data.source, config.data.field, config.data.encoding)
     packed = tokenise(source, config.data.tokens, config.cache)
 
-    # imports torch, which takes seconds: what was refused so far was refused without it
+    # imports torch, which takes seconds; the checks so far did not need it
     from shardwise.train.sizes import gpt_config, machine_bytes, require_fit, require_memory
 
     sizes = gpt_config(config.model, packed.vocabulary.size)
     check_fits(packed.vocabulary, sizes.vocabulary)
     require_fit(sizes, plan)
-    # of ranks that others have started, this one at least is here
+    # with ranks started by torchrun, only this rank is known to be on this machine
     share = 1.0 if environment() is None else 1 / ranks
     require_memory(sizes, plan, machine_bytes(config.run.device), share)
     before = folder.configured(config.folder) if start.resume else None

@@ -1,4 +1,4 @@
-"""What a run shows while it works: a live table on a terminal, a line now and then elsewhere.
+"""Progress of a run: a live table on a terminal, or lines for a log file.
 
 Live      one picture that is drawn again: bar, loss, speed, bytes, memory
 Plain     lines for a log file, the first step and then one in ten seconds
@@ -24,7 +24,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Progress(Protocol):
-    """Takes each step's record, and notes (a checkpoint saved, the stop to stop)."""
+    """Shows each step's record, and notes (a checkpoint was saved, a signal was received)."""
 
     def step(self, record: Record) -> None: ...
     def note(self, text: str) -> None: ...

@@ -1,8 +1,8 @@
-"""The state of a run in its checkpoints: saved, found again, and the oldest removed.
+"""Checkpoints of a run: saving, loading, and removing the oldest.
 
-A checkpoint holds whole named tensors and a few numbers: the engine's, the step, the sequences
-consumed, and what those sequences were cut from. None of it depends on the plan, so a run goes on
-under another row and another number of ranks.
+A checkpoint holds full named tensors and a few numbers: the engine's counters, the step, the
+sequences consumed, and the identity of the data. Nothing in it depends on the plan, so a run can
+resume under another plan and on another number of ranks.
 """
 
 from dataclasses import dataclass
@@ -17,20 +17,20 @@ from shardwise.train.prepare import Prepared
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run is: steps taken, and sequences consumed by them."""
+    """The position of a run: steps done, and sequences consumed by them."""
 
     step: int = 0
     consumed: int = 0
 
 
 def save_run(prepared: Prepared, engine: Engine, at: Position) -> None:
-    """Publish a checkpoint of this moment; then keep only the newest. Called by all ranks."""
+    """Save a checkpoint, and remove all but the newest. All ranks must call it."""
     folder = prepared.config.folder / CHECKPOINTS
     scalars = {
         "step": at.step,
         "consumed": at.consumed,
         "data": prepared.data_mark,
-        "plan": str(prepared.plan),  # to be told, and not to be kept to
+        "plan": str(prepared.plan),  # for information; another plan can load it
         "engine": engine.scalars(),
     }
     write(engine, folder, scalars)
@@ -39,19 +39,19 @@ def save_run(prepared: Prepared, engine: Engine, at: Position) -> None:
 
 
 def load_run(prepared: Prepared, engine: Engine) -> Position:
-    """Bring the engine to the latest checkpoint. Called by all ranks.
+    """Load the latest checkpoint into the engine. All ranks must call it.
 
-    Raises InputError where the data or the model is another than the checkpoint's, or where a file
-    is damaged; the engine is as it was then.
+    Raises InputError if the data or the model differs from the checkpoint's, or a file is damaged;
+    the engine is then unchanged.
     """
 
     def check(opened: OpenCheckpoint) -> None:
-        """Raise InputError unless a run saved it, on this data."""
+        """Raise InputError unless it was saved by a run on the same data."""
         missing = [name for name in ("step", "consumed", "data") if name not in opened.scalars]
         if missing:
             raise bad(
                 f"a checkpoint in '{folder}' without {', '.join(missing)}",
-                "a checkpoint that a run has saved, which says where in its data it was",
+                "a checkpoint saved by shardwise train, with its position in the data",
                 "--overwrite for a new run",
             )
         _check_data(opened.scalars["data"], prepared.data_mark)
@@ -73,7 +73,7 @@ def _check_data(saved: dict[str, object], here: dict[str, object]) -> None:
         raise bad(
             "a checkpoint to resume from that was trained with "
             + ", ".join(f"{names[n]} = {saved.get(n)} (now {here[n]})" for n in other),
-            "the same data, sequence length, validation share and seed: the run's place in the "
-            "data means nothing without them",
+            "the same data, sequence length, validation share and seed, which define the position "
+            "in the data",
             "the configuration in the run's folder, or --overwrite for a new run",
         )

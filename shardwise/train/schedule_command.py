@@ -1,4 +1,4 @@
-"""this file is `shardwise schedule`, to be registered by the command line."""
+"""The command `shardwise schedule`."""
 
 import inspect
 import json
@@ -25,7 +25,7 @@ from shardwise.core.schedule.schedule import Schedule
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line says."""
+    """The options of the command line."""
 
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="1f1b, or 1f1b:8 as in a plan, or a text FILE.")
@@ -60,7 +60,7 @@ schedule_command.__signature__ = inspect.signature(Request)
 
 @dataclass(frozen=True)
 class Subject:
-    """What is drawn: a schedule; from the library with its entry and size, or a user's own."""
+    """The schedule to draw: from the library with its entry and size, or the user's own."""
 
     title: str
     schedule: Schedule
@@ -68,7 +68,7 @@ class Subject:
 
 
 def show(request: Request) -> None:
-    """Answer the request. Raises InputError for what cannot be drawn."""
+    """Draw and price a schedule. Raises InputError for wrong options."""
     if request.as_json and (request.text or request.lowered):
         option = "--text" if request.text else "--lowered"
         allowed = "one of them: numbers as JSON, or the schedule as text"
@@ -94,9 +94,9 @@ def show(request: Request) -> None:
 
 
 def read_costs(given: str, hop: float, stages: int) -> Costs:
-    """Costs as they are written: F=1,I=1,W=1; F=1/2 is 1 on stage 0 and 2 on stage 1.
+    """Parse costs: F=1,I=1,W=1; F=1/2 is 1 on stage 0 and 2 on stage 1.
 
-    Raises InputError that says which part cannot be read, and why.
+    Raises InputError that names the part that cannot be parsed, and why.
     """
     found: dict[str, Any] = {"hop": hop}
     for part in map(str.strip, given.split(",")):
@@ -119,7 +119,7 @@ _TIME = f"a time of 0, or from {LEAST:g} to {MOST:g}"
 
 
 def _wrong(op: str, times: str, found: Mapping[str, Any], stages: int) -> str:
-    """What is wrong with one part of the costs, `op`=`times`; nothing where it can be read."""
+    """The problem of one part of the costs, `op`=`times`; "" if none."""
     if op not in _OPS:
         return f"'{op}' is no action"
     if op in found:
@@ -140,7 +140,7 @@ def _time(given: str) -> float | None:
 
 
 def _subject(request: Request) -> Subject:
-    """The schedule that is asked for."""
+    """The requested schedule."""
     name, _, numbers = request.name.partition(":")
     if name not in LIBRARY and (_is_file(request.name) or {".", "/"} & set(request.name)):
         return _own(request)
@@ -163,7 +163,7 @@ def _subject(request: Request) -> Subject:
 
 
 def _known(name: str) -> None:
-    """Raise InputError where the library has no schedule of that name."""
+    """Raise InputError if the library has no schedule of that name."""
     try:
         entry(name)
     except InputError as error:
@@ -184,7 +184,7 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
 
 
 def _own(request: Request) -> Subject:
-    """The schedule that the user has written."""
+    """The user's own schedule, from a file."""
     if request.stages or request.microbatches or request.chunks or request.batches > 1:
         given = f"the file {request.name} and sizes as options"
         raise bad(given, "a file alone: its rows say its size", request.name)
@@ -204,7 +204,7 @@ def _own(request: Request) -> Subject:
 
 
 def _pictures(request: Request, timeline: Timeline, title: str) -> None:
-    """The files that are asked for."""
+    """Write the requested files."""
     try:
         if request.svg:
             request.svg.write_text(draw.as_svg(timeline, title), encoding="utf-8")
@@ -220,7 +220,7 @@ def _pictures(request: Request, timeline: Timeline, title: str) -> None:
 
 
 def _numbers(subject: Subject, timeline: Timeline, costs: Costs) -> dict[str, Any]:
-    """What the clock says and, where there is a closed form, what that says."""
+    """The clock's numbers, and those of the closed form if there is one."""
     schedule = timeline.schedule
     sent = Counter(s.token.kind for row in schedule.rows for s in row if s.op == "SEND")
     numbers: dict[str, Any] = {
@@ -243,7 +243,7 @@ def _numbers(subject: Subject, timeline: Timeline, costs: Costs) -> dict[str, An
 
 
 def _formula(found: Entry, n: Size, schedule: Schedule, costs: Costs) -> dict[str, Any]:
-    """The closed forms: those of time for stages alike and no hop, with I and W at F = I = W."""
+    """The closed forms; those of time need equal stages, no hop, and F = I = W if I and W occur."""
     f, i, w, b = (costs.of(op, 0) for op in ("F", "I", "W", "B"))
     halves = any(step.op == "I" for row in schedule.rows for step in row)
     alike = Costs(f, i, w, None if costs.B is None else b)  # all stages, and nothing else costs

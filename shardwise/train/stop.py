@@ -1,9 +1,8 @@
-"""The ranks agree to stop, between steps, once one of them has been asked to (stop_signal.py).
+"""Agreement of the ranks to stop after a step, once one of them has received a signal.
 
-A signal may reach one rank a step before another, or only one of them. The step after which the run
-stops has to be the same for all, or some would wait for ever in the next step's collectives. So
-after each step the ranks take the maximum of their flags: one number, counted in the ledger under
-the phase `check`.
+A signal may reach ranks in different steps, or only one rank. All ranks must stop after the same
+step, or some would wait forever in the next step's collectives. So after each step they all-reduce
+their flags: one byte per rank, counted in the ledger under the phase `check`.
 """
 
 import torch
@@ -13,12 +12,12 @@ from shardwise.comm.world import World
 
 
 def any_rank(flag: bool, world: World) -> bool:
-    """Whether the flag is set on at least one rank; the same answer on all."""
+    """Whether the flag is set on at least one rank; the same result on all ranks."""
     return bool(ranks_with(flag, world))
 
 
 def ranks_with(flag: bool, world: World) -> list[int]:
-    """The ranks on which the flag is set; the same list on all. One byte a rank is sent."""
+    """The ranks on which the flag is set; the same list on all ranks."""
     flags = torch.zeros(world.size, dtype=torch.uint8, device=world.device)
     flags[world.rank] = flag
     with world.ledger.phase("check"):

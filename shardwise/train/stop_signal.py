@@ -1,9 +1,9 @@
-"""This file is the stop to stop, as one process hears it: SIGTERM or SIGINT.
+"""SIGTERM and SIGINT in one process of a run.
 
-    start-up     the inputs are looked at, nothing is written yet    the process leaves at once
-    run          all ranks are in it, each step in all               a flag, for the ranks to agree
+    start-up     inputs are checked, nothing is written yet    the process exits at once
+    run          all ranks take part in every step             sets a flag; ranks agree (stop.py)
 
-No torch: a run is to be stopped while torch is being imported, too.
+It does not import torch, so that a signal works while torch is being imported.
 """
 
 import signal
@@ -16,14 +16,14 @@ NOTHING: Final = "stopped by a signal before its first step: nothing was trained
 
 
 class StopSignal:
-    """Within `with`, the signals set `wished` instead of ending the process; a second one ends it.
+    """Inside `with`, a signal sets `received` instead of ending the process; a second one ends it.
 
-    While `leaving` is true, they also raise KeyboardInterrupt, where the program is. Python lets
-    only the main thread handle signals: elsewhere this waits for none.
+    While `leaving` is true, a signal also raises KeyboardInterrupt. Python handles signals only in
+    the main thread; in other threads this does nothing.
     """
 
     def __init__(self, leaving: bool = False) -> None:
-        self.wished = False
+        self.received = False
         self.leaving = leaving
         self._before: dict[signal.Signals, Any] = {}
 
@@ -41,7 +41,7 @@ class StopSignal:
         self._restore()
 
     def _take(self, number: int, frame: FrameType | None) -> None:
-        self.wished = True
+        self.received = True
         self._restore()
         if self.leaving:
             raise KeyboardInterrupt

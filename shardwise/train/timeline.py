@@ -1,4 +1,4 @@
-"""This file is a schedule's timeline as PNG; as text and SVG it is drawn without matplotlib."""
+"""A schedule's timeline as PNG, drawn with matplotlib."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""this file is the measured timeline of a run: some of its steps, as every rank did them.
+"""The measured timeline of a run: a few steps, on every rank.
 
     trace.json      all recorded steps of all pipelines, for chrome://tracing or ui.perfetto.dev:
                     a track for each place in a pipeline, and one of the steps, above them

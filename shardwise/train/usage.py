@@ -1,7 +1,7 @@
-"""This file is the answer to a command line that cannot be read: a paragraph, as to any bad input.
+"""Errors of the command line, as a paragraph like any other InputError.
 
-What the library for command lines finds (an option there is not, a value of the wrong kind, an
-argument too few or too many) becomes what was given, what is allowed, and what to write instead.
+Errors of the command line library (an unknown option, a wrong value, a missing or extra argument)
+are converted to what was given, what is allowed, and what to write instead.
 """
 
 import re
@@ -73,7 +73,7 @@ def answer(error: Any, group: Any, given: Sequence[str]) -> str:
 
 
 def _asked(group: Any, given: Sequence[str]) -> tuple[str, Any]:
-    """The command that was meant, and how it is called."""
+    """The command in `given`, and its full name."""
     path, command = "shardwise", group
     for word in given:
         if word in getattr(command, "commands", {}):
@@ -82,7 +82,7 @@ def _asked(group: Any, given: Sequence[str]) -> tuple[str, Any]:
 
 
 def _what(error: Any) -> str:
-    """The library's finding as part of a sentence."""
+    """The library's message as part of a sentence."""
     message = " ".join(str(error.format_message()).split()).rstrip(".")
     message = re.sub(r": Input should be ([^,]*).*", r", which should be \1", message)
     message = re.sub(r"(\. Did you mean .*|\(Possible options: .*\))$", "", message).strip()
@@ -103,7 +103,7 @@ def _options(command: Any) -> list[str]:
 
 
 def _instead(error: Any, path: str, command: Any) -> str:
-    """The nearest that can be read."""
+    """The nearest valid option or value."""
     message = str(error.format_message())
     if option := getattr(error, "option_name", None):
         known = {name.lstrip("-"): name for name in _options(command)}

@@ -57,7 +57,7 @@ def test_a_folder_of_somebody_else_is_refused_in_any_case(
     """Names that a run uses do not make a run of it: refused and untouched."""
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text('[model]\nname = "mine"\n')
-    with pytest.raises(InputError, match=r"files of somebody else in it \(.*\) and no run"):
+    with pytest.raises(InputError, match=r"a folder with other files \(.*\) and no run"):
         folder.check(made(tmp_path), resume=False, overwrite=overwrite)
     assert files(tmp_path) == [name]
 
@@ -71,7 +71,7 @@ def test_folders_that_a_run_never_made_are_refused(
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "thesis.txt").write_text("mine")
     for overwrite in (False, True):
-        with pytest.raises(InputError, match="files of somebody else"):
+        with pytest.raises(InputError, match="a folder with other files"):
             folder.check(made(Path(path).expanduser()), resume=False, overwrite=overwrite)
 
 

@@ -56,7 +56,7 @@ def test_auto_replaces_nothing_of_others(tmp_path: Path) -> None:
     given = runs.settings(tmp_path / "run")
     given.folder.mkdir()
     (given.folder / "thesis.txt").write_text("years of work")
-    with pytest.raises(InputError, match="files of somebody else"):
+    with pytest.raises(InputError, match="a folder with other files"):
         settled(given)
     both = Start(overwrite=True, auto=True).settled(given)
     with pytest.raises(InputError, match="both --resume and --overwrite"):

@@ -36,11 +36,11 @@ def test_a_signal_is_a_wish_and_a_second_one_is_an_end() -> None:
     with StopSignal() as stop:
         assert signal.getsignal(signal.SIGTERM) is not before
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.wished
+        assert stop.received
         assert signal.getsignal(signal.SIGTERM) is before
     with StopSignal() as stop:
         pass
-    assert not stop.wished
+    assert not stop.received
     assert signal.getsignal(signal.SIGTERM) is before
 
 
@@ -50,5 +50,5 @@ def test_a_process_that_nobody_waits_for_leaves_at_once() -> None:
     with StopSignal(leaving=True) as stop:
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.wished
+        assert stop.received
         assert signal.getsignal(signal.SIGTERM) is before
