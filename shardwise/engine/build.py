@@ -27,9 +27,7 @@ from shardwise.engine.shard import (
 from shardwise.engine.stage_module import Staging
 from shardwise.engine.tensor_layout import Tensors
 from shardwise.engine.training import Build
-from shardwise.kernels.fused_linear import take_over
-from shardwise.kernels.matmul import fastest
-from shardwise.kernels.rms_norm import fused
+from shardwise.kernels.choice import kernels_of
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.hooks import Data, Pace
 from shardwise.parallel.data.staged_hooks import StagedUnits
@@ -50,7 +48,7 @@ class Laid:
 def lay_out(model: nn.Module, build: Build) -> Laid:
     """Lay `model` out, in place; called by all ranks of the world."""
     world, plan = build.world, build.plan
-    products, norm = fastest(world.device), fused(world.device)
+    kernels = kernels_of(build.kernels, world.device)
     how = Sharding(
         row=row_of(plan.row),
         shard=world.axis(plan.shard_axis or "none"),
@@ -59,28 +57,28 @@ def lay_out(model: nn.Module, build: Build) -> Laid:
         bucket_bytes=plan.bucket_bytes,
         fill=build.fill,
         device=world.device,
-        products=products,
+        products=kernels.products,
         least_unit_bytes=build.least_unit_bytes,
     )
     schedule, tensor_ranks = stage_module.schedule_of(plan), world.axis(tensor_parallel.AXIS).size
     if schedule is None:
         specs = units_of(model, how, tensor_ranks)
-        tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table)
+        tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table, kernels.products)
         recomputation.apply(model, build.recompute, world.device)
         units = shard(how, specs, tensors)
         data = hooked(model, how, units, Pace(ahead=build.prefetch, by_hand=False))
-        take_over(model, products, norm, data, sizes(units), several=plan.accumulate > 1)
+        kernels.install(model, data, sizes(units), several=plan.accumulate > 1)
         return Laid(how.axes, tensors, None, data, flats_of(units))
     at = stage_module.stages_of(model, build.starts, build.beside)
     specs = units_of(model, how, tensor_ranks, lambda spec: {at[name] for name, _ in spec.params})
     twins = stage_module.twin(model, world, plan, build.table)
     stage_module.agree(model, world.axis(stage_module.AXIS), world.device)
-    tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table)
+    tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table, kernels.products)
     recomputation.apply(model, build.recompute, world.device)
     staged = stage_module.lay_out(model, twins, world, schedule, build.starts, build.beside)
     units = shard(how, staged.here(specs), tensors, staged)
     data = _driven(model, how, units, staged, Pace(ahead=build.prefetch, by_hand=False))
-    take_over(model, products, norm, data, sizes(units), several=True)
+    kernels.install(model, data, sizes(units), several=True)
     model.register_forward_pre_hook(Hook(data, nothing))  # no copy of a part passes for the model
     return Laid(how.axes, tensors, staged, data, flats_of(units))
 

@@ -25,6 +25,7 @@ from shardwise.engine.shard import default_fill, layable
 from shardwise.engine.tensor_parallel import fitting
 from shardwise.engine.training import Build, Loss, Training
 from shardwise.engine.unwrap import no_pipe
+from shardwise.kernels.choice import CHOICES
 
 
 def parallelize(
@@ -46,6 +47,7 @@ def parallelize(
         prefetch: the number of units gathered ahead of their use.
         table: the styles of tensor parallelism (docs/tensor-tables.md).
         stages: the names of the modules that begin each stage except the first.
+        kernels: "auto", or "torch" for torch's own functions and autograd alone.
         beside: {"norm": "head"} for modules not called where they are defined (docs/stages.md).
 
     Raises:
@@ -81,8 +83,9 @@ def parallelize(
     training = Training(recipe, objective, tokens, clip, on_nonfinite, options["check_every"])
     consistency.require_same(world, _shared(model, plan, table, recipe, options))
     world = world.on(plan.mesh)
-    asked = options["units"], fill, options["prefetch"], table
-    build = Build(plan, world, *asked, begin, beside, options["least_unit_bytes"], recomputed)
+    asked = options["units"], fill, options["prefetch"], table, begin, beside
+    least, kernels = options["least_unit_bytes"], options["kernels"]
+    build = Build(plan, world, *asked, least, recomputed, kernels)
     return Engine(model, build, training)
 
 
@@ -100,12 +103,13 @@ DEFAULTS: dict[str, Any] = {
     "beside": None,
     "on_nonfinite": "raise",
     "check_every": consistency.CHECK_EVERY,
+    "kernels": "auto",
 }
 
 #: Options that must be equal on all ranks.  So must the seed, if weights are made from it.
 SHARED = (
     *("clip", "units", "least_unit_bytes", "prefetch", "stages", "beside"),
-    *("on_nonfinite", "check_every"),
+    *("on_nonfinite", "check_every", "kernels"),
 )
 
 
@@ -159,6 +163,9 @@ def settled_options(options: dict[str, Any]) -> dict[str, Any]:
     if options.get("on_nonfinite", "raise") not in ("raise", "skip"):
         what = f"on_nonfinite={validate.short_repr(options['on_nonfinite'])}"
         raise bad(what, "'raise' or 'skip'", 'on_nonfinite="skip"')
+    if (kernels := options.get("kernels", "auto")) not in CHOICES:
+        what = f"kernels={validate.short_repr(kernels)}"
+        raise bad(what, " or ".join(CHOICES), 'kernels="torch"')
     validate.integer("seed", options.get("seed", 0), 0, 0)
     validate.integer("prefetch", options.get("prefetch", 1), 0, 1)
     validate.integer("check_every", options.get("check_every", 1), 0, 1)

@@ -25,7 +25,7 @@ from shardwise.core.uneven import Cut
 from shardwise.engine import rng
 from shardwise.engine.tensor_layout import Tensors, nowhere
 from shardwise.engine.tensor_plan import shapes, table_of, without
-from shardwise.kernels.matmul import fastest
+from shardwise.kernels.matmul import BY_TORCH, Products
 from shardwise.parallel.tensor import embedding, linear, sequence
 from shardwise.parallel.tensor.cross_entropy import cross_entropy
 from shardwise.parallel.tensor.logits import Logits
@@ -52,13 +52,19 @@ def fitting(model: nn.Module, plan: Plan, given: Table | Mapping[str, str] | Non
     return table
 
 
-def lay_out(model: nn.Module, world: World, sp: bool, table: Table | None) -> Tensors:
+def lay_out(
+    model: nn.Module,
+    world: World,
+    sp: bool,
+    table: Table | None,
+    products: Products = BY_TORCH,
+) -> Tensors:
     """Cut `model` on the tensor axis of `world` as `table` says, in place."""
     axis = world.axis(AXIS)
     if table is None or axis.size == 1:
         return nowhere()
     _agree(model, axis)
-    tensors = Tensors(axis, linear.Stream(axis, sp, fastest(world.device)))
+    tensors = Tensors(axis, linear.Stream(axis, sp, products))
     known = shapes(model)
     styles = assign(table, list(known), sp)
     layout = _Layout(model, world, tensors)

@@ -77,6 +77,7 @@ class Build:
     beside            modules that are not called where they are defined (staged_model.py)
     least_unit_bytes  smaller units are merged with their neighbours; None: 2 MiB
     recompute         modules that are recomputed, and how (parallel/recompute/checkpointed.py)
+    kernels           "auto" or "torch" (kernels/choice.py)
     """
 
     plan: Plan
@@ -89,6 +90,7 @@ class Build:
     beside: dict[str, str] = field(default_factory=dict)
     least_unit_bytes: int | None = None
     recompute: dict[str, str] = field(default_factory=dict)
+    kernels: str = "auto"
 
 
 @dataclass(frozen=True)

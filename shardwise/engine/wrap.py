@@ -39,9 +39,7 @@ from shardwise.engine.shard import (
 )
 from shardwise.engine.state_dict import keep_keys
 from shardwise.engine.unwrap import no_pipe
-from shardwise.kernels.fused_linear import take_over
-from shardwise.kernels.matmul import fastest
-from shardwise.kernels.rms_norm import fused
+from shardwise.kernels.choice import kernels_of
 from shardwise.parallel.data.hooks import Pace
 from shardwise.parallel.data.wrap_policy import Rule
 
@@ -150,12 +148,12 @@ def _wrap(module: nn.Module, how: Sharding, world: World) -> nn.Module:
             p.data = p.data.to(world.device)
     for b in module.buffers():
         b.data = b.data.to(world.device)
-    products, fill = fastest(world.device), default_fill(module, 0)
-    how = replace(how, fill=fill, device=world.device, products=products)
+    kernels, fill = kernels_of("auto", world.device), default_fill(module, 0)
+    how = replace(how, fill=fill, device=world.device, products=kernels.products)
     pace = Pace(scale=1 / world.size)
     laid = shard(how, units_of(module, how))
     data = hooked(module, how, laid, pace)
-    data.handles += take_over(module, products, fused(world.device), data, sizes(laid))
+    data.handles += kernels.install(module, data, sizes(laid))
     data.handles += keep_keys(module, data, flats_of(laid))
     if how.shard.size > 1:
         data.units.rest()

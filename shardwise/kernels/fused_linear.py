@@ -21,7 +21,7 @@ functions go autograd's way, as do small norms and matrices; of matrices one who
 else looks at too, `torch.autograd.grad`, and gradients that are differentiated in turn.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -32,23 +32,12 @@ from torch.nn.modules import module as modules
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.core.hook import Hook
+from shardwise.kernels.matmul import Products
+from shardwise.kernels.rms_norm import Norm
 
 #: Elements of a table, or of what is normalised, from which on it is worth it: below, the node
 #: costs more than it saves.
 LEAST = 2**16
-
-Norm = Callable[[Tensor, Tensor, float], Tensor]  # rms_norm.py
-
-
-class Products(Protocol):
-    """How matrices are multiplied, outside of autograd (matmul.py)."""
-
-    @property
-    def linear(self) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]: ...
-    @property
-    def multiply(self) -> Callable[[Tensor, Tensor], Tensor]: ...
-    @property
-    def least(self) -> int: ...
 
 
 class Sink(Protocol):

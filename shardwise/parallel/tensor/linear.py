@@ -20,7 +20,7 @@ and what comes out, ahead of the user's.  (Shoeybi et al., "Megatron-LM", arXiv 
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,15 +42,7 @@ from shardwise.core.layout import I, P, Placement, R, S
 from shardwise.core.lengths import Lengths
 from shardwise.core.model_spec import Crossing
 from shardwise.core.uneven import Cut
-
-
-class Products(Protocol):
-    """How matrices are multiplied, outside of autograd (matmul.py)."""
-
-    @property
-    def linear(self) -> Callable[[Tensor, Tensor, Tensor | None], Tensor]: ...
-    @property
-    def add(self) -> Callable[[Tensor, Tensor, Tensor, float, float], object]: ...
+from shardwise.kernels.matmul import Products
 
 
 class Stream:

@@ -6,22 +6,13 @@ added once, to the whole.  As in linear.py, hooks do it, ahead of the user's.
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.core.uneven import Cut
-
-
-class Stream(Protocol):
-    """Where the residual stream lives (linear.py)."""
-
-    def leave(self, y: Tensor, fresh: bool = True) -> Tensor: ...
-    def join(self, x: Tensor, cut: Cut) -> Tensor: ...
-    def take(self, x: Tensor, cut: Cut) -> Tensor: ...
-    def gather(self, x: Tensor) -> Tensor: ...
-    def spread(self, x: Tensor) -> Tensor: ...
+from shardwise.parallel.tensor.linear import Stream
 
 
 def rows(module: nn.Module, stream: Stream, fresh: bool) -> None:
