@@ -1,4 +1,4 @@
-"""this file is the bytes an engine keeps between steps, by category: measured and predicted."""
+"""The bytes that an engine keeps between steps, by category: measured and predicted."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any

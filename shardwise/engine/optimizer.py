@@ -1,6 +1,6 @@
-"""this file is the optimizer over shards: any elementwise torch.optim class on this rank's pieces.
+"""The optimizer over shards: any elementwise torch.optim class on this rank's pieces.
 
-    fp32, fp64    the class steps on the user's own parameters at rest (pieces, see flat.py)
+    fp32, fp64    the class steps on the user's own parameters at rest (flat_parameter.py)
     bf16, fp16    it steps on fp32 masters of the pieces, one unit at a time:
                       master.grad = p.grad in fp32;  step;  p = master in 16 bits
                   so that a parameter costs 2 (weight) + 2 (gradient) + 12 (master, two moments)

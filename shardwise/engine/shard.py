@@ -1,4 +1,4 @@
-"""this file is how a model's parameters become units under a row: chosen, laid flat, hooked."""
+"""A model's parameters become units of flat parameters, with hooks that gather and reduce them."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""this file is an engine as numbers: its model's shape and its optimizer's, for predictions."""
+"""The shapes of an engine's model and optimizer, for the formulas of bytes and memory."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,7 @@
-"""this file is how a model's buffers stay those of rank 0 on every data rank.
+"""Buffers: those of rank 0 are copied to every data rank.
 
-Every training forward begins with rank 0's buffers, as under DDP: all of them, in one message, for
-no rank can know whether another has changed one.  A model without buffers sends nothing.
+Every training forward begins with rank 0's buffers, as under DDP: all of them, in one message,
+because no rank knows whether another has changed one.  A model without buffers sends nothing.
 """
 
 from collections.abc import Sequence

@@ -2,9 +2,10 @@
 
 Which parameters had a gradient on any rank decides what is updated on all of them.
 
-Beside them each tells a mark of what it has done: how many steps it has ended, and which units it
-has gathered, in which order.  Ranks that gather other units take one's weights for another's, for
-blocks are alike; one that went on after an error of its own is a step ahead.  Nothing else tells.
+Each rank also sends a checksum of what it has done: how many steps it has ended, and which units
+it has gathered, in which order.  If ranks gather units in different orders, they compute with the
+wrong weights and no shape error is raised; a rank that went on after an error of its own is a step
+ahead.  Only this checksum detects it.
 """
 
 import math

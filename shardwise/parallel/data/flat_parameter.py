@@ -145,8 +145,12 @@ class Flat:
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """Each parameter's place in `flat`, in its own shape."""
-        places = zip(self.plan.offsets, self.shapes, strict=True)
-        return [flat[offset : offset + shape.numel()].view(shape) for offset, shape in places]
+        return [self.view(flat, index) for index in range(len(self.params))]
+
+    def view(self, flat: Tensor, index: int) -> Tensor:
+        """The place of parameter `index` in `flat`, in its own shape."""
+        offset, shape = self.plan.offsets[index], self.shapes[index]
+        return flat[offset : offset + shape.numel()].view(shape)
 
     def point_at(self, full: Tensor) -> None:
         """Parameters are what is in `full`, which is laid out like the own one."""
@@ -352,7 +356,7 @@ class Flat:
     def _shown_piece(self, index: int) -> Tensor:
         """The gradient of parameter `index` at rest."""
         assert self.gshard is not None
-        return self.piece(index, self.gshard) if self.split else self.views(self.gshard)[index]
+        return self.piece(index, self.gshard) if self.split else self.view(self.gshard, index)
 
     def hide_grads(self) -> None:
         """Before a backward pass: take the pieces back; what the user has dropped is dropped.

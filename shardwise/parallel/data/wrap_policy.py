@@ -1,4 +1,4 @@
-"""this file is the choice of units: which parameters are gathered, freed and reduced together.
+"""The wrap policy chooses the units: which parameters are gathered, freed and reduced together.
 
     embed | blocks.0 | blocks.1 | ... | norm head        a unit between two bars
 
