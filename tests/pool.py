@@ -36,7 +36,7 @@ def run_threads(ranks: int, function: Callable[..., Any], *args: Any) -> list[An
 def _serve(rank: int, ranks: int, port: int, inbox: Any, outbox: Any) -> None:
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
-    patience = timedelta(seconds=60)
+    patience = timedelta(seconds=180)
     dist.init_process_group(
         "gloo", init_method=address, rank=rank, world_size=ranks, timeout=patience
     )
@@ -83,7 +83,7 @@ class Pool:
         results: list[Any] = [None] * len(self.inboxes)
         failures: list[tuple[int, str]] = []
         for _ in self.inboxes:
-            rank, good, value = self.outbox.get(timeout=180)
+            rank, good, value = self.outbox.get(timeout=400)
             results[rank] = value
             if not good:
                 failures.append((rank, value))

@@ -7,7 +7,7 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import filesystem
 
-from shardwise.comm import call_stack
+from shardwise.comm import call_stack, hang_detector
 from shardwise.comm.launch import spawn
 from shardwise.comm.move import all_reduce
 from shardwise.comm.world import init
@@ -34,6 +34,7 @@ def test_a_rank_that_waits_for_one_that_is_done_is_told(closes: bool):
 
 def wait_for_each_other() -> None:
     """Rank 0 comes to one kind of collective, rank 1 to another."""
+    hang_detector._MORE_POLLS = 8  # 4 s
     world = init("cpu")
     if world.rank:
         world.everyone.behind.all_reduce(torch.ones(1)).wait()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.train.cli import main
+from shardwise.verify import memory
 from shardwise.verify.command import verify, verify_command
 from shardwise.verify.finding import Finding
 from shardwise.verify.limits import batch_norm_note, dropout_note, without_dropout
@@ -49,11 +51,22 @@ def test_plans_hold(plan: str):
     assert found.holds and found.first_difference is None
 
 
+def prove_shortly(world: World, plan: Plan, model: str) -> Finding:
+    """Two steps, and memory after one: of more steps the plans above tell."""
+    with patch.object(memory, "READ_AFTER", (1,)):
+        return prove(world, plan, model, 2)
+
+
+def shortly(plan: str, model: str) -> Report:
+    read = Plan.parse(plan)
+    return report(read, model, run_gloo(read.size, prove_shortly, read, model))
+
+
 @pytest.mark.parametrize("model", ["gpt2", "llama", "bert", "mistral", "qwen3", "t5"])
 def test_models_of_transformers_hold(model: str):
     """Tied embeddings, encoders, decoders: sharded, they are what one process computes."""
     pytest.importorskip("transformers")
-    assert on_gloo("dp2 zero3 fp64", f"hf:{model}").holds
+    assert shortly("dp2 zero3 fp64", f"hf:{model}").holds
 
 
 TENSOR = ["gpt2", "llama", "qwen3", "mistral", "gemma2", "phi3", "mixtral", "qwen3_moe"]
@@ -64,7 +77,7 @@ TENSOR = ["gpt2", "llama", "qwen3", "mistral", "gemma2", "phi3", "mixtral", "qwe
 def test_models_of_transformers_hold_on_the_tensor_axis(model: str, plan: str):
     """By the plan of their configuration, or our table; of mixtures the attention is cut."""
     pytest.importorskip("transformers")
-    found = on_gloo(plan, f"hf:{model}")
+    found = shortly(plan, f"hf:{model}")
     assert found.holds and found.sent["counted"]["tp all_reduce"] > 0
 
 
