@@ -1,4 +1,4 @@
-"""The training that asynchronous pipelines are compared with: one process, the same stale weights.
+"""The oracle of asynchronous pipelines: training in one process with the same stale weights.
 
     for each microbatch i, of all data ranks together, in order:
         w[s] = version[s][rule(s, i)]              of every stage s
@@ -9,9 +9,8 @@
     PipeDream       1         max(0, i - (p-1-s))      SOSP 2019, section 3.3
     2BW             m         max(0, i // m - 1)       arXiv 2006.09503, section 3.1
 
-There is no rank, no message, no schedule and no buffer here: each version is a tensor of its own,
-and a microbatch goes forward and backward at once. Like oracle.py this file imports nothing else of
-the package.
+It has no ranks, messages, schedules or buffers: each version is a separate tensor, and forward and
+backward of a microbatch run at once. Like oracle.py it imports nothing else of the package.
 """
 
 from collections.abc import Callable, Mapping

@@ -1,4 +1,4 @@
-"""`shardwise verify PLAN`: a plan proved on a model, with what was found as a table or as JSON.
+"""The command `shardwise verify PLAN`: proves a plan on a model, and prints a table or JSON.
 
 A plan without a precision runs in fp64. It holds when, on every rank,
 

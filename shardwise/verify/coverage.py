@@ -1,12 +1,12 @@
-"""Whether what all ranks show covers every tensor: each element once in every replica.
+"""Coverage: the ranks together must compare each element of every tensor once in every replica.
 
     dp2 zero3       rank 0  [======    ]    rank 1  [      ====]      one replica, in two pieces
     dp2             rank 0  [==========]    rank 1  [==========]      two replicas
 
-A rank compares only what it shows, so one that shows nothing would always be right. How many
-replicas there must be follows from the plan: data ranks that do not shard each have one. Along the
-tensor axis a parameter is either cut, and then all ranks of it together hold it, or each of them
-holds all of it. Numbers without dims (an optimizer's count of steps) are looked at in replica 0.
+A rank compares only the tensors it reports, so a rank that reported nothing would always pass. The
+number of replicas follows from the plan: data ranks that do not shard have one each. Along the
+tensor axis a parameter is either sharded over all ranks or replicated on each. 0-d tensors (an
+optimizer's step count) are checked in replica 0 only.
 """
 
 from collections import defaultdict

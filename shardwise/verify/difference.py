@@ -1,4 +1,4 @@
-"""How far what a rank holds is from what one process has, tensor by tensor.
+"""The errors of a rank's tensors against the oracle's, tensor by tensor.
 
     fp64, fp32    max |a - b| / max |b|, of the whole tensor b: every element counts
     bf16, fp16    sums of squares, which rounding.py judges

@@ -1,4 +1,4 @@
-"""What one rank found when a plan was proved, as values that travel to the process that reports."""
+"""The results of a proof on one rank, as values that are sent to the reporting process."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -1,14 +1,13 @@
-"""Memory over ten steps: what is alive after them, found by its storages, is accounted for.
+"""Memory over ten steps: every live storage must belong to a category with the predicted bytes.
 
-An engine of the plan is built, makes ten steps and evaluates once, all of it followed by
-engine/live.py.  After the third step and after the tenth
+An engine of the plan is built, makes ten steps and evaluates once, tracked by engine/live.py.
+After the third and the tenth step these are compared:
 
-    theory    each category has the bytes of its formula, and nothing is alive that is in none
-    read      the sizes of the storages that are alive
+    theory    the bytes of each category by its formula, and no live storage outside a category
+    read      the sizes of the live storages
 
-A model may keep activations itself, as attributes of its modules (`self.seen = x`).  What the
-model of the one process keeps under the same names is its own, and is taken away before the
-reading.
+A model may keep activations in attributes of its modules (`self.seen = x`).  Those that the model
+also keeps in one process are removed before the comparison.
 """
 
 import gc
@@ -26,7 +25,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.live import Live, Stray
 
 READ_AFTER: Final = (3, 10)
-_LOOK_S: Final = 10.0  # a look of a look-out, on a busy machine
+_DETECTOR_S: Final = 10.0  # time in which the hang detector releases frames, on a busy machine
 
 
 @dataclass(frozen=True)
@@ -95,12 +94,12 @@ def _restore(model: nn.Module, built: Attributes, own: Collection[tuple[str, str
 
 
 def _left(engine: Engine, live: Live) -> list[Stray]:
-    """What is alive in no category, once nobody looks at the calls of the step any more.
+    """The live storages of no category, once the hang detector holds no frame of the step.
 
-    While a rank's look-out (comm/hang_detector.py) looks at the calls that the program is in, it
-    keeps the values in them alive, also if they return meanwhile.  A rank in a thread has none.
+    While a rank's hang detector (comm/hang_detector.py) reads the call stack, it keeps local
+    variables of those calls alive.  A rank in a thread has no detector.
     """
-    ends = time.monotonic() + _LOOK_S
+    ends = time.monotonic() + _DETECTOR_S
     while True:
         gc.collect()  # what only a cycle keeps is not kept
         left = live.unaccounted(engine)

@@ -1,4 +1,4 @@
-"""What a proof may be told beside the plan: units, and the table of the tensor axis."""
+"""The options of a proof besides the plan: units, and the table of tensor parallelism."""
 
 import json
 import tomllib

@@ -1,4 +1,4 @@
-"""The training that a parallel run is compared with: one process, the global batch, plain PyTorch.
+"""The oracle: training in one process on the global batch, in plain PyTorch.
 
     loss = loss(model, batch)                  the mean over the tokens of the global batch
     (loss * share * scale).backward()          share = tokens / 2^k, between 1/2 and 1
@@ -6,17 +6,16 @@
     clip_grad_norm_(parameters, clip)
     optimizer.step()                           a class of torch.optim
 
-This file imports nothing of the package, so it shares no mistake with the engine it judges.
+It imports nothing of the package, so it cannot share a mistake with the engine.
 
-fp64 and fp32 models are trained as they are. A model of 16 bits computes in 16 bits and has fp32
-masters: gradients are converted to fp32 before they are unscaled and clipped, the optimizer updates
-the masters, and the weights are the masters rounded to 16 bits (Micikevicius et al., arXiv
-1710.03740, section 3). Buffers are fp64 beside fp64 weights, and otherwise as the model has them.
+fp64 and fp32 models are trained directly. A 16-bit model computes in 16 bits and has fp32 masters:
+gradients are converted to fp32 before they are unscaled and clipped, the optimizer updates the
+masters, and the weights are the masters rounded to 16 bits (Micikevicius et al., arXiv 1710.03740,
+section 3). With fp64 weights, buffers are converted to fp64 too.
 
-A loss that a model computes in fewer digits than its weights have (fp32 inside fp64) is rounded
-differently when it is scaled, unless the factors agree up to a power of two. Dividing the sum over
-the tokens by a power of two makes the factor of a token one that does not depend on how the batch
-is divided.
+A loss that a model computes in lower precision than its weights (fp32 inside fp64) is rounded
+differently when it is scaled, unless the scales differ by a power of two. Dividing the sum over the
+tokens by a power of two makes a token's factor independent of how the batch is divided.
 """
 
 import math
@@ -35,11 +34,12 @@ HALF = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained, and how.
+    """A training task.
 
-    `loss(model, batch)` is the mean over the batch's tokens, of which there are `tokens(batch)`;
-    `optimizer` makes one of torch's optimizers from parameters by name. `start` is the dtype that
-    initial weights and batches are rounded to, where it is not the dtype of the training.
+    loss       loss(model, batch) is the mean over the batch's tokens
+    tokens     tokens(batch) is their number
+    optimizer  makes a torch optimizer from parameters by name
+    start      initial weights and batches are first rounded to this dtype; None: no rounding
     """
 
     loss: Callable[[nn.Module, Any], Tensor]
@@ -59,8 +59,8 @@ class Task:
 class Weights:
     """A model's trained parameters in one dtype, and the optimizer that updates them.
 
-    `masters` are what is updated: fp32 copies of 16-bit parameters, and otherwise the parameters,
-    or copies of them where the model is to keep `old` values until it is given new ones.
+    The optimizer updates `masters`: fp32 copies of 16-bit parameters, otherwise the parameters
+    themselves. With `old` they are always copies, so that the model keeps its old values.
     """
 
     def __init__(self, model: nn.Module, task: Task, dtype: torch.dtype, old: bool = False) -> None:

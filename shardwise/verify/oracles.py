@@ -1,8 +1,8 @@
-"""The oracles of a plan: which of them, in which precision, and what they are made with.
+"""The oracles of a plan, chosen by its precision and schedule.
 
-fp64, fp32        one, in that precision
-bf16, fp16        two that begin with the same rounded weights: in fp64, and in 16 bits
-pipedream, 2bw    the same of the asynchronous oracle, which needs each parameter's stage
+fp64, fp32        one oracle in that precision
+bf16, fp16        two with the same rounded initial weights: in fp64, and in 16 bits
+pipedream, 2bw    the same, with the asynchronous oracle, which needs each parameter's stage
 """
 
 from collections.abc import Callable, Mapping
@@ -30,9 +30,9 @@ ASYNCHRONOUS: Final = ("pipedream", "2bw")
 
 @dataclass(frozen=True)
 class Oracles:
-    """What a run is compared with: `exact`, and in 16 bits also `alone` in the same precision.
+    """The oracles of a run: `exact`, and in 16 bits also `alone`, in the same precision.
 
-    `start` has the weights that all of them begin with, where only their change is compared.
+    `start` are the common initial weights, in 16 bits, where only their change is compared.
     """
 
     exact: Oracle | AsyncOracle
@@ -41,7 +41,7 @@ class Oracles:
 
     @property
     def every(self) -> tuple[Oracle | AsyncOracle, ...]:
-        """All there are, the exact one first."""
+        """All oracles, the exact one first."""
         return (self.exact,) if self.alone is None else (self.exact, self.alone)
 
     @property
@@ -80,12 +80,12 @@ def oracles_of(
 
 
 def is_asynchronous(plan: Plan) -> bool:
-    """Whether the plan's schedule updates while microbatches are under way."""
+    """Whether the plan's schedule updates while microbatches are in flight."""
     return (plan.pipeline or "").partition(":")[0] in ASYNCHRONOUS
 
 
 def staleness_of(model: nn.Module, plan: Plan, starts: tuple[str, ...] | None) -> Staleness:
-    """The order of an asynchronous plan, by the rule of its paper."""
+    """The staleness of an asynchronous plan, by the rule of its paper."""
     ranks = plan.mesh.size_of("pp")
     name, numbers = allowed(plan.pipeline or "", ranks)
     at = stage_module.stages_of(model, stage_module.fitting(model, plan, starts))

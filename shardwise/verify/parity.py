@@ -1,24 +1,23 @@
-"""What one rank finds when a plan is proved: its own pieces beside the same model trained whole.
+"""Parity: one rank's comparison of its shards with the same model trained in plain PyTorch.
 
-Every rank trains the model twice, on the same global batches: once as the plan says, on its share
-of them, and once in plain PyTorch, on all of them (oracle.py). It compares what it holds itself:
+Every rank trains the model twice on the same global batches: under the plan on its share of the
+rows, and in plain PyTorch on all of them (oracle.py). It compares its own shards:
 
     loss           of every step
-    gradients      its pieces, as the update used them, of every step; where the schedule updates
-                   by itself, those of its last update
-    weights        after the last step; in 16 bits by how much they have changed
+    gradients      of every step, as the update used them; of the last update if the schedule is
+                   asynchronous
+    weights        after the last step; in 16 bits their change
     optimizer      its state after the last step
     evaluation     the loss of one more batch in eval mode
     outputs        what the model returns for a few rows, gathered
-    after loading  all but the last two once more, after a step of a new engine that loaded what
-                   this one saved
+    after loading  all but the last two again, after a step of a new engine that loaded a checkpoint
+                   of this one
 
-The optimizer is AdamW with options that are nobody's defaults, so that none can be left out unseen.
-Its weight decay changes weights by 1e-4 of themselves in a step. Its epsilon makes the update a
-smooth function of the gradient: with the usual 1e-8 the sign of a gradient that is zero but for
-rounding would be a whole step; in 16 bits, where every gradient is rounded, the epsilon is larger.
-Gradients are clipped to between a quarter and a half of the norm of the first; after loading to
-much more than it, so that nothing is clipped.
+The optimizer is AdamW with non-default options, so that a forgotten option shows. Its epsilon makes
+the update a smooth function of the gradient: with the usual 1e-8, a gradient that is zero except
+for rounding would cause a full step. In 16 bits every gradient is rounded, and epsilon is larger.
+Gradients are clipped to between a quarter and a half of the first norm; after loading, the bound is
+so large that nothing is clipped.
 """
 
 import math
@@ -60,15 +59,14 @@ RECIPE_16: Final = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-2, weight_decay=0.1)
 ROWS, ROWS_16 = 2, 8
 #: A loss scale at which every gradient in fp16 overflows, and the loss in fp32 does not.
 OVERFLOW: Final = 2.0**100
-#: Torch's own generator, of which threads have one: a model may draw its weights from it, and
-#: numbers in its forward.
+#: Ranks in threads share torch's global generator, which a model may use in __init__ and forward.
 BUILDING: Final = Lock()
 
 
 def prove(
     world: World, plan: Plan, model: str, steps: int, options: Options | None = None
 ) -> Finding:
-    """Train the model named `model` by `plan` and alone, and compare. Called by all ranks."""
+    """Train `model` under `plan` and in one process, and compare. All ranks must call it."""
     options = options or Options()
     with BUILDING:
         trainable = without_dropout(find(model))
@@ -93,7 +91,7 @@ def _with_memory(
     live: Live,
     own: Collection[tuple[str, str]],
 ) -> Finding:
-    """`found`, and the memory of ten steps of an engine of their own, built under `live`."""
+    """Add the memory of ten steps of a second engine, built under `live`."""
     rows = ROWS * engine.data_ranks * engine.microbatches
 
     def batch(step: int) -> Any:
@@ -116,7 +114,7 @@ def engine_of(
     options: Options | None = None,
     live: Live | None = None,
 ) -> Engine:
-    """The engine that a proof trains with; `live` follows the memory that it makes."""
+    """The engine of a proof; `live` tracks its memory."""
     options = options or Options()
     with BUILDING:
         model = trainable.build()
@@ -145,7 +143,7 @@ def asked(trainable: Trainable, plan: Plan, options: Options) -> dict[str, Any]:
 
 
 def alone_of(trainable: Trainable, plan: Plan, device: torch.device) -> Oracles:
-    """The same training in one process, with stale weights where the plan is asynchronous."""
+    """The oracles: the same training in one process."""
     of = recipe_of(plan), trainable.loss, trainable.tokens
     return oracles_of(lambda: trainable.build(device), plan, *of)
 
@@ -156,9 +154,9 @@ def recipe_of(plan: Plan) -> OptimizerSpec:
 
 
 def clip_of(oracles: Oracles, trainable: Trainable, device: torch.device) -> float | None:
-    """A bound that the first gradients exceed by two to four times: a power of two.
+    """A power of two that the norm of the first gradients exceeds two to four times.
 
-    None for a model whose gradients are all zero.
+    None if all gradients are zero.
     """
     assert isinstance(oracles.exact, Oracle)
     exact, batch = oracles.exact, trainable.batch(ROWS, SEED, device)
@@ -169,7 +167,7 @@ def clip_of(oracles: Oracles, trainable: Trainable, device: torch.device) -> flo
 
 @dataclass
 class Comparison:
-    """A run beside its oracles: what was found so far."""
+    """The comparison of a run with its oracles so far."""
 
     oracles: Oracles
     batch: Callable[[int, int, torch.device], Any]
@@ -179,7 +177,7 @@ class Comparison:
     sent: dict[Key, Tally] = field(default_factory=dict)  # in the steps so far
 
     def step(self, engine: Engine, step: int, first: bool) -> None:
-        """Train both on a new batch; ranks hold unequal numbers of rows in every second step."""
+        """Train all on a new batch; in every second step ranks have unequal numbers of rows."""
         whole = self.rows_for(engine, step)
         own, clip = share(whole, engine), engine.training.clip
         mine = _drawn(step, lambda: engine.step(own))
@@ -194,7 +192,7 @@ class Comparison:
             self.tensors("gradients", engine.gradients(), lambda o: o.weights.used)
 
     def overflow(self, engine: Engine) -> None:
-        """In fp16: a step whose gradient overflows is skipped, and changes no weight."""
+        """Check in fp16 that a step whose gradient overflows is skipped and changes no weight."""
         before = [box.tensor.clone() for box in engine.boxes()]
         engine.scale.value = OVERFLOW
         skipped = engine.step(share(self.rows_for(engine, 0), engine)).skipped
@@ -215,7 +213,7 @@ class Comparison:
         self.errors.append(scalar(kind, name, found, of_oracles[0], alone, self.oracles.unit))
 
     def tensors(self, kind: str, boxes: list[Box], of: Callable[[Any], Any]) -> None:
-        """Compare boxes with what `of` gives of each oracle."""
+        """Compare boxes with the tensors `of(oracle)` of each oracle."""
         exact, *more = [of(oracle) for oracle in self.oracles.every]
         start = self.oracles.start if kind == "weights" else None
         expected = Expected(exact, more[0] if more else None, start)
@@ -229,12 +227,12 @@ class Comparison:
         weights = [box for box in boxes if box.name.startswith("model/")]
         self.tensors("weights", weights, lambda o: o.weights.values())
         moments = [box for box in boxes if box.name.startswith("optim/")]
-        # of a parameter that never had a gradient, made for a checkpoint
+        # zeros, for a parameter that never had a gradient
         none = {box.name.partition("/")[2]: torch.zeros(box.shape) for box in moments}
         self.tensors("optimizer", moments, lambda o: none | o.weights.state())
 
     def looks(self, engine: Engine, step: int) -> None:
-        """Compare the loss of a batch that is not trained on, and what the model returns."""
+        """Compare the loss and the outputs of another batch in eval mode."""
         whole = self.rows_for(engine, step)
         loss, _ = _drawn(step, lambda: engine.evaluate(share(whole, engine)))
 
@@ -261,10 +259,9 @@ def compare(
     steps: int,
     fresh: Callable[[], Engine] | None = None,
 ) -> Finding:
-    """Train both on `batch(rows, seed, device)`, a new one each step, and compare.
+    """Train the engine and its oracles on `batch(rows, seed, device)`, and compare.
 
-    `fresh()` makes another engine of the same plan, which loads what this one saves; without it
-    nothing is saved.
+    `fresh()` makes another engine of the same plan, which loads a checkpoint of this one.
     """
     so_far, before = Comparison(oracles, batch, [], []), ours.ledger.copy()
     for step in range(steps):
@@ -300,7 +297,7 @@ def compare(
 
 
 def whole_of(oracle: Oracle | AsyncOracle) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Names and shapes of all that ranks must show, as in the names of boxes."""
+    """The names and shapes of all tensors that the ranks together must compare."""
     every = {
         "model": oracle.weights.values(),
         "grad": oracle.weights.masters,
@@ -314,7 +311,7 @@ def whole_of(oracle: Oracle | AsyncOracle) -> tuple[tuple[str, tuple[int, ...]],
 
 
 def returned(oracle: Oracle | AsyncOracle, model: nn.Module, batch: Any) -> Tensor:
-    """The first tensor that `model` returns in its loss; the loss where it returns none."""
+    """The first tensor that `model` returns in its loss; the loss itself if there is none."""
     seen: list[Tensor] = []
 
     def note(_module: nn.Module, _args: Any, found: Any) -> None:
@@ -331,7 +328,7 @@ def returned(oracle: Oracle | AsyncOracle, model: nn.Module, batch: Any) -> Tens
 
 
 def _named(found: Errors | Parts, kind: str) -> Errors | Parts:
-    """The same errors under another kind; their names begin with what they were."""
+    """The same errors under another kind, with the old kind in their names."""
     what = {"gradients": "gradient of ", "weights": "weight ", "optimizer": "optimizer "}
     before = what.get(found.kind, "")
     if isinstance(found, Errors):
@@ -340,13 +337,13 @@ def _named(found: Errors | Parts, kind: str) -> Errors | Parts:
 
 
 def _drawn(step: int, act: Callable[[], Any]) -> Any:
-    """A step in which a model that draws numbers draws those of the other's step."""
+    """Call `act` with torch's generator seeded by the step, so that both runs draw the same."""
     torch.manual_seed(SEED + step)
     return act()
 
 
 def share(whole: Any, engine: Engine) -> Any:
-    """This rank's rows of a global batch: the first ranks have one more where it is uneven."""
+    """This rank's rows of a global batch; the first ranks have one more if it is uneven."""
     n, rank = engine.data_ranks, engine.data_rank
     return pytree.tree_map_only(Tensor, lambda x: x.tensor_split(n)[rank], whole)
 

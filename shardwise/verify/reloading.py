@@ -1,4 +1,4 @@
-"""A run that goes on in another engine, from what the first one saved."""
+"""Saving a run's checkpoint and loading it into another engine."""
 
 import shutil
 import tempfile

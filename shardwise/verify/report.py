@@ -1,4 +1,4 @@
-"""What all ranks found, as one report: whether a plan holds, as a table or as JSON.
+"""The report of a proof over all ranks, as a table or JSON.
 
     errors    the largest of each kind, and its bound
     bytes     theory    by the formulas of predict/, from the model's shapes and the plan alone

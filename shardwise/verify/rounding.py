@@ -1,4 +1,4 @@
-"""The proof of a run in 16 bits: its error may be at most 1.5 times that of one process.
+"""The bound for 16-bit runs: an error of at most 1.5 times that of one process.
 
 Both errors are taken against a run in fp64 that begins with the same rounded weights: what is
 compared is not how far the two 16-bit runs are apart, but how far each is from what is true. A

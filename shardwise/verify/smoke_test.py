@@ -1,7 +1,7 @@
-"""One step of a model before its proof, in this process alone.
+"""The smoke test: one training step of a model in this process, before ranks start.
 
-A model of the user's own may fail anywhere between its first layer and its loss. Here it fails
-once, with the line of the user's file, and not in every rank at once.
+A user's model may fail anywhere. Here it fails once, with the line of the user's file, instead of
+on every rank.
 """
 
 import traceback
@@ -22,11 +22,10 @@ ROWS = 2  # normalisation over a batch asks for more than one
 
 
 def smoke_test(model: str, plan: Plan, options: Options | None = None) -> nn.Module:
-    """The model named `model`, which has trained one step in the plan's precision.
+    """Train `model` for one step in the plan's precision, and return it.
 
-    Raises InputError for a name that is none, for a model that cannot be trained, and for one that
-    cannot be cut into the plan's stages, or whose table does not fit its tensor ranks; for units
-    that fit none of its modules.
+    Raises InputError for an unknown name, a model that cannot be trained or divided into the plan's
+    stages, a table that does not fit the tensor ranks, and units that match no module.
     """
     found, options = _trained(model, plan), options or Options()
     choose(found, options.units)

@@ -1,4 +1,4 @@
-"""`verify --wire`: the bytes of a plan's steps as the kernel counts them on the network interface.
+"""`verify --wire`: compares the bytes of a plan's steps with the kernel's interface counters.
 
 The ranks run once more, with shared memory switched off, so that every message goes through gloo
 and TCP over the loopback interface: in a network namespace of their own where the system permits
