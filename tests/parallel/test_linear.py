@@ -13,9 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
-from shardwise.engine import build as layout
-from shardwise.engine import tensor_parallel
 from shardwise.engine.shard import drivers
+from shardwise.kernels import choice
 from shardwise.kernels.fused_linear import take_over
 from shardwise.kernels.matmul import BY_TORCH, Products
 from shardwise.parallel.data.flat_parameter import Flat
@@ -374,8 +373,7 @@ def test_plans_of_fp32_take_the_faster_library(
 ):
     """How often each rank asks it, in a step."""
     library = Library()
-    for module in (layout, tensor_parallel):
-        monkeypatch.setattr(module, "fastest", lambda _: library.products)
+    monkeypatch.setattr(choice, "fastest", lambda _: library.products)
     assert run_threads(len(asked), asking, plan, library) == asked
 
 
