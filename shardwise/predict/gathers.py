@@ -13,8 +13,9 @@ nothing for the unit used last and for those that enclose others, which are whol
 embeddings, whose backward does not read the weights. (FSDP, arXiv 2304.11277, section 3.)
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shardwise.core.model_spec import ModelPass, UnitModules
 
@@ -51,12 +52,16 @@ class _Pass:
             self.whole.discard(before)
 
 
-def gathers(units: Sequence[UnitModules], run: ModelPass) -> list[tuple[int, int]]:
-    """For each unit, how often a step gathers it in forward and in backward, of one microbatch.
+class Order(NamedTuple):
+    """The units in the order in which they are gathered, and those whose output has a gradient."""
 
-    All of `units` are sharded: their parameters are whole only while they are used.
-    """
-    at = {name: number for number, unit in enumerate(units) for name in unit.modules}
+    path: tuple[int, ...]
+    reached: frozenset[int]
+
+
+def order_of(units: Sequence[UnitModules], run: ModelPass, members: Collection[int]) -> Order:
+    """The order in which a forward pass gathers `members`, by their places in `units`."""
+    at = {name: number for number in members for name in units[number].modules}
     now, reached = _Pass(units), set[int]()
     for call in run.calls:
         unit = None if call.recomputed else at.get(call.module)
@@ -68,9 +73,18 @@ def gathers(units: Sequence[UnitModules], run: ModelPass) -> list[tuple[int, int
             now.end(unit, call.module)
             if any(run.values[value].trained for value in call.values):
                 reached.add(unit)
-    last = now.path[-1] if now.path else None
+    return Order(tuple(now.path), frozenset(reached))
+
+
+def gathers(units: Sequence[UnitModules], run: ModelPass) -> list[tuple[int, int]]:
+    """For each unit, how often a step gathers it in forward and in backward, of one microbatch.
+
+    All of `units` are sharded: their parameters are whole only while they are used.
+    """
+    path, reached = order_of(units, run, range(len(units)))
+    last = path[-1] if path else None
     again = [
         number in reached and number != last and not (unit.encloses or unit.looks_up)
         for number, unit in enumerate(units)
     ]
-    return [(now.path.count(number), int(twice)) for number, twice in enumerate(again)]
+    return [(path.count(number), int(twice)) for number, twice in enumerate(again)]

@@ -1,34 +1,39 @@
 """What one rank of a plan holds of a model, from the whole model as numbers.
 
 axis pp    the parameters and buffers of the rank's stages; tied ones are on several ranks
-axis dp    a share of each unit, and how often the unit is gathered (gathers.py, or the schedule)
+axis dp    a share of each unit, and how often the unit is gathered (gathers.py; unit_gathers.py)
 """
 
 from dataclasses import replace
 
 from shardwise.core.layout import R
-from shardwise.core.model_spec import ModelShape, ModelSpec, ParamShape, StageSpec, UnitShape
+from shardwise.core.model_spec import (
+    ModelShape,
+    ModelSpec,
+    ParamShape,
+    StageSpec,
+    UnitModules,
+    UnitShape,
+)
 from shardwise.core.param_layout import AxisLayout
 from shardwise.core.plan import Plan
 from shardwise.core.schedule.library import build
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.memory import peaks, sizes
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.core.zero import row_of
-from shardwise.predict.gathers import gathers
+from shardwise.predict.gathers import gathers, order_of
 from shardwise.predict.group import layout_of
 from shardwise.predict.tensor_moves import TENSOR, held_parts
+from shardwise.predict.unit_gathers import Gather, UnitPath, unit_gathers
 
 PIPELINE = "pp"
 
 
 def schedule_of(plan: Plan) -> Schedule | None:
-    """The schedule of a plan with its transfers and gathers; None where it has no pipeline."""
+    """The schedule of a plan with its transfers; None where it has no pipeline."""
     if plan.pipeline is None:
         return None
-    split = plan.mesh.size_of(plan.shard_axis or "none") > 1
-    whole = build(plan.pipeline, plan.mesh.size_of(PIPELINE))
-    return lower(whole, gather=row_of(plan.row).param.kind == "S" and split)
+    return lower(build(plan.pipeline, plan.mesh.size_of(PIPELINE)))
 
 
 def shape_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelShape:
@@ -43,7 +48,13 @@ def shape_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelShape:
         )
         return ModelShape(units, spec.shape.buffers)
     place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
-    units = tuple(_staged(unit, plan, stages, schedule, place) for unit in spec.shape.units)
+    units = [_staged(unit, plan, stages, schedule, place) for unit in spec.shape.units]
+    row = schedule.actions(place)
+    found = unit_gathers(row, {s: _path(spec, stages, s) for s in schedule.stages(place)})
+    units = [
+        replace(unit, uses=found[Gather(n, "forward")], again=found[Gather(n, "backward")])
+        for n, unit in enumerate(units)
+    ]
     mine = set(schedule.stages(place))
     every = [(buffer, stages.of(buffer.name)) for buffer in spec.shape.buffers]
     buffers = tuple(buffer for buffer, at in every if not at or mine & {*at})
@@ -70,10 +81,29 @@ def _staged(
         for param in unit.params
         if mine & {*stages.params[param.name]}
     )
-    used = {stage for param in params for stage in stages.params[param.name]} & mine
-    actions = schedule.actions(place)
-    uses = sum(action.op == "GATHER" and action.stage in used for action in actions)
-    return replace(unit, params=params, uses=uses, again=0)
+    return replace(unit, params=params)
+
+
+def _path(spec: ModelSpec, stages: StageSpec, stage: int) -> UnitPath:
+    """The units of a stage, in the order in which its layers use them.
+
+    A unit with a module outside of the layers is whole while its stage is computed.
+    """
+    units = spec.shape.units
+    own = [n for n, u in enumerate(units) if any(stage in stages.params[p.name] for p in u.params)]
+    around = {n for n in own if _around(spec.modules[n], stages)}
+    path, reached = order_of(spec.modules, spec.run, [n for n in own if n not in around])
+    back = [n for n in dict.fromkeys(path) if n in reached][::-1]
+    return UnitPath(
+        around=tuple(n for n in own if n in around),
+        forward=path,
+        backward=tuple(None if spec.modules[n].looks_up else n for n in back),
+        graded=stage > 0 and any(x.trained for x in stages.bundles[0][stage - 1]),
+    )
+
+
+def _around(unit: UnitModules, stages: StageSpec) -> bool:
+    return unit.encloses or any(not stages.of(module) for module in unit.modules)
 
 
 def _held(plan: Plan, param: ParamShape, ranks: set[int]) -> ParamShape:

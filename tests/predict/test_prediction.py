@@ -40,14 +40,14 @@ PIPELINES = [
 def plain(kind: str) -> tuple[nn.Module, dict[str, Any]]:
     """The model of tests/predict/model.py before it is laid out, and the options it trains with."""
     if kind == "mixed":
-        return Mixed(), {"loss": mixed_loss, "units": nn.Linear}
+        return Mixed(), {"loss": mixed_loss, "units": nn.Linear, "least_unit_bytes": 0}
     model = GPT(GPTConfig(width=64, hidden=128, tied=kind == "tied", **SMALL))
-    return model, {"loss": gpt_loss, "units": "blocks.*"}
+    return model, {"loss": gpt_loss, "units": "blocks.*", "least_unit_bytes": 0}
 
 
 def trained(world: World, plan: str, kind: str, clip: float | None) -> list[bool]:
     """Of two steps, whether each sent what was predicted, and whether memory is as predicted."""
-    ours = engine(world, plan, kind, clip=clip)
+    ours = engine(world, plan, kind, clip=clip, least_unit_bytes=0)
     model, options = plain(kind)
     rows = 2 * ours.microbatches + (kind == "gpt")  # microbatches of several sizes
     given = [batch(ours, kind, step, rows) for step in range(2)]
