@@ -1,1 +1,1 @@
-"""This file is the front of `models/`: a GPT written once, and doors to other people's models."""
+"""Models: a GPT, small models of transformers, and the user's own models by file name."""

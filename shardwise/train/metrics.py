@@ -1,7 +1,7 @@
 """The record of a run: metrics.jsonl, one object a step, and the same numbers for TensorBoard.
 
-A resumed run first drops what was written after the checkpoint it starts from, so that a curve has
-each step once. A line that a crash cut short is dropped with it.
+A resumed run first drops the records after its checkpoint, so that each step appears once. A line
+that a crash cut short is dropped too.
 """
 
 import json
@@ -48,14 +48,14 @@ class Record:
     peak_flops: float | None = None
 
     def line(self) -> str:
-        """The record as one line of JSON; what is None is left out."""
+        """The record as one line of JSON, without fields that are None."""
         known = {key: v for key, v in asdict(self).items() if v is not None}
         finite = math.isfinite(self.loss)
         return json.dumps(known if finite else known | {"loss": None}, allow_nan=False)
 
 
 def read(folder: Path) -> list[Record]:
-    """The records of a run, in order; a line that is not whole ends them."""
+    """The records of a run, in order, up to the first incomplete line."""
     path = folder / FILE
     records = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
@@ -75,7 +75,7 @@ def keep_until(folder: Path, step: int) -> None:
 
 
 class Metrics:
-    """Where records go: the file, and TensorBoard where it is asked for."""
+    """Writes records to the file, and to TensorBoard if asked."""
 
     def __init__(self, file: TextIO, board: "SummaryWriter | None") -> None:
         self._file = file
@@ -109,7 +109,7 @@ def tags(record: Record) -> dict[str, float]:
 
 @contextmanager
 def opened(folder: Path, after: int, tensorboard: bool) -> Iterator[Metrics]:
-    """The record of the run in `folder`, to be continued after step `after`."""
+    """Open the metrics of the run in `folder`, to continue after step `after`."""
     keep_until(folder, after)
     board = None
     if tensorboard:

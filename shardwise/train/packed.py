@@ -1,4 +1,4 @@
-"""The tokenised text: one flat file of numbers, mapped into memory, made once and then shared.
+"""Tokenised text: one flat file of token numbers, made once, memory-mapped and shared.
 
     <key>.tokens    the numbers, every document followed by the separator, 16 or 32 bits each
     <key>.json      how many numbers, of how many bits, for how many bytes of text
@@ -89,7 +89,7 @@ def unwritable(folder: Path, what: str, error: OSError) -> InputError:
 
 
 def publish(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside `path` and rename: whoever looks finds the whole file or none."""
+    """Write a temporary file beside `path` and rename it, so that readers never see a partial file."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         write(beside)

@@ -1,4 +1,4 @@
-"""The machine's peak: the rate of floating-point operations that large matrix products reach here.
+"""The machine's peak: the floating-point rate that large matrix products reach on it.
 
 Model FLOPs utilisation (MFU; PaLM, arXiv 2204.02311, appendix B) is the share of a peak that the
 model's own operations make up. A data sheet's peak says little of a processor core, so this one is
@@ -32,7 +32,7 @@ class Peak:
     flops: float
 
     def share(self, flops: float) -> float:
-        """Which part of the peak a rate is; one above it is the new peak."""
+        """A rate as a fraction of the peak; a higher rate becomes the new peak."""
         self.flops = max(self.flops, flops)
         return flops / self.flops
 

@@ -1,4 +1,4 @@
-"""Where text comes from: files on this machine, as one deterministic sequence of documents.
+"""Text sources: files on this machine, as one deterministic sequence of documents.
 
 "stdlib"              the source of this Python's standard library
 notes.txt             one document
@@ -59,7 +59,7 @@ class Source:
             yield from (text for text in _read(file, self, exact) if text)
 
     def digest(self) -> str:
-        """A hash of what the files contain, in their order; not of where they lie."""
+        """A hash of the files' contents in order, independent of their paths."""
         how = f"{self.field}/{self.encoding}"
         total = hashlib.blake2b(how.encode(errors="replace"), digest_size=16)
         for file in self.files:
