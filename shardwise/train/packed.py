@@ -89,7 +89,7 @@ def unwritable(folder: Path, what: str, error: OSError) -> InputError:
 
 
 def publish(path: Path, write: Callable[[Path], object]) -> None:
-    """Write a temporary file beside `path` and rename it, so that readers never see a partial file."""
+    """Write beside `path` and rename, so that readers never see a partial file."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         write(beside)
