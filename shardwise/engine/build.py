@@ -44,6 +44,11 @@ class Laid:
     data: Data
     flats: list[Flat]
 
+    @property
+    def data_rank(self) -> int:
+        """Which share of the global batch is this rank's."""
+        return self.axes[1].rank * self.axes[0].size + self.axes[0].rank
+
 
 def lay_out(model: nn.Module, build: Build) -> Laid:
     """Lay `model` out, in place; called by all ranks of the world."""

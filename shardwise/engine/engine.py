@@ -107,7 +107,7 @@ class Engine:
     @property
     def data_rank(self) -> int:
         """Which share of the global batch is this rank's."""
-        return self.axes[1].rank * self.axes[0].size + self.axes[0].rank
+        return self.laid.data_rank
 
     # --- training -----------------------------------------------------------------------------
 
@@ -290,7 +290,7 @@ class Engine:
             begun, missing = self.staging.anywhere([begun, missing])
         if begun and missing:
             self.prepare()  # some parameter has never had a gradient
-        return state.boxes(self)
+        return state.boxes(self.model, self.laid, self.optimizer)
 
     def prepare(self) -> None:
         """Make the optimizer's state, so that `boxes` has it before the first step."""
@@ -301,7 +301,7 @@ class Engine:
     def loaded(self) -> None:
         """Boxes were written to from outside: bring every copy in line with them."""
         self.optimizer.idle = set(self.idle)
-        state.refresh(self)
+        state.refresh(self.optimizer, self.data.units)
 
     def scalars(self) -> dict[str, Any]:
         """What else a checkpoint holds: numbers, as JSON takes them.  Called by all ranks."""
@@ -332,15 +332,18 @@ class Engine:
 
         Boxes of this rank's pieces, valid until the next step; zeros for a parameter without one.
         """
-        return state.gradients(self)
+        return state.gradients(self.optimizer)
 
     def memory(self) -> dict[str, int]:
         """Live bytes of this rank by category, read from the tensors' storages."""
-        return memory.measured(self)
+        found = memory.measured(self.model, self.flats, self.optimizer)
+        stale = self.passes.stale if isinstance(self.passes, Pipelined) else None
+        return found if stale is None else found | {"versions": stale.peak_bytes}
 
     def predicted_memory(self) -> dict[str, int]:
         """The same by the formula of the plan: what `memory` reads after a step."""
-        return memory.predicted(self)
+        how, rank = self.training.optimizer, self.world.rank
+        return memory.predicted(self.plan, self.model_shape(), self.optimizer, how, rank)
 
     def sent(self) -> dict[Key, Tally]:
         """The ledger so far, by axis, kind and phase."""

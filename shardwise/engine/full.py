@@ -45,7 +45,10 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
     if isinstance(module_or_engine, Engine):
         engine = module_or_engine
         engine.world.require_open()
-        boxes = [*state.weights(engine), *state.buffers(engine)]
+        boxes = [
+            *state.weights(engine.flats, engine.optimizer),
+            *state.buffers(engine.model, engine.laid),
+        ]
         whole = engine.staging.stages.layers.twin if engine.staging else engine.model
         return _full(whole, boxes, engine.world.everyone, engine.world.device)
     validate.module(module_or_engine, "sw.full_state_dict")

@@ -1,47 +1,55 @@
 """The bytes that an engine keeps between steps, by category: measured and predicted."""
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardwise.engine.spec import model_shape, optimizer_shape
+from shardwise.core.model_spec import ModelShape
+from shardwise.core.plan import Plan
+from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.optimizer_spec import OptimizerSpec
+from shardwise.engine.spec import optimizer_shape
+from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.predict.memory import PLAIN, held_bytes
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "buffers")
 
 
-def measured(engine: Any) -> dict[str, int]:
+def measured(
+    model: nn.Module, flats: Sequence[Flat], optimizer: ShardedOptimizer
+) -> dict[str, int]:
     """Live bytes by category: parameters, gradients, optimizer, buffers.
 
     Each storage is counted once and in the first category that holds it, as large as it is now:
-    padding and pieces that views do not show are included, freed storages are not. Where a schedule
-    updates by itself, `versions` is the peak of the last step (weight_stashing.py).
+    padding and pieces that views do not show are included, freed storages are not.
     """
     seen: set[int] = set()
     found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-    for category, tensor in owned(engine):
+    for category, tensor in owned(model, flats, optimizer):
         found[category] += _bytes([tensor], seen)
-    stale = getattr(engine.passes, "stale", None)
-    return found if stale is None else found | {"versions": stale.peak_bytes}
+    return found
 
 
-def owned(engine: Any) -> Iterator[tuple[str, Tensor]]:
+def owned(
+    model: nn.Module, flats: Sequence[Flat], optimizer: ShardedOptimizer
+) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that an engine keeps between steps, with its category."""
     kept: list[Tensor] = []
-    engine.optimizer.map_state(kept.append)
-    for flat in engine.flats:
+    optimizer.map_state(kept.append)
+    for flat in flats:
         yield from (("parameters", t) for t in (flat.full, flat.shard))
         yield from (("gradients", t) for t in (flat.grad, flat.gshard) if t is not None)
     yield from (("optimizer", t) for t in kept)
-    yield from (("buffers", t) for t in engine.model.buffers())
+    yield from (("buffers", t) for t in model.buffers())
 
 
-def predicted(engine: Any) -> dict[str, int]:
+def predicted(
+    plan: Plan, shape: ModelShape, optimizer: ShardedOptimizer, how: OptimizerSpec, rank: int
+) -> dict[str, int]:
     """The same categories by formula, after a step that gave every trained parameter a gradient."""
-    dtypes = [f.dtype for f in engine.optimizer.flats]
-    keeps = optimizer_shape(engine.training.optimizer, dtypes[0]) if dtypes else PLAIN
-    return held_bytes(engine.plan, model_shape(engine), keeps, engine.world.rank)
+    dtypes = [f.dtype for f in optimizer.flats]
+    keeps = optimizer_shape(how, dtypes[0]) if dtypes else PLAIN
+    return held_bytes(plan, shape, keeps, rank)
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:

@@ -8,30 +8,32 @@ A name and its whole shape are all that survives: which row, how many ranks and 
 were does not, so any plan can load what any other saved.
 """
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.core.boxes import boxes as cut
 from shardwise.core.param_layout import AxisLayout
 from shardwise.engine.box import Box
+from shardwise.engine.build import Laid
+from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.parallel.data.units import Units
 
 #: Where a box begins, its values, and which of the ranks that hold the same this one is.
 Part = tuple[tuple[int, ...], Tensor, int]
 
 
-def boxes(engine: Any) -> list[Box]:
+def boxes(model: nn.Module, laid: Laid, optimizer: ShardedOptimizer) -> list[Box]:
     """All boxes of this rank; `replica` is 0 on exactly one of the ranks that hold the same."""
-    return [*weights(engine), *_optimizer(engine), *buffers(engine)]
+    return [*weights(laid.flats, optimizer), *_optimizer(optimizer), *buffers(model, laid)]
 
 
-def weights(engine: Any) -> list[Box]:
+def weights(flats: Sequence[Flat], optimizer: ShardedOptimizer) -> list[Box]:
     """The boxes of this rank's pieces of the parameters."""
-    masters = {id(f): engine.optimizer.masters.get(k) for k, f in enumerate(engine.optimizer.flats)}
-    return [box for flat in engine.flats for box in boxes_of(flat, "model", masters.get(id(flat)))]
+    masters = {id(f): optimizer.masters.get(k) for k, f in enumerate(optimizer.flats)}
+    return [box for flat in flats for box in boxes_of(flat, "model", masters.get(id(flat)))]
 
 
 def boxes_of(flat: Flat, kind: str, block: Tensor | None = None) -> Iterator[Box]:
@@ -41,10 +43,10 @@ def boxes_of(flat: Flat, kind: str, block: Tensor | None = None) -> Iterator[Box
         yield from _pieces(flat, index, f"{kind}/{name}", values[low:high])
 
 
-def _optimizer(engine: Any) -> list[Box]:
+def _optimizer(optimizer: ShardedOptimizer) -> list[Box]:
     """The boxes of this rank's states of the optimizer."""
     found: list[Box] = []
-    for flat, index, key, value in engine.optimizer.tensors():
+    for flat, index, key, value in optimizer.tensors():
         name = f"optim/{key}/{flat.names[index]}"
         if value.dim() == 0:
             first = flat.plan.offsets[index] // max(1, flat.plan.share)  # has its first element
@@ -55,25 +57,25 @@ def _optimizer(engine: Any) -> list[Box]:
     return found
 
 
-def buffers(engine: Any) -> list[Box]:
+def buffers(model: nn.Module, laid: Laid) -> list[Box]:
     """The model's buffers."""
     found: list[Box] = []
-    for name, b in engine.model.named_buffers():
+    for name, b in model.named_buffers():
         zeros = (0,) * b.dim()
-        copy = engine.data_rank + engine.tensors.axis.rank
-        copy += engine.staging.copy(name) if engine.staging else 0
+        copy = laid.data_rank + laid.tensors.axis.rank
+        copy += laid.staging.copy(name) if laid.staging else 0
         found.append(Box(f"buffer/{name}", tuple(b.shape), zeros, tuple(b.shape), b, copy))
     return found
 
 
-def gradients(engine: Any) -> list[Box]:
+def gradients(optimizer: ShardedOptimizer) -> list[Box]:
     """This rank's pieces of the gradients, named "grad/NAME", as the last update used them."""
     found: list[Box] = []
-    for k, flat in enumerate(engine.optimizer.flats):
+    for k, flat in enumerate(optimizer.flats):
         if flat.gshard is None:
             continue
         # 16-bit gradients are multiplied on their way to the master, others in place
-        factor = engine.optimizer.factor if k in engine.optimizer.masters else 1.0
+        factor = optimizer.factor if k in optimizer.masters else 1.0
         used = flat.gshard.float() * factor if factor != 1.0 else flat.gshard
         found += boxes_of(flat, "grad", used)
     return found
@@ -117,10 +119,10 @@ def _spread(
 
 
 @torch.no_grad()
-def refresh(engine: Any) -> None:
+def refresh(optimizer: ShardedOptimizer, units: Units) -> None:
     """After loading: 16-bit weights follow their masters, gathered copies follow the pieces."""
-    for k, flat in enumerate(engine.optimizer.flats):
-        if k in engine.optimizer.masters:
-            flat.shard.copy_(engine.optimizer.masters[k])
-    engine.data.units.rest()
-    engine.data.units.publish()
+    for k, flat in enumerate(optimizer.flats):
+        if k in optimizer.masters:
+            flat.shard.copy_(optimizer.masters[k])
+    units.rest()
+    units.publish()
