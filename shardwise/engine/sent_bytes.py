@@ -18,7 +18,7 @@ def predicted(engine: Any, *, first: bool) -> dict[Line, int]:
     plan, tensors = engine.plan, engine.tensors
     every = (
         traffic.step_bytes(plan, model_shape(engine), engine.world.rank, **more),
-        traffic.activation_bytes(plan, tensors.stream.crossings, tensors.losses),
+        traffic.activation_bytes(plan, tensors.stream.crossings, tensors.stream.losses),
         traffic.crossing_bytes(plan, engine.passes.sent),
     )
     return {k: sum(one.get(k, 0) for one in every) for k in {k for one in every for k in one}}

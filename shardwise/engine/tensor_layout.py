@@ -8,9 +8,7 @@ from torch import Tensor
 from shardwise.comm.move import part
 from shardwise.comm.world import Axis
 from shardwise.core.layout import I
-from shardwise.core.model_spec import CutLoss
 from shardwise.core.param_layout import AxisLayout
-from shardwise.core.uneven import Cut
 from shardwise.engine.rng import ShardedRandom
 from shardwise.kernels.matmul import BY_TORCH
 from shardwise.parallel.tensor.linear import Stream
@@ -22,7 +20,6 @@ class Tensors:
 
     layouts   of parameters that are not the same on all ranks with the same gradient
     sums      for some of them, this rank's axis over which the gradient is summed
-    losses    each parallel loss of this step, in the order of its forward passes
     random    random numbers of sharded activations
     """
 
@@ -30,7 +27,6 @@ class Tensors:
     stream: Stream
     layouts: dict[str, AxisLayout] = field(default_factory=dict)
     sums: dict[str, Axis] = field(default_factory=dict)
-    losses: list[CutLoss] = field(default_factory=list)
     random: ShardedRandom = field(default_factory=lambda: ShardedRandom(Axis("none")))
 
     def of(self, name: str) -> AxisLayout:
@@ -47,25 +43,12 @@ class Tensors:
         fill(name, whole)
         tensor.copy_(part(whole, cut, self.axis.rank))
 
-    def join(self, x: Tensor, cut: Cut) -> Tensor:
-        """Logits of which `x` are this rank's columns, gathered."""
-        return self.stream.join(x, cut)
-
-    def take(self, x: Tensor, cut: Cut) -> Tensor:
-        """This rank's columns of logits that were gathered."""
-        return self.stream.take(x, cut)
-
-    def lost(self, positions: int, smoothing: bool, element_bytes: int) -> None:
-        """A loss of logits that stay cut."""
-        if self.stream.counting:
-            self.losses.append(CutLoss(positions, smoothing, element_bytes))
-
     def begin(self) -> None:
         """A step begins: its moves are counted."""
         self.stream.counting = True
         self.stream.begin()
         self.stream.crossings.clear()
-        self.losses.clear()
+        self.stream.losses.clear()
 
     def end(self) -> None:
         """The last backward pass of the step is over."""

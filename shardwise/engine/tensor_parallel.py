@@ -27,7 +27,6 @@ from shardwise.engine.tensor_layout import Tensors, nowhere
 from shardwise.engine.tensor_plan import shapes, table_of, without
 from shardwise.kernels.matmul import BY_TORCH, Products
 from shardwise.parallel.tensor import embedding, linear, sequence
-from shardwise.parallel.tensor.cross_entropy import cross_entropy
 from shardwise.parallel.tensor.logits import Logits
 from shardwise.parallel.tensor.shared_weights import sum_spans
 
@@ -158,7 +157,7 @@ class _Layout:
 
     def _keep_cut(self, module: nn.Module, cut: Cut) -> None:
         def logits(_: nn.Module, __: object, y: Tensor) -> Tensor:
-            return Logits.of(y, self.axis, cut, cross_entropy, self.tensors)
+            return Logits.of(y, self.axis, cut, self.stream)
 
         module.register_forward_hook(logits, prepend=True)
 

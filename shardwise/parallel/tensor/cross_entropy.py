@@ -18,11 +18,12 @@ Z the sum of exp(x - M), V the vocabulary, s the smoothing and z the weight of t
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 from shardwise.comm.move import all_reduce
 from shardwise.comm.once import once
@@ -30,27 +31,9 @@ from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.uneven import Cut, even
 
+OPTIONS = ("ignore_index", "label_smoothing", "z_loss", "reduction")
 #: 16-bit logits are widened by blocks of rows of so many elements, which stay in the cache.
 BLOCK_ELEMENTS = 2**18
-
-
-class Heard(Protocol):
-    """Who is told of each loss: so many positions, summed in elements of so many bytes."""
-
-    def lost(self, positions: int, smoothing: bool, element_bytes: int) -> None: ...
-
-
-@runtime_checkable
-class CutLogits(Protocol):
-    """Logits [..., V] of which each rank of `axis` holds the columns `local` [..., v] by `cut`."""
-
-    axis: Axis
-    cut: Cut
-
-    @property
-    def local(self) -> Tensor: ...
-    @property
-    def moves(self) -> Heard: ...
 
 
 def cross_entropy(
@@ -82,27 +65,45 @@ def cross_entropy(
             smoothing outside [0, 1], a negative z-loss, an unknown reduction.
         IndexError: a target that is no word of the vocabulary.
     """
-    held = isinstance(logits, CutLogits)
-    x, axis = (logits.local, logits.axis) if held else (logits, Axis("none"))
-    cut = logits.cut if held else even(0, x.shape[-1], 1)
+    options = (ignore_index, label_smoothing, z_loss, reduction)
+    if has_torch_function_unary(logits):  # sharded logits (logits.py), or a function mode
+        words = dict(zip(OPTIONS, options, strict=True))
+        return handle_torch_function(cross_entropy, (logits,), logits, targets, **words)
+    if z_loss:
+        columns = even(0, logits.shape[-1], 1)
+        return sharded_cross_entropy(logits, (Axis("none"), columns), targets, *options)[0]
+    _refuse(logits, targets, label_smoothing, z_loss, reduction)
+    loss = F.cross_entropy(
+        logits.reshape(targets.numel(), logits.shape[-1]),
+        targets.reshape(-1).long(),
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+    )
+    return loss.view(targets.shape) if reduction == "none" else loss
+
+
+def sharded_cross_entropy(
+    x: Tensor,
+    sharding: tuple[Axis, Cut],
+    targets: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> tuple[Tensor, int]:
+    """The loss of logits of which `x` [..., v] are this rank's columns by `sharding`.
+
+    Also returns the bytes of an element in which the sums over the ranks are taken.
+    """
     _refuse(x, targets, label_smoothing, z_loss, reduction)
     x, wanted = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1).long()
-    if held or z_loss:
-        ignored = wanted == ignore_index
-        terms = _Terms(axis, cut, label_smoothing, z_loss)
-        losses = _Losses.apply(x, _words(wanted, ignored, cut.whole), ignored, terms)
-        loss = _reduced(losses, ignored, reduction).to(_told_in(x))
-        if held:
-            logits.moves.lost(len(losses), label_smoothing > 0, losses.element_size())
-    else:
-        loss = F.cross_entropy(
-            x,
-            wanted,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            reduction=reduction,
-        )
-    return loss.view(targets.shape) if reduction == "none" else loss
+    ignored = wanted == ignore_index
+    axis, cut = sharding
+    terms = _Terms(axis, cut, label_smoothing, z_loss)
+    losses = _Losses.apply(x, _words(wanted, ignored, cut.whole), ignored, terms)
+    loss = _reduced(losses, ignored, reduction).to(_told_in(x))
+    return loss.view(targets.shape) if reduction == "none" else loss, losses.element_size()
 
 
 def _refuse(

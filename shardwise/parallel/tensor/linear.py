@@ -40,7 +40,7 @@ from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
 from shardwise.core.layout import I, P, Placement, R, S
 from shardwise.core.lengths import Lengths
-from shardwise.core.model_spec import Crossing
+from shardwise.core.model_spec import Crossing, CutLoss
 from shardwise.core.uneven import Cut
 from shardwise.kernels.matmul import Products
 
@@ -57,6 +57,7 @@ class Stream:
         self.slot: _Entered | None = None  # what was entered last
         self.counting = False  # whether a step is going on
         self.crossings: list[Crossing] = []  # of this step, in the order of its forward passes
+        self.losses: list[CutLoss] = []  # of this step, of logits that stay sharded
 
     def enter(self, x: Tensor) -> tuple[Tensor, "Entry"]:
         """`x` of the stream as all of every rank's columns read it, moved once for all readers."""
@@ -123,6 +124,11 @@ class Stream:
         """This rank's features of `x`, which is whole and alike on every rank."""
         crossing = self._note(x, I, S(0), x.shape[:-1].numel() * _padded_features(cut))
         return take(x, self.axis, cut.on(x.dim() - 1), crossing.come_back)
+
+    def lost(self, positions: int, smoothing: bool, element_bytes: int) -> None:
+        """Note a loss of logits that stay sharded."""
+        if self.log.counting:
+            self.log.losses.append(CutLoss(positions, smoothing, element_bytes))
 
     def begin(self, known: Mapping[int, int] | None = None) -> None:
         """A pass begins; `known`: lengths of sequences that were split elsewhere."""

@@ -1,4 +1,4 @@
-"""this file is the logits whose columns stay cut over the vocabulary.
+"""Logits that stay sharded over the vocabulary.
 
     rank 0 holds x[..., 0..3], rank 1 x[..., 4..7]           x.shape is [..., 8] on both
     x.float(), x.view(-1, 8), x[:, :-1], tanh(x / c) * c     on the columns: logits again
@@ -14,42 +14,20 @@ import inspect
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from shardwise.comm.move import join, take
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.uneven import Cut
+from shardwise.kernels.matmul import BY_TORCH
+from shardwise.parallel.tensor.cross_entropy import OPTIONS, cross_entropy, sharded_cross_entropy
+from shardwise.parallel.tensor.linear import Stream
 
 Rule = Callable[[Callable[..., Any], Sequence[Any], dict[str, Any]], Any]
-
-
-class Moves(Protocol):
-    """What logits send: who moves it knows its bytes."""
-
-    def join(self, x: Tensor, cut: Cut) -> Tensor: ...
-    def take(self, x: Tensor, cut: Cut) -> Tensor: ...
-    def lost(self, positions: int, smoothing: bool, element_bytes: int) -> None: ...
-
-
-class _Uncounted:
-    """Moves of logits that belong to no model."""
-
-    def __init__(self, axis: Axis) -> None:
-        self.axis = axis
-
-    def join(self, x: Tensor, cut: Cut) -> Tensor:
-        return join(x, self.axis, cut.on(x.dim() - 1))
-
-    def take(self, x: Tensor, cut: Cut) -> Tensor:
-        return take(x, self.axis, cut.on(x.dim() - 1))
-
-    def lost(self, positions: int, smoothing: bool, element_bytes: int) -> None:
-        pass
 
 
 class Logits(Tensor):
@@ -63,21 +41,13 @@ class Logits(Tensor):
 
     axis: Axis
     cut: Cut
-    loss: Callable[..., Tensor]
-    moves: Moves
+    stream: Stream
 
     @staticmethod
-    def of(
-        local: Tensor,
-        axis: Axis,
-        cut: Cut,
-        loss: Callable[..., Tensor],
-        moves: Moves | None = None,
-    ) -> "Logits":
+    def of(local: Tensor, axis: Axis, cut: Cut, stream: Stream | None = None) -> "Logits":
         """The logits of which `local` [..., v] are this rank's columns by `cut`; nothing is copied.
 
-        `loss(logits, targets, ignore_index=, label_smoothing=, reduction=)` is the cross-entropy
-        of such logits, to stand for torch's. `moves` gathers them, and is told of each loss.
+        `stream` gathers them and notes each loss.
 
         Raises:
             InputError: `local` has not as many columns as this rank holds.
@@ -89,7 +59,7 @@ class Logits(Tensor):
                 f"the {columns} columns of {cut.whole} that this rank holds",
                 "the loss of whole logits as torch.nn.functional.cross_entropy(logits, targets)",
             )
-        return _made(local, axis, cut, loss, moves or _Uncounted(axis))
+        return _made(local, axis, cut, stream or Stream(axis, split=False, products=BY_TORCH))
 
     @property
     def local(self) -> Tensor:
@@ -99,7 +69,7 @@ class Logits(Tensor):
 
     def whole(self) -> Tensor:
         """All columns [..., V], plain and the same on every rank: an all-gather."""
-        return self.moves.join(self.local, self.cut)
+        return self.stream.join(self.local, self.cut)
 
     @classmethod
     def __torch_function__(
@@ -156,7 +126,7 @@ def _write_back(x: Logits, whole: Tensor) -> Logits:
                 "the function that returns a new tensor",
             )
         if x.axis.size > 1:  # else it is the same memory
-            x.copy_(x.moves.take(whole, x.cut))
+            x.copy_(x.stream.take(whole, x.cut))
     return x
 
 
@@ -168,9 +138,9 @@ def _shape(x: Logits) -> torch.Size:
     return torch.Size((*x.shape[:-1], x.cut.whole))
 
 
-def _made(x: Tensor, axis: Axis, cut: Cut, loss: Callable[..., Tensor], moves: Moves) -> Logits:
+def _made(x: Tensor, axis: Axis, cut: Cut, stream: Stream) -> Logits:
     out = x.as_subclass(Logits)
-    out.axis, out.cut, out.loss, out.moves = axis, cut, loss, moves
+    out.axis, out.cut, out.stream = axis, cut, stream
     return out
 
 
@@ -180,7 +150,7 @@ def _like(x: Logits, out: Any) -> Any:
         return type(out)(_like(x, one) for one in out)
     if not isinstance(out, Tensor) or out is x:
         return out
-    return _made(out, x.axis, x.cut, x.loss, x.moves)
+    return _made(out, x.axis, x.cut, x.stream)
 
 
 def _attribute(func: Any, args: Sequence[Any], _: dict[str, Any]) -> Any:
@@ -263,15 +233,10 @@ def _reshape(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 #: function -> place, name and default of its arguments that are dims
 _DIMS: dict[str, tuple[tuple[int, str, int | None], ...]] = {
     "flatten": ((1, "start_dim", 0), (2, "end_dim", -1)),
-    "unflatten": ((1, "dim", None),),
     "transpose": ((1, "dim0", None), (2, "dim1", None)),
     "select": ((1, "dim", None),),
-    "index_select": ((1, "dim", None),),
     "narrow": ((1, "dim", None),),
-    "squeeze": ((1, "dim", None),),
     "unbind": ((1, "dim", 0),),
-    "split": ((2, "dim", 0),),
-    "chunk": ((2, "dim", 0),),
 }
 
 
@@ -284,13 +249,6 @@ def _along(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         dim = args[place] if len(args) > place else kwargs.get(name, default)
         if type(dim) is not int or not -x.dim() <= dim < x.dim() or dim % x.dim() == x.dim() - 1:
             return NotImplemented
-    return _like(x, func(*args, **kwargs))
-
-
-def _unsqueeze(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    x, dim = args[0], _second(args, kwargs, "dim")
-    if type(dim) is not int or dim in (-1, x.dim()):
-        return NotImplemented
     return _like(x, func(*args, **kwargs))
 
 
@@ -324,41 +282,25 @@ def _dims_used(part: Any) -> int:
     return 1 if isinstance(part, slice) or type(part) is int else -1
 
 
-def _hook(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """A hook sees the gradient as logits too, and may return it so, or whole."""
-    x, hook = args[0], _second(args, kwargs, "hook")
-    held = axis, cut, *_ = x.axis, x.cut, x.loss, x.moves  # not x, which would then hold itself
-
-    def on_columns(grad: Tensor) -> Tensor | None:
-        out = hook(_made(grad, *held))
-        if isinstance(out, Tensor) and not isinstance(out, Logits):
-            return take(out, axis, cut.on(out.dim() - 1))
-        return None if out is None else out.local
-
-    return func(x, on_columns)
-
-
-def _grad(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Gradients by logits are logits."""
-    outputs, inputs = args
-    plain = [x.whole() if isinstance(x, Logits) else x for x in outputs]
-    found = func(plain, inputs, **kwargs)
-    pairs = zip(inputs, found, strict=True)
-    return tuple(_like(x, grad) if isinstance(x, Logits) else grad for x, grad in pairs)
-
-
 def _loss(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Of positions [N] or of one; of more dims, torch takes the classes to be dim 1."""
+    """Torch's, of positions [N] or of one; of more dims, torch takes the classes to be dim 1."""
     given = inspect.signature(func).bind(*args, **kwargs).arguments
     x, targets = given.pop("input"), given.pop("target")
-    words = {
-        k: given.pop(k) for k in ("ignore_index", "label_smoothing", "reduction") if k in given
-    }
+    words = {key: given.pop(key) for key in OPTIONS if key in given}
     other = any(value is not None for value in given.values())  # weight, and deprecated words
     good = isinstance(x, Logits) and type(targets) is Tensor and targets.dtype == torch.int64
     if other or not good or x.dim() > 2 or targets.shape != x.shape[:-1]:
         return NotImplemented
-    return x.loss(x, targets, **words)
+    return _own_loss(func, (x, targets), words)
+
+
+def _own_loss(_: Any, args: Sequence[Any], words: dict[str, Any]) -> Tensor:
+    """Of any dims, the vocabulary last (cross_entropy.py)."""
+    x, targets = args
+    loss, element_bytes = sharded_cross_entropy(x.local, (x.axis, x.cut), targets, **words)
+    smoothing = words.get("label_smoothing", 0.0) > 0
+    x.stream.lost(targets.numel(), smoothing, element_bytes)
+    return loss
 
 
 _NAMES: dict[Rule, str] = {
@@ -366,6 +308,7 @@ _NAMES: dict[Rule, str] = {
     _as_it_is: """
         dim ndimension is_contiguous is_floating_point is_complex element_size get_device
         data_ptr storage_offset untyped_storage is_inference requires_grad_ retain_grad
+        register_hook
         to type type_as float double half bfloat16 cpu cuda contiguous clone detach detach_
     """,
     _elementwise: """
@@ -376,12 +319,10 @@ _NAMES: dict[Rule, str] = {
     """,
     _reshape: "view reshape",
     _along: " ".join(_DIMS),
-    _unsqueeze: "unsqueeze",
     _index: "__getitem__ __setitem__",
-    _hook: "register_hook",
     _loss: "cross_entropy",
 }
-_RULES: dict[Any, Rule] = {torch.autograd.grad: _grad} | {
+_RULES: dict[Any, Rule] = {cross_entropy: _own_loss} | {
     getattr(owner, name): rule
     for rule, names in _NAMES.items()
     for name in names.split()
