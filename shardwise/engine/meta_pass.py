@@ -27,7 +27,6 @@ from shardwise.comm.world import Axis
 from shardwise.core.model_spec import Call, CutLoss, ModelPass, Value
 from shardwise.core.uneven import Cut
 from shardwise.parallel.data.hooks import tensors_in
-from shardwise.parallel.tensor.cross_entropy import cross_entropy
 from shardwise.parallel.tensor.logits import Logits
 
 #: What a forward that reads values raises on meta.
@@ -162,7 +161,8 @@ class _Record:
     # --- logits that stay cut (parallel/tensor/logits.py) ---------------------------------------
 
     def _cut(self, axis: Axis, cut: Cut, _: nn.Module, __: Any, y: Tensor) -> Tensor:
-        return Logits.of(y[..., : cut.size(axis.rank)], axis, cut, cross_entropy, self)
+        stream: Any = self  # it gathers logits and notes losses, as a stream does
+        return Logits.of(y[..., : cut.size(axis.rank)], axis, cut, stream)
 
     def join(self, x: Tensor, cut: Cut) -> Tensor:
         """Logits are gathered."""
