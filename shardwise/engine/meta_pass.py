@@ -11,7 +11,7 @@ batch instead, on the processor, and the record says so.
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -70,11 +70,19 @@ def meta_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
-def saved_by(
-    laid_out: nn.Module, call: Callable[[nn.Module, Any], Tensor], batch: Any
-) -> tuple[tuple[str, int], ...]:
-    """What autograd keeps of a model on meta that is laid out on a tensor axis: ModelPass.saved."""
-    return _recorded(laid_out, call, batch, {}).saved
+def with_saved(
+    run: ModelPass,
+    laid_out: nn.Module,
+    call: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+) -> ModelPass:
+    """`run` with what autograd keeps of a model on meta that is laid out on a tensor axis.
+
+    A model that does not run on meta in that layout keeps what it does without one.
+    """
+    with suppress(*UNKNOWN):
+        return run._replace(saved=_recorded(laid_out, call, batch, {}).saved)
+    return run
 
 
 def _recorded(

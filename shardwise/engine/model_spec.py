@@ -113,7 +113,7 @@ def model_spec(
     runs = _by_shape(parts, lambda part: meta_pass.run(plain, real, call, part, heads))
     laid_out = meta_pass.meta_copy(plain)
     tensor_parallel.lay_out(laid_out, world, plan.sp, table)
-    run = runs[0]._replace(saved=meta_pass.saved_by(laid_out, call, parts[0]))
+    run = meta_pass.with_saved(runs[0], laid_out, call, parts[0])
     return ModelSpec(shape, _modules(plain, specs), run, stages, replace(tensors, runs=runs))
 
 
