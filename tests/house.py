@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 #: Layers from the bottom up; a file imports from its own layer and from those below it. The
 #: package's own face, and the command line, which names every part, stand above all but bench.
 LAYERS = (
-    *("core", "predict", "comm", "kernels", "parallel", "engine", "checkpoint", "models"),
+    *("core", "prediction", "comm", "kernels", "parallel", "engine", "checkpoint", "models"),
     *("verify", "train", "face", "bench", "cli"),
 )
 #: What a parallel run is compared with.
@@ -262,11 +262,11 @@ def counted_apart(source: Source) -> list[str]:
     """What is counted and what is predicted share no arithmetic.
 
     No file of comm/ imports a price or a prediction; the transports and their ledger do not import
-    the table of moves or move.py either.  (That predict/ does not import comm/ is a layer's rule.)
+    the table of moves or move.py either.  That prediction/ imports no comm/ is a rule of layers.
     """
     if source.layer != "comm":
         return []
-    priced = ["shardwise.core.moves.price", "shardwise.predict"]
+    priced = ["shardwise.core.moves.price", "shardwise.prediction"]
     asking = ["shardwise.core.moves", "shardwise.comm.move"]
     refused = priced + asking * (source.path in COUNTING)
     return [
@@ -290,7 +290,7 @@ def oracles_apart(source: Source) -> list[str]:
 
 
 def no_torch_below(source: Source) -> list[str]:
-    if source.layer not in ("core", "predict"):
+    if source.layer not in ("core", "prediction"):
         return []
     return [
         source.say(n, f"imports {name}") for n, name in imports(source) if within(name, "torch")

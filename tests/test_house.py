@@ -64,7 +64,7 @@ BAD: dict[Rule, list[tuple[str, str]]] = {
     house.plain_names: [("shardwise/core/x.py", "class PlanManager: ...")],
     house.downward_imports: [
         ("shardwise/core/x.py", "from shardwise.comm.world import World"),
-        ("shardwise/predict/x.py", "import shardwise.comm"),
+        ("shardwise/prediction/x.py", "import shardwise.comm"),
         ("shardwise/parallel/x.py", "def f():\n    from ..engine import step"),
         ("shardwise/engine/__init__.py", "from ..train import loop"),
         ("shardwise/train/loop.py", "from shardwise import FSDP"),
@@ -84,7 +84,7 @@ BAD: dict[Rule, list[tuple[str, str]]] = {
     ],
     house.counted_apart: [
         ("shardwise/comm/move.py", "from shardwise.core.moves import price"),
-        ("shardwise/comm/x.py", "from shardwise.predict.traffic import step_bytes"),
+        ("shardwise/comm/x.py", "from shardwise.prediction.traffic import step_bytes"),
         ("shardwise/comm/gloo.py", "from shardwise.core.moves import what"),
         ("shardwise/comm/ledger.py", "from shardwise.comm.move import start"),
     ],
@@ -96,7 +96,7 @@ BAD: dict[Rule, list[tuple[str, str]]] = {
     ],
     house.no_torch_below: [
         ("shardwise/core/x.py", "import torch"),
-        ("shardwise/predict/x.py", "def f():\n    from torch.nn import Module"),
+        ("shardwise/prediction/x.py", "def f():\n    from torch.nn import Module"),
     ],
     house.no_environment: [
         ("shardwise/train/x.py", "import os\nx = os.environ"),

@@ -36,8 +36,8 @@ from shardwise.engine.training import DTYPES, Build, Metrics, StepResult, Traini
 from shardwise.engine.updating import Updates
 from shardwise.engine.weight_stashing import Stale
 from shardwise.parallel.data.units import Unit
-from shardwise.predict import traffic
-from shardwise.predict.traffic import Line
+from shardwise.prediction import traffic
+from shardwise.prediction.traffic import Line
 
 
 class Engine:

@@ -10,7 +10,7 @@ from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.spec import optimizer_shape
 from shardwise.parallel.data.flat_parameter import Flat
-from shardwise.predict.memory import PLAIN, held_bytes
+from shardwise.prediction.memory import PLAIN, held_bytes
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "buffers")
 

@@ -48,8 +48,8 @@ from shardwise.engine.tensor_plan import shapes
 from shardwise.engine.training import DTYPES, Loss
 from shardwise.parallel.data.wrap_policy import UnitSpec
 from shardwise.parallel.pipeline.placeholders import layers, twin
-from shardwise.predict.recompute import recomputed
-from shardwise.predict.tensor_moves import SUMMED, TENSOR
+from shardwise.prediction.recompute import recomputed
+from shardwise.prediction.tensor_moves import SUMMED, TENSOR
 
 Call = Callable[[nn.Module, Any], Tensor]
 V = TypeVar("V")

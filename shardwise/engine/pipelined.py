@@ -39,7 +39,7 @@ from shardwise.parallel.data.units import Unit
 from shardwise.parallel.pipeline.backward import Rest, Tape
 from shardwise.parallel.pipeline.bundles import ByShape, grads_back, require_grads, specs
 from shardwise.parallel.pipeline.runtime import Watch, open_channels, run
-from shardwise.predict.unit_gathers import Gather, UnitPath, reads, unit_gathers, whole_bytes
+from shardwise.prediction.unit_gathers import Gather, UnitPath, reads, unit_gathers, whole_bytes
 
 
 @dataclass

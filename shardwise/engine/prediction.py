@@ -13,9 +13,9 @@ from shardwise.engine.model_spec import model_spec
 from shardwise.engine.parallelize import own_loss, plan_of, recipe_of, settled_options
 from shardwise.engine.spec import optimizer_shape
 from shardwise.engine.training import Loss
-from shardwise.predict.memory import PLAIN
-from shardwise.predict.prediction import Prediction
-from shardwise.predict.rank_shape import activation_bytes_on, shape_on
+from shardwise.prediction.memory import PLAIN
+from shardwise.prediction.prediction import Prediction
+from shardwise.prediction.rank_shape import activation_bytes_on, shape_on
 
 
 def predict(

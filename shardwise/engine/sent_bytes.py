@@ -3,8 +3,8 @@
 from typing import Any
 
 from shardwise.engine.spec import model_shape
-from shardwise.predict import traffic
-from shardwise.predict.traffic import Line
+from shardwise.prediction import traffic
+from shardwise.prediction.traffic import Line
 
 
 def predicted(engine: Any, *, first: bool) -> dict[Line, int]:

@@ -10,7 +10,7 @@ from shardwise.core.model_spec import BufferShape, ModelShape, ParamShape, UnitS
 from shardwise.engine.optimizer import HALF
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.parallel.data.flat_parameter import Flat
-from shardwise.predict.memory import OptimizerShape
+from shardwise.prediction.memory import OptimizerShape
 
 
 def model_shape(engine: Any) -> ModelShape:

@@ -9,8 +9,8 @@ from shardwise.core.plan import Plan
 from shardwise.engine.spec import buffer_shapes, dtype_name
 from shardwise.engine.training import DTYPES
 from shardwise.models.gpt import GPT, GPTConfig
-from shardwise.predict.memory import held_bytes
-from shardwise.predict.traffic import by_kind, step_bytes
+from shardwise.prediction.memory import held_bytes
+from shardwise.prediction.traffic import by_kind, step_bytes
 
 
 @dataclass(frozen=True)

@@ -370,7 +370,7 @@ def _unknown(path: list[str]) -> Problem:
     if elsewhere:
         instead = elsewhere[0]
     elif close:
-        instead = ".".join([*path[:-1], close[0]])
+        instead = ".".join([*path[:-1], close])
     else:
         instead = f"leave {path[-1]} out"
     return Problem(f"the unknown key {'.'.join(path)}", f"{where}: {', '.join(names)}", instead)

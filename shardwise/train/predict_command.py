@@ -20,7 +20,7 @@ from shardwise.core.plan_check import require
 
 if TYPE_CHECKING:
     from shardwise.models.trainable import Trainable
-    from shardwise.predict.prediction import Prediction
+    from shardwise.prediction.prediction import Prediction
 
 ROWS = 2  # of a microbatch
 

@@ -41,7 +41,7 @@ from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec
 from shardwise.engine.parallelize import parallelize
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
-from shardwise.predict.traffic import Line, by_kind
+from shardwise.prediction.traffic import Line, by_kind
 from shardwise.verify.async_oracle import AsyncOracle
 from shardwise.verify.difference import Expected, compared, scalar
 from shardwise.verify.finding import NEVER, Errors, Finding, Parts, Piece

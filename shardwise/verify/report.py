@@ -1,7 +1,7 @@
 """The report of a proof over all ranks, as a table or JSON.
 
     errors    the largest of each kind, and its bound
-    bytes     theory    by the formulas of predict/, from the model's shapes and the plan alone
+    bytes     theory    by the formulas of prediction/, from the model's shapes and the plan alone
               counted   in the run, as bytes were handed over
     memory    theory    by formula again
               read      from the system: the sizes of the storages that live tensors have

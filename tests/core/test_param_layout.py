@@ -11,8 +11,8 @@ from shardwise.core.param_layout import AxisLayout, Layout
 from shardwise.core.plan import Plan
 from shardwise.core.uneven import Cut, even, packed
 from shardwise.core.zero import ROWS, Row
-from shardwise.predict.memory import PLAIN, held_bytes
-from shardwise.predict.traffic import by_kind, step_bytes
+from shardwise.prediction.memory import PLAIN, held_bytes
+from shardwise.prediction.traffic import by_kind, step_bytes
 
 #: Queries for four ranks, keys for pairs of them: packed in one weight.
 QKV = packed(0, [even(0, 8, 4), Cut(0, 4, (((0, 2),), ((0, 2),), ((2, 4),), ((2, 4),)))])

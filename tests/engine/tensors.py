@@ -15,7 +15,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.meter import Leak, Meter
 from shardwise.models import gpt
 from shardwise.models.initial import fill
-from shardwise.predict.traffic import Line
+from shardwise.prediction.traffic import Line
 from tests.engine.cases import CONFIG, Case, Run, Task, build, expected_near, oracle, share, text
 
 #: Half the heads share keys and values; nothing divides by 2 but the heads, nothing by 4.

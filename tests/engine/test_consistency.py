@@ -18,7 +18,7 @@ from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
 from shardwise.engine import consistency
 from shardwise.engine.tensor_layout import nowhere
-from shardwise.predict.traffic import Line
+from shardwise.prediction.traffic import Line
 from tests.pool import run_gloo, run_threads
 
 WORDS = 50

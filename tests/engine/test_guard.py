@@ -12,7 +12,7 @@ from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, NonFiniteError
 from shardwise.engine import guard, updating
 from shardwise.engine.engine import Engine
-from shardwise.predict.traffic import Line
+from shardwise.prediction.traffic import Line
 from tests.engine.cases import ranks_of, regression, small_gpt, text, vectors
 from tests.engine.pipelines import deep
 from tests.engine.tensors import ADAMW, Case, build, gpt_task, mine

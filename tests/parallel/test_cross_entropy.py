@@ -18,7 +18,7 @@ from shardwise.core.errors import RankError
 from shardwise.core.uneven import Cut, even
 from shardwise.parallel.tensor.cross_entropy import cross_entropy
 from shardwise.parallel.tensor.logits import Logits
-from shardwise.predict.tensor import loss_bytes
+from shardwise.prediction.tensor import loss_bytes
 from tests.pool import run_gloo, run_threads
 
 WORLDS = [

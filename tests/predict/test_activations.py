@@ -12,7 +12,7 @@ from shardwise.kernels.fused_linear import LEAST
 from shardwise.models import gpt
 from shardwise.models.initial import fill
 from shardwise.models.registry import random_text
-from shardwise.predict.activations import (
+from shardwise.prediction.activations import (
     LARGE,
     BlockShape,
     PaperLayer,

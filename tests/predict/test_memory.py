@@ -11,7 +11,7 @@ from shardwise.core.model_spec import BufferShape, ModelShape, ParamShape, UnitS
 from shardwise.core.plan import Plan
 from shardwise.engine.optimizer_spec import ELEMENTWISE
 from shardwise.engine.spec import optimizer_shape
-from shardwise.predict.memory import ADAM, MOMENTUM, PLAIN, OptimizerShape, held_bytes
+from shardwise.prediction.memory import ADAM, MOMENTUM, PLAIN, OptimizerShape, held_bytes
 from tests.pool import run_gloo, run_threads
 from tests.predict.model import batch, engine
 from tests.predict.test_traffic import CASES

@@ -14,7 +14,7 @@ from shardwise.core.plan import Plan
 from shardwise.engine.prediction import predict
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.gpt import loss as gpt_loss
-from shardwise.predict.prediction import Prediction
+from shardwise.prediction.prediction import Prediction
 from shardwise.train.cli import main
 from tests.engine.cases import Case, build, share, vectors
 from tests.engine.tensors import sent

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardwise.core.errors import InputError
 from shardwise.core.schedule.clock import Costs, clock
 from shardwise.core.schedule.library import build
-from shardwise.predict.stages import Layer, Links, Stage, latency, partition
+from shardwise.prediction.stages import Layer, Links, Stage, latency, partition
 
 TIMES = st.integers(0, 9).map(float)
 LAYERS = st.lists(st.builds(Layer, TIMES, TIMES, TIMES, TIMES), min_size=1, max_size=5)

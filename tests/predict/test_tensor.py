@@ -5,7 +5,7 @@ That they are what is sent, tests/parallel/test_cross_entropy.py shows.
 
 import pytest
 
-from shardwise.predict.tensor import loss_bytes
+from shardwise.prediction.tensor import loss_bytes
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from shardwise.comm.world import World, traced
 from shardwise.core.model_spec import ModelShape, ParamShape, UnitShape
 from shardwise.core.plan import Plan
 from shardwise.core.zero import ROWS, step_moves
-from shardwise.predict.traffic import Line, start_bytes, step_bytes
+from shardwise.prediction.traffic import Line, start_bytes, step_bytes
 from tests.pool import run_gloo, run_threads
 from tests.predict.model import batch, engine
 

@@ -38,7 +38,7 @@ def half_price() -> Iterator[None]:
         step = price(src, dst, numel, n)
         return replace(step, sent=step.sent / 2) if step.what == "all_reduce" else step
 
-    with patch("shardwise.predict.traffic.price", halved):
+    with patch("shardwise.prediction.traffic.price", halved):
         yield
 
 

@@ -13,7 +13,7 @@ from shardwise.engine.engine import Engine
 from shardwise.parallel.data import flat_parameter as flat_file
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.pipeline.runtime import _Post
-from shardwise.predict import traffic
+from shardwise.prediction import traffic
 from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
 from tests.verify.mutations.pipeline import replaced
 

@@ -28,7 +28,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.styles import Style
 from shardwise.core.tensor_plan import bias_cut, cuts
 from shardwise.core.uneven import Cut
-from shardwise.predict.group import layout_of
+from shardwise.prediction.group import layout_of
 
 TENSOR = "tp"
 #: Styles of modules whose whole parameters meet parts of the activations: gradients are summed.

@@ -21,10 +21,10 @@ from shardwise.core.schedule.library import build
 from shardwise.core.schedule.lower import lower
 from shardwise.core.schedule.memory import peaks, sizes
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.predict.gathers import gathers, order_of
-from shardwise.predict.group import layout_of
-from shardwise.predict.tensor_moves import TENSOR, held_parts
-from shardwise.predict.unit_gathers import Gather, UnitPath, unit_gathers
+from shardwise.prediction.gathers import gathers, order_of
+from shardwise.prediction.group import layout_of
+from shardwise.prediction.tensor_moves import TENSOR, held_parts
+from shardwise.prediction.unit_gathers import Gather, UnitPath, unit_gathers
 
 PIPELINE = "pp"
 

@@ -43,10 +43,10 @@ from shardwise.core.plan import Plan
 from shardwise.core.schedule.action import Transfer
 from shardwise.core.schedule.library import updates
 from shardwise.core.zero import Moment
-from shardwise.predict.group import Group, groups, layout_of
-from shardwise.predict.rank_shape import schedule_of
-from shardwise.predict.tensor import loss_bytes
-from shardwise.predict.tensor_moves import TENSOR, Crossings
+from shardwise.prediction.group import Group, groups, layout_of
+from shardwise.prediction.rank_shape import schedule_of
+from shardwise.prediction.tensor import loss_bytes
+from shardwise.prediction.tensor_moves import TENSOR, Crossings
 
 PIPELINE = "pp"
 FACT_BYTES = 8  # facts are added as doubles: a count of tokens must not be rounded
@@ -175,7 +175,7 @@ def activation_bytes(
     """The bytes a rank sends along the tensor axis for the activations of a step.
 
     Each crossing moves forward as it says, and its gradient the other way between the duals.
-    `losses` are the cross-entropies whose logits stay cut (see predict/tensor.py).
+    `losses` are the cross-entropies whose logits stay cut (see prediction/tensor.py).
     """
     tariff = Tariff(plan, 0)
     for one in crossings:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from shardwise.core.model_spec import ModelShape, ModelSpec
 from shardwise.core.plan import Plan
-from shardwise.predict.memory import ADAM, OptimizerShape, held_bytes
-from shardwise.predict.traffic import Line, by_kind, stage_bytes, step_bytes, tensor_bytes
+from shardwise.prediction.memory import ADAM, OptimizerShape, held_bytes
+from shardwise.prediction.traffic import Line, by_kind, stage_bytes, step_bytes, tensor_bytes
 
 
 @dataclass(frozen=True)

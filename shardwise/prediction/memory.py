@@ -22,7 +22,7 @@ from shardwise.core.model_spec import ModelShape
 from shardwise.core.plan import Plan
 from shardwise.core.schedule.library import build, updates
 from shardwise.core.schedule.memory import versions
-from shardwise.predict.group import Group, groups
+from shardwise.prediction.group import Group, groups
 
 HALF = ("bfloat16", "float16")
 MASTER_BYTES = 4
