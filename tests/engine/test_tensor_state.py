@@ -88,7 +88,6 @@ REFUSED = [
     (partial(made, "untied"), "tp2", {"block.*.mlp.up": "colwise"}, r"blocks\.\*\.mlp"),
     (partial(made, "untied"), "tp2", {"embed": "vocabluary"}, '"vocabulary"'),
     (partial(made, "untied"), "tp8", None, r"tp8 for a model of 4 query heads.*tp4"),
-    (partial(made, "untied"), "tp2", {"blocks.*.mlp.up": "colwise"}, "stays cut"),
 ]
 
 

@@ -232,7 +232,7 @@ def test_help_says_how_options_are_given(capsys: pytest.CaptureFixture[str]) -> 
         ("bench data --link 3parsec", "Write instead: --link 1gbit"),
         ("bench data --device tpu", "Write instead: --device cpu"),
         ("bench data zero3 --device cuda", "Write instead: shardwise bench data --device cuda"),
-        ("bench data --size tiny --device cuda", "one rank, on models of its own"),
+        ("bench data --size tiny --device cuda", "one rank on its own models"),
         ("checkpoint inspect absent", "no such folder"),
         ("plan dpp2", "dp2 for 'dpp2'"),
         ("train /dev/null", "which is empty"),
