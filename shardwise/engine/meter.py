@@ -126,7 +126,7 @@ class Meter(TorchDispatchMode):
         total = sum(places.values())
         if total > self.peak_bytes:
             self.peak_bytes, self.peak_places = total, places
-        now = dict.fromkeys(CATEGORIES, 0)
+        now: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         for place, count in places.items():
             now[place.category] += count
         for category in (key for key in CATEGORIES if now[key] > self.most.get(key, 0)):

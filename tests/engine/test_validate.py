@@ -128,7 +128,7 @@ def test_outputs_have_the_shape_that_others_take_them_to_have():
     with pytest.raises(InputError, match=r"shape \(4, 6\) for like=\(2,\).*zeros\(\(4, 6\)\)"):
         engine.outputs(lambda model: model(x), torch.zeros(2))
     with pytest.raises(InputError, match=r"like=3.*like=torch\.zeros"):
-        engine.outputs(lambda model: model(x), like=3)  # type: ignore[arg-type]
+        engine.outputs(lambda model: model(x), like=3)
     with pytest.raises(InputError, match="a call that returns one tensor"):
         engine.outputs(lambda model: [model(x)], x)
 

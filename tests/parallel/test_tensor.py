@@ -86,9 +86,9 @@ def gradients(model: nn.Module, tensors: Tensors) -> dict[str, Tensor | None]:
     """Every parameter's gradient, partial ones summed as the table of what is held says."""
     found: dict[str, Tensor | None] = {}
     for name, p in model.named_parameters():
-        held, grad = tensors.of(name), p.grad
-        if held.sums.size > 1 and grad is not None:
-            grad = all_reduce(grad.clone().contiguous(), held.sums)
+        axis, grad = tensors.sums.get(name), p.grad
+        if axis is not None and axis.size > 1 and grad is not None:
+            grad = all_reduce(grad.clone().contiguous(), axis)
         found[name] = grad
     return found
 

@@ -1,5 +1,7 @@
 """The bytes of activations that a layer holds are the formula's: published, and measured here."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -171,7 +173,7 @@ def test_sequence_parallelism_divides_the_stream():
 
 def predicted(layers: int) -> int:
     """What sw.predict says of a model of so many blocks, all recomputed."""
-    sizes = vars(ROUND) | {"layers": layers, "sequence": 8}
+    sizes: dict[str, Any] = vars(ROUND) | {"layers": layers, "sequence": 8}
     with torch.device("meta"):
         model = gpt.GPT(gpt.GPTConfig(vocabulary=61, **sizes))
     batch = random_text(3, 8, 61, 0)

@@ -67,7 +67,7 @@ def cross_entropy(
     """
     options = (ignore_index, label_smoothing, z_loss, reduction)
     if has_torch_function_unary(logits):  # sharded logits (logits.py), or a function mode
-        words = dict(zip(OPTIONS, options, strict=True))
+        words: dict[str, Any] = dict(zip(OPTIONS, options, strict=True))
         return handle_torch_function(cross_entropy, (logits,), logits, targets, **words)
     if z_loss:
         columns = even(0, logits.shape[-1], 1)
