@@ -52,7 +52,11 @@ def sizes(world: World, plan: str, tied: bool) -> tuple[int, dict[str, int], dic
     return engine.passes.whole_bytes(), whole, {name: whole[name] for name in kept}
 
 
-CASES = [("1f1b:4", False), ("zb-h1:2", True), ("interleaved:2x2", True)]
+CASES = [
+    ("1f1b:4", False),
+    pytest.param("zb-h1:2", True, marks=pytest.mark.full),
+    pytest.param("interleaved:2x2", True, marks=pytest.mark.full),
+]
 
 
 @pytest.mark.parametrize(("schedule", "tied"), CASES)

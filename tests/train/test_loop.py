@@ -232,7 +232,7 @@ def test_damage_is_answered_with_what_resume_can_follow(tmp_path: Path) -> None:
     for file in damaged.glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:-9])
     before = contents(given.folder)
-    with pytest.raises(InputError, match="step-000002 is the newest then") as refused:
+    with pytest.raises(InputError, match="it continues from step-000002") as refused:
         loop.train(more, alone(), Start(resume=True))
     assert f"Write instead: rm -r '{damaged}', and the same command again" in str(refused.value)
     assert contents(given.folder) == before

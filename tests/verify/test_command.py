@@ -34,7 +34,7 @@ from tests.pool import run_gloo, run_threads
 PLANS = [
     *("dp2 fp64", "dp2 zero1 fp64", "dp2 zero2 fp64", "dp2 zero3 fp64", "dp4 zero3 bf16"),
     *("dp2 zero3 fp16", "dp2 zero1 fp32", "dp_replicate2 dp_shard2 zero3 fp64"),
-    *("dp2 zero2 accumulate:2 fp64", "pp2 dp2 zero3 1f1b:4 fp64"),
+    *("dp2 zero2 accumulate:2 fp64", "pp2 dp2 zero3 1f1b:2 fp64"),
     *("tp2 fp64", "tp4 sp fp64", "dp2 tp2 zero3 bf16", "dp2 tp2 sp zero3 fp64"),
 ]
 
