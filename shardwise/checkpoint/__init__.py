@@ -1,1 +1,1 @@
-"""this package is what outlives a run: whole named tensors and numbers, in boxes."""
+"""What outlives a run: whole named tensors and numbers, in boxes."""

@@ -1,1 +1,1 @@
-"""this package is what passes between ranks: worlds, the door, transports, the ledger."""
+"""What passes between ranks: worlds, the door, transports, the ledger."""

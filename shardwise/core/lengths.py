@@ -1,4 +1,4 @@
-"""this file is how long sequences are of which ranks hold shards, told by the size of a shard.
+"""How long sequences are of which ranks hold shards, told by the size of a shard.
 
     2 ranks     8 positions ---> shards of 4
                 7 positions ---> shards of 5: 4 are those of 8 already

@@ -1,4 +1,4 @@
-"""this file is which values cross from stage to stage, read off who makes and who uses them.
+"""Which values cross from stage to stage, read off who makes and who uses them.
 
     value        made in   used in      bundle 0   bundle 1   bundle 2
     0 embed         0       0, 1           x

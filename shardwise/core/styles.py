@@ -1,4 +1,4 @@
-"""this file is one word of a tensor-parallel table: what is done to a module, and to which kind.
+"""One word of a tensor-parallel table: what is done to a module, and to which kind.
 
 Two linear layers in a row need one sum between ranks when the first is cut by its columns and the
 second by its rows (arXiv 1909.08053, section 3); `colwise` and `rowwise` are those two. What norms

@@ -1,4 +1,4 @@
-"""this file is the table of a model's tensor parallelism: patterns of module names, and styles.
+"""The table of a model's tensor parallelism: patterns of module names, and styles.
 
     Table.of(
         {

@@ -1,1 +1,1 @@
-"""this package is composition: every technique applied to one model in one written order."""
+"""Composition: every technique applied to one model in one written order."""

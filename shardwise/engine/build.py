@@ -1,4 +1,4 @@
-"""this file is how a model is laid out on all axes: tensor, then pipeline, then data.
+"""How a model is laid out on all axes: tensor, then pipeline, then data.
 
 Each acts on what the one before has left: the tensor axis cuts parameters, the pipeline axis leaves
 a rank those of its stages, the data axes lay these flat.  What is chosen by size (stages, units)

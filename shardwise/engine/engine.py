@@ -1,4 +1,4 @@
-"""this file is the engine: a model, a plan and a world, and the step that trains them.
+"""The engine: a model, a plan and a world, and the step that trains them.
 
     for each microbatch: forward, backward        (data.py gathers, frees and reduces)
     finish the reductions; agree on the facts     (loss, tokens, which gradients exist; the norm)

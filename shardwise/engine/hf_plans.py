@@ -1,4 +1,4 @@
-"""this file is the tables of transformers' models: read from their plans, or written here.
+"""The tables of transformers' models: read from their plans, or written here.
 
 A configuration of that library carries a plan, `base_model_tp_plan`: names of modules, and styles
 of its own. Read as it is there, it needs heads that the ranks divide and keeps the vocabulary

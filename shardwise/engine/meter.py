@@ -1,4 +1,4 @@
-"""this file is the meter: live tensor bytes by category and unit, and their peak during a step.
+"""The meter: live tensor bytes by category and unit, and their peak during a step.
 
     with Meter(engine) as meter:
         engine.step(batch)

@@ -1,4 +1,4 @@
-"""this file is a pipeline on its own, in a plain PyTorch loop: `sw.Pipe`.
+"""A pipeline on its own, in a plain PyTorch loop: `sw.Pipe`.
 
     fc1, fc2 = nn.Linear(16, 8), nn.Linear(8, 4)
     model = sw.Pipe(nn.Sequential(fc1, fc2), chunks=8)

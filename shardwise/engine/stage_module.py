@@ -1,4 +1,4 @@
-"""this file is how a model lies on the pipeline axis: which stages are here, and what ranks share.
+"""How a model lies on the pipeline axis: which stages are here, and what ranks share.
 
     rank 0   embed  blocks.0  blocks.1                     stages of the schedule's `home`
     rank 1   blocks.2  blocks.3  norm  head                head.weight is embed.weight: a tie

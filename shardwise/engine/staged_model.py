@@ -1,4 +1,4 @@
-"""this file is a model cut into stages: followed once for each shape, then run stage by stage.
+"""A model cut into stages: followed once for each shape, then run stage by stage.
 
 stages = Stages(model, twin(model), starts, mine={1}, device=device)
 trace = stages.follow(lambda model: loss(model, microbatch))

@@ -1,4 +1,4 @@
-"""this file is how a model is laid out on the tensor axis: its table, carried out.
+"""How a model is laid out on the tensor axis: its table, carried out.
 
 For every module the table names: its parameters are cut (or found to have partial gradients), its
 hooks are set (parallel/tensor/linear.py, parallel/tensor/embedding.py), and the numbers by which it

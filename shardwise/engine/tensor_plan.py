@@ -1,4 +1,4 @@
-"""this file is where a model's table of tensor parallelism comes from, and the model as it sees it.
+"""Where a model's table of tensor parallelism comes from, and the model as it sees it.
 
 In this order: what the user gives as `table=`; the model's own attribute `tensor_table`; what a
 model of transformers says of itself (engine/hf_plans.py). A module that has one of these and is

@@ -1,4 +1,4 @@
-"""this file is the weights under a schedule that updates by itself: their versions, one by one.
+"""The weights under a schedule that updates by itself: their versions, one by one.
 
     PipeDream, stage 0 of 2      F0  F1  B0  U0  F2  B1  U1  F3  B2  ...
     newest version               0   0   0   1   1   1   2   2   2

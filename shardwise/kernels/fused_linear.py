@@ -1,4 +1,4 @@
-"""this file is layers that are computed by nodes of ours: linear, embeddings, norms.
+"""Layers that are computed by nodes of ours: linear, embeddings, norms.
 
     linear      forward     x, W, b ---> y      matmul.py says by which library
                 backward    gy, W -----> gx     the same

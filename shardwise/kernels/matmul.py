@@ -1,4 +1,4 @@
-"""this file is which library multiplies matrices: of those torch was built with, the faster here.
+"""Which library multiplies matrices: of those torch was built with, the faster here.
 
                         y = x W^T, gx = gy W      gW = gy^T x
     fp32 on AMD's       oneDNN, faster by 1/8     torch's own choice, MKL

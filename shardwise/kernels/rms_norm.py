@@ -1,4 +1,4 @@
-"""this file is a root-mean-square norm as one node, where autograd takes one for each step of it.
+"""A root-mean-square norm as one node, where autograd takes one for each step of it.
 
     forward     y  = x r w                        r = (mean x^2 + eps)^(-1/2), for each row
     backward    gx = r (g w) - x (r^3 / D) sum(g w x)          gw = sum over the rows of g x r

@@ -1,1 +1,1 @@
-"""This package is what a plan will send and hold, from formulas alone: it reads core, not torch."""
+"""What a plan will send and hold, from formulas alone: it reads core, not torch."""

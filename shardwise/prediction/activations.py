@@ -1,4 +1,4 @@
-"""this file is the bytes of activations that one layer holds between its forward and its backward.
+"""The bytes of activations that one layer holds between its forward and its backward.
 
 Of B sequences of T positions, on t tensor ranks, for a layer of width D with H heads. Published
 (Korthikanti et al., arXiv 2205.05198, table 2), 16-bit, with dropout, GELU, an explicit softmax:

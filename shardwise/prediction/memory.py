@@ -1,4 +1,4 @@
-"""This file is the bytes a rank holds between two steps, by category.
+"""The bytes a rank holds between two steps, by category.
 
     parameters   the row's column `param`: all of a group (R), or this rank's block (S)
     gradients    its column `grad`: all (P), or the block (S); their memory stays for the next step

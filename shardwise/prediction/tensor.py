@@ -1,4 +1,4 @@
-"""This file is the bytes of a cross-entropy over a vocabulary that ranks share.
+"""The bytes of a cross-entropy over a vocabulary that ranks share.
 
 For N positions each rank sends what three all-reduces would, in two calls: of the largest logit,
 N elements; of the sum of exponentials and the target's logit, 2N, or 3N with label smoothing,

@@ -1,4 +1,4 @@
-"""this file is the backward pass of one stage, whole or in two halves: inputs first, weights later.
+"""The backward pass of one stage, whole or in two halves: inputs first, weights later.
 
     B   the gradients of the stage's inputs and of its weights, as autograd makes them
     I   those of the inputs alone; the previous stage waits for no more

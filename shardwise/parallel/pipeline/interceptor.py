@@ -1,4 +1,4 @@
-"""this file is how the glue of a model is met: the operations between its layers, one by one.
+"""How the glue of a model is met: the operations between its layers, one by one.
 
 `Glue` is a mode of torch: it sees each function that the user's forward calls outside of layers,
 and asks its player what an operation on values does.  What is asked *of* a value is not glue, and

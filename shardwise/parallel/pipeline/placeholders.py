@@ -1,4 +1,4 @@
-"""this file is the layers of a model cut into stages: which there are, and their stand-ins.
+"""The layers of a model cut into stages: which there are, and their stand-ins.
 
     starts = ("blocks.2",)                  the modules that begin stages 1, 2, ...
 

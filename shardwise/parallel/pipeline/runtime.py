@@ -1,4 +1,4 @@
-"""this file is the pipeline at run time: one rank does its row of a schedule, step by step.
+"""The pipeline at run time: one rank does its row of a schedule, step by step.
 
     table        token -> value: what is alive on this rank.  A step takes from it what relation.py
                  says that it needs, and leaves there what it makes; at the end it is empty.

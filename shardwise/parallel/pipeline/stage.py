@@ -1,4 +1,4 @@
-"""this file is one stage of a model on one microbatch: its own forward, computed where it is ours.
+"""One stage of a model on one microbatch: its own forward, computed where it is ours.
 
     rank of stage 1     embed  blocks.0 | blocks.1  blocks.2 | head  loss
                         skipped         | computed           | never reached

@@ -1,4 +1,4 @@
-"""this file is the cross-entropy of logits, whole or cut over the vocabulary.
+"""The cross-entropy of logits, whole or cut over the vocabulary.
 
     rank 0     x[:, 0..3]  ---+ largest  +---+ sum of exp       +--> loss     I
     rank 1     x[:, 4..7]  ---+ logit    +---+ target's logit   +--> loss     I

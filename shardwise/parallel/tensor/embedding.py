@@ -1,4 +1,4 @@
-"""this file is the embedding whose rows are cut: every rank looks up the words that it holds.
+"""The embedding whose rows are cut: every rank looks up the words that it holds.
 
     ids       3  0  7  5            rank 0 holds rows 0..3        rank 1 holds rows 4..7
     here                            3  0  .  .                    .  .  3  1       (. is row 0)

@@ -1,4 +1,4 @@
-"""this file is tensor parallelism: one layer over several ranks, by columns and by rows.
+"""Tensor parallelism: one layer over several ranks, by columns and by rows.
 
     x ----> [ columns ] ----> gelu ----> [ rows ] ----> y          W1 cut by output, W2 by input
       I -> R          S(-1)        S(-1)          P -> I           forward: one all-reduce

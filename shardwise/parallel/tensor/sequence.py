@@ -1,4 +1,4 @@
-"""this file is layers of rows, and what is changed on the way into a module or out of it.
+"""Layers of rows, and what is changed on the way into a module or out of it.
 
 A layer of rows takes cut inputs; each rank computes a part of the sum, without the bias, which is
 added once, to the whole.  As in linear.py, hooks do it, ahead of the user's.

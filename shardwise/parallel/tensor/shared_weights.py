@@ -1,4 +1,4 @@
-"""this file is the gradient of a weight of which several ranks hold a part in common.
+"""The gradient of a weight of which several ranks hold a part in common.
 
 queries, keys and values in one weight, 4 query heads and one key head on 2 ranks:
 
