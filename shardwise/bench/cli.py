@@ -30,7 +30,7 @@ def bench_command(
     """Measure side by side with the peers: step time, bytes on the wire, memory, loss."""
     suite, *contenders = words
     if suite not in SUITES:
-        close = suggest(suite, SUITES)
+        close = suggest(suite, SUITES, 0.5) or next(iter(SUITES))
         raise bad(f'the suite "{suite}"', ", ".join(SUITES), f"shardwise bench {close}")
     if device not in ("cpu", "cuda"):
         raise bad(f'the device "{device}"', "cpu or cuda", "--device cpu")

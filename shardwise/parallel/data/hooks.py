@@ -82,6 +82,7 @@ class Data:
         self.ways = {stage: Way[Unit]() for stage in (staged.units if staged else (0,))}
         self.stage = next(iter(self.ways))  # the one that is computed
         self.reads = True  # whether this backward pass reads weights
+        self.halved = False  # whether it makes gradients of inputs or of weights alone
         self.latest: Unit | None = None  # that was used: whole until another is
         self.in_backward = False
         self.mute = False  # whether gradients of this backward pass count for nothing
@@ -162,7 +163,7 @@ class Data:
         for unit in self.units.order if stage != self.stage else ():
             if unit not in own:
                 unit.free()
-        self.stage, self.in_backward, self.reads = stage, op != "F", reads
+        self.stage, self.in_backward, self.reads, self.halved = stage, op != "F", reads, op in "IW"
         self.way.over = True
         around = [unit for unit in own if unit.keep]
         for unit in around:
@@ -173,6 +174,8 @@ class Data:
             return
         if reads:
             self._free_latest(self.way.once[-1] if self.way.once else None)
+        for unit in own:
+            unit.missing, unit.complete = unit.expected, False
         for group in (group for unit in own if not reads for group in unit.groups):
             group.pretend()  # gradients are coming for it
 
@@ -268,8 +271,7 @@ class Data:
 
     def _watch(self, out: Any, act: Callable[[], None]) -> bool:
         """Call `act` when a gradient of `out` arrives; whether one ever will."""
-        handles = [x.register_hook(lambda _: act()) for x in tensors_in(out) if x.requires_grad]
-        return bool(handles)
+        return bool([x.register_hook(lambda _: act()) for x in tensors_in(out) if x.requires_grad])
 
     # --- backward -----------------------------------------------------------------------------
 
@@ -317,8 +319,8 @@ class Data:
         order = self.way.once if unit in self.way.once else self.units.order
         place = order.index(unit)
         for later in order[place + 1 :]:
-            # autograd goes back in the order of the calls, so a schedule's need no more of theirs
-            over = self.staged is not None or later.complete or not later.trained
+            # of units that read the same input, one may be reached before another's gradients come
+            over = self.halved or later.complete or not later.trained
             if over and not later.keep and later.depth == 0:
                 later.free()
         if self.staged is not None:
@@ -364,15 +366,13 @@ class Data:
         """Take what autograd left on `p`: all of its gradient in this pass is there."""
         unit, group, index = self.places[p]
         self._begin_backward()
-        if unit.complete:  # reentrant checkpointing of a unit used twice: its sum has begun
+        if unit.complete and self.staged is None:  # checkpointed reentrantly
             raise bad(f"two gradients of {unit.name} in one pass", "one", "use_reentrant=False")
         p.grad = None if self.mute else p.grad
         group.collect(index, self.pace.scale)
-        if self.staged is not None:
-            return
         unit.missing -= 1
-        if unit.missing == 0:
-            unit.complete = True
+        unit.complete = unit.missing == 0
+        if unit.complete and self.staged is None:
             if len(unit.trained) == len(unit.groups):  # what is frozen may still be read
                 unit.free()
             self.sums.go_on(self.units.order)
