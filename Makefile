@@ -7,7 +7,7 @@ ARGS ?=
 # Files of tests run two at a time.
 TESTS := $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: setup train test test-all check format wheel clean
+.PHONY: setup train train-moe test test-all check format wheel clean
 
 # The environment: made once, and again only when what it is made from has changed.
 setup: $(STAMP)
@@ -25,6 +25,10 @@ $(STAMP): pyproject.toml constraints.txt
 # ARGS adds to the command: make train ARGS=--overwrite
 train: setup
 	$(BIN)/shardwise train examples/quickstart.toml --nproc 2 --plan "dp2 zero3" $(ARGS)
+
+# The same with a mixture of experts, each expert on one of the two processes.
+train-moe: setup
+	$(BIN)/shardwise train examples/moe.toml --nproc 2 $(ARGS)
 
 test: setup
 	$(TESTS) $(ARGS)

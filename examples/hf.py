@@ -1,7 +1,7 @@
 """Train a model of transformers on any plan: from a configuration or a folder, to saved weights.
 
 python examples/hf.py                                     a small Llama, made from a configuration
-python examples/hf.py "tp2" --from runs/hf/weights        goes on from a folder with weights
+python examples/hf.py "tp2" --from runs/hf/weights        continues from a folder with weights
 torchrun --nproc_per_node 2 examples/hf.py                under torchrun
 
 The weights are in runs/hf/weights, as `save_pretrained` writes them.

@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from shardwise.core.mesh import Mesh
     from shardwise.core.plan import Plan
     from shardwise.core.tensor_plan import Table
+    from shardwise.engine.data_parallel import DataParallel
     from shardwise.engine.engine import Engine
     from shardwise.engine.full import full_state_dict
-    from shardwise.engine.optimizer_spec import SGD, Adam, AdamW, Optim
+    from shardwise.engine.optimizer_spec import SGD, Adafactor, Adam, AdamW, Lion, Optim
     from shardwise.engine.parallelize import parallelize
     from shardwise.engine.partition import balance_by_time
     from shardwise.engine.pipe import Pipe
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
     from shardwise.engine.training import Metrics
     from shardwise.engine.unwrap import unwrap
     from shardwise.engine.wrap import DDP, FSDP, clip_grad_norm, no_sync
+    from shardwise.parallel.expert.gate import Gate
+    from shardwise.parallel.expert.layer import MoE
+    from shardwise.parallel.replicas.replicate import replicate
+    from shardwise.parallel.replicas.rows import gather, scatter
+    from shardwise.parallel.replicas.threads import parallel_apply
     from shardwise.parallel.tensor.cross_entropy import cross_entropy
 
 __version__ = "0.1.0"
@@ -40,6 +46,7 @@ _HOMES = {
     "FSDP": "engine.wrap",
     "clip_grad_norm": "engine.wrap",
     "no_sync": "engine.wrap",
+    "DataParallel": "engine.data_parallel",
     "Engine": "engine.engine",
     "Metrics": "engine.training",
     "balance_by_time": "engine.partition",
@@ -47,6 +54,8 @@ _HOMES = {
     "predict": "engine.prediction",
     "Pipe": "engine.pipe",
     "full_state_dict": "engine.full",
+    "Adafactor": "engine.optimizer_spec",
+    "Lion": "engine.optimizer_spec",
     "Adam": "engine.optimizer_spec",
     "AdamW": "engine.optimizer_spec",
     "Optim": "engine.optimizer_spec",
@@ -63,7 +72,13 @@ _HOMES = {
     "Table": "core.tensor_plan",
     "World": "comm.world",
     "init": "comm.world",
+    "Gate": "parallel.expert.gate",
+    "MoE": "parallel.expert.layer",
     "cross_entropy": "parallel.tensor.cross_entropy",
+    "gather": "parallel.replicas.rows",
+    "parallel_apply": "parallel.replicas.threads",
+    "replicate": "parallel.replicas.replicate",
+    "scatter": "parallel.replicas.rows",
     "load": "checkpoint.engines",
     "move": "comm.move",
     "save": "checkpoint.engines",
@@ -75,13 +90,18 @@ __all__ = [
     "DDP",
     "FSDP",
     "SGD",
+    "Adafactor",
     "Adam",
     "AdamW",
+    "DataParallel",
     "Engine",
+    "Gate",
     "I",
     "InputError",
+    "Lion",
     "Mesh",
     "Metrics",
+    "MoE",
     "Optim",
     "P",
     "Pipe",
@@ -96,13 +116,17 @@ __all__ = [
     "clip_grad_norm",
     "cross_entropy",
     "full_state_dict",
+    "gather",
     "init",
     "load",
     "move",
     "no_sync",
+    "parallel_apply",
     "parallelize",
     "predict",
+    "replicate",
     "save",
+    "scatter",
     "spawn",
     "unwrap",
 ]

@@ -9,6 +9,7 @@ from shardwise.bench import cuda
 from shardwise.bench.roster import SUITES
 from shardwise.bench.suite import plan_tasks, run
 from shardwise.bench.table import as_json, as_text
+from shardwise.core.arguments import choice
 from shardwise.core.errors import bad
 from shardwise.core.suggest import suggest
 
@@ -17,7 +18,8 @@ def bench_command(
     words: Annotated[
         list[str],
         typer.Argument(
-            metavar="SUITE", help="data, tensor, pipeline, memory; after it contenders."
+            metavar="SUITE",
+            help="data, tensor, pipeline, memory, dataparallel; after it contenders.",
         ),
     ],
     size: Annotated[list[str] | None, typer.Option(help="small, tiny; both by default.")] = None,
@@ -32,8 +34,7 @@ def bench_command(
     if suite not in SUITES:
         close = suggest(suite, SUITES, 0.5) or next(iter(SUITES))
         raise bad(f'the suite "{suite}"', ", ".join(SUITES), f"shardwise bench {close}")
-    if device not in ("cpu", "cuda"):
-        raise bad(f'the device "{device}"', "cpu or cuda", "--device cpu")
+    choice("--device", device, ("cpu", "cuda"))
     if device == "cuda" and suite != "data":
         allowed = "the suite data, since --device cuda runs on one rank"
         raise bad(f"--device cuda with the suite {suite}", allowed, f"bench {suite} --device cpu")

@@ -50,6 +50,8 @@ class Contender:
     whole_batch  every rank gets the whole global batch, otherwise its part of the sequences
     package      must be importable
     against      the contender that its ratio refers to, if not the first of the suite
+    alone        rank 0 trains, in threads of its own, and the other ranks wait; the meter of live
+                 bytes does not see these threads
     """
 
     name: str
@@ -59,6 +61,7 @@ class Contender:
     note: str = ""
     whole_batch: bool = False
     against: str = ""
+    alone: bool = False
 
     @property
     def missing(self) -> bool:

@@ -37,7 +37,7 @@ DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Pair:
-    """What A is compared with: a row, at a size, in a precision."""
+    """One comparison: a row, a size and a precision."""
 
     size: str
     config: GPTConfig
@@ -50,11 +50,11 @@ class Pair:
 
 @dataclass(frozen=True)
 class DeviceLine:
-    """One comparison: medians of B, its ratio to A, its MFU against large matrix products here.
+    """The result of a comparison: medians of B, its ratio to A, its MFU.
 
     `state_bytes` are the engine's parameters, gradients and optimizer state between steps;
-    `predicted_bytes` the formula's, which leaves out the optimizer's step counts (4 bytes for each
-    tensor).
+    `predicted_bytes` excludes the optimizer's step counts (4 bytes for each tensor). MFU is
+    relative to large matrix products on this GPU.
     """
 
     size: str
@@ -71,7 +71,7 @@ class DeviceLine:
 
 
 def run(rounds: int | None) -> list[DeviceLine]:
-    """All comparisons, in one process on the first GPU. Raises InputError where there is none."""
+    """All comparisons, in one process on the first GPU. Raises InputError without a GPU."""
     if not torch.cuda.is_available():
         raise bad(
             "--device cuda, where PyTorch sees no GPU",
@@ -95,8 +95,8 @@ def rank(pairs: Sequence[Pair]) -> list[DeviceLine]:
 
 
 def compare(pair: Pair) -> DeviceLine:
-    """A and B in turns, `rounds` times after two turns to warm up; A's order is first."""
-    gc.collect()  # the models of the pair before: hooks and modules point at each other
+    """A and B take turns, A first, for `rounds` rounds after two warm-up rounds."""
+    gc.collect()  # frees the models of the previous pair, whose hooks and modules form cycles
     device = torch.device(pair.device)
     trainable = of_gpt(pair.size, pair.config)
     batch = trainable.batch(pair.rows, 0, device)
@@ -131,7 +131,7 @@ def compare(pair: Pair) -> DeviceLine:
 
 
 def bare_loop(model: nn.Module, setup: Setup) -> Loop:
-    """The loop without any of Shardwise: in bf16 with fp32 master weights beside the model's."""
+    """The plain PyTorch loop; in bf16 with fp32 master weights."""
     if setup.precision == "fp32":
         optimizer = adamw(model.parameters())
         masters: list[Tensor] = []
@@ -141,7 +141,7 @@ def bare_loop(model: nn.Module, setup: Setup) -> Loop:
         model = model.to(DTYPES[setup.precision])
 
     def step(batch: Batch) -> float:
-        """One step; the optimizer works on the masters where there are any."""
+        """One step; in bf16 the optimizer updates the masters."""
         loss = setup.loss(model, batch)
         loss.backward()
         for master, p in zip(masters, model.parameters(), strict=False):
@@ -166,7 +166,7 @@ def _timed(
     began = time.perf_counter()
     loss = step(batch)
     _settle(device)
-    assert loss is not None  # on one rank everyone learns it
+    assert loss is not None  # every rank knows the loss of a world of one
     return time.perf_counter() - began, loss
 
 

@@ -10,10 +10,10 @@ from shardwise.bench.contender import Batch, Contender, Loop, Setup, adamw
 
 
 def deepspeed(stage: int) -> Callable[[nn.Module, Setup], Loop]:
-    """The engine of that stage in fp32 around the same fused AdamW, without clipping."""
+    """DeepSpeed's engine of that stage in fp32, with the same fused AdamW, without clipping."""
 
     def build(model: nn.Module, setup: Setup) -> Loop:
-        """The loop of an engine of this stage."""
+        """The training loop of the engine."""
         import deepspeed as library  # an optional peer
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -37,18 +37,18 @@ def deepspeed(stage: int) -> Callable[[nn.Module, Setup], Loop]:
 
 
 def settings(stage: int, numel: int) -> dict[str, Any]:
-    """DeepSpeed's configuration: its defaults, but for what has to be said.
+    """DeepSpeed's configuration: its defaults, except for the required keys.
 
     Its bucket is the size of the model: the default of 5e8 elements holds any of these models
     too, and would only be charged to its peak memory.
     """
     return {
-        # it wants to know a batch size and uses it for its own throughput lines alone
+        # required, but used only in throughput logs
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": 0.0,
         "zero_optimization": {"stage": stage, "reduce_bucket_size": numel},
-        # torch's fused AdamW, and not a kernel of its own, so that the optimizer is the same
+        # torch's fused AdamW instead of DeepSpeed's kernel, as for all contenders
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 1_000_000,
     }

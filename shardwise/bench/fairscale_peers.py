@@ -14,12 +14,12 @@ def sharded_ddp(model: nn.Module, setup: Setup) -> Loop:
     from fairscale.optim.oss import OSS
 
     optimizer = OSS(model.parameters(), optim=AdamW, **adamw_options())
-    # its buckets are views of the gradients: dropped, they would be reduced without their values
+    # buckets are views of the gradients, so zero_grad must not set gradients to None
     return plain_loop(ShardedDataParallel(model, optimizer), optimizer, setup, drop=False)
 
 
 def full_shard(model: nn.Module, setup: Setup) -> Loop:
-    """FullyShardedDataParallel as fairscale first had it, a unit for each block."""
+    """Fairscale's FullyShardedDataParallel, one unit per block."""
     from fairscale.nn.data_parallel import FullyShardedDataParallel
     from fairscale.nn.wrap import enable_wrap, wrap
 

@@ -31,6 +31,18 @@ def plain(value: Any) -> Iterator[Tensor]:
         yield value
 
 
+def live_bytes(storages: dict[int, StorageWeakRef]) -> int:
+    """The bytes of the storages that still exist; the others are removed from the dictionary."""
+    total = 0
+    for key, weak in list(storages.items()):
+        storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+        if storage is None:
+            del storages[key]
+        else:
+            total += storage.nbytes()
+    return total
+
+
 class LiveBytes(TorchDispatchMode):
     """Live bytes of the storages created while the mode was on, and their peak."""
 
@@ -60,11 +72,4 @@ class LiveBytes(TorchDispatchMode):
 
     def bytes(self) -> int:
         """The bytes that are live now."""
-        total = 0
-        for key, weak in list(self.storages.items()):
-            storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
-            if storage is None:
-                del self.storages[key]
-            else:
-                total += storage.nbytes()
-        return total
+        return live_bytes(self.storages)

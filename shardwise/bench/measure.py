@@ -24,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise.bench.communication_bytes import CommunicationBytes
 from shardwise.bench.contender import Batch, Contender, Loop, Setup, Task
 from shardwise.bench.live_bytes import LiveBytes
 from shardwise.bench.roster import ROSTER
@@ -50,6 +51,7 @@ class Record:
     peak_bytes: int | None = None
     loss: float | None = None
     note: str = ""
+    buffers_bytes: int | None = None
 
 
 @dataclass
@@ -60,13 +62,14 @@ class Runner:
     record: Record
     batches: list[Batch]
     live: LiveBytes = field(default_factory=LiveBytes)
+    communication: CommunicationBytes = field(default_factory=CommunicationBytes)
     loop: Loop | None = None
     steps: int = 0
 
     def advance(self, steps: int) -> None:
         """Run `steps` training steps."""
         assert self.loop is not None
-        for _ in range(steps):
+        for _ in range(steps if not self.contender.alone or dist.get_rank() == 0 else 0):
             self.record.loss = self.loop.step(self.batches[self.steps % len(self.batches)])
             self.steps += 1
         self.loop.settle()
@@ -159,7 +162,7 @@ def _build(runner: Runner, original: torch.nn.Module, setup: Setup) -> None:
         return
 
     def build() -> None:
-        with runner.live:
+        with runner.live, runner.communication:
             runner.loop = contender.build(copy.deepcopy(original), setup)
 
     _progress(f"building {contender.name}")
@@ -169,11 +172,13 @@ def _build(runner: Runner, original: torch.nn.Module, setup: Setup) -> None:
 def _metered(runner: Runner) -> None:
     """Meter the second of two steps, which has the optimizer's state from its start."""
     runner.live.watch(runner.batches)
-    with runner.live:
+    with runner.live, runner.communication:
         runner.advance(1)
-        runner.live.peak_bytes = 0
+        runner.live.peak_bytes = runner.communication.peak_bytes = 0
         runner.advance(1)
-    runner.record.peak_bytes = runner.live.peak_bytes
+    runner.record.peak_bytes = None if runner.contender.alone else runner.live.peak_bytes
+    if runner.contender.package == "torch" and not runner.contender.alone:
+        runner.record.buffers_bytes = runner.communication.peak_bytes  # other packages: not known
 
 
 def _racing(runners: list[Runner]) -> list[Runner]:

@@ -81,6 +81,12 @@ DATA = tuple(Contender(word, word, planned(f"dp{{n}} {word}")) for word in ROWS)
 MEMORY = (
     Contender("zero3 recompute:selective", "zero3", planned("dp{n} zero3 recompute:selective")),
     Contender("zero3 recompute:full", "zero3", planned("dp{n} zero3 recompute:full")),
+    Contender("zero3 buffers:2MiB", "zero3", planned("dp{n} zero3 buffers:2MiB")),
+    Contender("ddp recompute:full", "ddp", planned("dp{n} ddp recompute:full")),
+    Contender("tp recompute:full", "tp", planned("tp{n} recompute:full"), whole_batch=True),
+    Contender(
+        "tp recompute:partitioned", "tp", planned("tp{n} recompute:partitioned"), whole_batch=True
+    ),
 )
 TENSOR = (
     Contender("tp", "tp", planned("tp{n}"), whole_batch=True),

@@ -6,6 +6,8 @@ from shardwise.bench import (
     deepspeed_peers,
     fairscale_peers,
     ours,
+    replicas,
+    torch_memory,
     torch_peers,
     torch_pipeline,
     torch_tensor,
@@ -21,7 +23,13 @@ _DATA: Final = (
     *ours.DATA,
 )
 _TENSOR: Final = (*torch_tensor.PEERS, torch_peers.DDP, *ours.TENSOR)
-_MEMORY: Final = (*(each for each in ours.DATA if each.name == "zero3"), *ours.MEMORY)
+_REPLICAS: Final = (replicas.DDP, *replicas.ONE_PROCESS, torch_peers.DDP)
+_MEMORY: Final = (
+    *(each for each in ours.DATA if each.name == "zero3"),
+    *ours.MEMORY,
+    *(each for each in torch_peers.PEERS if each.name in ("torch DDP", "FSDP2")),
+    *torch_memory.PEERS,
+)
 _PIPELINE: Final = tuple(
     contender
     for pair in zip(torch_pipeline.PEERS, ours.PIPELINE, strict=True)
@@ -29,7 +37,7 @@ _PIPELINE: Final = tuple(
 )
 
 ROSTER: Final[dict[str, Contender]] = {
-    each.name: each for each in (*_DATA, *_TENSOR, *_PIPELINE, *_MEMORY)
+    each.name: each for each in (*_DATA, *_TENSOR, *_PIPELINE, *_MEMORY, *_REPLICAS)
 }
 
 #: The contenders of each suite, in the order of its table. Ratios refer to the first contender,
@@ -39,6 +47,7 @@ SUITES: Final[dict[str, tuple[str, ...]]] = {
     "tensor": tuple(each.name for each in _TENSOR),
     "pipeline": tuple(each.name for each in _PIPELINE),
     "memory": tuple(each.name for each in _MEMORY),
+    "dataparallel": tuple(each.name for each in _REPLICAS),
 }
 
 

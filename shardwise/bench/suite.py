@@ -19,9 +19,9 @@ from shardwise.bench.measure import Record, measure
 from shardwise.bench.roster import ROSTER, choose, reference
 from shardwise.bench.table import Line, as_text, lines
 from shardwise.comm.launch import spawn
+from shardwise.core.arguments import choice, integer
 from shardwise.core.errors import bad
 from shardwise.core.schedule.library import build
-from shardwise.core.suggest import suggest
 from shardwise.models.gpt import SIZES
 
 #: Rounds, and steps per turn. Short steps need more of both.
@@ -36,13 +36,10 @@ def plan_tasks(
 ) -> list[Task]:
     """The tasks to run. Raises InputError for wrong arguments."""
     chosen = choose(suite, list(contenders))
-    if ranks < 2:
-        raise bad(f"{ranks} ranks", "2 or more", "--ranks 2")
+    integer("--ranks", ranks, 2, 2)
     tasks: list[Task] = []
     for size in sizes or LENGTHS:
-        if size not in LENGTHS:
-            close = suggest(size, LENGTHS)
-            raise bad(f'the size "{size}"', ", ".join(LENGTHS), f"--size {close}")
+        choice("--size", size, LENGTHS)
         usual, steps = LENGTHS[size]
         count = usual if rounds is None else rounds
         whole = Task(size, SIZES[size], chosen, rounds=count, steps=steps)
@@ -52,8 +49,7 @@ def plan_tasks(
             _piped(task, ranks, named=bool(contenders))
         elif task.rows % ranks:
             raise bad(f"{ranks} ranks", f"2 or more that divide {task.rows} sequences", "--ranks 2")
-        if task.rounds < 1:
-            raise bad(f"{task.rounds} repeats", "1 or more", "--repeats 5")
+        integer("--repeats", task.rounds, 1, 5)
     return tasks
 
 

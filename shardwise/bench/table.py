@@ -23,6 +23,7 @@ class Line:
     wire_bytes  the median bytes that a rank sends in a step
     wire_ratio  the same divided by the fewest bytes that its row can send
     peak_bytes  the peak of live tensor bytes of any rank within a step
+    buffers_bytes  the peak of those that belong to communication (communication_bytes.py)
     loss        the mean over ranks in the last step
 
     None for what was not measured; `note` says why.
@@ -36,6 +37,7 @@ class Line:
     wire_bytes: int | None
     wire_ratio: float | None
     peak_bytes: int | None
+    buffers_bytes: int | None
     loss: float | None
     note: str
 
@@ -55,7 +57,8 @@ def _line(
 ) -> Line:
     name, ranks = records[0].name, len(records)
     finished = len(step_s) == task.rounds
-    blank = Line(task.size, name, ranks, None, None, None, None, None, None, records[0].note)
+    nothing = None, None, None, None, None, None, None
+    blank = Line(task.size, name, ranks, *nothing, records[0].note)
     if not finished:
         return blank
     wire_bytes = statistics.median(_mean([r.wire[i] for r in records]) for i in range(task.rounds))
@@ -70,7 +73,8 @@ def _line(
         ratio=statistics.median(ratios) if ratios else None,
         wire_bytes=round(wire_bytes),
         wire_ratio=wire_bytes / least if least else None,
-        peak_bytes=max((r.peak_bytes for r in records if r.peak_bytes is not None), default=None),
+        peak_bytes=_most([record.peak_bytes for record in records]),
+        buffers_bytes=_most([record.buffers_bytes for record in records]),
         loss=_mean([r.loss for r in records if r.loss is not None]),
         note=records[0].note or _late(records, wire_bytes),
     )
@@ -91,6 +95,10 @@ def _slowest(records: Sequence[Record]) -> list[float]:
     return [max(times) for times in zip(*(record.step_s for record in records), strict=True)]
 
 
+def _most(values: Sequence[int | None]) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
 def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
@@ -102,7 +110,17 @@ def as_json(rows: Sequence[Line]) -> dict[str, Any]:
 
 def as_text(rows: Sequence[Line]) -> str:
     """The rows as text, one table per size."""
-    head = ("contender", "step ms", "ratio", "wire MiB", "over least", "peak MiB", "loss", "note")
+    head = (
+        "contender",
+        "step ms",
+        "ratio",
+        "wire MiB",
+        "over least",
+        "peak MiB",
+        "buffers",
+        "loss",
+        "note",
+    )
     blocks = []
     for size in dict.fromkeys(row.size for row in rows):
         cells = [head, *(_cells(row) for row in rows if row.size == size)]
@@ -122,6 +140,7 @@ def _cells(row: Line) -> tuple[str, ...]:
         _number(row.wire_bytes, 2, 1 / MIB),
         _number(row.wire_ratio, 3),
         _number(row.peak_bytes, 1, 1 / MIB),
+        _number(row.buffers_bytes, 1, 1 / MIB),
         _number(row.loss, 5),
         row.note,
     )

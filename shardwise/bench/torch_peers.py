@@ -14,14 +14,14 @@ from shardwise.bench.contender import Contender, Loop, Setup, adamw, adamw_optio
 
 
 def ddp(model: nn.Module, setup: Setup) -> Loop:
-    """Gradients all-reduced in buckets of 25 MiB while backward runs (arXiv 2006.15704)."""
+    """DistributedDataParallel: all-reduces in buckets of 25 MiB during backward (2006.15704)."""
     wrapped = DistributedDataParallel(model)
     return plain_loop(wrapped, adamw(wrapped.parameters()), setup)
 
 
 def zero_redundancy(model: nn.Module, setup: Setup) -> Loop:
-    """DDP, and an optimizer whose state is divided by whole parameters, which it broadcasts."""
-    # here, where the peers' deprecations are kept quiet: this module warns when it is imported
+    """DDP with an optimizer that shards its state by whole parameters, and broadcasts them."""
+    # imported here, where deprecation warnings are silenced: the module warns on import
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     wrapped: Any = DistributedDataParallel(model)
@@ -32,7 +32,7 @@ def zero_redundancy(model: nn.Module, setup: Setup) -> Loop:
 
 
 def fsdp1(strategy: ShardingStrategy) -> Callable[[nn.Module, Setup], Loop]:
-    """FullyShardedDataParallel, a unit for each block (arXiv 2304.11277)."""
+    """FullyShardedDataParallel with one unit per block (arXiv 2304.11277)."""
 
     def build(model: nn.Module, setup: Setup) -> Loop:
         """The model wrapped with this strategy."""
@@ -49,7 +49,7 @@ def fsdp1(strategy: ShardingStrategy) -> Callable[[nn.Module, Setup], Loop]:
 
 
 def fsdp2(reshard: bool) -> Callable[[nn.Module, Setup], Loop]:
-    """fully_shard, a unit for each block; `reshard` frees a unit between forward and backward."""
+    """fully_shard, one unit per block; `reshard` frees a unit between forward and backward."""
 
     def build(model: nn.Module, setup: Setup) -> Loop:
         """The model with every block, and then itself, sharded in place."""

@@ -1,13 +1,13 @@
 """PyTorch's own pipelines (torch.distributed.pipelining) as contenders, with the same partition.
 
-                 stages along the model      where a stage is on p ranks
+                 stages of the model         rank of a stage, on p ranks
     gpipe 1f1b zb-h1     p                   stage s on rank s
     interleaved bfs      p·v                 stage s on rank s mod p
     zb-v dualpipe-v      2p                  down the ranks, and back: rank r has r and 2p - 1 - r
 
-Stages are built by hand, as in torch's manual for models that are not a plain sequence. A schedule
-gets the whole batch and splits it itself; the loss is a microbatch's mean, and `scale_grads` turns
-gradients into those of the mean over all. Outputs are not merged.
+Stages are built by hand, as torch's manual recommends for models that are not a plain sequence. A
+schedule splits the global batch itself. The loss is the mean over a microbatch, and `scale_grads`
+converts the gradients to those of the mean over the batch. Outputs are not merged.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from shardwise.bench.ours import SCHEDULES
 from shardwise.core.schedule.library import build as schedule_of
 from shardwise.models.gpt import GPT, rotation
 
-#: The class of each of our plan words' schedules. ZB-H1 is its ZB1P, with one stage a rank.
+#: Torch's class for each of our schedules. ZB-H1 is torch's ZB1P with one stage per rank.
 CLASSES: Final = {
     "gpipe": "ScheduleGPipe",
     "1f1b": "Schedule1F1B",
@@ -53,7 +53,7 @@ class Part(nn.Module):
         self.norm, self.head = (model.norm, model.head) if last else (None, None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """From tokens [B, T] in the first stage, else x [B, T, D]; logits [B, T, V] of the last."""
+        """Tokens [B, T] (first stage) or x [B, T, D] to x, or to logits [B, T, V] (last stage)."""
         x_BTD = x if self.embed is None else self.embed(x)
         turn = rotation(x_BTD.shape[1], self.head_width, x_BTD)
         for part, attends in zip(self.parts, self.is_attention, strict=True):
@@ -65,12 +65,12 @@ class Part(nn.Module):
 
 
 def mean_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Cross-entropy, the mean over a microbatch; every target counts."""
+    """Cross-entropy, the mean over all targets of a microbatch."""
     return functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
 
 
 def scheduled(word: str) -> Callable[[nn.Module, Setup], Loop]:
-    """Torch's schedule of that plan word."""
+    """Torch's schedule for a plan word."""
     name = word.partition(":")[0]
 
     def build(model: nn.Module, setup: Setup) -> Loop:
@@ -92,7 +92,7 @@ def scheduled(word: str) -> Callable[[nn.Module, Setup], Loop]:
 
 
 def part(model: GPT, stage: int, stages: int) -> Part:
-    """Stage number `stage` of so many, with the cut that ours has."""
+    """Stage `stage` of `stages`, with the same partition as ours."""
     every = halves(model.config)
     starts = [0, *(place(start, model.config) for start in cut(model, stages)), len(every)]
     first, last = stage == 0, stage == stages - 1
@@ -105,7 +105,7 @@ def stepping(
     """The step of a rank that has the first stage, the last, both or neither."""
 
     def step(batch: Batch) -> float | None:
-        """The mean loss where the last stage is, else None."""
+        """The mean loss on the rank with the last stage, else None."""
         losses: list[Tensor] = []
         given = (batch["inputs"],) if first else ()
         wanted: dict[str, Any] = {"target": batch["targets"], "losses": losses} if last else {}

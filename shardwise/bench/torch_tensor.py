@@ -1,7 +1,7 @@
 """PyTorch's own tensor parallelism as contenders, with torchtitan's plan for llama.
 
-The plan of December 2024, torchtitan/parallelisms/parallelize_llama.py; without sequence
-parallelism the same with a replicated stream:
+The plan is that of December 2024, torchtitan/parallelisms/parallelize_llama.py. Without sequence
+parallelism it is the same with a replicated stream:
 
                  without                             with SequenceParallel
     embed        rows of the vocabulary, summed      rows of the vocabulary, reduce-scattered
@@ -9,7 +9,7 @@ parallelism the same with a replicated stream:
     attn, mlp    input replicated, once for all      input gathered, once for all the linears
     q k v gate up    columns                         columns
     out down         rows, summed                    rows, reduce-scattered
-    head         columns; the logits stay cut for loss_parallel's cross-entropy
+    head         columns; the logits stay sharded for loss_parallel's cross-entropy
 """
 
 from collections.abc import Callable
@@ -33,20 +33,20 @@ from shardwise.bench.contender import Batch, Contender, Loop, Setup, adamw
 NORMS = ("norm", "blocks.*.attn_norm", "blocks.*.mlp_norm")
 
 
-def table(sequence: bool, logits_cut: bool) -> dict[str, Any]:
+def table(sequence: bool, shard_logits: bool) -> dict[str, Any]:
     """Module name pattern -> style; `sequence` keeps the residual stream in shards [B, T/n, D]."""
     stream, whole = (Shard(1) if sequence else Replicate()), Replicate()
     styles: dict[str, Any] = {
         "embed": RowwiseParallel(input_layouts=whole, output_layouts=stream),
-        # as one DTensor for q, k, v: their input gradients are summed before they are reduced
+        # one DTensor for q, k, v, so that their input gradients are added before the all-reduce
         "blocks.*.attn": PrepareModuleInput(
             input_layouts=(stream, None), desired_input_layouts=(whole, None)
         ),
         "blocks.*.mlp": PrepareModuleInput(input_layouts=(stream,), desired_input_layouts=(whole,)),
         "head": ColwiseParallel(
             input_layouts=stream,
-            output_layouts=Shard(-1) if logits_cut else whole,
-            use_local_output=not logits_cut,
+            output_layouts=Shard(-1) if shard_logits else whole,
+            use_local_output=not shard_logits,
         ),
     }
     for name in ("attn.q", "attn.k", "attn.v", "mlp.gate", "mlp.up"):
@@ -57,20 +57,20 @@ def table(sequence: bool, logits_cut: bool) -> dict[str, Any]:
 
 
 def tensor_parallel(
-    sequence: bool = False, logits_cut: bool = True
+    sequence: bool = False, shard_logits: bool = True
 ) -> Callable[[nn.Module, Setup], Loop]:
-    """`parallelize_module` by that table; without `logits_cut` the logits are gathered."""
+    """`parallelize_module` with that table; without `shard_logits` the logits are gathered."""
 
     def build(model: nn.Module, setup: Setup) -> Loop:
         """The model with its weights as DTensors on a mesh of all ranks."""
         mesh = init_device_mesh(setup.device.type, (setup.ranks,))
-        parallelize_module(model, mesh, table(sequence, logits_cut))
+        parallelize_module(model, mesh, table(sequence, shard_logits))
         optimizer = adamw(_by_kind(model))
-        cut = loss_parallel if logits_cut else nullcontext
+        parallel_loss = loss_parallel if shard_logits else nullcontext
 
         def step(batch: Batch) -> float:
-            """One step on the whole batch; the loss is a DTensor where the logits are."""
-            with cut():  # its backward pass has to be inside too
+            """One step on the whole batch; the loss is a DTensor if the logits are."""
+            with parallel_loss():  # the backward pass must be inside too
                 loss = setup.loss(model, batch)
                 loss.backward()
             optimizer.step()
@@ -83,7 +83,7 @@ def tensor_parallel(
 
 
 def _by_kind(model: nn.Module) -> list[dict[str, Any]]:
-    """A group of DTensors and one of plain tensors: the fused update takes no mixture."""
+    """A group of DTensors and one of plain tensors: the fused update accepts no mixture."""
     groups: list[list[nn.Parameter]] = [[], []]
     for p in model.parameters():
         groups[isinstance(p, DTensor)].append(p)
@@ -96,7 +96,7 @@ PEERS = (
     Contender(
         "torch TP without loss parallelism",
         "tp",
-        tensor_parallel(logits_cut=False),
+        tensor_parallel(shard_logits=False),
         whole_batch=True,
     ),
 )

@@ -1,1 +1,1 @@
-"""What outlives a run: whole named tensors and numbers, in boxes."""
+"""Checkpoints: full named tensors and numbers, saved in blocks."""

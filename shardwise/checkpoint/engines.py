@@ -20,6 +20,7 @@ from shardwise.checkpoint.folder import all_in, as_path, is_whole, passed_over, 
 from shardwise.checkpoint.open_checkpoint import OpenCheckpoint
 from shardwise.checkpoint.storage import Check
 from shardwise.comm.move import broadcast
+from shardwise.core.arguments import integer
 from shardwise.core.errors import bad
 from shardwise.engine import validate
 from shardwise.engine.box import Box
@@ -44,8 +45,8 @@ def save(
     """
     if extra is not None and not isinstance(extra, Mapping):
         raise bad(f"extra={extra!r}", "a dict that JSON can hold", 'extra={"epoch": 3}')
-    if keep is not None and (not isinstance(keep, int) or keep < 1):
-        raise bad(f"keep={keep!r}", "one checkpoint or more, or None for all", "keep=2")
+    if keep is not None:
+        integer("keep", keep, 1, 2)
     scalars = {"step": engine.steps, "engine": engine.scalars(), "extra": dict(extra or {})}
     path = write(engine, folder, scalars)
     if keep is not None and engine.world.rank == 0:

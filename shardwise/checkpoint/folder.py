@@ -16,6 +16,7 @@ import re
 import shutil
 from pathlib import Path
 
+from shardwise.core.arguments import integer
 from shardwise.core.errors import InputError, bad
 
 METADATA, SCALARS, LATEST = ".metadata", "scalars.json", "latest"
@@ -119,8 +120,7 @@ def prune(folder: str | os.PathLike[str], keep: int) -> list[Path]:
 
     The checkpoint that `find` returns stays.  Raises InputError for keep below one.
     """
-    if keep < 1:
-        raise bad(f"keep={keep}", "one checkpoint or more", "keep=1")
+    integer("keep", keep, 1, 2)
     whole = all_in(as_path(folder))
     old = [path for path in whole[:-keep] if path != find(folder)]
     for path in old:

@@ -16,6 +16,7 @@ from shardwise.checkpoint.failure import LITTLE_BYTES, free_bytes, reason
 from shardwise.checkpoint.plans import BoxSavePlanner
 from shardwise.checkpoint.storage import Publisher
 from shardwise.comm.world import World
+from shardwise.core.arguments import integer
 from shardwise.core.errors import bad
 from shardwise.engine.box import Box
 
@@ -41,9 +42,9 @@ def save(
         InputError: the scalars have no step, or cannot be written as JSON.
         RunError: a rank could not write or refuses to; the boxes do not cover their tensors.
     """
-    folder, step = folders.as_path(folder), scalars.get("step")
-    if not isinstance(step, int) or step < 0:
-        raise bad(f"a checkpoint of step {step!r}", "a number of steps", 'scalars with "step": 100')
+    folder = folders.as_path(folder)
+    step: Any = scalars.get("step")
+    integer("step", step, 0, 100)
     try:
         json.dumps(scalars)
     except (TypeError, ValueError) as error:

@@ -1,8 +1,8 @@
-"""The gloo transport: ranks send blocks straight to the ranks that need them.
+"""The gloo transport: ranks send blocks directly to the ranks that need them.
 
-Gloo's own reduce-scatter is an all-reduce inside (2N(n-1)/n elements on the wire where N(n-1)/n
-would do), and its all-gather copies every block once more than it must.  Both are therefore built
-here from sends and receives, one message a pair, and the sum is taken where it is needed:
+Gloo's own reduce-scatter is an all-reduce inside (it sends 2N(n-1)/n elements instead of N(n-1)/n),
+and its all-gather copies every block once more than necessary.  Here both consist of sends and
+receives, one message per pair of ranks, and the receiver adds:
 
     reduce_scatter, rank 1 of 3          all_gather, rank 1 of 3
       x   [  x0  |  x1  |  x2  ]           out [      |  x   |      ]
@@ -11,9 +11,11 @@ here from sends and receives, one message a pair, and the sum is taken where it 
       out = x1 + (from 0) + (from 2)
 
 Two ranks, 16.8 MB, one thread each: reduce-scatter 7.6 ms (gloo's own 24), all-gather 6.3 (12.5).
-A large all-reduce is gloo's own, which proceeds by itself beside the backward pass; a small one is
-the two halves above, at half the latency; between two ranks each sends the whole and adds.
-On one host messages of up to a few MiB go through shared memory instead (shared.py).
+Terms of a sum arrive in the pool of communication buffers (pool.py), in pieces if they are larger
+than a room of the pool.  A large all-reduce is gloo's own, which proceeds during the backward pass;
+a small one consists of the two halves above, with half the latency; between two ranks each sends
+its whole tensor and adds.  On one host, messages of up to a few MiB go through shared memory
+instead (shared.py).
 
 Messages count one by one as they are sent.  Gloo's own collectives count by their definition
 (volume.py).
@@ -28,19 +30,24 @@ from torch import Tensor
 
 from shardwise.comm.ledger import Line
 from shardwise.comm.nccl import OPS, pending
+from shardwise.comm.pool import Room, aligned, parts
 from shardwise.comm.shared import SharedMemory, by_gloo
 from shardwise.comm.transport import Pending, Transport
+from shardwise.core.pool_size import piece_bytes
 
-#: All-reduces up to this size are made of the two halves above (measured: they win below it).
+#: All-reduces up to this size consist of the two halves above, which are faster below it.
 SMALL_BYTES = 2**20
 
-#: Two ranks send each other the whole up to this size: as many bytes as two halves, one message.
+#: Up to this size two ranks exchange whole tensors: the bytes of two halves in one message.
 PAIR_BYTES = 2**22
 
 PAIRED = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
+HALF = (torch.bfloat16, torch.float16)
+
 Wait = Callable[[], object]
 Make = Callable[[list[Tensor]], Tensor]
+Add = Callable[..., Tensor]
 
 
 class Gloo(Transport):
@@ -56,7 +63,7 @@ class Gloo(Transport):
     def _exchange(
         self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], line: Line
     ) -> list[Wait]:
-        """Send and receive one message a peer, in the order of `peers`; how to wait for each.
+        """Send and receive one message per peer, in the order of `peers`; returns a wait for each.
 
         Empty messages go through shared memory only, where they show that ranks agree on them.
         """
@@ -70,7 +77,7 @@ class Gloo(Transport):
         return ends
 
     def _send(self, x: Tensor, peer: int, line: Line, tag: int = 0) -> list[Wait]:
-        """Send `x`, of any strides; what to call before it may change."""
+        """Send `x`, of any strides; call the result before changing it."""
         mailboxes = self.memory.fitting(x)
         if mailboxes is not None:
             return mailboxes.send(x, peer, line)
@@ -81,35 +88,114 @@ class Gloo(Transport):
         mailboxes = self.memory.fitting(x)
         if mailboxes is not None:
             return mailboxes.receive(x, peer)
-        return self.group.recv([x], peer, tag).wait
+        return self.group.recv([x.view(-1)], peer, tag).wait
 
     def _meet(self, outgoing: Sequence[Tensor], make: Make, line: Line) -> Pending[Tensor]:
-        """Send one message a peer, of any strides, and expect one of its shape from each.
+        """Send one message to each peer, of any strides, and receive one of its shape from each.
 
-        The result is what `make` makes of those, in the order of `peers`; it must keep no view of
-        them, which may lie in a mailbox.  Until then what is sent must not change.
+        For messages that fit a mailbox.  The result is what `make` makes of those, in the order of
+        `peers`; it must keep no view of them.  Until then what is sent must not change.
         """
-        like = outgoing[0]
-        if not like.numel():  # nothing is sent
+        if not outgoing[0].numel():  # nothing is sent
             return Pending([lambda: make(list(outgoing))])
         mailboxes = self.memory.open()
-        if mailboxes is None or like.nbytes > mailboxes.most_bytes:
-            met = [like.new_empty(like.shape) for _ in self.peers]
-            ends = self._exchange(outgoing, [x.view(-1) for x in met], line)
-            return Pending([*ends, lambda: make(met)])
-        return Pending([mailboxes.meet(outgoing, self.peers, make, line)])
+        assert mailboxes is not None
+        return Pending([self.pool.in_turn(mailboxes.meet(outgoing, self.peers, make, line))])
 
-    def _meet_at_once(self, outgoing: Sequence[Tensor], make: Make, line: Line) -> Tensor:
-        """`_meet`, and wait for it: between two ranks in half the time."""
-        like, mailboxes = outgoing[0], self.memory.open()
-        if self.size > 2 or mailboxes is None or not 0 < like.nbytes <= mailboxes.most_bytes:
-            return self._meet(outgoing, make, line).wait()
-        return mailboxes.swap(like, self.peers[0], make, line)
+    def _swap(self, x: Tensor, make: Make, line: Line) -> Tensor:
+        """`_meet` between two ranks with an immediate wait, in half the time."""
+        mailboxes = self.memory.open()
+        if mailboxes is None or not x.numel():
+            return self._meet([x], make, line).wait()
+        return mailboxes.swap(x, self.peers[0], make, line)
+
+    def _by_gloo(self, x: Tensor) -> bool:
+        """Whether messages like `x` are too large for the mailboxes, or there are none."""
+        mailboxes = self.memory.open()
+        return x.numel() > 0 and (mailboxes is None or x.nbytes > mailboxes.most_bytes)
+
+    # --- pieces -------------------------------------------------------------------------------
+
+    def _sum(
+        self, own: Tensor, outgoing: Sequence[Tensor], out: Tensor, line: Line, add: Add = torch.add
+    ) -> Pending[Tensor]:
+        """Write `own` plus what every peer sends in `out`, piece by piece.
+
+        `outgoing` has what each peer is sent.  All are of one shape, flat or of any strides; until
+        then they must not change.
+        """
+        most = self._most(own, len(outgoing), _wide(own, outgoing))
+        ends = [
+            self._sum_piece(own[at], [x[at] for x in outgoing], out[at], line, add)
+            for at in parts(own.shape, most)
+        ]
+        return Pending([*ends, lambda: out])
+
+    def _sum_piece(
+        self, own: Tensor, outgoing: Sequence[Tensor], out: Tensor, line: Line, add: Add
+    ) -> Wait:
+        wide = _wide(own, outgoing)
+        room = self._room(own, len(outgoing), wide)
+        met = [room.tensor(own.shape, own.dtype) for _ in outgoing]
+        sent = [_contiguous(x, room) for x in outgoing]
+        ends = self._exchange(sent, met, line)
+        sums = [room.tensor(own.shape, torch.float32) for _ in range(2 * wide)]
+
+        def finish(_: Sequence[Tensor] = sent) -> None:  # alive until they are sent
+            for end in ends:
+                end()
+            add_all(own, met, out, sums, add)
+
+        return room.until(finish)
+
+    def _spread(
+        self, outgoing: Sequence[Tensor], places: Sequence[Tensor], line: Line
+    ) -> Pending[Any]:
+        """Write what every peer sends in its place, of any strides, piece by piece."""
+        if all(place.is_contiguous() for place in places):  # on all ranks, as strides may not be
+            return Pending(self._exchange(outgoing, places, line))
+        most = self._most(outgoing[0], len(outgoing), wide=False)
+        return Pending(
+            [
+                self._spread_piece([x[at] for x in outgoing], [x[at] for x in places], line)
+                for at in parts(outgoing[0].shape, most)
+            ]
+        )
+
+    def _spread_piece(
+        self, outgoing: Sequence[Tensor], places: Sequence[Tensor], line: Line
+    ) -> Wait:
+        room = self._room(outgoing[0], len(outgoing), wide=False)
+        met = [room.tensor(x.shape, x.dtype) for x in places]
+        sent = [_contiguous(x, room) for x in outgoing]
+        ends = self._exchange(sent, met, line)
+
+        def finish(_: Sequence[Tensor] = sent) -> None:
+            for end in ends:
+                end()
+            for place, x in zip(places, met, strict=True):
+                place.copy_(x)
+
+        return room.until(finish)
+
+    def _room(self, x: Tensor, messages: int, wide: bool) -> Room:
+        """A room for so many pieces like `x`; with `wide`, for two sums in fp32 too.
+
+        Pieces of flat tensors are sent from where they are, others may have to be copied first.
+        """
+        copies = messages * (1 if x.dim() == 1 else 2)
+        nbytes = copies * aligned(x.nbytes) + 2 * wide * aligned(4 * x.numel())
+        return self.pool.room(nbytes, x.device)
+
+    def _most(self, x: Tensor, messages: int, wide: bool) -> int:
+        """The most elements of a piece of `x` in such a room."""
+        copies = messages * (1 if x.dim() == 1 else 2)
+        return piece_bytes(self.pool.most_bytes, copies, sums=wide) // x.element_size()
 
     # --- collectives --------------------------------------------------------------------------
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Pending[Any]:
-        """Large: gloo's own.  Small: its end, or second half, begins when somebody waits for it.
+        """Large: gloo's own.  Small: its second half begins when the caller waits.
 
         So ranks must wait for small ones in the same order.
         """
@@ -125,15 +211,20 @@ class Gloo(Transport):
         first = self._add_blocks(block, x, line)
         return Pending([first.wait, lambda: self._join_blocks(x, block, line).wait()])
 
-    def _pair(self, x: Tensor, add: Callable[..., Tensor], line: Line) -> list[Wait]:
-        """Between two ranks: `x` is sent whole, and what comes is added to it."""
+    def _pair(self, x: Tensor, add: Add, line: Line) -> list[Wait]:
+        """Between two ranks: send `x`, and add the received tensor to it."""
         (peer,) = self.peers
-        leaving = self._send(x, peer, line)
-        mailboxes = None if leaving else self.memory.fitting(x)
-        if mailboxes is not None:
-            return [mailboxes.read(x, peer, lambda theirs: add(x, theirs, out=x))]
-        arrived = torch.empty_like(x)  # while `x` is on its way it must not change
-        return [self._receive(arrived, peer), *leaving, lambda: add(x, arrived, out=x)]
+        mailboxes = self.memory.fitting(x)
+        if mailboxes is None or x.nbytes > self.pool.most_bytes:
+            return [self._sum(x, [x], x, line, add).wait]
+        leaving = mailboxes.send(x, peer, line)
+        if not leaving:
+            arriving = mailboxes.read(x, peer, lambda theirs: add(x, theirs, out=x))
+            return [self.pool.in_turn(arriving)]
+        room = self.pool.room(x.nbytes, x.device)  # on its way, `x` must not change
+        arrived = room.tensor(x.shape, x.dtype)
+        ends = [mailboxes.receive(arrived, peer), *leaving, lambda: add(x, arrived, out=x)]
+        return [room.until(Pending(ends).wait)]
 
     def broadcast(self, x: Tensor, root: int) -> Pending[Any]:
         self.count("broadcast", x, root)
@@ -156,35 +247,54 @@ class Gloo(Transport):
         blocks = x.view(self.size, -1)
         own = blocks[self.rank]
         outgoing = [blocks[peer] for peer in self.peers]
+        if self._by_gloo(own) or _wide(own, outgoing):
+            return self._sum(own, outgoing, out, line)
         return self._meet(outgoing, lambda others: add_all(own, others, out), line)
 
     def all_gather_along(self, x: Tensor, dim: int) -> Tensor:
-        """The blocks are joined from where they lie, not put end to end first."""
+        """Joins the blocks directly, without concatenating them first."""
+        line = self.begin("all_gather")
+        if self._by_gloo(x):
+            shape = list(x.shape)
+            shape[dim] *= self.size
+            out = x.new_empty(shape)
+            blocks = out.chunk(self.size, dim)
+            blocks[self.rank].copy_(x)
+            places = [blocks[peer] for peer in self.peers]
+            self._spread([x] * len(places), places, line).wait()
+            return out
         above = self.size - 1 - self.rank  # peers with a higher rank come first in `peers`
 
         def join(others: list[Tensor]) -> Tensor:
             return torch.cat([*others[above:], x, *others[:above]], dim)
 
-        outgoing = [x] if self.size == 2 else [x.contiguous()] * len(self.peers)  # once for all
-        return self._meet_at_once(outgoing, join, self.begin("all_gather"))
+        if self.size == 2:
+            return self._swap(x, join, line)
+        return self._meet([x.contiguous()] * len(self.peers), join, line).wait()  # once for all
 
     def reduce_scatter_along(self, x: Tensor, dim: int) -> Tensor:
-        return self._meet_at_once(*self._blocks_to_add(x, dim), self.begin("reduce_scatter"))
+        own, outgoing = self._blocks_of(x, dim)
+        if self.size > 2 or self._by_gloo(own):
+            return self.begin_reduce_scatter_along(x, dim).wait()
+        line = self.begin("reduce_scatter")
+        return self._swap(outgoing[0], lambda others: add_all(own, others).contiguous(), line)
 
     def begin_reduce_scatter_along(self, x: Tensor, dim: int) -> Pending[Tensor]:
-        return self._meet(*self._blocks_to_add(x, dim), self.begin("reduce_scatter"))
+        own, outgoing = self._blocks_of(x, dim)
+        line = self.begin("reduce_scatter")
+        if self._by_gloo(own) or _wide(own, outgoing):
+            return self._sum(own, outgoing, own.new_empty(own.shape), line)
+        return self._meet(outgoing, lambda others: add_all(own, others).contiguous(), line)
 
-    def _blocks_to_add(self, x: Tensor, dim: int) -> tuple[list[Tensor], Make]:
-        """The blocks to send, and how to add what comes; what goes by gloo is made contiguous."""
+    def _blocks_of(self, x: Tensor, dim: int) -> tuple[Tensor, list[Tensor]]:
+        """This rank's block of dim `dim`, and those of its peers."""
         blocks = x.chunk(self.size, dim)
-        own = blocks[self.rank]
-        outgoing = [blocks[peer] for peer in self.peers]
-        return outgoing, lambda others: add_all(own, others).contiguous()
+        return blocks[self.rank], [blocks[peer] for peer in self.peers]
 
     def all_to_all(
         self, out: Tensor, x: Tensor, out_counts: Sequence[int], in_counts: Sequence[int]
     ) -> Pending[Any]:
-        """One message to each peer and one from it, each as long as the counts say."""
+        """One message to each peer and one from it, with the lengths of the counts."""
         theirs, mine = out.split(list(out_counts)), x.split(list(in_counts))
         outgoing, incoming = [mine[p] for p in self.peers], [theirs[p] for p in self.peers]
         ends = self._exchange(outgoing, incoming, self.begin("all_to_all"))
@@ -194,7 +304,7 @@ class Gloo(Transport):
     # --- point to point -----------------------------------------------------------------------
 
     def ready(self) -> None:
-        """Two ranks alone cannot open shared memory: where all ranks have not, it is not used."""
+        """Open shared memory now, since two ranks alone cannot open it later."""
         self.memory.open()
 
     def send(self, x: Tensor, to: int) -> Pending[Any]:
@@ -207,12 +317,34 @@ class Gloo(Transport):
         dist.barrier(self.group)
 
 
-def add_all(own: Tensor, others: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-    """`own` plus `others`, in `out` where there is one; many 16-bit terms are summed in fp32."""
-    if len(others) > 1 and own.dtype in (torch.bfloat16, torch.float16):
-        total = add_all(own.float(), others)
-        return total.to(own.dtype) if out is None else out.copy_(total)
-    total = torch.add(own, others[0], out=out)
+def add_all(
+    own: Tensor,
+    others: Sequence[Tensor],
+    out: Tensor | None = None,
+    sums: Sequence[Tensor] = (),
+    add: Add = torch.add,
+) -> Tensor:
+    """`own` plus `others`, in `out` if given.
+
+    With `sums`, memory for two tensors in fp32 of that shape, they are summed in fp32.
+    """
+    if sums and out is not None:
+        total, term = sums
+        total.copy_(own)
+        for other in others:
+            total.add_(term.copy_(other))
+        return out.copy_(total)
+    total = add(own, others[0], out=out)
     for other in others[1:]:
-        total.add_(other)
+        add(total, other, out=total)
     return total
+
+
+def _wide(own: Tensor, others: Sequence[Tensor]) -> bool:
+    """Whether the sum of these needs fp32."""
+    return len(others) > 1 and own.dtype in HALF
+
+
+def _contiguous(x: Tensor, room: Room) -> Tensor:
+    """`x` itself, or a contiguous copy in the room, as gloo sends it."""
+    return x if x.is_contiguous() else room.tensor(x.shape, x.dtype).copy_(x)

@@ -34,6 +34,7 @@ from shardwise.comm.rendezvous import LAUNCHER
 from shardwise.comm.status_dir import open_status_dir
 from shardwise.comm.watch import POLL_S, SAVE_S, kill_all, watch
 from shardwise.comm.worker import Job, run, run_module
+from shardwise.core.arguments import choice, integer, short_repr
 from shardwise.core.errors import InputError, RankError, bad
 
 _LOGGERS = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
@@ -104,13 +105,9 @@ def launch(argv: Sequence[str], nproc: int, module: str = "shardwise.train.cli")
 
 
 def _check(ranks: int, device: str | None) -> None:
-    if not isinstance(ranks, int) or isinstance(ranks, bool):
-        given = f"ranks={repr(ranks)[:60]}"
-        raise bad(given, "a whole number of processes, from 1 up", "ranks=2 (--nproc 2)")
-    if ranks < 1:
-        raise bad(f"{ranks} ranks", "one rank or more", "ranks=2 (--nproc 2)")
-    if device not in (None, "cpu", "cuda"):
-        raise bad(f"device '{device}'", "cpu or cuda", 'device="cpu"')
+    integer("--nproc" if device is None else "ranks", ranks, 1, 2)
+    if device is not None:
+        choice("device", device, ("cpu", "cuda"))
     if device == "cuda" and ranks > torch.cuda.device_count():
         gpus = torch.cuda.device_count()
         raise bad(
@@ -125,7 +122,7 @@ def _check(ranks: int, device: str | None) -> None:
 def _callable(function: Any) -> None:
     if not callable(function):
         raise bad(
-            f"spawn of {repr(function)[:60]}",
+            f"spawn of {short_repr(function)}",
             "a function at the top level of a module",
             "spawn(work, 2), after def work(): ...",
         )

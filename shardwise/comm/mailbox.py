@@ -1,4 +1,4 @@
-"""A mailbox: messages from one rank to another, through memory that both have mapped.
+"""A mailbox: messages from one rank to another through memory that both map.
 
     | 7 | 8 |     free     | 5 | 6 |      messages 5 to 8 are on their way
     written = 9   put in so far, by the sender
@@ -26,7 +26,7 @@ VIEWS = 256  # of messages, that a mailbox keeps
 
 
 class Hold:
-    """Where the messages of one mailbox lie: `size_bytes` from byte `first` of the memory on."""
+    """The memory of one mailbox's messages: `size_bytes` from byte `first`."""
 
     def __init__(self, memory: mmap.mmap, first: int, size_bytes: int) -> None:
         self.memory, self.first, self.size_bytes = memory, first, size_bytes
@@ -34,7 +34,7 @@ class Hold:
         self.views: dict[tuple[int, torch.dtype, torch.Size], Tensor] = {}
 
     def tensor(self, begin: int, like: Tensor) -> Tensor:
-        """A message of the shape of `like`, contiguous, where it lies.
+        """A view of a contiguous message of the shape of `like`.
 
         Views are kept: training sends the same again and again, from the same few places.
         """
@@ -70,12 +70,12 @@ class Hold:
 
 
 def _plain(x: Tensor) -> bool:
-    """Whether its bytes, in order, are its values: no conjugate or negative that is yet to come."""
+    """Whether the bytes in order are the values: no lazy conjugation or negation."""
     return x.is_contiguous() and not x.is_conj() and not x.is_neg()
 
 
 class Outbox:
-    """One way to another rank, seen from the sender: what is in it, oldest first."""
+    """The sender's side of a mailbox: the messages in it, oldest first."""
 
     def __init__(self, numbers: memoryview, hold: Hold) -> None:
         self.numbers, self.hold = numbers, hold
@@ -83,7 +83,7 @@ class Outbox:
         self.written = self.put_bytes = 0
 
     def put(self, x: Tensor) -> bool:
-        """Copy `x` in, or note that it goes through gloo: False."""
+        """Copy `x` in; False if it must go through gloo, which the mailbox records."""
         size_bytes = x.nbytes
         begin = self._free(size_bytes)
         if begin != BY_GLOO:
@@ -98,7 +98,7 @@ class Outbox:
         return begin != BY_GLOO
 
     def _free(self, size_bytes: int) -> int:
-        """Where a message of that size has room: behind the newest, or in front of the oldest."""
+        """The position for a message of that size: after the newest, or before the oldest."""
         taken = self.numbers[LINE]
         while self.inside and self.inside[0][0] < taken:
             self.inside.popleft()
@@ -113,7 +113,7 @@ class Outbox:
 
 @dataclass(eq=False, slots=True)
 class Arrival:
-    """A message that is expected: one like `like`, for `place`, or to be used where it lies.
+    """An expected message with the shape of `like`, for `place`, or to be used in the mailbox.
 
     Who is overtaken by a later message's wait is given a place.
     """
@@ -126,7 +126,7 @@ class Arrival:
 
 
 class Inbox:
-    """One way from another rank, seen from the receiver: what is expected, in order."""
+    """The receiver's side of a mailbox: the expected messages, in order."""
 
     def __init__(
         self, numbers: memoryview, hold: Hold, by_gloo: Callable[[Tensor], object]
@@ -136,8 +136,8 @@ class Inbox:
         self.taken = 0
 
     def take(self, wanted: Arrival) -> None:
-        """Take out whatever has come; the one that is `wanted` is used where it lies."""
-        while self.expected and self.numbers[0] > self.taken:
+        """Take out arrived messages, up to the `wanted` one, which is used in the mailbox."""
+        while not wanted.here and self.expected and self.numbers[0] > self.taken:
             one = self.expected[0]
             begin = self._next(one.like)
             if one is wanted and one.place is None and one.use is not None and begin != BY_GLOO:
@@ -151,7 +151,7 @@ class Inbox:
             one.here = True
 
     def _next(self, like: Tensor) -> int:
-        """Where the next message begins, which has come and must be as long as `like`."""
+        """The start of the next message, which has arrived and must have the size of `like`."""
         place = self.numbers[2 * LINE + self.taken % PLACES]
         sent_bytes = place & 0xFFFFFFFF
         if sent_bytes != like.nbytes:
@@ -164,11 +164,11 @@ class Inbox:
 
     @property
     def ready(self) -> bool:
-        """Whether a message has come that is not taken out yet."""
+        """Whether an arrived message has not been taken out."""
         return self.numbers[0] > self.taken
 
     def use(self, like: Tensor, make: Callable[[list[Tensor]], Tensor]) -> Tensor:
-        """Take out the next message, which has come and is like `like`; what `make` makes of it.
+        """Take out the next message, which has arrived and is like `like`; returns `make` of it.
 
         Only while no message is expected.
         """

@@ -9,8 +9,7 @@
     send, receive, begin_send, begin_receive
                     point-to-point messages
 
-Functions named `begin...`, and `start`, return a `Pending`; the others wait for their result.
-`root`, `to` and `source` are ranks on the axis.
+Functions named `begin...`, and `start`, return a `Pending`.  `root`, `to`, `source`: ranks on it.
 
 The backward of `src -> dst` is `dst.dual -> src.dual`, so one autograd function serves all moves.
 On an axis of one rank nothing is sent and nothing is counted, so callers need not ask whether a
@@ -18,7 +17,7 @@ parallelism is on.  The transports count what they send (ledger.py); this file d
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -65,17 +64,10 @@ def start(
             raise ValueError(f"{src} -> {dst} has no form for flat tensors; use move")
 
 
-def move(
-    x: Tensor,
-    axis: Axis,
-    src: Placement,
-    dst: Placement,
-    returning: Callable[[], None] | None = None,
-) -> Tensor:
+def move(x: Tensor, axis: Axis, src: Placement, dst: Placement) -> Tensor:
     """Change the placement of `x` on `axis`.  Differentiable, free when nothing moves.
 
     `x` is this rank's part: of S(d), the block of dim d.  Dims that are split must divide evenly.
-    `returning` is called in the backward pass, whenever a gradient moves back.
 
     Raises:
         InputError: a dim that the axis's ranks do not divide.
@@ -83,14 +75,14 @@ def move(
     """
     if src == dst or axis.size == 1:
         return x
-    return _apply(x, axis, (_moved, src, dst), (_moved, dst.dual, src.dual), returning)
+    return _apply(x, axis, (_moved, src, dst), (_moved, dst.dual, src.dual))
 
 
-def take(x: Tensor, axis: Axis, cut: Cut, returning: Callable[[], None] | None = None) -> Tensor:
+def take(x: Tensor, axis: Axis, cut: Cut) -> Tensor:
     """I -> S for parts of different sizes: this rank's part of `x`.  Differentiable."""
     if axis.size == 1:
         return x
-    return _apply(x, axis, (_taken, cut), (_joined, cut), returning)
+    return _apply(x, axis, (_taken, cut), (_joined, cut))
 
 
 def join(x: Tensor, axis: Axis, cut: Cut) -> Tensor:
@@ -98,7 +90,7 @@ def join(x: Tensor, axis: Axis, cut: Cut) -> Tensor:
 
     Each rank sends its part padded to the widest one, in one all-gather of equal blocks.
     """
-    return x if axis.size == 1 else _apply(x, axis, (_joined, cut), (_taken, cut), None)
+    return x if axis.size == 1 else _apply(x, axis, (_joined, cut), (_taken, cut))
 
 
 def all_to_all(
@@ -123,32 +115,30 @@ def all_to_all(
         return x
     forth = _exchanged, tuple(out_counts), tuple(in_counts)
     back = _exchanged, tuple(in_counts), tuple(out_counts)
-    return _apply(x, axis, forth, back, None)
+    return _apply(x, axis, forth, back)
 
 
-def _apply(x: Tensor, axis: Axis, forth: Any, back: Any, returning: Any) -> Tensor:
+def _apply(x: Tensor, axis: Axis, forth: Any, back: Any) -> Tensor:
     if not x.requires_grad:
         act, *arguments = forth
         return act(x, axis, *arguments)
-    return _Move.apply(x, axis, forth, back, returning)
+    return _Move.apply(x, axis, forth, back)
 
 
 class _Move(torch.autograd.Function):
     """`forth` and `back` are a function and its arguments after the tensor and the axis."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, forth: Any, back: Any, returning: Any) -> Tensor:
-        ctx.axis, ctx.back, ctx.returning = axis, back, returning
+    def forward(ctx: Any, x: Tensor, axis: Axis, forth: Any, back: Any) -> Tensor:
+        ctx.axis, ctx.back = axis, back
         act, *arguments = forth
         return act(x, axis, *arguments)
 
     @staticmethod
     @once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.returning is not None:
-            ctx.returning()
         act, *arguments = ctx.back
-        return act(grad, ctx.axis, *arguments), None, None, None, None
+        return act(grad, ctx.axis, *arguments), None, None, None
 
 
 def _moved(x: Tensor, axis: Axis, src: Placement, dst: Placement) -> Tensor:
@@ -252,15 +242,18 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 
 def begin_sum(x: Tensor, axis: Axis) -> Pending[Tensor]:
-    """Begin to sum the vector `x` over the axis.
-
-    For a few numbers: it gathers and adds, with one message each way where an all-reduce has two.
-    """
+    """Begin to sum a few numbers: gathered and added, half the messages of an all-reduce."""
     if axis.size == 1:
         return Pending([lambda: x])
-    everyone = x.new_empty(axis.size * len(x))
+    most = max(1, axis.pool.most_bytes // (axis.size * x.element_size()))
+    if len(x) > most:
+        sums = [begin_sum(part, axis) for part in x.split(most)]
+        return Pending([lambda: torch.cat([each.wait() for each in sums])])
+    room = axis.pool.room(axis.size * x.nbytes, x.device)
+    everyone = room.tensor((axis.size * len(x),), x.dtype)
     arriving = axis.transport.all_gather(everyone, x)
-    return Pending([arriving.wait, lambda: everyone.view(axis.size, -1).sum(0)])
+    ends = [arriving.wait, lambda: everyone.view(axis.size, -1).sum(0)]
+    return Pending([room.until(Pending(ends).wait)])
 
 
 def all_gather(x: Tensor, axis: Axis) -> list[Tensor]:

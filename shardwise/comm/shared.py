@@ -1,18 +1,17 @@
 """Shared memory between the ranks of one host: a mailbox for each pair of ranks and direction.
 
-A message through gloo goes through the kernel, and on either side through a thread that has to be
-woken on a processor that computes: two ranks on two cores, 256 KiB each way in the middle of a
-step, 1.6 ms after the later rank has come.  Here the ranks copy the message themselves: 0.1 ms.
-Large messages are left to gloo, which sends them beside the computation.  mailbox.py has the layout
-of a mailbox.
+A message through gloo passes through the kernel, and on each side wakes a thread on a CPU that is
+busy: for two ranks on two cores, 256 KiB each way during a step take 1.6 ms after the later rank
+has arrived.  Here the ranks copy the message themselves, in 0.1 ms.  Large messages go through
+gloo, which sends them while the ranks compute.  mailbox.py has the layout of a mailbox.
 
-A rank never waits to send: a message that finds no room goes through gloo, and the mailbox says so.
-A rank that waits polls the mailbox for a moment, then yields the processor between two polls, then
-sleeps between them; it raises an error if the other process is gone or has ended its program.
+A rank never waits to send: if a mailbox is full, the message goes through gloo, and the mailbox
+records that.  A rank that waits polls the mailbox for a moment, then yields the CPU between polls,
+then sleeps between them; it raises an error if the other process is gone or has ended its program.
 
-Stores become visible in order on x86-64 only; elsewhere there are no mailboxes.  The memory never
-has a name in a file system, so that no rank, however it ends, leaves it behind: others open it
-through the process that made it.
+Stores become visible in order on x86-64 only; other CPUs have no mailboxes.  The memory never has a
+name in a file system, so no rank leaves it behind, however it ends: other ranks open it through the
+process that created it.
 
 SHARDWISE_SHARED_MEMORY=0, or `sw.init(shared_memory=False)`, turns all of this off.
 """
@@ -37,12 +36,12 @@ from shardwise.comm.limits import read_limits
 from shardwise.comm.mailbox import HEAD, Arrival, Hold, Inbox, Outbox
 from shardwise.core.errors import bad
 
-#: What all mailboxes of a group take together, and the most that one message may.
+#: The size of all mailboxes of a group, and of the largest message.
 SHARED_BYTES, MESSAGE_BYTES = 2**24, 2**22
 TAG = 2
-OVER = 1  # the place, beside `written`, of whether its sender will send no more
-#: Looks without a pause, then looks with a turn for others; then a sleep between two, longer by as
-#: much again after so many: who waits out a pipeline's bubble takes no processor from who computes.
+OVER = 1  # the index, after `written`, of the flag that the sender sends no more
+#: Polls without a pause, then polls that yield; then sleeps of `SLEEP_S`, which become longer every
+#: `LONGER` polls, so a rank in a pipeline's bubble leaves the CPU to ranks that compute.
 LOOKS, TURNS, SLEEP_S, LONGER = 300, 3000, 5e-5, 16
 
 
@@ -52,7 +51,7 @@ SWITCH = "SHARDWISE_SHARED_MEMORY"
 
 
 def shared_memory_wanted(variables: Mapping[str, str] | None = None) -> bool:
-    """Whether ranks of one host use shared memory, by the environment; the default is that they do.
+    """Whether the environment allows shared memory between ranks of one host (the default).
 
     Raises:
         InputError: the variable is neither 0 nor 1.
@@ -68,7 +67,7 @@ def shared_memory_wanted(variables: Mapping[str, str] | None = None) -> bool:
 
 
 class SharedMemory:
-    """The mailboxes of a group of ranks, opened when they are first needed."""
+    """The mailboxes of a group of ranks, opened at the first use."""
 
     def __init__(self, group: dist.ProcessGroup, *, wanted: bool = True) -> None:
         self.group, self.wanted = group, wanted
@@ -76,7 +75,7 @@ class SharedMemory:
         self.asked = False
 
     def open(self) -> "Mailboxes | None":
-        """The mailboxes; None where the ranks cannot share memory, or one does not want to.
+        """The mailboxes; None if the ranks cannot share memory, or a rank does not want to.
 
         The first call must be made by all ranks of the group.
         """
@@ -86,7 +85,7 @@ class SharedMemory:
         return self.mailboxes
 
     def fitting(self, x: Tensor) -> "Mailboxes | None":
-        """The mailboxes, where they are open and take a message like `x`; both ends find the same.
+        """The mailboxes if they are open and fit a message like `x`; both ends get the same answer.
 
         Large messages are left to gloo.
         """
@@ -123,22 +122,22 @@ class Mailboxes:
 
     @property
     def put_bytes(self) -> int:
-        """Bytes of this rank's messages that have gone this way."""
+        """The bytes that this rank has sent through the mailboxes."""
         return sum(out.put_bytes for out in self.out.values())
 
     def send(self, x: Tensor, to: int, line: Line) -> list[Callable[[], object]]:
-        """Send `x` to rank `to`, counted in `line`; what to call before `x` may change."""
+        """Send `x` to rank `to`, counted in `line`; call the result before changing `x`."""
         line.add(x, x.numel())
         if self.out[to].put(x):
             return []
         return by_gloo(self.group, x, to, TAG)
 
     def receive(self, x: Tensor, source: int) -> Callable[[], object]:
-        """Expect the next message, in `x`; call the result to wait for it."""
+        """Receive the next message into `x`; call the result to wait for it."""
         return self._expect(Arrival(x, x), source)
 
     def read(self, like: Tensor, source: int, use: Callable[[Tensor], Tensor]) -> Callable[[], Any]:
-        """Expect the next message, of the shape of `like`; the wait returns what `use` makes of it.
+        """Receive the next message, of the shape of `like`; the wait returns the result of `use`.
 
         `use` is called with the message in its mailbox, or with a copy, and must keep no view.
         """
@@ -151,7 +150,7 @@ class Mailboxes:
         make: Callable[[list[Tensor]], Tensor],
         line: Line,
     ) -> Callable[[], Tensor]:
-        """Send one message a peer, and expect one of its shape from each (Gloo._meet)."""
+        """Send one message to each peer, and receive one of its shape from each (Gloo._meet)."""
         met: list[Tensor] = []
 
         def use(x: Tensor) -> Tensor:
@@ -176,7 +175,7 @@ class Mailboxes:
     def swap(
         self, x: Tensor, peer: int, make: Callable[[list[Tensor]], Tensor], line: Line
     ) -> Tensor:
-        """`meet` with one peer, and wait for it at once, in half its time."""
+        """`meet` with one peer and an immediate wait, in half the time."""
         inbox, looks = self.into[peer], 0
         if inbox.expected:
             return self.meet([x], [peer], make, line)()
@@ -191,7 +190,7 @@ class Mailboxes:
         return made
 
     def leave(self) -> None:
-        """Say to ranks that wait for a message of this rank that there will be none."""
+        """Tell waiting ranks that this rank sends no more messages."""
         for out in self.out.values():
             out.numbers[OVER] = 1
 
@@ -236,26 +235,26 @@ class Mailboxes:
 
 
 def by_gloo(group: dist.ProcessGroup, x: Tensor, to: int, tag: int) -> list[Callable[[], object]]:
-    """Begin to send `x`, of any strides, through gloo; what to call before it is done."""
+    """Begin to send `x`, of any strides, through gloo; call the result to wait for it."""
     sent = x.contiguous().view(-1)
     work = group.send([sent], to, tag)
     return [work.wait, lambda: sent]  # alive until then
 
 
 def leave() -> None:
-    """Say to all other ranks that this rank's program is over."""
+    """Tell all other ranks that this rank's program has ended."""
     for mailboxes in _OPEN:
         mailboxes.leave()
 
 
 def room_bytes(ranks: int) -> int:
-    """What one mailbox of a group of so many holds, in whole pages."""
+    """The size of one mailbox in a group of `size` ranks, in whole pages."""
     room = SHARED_BYTES // (ranks * (ranks - 1))
     return room - room % mmap.PAGESIZE
 
 
 def open_mailboxes(group: dist.ProcessGroup, *, wanted: bool = True) -> Mailboxes | None:
-    """The mailboxes of a group of gloo; None where its ranks cannot share memory or do not want to.
+    """The mailboxes of a gloo group; None if its ranks cannot share memory or do not want to.
 
     Called by all ranks of the group at the same point of the program.
     """
@@ -286,12 +285,12 @@ def _head_bytes(ranks: int) -> int:
 
 
 def _host() -> int:
-    """The number of this host, where its memory can be shared; 0 elsewhere."""
+    """The number of this host if its memory can be shared, else 0."""
     return host_number() if platform.machine() == "x86_64" else 0
 
 
 def _create(ranks: int) -> int:
-    """A handle of new memory, reserved and zero; -1 where there is not enough."""
+    """A file descriptor of new zeroed memory; -1 if there is not enough."""
     try:
         handle = os.memfd_create("shardwise")
     except OSError:
@@ -305,7 +304,7 @@ def _create(ranks: int) -> int:
 
 
 def _attach(pid: int, handle: int) -> mmap.mmap | None:
-    """The memory that process `pid` has under that handle; None where it cannot be had."""
+    """The memory behind that descriptor of process `pid`; None if it cannot be opened."""
     try:
         handle = os.open(f"/proc/{pid}/fd/{handle}", os.O_RDWR)
     except OSError:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.ledger import Ledger, Line
+from shardwise.comm.pool import Pool
 from shardwise.comm.volume import volume
 
 T = TypeVar("T")
@@ -57,11 +58,15 @@ class Transport(ABC):
     size: int
     axis: str
     ledger: Ledger
+    pool: Pool
 
-    def counted(self, axis: str, ledger: Ledger) -> Self:
-        """The same group of ranks, counting what it sends in `ledger` as sent on `axis`."""
+    def counted(self, axis: str, ledger: Ledger, pool: Pool | None = None) -> Self:
+        """The same group of ranks, counting what it sends in `ledger` as sent on `axis`.
+
+        Its buffers come from `pool`.
+        """
         one = copy.copy(self)
-        one.axis, one.ledger = axis, ledger
+        one.axis, one.ledger, one.pool = axis, ledger, Pool() if pool is None else pool
         return one
 
     def begin(self, kind: str) -> Line:

@@ -1,20 +1,20 @@
-"""The volume of a collective: what one of n ranks sends, where a library carries it out.
+"""The volume of a collective that a library executes: what each of n ranks sends.
 
-Messages between two ranks are counted one by one.  Where one call gives a whole collective to NCCL,
-to gloo or to threads that read each other's tensors, the messages cannot be seen, and what a rank
-sends is this, of N elements passed to the call:
+Messages between two ranks are counted one by one.  If one call executes a whole collective (NCCL,
+gloo, or threads that read each other's tensors), its messages are not visible.  For N elements
+passed to the call, a rank then sends by definition:
 
-    all_reduce       2 N (n-1)/n   in a ring, one block of N/n in each of 2 (n-1) rounds: n-1 to add
-                                   the blocks up, n-1 to pass the sums on
+    all_reduce       2 N (n-1)/n   in a ring, one block of N/n in each of 2 (n-1) rounds: n-1 to
+                                   add the blocks, n-1 to pass the sums on
     broadcast        N (n-1)       from the root, N to each other rank
     all_gather       N (n-1)       N is a rank's own part, and every other rank needs it
     reduce_scatter   N (n-1)/n     every block but its own goes to the rank that sums it
     all_to_all       the counts of the other ranks, added up
 
-Blocks may be uneven by an element; a rank is then counted with the average over the ranks, to the
-nearest element.  (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
-workstations", JPDC 2009.)  This is written independently of the prices of a prediction, which are
-compared with what is counted here.
+If the sizes of the blocks differ by one element, the count of a rank is the average over the ranks,
+to the nearest element.  (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters
+of workstations", JPDC 2009.)  This file is independent of the prices of a prediction, which are
+compared with these counts.
 """
 
 from collections.abc import Sequence

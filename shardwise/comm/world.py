@@ -23,10 +23,12 @@ from shardwise.comm.ledger import Ledger
 from shardwise.comm.limits import Limits, read_limits
 from shardwise.comm.malloc import keep_freed_memory
 from shardwise.comm.peers import watch_peers
+from shardwise.comm.pool import Pool
 from shardwise.comm.rendezvous import Start, environment, launched, local_rank
 from shardwise.comm.start import meet
 from shardwise.comm.torch_links import TorchLinks, device_mesh, group_timeout
 from shardwise.comm.transport import Links, Transport
+from shardwise.core.arguments import choice
 from shardwise.core.errors import InputError, bad
 from shardwise.core.hook import no_copy
 from shardwise.core.mesh import Mesh
@@ -38,13 +40,14 @@ class Axis:
 
     `transport` carries messages that the next computation needs, `behind` those that overlap with
     computation (gradient reductions).  They are two queues, so that neither delays the other.  Both
-    count their bytes in `ledger`.
+    count their bytes in `ledger`, and take their buffers from `pool`.
     """
 
     name: str
     transport: Transport = field(default_factory=Fake)
     behind: Transport = field(default_factory=Fake)
     ledger: Ledger = field(default_factory=Ledger)
+    pool: Pool = field(default_factory=Pool)
 
     def __reduce__(self) -> Any:
         """An axis can be copied and pickled only if it has no process groups."""
@@ -63,9 +66,13 @@ class Axis:
         return self.transport.size
 
 
-def counted_axis(name: str, queues: Sequence[Transport], ledger: Ledger) -> Axis:
+def counted_axis(
+    name: str, queues: Sequence[Transport], ledger: Ledger, pool: Pool | None = None
+) -> Axis:
     """The axis over `queues` (none or two), which count their bytes in `ledger`."""
-    return Axis(name, *(queue.counted(name, ledger) for queue in queues), ledger=ledger)
+    pool = Pool() if pool is None else pool
+    opened = [queue.counted(name, ledger, pool) for queue in queues]
+    return Axis(name, *opened, ledger=ledger, pool=pool)
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,7 @@ class World:
     axes: tuple[Axis, ...] = ()
     everyone: Axis = Axis("world")
     ledger: Ledger = field(default_factory=Ledger)
+    pool: Pool = field(default_factory=Pool)
 
     def axis(self, name: str) -> Axis:
         """The axis called `name`; of size one if the mesh has no such axis."""
@@ -87,7 +95,9 @@ class World:
         return next((axis for axis in self.axes if axis.name == name), alone)
 
     def on(self, mesh: Mesh) -> "World":
-        """This world with the axes of `mesh` and a new ledger.  All ranks must call it.
+        """This world with the axes of `mesh`, a new ledger and a new pool of buffers.
+
+        All ranks must call it.
 
         Raises:
             InputError: the mesh and the world differ in size.
@@ -98,32 +108,34 @@ class World:
                 "a mesh with as many ranks as there are processes",
                 f"start {mesh.size} processes, or write 'dp{self.size}'",
             )
-        ledger = Ledger()
+        ledger, pool = Ledger(), Pool()
         opened = []
         for name, size in mesh.axes:
             if size > 1:
                 lines = mesh.lines(name)
                 now = self.links.transport(name, lines, self.rank)
                 behind = self.links.transport(name, lines, self.rank, "behind")
-                opened.append(counted_axis(name, (now, behind), ledger))
+                opened.append(counted_axis(name, (now, behind), ledger, pool))
         here = self.everyone
-        everyone = counted_axis(here.name, (here.transport, here.behind), ledger)
-        return replace(self, mesh=mesh, axes=tuple(opened), everyone=everyone, ledger=ledger)
+        everyone = counted_axis(here.name, (here.transport, here.behind), ledger, pool)
+        axes = tuple(opened)
+        return replace(self, mesh=mesh, axes=axes, everyone=everyone, ledger=ledger, pool=pool)
 
-    def within(self, name: str, groups: Sequence[Sequence[int]]) -> Axis:
+    def within(self, name: str, groups: Sequence[Sequence[int]], called: str = "") -> Axis:
         """The ranks of axis `name` that are in the same group as this one.  All ranks must call it.
 
-        `groups` divides the ranks of the axis.  Bytes are counted under the axis's name.
+        `groups` divides the ranks of the axis.  Bytes are counted under `called`, or the axis's
+        name.
         """
         here = self.axis(name)
         mine = next(group for group in groups if here.rank in group)
         if all(len(group) == 1 for group in groups):
-            return Axis(name, ledger=self.ledger)
+            return Axis(called or name, ledger=self.ledger)
         lines = [[line[r] for r in group] for line in self.mesh.lines(name) for group in groups]
         # every rank opens every group, in the same order, as torch.distributed requires
         pair = [self.links.transport(name, lines, self.rank, queue) for queue in ("now", "behind")]
         opened = pair if len(mine) > 1 else []
-        return counted_axis(name, opened, self.ledger)
+        return counted_axis(called or name, opened, self.ledger, self.pool)
 
     def device_mesh(self) -> DeviceMesh:
         """The axes as torch's DeviceMesh, on the same process groups, without axes of size one.
@@ -238,6 +250,8 @@ def _begin(start: Start, device: torch.device, limits: Limits) -> Store:
 
 
 def _device(asked: str | None, local_rank: int) -> torch.device:
+    if asked is not None:
+        choice("device", asked, ("cpu", "cuda"))
     gpus = torch.cuda.device_count()
     if asked == "cuda" and gpus <= local_rank:
         raise bad(
@@ -245,8 +259,6 @@ def _device(asked: str | None, local_rank: int) -> torch.device:
             "as many local ranks as GPUs, or the processor",
             'device = "cpu"',
         )
-    if asked not in (None, "cpu", "cuda"):
-        raise bad(f"device '{asked}'", "cpu or cuda", 'device = "cpu"')
     if asked == "cuda" or (asked is None and gpus > local_rank):
         return torch.device("cuda", local_rank)
     return torch.device("cpu")

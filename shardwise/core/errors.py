@@ -11,7 +11,7 @@ from dataclasses import dataclass
 class InputError(ValueError):
     """The user's input is wrong; nothing was started. The command line exits with 2.
 
-    `problems` lists them, if there is more than a text.
+    `problems` lists the problems that the text states; empty for an error with a text alone.
     """
 
     problems: "tuple[Problem, ...]" = ()

@@ -10,10 +10,10 @@ On one axis of n ranks a tensor is in one of four placements:
 The last column is the *dual*, and it is the whole of distributed backpropagation: the backward of
 moving a tensor `src -> dst` is moving its gradient `dst.dual -> src.dual`.
 
-R and I hold the same numbers and differ in what follows. A replicated weight meets different data
-on each rank, so its gradients differ and must be summed (P); an invariant value is used alike
-everywhere, so its gradient is already whole (I). These are the placements of sharding in JAX types
-("varying" and "invariant") and of meta-pytorch/spmd_types.
+R and I hold the same numbers and differ in their use. A replicated weight meets different data on
+each rank, so its gradients differ and must be summed (P). An invariant value is used in the same
+way on all ranks, so its gradient is already complete (I). These are the placements of sharding in
+JAX types ("varying" and "invariant") and of meta-pytorch/spmd_types.
 """
 
 import re

@@ -1,21 +1,21 @@
-"""How long sequences are of which ranks hold shards, told by the size of a shard.
+"""The lengths of sharded sequences, identified by the size of a shard.
 
     2 ranks     8 positions ---> shards of 4
-                7 positions ---> shards of 5: 4 are those of 8 already
+                7 positions ---> shards of 5, because 4 belongs to 8 positions
 
-A shard is padded to the size that it has on every rank, so that its size alone does not tell how
-long the whole is.  Sequences that are met together and are not as long have shards of other sizes.
+Shards are padded to one size on all ranks, so two lengths could have shards of the same size.  In
+one pass, sequences of different lengths therefore get shards of different sizes.
 """
 
 from shardwise.core.errors import bad
 
 
 class Lengths:
-    """The sequences of one pass, split over so many ranks."""
+    """The lengths of the sequences of one pass, sharded over `ranks` ranks."""
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        self.known: dict[int, int] = {}  # by the size of a shard, of how many positions
+        self.known: dict[int, int] = {}  # size of a shard -> positions of the sequence
 
     def shard(self, whole: int) -> int:
         """The size of a shard of a sequence of `whole` positions."""
@@ -25,7 +25,7 @@ class Lengths:
         return size
 
     def whole(self, shard: int) -> int:
-        """The positions of the sequence whose shards have this size.
+        """The number of positions of the sequence whose shards have this size.
 
         Raises InputError for a size that no shard in this pass has.
         """
@@ -33,9 +33,9 @@ class Lengths:
             return self.known[shard]
         known = ", ".join(f"{size} of {whole}" for size, whole in self.known.items()) or "none"
         raise bad(
-            f"a tensor of {shard} positions where sp has a shard of a sequence (in this pass: "
+            f"a tensor of {shard} positions that is no shard of a sequence (shards in this pass: "
             f"{known})",
-            "columns and gather that read shards; what is whole on every rank is a further "
-            "argument of a module with the entry gather",
-            '"name": "gather" for the block that reads both, in sequence={...}',
+            "shards as input of colwise and gather modules; a replicated tensor must be a further "
+            "argument of a gather module",
+            '"name": "gather" for the block that uses both, in sequence={...}',
         )

@@ -1,7 +1,7 @@
 """The ranks of a run as a grid with named axes, and the arithmetic of coordinates on it.
 
 Ranks are numbered row-major: the last axis varies fastest. The order of the axes is fixed, from
-the one that talks least (outermost, pp) to the one that talks most (innermost, tp), so that
+the one that sends least (outermost, pp) to the one that sends most (innermost, tp), so that
 neighbours along tp are neighbours in rank and stay inside one machine:
 
     pp2 dp2 tp2         dp 0      dp 1           line("dp", 1) = (1, 3)
@@ -20,15 +20,15 @@ from dataclasses import dataclass
 
 from shardwise.core.errors import bad
 
-#: Every axis there is, outermost first.
+#: All axes, outermost first.
 AXES = ("pp", "dp_replicate", "dp", "dp_shard", "cp", "ep", "tp")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Named axes and their sizes, kept in the order of `AXES` however they are given.
+    """Named axes and their sizes, sorted in the order of `AXES`.
 
-    Raises `InputError` for an unknown axis, an axis given twice or a size below one.
+    Raises InputError for an unknown axis, a repeated axis or a size below one.
     """
 
     axes: tuple[tuple[str, int], ...] = ()
@@ -38,7 +38,7 @@ class Mesh:
 
     @classmethod
     def parse(cls, text: str) -> "Mesh":
-        """The mesh written as `dp2 tp2`; the empty text is one rank alone."""
+        """Parse a mesh such as `dp2 tp2`; the empty text is a mesh of one rank."""
         return cls(tuple(_axis(word) for word in text.split()))
 
     def __str__(self) -> str:
@@ -46,15 +46,15 @@ class Mesh:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return math.prod(size for _, size in self.axes)
 
     def size_of(self, name: str) -> int:
-        """How many ranks there are along one axis; 1 for an axis the mesh does not have."""
+        """The number of ranks along one axis; 1 for an axis that the mesh does not have."""
         return dict(self.axes).get(name, 1)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Where a global rank stands: its rank on every axis. Raises IndexError beyond the mesh."""
+        """The rank of a global rank on every axis. Raises IndexError outside of the mesh."""
         if not 0 <= rank < self.size:
             raise IndexError(f"rank {rank} is not on the mesh '{self}' of {self.size} ranks")
         found: dict[str, int] = {}
@@ -63,7 +63,7 @@ class Mesh:
         return {name: found[name] for name, _ in self.axes}
 
     def rank_at(self, coordinate: dict[str, int]) -> int:
-        """The inverse of `coordinate`: the global rank there; an axis left out is at 0."""
+        """The inverse of `coordinate`: the global rank; missing axes are at 0."""
         rank = 0
         for name, size in self.axes:
             rank = rank * size + coordinate.get(name, 0)
@@ -71,17 +71,17 @@ class Mesh:
 
     def line(self, name: str, rank: int) -> tuple[int, ...]:
         """The global ranks along one axis through `rank`, in the order of their rank on it."""
-        here = self.coordinate(rank)
-        return tuple(self.rank_at(here | {name: k}) for k in range(self.size_of(name)))
+        coordinate = self.coordinate(rank)
+        return tuple(self.rank_at(coordinate | {name: k}) for k in range(self.size_of(name)))
 
     def lines(self, name: str) -> list[tuple[int, ...]]:
-        """Every line along one axis; together they hold each global rank once."""
+        """All lines along one axis; each global rank is in one of them."""
         lines = (self.line(name, rank) for rank in range(self.size))
         return list(dict.fromkeys(lines))
 
 
 def ordered(axes: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
-    """The same axes, outermost first. Raises InputError for a name or a size that cannot be."""
+    """The axes, outermost first. Raises InputError for a wrong name or size."""
     names = [name for name, _ in axes]
     for name, size in axes:
         if name not in AXES:
@@ -96,5 +96,5 @@ def ordered(axes: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
 def _axis(word: str) -> tuple[str, int]:
     found = re.fullmatch(r"([a-z_]+)(\d+)", word)
     if found is None:
-        raise bad(f"the mesh word '{word}'", "an axis and its size, nothing between", "dp2 tp2")
+        raise bad(f"the mesh word '{word}'", "an axis and its size, without a space", "dp2 tp2")
     return found[1], int(found[2])

@@ -1,16 +1,17 @@
-"""A model as numbers: what predictions of bytes and memory need to know of it, without its tensors.
+"""The shapes, dtypes and recorded passes of a model, from which bytes and memory are predicted.
 
-A unit is what is gathered and freed at once, a block of the model as a rule. A parameter that
-several modules share appears once, in the unit that owns it.
+It holds no tensors. A unit is a set of parameters that is gathered and freed together, usually one
+block. A parameter that several modules share appears once, in the unit that owns it.
 """
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from shardwise.core.layout import Placement
-from shardwise.core.param_layout import Layout
+from shardwise.core.param_layout import AxisLayout, Layout
 from shardwise.core.styles import ModuleShape, Style
+from shardwise.core.tape import Tape
 from shardwise.core.tensor_plan import Table
 
 #: Bytes of one element, by torch's name of the type.
@@ -34,8 +35,8 @@ ELEMENT_BYTES: dict[str, int] = {
 class ParamShape:
     """One parameter: full name in the model, dims, element type by torch's name, trainability.
 
-    `shape` is of a rank's part where `layout` cuts it on some axis; without a layout the parameter
-    is held as the plan's row says, and is the same on all other axes.
+    If `layout` shards the parameter on some axis, `shape` is the shape of a rank's part. Without a
+    layout only the plan's row shards the parameter, and all other axes replicate it.
     """
 
     name: str
@@ -46,7 +47,7 @@ class ParamShape:
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return math.prod(self.shape)
 
     @property
@@ -55,38 +56,11 @@ class ParamShape:
         return ELEMENT_BYTES[self.dtype]
 
 
-@dataclass
-class Crossing:
-    """One move of an activation on the tensor axis, in the forward pass or made again in backward.
-
-    `numel` elements in the whole, padding included; `returns` counts the gradients that came back.
-    """
-
-    src: Placement
-    dst: Placement
-    numel: int
-    element_bytes: int
-    phase: str = "forward"
-    returns: int = 0
-
-    def come_back(self) -> None:
-        """A gradient goes back the way that the activation came."""
-        self.returns += 1
-
-
 class CutLoss(NamedTuple):
-    """One cross-entropy of logits that stay cut: its positions, and what its sums are of."""
+    """One cross-entropy of sharded logits; `element_bytes` is of the sums that ranks exchange."""
 
     positions: int
     smoothing: bool
-    element_bytes: int
-
-
-class Crossed(NamedTuple):
-    """One tensor that went from a stage to another, forward or as a gradient backward."""
-
-    phase: str
-    numel: int
     element_bytes: int
 
 
@@ -100,17 +74,17 @@ class BufferShape:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all its elements."""
+        """The number of bytes of all elements."""
         return math.prod(self.shape) * ELEMENT_BYTES[self.dtype]
 
 
 @dataclass(frozen=True)
 class UnitShape:
-    """The parameters that are gathered and freed together, in the order they are laid out.
+    """The parameters that are gathered and freed together, in their order in the flat tensor.
 
-    `uses` is how often a forward pass finds it freed and needs it whole: once for each time that
-    it is called. `again`: so often a backward pass; 0 where that wants it while it is still whole,
-    or does not read it at all. Of a pipeline `uses` are those of a run of the schedule.
+    `uses` is the number of times that a forward pass needs the freed unit: one for each call.
+    `again` is the same number for a backward pass; it is 0 if the unit is still gathered then, or
+    if its backward pass does not read it. In a pipeline `uses` counts a run of the schedule.
     """
 
     name: str
@@ -141,6 +115,11 @@ class ModelShape:
         """How many elements its parameters have, padding apart."""
         return sum(unit.numel for unit in self.units)
 
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes of its parameters, padding apart."""
+        return sum(param.numel * param.element_bytes for param in self.params)
+
 
 class Value(NamedTuple):
     """A tensor that a module took or returned. `trained`: a gradient reached it."""
@@ -151,8 +130,9 @@ class Value(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A module's forward begins, with the numbers of the tensors it takes, or ends, with those it
-    returns.
+    """The begin or the end of a module's forward.
+
+    `values` are the numbers of the tensors that it takes (begin) or returns (end).
     """
 
     module: str
@@ -162,28 +142,29 @@ class Call(NamedTuple):
 
 
 class ModelPass(NamedTuple):
-    """A forward and a backward pass of the plain model: the calls of its modules, in their order.
+    """A forward and a backward pass of the plain model: the calls of its modules, in order.
 
-    `saved` are the bytes that autograd keeps from forward to backward, by the innermost module in
-    whose forward it kept them. `losses` are the cross-entropies of logits that stay cut over tensor
-    ranks, and `joins` the shapes and the types of logits that are gathered. `note` says what
-    depends on the values of the batch.
+    `tape` records what autograd keeps from forward to backward. `losses` are the cross-entropies of
+    logits sharded over tensor ranks. `joins` has the shapes and types of logits that are gathered;
+    they are `trained` if backward gathers them. `saves` are the numbers of calls after which
+    autograd saved a tensor. `note` states what depends on the values of the batch.
     """
 
     calls: tuple[Call, ...]
     values: tuple[Value, ...]
-    saved: tuple[tuple[str, int], ...] = ()
+    tape: Tape = Tape()
     losses: tuple[CutLoss, ...] = ()
     joins: tuple[Value, ...] = ()
+    saves: tuple[int, ...] = ()
     note: str = ""
 
 
 @dataclass(frozen=True)
 class UnitModules:
-    """The modules of a unit, in the order in which they are defined.
+    """The modules of a unit, in order of definition.
 
-    `encloses`: they contain modules of other units. `looks_up`: all of them are embeddings, whose
-    backward pass does not read the weights.
+    `encloses` is true if they contain modules of other units; `looks_up` if all of them are
+    embeddings, whose backward pass does not read the weights.
     """
 
     modules: tuple[str, ...]
@@ -207,16 +188,23 @@ Bundles = tuple[tuple[StageTensor, ...], ...]
 class StageSpec:
     """A model cut into stages.
 
-    `params` and `layers` have the stages of each by its name; a tied parameter has several. What
-    belongs to no layer is on every rank. `bundles` has an entry for each microbatch of a step.
+    `params` and `layers` map names to stages; a tied parameter has several stages. Every rank holds
+    the modules and buffers that are in no layer. `bundles` has an entry for each microbatch of a
+    step; `outside` has the parameters that each stage reads outside of its layers.
     """
 
     params: dict[str, tuple[int, ...]]
     layers: dict[str, tuple[int, ...]]
     bundles: tuple[Bundles, ...]
+    outside: tuple[frozenset[str], ...]
+
+    @property
+    def number(self) -> int:
+        """The number of stages."""
+        return 1 + len(self.bundles[0])
 
     def of(self, name: str) -> tuple[int, ...]:
-        """The stages of the layer that has the module or the buffer of that name; () for none."""
+        """The stages of the layer that contains the module or buffer `name`; () if none does."""
         while name and name not in self.layers:
             name = name.rpartition(".")[0]
         return self.layers.get(name, ())
@@ -226,9 +214,9 @@ class StageSpec:
 class TensorSpec:
     """A model under a table of styles.
 
-    `styles` and `modules` are by the names of modules; `params` are the full names of parameters of
-    those that have a style, by the module and then by the name in it. `runs` has the pass of each
-    microbatch of a step, of which only the shapes differ.
+    The keys of `styles` and `modules` are names of modules. `params[module][name]` is the full name
+    of a parameter of a module with a style. `runs` has the pass of each microbatch of a step; these
+    differ in their shapes only.
     """
 
     table: Table
@@ -243,9 +231,11 @@ class TensorSpec:
 class ModelSpec:
     """The plain model as numbers, before any rank holds a part of it.
 
-    `shape` has whole parameters, in units in the order of definition; `modules` has an entry for
-    each unit; `run` is what one pass on the meta device does. `stages` is None without a pipeline,
-    and `tensors` without a tensor axis.
+    `shape` has full parameters, in units in order of definition; `modules` has an entry for each
+    unit; `run` records one pass on the meta device. `stages` is None without a pipeline, `tensors`
+    without a tensor axis. `recomputed` maps the names of recomputed modules to "full" or
+    "selective". `experts` has the layouts on the axis `ep`, by the names of the parameters that
+    it cuts.
     """
 
     shape: ModelShape
@@ -253,3 +243,5 @@ class ModelSpec:
     run: ModelPass
     stages: StageSpec | None = None
     tensors: TensorSpec | None = None
+    recomputed: Mapping[str, str] = field(default_factory=dict[str, str])
+    experts: Mapping[str, AxisLayout] = field(default_factory=dict[str, AxisLayout])

@@ -1,18 +1,18 @@
 """How the ranks of a mesh hold one parameter, its gradient and its optimizer state.
 
-This is the only description of it: the flat parameter, the gradient norm, the boxes of a
-checkpoint, the memory, the bytes and the errors are computed from it.
+This is the only description: the flat parameter, the gradient norm, the boxes of a checkpoint, the
+memory, the bytes and the errors are computed from it.
 
 On the data axes a row of the states table says where each state is, and on which tier (zero.py). On
-every other axis one placement says it:
+every other axis it is one placement:
 
-    placement   each rank has                   its gradient
-    I           all of the parameter            is the same on every rank: nothing is summed
-    R           all of it, if it is a holder    is a part: summed over the holders
-    S(d)        ranges of dim d (uneven.py)     is whole, or summed over the ranks that share ranges
+    placement   each rank holds                 its gradient
+    I           all of the parameter            is the same on all ranks: nothing is summed
+    R           all of it, if it is a holder    is partial: summed over the holders
+    S(d)        ranges of dim d (uneven.py)     is complete, or summed over ranks that share ranges
 
-An axis that is left out is I on a single rank. An expert's weight has S(0) on `ep`, and a row on
-the data axis that is left beside it; a unit with a row of its own has layouts with that row.
+A missing axis has the placement I and one rank. An expert's weight has S(0) on `ep`, and a row on
+the remaining data axis; a unit with a row of its own has layouts with that row.
 """
 
 import math
@@ -28,14 +28,14 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 class Shared(NamedTuple):
-    """Spans (start, length) of a rank's part of a dim that `ranks`, it among them, hold alike."""
+    """Spans (start, length) of a rank's part of a dim that all of `ranks` hold."""
 
     dim: int
     spans: tuple[tuple[int, int], ...]
     ranks: tuple[int, ...]
 
     def includes(self, place: int) -> bool:
-        """Whether a place along the dim is in one of the spans."""
+        """Whether an index along the dim is in one of the spans."""
         return any(start <= place < start + length for start, length in self.spans)
 
 
@@ -43,8 +43,8 @@ class Shared(NamedTuple):
 class AxisLayout:
     """How the `size` ranks of one axis hold a parameter.
 
-    `cut` are the ranges of each rank where the placement is S; `holders` the ranks that have the
-    parameter at all, if that is not all of them.
+    `cut` has the ranges of each rank if the placement is S; `holders` the ranks that hold the
+    parameter, if not all do.
     """
 
     placement: Placement = I
@@ -54,32 +54,32 @@ class AxisLayout:
 
     @classmethod
     def sharded(cls, cut: Cut) -> "AxisLayout":
-        """Each rank has its ranges of a dim."""
+        """The layout in which each rank holds its ranges of a dim."""
         return cls(S(cut.dim), cut.ranks, cut)
 
     @property
     def groups(self) -> Groups:
-        """The groups of ranks over which the gradient is summed; none where it is whole."""
+        """The groups of ranks over which the gradient is summed; empty if it is complete."""
         if self.cut is not None:
             every = dict.fromkeys(map(self.cut.holders, range(self.size)))
             return tuple(every) if self.cut.shared else ()
         return (self.holders or tuple(range(self.size)),) if self.placement == R else ()
 
     def group(self, rank: int) -> tuple[int, ...]:
-        """The ranks, `rank` among them, over whose parts the gradient of `rank` is summed."""
+        """The group of ranks over which the gradient of `rank` is summed."""
         return next((group for group in self.groups if rank in group), (rank,))
 
     def replica(self, rank: int) -> int:
-        """Which of the ranks that hold the same part `rank` is."""
+        """The index of `rank` among the ranks that hold the same part."""
         same = self.cut.holders(rank) if self.cut else self.holders
         return same.index(rank) if same else rank
 
     def holder(self, rank: int) -> int:
-        """Which of the ranks that hold any part `rank` is."""
+        """The index of `rank` among the ranks that hold any part."""
         return self.holders.index(rank) if self.holders else rank
 
     def shared(self, rank: int) -> Shared | None:
-        """What other ranks hold too of the part of `rank`, if they do not hold the same in all."""
+        """The spans that `rank` shares with ranks whose other spans differ; None without any."""
         found = self.cut.common(rank) if self.cut else {}
         for ranks, spans in found.items():  # one group at most
             return Shared(self.cut.dim if self.cut else 0, tuple(spans), ranks)
@@ -90,7 +90,7 @@ class AxisLayout:
 class Layout:
     """The row on the data axes `shard` and `replicate`, and an `AxisLayout` for other axes.
 
-    `here`, where it is asked for, is a rank's coordinate: its rank on each axis.
+    The argument `here` is a rank's coordinate: its rank on each axis.
     """
 
     row: Row = ROWS["ddp"]
@@ -104,18 +104,18 @@ class Layout:
         return " ".join([*words, f"{self.row} over {' and '.join(data) or 'one rank'}"])
 
     def on(self, axis: str) -> AxisLayout:
-        """The layout on an axis other than the data's."""
+        """The layout on an axis other than the data axes."""
         return dict(self.axes).get(axis, AxisLayout())
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What parameters of one flat parameter agree on: they are summed and counted together."""
+        """The key of a flat parameter: parameters with one kind are summed and counted together."""
         others = ((axis, on.cut is None, on.groups) for axis, on in self.axes)
         return (self.row, self.shard, self.replicate, *others)
 
     @property
     def tied(self) -> bool:
-        """Whether several ranks of an axis that divides the model hold it, beside others."""
+        """Whether several, but not all, ranks of another axis hold the parameter."""
         return any(len(on.holders) > 1 for _, on in self.axes)
 
     def replica(self, here: Mapping[str, int]) -> int:
@@ -127,14 +127,14 @@ class Layout:
         return sum(on.holder(here.get(axis, 0)) for axis, on in self.axes)
 
     def whole_shape(self, local: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the whole parameter, of which a rank's part has the shape `local`."""
+        """The full shape of a parameter whose part on a rank has the shape `local`."""
         shape = tuple(local)
         for _, on in self.axes:
             shape = on.cut.whole_shape(shape) if on.cut else shape
         return shape
 
     def shared_numel(self, axis: str, here: Mapping[str, int], local: Sequence[int]) -> int:
-        """How many elements of a rank's part, of shape `local`, other ranks hold too."""
+        """The number of elements of a rank's part, of shape `local`, that other ranks hold too."""
         shared = self.on(axis).shared(here.get(axis, 0))
         if shared is None:
             return 0

@@ -83,8 +83,33 @@ class Plan:
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh of the plan's axes."""
-        return Mesh(self.axes)
+        """The mesh of the plan's axes, without `ep`, which divides the data ranks."""
+        return Mesh(tuple(axis for axis in self.axes if axis[0] != "ep"))
+
+    @property
+    def ep(self) -> int:
+        """The number of data ranks over which experts are distributed."""
+        return dict(self.axes).get("ep", 1)
+
+    @property
+    def inner_data_axis(self) -> str:
+        """The innermost data axis, which `ep` divides into `edp` groups of `ep` neighbours.
+
+        An expert is on one rank of each group. Along `edp` are the ranks that hold the same one.
+        """
+        return self.shard_axis or "dp"
+
+    def size_of(self, axis: str) -> int:
+        """The number of ranks of an axis: one of the mesh, `ep` or `edp`."""
+        if axis == "edp":
+            return self.mesh.size_of(self.inner_data_axis) // self.ep
+        return self.ep if axis == "ep" else self.mesh.size_of(axis)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """The place of a global rank on each axis of the mesh, and on `ep` and `edp`."""
+        here = self.mesh.coordinate(rank)
+        edp, ep = divmod(here.get(self.inner_data_axis, 0), self.ep)
+        return here | {"ep": ep, "edp": edp}
 
     @property
     def size(self) -> int:
@@ -106,7 +131,8 @@ class Plan:
         if not self.open:
             return self
         if ranks is None:
-            ranks = self.size * (2 if self.size == 1 or self.row != "ddp" else 1)
+            least = 2 if self.size == 1 or self.row != "ddp" else 1
+            ranks = self.size * max(least, self.ep)
         data, over = divmod(ranks, self.size)
         return self if over or data <= 1 else replace(self, axes=(*self.axes, ("dp", data)))
 

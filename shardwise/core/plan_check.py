@@ -1,10 +1,12 @@
 """The check that this version can run a plan: all problems at once, each with a remedy."""
 
 from dataclasses import replace
+from math import gcd
 
 from shardwise.core.errors import InputError, Problem, refusal
 from shardwise.core.plan import Plan
-from shardwise.core.plan_parser import MOST, later, runnable_forms
+from shardwise.core.plan_parser import MOST, later, runnable_forms, size_text
+from shardwise.core.pool_size import PIECE_BYTES, smallest_pool_bytes
 from shardwise.core.schedule.library import LIBRARY, Size, allowed
 from shardwise.core.zero import row_of
 
@@ -20,6 +22,8 @@ def problems(plan: Plan, world_size: int | None = None) -> list[Problem]:
     Every suggested plan can run.
     """
     own = [*_not_yet(plan), *_pipeline(plan), *_tensor(plan), *_data_axes(plan)]
+    own += _experts(plan.completed(world_size))
+    own += _buffers(plan.completed(world_size) if world_size else plan)
     return [*own, *_world(plan, world_size)]
 
 
@@ -82,12 +86,29 @@ def _stale(plan: Plan) -> list[Problem]:
 
 
 def _tensor(plan: Plan) -> list[Problem]:
-    """`sp` without tensor parallelism."""
-    if not plan.sp or plan.mesh.size_of("tp") > 1:
+    """`sp` and `recompute:partitioned` without tensor parallelism."""
+    if plan.mesh.size_of("tp") > 1:
+        return []
+    if plan.recompute == "partitioned":
+        given = "'recompute:partitioned' without tensor parallelism, whose ranks would share inputs"
+        allowed = "recompute:partitioned together with tpN of two ranks or more"
+        return [Problem(given, allowed, f"'{_runnable(plan)}', or tp2 beside it")]
+    if not plan.sp:
         return []
     allowed = "sp together with tpN of two ranks or more, on which the sequence is split"
     instead = f"'{_runnable(plan)}', or tp2 beside it"
     return [Problem("'sp' without tensor parallelism, which has no effect", allowed, instead)]
+
+
+def _buffers(plan: Plan) -> list[Problem]:
+    """A pool of communication buffers in which the ranks cannot sum the smallest piece."""
+    least = smallest_pool_bytes(plan)
+    if plan.buffers_bytes is None or plan.buffers_bytes >= least or plan.size == 1:
+        return []
+    ranks = max(size for _, size in plan.axes)
+    given = f"'buffers:{size_text(plan.buffers_bytes)}' with {ranks} ranks on an axis"
+    allowed = f"{least} bytes or more, in which {ranks} ranks can sum pieces of {PIECE_BYTES} bytes"
+    return [Problem(given, allowed, f"buffers:{size_text(least)}")]
 
 
 def _data_axes(plan: Plan) -> list[Problem]:
@@ -108,6 +129,18 @@ def _data_axes(plan: Plan) -> list[Problem]:
     return []
 
 
+def _experts(plan: Plan) -> list[Problem]:
+    """`ep` that does not divide the data ranks."""
+    axis, ranks = plan.inner_data_axis, plan.mesh.size_of(plan.inner_data_axis)
+    if ranks % plan.ep == 0:
+        return []
+    listed = ", ".join(f"ep{n}" for n in range(1, min(ranks, 64) + 1) if ranks % n == 0)
+    allowed = (
+        f"a divisor of the {ranks} ranks of {axis}, over which experts are distributed: {listed}"
+    )
+    return [Problem(f"'ep{plan.ep}' with {axis}{ranks}", allowed, f"'{_runnable(plan)}'")]
+
+
 def _world(plan: Plan, world_size: int | None) -> list[Problem]:
     """A world whose size is not the plan's."""
     if world_size is None or plan.completed(world_size).size == world_size:
@@ -117,7 +150,7 @@ def _world(plan: Plan, world_size: int | None) -> list[Problem]:
         return [Problem(given, "one rank or more", f"--nproc {plan.size}")]
     needs = f"{plan.size} processes" if plan.size > 1 else "1 process"
     runs = "1 runs" if world_size == 1 else f"{world_size} run"
-    product = "*".join(f"{name}{size}" for name, size in plan.axes) or "no axis, so one rank"
+    product = "*".join(f"{name}{size}" for name, size in plan.mesh.axes) or "no axis, so one rank"
     more = " or a multiple" * plan.open
     given = f"the plan '{plan}', which needs {needs}{more} ({product}), where {runs}"
     allowed = "as many processes as the product of the plan's axes"
@@ -137,16 +170,20 @@ def _runnable(plan: Plan) -> Plan:
     if not sizes:
         axes = ()
     kept = tuple((name, size) for name, size in plan.axes if name in ("pp", "tp"))
+    kept += _experts_on(axes[-1][1] if axes else 1, plan.ep)
+    alone = plan.mesh.size_of("tp") == 1
     near = Plan(
         axes=(*axes, *kept),
-        sp=plan.sp and plan.mesh.size_of("tp") > 1,
+        sp=plan.sp and not alone,
         schedule=None if _forbidden(plan) else plan.schedule,
         row=plan.row,
         precision=plan.precision,
         accumulate=plan.accumulate,
         bucket_bytes=plan.bucket_bytes,
-        recompute=plan.recompute,
+        recompute="full" if alone and plan.recompute == "partitioned" else plan.recompute,
     )
+    if plan.buffers_bytes is not None:
+        near = replace(near, buffers_bytes=max(plan.buffers_bytes, smallest_pool_bytes(near)))
     if not _is_stale(near):
         return near
     precision = _STALE.get(near.precision, near.precision)
@@ -154,34 +191,26 @@ def _runnable(plan: Plan) -> Plan:
     return replace(near, precision=precision, row=row, accumulate=1)
 
 
+def _experts_on(ranks: int, most: int) -> tuple[tuple[str, int], ...]:
+    """The axis `ep`, of at most `most` ranks, whose size divides `ranks` data ranks."""
+    degree = next(n for n in range(min(most, ranks), 0, -1) if ranks % n == 0)
+    return (("ep", degree),) if degree > 1 else ()
+
+
 def _fit(plan: Plan, world_size: int) -> Plan:
-    """The nearest plan that this version runs on `world_size` ranks."""
-    near = _runnable(plan)
-    stages = near.mesh.size_of("pp")
-    if stages > 1 and world_size % stages == 0:
-        inner = _fit(replace(near, axes=_without(near, "pp")), world_size // stages)
-        return replace(inner, axes=(("pp", stages), *inner.axes), schedule=near.schedule)
-    if 1 < stages == near.size and world_size > 1:  # nothing but a pipeline: one of that length
-        other = replace(near, axes=(("pp", world_size),))
-        return replace(other, schedule=None) if _forbidden(other) else other
-    if stages > 1 or near.schedule:
-        near = replace(near, axes=_without(near, "pp"), schedule=None)
-    shard, tensor = near.mesh.size_of("dp_shard"), near.mesh.size_of("tp")
-    if world_size == 1:
-        return replace(near, axes=(), sp=False)
-    if world_size % tensor:  # not so many tensor ranks, then
-        only = world_size if near.data_size == 1 else 1
-        fewer = range(2, min(tensor, world_size + 1))
-        tensor = max((n for n in fewer if world_size % n == 0), default=only)
-        near = replace(near, sp=near.sp and tensor > 1)
-    kept = (("tp", tensor),) if tensor > 1 else ()
-    ranks = world_size // tensor
-    if near.mesh.size_of("dp_replicate") > 1 and ranks % shard == 0 and ranks > shard:
-        hybrid = (("dp_replicate", ranks // shard), ("dp_shard", shard))
-        return replace(near, axes=(*hybrid, *kept))
-    data = (("dp", ranks),) if ranks > 1 else ()
-    return replace(near, axes=(*data, *kept))
-
-
-def _without(plan: Plan, axis: str) -> tuple[tuple[str, int], ...]:
-    return tuple((name, size) for name, size in plan.axes if name != axis)
+    """The nearest plan that this version runs on `world_size` ranks: the rest are data ranks."""
+    near, left = _runnable(plan), world_size
+    inner: list[tuple[str, int]] = []
+    for axis in ("pp", "tp"):
+        size = near.mesh.size_of(axis)
+        size = gcd(size, left) if axis == "tp" else size
+        if size > 1 and left % size == 0:
+            inner.append((axis, size))
+            left //= size
+    shard = near.mesh.size_of("dp_shard")
+    data = [("dp", left)] if left > 1 else []
+    if near.mesh.size_of("dp_replicate") > 1 and left % shard == 0 and left > shard:
+        data = [("dp_replicate", left // shard), ("dp_shard", shard)]
+    inner += _experts_on(data[-1][1] if data else 1, plan.ep)
+    near = replace(near, axes=(*data, *inner), sp=near.sp and ("tp" in dict(inner)))
+    return near if "pp" in dict(inner) else replace(near, schedule=None)

@@ -42,7 +42,7 @@ MOST_BYTES: Final = 2**40
 
 @dataclass(frozen=True)
 class Word:
-    """One line of the table of words; `later` says what a word asks for that is still to come."""
+    """One line of the table of words; `later` names a feature that this version does not have."""
 
     form: str
     example: str
@@ -57,7 +57,7 @@ WORDS: tuple[Word, ...] = (
     Word("tpN", "tp2", "tensor parallelism on N ranks"),
     Word("ppN", "pp2", "pipeline on N ranks, under a schedule (the default: 1f1b:2N)"),
     Word("cpN", "cp2", "context parallelism: the sequence on N ranks", "context parallelism is"),
-    Word("epN", "ep2", "expert parallelism on N ranks", "expert parallelism is"),
+    Word("epN", "ep2", "expert parallelism: each expert on one of N neighbouring data ranks"),
     Word("ddp", "ddp", "every rank keeps all states (the default)"),
     Word("zero1", "zero1", "shard the optimizer's state"),
     Word("zero2", "zero2", "shard the optimizer's state and gradients"),
@@ -85,7 +85,8 @@ WORDS: tuple[Word, ...] = (
     Word(
         "recompute:WHAT",
         "recompute:full",
-        "recompute activations in backward: full, selective, everyN or names of modules",
+        "recompute activations in backward: full, selective, partitioned (over the tensor axis), "
+        "everyN, names of modules, or SIZE, the activations that a rank may keep",
     ),
     Word(
         "offload:WHAT",
@@ -93,12 +94,7 @@ WORDS: tuple[Word, ...] = (
         "keep states in host memory or on disk",
         "offload is",
     ),
-    Word(
-        "buffers:SIZE",
-        "buffers:64MiB",
-        "a bound on buffers for communication",
-        "a bound on buffers is",
-    ),
+    Word("buffers:SIZE", "buffers:64MiB", "communication buffers of SIZE (the default: 2 buckets)"),
 )
 
 
@@ -108,7 +104,7 @@ def runnable_forms() -> list[str]:
 
 
 def later(text: str) -> str:
-    """What the plan word `text` asks for, as in "offload is", if this version cannot run it."""
+    """The feature of the plan word `text`, as in "offload is", if this version does not have it."""
     key = _key(text)
     return next((word.later for word in WORDS if word.later and _key(word.form) == key), "")
 
@@ -173,7 +169,7 @@ _LABELS: dict[str, str] = {
     "bucket_bytes": "bucket size",
     "recompute": "choice of recomputation",
     "offload": "choice of offload",
-    "buffers_bytes": "bound on buffers",
+    "buffers_bytes": "size of communication buffers",
 }
 
 Found = tuple[str, Any]  # a field and its value
@@ -279,13 +275,23 @@ def recompute_every(what: str) -> int:
     return _whole(found[1]) if found else 0
 
 
+def recompute_budget(what: str | None) -> int:
+    """The bytes of `recompute:SIZE`; 0 for any other value of the word, and without it."""
+    found = _SIZE.fullmatch(what or "")
+    return int(found[1]) * UNITS[found[2]] if found else 0
+
+
 def _read_recompute(key: str, value: str) -> Found | Problem:
     every = _EVERY.fullmatch(value)
+    if _LIKE_A_SIZE.fullmatch(value):
+        found = _read_size(key, value)
+        return found if isinstance(found, Problem) else (key, size_text(found[1]))
     if every and _whole(every[1]) > 1:
         return key, f"every{_whole(every[1])}"
-    if _NAMES.fullmatch(value) and not every and not _LIKE_A_SIZE.fullmatch(value):
+    if _NAMES.fullmatch(value) and not every:
         return key, value
-    allowed = "recompute: and full, selective, everyN with N from 2, or patterns of module names"
+    allowed = "recompute: and full, selective, partitioned, everyN with N from 2, a budget such "
+    allowed += "as 8GiB, or patterns of module names"
     instead = (
         "recompute:every2" if every else "recompute:blocks.*" if "," in value else "recompute:full"
     )

@@ -1,12 +1,12 @@
-"""Which values cross from stage to stage, read off who makes and who uses them.
+"""The values that cross from stage to stage, computed from who makes and who uses them.
 
     value        made in   used in      bundle 0   bundle 1   bundle 2
     0 embed         0       0, 1           x
-    1 positions     0       1, 3           x          x          x       handed on by 1 and 2
+    1 positions     0       1, 3           x          x          x       passed on by 1 and 2
     2 blocks.1      1       2                         x
 
-A *value* is a tensor that comes out of a layer or of an operation between layers. Values are
-numbered in the order of their making, which is the same on every rank.
+A *value* is an output tensor of a layer or of an operation between layers. Values are numbered in
+the order of their creation, which is the same on every rank.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 
 class Spec(NamedTuple):
-    """A tensor that crosses: its shape as it lies in memory, its dtype, whether a gradient returns.
+    """A tensor that crosses: its shape in memory order, its dtype, whether a gradient returns.
 
-    The dtype is one of torch's.
+    The dtype is a torch.dtype.
     """
 
     shape: tuple[int, ...]
@@ -30,9 +30,9 @@ class Event:
     """One step of a forward: the call of a layer, or an operation on values.
 
     what      the layer's name, or torch's function
-    out       what it gives, with meta tensors for tensors
+    out       its output, with meta tensors instead of tensors
     numbers   of the tensors in `out`, in their order
-    writes    (i, number): the i-th tensor it was given was written to, and is that value now
+    writes    (i, number): the i-th input tensor was written to, and is that value now
     """
 
     what: Any
@@ -44,11 +44,11 @@ class Event:
 
 @dataclass(frozen=True)
 class Trace:
-    """All that is known of a forward before it is run, for one set of shapes.
+    """The description of a forward pass before it runs, for one set of shapes.
 
-    bundles[s]    what leaves stage s for later ones; one fewer than stages
+    bundles[s]    the tensors that stage s sends to later ones; one entry fewer than stages
     crossing[s]   the numbers of those values, ascending
-    orders        by number, the order of dims in which a value that is not contiguous lies
+    orders        by number, the memory order of the dims of values that are not contiguous
     written[s]    values of earlier stages that stage s writes to: it copies them first
     trained       values through which gradients flow
     read[s]       parameters of stage s, by number, that are read there outside of layers
@@ -64,7 +64,7 @@ class Trace:
 
 
 def maker(made: Sequence[int], use: int) -> int | None:
-    """The stage, of those that make a value, whose value stage `use` takes; None: all are later."""
+    """The stage in `made` whose value stage `use` gets; None if all of them are later."""
     return max((stage for stage in made if stage <= use), default=None)
 
 

@@ -1,8 +1,8 @@
-"""One word of a tensor-parallel table: what is done to a module, and to which kind.
+"""Styles: the words of a tensor-parallel table, and the kinds of modules they apply to.
 
-Two linear layers in a row need one sum between ranks when the first is cut by its columns and the
-second by its rows (arXiv 1909.08053, section 3); `colwise` and `rowwise` are those two. What norms
-and residuals do on shards of the sequence is arXiv 2205.05198, section 4.
+Two consecutive linear layers need one all-reduce if the first is sharded by columns (`colwise`) and
+the second by rows (`rowwise`) (arXiv 1909.08053, section 3). Norms and residuals on shards of the
+sequence are described in arXiv 2205.05198, section 4.
 """
 
 import re
@@ -12,26 +12,26 @@ from typing import Literal
 from shardwise.core.errors import bad
 from shardwise.core.suggest import suggest
 
-#: Every style as it is written, and what it does. N is a number from 2 up.
+#: Every style and its meaning. N is a number from 2 up.
 STYLES: dict[str, str] = {
-    "colwise": "cut by output features; the result stays cut",
+    "colwise": "sharded by output features; the output is sharded",
     "colwise:heads": "as colwise, by whole query heads",
-    "colwise:kv_heads": "as colwise, by whole key or value heads; ranks share where there are few",
-    "colwise:qkv": "as colwise, of queries, keys and values end to end, each by heads",
-    "colwise:N": "as colwise, of N equal parts end to end, each cut",
-    "rowwise": "cut by input features, which come cut; the result is summed",
+    "colwise:kv_heads": "as colwise, by whole key or value heads; ranks share a head if few",
+    "colwise:qkv": "as colwise, for packed queries, keys and values, each by heads",
+    "colwise:N": "as colwise, for N equal packed parts, each sharded",
+    "rowwise": "sharded by input features; the input is sharded, the output summed",
     "rowwise:heads": "as rowwise, by whole query heads",
-    "colwise_gather_output": "cut by output features; the result is gathered",
-    "rowwise_split_input": "cut by input features, which come whole; the result is summed",
-    "vocabulary": "an embedding, or the linear layer that makes the logits, cut by the vocabulary",
-    "replicated": "whole, used on cut values: gradients are summed",
-    "whole": "left as it is, whatever later patterns say",
-    "sequence": "whole, used on shards of the sequence: gradients are summed",
-    "gather": "shards of the sequence are gathered for its first argument",
-    "split": "its first argument is whole, and each rank takes its shard of the sequence",
-    "vocabulary:sequence": "as vocabulary, of an embedding whose result are shards of the sequence",
-    "vocabulary:whole": "as vocabulary, of a linear layer whose input was joined before it",
-    "sequence:join": "as sequence, and the result is the whole sequence again",
+    "colwise_gather_output": "sharded by output features; the output is gathered",
+    "rowwise_split_input": "sharded by input features; the input is replicated, the output summed",
+    "vocabulary": "an embedding or the output layer, sharded by the vocabulary",
+    "replicated": "replicated, used on sharded values: gradients are summed",
+    "whole": "replicated; later patterns do not apply",
+    "sequence": "replicated, used on shards of the sequence: gradients are summed",
+    "gather": "its first argument is gathered along the sequence",
+    "split": "each rank takes its shard of the sequence of its first argument",
+    "vocabulary:sequence": "as vocabulary, for an embedding whose output is sharded by sequence",
+    "vocabulary:whole": "as vocabulary, for an output layer whose input is gathered already",
+    "sequence:join": "as sequence, and the output is gathered",
     "dropout": "a dropout on shards of the sequence",
 }
 #: The styles that only `sequence` entries have.
@@ -43,7 +43,7 @@ OF_SEQUENCE = (
 
 @dataclass(frozen=True)
 class Style:
-    """A style, and what it counts by: "heads", "kv_heads", "qkv", "sequence", a number or nothing.
+    """A style and its qualifier: "heads", "kv_heads", "qkv", "sequence", a number or nothing.
 
     `str` and `parse` are inverse: "colwise:heads" is Style("colwise", "heads").
     """
@@ -53,7 +53,7 @@ class Style:
 
     @classmethod
     def parse(cls, text: object) -> "Style":
-        """The style that `text` names. Raises InputError with the nearest one where none is."""
+        """Parse a style. Raises InputError that names the nearest style."""
         known = isinstance(text, str) and (
             (text in STYLES and text != "colwise:N")
             or re.fullmatch(r"colwise:([2-9]|[1-9]\d+)", text, re.ASCII)
@@ -71,24 +71,24 @@ class Style:
 
     @property
     def by_heads(self) -> bool:
-        """Whether it needs to know how many heads there are."""
+        """Whether the style needs the number of heads."""
         return self.by in ("heads", "kv_heads", "qkv")
 
     @property
     def parts(self) -> int:
-        """How many equal parts lie end to end in the features that it cuts."""
+        """The number of equal parts packed in the sharded features."""
         return int(self.by) if self.by.isdigit() else 1
 
 
 @dataclass(frozen=True)
 class ModuleShape:
-    """What a table needs to know of one module of a model.
+    """The properties of one module that a table uses.
 
-    A linear layer has features in and out; an embedding has as many in as rows, and as many out as
-    columns; of another module `in_features` is the length of its parameters, where they are of one
-    dim and one length. `transposed` weights are [in, out], as Conv1D of transformers has them.
-    `tied` names the module before it that holds the same weight. `numbers` are its attributes that
-    are whole numbers; `parameters` says whether it holds any itself, `own` what they are called.
+    For an embedding, `in_features` is its number of rows and `out_features` its number of columns;
+    for other modules, `in_features` is the length of their parameters, if these have one dim and
+    one length. `transposed` weights are [in, out], as in Conv1D of transformers. `tied` names the
+    earlier module with the same weight. `numbers` are its integer attributes; `parameters` says
+    whether the module itself has parameters, and `own` has their names.
     """
 
     kind: Literal["linear", "embedding", "other"]
@@ -111,10 +111,10 @@ def general(name: str) -> str:
 
 
 def parent(name: str) -> str:
-    """The module that `name` is in; "" for the model itself."""
+    """The name of the module that contains `name`; "" for the model itself."""
     return name.rpartition(".")[0]
 
 
 def last(name: str) -> str:
-    """What `name` is called in the module that it is in."""
+    """The last part of `name`."""
     return name.rpartition(".")[2]

@@ -1,4 +1,4 @@
-"""The known word that somebody most likely meant by an unknown one."""
+"""Suggestions: the known words most similar to an unknown one."""
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
@@ -7,19 +7,19 @@ __all__ = ["suggest", "suggestions"]
 
 
 def suggest(word: str, known: Iterable[str], cutoff: float = 0.0) -> str:
-    """The one of `known` most like `word`; "" where none is as like it as `cutoff` (0 to 1)."""
+    """The most similar of the `known` words; "" if no similarity reaches `cutoff` (0 to 1)."""
     return next(iter(suggestions(word, known, 1, cutoff)), "")
 
 
 def suggestions(word: str, known: Iterable[str], count: int, cutoff: float = 0.0) -> list[str]:
-    """Up to `count` of them, the most like first.
+    """Up to `count` words, the most similar first.
 
-    Of two that are equally like, the one that begins as `word` does: typing errors are rarely in
-    the first letter ("dpp2" is dp2 and not pp2).
+    Of two equally similar words, the one with the same first letter precedes: typing errors are
+    rarely in the first letter ("dpp2" is dp2, not pp2).
     """
-    likeness = SequenceMatcher(b=word)
+    similarity = SequenceMatcher(b=word)
     found: list[tuple[float, bool, str]] = []
     for each in known:
-        likeness.set_seq1(each)
-        found.append((likeness.ratio(), each[:1] == word[:1], each))
+        similarity.set_seq1(each)
+        found.append((similarity.ratio(), each[:1] == word[:1], each))
     return [each for ratio, _, each in sorted(found, reverse=True)[:count] if ratio >= cutoff]

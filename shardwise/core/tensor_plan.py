@@ -1,4 +1,4 @@
-"""The table of a model's tensor parallelism: patterns of module names, and styles.
+"""The table of a model's tensor parallelism: patterns of module names, and their styles.
 
     Table.of(
         {
@@ -8,7 +8,7 @@
             "blocks.*.attn.out": "rowwise:heads",
             "blocks.*.mlp.up": "colwise",
             "blocks.*.mlp.down": "rowwise",
-            "blocks.*.mlp.gate?": "colwise",          a last ? : no matter if there is none
+            "blocks.*.mlp.gate?": "colwise",          a final ? : may match no module
         },
         heads=8,
         kv_heads=2,
@@ -16,8 +16,8 @@
         sets={"blocks.*.attn": {"num_heads": "heads"}},
     )
 
-Patterns are those of fnmatch: `*` matches dots too. `sequence` entries stand before the others
-under the plan word sp. `sets` are attributes that count what is cut, and become this rank's.
+Patterns are those of fnmatch: `*` matches dots too. Under the plan word sp, `sequence` entries
+precede the others. `sets` names attributes that count heads, which become this rank's numbers.
 """
 
 import fnmatch
@@ -45,21 +45,21 @@ __all__ = [
 ]
 
 Entries = tuple[tuple[str, str], ...]
-#: What an attribute of a module may count, of which a rank has its own number.
+#: The numbers that an attribute of a module may count; they differ between ranks.
 NUMBERS = {
     "heads": "query heads",
     "kv_heads": "key and value heads",
-    "groups": "query heads to a key head",
+    "groups": "query heads per key head",
     "queries": "features of all queries, heads times their width",
 }
 
 
 @dataclass(frozen=True)
 class Table:
-    """Styles by pattern, in order; see the top of the file. Raises InputError for an unknown word.
+    """Styles by pattern, in order; see the top of the file. Raises InputError for unknown words.
 
-    `heads` and `kv_heads` are the whole model's, and needed where a style or a number counts them;
-    without `kv_heads` there are as many as `heads`.
+    `heads` and `kv_heads` are those of the model; styles and `sets` that count heads need them.
+    `kv_heads` defaults to `heads`.
     """
 
     styles: Entries
@@ -100,8 +100,8 @@ class Table:
     ) -> "Table":
         """The table from dicts, pattern to style, in their order.
 
-        `sets` is pattern to {attribute: "heads", "kv_heads", "groups" or "queries"}. Raises
-        InputError for what is no dict, and where Table does.
+        `sets` maps a pattern to {attribute: "heads", "kv_heads", "groups" or "queries"}. Raises
+        InputError for an argument that is not a dict, and as Table does.
         """
         counted = _pairs("sets", {} if sets is None else sets)
         return cls(
@@ -122,7 +122,7 @@ class Table:
         return f"Table.of({', '.join(said)})"
 
     def under(self, name: str) -> "Table":
-        """The same table for a model that has this one's as its module `name`."""
+        """The table of a model that contains this table's model as its module `name`."""
 
         def longer(entries: Sequence[tuple[str, Any]]) -> tuple[tuple[str, Any], ...]:
             return tuple((f"{name}.{pattern}", what) for pattern, what in entries)
@@ -138,13 +138,13 @@ class Table:
 
     @property
     def keys(self) -> int | None:
-        """How many key and value heads there are."""
+        """The number of key and value heads."""
         return self.heads if self.kv_heads is None else self.kv_heads
 
     def head_cuts(self, ranks: int) -> tuple[Cut, Cut]:
-        """How ranks share query heads, and key heads, counted in heads; see core.cut.heads.
+        """The query heads and key heads of each rank, counted in heads; see uneven.heads.
 
-        Raises ValueError without `heads`, and where core.cut.heads does.
+        Raises ValueError without `heads`, and as uneven.heads does.
         """
         if self.heads is None or self.keys is None:
             raise ValueError("a table without heads")
@@ -154,9 +154,8 @@ class Table:
 def assign(table: Table, modules: Sequence[str], sp: bool) -> dict[str, Style]:
     """The style of each module that has one, from the names of all modules of a model.
 
-    The first pattern that matches a module wins, `sequence` entries first under `sp`; a module that
-    is "whole" has no style. Raises InputError with every pattern that matches nothing and the
-    nearest name that would.
+    The first matching pattern applies, `sequence` entries first under `sp`; a "whole" module has no
+    style. Raises InputError with every pattern that matches no module and the nearest name.
     """
     problems = unmatched(table, modules, sp)
     if problems:
@@ -165,7 +164,7 @@ def assign(table: Table, modules: Sequence[str], sp: bool) -> dict[str, Style]:
 
 
 def matches(table: Table, modules: Sequence[str], sp: bool) -> dict[str, Style]:
-    """As `assign`, without its refusals, and with the modules that are to stay whole."""
+    """As `assign`, but without the check, and including "whole" modules."""
     patterns = [(_pattern(key), Style.parse(style)) for key, style in _entries(table, sp)]
     found: dict[str, Style] = {}
     for name in modules:
@@ -184,11 +183,12 @@ def unmatched(table: Table, modules: Sequence[str], sp: bool) -> list[Problem]:
         first = f', as "{keys[0]}"' if keys else ""
         allowed = f"patterns of its modules: {', '.join(_some(names))}"
         instead = f'"{_nearest(keys[0] if keys else "", names)}"'
-        return [Problem(f"a table of which nothing matches the model{first}", allowed, instead)]
+        given = f"a table without any pattern that matches the model{first}"
+        return [Problem(given, allowed, instead)]
     problems = [
         Problem(
             f'"{key}" in the table, which matches no module of the model',
-            f'names of its modules, * for any part, and "{key}?" where there may be none',
+            f'names of its modules, * for any part, or "{key}?" if it may match none',
             f'"{_nearest(key, names)}"',
         )
         for key in keys
@@ -198,12 +198,11 @@ def unmatched(table: Table, modules: Sequence[str], sp: bool) -> list[Problem]:
 
 
 def cuts(style: Style, shape: ModuleShape, table: Table, ranks: int) -> Cut | None:
-    """How the weight of a module is cut; None where it stays whole.
+    """The shards of the weight of a module; None if it is replicated.
 
-    Dim 0 holds the output features of an nn.Linear and the rows of an embedding, dim 1 the input
-    features of an nn.Linear; the other way round where `transposed`. Raises ValueError where heads
-    or parts do not divide the features; `shardwise.core.tensor_plan_check.check` says so in the
-    user's words.
+    Dim 0 has the output features of an nn.Linear and the rows of an embedding, dim 1 the input
+    features of an nn.Linear; `transposed` weights are the other way round. Raises ValueError if
+    heads or parts do not divide the features; tensor_plan_check.check explains this to the user.
     """
     outputs, inputs = (1, 0) if shape.transposed else (0, 1)
     whole = shape.out_features
@@ -229,7 +228,7 @@ def cuts(style: Style, shape: ModuleShape, table: Table, ranks: int) -> Cut | No
 
 
 def bias_cut(style: Style, shape: ModuleShape, table: Table, ranks: int) -> Cut | None:
-    """How the bias of a linear layer is cut: as its output features; None where it stays whole."""
+    """The shards of the bias of a linear layer, as its outputs; None if it is replicated."""
     if not shape.bias or style.name.startswith("rowwise"):
         return None
     cut = cuts(style, shape, table, ranks)
@@ -245,7 +244,7 @@ def numbers(
 ) -> dict[str, dict[str, int]]:
     """Attributes to change on `rank`: module name to {attribute: this rank's number}.
 
-    Those of `table.sets`, and of a cut Conv1D its `nf`, which its forward reads.
+    The attributes in `table.sets`, and `nf` of a sharded Conv1D, which its forward reads.
     """
     found: dict[str, dict[str, int]] = {}
     for name, style in styles.items():
@@ -261,7 +260,7 @@ def numbers(
 
 
 def counted(table: Table, modules: Iterable[str]) -> Iterator[tuple[str, str, str]]:
-    """Module, attribute and what it counts, for all that `table.sets` says of these modules."""
+    """Module, attribute and the number it counts, for all entries of `table.sets`."""
     for key, attributes in table.sets:
         for name in filter(_pattern(key).match, modules):
             yield from ((name, attribute, number) for attribute, number in attributes)
@@ -289,18 +288,18 @@ def _entries(table: Table, sp: bool) -> Entries:
 
 
 def _pattern(key: str) -> re.Pattern[str]:
-    """What an entry's pattern matches; its last ? is no part of it."""
+    """The regular expression of a pattern, without its final ?."""
     return re.compile(fnmatch.translate(key.removesuffix("?")))
 
 
 def _nearest(key: str, names: Sequence[str]) -> str:
-    """The name of a module that looks most like a pattern, with * for the number of a layer."""
+    """The module name most similar to a pattern, with * for the numbers of layers."""
     known = list(dict.fromkeys(map(general, names))) or ["*"]
     return suggest(general(key.removesuffix("?")), known)
 
 
 def _some(names: Sequence[str]) -> list[str]:
-    """A few of the names, deepest first: those hold the weights."""
+    """A few of the names, the deepest first, which have the weights."""
     known = dict.fromkeys(map(general, names))
     return sorted(known, key=lambda name: -name.count("."))[:6] or ["it has none"]
 
@@ -320,6 +319,6 @@ def _counted(pattern: str, attribute: object, number: object) -> None:
 
 def _pairs(what: str, entries: object) -> tuple[tuple[str, Any], ...]:
     if not isinstance(entries, Mapping):
-        allowed = "a dict, from a pattern of module names to what is said of them"
+        allowed = "a dict from patterns of module names to their entries"
         raise bad(f"{what} as {entries!r}", allowed, '{"blocks.*.up": "colwise"}')
     return tuple(entries.items())  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]

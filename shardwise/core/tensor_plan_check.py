@@ -1,16 +1,16 @@
-"""Whether a tensor plan fits a model: what can be known before anything runs.
+"""The check that a table fits a model, before anything runs.
 
     names      every pattern matches a module             "blocks.*.upp"
     kinds      a style fits the kind of module            colwise of a norm
     heads      every rank has a head                      tp8 for 4 heads
     sizes      every rank has a feature                   a vocabulary of 3 on 4 ranks
-    results    a rowwise takes what its colwise give      q, k and v in one weight, as plain colwise
+    results    a rowwise input fits its colwise output    q, k and v in one weight, as plain colwise
     ties       one weight is sharded in one way           the embedding sharded, its head whole
     sets       attributes that count heads exist          "num_head", or 8 where heads=4
 
-Later checks assume the earlier ones, and run only if those find nothing.  The rest is found when
-the model runs: torch refuses shapes that do not fit, and the first step compares the gradients of
-all parameters that ranks hold whole (engine/consistency.py).
+Later checks assume the earlier ones, and run only if those find nothing.  Other mistakes are found
+when the model runs: torch raises errors for wrong shapes, and the first step compares the gradients
+of all replicated parameters between ranks (engine/consistency.py).
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,10 +28,9 @@ _LINEAR = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input")
 
 
 def check(table: Table, modules: Mapping[str, ModuleShape], sp: bool, ranks: int) -> list[Problem]:
-    """What keeps a model of these modules, in their order, from running by `table` on `ranks`.
+    """The problems of `table` for a model with these modules, in their order, on `ranks` ranks.
 
-    The empty list where nothing is found.  Layers with the same problem have it once, under the
-    name of the first.
+    Empty if there are none.  A problem of several layers is reported once, for the first.
     """
     if problems := unmatched(table, list(modules), sp):
         return problems
@@ -51,7 +50,7 @@ def check(table: Table, modules: Mapping[str, ModuleShape], sp: bool, ranks: int
 
 @dataclass(frozen=True)
 class _Placed:
-    """A table on a model; `styles` includes the modules that stay whole."""
+    """A table applied to a model; `styles` includes "whole" modules."""
 
     table: Table
     modules: Mapping[str, ModuleShape]
@@ -59,17 +58,17 @@ class _Placed:
     styles: Mapping[str, Style]
 
     def cut(self, name: str) -> Cut | None:
-        """How the weight of a module is sharded."""
+        """The shards of the weight of a module."""
         return cuts(self.style(name), self.modules[name], self.table, self.ranks)
 
     def style(self, name: str) -> Style:
-        """The style of a module, "whole" where it has none."""
+        """The style of a module; "whole" if it has none."""
         return self.styles.get(name, Style("whole"))
 
 
 @dataclass(frozen=True)
 class _Fault:
-    """What is wrong with one module; {name} in `instead` is its name for all layers."""
+    """A problem of one module; {name} in `instead` becomes its pattern for all layers."""
 
     name: str
     what: str
@@ -78,11 +77,11 @@ class _Fault:
 
 
 def _merged(faults: Iterator[_Fault] | list[_Fault]) -> Iterator[Problem]:
-    """A problem for each kind of fault, with the number of modules that have it."""
-    alike: dict[tuple[str, str], list[_Fault]] = {}
+    """One problem for each kind of fault, with the number of modules that have it."""
+    kinds: dict[tuple[str, str], list[_Fault]] = {}
     for fault in faults:
-        alike.setdefault((general(fault.name), fault.what), []).append(fault)
-    for (pattern, _), same in alike.items():
+        kinds.setdefault((general(fault.name), fault.what), []).append(fault)
+    for (pattern, _), same in kinds.items():
         first = same[0]
         more = f" (and {len(same) - 1} more like it)" if len(same) > 1 else ""
         instead = first.instead.replace("{name}", pattern)
@@ -90,7 +89,7 @@ def _merged(faults: Iterator[_Fault] | list[_Fault]) -> Iterator[Problem]:
 
 
 def _kinds(placed: _Placed) -> Iterator[_Fault]:
-    """Styles of modules that they cannot be applied to."""
+    """Styles that do not apply to the kind of their module."""
     for name, style in placed.styles.items():
         shape = placed.modules[name]
         inside = next((key for key in placed.styles if key.startswith(f"{name}.")), "")
@@ -121,7 +120,7 @@ def _heads(placed: _Placed) -> Iterator[Problem]:
     keys = table.keys or table.heads
     if counting and (table.heads is None or keys is None):
         given = f'"{general(counting[0])}", sharded by heads, in a table without heads='
-        allowed = "the model's own number of query heads, and of key and value heads where fewer"
+        allowed = "the model's number of query heads, and of key and value heads if there are fewer"
         yield Problem(given, allowed, "sw.Table.of({...}, heads=8, kv_heads=2)")
     elif counting and table.heads and keys and table.heads % keys:
         near = max(k for k in range(1, min(keys, table.heads) + 1) if table.heads % k == 0)
@@ -158,10 +157,10 @@ def _sizes(placed: _Placed) -> Iterator[_Fault]:
 
 
 def _results(placed: _Placed) -> Iterator[_Fault]:
-    """Rowwise whose input is sharded otherwise than the colwise beside them give it.
+    """Rowwise layers whose input shards differ from the output shards of their colwise layers.
 
-    Of several parts in one weight each rank would take the wrong ones, all ranks alike: neither a
-    shape nor a gradient tells.
+    With several parts packed in one weight, every rank would use the wrong features, and neither
+    shapes nor gradients would reveal it.
     """
     for name in (name for name in placed.styles if placed.style(name).name == "rowwise"):
         beside = [k for k in placed.styles if parent(k) == parent(name)]
@@ -173,14 +172,14 @@ def _results(placed: _Placed) -> Iterator[_Fault]:
         if cut.ranges not in [_result(placed, key) for key in columns]:
             says = ", ".join(f"{last(key)} ({placed.style(key)})" for key in columns)
             size = placed.modules[name].in_features
-            what = f'as "{style}", which takes {size} features sharded otherwise than {says} give'
-            what += " them"
-            allowed = "a colwise and the rowwise that takes its result, sharded alike"
+            what = f'as "{style}", whose {size} input features are sharded differently from the '
+            what += f"output of {says}"
+            allowed = "a colwise, and a rowwise whose input is sharded in the same way"
             yield _Fault(name, what, allowed, _fitting(placed, columns, size, by_heads))
 
 
 def _result(placed: _Placed, name: str) -> tuple[tuple[Range, ...], ...]:
-    """How what a colwise gives is sharded when a rowwise takes it: of several parts, one part."""
+    """The shards of a colwise output as a rowwise uses it; one part of several packed parts."""
     style, size = placed.style(name), placed.modules[name].out_features
     if not style.by_heads:
         return even(0, size // style.parts, placed.ranks).ranges
@@ -192,7 +191,7 @@ def _result(placed: _Placed, name: str) -> tuple[tuple[Range, ...], ...]:
 
 
 def _fitting(placed: _Placed, columns: list[str], size: int, by_heads: bool) -> str:
-    """The entry with which a rowwise of `size` input features takes what the colwise give."""
+    """The entry that makes a rowwise of `size` input features fit the colwise outputs."""
     if by_heads:
         return '"{name}": "rowwise:heads"'
     for column in columns:
@@ -203,7 +202,7 @@ def _fitting(placed: _Placed, columns: list[str], size: int, by_heads: bool) -> 
 
 
 def _ties(placed: _Placed) -> Iterator[_Fault]:
-    """Modules that share a weight and shard it in two ways: one would use a part as the whole."""
+    """Modules that share a weight but have different styles."""
     for name, shape in placed.modules.items():
         if shape.tied and placed.cut(name) != placed.cut(shape.tied):
             mine, other = placed.style(name), placed.style(shape.tied)
@@ -213,19 +212,19 @@ def _ties(placed: _Placed) -> Iterator[_Fault]:
 
 
 def _sets(placed: _Placed) -> Iterator[_Fault]:
-    """Attributes of `sets` that a module does not have, or that count something else."""
+    """Attributes in `sets` that a module does not have, or whose value does not match."""
     queries, keys = (c.whole for c in placed.table.head_cuts(1)) if placed.table.sets else (1, 1)
     right = {"heads": queries, "kv_heads": keys, "groups": queries // keys}
     for name, attribute, number in counted(placed.table, placed.modules):
-        there = dict(placed.modules[name].numbers)
-        value = there.get(attribute)
+        known = dict(placed.modules[name].numbers)
+        value = known.get(attribute)
         if value is None:
-            near = suggest(attribute, there) or "num_heads"
+            near = suggest(attribute, known) or "num_heads"
             what = f"which has no attribute {attribute} that is a whole number"
-            allowed = f"whole numbers of the module: {', '.join(there) or 'it has none'}"
+            allowed = f"whole numbers of the module: {', '.join(known) or 'it has none'}"
             yield _Fault(name, what, allowed, f'{{"{near}": "{number}"}}')
         elif value != right.get(number, value) or (number == "queries" and value % queries):
             expected = right.get(number, f"multiples of {queries} heads")
             what = f"whose {attribute} is {value}, and the table's {number} are {expected}"
-            allowed = "numbers of heads that are those of the model"
+            allowed = "the model's numbers of heads in the table"
             yield _Fault(name, what, allowed, f"sw.Table.of({{...}}, heads={value})")

@@ -8,8 +8,11 @@ from typing import Any, cast
 #: Types that are never containers, for speed.
 _PLAIN = (type(None), bool, int, float, str, type)
 
+#: A type, or several, as for isinstance.
+Kind = type | tuple[type, ...]
 
-def mapped(change: Callable[[Any], Any], x: Any, kind: type) -> Any:
+
+def mapped(change: Callable[[Any], Any], x: Any, kind: Kind) -> Any:
     """Apply `change` to every `kind` in `x`, in order. Returns `x` itself if nothing changes.
 
     Descends into tuples, named tuples, lists, dicts, dataclasses and their subclasses. A container
@@ -26,7 +29,7 @@ def mapped(change: Callable[[Any], Any], x: Any, kind: type) -> Any:
     return _fields(change, x, kind) if is_dataclass(x) else x
 
 
-def leaves(x: Any, kind: type) -> list[Any]:
+def leaves(x: Any, kind: Kind) -> list[Any]:
     """Every `kind` in `x`, in the order of `mapped`."""
     found: list[Any] = []
 
@@ -38,14 +41,14 @@ def leaves(x: Any, kind: type) -> list[Any]:
     return found
 
 
-def _sequence(change: Callable[[Any], Any], x: Any, kind: type) -> Any:
+def _sequence(change: Callable[[Any], Any], x: Any, kind: Kind) -> Any:
     new = [mapped(change, old, kind) for old in x]
     if all(a is b for a, b in zip(new, x, strict=True)):
         return x
     return type(x)(*new) if hasattr(x, "_fields") else type(x)(new)
 
 
-def _items(change: Callable[[Any], Any], x: dict[Any, Any], kind: type) -> Any:
+def _items(change: Callable[[Any], Any], x: dict[Any, Any], kind: Kind) -> Any:
     new = {key: mapped(change, old, kind) for key, old in x.items()}
     if all(new[key] is old for key, old in x.items()):
         return x
@@ -57,7 +60,7 @@ def _items(change: Callable[[Any], Any], x: dict[Any, Any], kind: type) -> Any:
     return made
 
 
-def _fields(change: Callable[[Any], Any], x: Any, kind: type) -> Any:
+def _fields(change: Callable[[Any], Any], x: Any, kind: Kind) -> Any:
     old = {field.name: getattr(x, field.name) for field in fields(x)}
     new = {name: mapped(change, value, kind) for name, value in old.items()}
     if all(new[name] is value for name, value in old.items()):

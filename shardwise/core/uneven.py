@@ -1,13 +1,13 @@
-"""How the ranks of one axis hold one dim of a tensor: any ranges, even or not, shared or not.
+"""Uneven shards: the ranges of one dim of a tensor that each rank of an axis holds.
 
-    even(0, 10, 4)                0 1 | 2 3 4 | 5 6 | 7 8 9       sizes differ by one grain at most
+    even(0, 10, 4)                0 1 | 2 3 4 | 5 6 | 7 8 9       sizes differ by at most one grain
     even(0, 8, 2, grain=4)        0..3 | 4..7                      whole heads of width 4
-    packed(0, [q, k, v])          q0 k0 v0 | q1 k1 v1              several tensors end to end
+    packed(0, [q, k, v])          q0 k0 v0 | q1 k1 v1              several packed tensors
     heads(6, 2, 4)                queries 0 | 1 2 | 3 | 4 5        keys 0 | 0 | 1 | 1
 
-`S(d)` of a layout is the case where all ranks hold ranges of one size. Fewer key and value heads
-than ranks are shared: two ranks hold the same range, and the gradient of it is the sum of theirs.
-Packed with the queries, which they do not share, that range is common to them and no more.
+If all ranks hold ranges of one size, this is `S(d)` of a layout. If there are fewer key heads than
+ranks, several ranks hold the same range, and its gradient is the sum of theirs. If a weight packs
+keys with queries, these ranks have that range in common, and their other ranges differ.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ Range = tuple[int, int]
 
 @dataclass(frozen=True)
 class Cut:
-    """`ranges[r]` are the intervals [start, stop) of dim `dim`, `whole` long, that rank r holds."""
+    """`ranges[r]` are the intervals [start, stop) of dim `dim`, of length `whole`, on rank r."""
 
     dim: int
     whole: int
@@ -26,34 +26,34 @@ class Cut:
 
     @property
     def ranks(self) -> int:
-        """How many ranks share the dim."""
+        """The number of ranks."""
         return len(self.ranges)
 
     def size(self, rank: int) -> int:
-        """How long the dim is on `rank`."""
+        """The length of the dim on `rank`."""
         return sum(stop - start for start, stop in self.ranges[rank])
 
     def holders(self, rank: int) -> tuple[int, ...]:
-        """The ranks that hold what `rank` holds, itself included."""
+        """The ranks that hold the same ranges as `rank`, including itself."""
         return tuple(r for r, ranges in enumerate(self.ranges) if ranges == self.ranges[rank])
 
     @property
     def shared(self) -> bool:
-        """Whether any two ranks hold the same."""
+        """Whether any two ranks hold the same ranges."""
         return any(len(self.holders(rank)) > 1 for rank in range(self.ranks))
 
     def common(self, rank: int) -> dict[tuple[int, ...], list[tuple[int, int]]]:
-        """Where other ranks hold the same part of what `rank` holds, but not the same in all.
+        """Spans that `rank` has in common with ranks whose other ranges differ.
 
-        By those ranks and itself, the spans (start on the rank, length) that are common to them.
+        Maps the ranks, including itself, to their common spans (start on the rank, length).
         """
         found: dict[tuple[int, ...], list[tuple[int, int]]] = {}
-        here = 0
+        offset = 0
         for start, stop in self.ranges[rank]:
             holders = tuple(r for r, ranges in enumerate(self.ranges) if (start, stop) in ranges)
             if len(holders) > 1 and holders != self.holders(rank):
-                found.setdefault(holders, []).append((here, stop - start))
-            here += stop - start
+                found.setdefault(holders, []).append((offset, stop - start))
+            offset += stop - start
         return found
 
     def on(self, dim: int) -> "Cut":
@@ -61,32 +61,32 @@ class Cut:
         return Cut(dim, self.whole, self.ranges)
 
     def shape(self, whole: Sequence[int], rank: int) -> tuple[int, ...]:
-        """The shape on `rank` of a tensor whose whole shape is `whole`."""
+        """The shape on `rank` of a tensor whose full shape is `whole`."""
         return (*whole[: self.dim], self.size(rank), *whole[self.dim + 1 :])
 
     def whole_shape(self, local: Sequence[int]) -> tuple[int, ...]:
-        """The whole shape of a tensor whose shape on some rank is `local`."""
+        """The full shape of a tensor whose shape on some rank is `local`."""
         return (*local[: self.dim], self.whole, *local[self.dim + 1 :])
 
     def spans(self, rank: int, low: int, high: int) -> list[tuple[int, int, int]]:
-        """Where [low, high) of the dim on `rank` lies in the whole.
+        """The interval [low, high) of the dim on `rank`, mapped to the full dim.
 
-        Pieces (start on the rank, start in the whole, length), in order.
+        Pieces (start on the rank, start in the full dim, length), in order.
         """
         found: list[tuple[int, int, int]] = []
-        here = 0
+        offset = 0
         for start, stop in self.ranges[rank]:
-            first, last = max(low, here), min(high, here + stop - start)
+            first, last = max(low, offset), min(high, offset + stop - start)
             if first < last:
-                found.append((first, start + first - here, last - first))
-            here += stop - start
+                found.append((first, start + first - offset, last - first))
+            offset += stop - start
         return found
 
 
 def even(dim: int, whole: int, ranks: int, grain: int = 1) -> Cut:
-    """Consecutive ranges whose lengths are whole grains and differ by one grain at most.
+    """Consecutive ranges whose lengths are multiples of `grain` and differ by at most one grain.
 
-    Raises ValueError where `grain` does not divide `whole`.
+    Raises ValueError if `grain` does not divide `whole`.
     """
     if whole % grain:
         raise ValueError(f"{whole} is not a multiple of the grain {grain}")
@@ -94,7 +94,7 @@ def even(dim: int, whole: int, ranks: int, grain: int = 1) -> Cut:
 
 
 def packed(dim: int, parts: Sequence[Cut]) -> Cut:
-    """Tensors cut each in its own way, end to end along `dim`."""
+    """The ranges of tensors packed along `dim`, each sharded by its own Cut."""
     ranges: list[tuple[Range, ...]] = []
     for rank in range(parts[0].ranks):
         mine: list[Range] = []
@@ -107,10 +107,10 @@ def packed(dim: int, parts: Sequence[Cut]) -> Cut:
 
 
 def heads(queries: int, keys: int, ranks: int) -> tuple[Cut, Cut]:
-    """How ranks share query heads, and the key and value heads that serve them, counted in heads.
+    """The query heads of each rank, and the key heads that they use, counted in heads.
 
-    With as many key heads as ranks or more, a rank has whole groups; with fewer, ranks share one
-    key head and divide the queries it serves (arXiv 2305.13245). Raises ValueError where some rank
+    With at least as many key heads as ranks, a rank has complete groups; with fewer, several ranks
+    share a key head and divide its query heads (arXiv 2305.13245). Raises ValueError if some rank
     would have no query head, or `keys` does not divide `queries`.
     """
     if queries % keys:
@@ -131,7 +131,7 @@ def heads(queries: int, keys: int, ranks: int) -> tuple[Cut, Cut]:
 
 
 def wide(cut: Cut, dim: int, width: int) -> Cut:
-    """A cut counted in heads, as one counted in features: each head is `width` long."""
+    """A cut counted in heads, converted to features; each head has `width` features."""
     return _scaled(dim, cut.whole * width, cut.ranges, width)
 
 

@@ -1,4 +1,4 @@
-"""The data-parallel family as a table: how ranks keep what they train, and the moves that follow.
+"""The data-parallel family as a table: placements of the training state, and their moves.
 
     row      param  grad  optim     a step sends (N parameters)       bytes a parameter, 2 + 2 + 12
     ddp        R      P     R       2 N (n-1)/n                       16
@@ -35,9 +35,9 @@ TIERS: Final[tuple[Tier, ...]] = ("device",)  # those that this version moves st
 
 
 class Moment(Enum):
-    """When a move of a step happens."""
+    """The moment of a move in a step."""
 
-    USE = "before use"  # in the forward pass, and again in the backward pass where freed since
+    USE = "before use"  # in the forward pass, and in the backward pass if freed since
     BACKWARD = "after backward"  # of each microbatch
     BEFORE_UPDATE = "before update"
     AFTER_UPDATE = "after update"
@@ -48,7 +48,7 @@ class RowMove:
     """One move of a step: `state` goes from `src` on `src_tier` to `dst` on `dst_tier`.
 
     `axis` is the axis that the row shards states over, or the one over which they are replicated.
-    With `block`, what moves is the block that each rank of the shard axis holds.
+    With `block`, the moved tensor is the block of each rank of the shard axis.
     """
 
     moment: Moment
@@ -63,7 +63,7 @@ class RowMove:
 
 @dataclass(frozen=True)
 class Row:
-    """Where data-parallel ranks keep a parameter, its growing gradient, its optimizer state.
+    """The placements of a parameter, its accumulated gradient and its optimizer state.
 
     Each placement comes with the tier on which the state rests. `str(row)` is the row's plan word.
 
@@ -107,7 +107,7 @@ class Row:
         return self.optim == S(0)
 
     def moves(self) -> tuple[RowMove, ...]:
-        """The moves of one step in their order; those that keep a state as it is are left out.
+        """The moves of one step in order, without those that change nothing.
 
         Between replicas of the shards each rank's block of the gradient is reduced once a step:
         hybrid sharding (FSDP, arXiv 2304.11277, section 3.2.2).
@@ -174,7 +174,7 @@ def step_moves(row: Row, numel: int, n: int, microbatches: int = 1) -> list[Move
     return [move for move in moves if move.what != "keep"]
 
 
-#: By precision, the bytes of a parameter, of its gradient and of what AdamW keeps for it.
+#: By precision, the bytes per parameter of the parameter, its gradient and AdamW's state.
 STATE_BYTES: Final = {"fp64": (8, 8, 16), "fp32": (4, 4, 8), "bf16": (2, 2, 12), "fp16": (2, 2, 12)}
 
 

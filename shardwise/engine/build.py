@@ -1,8 +1,8 @@
-"""How a model is laid out on all axes: tensor, then pipeline, then data.
+"""Shards a model on all axes: tensor, then experts, then pipeline, then data.
 
-Each acts on what the one before has left: the tensor axis cuts parameters, the pipeline axis leaves
-a rank those of its stages, the data axes lay these flat.  What is chosen by size (stages, units)
-is chosen before, by the whole sizes, so that all ranks choose alike.
+Each axis shards the result of the previous one: the tensor axis shards parameters, the pipeline
+axis keeps those of a rank's stages, and the data axes flatten these.  Stages and units are chosen
+before, by the sizes of full parameters, so that all ranks make the same choice.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,8 @@ from torch import nn
 from shardwise.comm.world import Axis
 from shardwise.core.hook import Hook, nothing
 from shardwise.core.zero import row_of
-from shardwise.engine import recomputation, stage_module, tensor_parallel
+from shardwise.engine import expert_parallel, stage_module, tensor_parallel
+from shardwise.engine.expert_parallel import ExpertLayout
 from shardwise.engine.shard import (
     Sharding,
     agreed,
@@ -36,22 +37,29 @@ from shardwise.parallel.data.units import Unit, Units
 
 @dataclass(frozen=True)
 class Laid:
-    """A model that is laid out: its data axes, units and flat groups, and what other axes hold."""
+    """A sharded model: its data axes, units and flat groups, and its state on the other axes."""
 
     axes: tuple[Axis, Axis]
     tensors: Tensors
+    experts: ExpertLayout
     staging: Staging | None
     data: Data
     flats: list[Flat]
 
     @property
+    def norm_axes(self) -> tuple[Axis, ...]:
+        """The axes whose ranks hold different parts of the gradients, pipeline apart."""
+        shard = self.axes[0]
+        return shard, *((self.experts.axis,) if shard.size == 1 else ()), self.tensors.axis
+
+    @property
     def data_rank(self) -> int:
-        """Which share of the global batch is this rank's."""
+        """The index of this rank's share of the global batch."""
         return self.axes[1].rank * self.axes[0].size + self.axes[0].rank
 
 
 def lay_out(model: nn.Module, build: Build) -> Laid:
-    """Lay `model` out, in place; called by all ranks of the world."""
+    """Shard `model` in place.  All ranks of the world call it."""
     world, plan = build.world, build.plan
     kernels = kernels_of(build.kernels, world.device)
     how = Sharding(
@@ -69,23 +77,25 @@ def lay_out(model: nn.Module, build: Build) -> Laid:
     if schedule is None:
         specs = units_of(model, how, tensor_ranks)
         tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table, kernels.products)
-        recomputation.apply(model, build.recompute, world.device)
-        units = shard(how, specs, tensors)
+        experts = expert_parallel.lay_out(model, world, plan, how.axes)
+        build.recompute.apply(model, world.device, tensors)
+        units = shard(how, specs, tensors, experts=experts)
         data = hooked(model, how, units, Pace(ahead=build.prefetch, by_hand=False))
         kernels.install(model, data, sizes(units), several=plan.accumulate > 1)
-        return Laid(how.axes, tensors, None, data, flats_of(units))
+        return Laid(how.axes, tensors, experts, None, data, flats_of(units))
+    none = expert_parallel.ExpertLayout(Axis("ep"), *how.axes)
     at = stage_module.stages_of(model, build.starts, build.beside)
     specs = units_of(model, how, tensor_ranks, lambda spec: {at[name] for name, _ in spec.params})
     twins = stage_module.twin(model, world, plan, build.table)
     stage_module.agree(model, world.axis(stage_module.AXIS), world.device)
     tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table, kernels.products)
-    recomputation.apply(model, build.recompute, world.device)
+    build.recompute.apply(model, world.device, tensors)
     staged = stage_module.lay_out(model, twins, world, schedule, build.starts, build.beside)
     units = shard(how, staged.here(specs), tensors, staged)
     data = _driven(model, how, units, staged, Pace(ahead=build.prefetch, by_hand=False))
     kernels.install(model, data, sizes(units), several=True)
     model.register_forward_pre_hook(Hook(data, nothing))  # no copy of a part passes for the model
-    return Laid(how.axes, tensors, staged, data, flats_of(units))
+    return Laid(how.axes, tensors, none, staged, data, flats_of(units))
 
 
 def _driven(

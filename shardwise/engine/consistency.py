@@ -3,7 +3,7 @@
     when                         what                                      among the ranks of
     before sharding              plan, model, table, optimizer, options    the world
     before the first step        the batch                                 tp and pp axes
-    in the first step(s)         the loss, and each gradient of a          the tp axis
+    in the first three steps     the loss, and each gradient of a          the tp axis
                                  replicated parameter
     every `check_every` steps    the batch                                 tp and pp axes
                                  the loss, a sum and a norm of gradients   the tp axis
@@ -11,8 +11,8 @@
 The ranks of a tp axis compute one step together, and compute every replicated parameter's gradient
 redundantly.  If such a parameter is applied to a part of the features, its gradient is a partial
 sum, which no shape error reveals.  So ranks exchange checksums: sums with fixed weights, which
-differ if the tensors differ.  A gradient of zeros proves nothing (an adapter behind one initialised
-to zero), so while there is one, ranks compare again in the next steps.
+differ if the tensors differ.  They do so in three steps, because a gradient of zeros proves nothing
+(an adapter behind one initialised to zero).  Steps that are skipped in fp16 do not count.
 """
 
 import math
@@ -43,8 +43,8 @@ BATCH_TOLERANCE = 1e-6
 TOLERANCE, TOLERANCE_16_BIT = 1e-3, 3e-2
 #: A gradient whose norm is below this fraction of the total norm counts as rounding.
 NEGLIGIBLE = 1e-5
-#: Gradients are compared in at most this many first steps with finite gradients.
-MIN_CHECKS = 3
+#: Each gradient is compared in this many first steps; those that are skipped do not count.
+CHECKED_STEPS = 3
 #: The default of `check_every`.
 CHECK_EVERY = 100
 #: The number of hashes exchanged by `require_same`, the same for every caller.
@@ -117,18 +117,21 @@ class ConsistencyCheck:
     ) -> None:
         self.axis, self.device, self.tensors = tensors.axis, device, tensors
         self.axes = [axis for axis in (tensors.axis, pipeline) if axis and axis.size > 1]
-        self.due, self.times = self.axis.size > 1, 0  # whether each gradient is compared next step
+        self.checked = 0  # steps so far that were not skipped
         self.every, self.compared_batch, self.compared_gradients = every, False, ""
 
     def begin(self, step: int, batch: Any) -> None:
         """Decide what step `step` (from 0) compares, and compare the batch."""
         again = self.every > 0 and step % self.every == 0
         self.compared_batch = again or not step
-        self.compared_gradients = (
-            "each" if self.due else "sums" if again and self.axis.size > 1 else ""
-        )
+        each = "each" if self.checked < CHECKED_STEPS else "sums" if again else ""
+        self.compared_gradients = each if self.axis.size > 1 else ""
         if self.compared_batch:
             self._require_batch(batch)
+
+    def end(self, *, skipped: bool) -> None:
+        """The step has made its update, or skipped it."""
+        self.checked += not skipped
 
     def _require_batch(self, batch: Any) -> None:
         """Raise InputError on every rank of an axis whose ranks have different batches."""
@@ -185,9 +188,6 @@ class ConsistencyCheck:
             scale = size.nan_to_num().max() + everything
             if not (_close(of_sum, scale, close) and _close(size, scale, close)):
                 raise self._other_gradients(name)
-        finite = bool(sizes.isfinite().all())
-        self.times += finite
-        self.due = not finite or (self.times < MIN_CHECKS and not bool(sizes.any(0).all()))
 
     def _gradients(self, flats: Sequence[Flat]) -> tuple[list[str], Tensor]:
         """The names of replicated parameters; the checksums of their gradients, then the norms."""

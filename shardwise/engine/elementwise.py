@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from shardwise.core.errors import bad
+from shardwise.core.plan import Plan
 from shardwise.core.weak import owner
 from shardwise.parallel.data.hooks import Data
 
@@ -18,14 +19,46 @@ ELEMENTWISE = (
     *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax"),
     *("ASGD", "Rprop"),
 )
+#: Classes whose update of a tensor needs all of it, and that train where ranks update whole ones.
+BY_TENSOR = ("Adafactor",)
 
 
 def needs_whole_tensors(kind: type) -> bool:
     """Whether a class of torch.optim, or a class derived from it, is not elementwise."""
+    name = _torchs(kind)
+    return bool(name) and name not in ELEMENTWISE
+
+
+def updates_by_tensor(kind: type) -> bool:
+    """Whether it is not elementwise, and trains where each rank updates whole parameters."""
+    return _torchs(kind) in BY_TENSOR
+
+
+def _torchs(kind: type) -> str:
+    """The name of the class of torch.optim that it is or derives from; "" for others."""
     ours = [
         c for c in kind.__mro__ if c.__module__.startswith("torch.optim") and c is not Optimizer
     ]
-    return bool(ours) and ours[0].__name__ not in ELEMENTWISE
+    return ours[0].__name__ if ours else ""
+
+
+def require_whole(kind: type, plan: Plan) -> None:
+    """Raise InputError if `kind` updates whole tensors and ranks of `plan` hold parts of them."""
+    if not updates_by_tensor(kind):
+        return
+    sizes = {"tp": plan.mesh.size_of("tp")}
+    if plan.shard_axis is not None:
+        sizes |= {plan.shard_axis: plan.mesh.size_of(plan.shard_axis)}
+    split = [axis for axis, size in sizes.items() if size > 1]
+    if not split:
+        return
+    whole = "with ddp, pp, dp_replicate, accumulate and recompute, in every precision"
+    raise bad(
+        f"{kind.__name__} under the plan '{plan}', whose ranks of the axis {' and '.join(split)} "
+        "update parts of a parameter; its means of rows and columns are those of whole matrices",
+        f"{kind.__name__} where each rank updates whole parameters: {whole}",
+        f"sw.Lion(lr=1e-4) with '{plan}', or {kind.__name__} with 'dp{plan.size}'",
+    )
 
 
 def _refuse(optimizer: Optimizer, *_: Any) -> None:

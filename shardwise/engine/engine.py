@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from shardwise.comm.ledger import Key, Ledger, Tally
 from shardwise.comm.move import begin_sum
-from shardwise.core.model_spec import ModelShape
-from shardwise.engine import compiled, hint, memory, sent_bytes, spec, state, validate
-from shardwise.engine.batch import cast, enough, filled, rows, split
+from shardwise.core.pool_size import pool_bytes
+from shardwise.engine import compiled, hint, memory, state, validate
+from shardwise.engine.batch import cast, enough, rows, split
 from shardwise.engine.build import lay_out
 from shardwise.engine.consistency import ConsistencyCheck
 from shardwise.engine.guard import Guard
-from shardwise.engine.microbatches import OneStage
+from shardwise.engine.one_stage import OneStage
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.pipelined import Pipelined
 from shardwise.engine.scale import LossScale, power_of_two
@@ -36,8 +36,7 @@ from shardwise.engine.training import DTYPES, Build, Metrics, StepResult, Traini
 from shardwise.engine.updating import Updates
 from shardwise.engine.weight_stashing import Stale
 from shardwise.parallel.data.units import Unit
-from shardwise.prediction import traffic
-from shardwise.prediction.traffic import Line
+from shardwise.prediction.traffic import Line, by_kind
 
 
 class Engine:
@@ -46,9 +45,11 @@ class Engine:
     def __init__(self, model: nn.Module, build: Build, training: Training) -> None:
         self.model, self.plan, self.world, self.training = model, build.plan, build.world, training
         self.ledger: Ledger = build.world.ledger
-        self.dtype = DTYPES[build.plan.precision]
+        self.dtype, self.recompute = DTYPES[build.plan.precision], build.recompute
         self.names = [name for name, _ in model.named_parameters()]  # those of all stages
         cast_whole(model, self.dtype, self.world.device)
+        pool = pool_bytes(self.plan, sum(p.nbytes for p in model.parameters()))
+        self.world.pool.reserve(pool, self.world.device)
         with self.ledger.phase("start"):
             self.laid = lay_out(model, build)
         self.tensors, self.data, self.flats = self.laid.tensors, self.laid.data, self.laid.flats
@@ -78,7 +79,7 @@ class Engine:
             by_schedule = True
         return guard, Updates(
             *(self.optimizer, self.data, self.flats, guard, self.scale, self.ledger),
-            axes=(self.axes[0], self.tensors.axis),
+            axes=self.laid.norm_axes,
             over_stages=self._over_stages,
             clip=training.clip,
             by_schedule=by_schedule,
@@ -88,9 +89,11 @@ class Engine:
         model, tensors, objective = self.model, self.tensors, self._objective
         if self.staging is not None:
             return Pipelined(model, self.staging, self.data, tensors, objective)
-        return OneStage(model, self.data, tensors, objective, self.world.device)
+        apart = not self.laid.experts.layers
+        return OneStage(model, self.data, tensors, objective, self.world.device, apart=apart)
 
     def _objective(self, model: nn.Module, part: Any) -> Tensor:
+        self.laid.experts.enter(part)
         with hint.shapes(self.tensors):
             return self.training.loss(model, cast(part, self.dtype))
 
@@ -129,15 +132,17 @@ class Engine:
         self.optimizer.require_finite_rates()
         if self.staging:
             enough(batch, self.microbatches)
+        self.recompute.begin(batch)
         before = self.ledger.copy()
         self.tensors.begin()
+        self.laid.experts.begin()
         if self.broken:  # the step before raised
             self.data.abandon()
             self.facts.rounds += 1  # if not on all ranks, this one is a step ahead
         self.broken = True
         parts = split(batch, self.microbatches, self.plan.cut)
         counts = [self._count(part) for part in parts]
-        parts = [filled(part) for part in parts]
+        parts = self.laid.experts.with_stand_ins(parts)
         self.consistency.begin(self.made, batch)
         if not self.expected:
             self.expected = self._total(sum(counts))
@@ -145,10 +150,12 @@ class Engine:
         sum_scale = self.scale.value / power_of_two(self.expected)
         summed = self.passes.run(parts, counts, sum_scale)
         self.tensors.end()
+        self.laid.experts.end()
         with self.ledger.phase("update"):
             loss = summed / max(1, sum(counts))
             arriving = self.consistency.compare_gradients(self._arrivals(), loss, self.flats)
             facts = self._settle(summed, sum(counts), arriving)
+        self.consistency.end(skipped=facts.skipped)
         self.steps, self.made = self.steps + 1, self.made + 1
         self.broken = False
         self.last = self.ledger.since(before)
@@ -197,7 +204,7 @@ class Engine:
             self.updates.early(chain(first, arriving), correction)
         if skipped:
             self._leave_out(summed, norm if math.isfinite(loss) else None)
-        self.data.units.publish()
+        self.data.units.begin_unshard()
         return StepResult(loss, counted, norm if asked and not skipped else None, skipped)
 
     def _arrivals(self) -> Iterator[Unit]:
@@ -217,7 +224,7 @@ class Engine:
         if isinstance(self.passes, Pipelined) and self.passes.stale:
             self.passes.torn = True  # some stages have updated, from earlier microbatches
         else:  # all is as it was before the step
-            self.data.units.publish()
+            self.data.units.begin_unshard()
             self.broken = False
         raise error
 
@@ -232,7 +239,9 @@ class Engine:
         Called by all ranks; the model is in eval mode for the time.
         """
         count = self._count(batch)
-        found = self._made(partial(self._objective, part=filled(batch)))
+        found = self._made(
+            partial(self._objective, part=self.laid.experts.with_stand_ins([batch])[0])
+        )
         told = self.world.device, torch.float64
         loss = torch.zeros((), device=told[0], dtype=told[1]) if found is None else found.to(*told)
         own = torch.stack([loss * count, loss.new_tensor(count)])
@@ -249,7 +258,6 @@ class Engine:
 
         Called by all ranks, each of which gets it, also where stages of the model are elsewhere.
         """
-        validate.like(like)
         found = self._made(call)
         own = torch.zeros_like(like) if found is None else validate.outputs(found, like)
         with self.ledger.phase("check"):
@@ -294,9 +302,9 @@ class Engine:
 
     def prepare(self) -> None:
         """Make the optimizer's state, so that `boxes` has it before the first step."""
-        self.data.units.rest()
+        self.data.units.to_sharded()
         self.optimizer.prepare()
-        self.data.units.publish()
+        self.data.units.begin_unshard()
 
     def loaded(self) -> None:
         """Boxes were written to from outside: bring every copy in line with them."""
@@ -336,34 +344,14 @@ class Engine:
 
     def memory(self) -> dict[str, int]:
         """Live bytes of this rank by category, read from the tensors' storages."""
-        found = memory.measured(self.model, self.flats, self.optimizer)
+        found = memory.measured(self.model, self.flats, self.optimizer, self.world.pool)
         stale = self.passes.stale if isinstance(self.passes, Pipelined) else None
         return found if stale is None else found | {"versions": stale.peak_bytes}
-
-    def predicted_memory(self) -> dict[str, int]:
-        """The same by the formula of the plan: what `memory` reads after a step."""
-        how, rank = self.training.optimizer, self.world.rank
-        return memory.predicted(self.plan, self.model_shape(), self.optimizer, how, rank)
 
     def sent(self) -> dict[Key, Tally]:
         """The ledger so far, by axis, kind and phase."""
         return self.ledger.copy()
 
-    def step_bytes(self, first: bool = False) -> dict[Line, int]:
-        """What this rank's steps send by the formula of the plan; the first of a run a little more.
-
-        Activations on the tensor axis, and what ranks compare, are those of the last step.
-        """
-        return sent_bytes.predicted(self, first=first)
-
     def measured_bytes(self) -> dict[str, int]:
         """The bytes this rank sent in the last step, by axis and kind."""
-        return sent_bytes.measured(self)
-
-    def predicted_bytes(self) -> dict[str, int]:
-        """The same by the formula, for the step that was the last, or else the first."""
-        return traffic.by_kind(self.step_bytes(first=self.steps <= 1))
-
-    def model_shape(self) -> ModelShape:
-        """The model as numbers, in the units of this engine."""
-        return spec.model_shape(self)
+        return by_kind({Line(*key): tally.sent_bytes for key, tally in self.last.items()})

@@ -102,26 +102,18 @@ class Guard:
         `norm` is the norm of the gradients if that is what is not finite.  `expected` says that
         such steps are normal (fp16, where they lower the loss scale).  All ranks must call it.
         """
-        error = self._found(step, summed, flats, norm, expected)
-        self.begin()
-        return error
-
-    def _found(
-        self,
-        step: int,
-        summed: Tensor,
-        flats: Sequence[Flat],
-        norm: float | None,
-        expected: bool,
-    ) -> NonFiniteError | None:
         self.skips += 1
+        error = None
         if self.skips >= MOST_SKIPS:
-            return NonFiniteError(
+            error = NonFiniteError(
                 f"Step {step}: {self.skips} steps in a row had no finite gradient and were skipped,"
                 " so the weights have not changed. Resume from the last checkpoint with a lower "
                 "learning rate, or use bf16 or fp32."
             )
-        return None if self.skip or expected else self._error(step, summed, flats, norm)
+        elif not (self.skip or expected):
+            error = self._error(step, summed, flats, norm)
+        self.begin()
+        return error
 
     def _error(
         self, step: int, summed: Tensor, flats: Sequence[Flat], norm: float | None

@@ -1,9 +1,9 @@
-"""The tables of transformers' models: read from their plans, or written here.
+"""Tables for models of transformers: converted from their configuration, or written here.
 
-A configuration of that library carries a plan, `base_model_tp_plan`: names of modules, and styles
-of its own. Read as it is there, it needs heads that the ranks divide and keeps the vocabulary
-whole; here q, k, v and o are cut by heads, and the embedding and the head by the vocabulary.
-Nothing of the library is imported: a model brings all that is needed with it.
+A configuration of that library contains `base_model_tp_plan`: names of modules and the library's
+own styles. That plan requires a number of heads that is divisible by the ranks, and replicates the
+vocabulary. The table made from it shards q, k, v and o by heads, and the embedding and the head by
+the vocabulary. The library itself is not imported.
 """
 
 import fnmatch
@@ -19,7 +19,7 @@ from shardwise.core.errors import bad
 from shardwise.core.styles import general, parent
 from shardwise.core.tensor_plan import Table, matches
 
-#: What the library calls a style, and what it is here; None is whole. Experts stay whole.
+#: The library's styles and ours; None: replicated, as experts are.
 _STYLES: Final[dict[str, str | None]] = {
     "colwise": "colwise",
     "rowwise": "rowwise",
@@ -38,7 +38,7 @@ _STYLES: Final[dict[str, str | None]] = {
     "moe_identity_expert": None,
     "grouped_gemm": None,
 }
-#: Types whose layers are norms, `self_attn`, `mlp` and sums, so that the sequence can be cut.
+#: Types whose layers consist of norms, `self_attn`, `mlp` and sums, so that sp works.
 _DECODERS: Final = (
     *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"),
     *("gemma", "gemma2", "phi3", "granite", "olmo2"),
@@ -52,14 +52,14 @@ _COUNTS: Final = {
 
 
 def own_plan(model: nn.Module) -> Table | None:
-    """The table of a model of transformers; None for any other, and for one without a plan.
+    """The table of a transformers model; None for other models, and for types without a plan.
 
-    Raises InputError for a plan with a style that this version does not have.
+    Raises InputError for a plan with an unknown style.
     """
     config = getattr(model, "config", None)
     kind = getattr(config, "model_type", None)
     if not isinstance(kind, str) or not hasattr(model, "base_model_prefix"):
-        return None  # of another library, or a layer, which has the configuration of its model
+        return None  # another library, or a layer that has its model's configuration
     if kind in TABLES:
         return TABLES[kind](model)
     names = [name for name, _ in model.named_modules()]
@@ -68,14 +68,14 @@ def own_plan(model: nn.Module) -> Table | None:
 
 
 def gpt2(model: nn.Module) -> Table:
-    """GPT-2, whose configuration has no plan: queries, keys and values are one Conv1D."""
+    """GPT-2, whose configuration has no plan; one Conv1D computes queries, keys and values."""
     heads, _ = _heads(model)
     sequence = {
         "h.0": "split",
         "h.*.ln_[12]": "sequence",
         "h.*.attn": "gather",
         "h.*.mlp": "gather",
-        "ln_f": "sequence:join",  # the model gives its output the shape of its input
+        "ln_f": "sequence:join",  # the model reshapes this output to the shape of its input
     }
     base = Table.of(
         {
@@ -100,7 +100,7 @@ TABLES: Final[dict[str, Callable[[nn.Module], Table]]] = {"gpt2": gpt2}
 
 
 def _plan(model: nn.Module) -> dict[str, str]:
-    """The library's plan: of the configuration, the class, the model itself; later ones win."""
+    """The library's plans of the configuration, the class and the model; later ones override."""
     base = f"{_base(model)}." if _base(model) else ""
     of_config = getattr(model.config, "base_model_tp_plan", None) or {}
     plan: dict[str, str] = {f"{base}{key}": style for key, style in of_config.items()}
@@ -135,7 +135,7 @@ def _read(model: nn.Module, kind: str, plan: Mapping[str, str]) -> Table:
 
 
 def _by_heads(key: str, style: str) -> str:
-    """The style of a layer of an attention module, cut between heads only."""
+    """The style of a layer; layers of attention are sharded by whole heads."""
     parts = key.split(".")
     if not any("attn" in part or "attention" in part for part in parts[:-1]):
         return style
@@ -145,26 +145,26 @@ def _by_heads(key: str, style: str) -> str:
 
 
 def _base(model: nn.Module) -> str:
-    """The name of the part below the head; "" of a model without a head."""
+    """The name of the submodule without the head; "" for a model without a head."""
     base = getattr(model, "base_model_prefix", "")
     return base if base and isinstance(getattr(model, base, None), nn.Module) else ""
 
 
 def _heads(model: nn.Module) -> tuple[int | None, int | None]:
-    """How many query heads, and key and value heads, the configuration of the text says."""
+    """The numbers of query heads and of key heads in the text configuration."""
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     found: list[int | None] = []
     for name in ("num_attention_heads", "num_key_value_heads"):
         count = None
-        with suppress(RuntimeError):  # what the library raises where the layers have each their own
+        with suppress(RuntimeError):  # raised if layers have different numbers
             count = getattr(text, name, None)
         found.append(count if isinstance(count, int) else None)
     return found[0], None if found[0] is None else found[1]
 
 
 def _vocabulary(model: nn.Module) -> dict[str, str]:
-    """The embedding of the tokens, and the layer that makes the logits."""
+    """The styles of the token embedding and of the layer that computes the logits."""
     found: list[object] = []
     for ask in ("get_input_embeddings", "get_output_embeddings"):
         with suppress(NotImplementedError):
@@ -175,7 +175,7 @@ def _vocabulary(model: nn.Module) -> dict[str, str]:
 
 
 def _sets(model: nn.Module, table: Table) -> dict[str, dict[str, str]]:
-    """Attributes of attention modules that count heads, where those are cut."""
+    """Attributes of sharded attention modules that count heads."""
     if table.heads is None or table.keys is None:
         return {}
     right = {"heads": table.heads, "kv_heads": table.keys, "groups": table.heads // table.keys}
@@ -197,10 +197,10 @@ def _sets(model: nn.Module, table: Table) -> dict[str, dict[str, str]]:
 
 
 def _sequence(model: nn.Module, cut: set[str]) -> dict[str, str]:
-    """What works on shards of the sequence in a decoder: norms, and experts that are whole.
+    """The `sequence` styles of a decoder: norms and replicated experts act on shards.
 
-    Attention and the feed-forward layer are given the whole sequence, gathered once for all that
-    read it. A mixture of experts works token by token, so its shard is enough.
+    Attention and the feed-forward layer get the gathered sequence. A mixture of experts acts on
+    each token separately, so a shard is enough.
     """
     base = f"{_base(model)}." if _base(model) else ""
     layers = list(model.get_submodule(f"{base}layers").named_children())
@@ -214,7 +214,7 @@ def _sequence(model: nn.Module, cut: set[str]) -> dict[str, str]:
 
 
 def _layer(layer: nn.Module, path: str, cut: set[str]) -> dict[str, str]:
-    """Names in one layer, called `path` in the model, and what each does with the sequence."""
+    """The styles of the modules in one layer, whose name in the model is `path`."""
     found: dict[str, str] = {}
     for name, part in layer.named_children():
         if any(key.startswith(f"{path}.{name}.") for key in cut):
@@ -225,7 +225,7 @@ def _layer(layer: nn.Module, path: str, cut: set[str]) -> dict[str, str]:
 
 
 def _holders(module: nn.Module, called: str) -> list[str]:
-    """The names of the modules in `module`, itself included, that hold parameters."""
+    """The names of all modules in `module`, including itself, that have parameters."""
     return [
         f"{called}.{name}" if name else called
         for name, part in module.named_modules()

@@ -79,10 +79,8 @@ class Live(TorchDispatchMode):
         Empty storages do not count: a unit frees its storage by resizing it to zero.
         """
         self.elsewhere = {k: weak for k, weak in self.elsewhere.items() if not weak.expired()}
-        kept = {
-            tensor.untyped_storage()._cdata
-            for _, tensor in memory.owned(engine.model, engine.flats, engine.optimizer)
-        }
+        held = engine.model, engine.flats, engine.optimizer, engine.world.pool
+        kept = {tensor.untyped_storage()._cdata for _, tensor in memory.owned(*held)}
         found: list[Stray] = []
         for key, (weak, made_by) in list(self.made.items()):
             storage = UntypedStorage._new_with_weak_ptr(weak.cdata)

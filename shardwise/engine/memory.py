@@ -1,37 +1,33 @@
-"""The bytes that an engine keeps between steps, by category: measured and predicted."""
+"""The bytes that an engine keeps between steps, by category."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
-from shardwise.core.model_spec import ModelShape
-from shardwise.core.plan import Plan
+from shardwise.comm.pool import Pool
 from shardwise.engine.optimizer import ShardedOptimizer
-from shardwise.engine.optimizer_spec import OptimizerSpec
-from shardwise.engine.spec import optimizer_shape
 from shardwise.parallel.data.flat_parameter import Flat
-from shardwise.prediction.memory import PLAIN, held_bytes
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "buffers")
 
 
 def measured(
-    model: nn.Module, flats: Sequence[Flat], optimizer: ShardedOptimizer
+    model: nn.Module, flats: Sequence[Flat], optimizer: ShardedOptimizer, pool: Pool
 ) -> dict[str, int]:
-    """Live bytes by category: parameters, gradients, optimizer, buffers.
+    """Live bytes by category: parameters, gradients, optimizer, buffers (with the pool's).
 
     Each storage is counted once and in the first category that holds it, as large as it is now:
     padding and pieces that views do not show are included, freed storages are not.
     """
     seen: set[int] = set()
     found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-    for category, tensor in owned(model, flats, optimizer):
+    for category, tensor in owned(model, flats, optimizer, pool):
         found[category] += _bytes([tensor], seen)
     return found
 
 
 def owned(
-    model: nn.Module, flats: Sequence[Flat], optimizer: ShardedOptimizer
+    model: nn.Module, flats: Sequence[Flat], optimizer: ShardedOptimizer, pool: Pool
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that an engine keeps between steps, with its category."""
     kept: list[Tensor] = []
@@ -40,16 +36,7 @@ def owned(
         yield from (("parameters", t) for t in (flat.full, flat.shard))
         yield from (("gradients", t) for t in (flat.grad, flat.gshard) if t is not None)
     yield from (("optimizer", t) for t in kept)
-    yield from (("buffers", t) for t in model.buffers())
-
-
-def predicted(
-    plan: Plan, shape: ModelShape, optimizer: ShardedOptimizer, how: OptimizerSpec, rank: int
-) -> dict[str, int]:
-    """The same categories by formula, after a step that gave every trained parameter a gradient."""
-    dtypes = [f.dtype for f in optimizer.flats]
-    keeps = optimizer_shape(how, dtypes[0]) if dtypes else PLAIN
-    return held_bytes(plan, shape, keeps, rank)
+    yield from (("buffers", t) for t in (*model.buffers(), pool.memory) if t is not None)
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:

@@ -5,7 +5,7 @@ called, what each call takes and returns, and which tensors a gradient reaches. 
 from this record (core/model_spec.py) and from the plan, before any rank starts.
 
 A model whose forward reads values (`if x.max() > 0:`) cannot run on meta. It runs once on the given
-batch instead, on the processor, and the record says so.
+batch instead, on the processor, and the `note` of the record says so.
 """
 
 import copy
@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardwise.comm.world import Axis
 from shardwise.core.model_spec import Call, CutLoss, ModelPass, Value
 from shardwise.core.uneven import Cut
-from shardwise.parallel.data.hooks import tensors_in
+from shardwise.engine.tape import TapeRecorder
+from shardwise.parallel.data.outputs import tensors_in
 from shardwise.parallel.tensor.logits import Logits
 
 #: What a forward that reads values raises on meta.
@@ -67,21 +68,23 @@ def meta_copy(model: nn.Module) -> nn.Module:
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
         for p in model.parameters()
     }
-    return copy.deepcopy(model, memo)
+    attributes = tree_leaves([vars(module) for module in model.modules()])
+    kept = [x for x in attributes if isinstance(x, Tensor) and not x.is_leaf]  # from a forward
+    return copy.deepcopy(model, memo | {id(x): x.detach() for x in kept})
 
 
-def with_saved(
+def with_tape(
     run: ModelPass,
     laid_out: nn.Module,
     call: Callable[[nn.Module, Any], Tensor],
     batch: Any,
 ) -> ModelPass:
-    """`run` with what autograd keeps of a model on meta that is laid out on a tensor axis.
+    """`run` with the tape of a model on meta that is sharded on a tensor axis.
 
-    A model that does not run on meta in that layout keeps what it does without one.
+    If the sharded model does not run on meta, `run` keeps the tape of the plain model.
     """
     with suppress(*UNKNOWN):
-        return run._replace(saved=_recorded(laid_out, call, batch, {}).saved)
+        return run._replace(tape=_recorded(laid_out, call, batch, {}).tape)
     return run
 
 
@@ -99,8 +102,7 @@ def _recorded(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(record.watching(model, heads))
         stack.enter_context(saved_tensors_hooks(record.save, lambda x: x))
-        stack.enter_context(_AsOnProcessor(record))
-        stack.enter_context(_ToMeta())
+        stack.enter_context(as_on_processor(record))
         loss = call(model, batch)
         if loss.requires_grad:
             loss.sum().backward()
@@ -108,19 +110,20 @@ def _recorded(
 
 
 class _Record:
-    """What was seen so far. Tensors are kept alive, so that no other has the id of one."""
+    """The record so far. It keeps tensors alive, so that no new tensor gets the id of one."""
 
     def __init__(self, given: list[Any]) -> None:
-        self.given = {_storage(x) for x in given if isinstance(x, Tensor)}
-        self.kept: dict[int, tuple[str, int]] = {}  # by storage: where it was saved, and its bytes
+        self.tape = TapeRecorder(given)
         self.inside = [""]  # modules that are running, innermost last
+        self.begun: list[int] = []  # their calls
         self.calls: list[Call] = []
         self.tensors: list[Tensor] = []
         self.numbers: dict[tuple[int, int], int] = {}
         self.returned: set[int] = set()  # values that a gradient reached
-        self.tensors_kept: list[Tensor] = []
         self.losses: list[CutLoss] = []
         self.joins: list[Value] = []
+        self.saves: set[int] = set()  # so many calls had been made when autograd saved a tensor
+        self.rank = 0  # on the axis over which logits are cut
 
     @contextmanager
     def watching(self, model: nn.Module, heads: Mapping[str, tuple[Axis, Cut]]) -> Iterator[None]:
@@ -129,6 +132,7 @@ class _Record:
         for name, module in model.named_modules():
             begin, end = partial(self._begin, name), partial(self._end, name)
             handles.append(module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True))
+            handles.append(module.register_forward_pre_hook(self._receive, with_kwargs=True))
             handles.append(module.register_forward_hook(end))
             if name in heads:
                 handles.append(module.register_forward_hook(partial(self._cut, *heads[name])))
@@ -144,46 +148,70 @@ class _Record:
             Value(tuple(x.shape), str(x.dtype).removeprefix("torch."), n in self.returned)
             for n, x in enumerate(self.tensors)
         )
-        saved: dict[str, int] = {}
-        for name, stored_bytes in self.kept.values():
-            saved[name] = saved.get(name, 0) + stored_bytes
-        logits = tuple(self.losses), tuple(self.joins)
-        return ModelPass(tuple(self.calls), values, tuple(saved.items()), *logits)
+        more = tuple(self.losses), tuple(self.joins), tuple(sorted(self.saves))
+        found = ModelPass(tuple(self.calls), values, self.tape.done(), *more)
+        self.tensors.clear()  # whose hooks refer to this record
+        return found
 
     def save(self, x: Tensor) -> Tensor:
         """Autograd keeps `x` for the backward pass."""
-        storage = _storage(x)
-        if not _in_backward() and storage not in self.given:
-            self.kept.setdefault(storage, (self.inside[-1], x.untyped_storage().nbytes()))
-            self.tensors_kept.append(x.detach())
+        if not _in_backward():
+            self.tape.save(x, self.inside[-1])
+            self.saves.add(len(self.calls))
         return x
+
+    def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """An operation below autograd."""
+        if not _in_backward():
+            self.tape.operation(self.inside[-1], func, args, kwargs, out)
+
+    def attention(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, saves: int) -> None:
+        """Record a fused attention with output `out`, before which autograd had saved `saves`."""
+        if not _in_backward():
+            self.tape.attention(self.inside[-1], (query, key, value), out, saves)
 
     def _begin(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         self.inside.append(name)
+        if not _in_backward():
+            self.tape.take(name, tensors_in((args, kwargs)))
+        self.begun.append(len(self.calls))
         self.calls.append(Call(name, True, self._values((args, kwargs)), _in_backward()))
+
+    def _receive(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        """The inputs after the module's own hooks, which may have changed them."""
+        call = self.begun[-1]
+        self.calls[call] = self.calls[call]._replace(values=self._values((args, kwargs)))
 
     def _end(self, name: str, _: nn.Module, __: Any, out: Any) -> None:
         self.inside.pop()
+        self.begun.pop()
+        if not _in_backward():
+            self.tape.give(name, tensors_in(out))
         self.calls.append(Call(name, False, self._values(out), _in_backward()))
 
     # --- logits that stay cut (parallel/tensor/logits.py) ---------------------------------------
 
     def _cut(self, axis: Axis, cut: Cut, _: nn.Module, __: Any, y: Tensor) -> Tensor:
-        stream: Any = self  # it gathers logits and notes losses, as a stream does
-        return Logits.of(y[..., : cut.size(axis.rank)], axis, cut, stream)
+        self.rank = axis.rank
+        return Logits.of(y[..., : cut.size(axis.rank)], axis, cut, self)
 
     def join(self, x: Tensor, cut: Cut) -> Tensor:
         """Logits are gathered."""
-        widest = max(map(cut.size, range(cut.ranks)))
-        shape = (*x.shape[:-1], cut.ranks * widest)
-        self.joins.append(Value(shape, str(x.dtype).removeprefix("torch."), False))
+        self._joined(x, cut, trained=False)
         return functional.pad(x, (0, cut.whole - x.shape[-1]))
 
     def take(self, x: Tensor, cut: Cut) -> Tensor:
-        """Gathered logits that were changed are cut again."""
-        return x[..., : cut.size(0)]
+        """Gathered logits that were changed are cut again; their gradient is gathered."""
+        part = x[..., : cut.size(self.rank)]
+        if part.requires_grad:
+            part.register_hook(lambda _: self._joined(x, cut, trained=True))
+        return part
 
-    def lost(self, positions: int, smoothing: bool, element_bytes: int) -> None:
+    def _joined(self, x: Tensor, cut: Cut, *, trained: bool) -> None:
+        shape = (*x.shape[:-1], cut.ranks * max(map(cut.size, range(cut.ranks))))
+        self.joins.append(Value(shape, str(x.dtype).removeprefix("torch."), trained))
+
+    def record_loss(self, positions: int, smoothing: bool, element_bytes: int) -> None:
         """A cross-entropy of logits that stay cut."""
         self.losses.append(CutLoss(positions, smoothing, element_bytes))
 
@@ -207,26 +235,34 @@ class _ToMeta(TorchDispatchMode):
     So what a model computes from the batch or from its buffers alone has values.
     """
 
+    def __init__(self, record: "_Record | None" = None) -> None:
+        super().__init__()
+        self.record = record
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, kwargs))):
-            args = tree_map_only(Tensor, _moved, args)
-            kwargs = dict(
-                zip(kwargs, tree_map_only(Tensor, _moved, [*kwargs.values()]), strict=True)
-            )
-        return func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():  # of logits that autograd has saved
+            if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, kwargs))):
+                args = tree_map_only(Tensor, _moved, args)
+                kwargs = dict(
+                    zip(kwargs, tree_map_only(Tensor, _moved, [*kwargs.values()]), strict=True)
+                )
+            out = func(*args, **kwargs)
+            if self.record is not None:
+                self.record.operation(func, args, kwargs, out)
+        return out
 
 
 class _AsOnProcessor(TorchFunctionMode):
-    """What is asked of tensors on meta is answered as on a processor.
+    """Makes tensors on meta report the device and attention of a processor.
 
     Their device is "cpu", so that what a model makes from sizes alone (positions, masks) has values
     that it may look at. Attention keeps what a fused kernel keeps: no scores.
     """
 
-    def __init__(self, record: "_Record") -> None:
+    def __init__(self, record: "_Record | None" = None) -> None:
         super().__init__()
         self.record = record
 
@@ -236,18 +272,49 @@ class _AsOnProcessor(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == Tensor.device.__get__:
             return torch.device("cpu")
-        if func is not functional.scaled_dot_product_attention:
+        if func is not functional.scaled_dot_product_attention or _drops(args, kwargs):
             return func(*args, **kwargs)
-        with saved_tensors_hooks(lambda x: x, lambda x: x):
-            out = func(*args, **kwargs)
-        if out.requires_grad:
-            named = [kwargs[name] for name in ("query", "key", "value") if name in kwargs]
-            query, key, value = [*args[:3], *named]
-            wide = torch.promote_types(query.dtype, torch.float32)
-            sums = query.new_empty(query.shape[:-1], dtype=wide, device="meta")
-            for x in (query, key, value, out, sums):
-                self.record.save(x)
+        named = [kwargs[name] for name in ("query", "key", "value") if name in kwargs]
+        query, key, value = [*args[:3], *named]
+        if not query.is_meta:  # a pass that computes values
+            return func(*args, **kwargs)
+        if self.record is None:
+            return _Attention.apply(query, key, value)
+        saves = self.record.tape.saves
+        out = _Attention.apply(query, key, value)
+        self.record.attention(query, key, value, out, saves)
         return out
+
+
+class _Attention(torch.autograd.Function):
+    """Attention on meta: the shape of its result, and what a fused kernel saves for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Of query [B, H, T, E], key and value [B, H or fewer, S, E]: [B, H, T, E], no values."""
+        out = query.new_empty((*query.shape[:-1], value.shape[-1]), device="meta")
+        if out.dim() == 4:  # [B, H, T, E] in the memory of [B, T, H, E], as the kernel writes it
+            out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        sums = query.new_empty(query.shape[:-1], dtype=wide, device="meta")
+        ctx.save_for_backward(query, key, value, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(x, device="meta") for x in ctx.saved_tensors[:3])
+
+
+@contextmanager
+def as_on_processor(record: _Record | None = None) -> Iterator[None]:
+    """For the time of a pass, a model on meta computes as if it were on a processor."""
+    with _AsOnProcessor(record), _ToMeta(record):
+        yield
+
+
+def _drops(args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether attention drops scores, for which a processor has no fused kernel."""
+    return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
 
 
 def _moved(x: Tensor) -> Tensor:
@@ -256,7 +323,3 @@ def _moved(x: Tensor) -> Tensor:
 
 def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata

@@ -5,9 +5,9 @@
     meter.peak                 {"parameters": ..., "gradients": ..., "activations": ..., ...}
     meter.leaks()              what the step left behind: nothing, from the second step on
 
-Every operation under it hands its results to the meter, which follows their storages weakly:
-not the process's size, not the allocator's, on any device. At each operation what is live is
-added up, each storage as large as it is then (units shrink theirs to nothing and grow them back).
+The meter tracks the storages of every operation's results by weak references, on any device; it
+measures neither the process nor the allocator. After each operation it adds up the current sizes
+of live storages (units resize theirs to zero and back).
 
     parameters, gradients, optimizer, buffers    the engine's own; a gradient on its way stays one
     activations                                  everything else that was made under the meter:
@@ -32,7 +32,7 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "buffers", "activations")
 
 
 class Place(NamedTuple):
-    """What bytes are counted by; the unit is "" for what belongs to none."""
+    """The key of a count of bytes: category and unit; the unit is "" for bytes of no unit."""
 
     category: str
     unit: str
@@ -54,7 +54,7 @@ class _Storage:
         self.weak, self.place, self.made_by = StorageWeakRef(storage), place, made_by
 
     def nbytes(self) -> int | None:
-        """How large it is now; None when it is no more."""
+        """Its bytes now; None once it is freed."""
         storage = UntypedStorage._new_with_weak_ptr(self.weak.cdata)
         return None if storage is None else storage.nbytes()
 
@@ -161,7 +161,10 @@ class Meter(TorchDispatchMode):
             yield Place("optimizer", unit_of[id(engine.optimizer.flats[k])]), master
         for flat, _, _, value in engine.optimizer.tensors():
             yield Place("optimizer", unit_of[id(flat)]), value
-        yield from ((Place("buffers", ""), b) for b in engine.model.buffers())
+        pool = engine.world.pool.memory
+        yield from (
+            (Place("buffers", ""), b) for b in (*engine.model.buffers(), pool) if b is not None
+        )
 
     def _running(self) -> str:
         """The innermost unit whose forward pass is running; "" in the backward pass."""

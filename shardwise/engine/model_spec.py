@@ -20,6 +20,7 @@ from shardwise.core.errors import bad
 from shardwise.core.mesh import Mesh
 from shardwise.core.model_spec import (
     Bundles,
+    ModelPass,
     ModelShape,
     ModelSpec,
     ParamShape,
@@ -30,9 +31,12 @@ from shardwise.core.model_spec import (
     UnitShape,
 )
 from shardwise.core.plan import Plan
+from shardwise.core.plan_parser import recompute_budget
 from shardwise.core.tensor_plan import Table, assign, cuts
+from shardwise.core.uneven import Cut
 from shardwise.core.zero import row_of
 from shardwise.engine import (
+    expert_parallel,
     meta_pass,
     recomputation,
     stage_module,
@@ -48,7 +52,8 @@ from shardwise.engine.tensor_plan import shapes
 from shardwise.engine.training import DTYPES, Loss
 from shardwise.parallel.data.wrap_policy import UnitSpec
 from shardwise.parallel.pipeline.placeholders import layers, twin
-from shardwise.prediction.recompute import recomputed
+from shardwise.prediction.recompute import FULL, PARTITIONED
+from shardwise.prediction.recompute_budget import within_budget
 from shardwise.prediction.tensor_moves import SUMMED, TENSOR
 
 Call = Callable[[nn.Module, Any], Tensor]
@@ -62,8 +67,7 @@ def model_spec(
 
     `rank` takes part where ranks of the tensor axis hold parts of different sizes.
     """
-    plain, dtype = meta_pass.meta_copy(model), DTYPES[plan.precision]
-    _cast(plain, dtype)
+    plain, dtype = plain_copy(model, plan), DTYPES[plan.precision]
     parts = [filled(part) for part in split(batch, plan.microbatches, plan.cut)]
 
     def call(whole: nn.Module, rows: Any) -> Tensor:
@@ -76,6 +80,8 @@ def model_spec(
         cast_whole(copied, dtype, torch.device("cpu"))
         return copied
 
+    expert_parallel.fitting(plain, plan)
+    experts = expert_parallel.layouts_of(plain, plan.ep)
     table = tensor_parallel.fitting(plain, plan, options["table"])
     beside = validate.beside(options["beside"])
     begin = stage_module.fitting(plain, plan, options["stages"], beside)
@@ -91,30 +97,46 @@ def model_spec(
         within = layers(plain, begin, misplaced(plain) | dict(beside))
         known = {name: layer.stages for layer in within.values() for name in layer.names}
         staged = _Staged(plain, world, plan.sp, table, begin, beside)
-        stages = StageSpec(at, known, _by_shape(parts, lambda part: staged.bundles(call, part)))
+        bundles = by_shape(parts, lambda part: staged.bundles(call, part))
+        stages = StageSpec(at, known, bundles, staged.outside)
+    kinds = recomputation.fitting(plain, plan, options["units"], begin)
     if table is None:
-        kinds = recomputation.fitting(plain, plan, options["units"], begin)
-        found = recomputed(meta_pass.run(plain, real, call, parts[0]), kinds)
-        return ModelSpec(shape, _modules(plain, specs), found, stages)
-    if plan.recompute is not None:
-        raise bad(
-            f"a prediction of recompute:{plan.recompute} on the axis tp, whose activations are "
-            "gathered and summed again where they are recomputed",
-            "recompute with other axes, or tp without it",
-            f'shardwise verify "{plan}", which starts the ranks',
-        )
+        run = meta_pass.run(plain, real, call, parts[0])
+        spec = ModelSpec(shape, _modules(plain, specs), run, stages, experts=experts)
+        return replace(spec, recomputed=_chosen(spec, plan, kinds))
     tensors = _tensors(plain, plan, table)
-    heads = {
-        name: (world.axis(TENSOR), cut)
+    heads = _heads(tensors, world.axis(TENSOR))
+    runs = by_shape(parts, lambda part: meta_pass.run(plain, real, call, part, heads))
+
+    def on(rank: int) -> ModelPass:
+        laid_out = on_tensor_axis(plain, plan, rank, table)
+        return meta_pass.with_tape(runs[0], laid_out, call, parts[0])
+
+    tensors = replace(tensors, runs=runs)
+    spec = ModelSpec(shape, _modules(plain, specs), on(rank), stages, tensors, experts=experts)
+    widest = replace(spec, run=on(0)) if recompute_budget(plan.recompute) else spec
+    return replace(spec, recomputed=_chosen(widest, plan, kinds))
+
+
+def _heads(tensors: TensorSpec, axis: Axis) -> dict[str, tuple[Axis, Cut]]:
+    """The linear layers whose logits stay cut over the axis, each with its cut."""
+    return {
+        name: (axis, cut)
         for name, style in tensors.styles.items()
         if style.name == "vocabulary" and tensors.modules[name].kind == "linear"
-        if (cut := cuts(style, tensors.modules[name], table, plan.mesh.size_of(TENSOR)))
+        if (cut := cuts(style, tensors.modules[name], tensors.table, axis.size))
     }
-    runs = _by_shape(parts, lambda part: meta_pass.run(plain, real, call, part, heads))
-    laid_out = meta_pass.meta_copy(plain)
-    tensor_parallel.lay_out(laid_out, world, plan.sp, table)
-    run = meta_pass.with_saved(runs[0], laid_out, call, parts[0])
-    return ModelSpec(shape, _modules(plain, specs), run, stages, replace(tensors, runs=runs))
+
+
+def _chosen(spec: ModelSpec, plan: Plan, kinds: dict[str, str]) -> dict[str, str]:
+    """`kinds`, or under a budget what is chosen for these modules.
+
+    Under sequence parallelism inputs are shards already, and nothing is partitioned.
+    """
+    if plan.sp and plan.recompute == PARTITIONED:
+        return dict.fromkeys(kinds, FULL)
+    budget_bytes = recompute_budget(plan.recompute)
+    return within_budget(spec, plan, list(kinds), budget_bytes) if budget_bytes else kinds
 
 
 def _tensor_world(plan: Plan, rank: int) -> World:
@@ -135,13 +157,13 @@ def _tensors(plain: nn.Module, plan: Plan, table: Table) -> TensorSpec:
     return TensorSpec(table, plan.sp, styles, {name: known[name] for name in styles}, params, ())
 
 
-def _by_shape(parts: Sequence[Any], make: Callable[[Any], V]) -> tuple[V, ...]:
+def by_shape(parts: Sequence[Any], make: Callable[[Any], V]) -> tuple[V, ...]:
     """What `make` gives for each microbatch; once for all of the same shapes."""
     known: dict[Any, V] = {}
     for part in parts:
-        if _shapes(part) not in known:
-            known[_shapes(part)] = make(part)
-    return tuple(known[_shapes(part)] for part in parts)
+        if shapes_of(part) not in known:
+            known[shapes_of(part)] = make(part)
+    return tuple(known[shapes_of(part)] for part in parts)
 
 
 class _Staged:
@@ -159,6 +181,8 @@ class _Staged:
         ours = copy.deepcopy(plain)
         whole = twin(ours)
         self.stream = tensor_parallel.lay_out(whole, world, sp, table).stream
+        self.names = {id(p): name for name, p in ours.named_parameters()}
+        self.outside: tuple[frozenset[str], ...] = ()  # parameters that stages read outside layers
         every = range(len(begin) + 1)
         self.stages = Stages(ours, whole, begin, every, torch.device("cpu"), beside)
 
@@ -166,6 +190,11 @@ class _Staged:
         """What crosses each cut for one microbatch."""
         self.stream.begin()
         trace = self.stages.follow(lambda model: call(model, part))
+        own = self.stages.layers.own
+        self.outside = tuple(
+            frozenset(self.names[id(p)] for number, p in own[stage].items() if number in read)
+            for stage, read in enumerate(trace.read)
+        )
         return tuple(
             tuple(
                 StageTensor(math.prod(spec.shape), spec.dtype.itemsize, spec.requires_grad)
@@ -175,15 +204,25 @@ class _Staged:
         )
 
 
-def _shapes(part: Any) -> Any:
+def shapes_of(part: Any) -> tuple[Any, ...]:
+    """The shapes and the element types of the tensors in a batch."""
     return tuple((x.shape, x.dtype) for x in tree_leaves(part) if isinstance(x, Tensor))
 
 
-def _cast(twin: nn.Module, dtype: torch.dtype | None) -> None:
-    """Bring the copy to the precision of the plan, as `cast_whole` does."""
+def plain_copy(model: nn.Module, plan: Plan) -> nn.Module:
+    """A copy of the model on meta in the precision of the plan, as `cast_whole` brings it there."""
+    twin, dtype = meta_pass.meta_copy(model), DTYPES[plan.precision]
     for x in [*twin.parameters(), *(b for b in twin.buffers() if dtype is torch.float64)]:
         if dtype is not None and x.is_floating_point():
             x.data = x.data.to(dtype)
+    return twin
+
+
+def on_tensor_axis(plain: nn.Module, plan: Plan, rank: int, table: Table) -> nn.Module:
+    """A copy of the plain copy as `rank` holds it under the styles of `table`."""
+    laid_out = meta_pass.meta_copy(plain)
+    tensor_parallel.lay_out(laid_out, _tensor_world(plan, rank), plan.sp, table)
+    return laid_out
 
 
 def _valueless(model: nn.Module) -> Exception:

@@ -124,7 +124,7 @@ class ShardedOptimizer(Optimizer):
             group["params"] = params
 
     def _wake(self, chosen: Sequence[int]) -> None:
-        """A parameter that gets its first gradient begins with a state of its own."""
+        """Reset the state of parameters that get their first gradient after `prepare`."""
         for k in chosen if self.idle else []:
             flat, targets = self.flats[k], self.targets[k]
             for name, p, target in zip(flat.names, flat.params, targets, strict=True):
@@ -171,7 +171,7 @@ class ShardedOptimizer(Optimizer):
         super().add_param_group(param_group)
 
     def skip(self) -> None:
-        """Note that a step left out its update (fp16 overflow); a scheduler's step may follow."""
+        """Record a skipped update (fp16 overflow), after which a scheduler may step."""
         self._opt_called = True  # what torch's schedulers ask for
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """An optimizer's specification: a class of torch.optim and its options, without parameters.
 
-The class must be elementwise.  Options are checked when the specification is made, by building the
-optimizer for a parameter of two elements: an unknown option or a negative rate raises there.
+The class must be elementwise, or Adafactor (elementwise.py).  Options are checked when the
+specification is made, by building the optimizer for a parameter of two elements: an unknown option
+or a negative rate raises there.
 """
 
 import inspect
@@ -18,7 +19,8 @@ from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
 from shardwise.core.suggest import suggest
-from shardwise.engine.elementwise import ELEMENTWISE, needs_whole_tensors
+from shardwise.engine import lion
+from shardwise.engine.elementwise import ELEMENTWISE, needs_whole_tensors, updates_by_tensor
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,8 @@ def _is_options(value: Any) -> bool:
 def _maker(kind: type[Optimizer]) -> str:
     """How the call that makes a specification of that class begins."""
     name = kind.__name__
-    return f"{name}(" if name in ("AdamW", "Adam", "SGD") else f"Optim({name}, "
+    own = name in ("AdamW", "Adam", "SGD", "Lion", "Adafactor")
+    return f"{name}(" if own else f"Optim({name}, "
 
 
 def _near(options: dict[str, Any], takes: Sequence[str]) -> str:
@@ -142,8 +145,8 @@ def Optim(  # noqa: N802
     """Any elementwise class of torch.optim with its options: `Optim(torch.optim.RMSprop, lr=1e-3)`.
 
     Raises:
-        InputError: the class is not elementwise (Muon, LBFGS, Adafactor) or not an optimizer, or
-            does not accept these options.
+        InputError: the class is neither elementwise nor Adafactor (Muon, LBFGS), or not an
+            optimizer, or does not accept these options.
     """
     if isinstance(kind, Optimizer):
         raise bad(
@@ -153,7 +156,7 @@ def Optim(  # noqa: N802
         )
     if not isinstance(kind, type):
         return OptimizerSpec(kind, options, groups or {})  # raises
-    if needs_whole_tensors(kind):
+    if needs_whole_tensors(kind) and not updates_by_tensor(kind):
         raise bad(
             f"optimizer torch.optim.{kind.__name__}, which needs whole tensors",
             f"an elementwise class: {', '.join(ELEMENTWISE)}",
@@ -175,3 +178,17 @@ def Adam(groups: dict[str, dict[str, Any]] | None = None, **options: Any) -> Opt
 def SGD(groups: dict[str, dict[str, Any]] | None = None, **options: Any) -> OptimizerSpec:  # noqa: N802
     """`torch.optim.SGD` with its own options."""
     return OptimizerSpec(torch.optim.SGD, options, groups or {})
+
+
+def Lion(groups: dict[str, dict[str, Any]] | None = None, **options: Any) -> OptimizerSpec:  # noqa: N802
+    """Lion: lr, betas, weight_decay (Chen et al., arXiv 2302.06675; lion.py)."""
+    return OptimizerSpec(lion.Lion, options, groups or {})
+
+
+def Adafactor(groups: dict[str, dict[str, Any]] | None = None, **options: Any) -> OptimizerSpec:  # noqa: N802
+    """`torch.optim.Adafactor` with its own options (Shazeer and Stern, arXiv 1804.04235).
+
+    It keeps a mean of each row and each column, and divides by norms of whole matrices: under a
+    plan whose ranks update parts of parameters (zero1 to zero3, tp) it is refused.
+    """
+    return OptimizerSpec(torch.optim.Adafactor, options, groups or {})

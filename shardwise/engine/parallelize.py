@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.world import World
+from shardwise.core.arguments import choice, integer, positive, short_repr
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
@@ -14,11 +15,12 @@ from shardwise.core.suggest import suggest
 from shardwise.engine import (
     compiled,
     consistency,
-    recomputation,
+    recompute_budget,
     stage_module,
     validate,
     weight_stashing,
 )
+from shardwise.engine.elementwise import require_whole
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec
 from shardwise.engine.shard import default_fill, layable
@@ -63,6 +65,7 @@ def parallelize(
     compiled.require_plain(model, plan, loss)
     options = settled_options(options)
     recipe = recipe_of(optimizer)
+    require_whole(recipe.kind, plan)
     objective = validate.loss(own_loss if loss is None else loss)
     tokens = None if options["tokens"] is None else validate.tokens(options["tokens"])
     fill = options["fill"]
@@ -71,11 +74,11 @@ def parallelize(
     mixed = plan.precision in ("bf16", "fp16")
     validate.no_max_norm(model, plan.data_size * (1 + mixed))
     no_pipe(model)
-    layable(model, options["units"])
+    layable(model, options["units"], plan)
     table = fitting(model, plan, options["table"])
     beside = validate.beside(options["beside"])
     begin = stage_module.fitting(model, plan, options["stages"], beside)
-    recomputed = recomputation.fitting(model, plan, options["units"], begin)
+    recomputed = recompute_budget.recomputation(model, plan, world.rank, objective, options, begin)
     on_nonfinite = options["on_nonfinite"]
     clip = weight_stashing.require(model, plan, begin, options["clip"], beside, on_nonfinite)
     if world.rank == 0:
@@ -134,7 +137,7 @@ def plan_of(plan: Any) -> Plan:
         return plan
     if not isinstance(plan, str):
         raise bad(
-            f"the plan {validate.short_repr(plan)}",
+            f"the plan {short_repr(plan)}",
             "a text of plan words, or a Plan",
             '"dp2 zero3"',
         )
@@ -159,18 +162,14 @@ def settled_options(options: dict[str, Any]) -> dict[str, Any]:
         instead = f"{close}=..." if close else "clip=1.0"
         named = ", ".join(unknown)
         raise bad(f"parallelize with the option {named}", ", ".join(sorted(DEFAULTS)), instead)
-    validate.positive("clip", options.get("clip"))
-    if options.get("on_nonfinite", "raise") not in ("raise", "skip"):
-        what = f"on_nonfinite={validate.short_repr(options['on_nonfinite'])}"
-        raise bad(what, "'raise' or 'skip'", 'on_nonfinite="skip"')
-    if (kernels := options.get("kernels", "auto")) not in CHOICES:
-        what = f"kernels={validate.short_repr(kernels)}"
-        raise bad(what, " or ".join(CHOICES), 'kernels="torch"')
-    validate.integer("seed", options.get("seed", 0), 0, 0)
-    validate.integer("prefetch", options.get("prefetch", 1), 0, 1)
-    validate.integer("check_every", options.get("check_every", 1), 0, 1)
+    positive("clip", options.get("clip"))
+    choice("on_nonfinite", options.get("on_nonfinite", "raise"), ("raise", "skip"))
+    choice("kernels", options.get("kernels", "auto"), CHOICES)
+    integer("seed", options.get("seed", 0), 0, 0)
+    integer("prefetch", options.get("prefetch", 1), 0, 1)
+    integer("check_every", options.get("check_every", 1), 0, 1)
     if options.get("least_unit_bytes") is not None:
-        validate.integer("least_unit_bytes", options["least_unit_bytes"], 0, 2**21)
+        integer("least_unit_bytes", options["least_unit_bytes"], 0, 2**21)
     return DEFAULTS | options
 
 
@@ -186,12 +185,8 @@ def recipe_of(optimizer: Any) -> OptimizerSpec:
     elif isinstance(optimizer, Optimizer):
         options = f"torch.optim.{type(optimizer).__name__}, lr={optimizer.defaults.get('lr')}"
         instead = f"optimizer=sw.Optim({options}), without the model's parameters"
-    shown = (
-        type(optimizer).__name__
-        if isinstance(optimizer, Optimizer)
-        else validate.short_repr(optimizer)
-    )
-    allowed = "sw.AdamW, sw.Adam, sw.SGD or sw.Optim with options, without parameters"
+    shown = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else short_repr(optimizer)
+    allowed = "sw.AdamW, sw.Adam, sw.SGD, sw.Lion or sw.Optim with options, without parameters"
     raise bad(f"optimizer={shown}", allowed, instead)
 
 

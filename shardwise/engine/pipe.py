@@ -7,14 +7,14 @@
     loss(out).backward()                                       # on every rank, of its equal `out`
     optim.step()
 
-A loop stands between forward and backward, so a schedule is done in two halves: the forwards, in
-the order in which it has them, and with the loop's backward the rest.
+The user's loop runs between forward and backward, so a schedule runs in two halves: its forwards,
+in their order, and then, in the loop's backward, the rest.
 
     call         F F F F | out, from the last stage to every rank
     backward             | gradient of out, of which the last stage takes its own | B B B B
 
-Every rank gives the same input.  Where that requires a gradient (a layer before the pipe), every
-rank gets the sum of what its stages gave.
+Every rank passes the same input.  If it requires a gradient (a layer before the pipe), every rank
+gets the sum of the stages' gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,22 +28,23 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwise.comm.move import all_reduce, broadcast
 from shardwise.comm.world import Axis, World, init
+from shardwise.core.arguments import integer, short_repr
 from shardwise.core.errors import bad
 from shardwise.core.hook import no_copy
 from shardwise.core.mesh import Mesh
-from shardwise.core.schedule.action import Action, Token
+from shardwise.core.schedule.action import Token
 from shardwise.core.schedule.library import LIBRARY, MOST_FORWARDS, Size, build, entry
 from shardwise.core.schedule.schedule import Schedule
-from shardwise.core.stage_io import Spec, Trace
+from shardwise.core.stage_io import Trace
 from shardwise.engine import consistency, stage_module, validate
 from shardwise.engine.batch import split
 from shardwise.engine.compiled import refuse
 from shardwise.engine.partition import starts
 from shardwise.engine.shard import drivers, materialise
 from shardwise.engine.stage_module import Staging
+from shardwise.engine.stage_work import Microbatch, NoUnits, StageWork
 from shardwise.engine.tensor_layout import nowhere
-from shardwise.parallel.pipeline.backward import Rest, Tape
-from shardwise.parallel.pipeline.bundles import ByShape, grads_back, require_grads, specs
+from shardwise.parallel.pipeline.bundles import ByShape
 from shardwise.parallel.pipeline.placeholders import twin
 from shardwise.parallel.pipeline.runtime import open_channels, run
 
@@ -73,7 +74,7 @@ def Pipe(  # noqa: N802
             output without rows.
     """
     validate.model(module, "sw.Pipe", "nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))")
-    validate.integer("chunks", chunks, 1, 8, MOST_FORWARDS)
+    integer("chunks", chunks, 1, 8, MOST_FORWARDS)
     if any(drivers(m) or isinstance(vars(m).get("forward"), Piped) for m in module.modules()):
         raise validate.already_wrapped(module)
     refuse(module, "sw.Pipe", "sw.FSDP(module)")
@@ -100,7 +101,7 @@ def Pipe(  # noqa: N802
 
 def _schedule(name: Any, chunks: int, ranks: int) -> Schedule:
     """The schedule of that name. Raises InputError for one that is not for a plain loop."""
-    found = entry(name if isinstance(name, str) else validate.short_repr(name))
+    found = entry(name if isinstance(name, str) else short_repr(name))
     if found.updates(Size(1, 1)):
         names = ", ".join(known for known, one in LIBRARY.items() if not one.updates(Size(1, 1)))
         what = f"sw.Pipe with {name}, which updates by itself, under a loop that does"
@@ -118,7 +119,7 @@ def halves(schedule: Schedule) -> tuple[Schedule, Schedule]:
 
 @dataclass
 class _Known:
-    """What is learnt of a microbatch's shapes: what crosses; the output's leaves, on meta."""
+    """The trace for a microbatch's shapes, and the leaves of the output on meta."""
 
     trace: Trace
     out: list[Any]
@@ -126,7 +127,7 @@ class _Known:
 
 
 class Piped:
-    """What stands in place of the module's forward."""
+    """Replaces the module's forward by passes over the pipeline."""
 
     def __init__(
         self,
@@ -182,7 +183,7 @@ class Piped:
 
 @dataclass(eq=False)
 class _Pass:
-    """One call: its microbatches on their way forward and back (Work of pipeline/runtime.py)."""
+    """One call: its microbatches on their way forward and back."""
 
     piped: Piped
     parts: list[Any]
@@ -192,9 +193,16 @@ class _Pass:
     def __post_init__(self) -> None:
         self.staged = self.piped.staged
         self.device = self.staged.stages.device
-        self.graded = torch.is_grad_enabled()
-        self.results: dict[int, list[Any]] = {}  # the leaves of the last stage's outputs
-        self.grads: list[Sequence[Tensor]] = []  # of those that require one, by microbatch
+        self.last = PipeOutputs()
+        pairs = enumerate(zip(self.parts, self.known, strict=True))
+        self.work = StageWork(
+            self.staged.stages,
+            NoUnits(),
+            self.last,
+            self.piped.call,
+            [Microbatch(index, part, trace=known.trace) for index, (part, known) in pairs],
+            trains=torch.is_grad_enabled(),
+        )
         self.like, self.structure = self.known[0].out, self.known[0].structure
         self.wanted = [isinstance(x, Tensor) and x.requires_grad for x in self.like]
         self.outs: list[Any] = []
@@ -205,7 +213,7 @@ class _Pass:
     def forwards(self) -> list[Any]:
         """The first half; every rank gets the leaves of the last one's output, rows together."""
         axis = self.staged.axis
-        run(self.piped.halves[0], axis, self, table=self.table)
+        run(self.piped.halves[0], axis, self.work, table=self.table)
         last = self.staged.schedule.home[-1]
         outs: list[Any] = []
         for k, like in enumerate(self.like):
@@ -215,10 +223,10 @@ class _Pass:
             shape = sum(known.out[k].shape[0] for known in self.known), *like.shape[1:]
             out = torch.empty(shape, dtype=like.dtype, device=self.device)
             if axis.rank == last:
-                torch.cat([self.results[i][k] for i in range(len(self.parts))], out=out)
+                torch.cat([self.last.results[i][k] for i in range(len(self.parts))], out=out)
             outs.append(broadcast(out, axis, last))
         self.outs = list(outs)
-        self.results = {}
+        self.last.results = {}
         return outs
 
     def backwards(self, grads: Sequence[Tensor | None], inputs: int) -> list[Tensor]:
@@ -236,12 +244,12 @@ class _Pass:
             for k, grad in enumerate(grads)
             if self.wanted[k] and grad is not None
         ]
-        self.grads = list(zip(*by_leaf, strict=True))
+        self.last.grads = list(zip(*by_leaf, strict=True))
         tied = {p: axis for p, axis in self.piped.tied.items() if p.requires_grad}
         before = [p.grad for p in tied]
         for p in tied:
             p.grad = None
-        run(self.piped.halves[1], axis, self, table=self.table)
+        run(self.piped.halves[1], axis, self.work, table=self.table)
         self.table.clear()
         for (p, holders), old in zip(tied.items(), before, strict=True):
             own = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
@@ -261,61 +269,29 @@ class _Pass:
             return all_reduce(torch.cat(pieces), self.staged.axis)
         return all_reduce(torch.stack(pieces).sum(0), self.staged.axis)
 
-    # --- what a schedule asks (parallel/pipeline/runtime.py) --------------------------------------
 
-    def specs(self, token: Token) -> Sequence[Spec]:
-        """What crosses: values of a stage forward, the gradients of those that have one back."""
-        return specs(self.known[token.microbatch].trace, token)
+class PipeOutputs:
+    """The outputs of the last stage go to the user's loop, cut from their graph.
 
-    def forward(self, stage: int, microbatch: int, given: list[Tensor]) -> tuple[list[Tensor], Any]:
-        """F, from the values that came; without gradients there is no tape."""
-        trace, part = self.known[microbatch].trace, self.parts[microbatch]
-        if self.graded:
-            require_grads(given, trace, stage)
-        stages = self.staged.stages
-        ran = stages.run(stage, trace, given, lambda model: self.piped.call(model, part))
-        made: list[Any] = ran.outputs
-        if stage == stages.count - 1:
-            made = tree_flatten(ran.result)[0]
-            self.results[microbatch] = [x.detach() if isinstance(x, Tensor) else x for x in made]
-        if not self.graded:
-            return ran.outputs, None
-        graded = [x for x in made if isinstance(x, Tensor) and x.requires_grad]
-        return ran.outputs, Tape(given, graded)
+    results   by microbatch, the leaves of what the last stage returned
+    grads     by microbatch, the gradients of those of them that require one
+    """
 
-    def backward(
-        self, stage: int, microbatch: int, tape: Tape, grads: list[Tensor]
-    ) -> list[Tensor]:
-        """B."""
-        found = tape.backward(self._own(stage, microbatch, grads))
-        return self._grads_back(stage, microbatch, found)
+    def __init__(self) -> None:
+        self.results: dict[int, list[Any]] = {}
+        self.grads: list[Sequence[Tensor]] = []
 
-    def inputs(
-        self, stage: int, microbatch: int, tape: Tape, grads: list[Tensor]
-    ) -> tuple[list[Tensor], Rest]:
-        """I."""
-        found, rest = tape.inputs(self._own(stage, microbatch, grads))
-        return self._grads_back(stage, microbatch, found), rest
+    def outputs(self, microbatch: Microbatch, result: Any) -> list[Tensor]:
+        """The leaves that require a gradient."""
+        leaves = tree_flatten(result)[0]
+        self.results[microbatch.index] = [
+            x.detach() if isinstance(x, Tensor) else x for x in leaves
+        ]
+        return [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
 
-    def weights(self, stage: int, microbatch: int, rest: Rest) -> None:
-        """W."""
-        rest.weights()
-
-    def _own(self, stage: int, microbatch: int, grads: list[Tensor]) -> Sequence[Tensor]:
-        last = stage == self.staged.stages.count - 1
-        return self.grads[microbatch] if last else grads
-
-    def _grads_back(
-        self, stage: int, microbatch: int, found: Sequence[Tensor | None]
-    ) -> list[Tensor]:
-        return grads_back(found, self.known[microbatch].trace, stage, self.device)
-
-    def reduce(self, stage: int) -> None:
-        """Nothing is replicated."""
-
-    def update(self, stage: int, microbatch: int) -> None:
-        """The loop updates."""
-        raise AssertionError(Action("U", stage, microbatch))
+    def gradients(self, microbatch: Microbatch) -> Sequence[Tensor]:
+        """Those that came with the loop's backward."""
+        return self.grads[microbatch.index]
 
 
 class _Back(Function):

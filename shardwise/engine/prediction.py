@@ -1,5 +1,10 @@
-"""`sw.predict`: what a rank holds and sends under a plan, without starting one."""
+"""`sw.predict`: what a rank holds and sends under a plan, without starting one.
 
+A prediction depends on the shapes of the batch. `Predictor` makes one for each batch of a run and
+reuses those of batches with the same shapes, unless the model reads values.
+"""
+
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,13 +14,18 @@ from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
 from shardwise.engine import validate
-from shardwise.engine.model_spec import model_spec
+from shardwise.engine.elementwise import require_whole
+from shardwise.engine.expert_parallel import layers_of
+from shardwise.engine.model_spec import model_spec, shapes_of
 from shardwise.engine.parallelize import own_loss, plan_of, recipe_of, settled_options
 from shardwise.engine.spec import optimizer_shape
 from shardwise.engine.training import Loss
 from shardwise.prediction.memory import PLAIN
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.rank_shape import activation_bytes_on, shape_on
+
+#: The note on a model with experts.
+EXPERTS = "what layers of experts tell each other of their tokens is not among the bytes"
 
 
 def predict(
@@ -37,20 +47,80 @@ def predict(
 
     Raises:
         InputError: for a plan that cannot work, a rank that it does not have, options that
-            `parallelize` refuses, and a model that does not run on the meta device.
+            `parallelize` refuses, a model that does not run on the meta device, and a plan with
+            `ep`, whose bytes depend on where the tokens go.
     """
-    validate.model(model, "sw.predict")
-    plan = plan_of(plan)
-    require(plan)
-    plan = plan.completed(None)
-    if not 0 <= rank < plan.size:
-        raise bad(f"rank {rank} of the plan '{plan}'", f"0 to {plan.size - 1}", "rank=0")
-    chosen = settled_options(options)
-    objective = validate.loss(own_loss if loss is None else loss)
-    spec = model_spec(model, plan, rank, batch, objective, chosen)
-    shape = shape_on(spec, plan, rank)
-    dtypes = [getattr(torch, p.dtype) for p in shape.params if p.trainable]
-    keeps = optimizer_shape(recipe_of(optimizer), dtypes[0]) if dtypes else PLAIN
-    norm, notes = chosen["clip"] is not None, (spec.run.note,) if spec.run.note else ()
-    kept_bytes = activation_bytes_on(spec, plan, rank)
-    return Prediction(plan, rank, shape, spec, keeps, norm, kept_bytes, notes)
+    made = Predictor(model, plan, rank=rank, optimizer=optimizer, loss=loss, **options)
+    if made.plan.ep > 1:
+        raise bad(
+            f"a prediction of '{made.plan}', whose bytes depend on where the tokens go",
+            "a plan without ep; with it a run, in which the tokens are counted",
+            f'shardwise verify "{made.plan}", which starts the ranks',
+        )
+    found = made.of(batch)
+    apart = made.plan.size > 1 and layers_of(model)
+    return replace(found, notes=(*found.notes, EXPERTS)) if apart else found
+
+
+class Predictor:
+    """The predictions of one rank for batches of any shape; the arguments are those of `predict`.
+
+    `model` must stay as it is: give `parallelize`, which changes its model, another copy. The plan
+    is completed for a world of `ranks`. The bytes of layers of experts and their activations depend
+    on the tokens: the former are added by the `moves` of `Prediction.in_step`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan: Plan | str,
+        *,
+        rank: int = 0,
+        ranks: int | None = None,
+        optimizer: Any = None,
+        loss: Loss | None = None,
+        **options: Any,
+    ) -> None:
+        validate.model(model, "sw.predict")
+        plan = plan_of(plan)
+        require(plan)
+        self.model, self.rank = model, rank
+        self.plan = plan.completed(ranks)
+        if not 0 <= rank < self.plan.size:
+            allowed = f"0 to {self.plan.size - 1}"
+            raise bad(f"rank {rank} of the plan '{self.plan}'", allowed, "rank=0")
+        self.options = settled_options(options)
+        self.recipe = recipe_of(optimizer)
+        require_whole(self.recipe.kind, self.plan)
+        self.objective = validate.loss(own_loss if loss is None else loss)
+        self.known: dict[object, Prediction] = {}
+
+    def of(self, batch: Any) -> Prediction:
+        """The prediction for a step on `batch`, this rank's share of the global batch.
+
+        Raises InputError for a model that does not run on the meta device.
+        """
+        shapes = shapes_of(batch)
+        if shapes in self.known:
+            return self.known[shapes]
+        found = self._predicted(batch)
+        if not found.spec.run.note:
+            self.known[shapes] = found
+        return found
+
+    def _predicted(self, batch: Any) -> Prediction:
+        plan, rank = self.plan, self.rank
+        spec = model_spec(self.model, plan, rank, batch, self.objective, self.options)
+        shape = shape_on(spec, plan, rank)
+        dtypes = [getattr(torch, p.dtype) for p in shape.params if p.trainable]
+        return Prediction(
+            plan,
+            rank,
+            shape,
+            spec,
+            optimizer=optimizer_shape(self.recipe, dtypes[0]) if dtypes else PLAIN,
+            norm=self.options["clip"] is not None,
+            check_every=self.options["check_every"],
+            activations=0 if plan.ep > 1 else activation_bytes_on(spec, plan, rank),
+            notes=(spec.run.note,) if spec.run.note else (),
+        )

@@ -115,7 +115,6 @@ class ShardedRandom(TorchFunctionMode):
         draws = self.drew or any(module.training and module.p > 0 for module in self.dropouts)
         with self if draws else nullcontext():
             yield
-        self.sharded.clear()
         after = [generator.get_state() for generator in generators_of(device)]
         self.drew = not all(map(torch.equal, before, after))
 

@@ -13,9 +13,12 @@ from torch import nn
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.hook import Hook
-from shardwise.core.param_layout import Layout
+from shardwise.core.layout import I
+from shardwise.core.param_layout import AxisLayout, Layout
+from shardwise.core.plan import Plan
 from shardwise.core.zero import Row
 from shardwise.engine import validate
+from shardwise.engine.expert_parallel import ExpertLayout, fitting
 from shardwise.engine.stage_module import Staging
 from shardwise.engine.tensor_layout import Tensors, nowhere
 from shardwise.kernels.matmul import BY_TORCH, Products
@@ -65,7 +68,7 @@ def units_of(
     parts: int = 1,
     apart: Callable[[UnitSpec], object] = lambda _: None,
 ) -> list[UnitSpec]:
-    """The units of a model whose parameters are about to be cut in `parts`, as a rule.
+    """The units of a model whose parameters will be sharded in about `parts` parts.
 
     Chosen by the whole sizes: ranks whose parts differ a little must not choose differently.
     Neighbours of which `apart` says different things are not merged.
@@ -81,29 +84,32 @@ def shard(
     specs: Sequence[UnitSpec],
     tensors: Tensors | None = None,
     staged: Staging | None = None,
+    experts: ExpertLayout | None = None,
 ) -> list[Unit]:
     """Lay parameters flat, unit by unit, in place.
 
     One unit is built and cut before the next is begun, so a model on the meta device never exists
     whole on any rank.
 
-    `tensors` and `staged` say how ranks of other axes than the data's hold each parameter.
+    `tensors`, `staged` and `experts` say how ranks of other axes than the data's hold each
+    parameter.
     """
-    tensors = tensors or nowhere()
+    tensors, experts = tensors or nowhere(), experts or ExpertLayout(Axis("ep"), *how.axes)
     fill = None if how.fill is None else partial(tensors.part, how.fill)
+    fill = None if fill is None else partial(experts.part, fill)
     units: list[Unit] = []
     for spec in specs:
         groups: list[Flat] = []
-        layouts = {name: layout_of(name, how, tensors, staged) for name, _ in spec.params}
+        layouts = {name: layout_of(name, how, tensors, staged, experts) for name, _ in spec.params}
         for group in _groups(spec, layouts):
             name = group[0][0]
             sums = [tensors.sums.get(name), staged.ties.get(name) if staged else None]
+            data = (experts.shard, experts.replicate) if name in experts.layouts else how.axes
             local = LocalLayout(
                 [layouts[name] for name, _ in group],
-                how.shard,
-                how.replicate,
+                *data,
                 [axis for axis in sums if axis is not None and axis.size > 1],
-                _here(tensors, staged),
+                _here(tensors, staged, experts),
             )
             device = how.device or group[0][1].device
             groups.append(Flat(group, local, fill, device, how.products.add))
@@ -111,17 +117,28 @@ def shard(
     return units
 
 
-def layout_of(name: str, how: Sharding, tensors: Tensors, staged: Staging | None) -> Layout:
-    """How the ranks of all axes hold a parameter."""
+def layout_of(
+    name: str, how: Sharding, tensors: Tensors, staged: Staging | None, experts: ExpertLayout
+) -> Layout:
+    """How the ranks of all axes hold a parameter.
+
+    The ranks of `ep` are data ranks. Where the row shards nothing, they hold the same of what is
+    no expert's.
+    """
     axes = ((tensors.axis.name, tensors.of(name)),) if tensors.axis.size > 1 else ()
     if staged is not None:
         axes = (*axes, (staged.axis.name, staged.layout(name)))
+    if name in experts.layouts:
+        axes = (*axes, (experts.axis.name, experts.layouts[name]))
+        return Layout(how.row, experts.shard.name, experts.replicate.name, axes)
+    if experts.axis.size > 1 and not how.row.sharded:
+        axes = (*axes, (experts.axis.name, AxisLayout(I, experts.axis.size)))
     return Layout(how.row, how.shard.name, how.replicate.name, axes)
 
 
-def _here(tensors: Tensors, staged: Staging | None) -> dict[str, int]:
+def _here(tensors: Tensors, staged: Staging | None, experts: ExpertLayout) -> dict[str, int]:
     """This rank's coordinate on the axes other than the data's."""
-    here = {tensors.axis.name: tensors.axis.rank}
+    here = {tensors.axis.name: tensors.axis.rank, experts.axis.name: experts.axis.rank}
     return here if staged is None else here | {staged.axis.name: staged.axis.rank}
 
 
@@ -131,7 +148,7 @@ def flats_of(units: Sequence[Unit]) -> list[Flat]:
 
 
 def agreed(model: nn.Module, how: Sharding, units: Sequence[Unit]) -> Facts:
-    """What the data ranks agree on of the model in each step."""
+    """The facts that the data ranks exchange in each step (consensus.py)."""
     trained = [flat for flat in flats_of(units) if flat.trained]
     buffers = Buffers(model, how.axes, follow=how.broadcast_buffers)
     return Facts(how.axes, trained, buffers)
@@ -149,7 +166,7 @@ def hooked(model: nn.Module, how: Sharding, units: Sequence[Unit], pace: Pace) -
 
 
 def sizes(units: Sequence[Unit]) -> dict[nn.Parameter, int]:
-    """How many elements each parameter has, or this tensor rank's part of it."""
+    """The number of elements of each parameter, or of this tensor rank's part of it."""
     return {
         p: shape.numel()
         for flat in flats_of(units)
@@ -157,15 +174,17 @@ def sizes(units: Sequence[Unit]) -> dict[nn.Parameter, int]:
     }
 
 
-def layable(model: nn.Module, rule: Rule) -> None:
-    """Raise InputError, with the model untouched, where `shard` would."""
+def layable(model: nn.Module, rule: Rule, plan: Plan | None = None) -> None:
+    """Raise InputError if `shard` would, without changing the model."""
     if any(drivers(module) for module in model.modules()):
         raise validate.already_wrapped(model)
     choose(model, rule)
+    if plan is not None:
+        fitting(model, plan)
 
 
 def drivers(module: nn.Module) -> list[Data]:
-    """The owners of the hooks on `module` that lay parameters out."""
+    """The owners of the hooks on `module` that gather and reduce parameters."""
     hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Hook)]
     found = dict.fromkeys(hook.driver for hook in hooks)
     return [driver for driver in found if isinstance(driver, Data) and driver.staged is None]

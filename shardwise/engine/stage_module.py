@@ -1,4 +1,4 @@
-"""How a model lies on the pipeline axis: which stages are here, and what ranks share.
+"""Cuts a model into the stages of this rank, and keeps shared parameters equal on all holders.
 
     rank 0   embed  blocks.0  blocks.1                     stages of the schedule's `home`
     rank 1   blocks.2  blocks.3  norm  head                head.weight is embed.weight: a tie
@@ -21,8 +21,8 @@ from shardwise.core.layout import R
 from shardwise.core.param_layout import AxisLayout
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import problems
-from shardwise.core.schedule.library import allowed, build, entry
-from shardwise.core.schedule.lower import lower
+from shardwise.core.plan_schedule import schedule_of
+from shardwise.core.schedule.library import allowed, entry
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.core.tensor_plan import Table
 from shardwise.engine import rng, tensor_parallel, validate
@@ -83,7 +83,7 @@ class Staging:
         return {stage for name in names for stage in self.at[name]} & set(self.mine)
 
     def copy(self, buffer: str) -> int:
-        """Which of the ranks that hold the buffer of that name this one is."""
+        """The index of this rank among those that hold the buffer of that name."""
         for name, layer in self.stages.layers.found.items():
             if any(buffer.startswith(f"{known}.") for known in (name, *layer.names)):
                 return self.owners(layer.stages).index(self.axis.rank)
@@ -116,13 +116,6 @@ class Staging:
         for index, total in sums.items():
             used[index : index + 1] = total.wait()
         return used
-
-
-def schedule_of(plan: Plan) -> Schedule | None:
-    """The schedule of a plan, written out for a machine; None where it has no pipeline."""
-    if plan.pipeline is None:
-        return None
-    return lower(build(plan.pipeline, plan.mesh.size_of(AXIS)))
 
 
 def fitting(
@@ -183,7 +176,7 @@ def twin(
 
 
 def agree(model: nn.Module, axis: Axis, device: torch.device) -> None:
-    """The first rank's weights, buffers and random numbers to come are those of all ranks."""
+    """Copy the first rank's weights, buffers and generator states to all ranks."""
     if axis.size > 1:
         rng.synchronize(axis, device)
     for t in [*model.parameters(), *model.buffers()] if axis.size > 1 else []:

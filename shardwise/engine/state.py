@@ -1,11 +1,12 @@
-"""What an engine keeps, as boxes of whole named tensors, for a checkpoint.
+"""The state of an engine for a checkpoint, as boxes of full named tensors.
 
     model/NAME           the weight, as precise as there is one (the fp32 master of a 16-bit one)
-    optim/KEY/NAME       a state tensor of the optimizer, in the shape of the weight, or 0-d
+    optim/KEY/NAME       a state tensor of the optimizer, in the shape of the weight, or 0-d, or
+                         means of rows and columns (Adafactor, whose parameters are whole)
     buffer/NAME          a buffer of the model
 
-A name and its whole shape are all that survives: which row, how many ranks and which units there
-were does not, so any plan can load what any other saved.
+A checkpoint has names and full shapes only, not the row, the ranks or the units, so any plan can
+load the checkpoint of any other.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -48,10 +49,11 @@ def _optimizer(optimizer: ShardedOptimizer) -> list[Box]:
     found: list[Box] = []
     for flat, index, key, value in optimizer.tensors():
         name = f"optim/{key}/{flat.names[index]}"
-        if value.dim() == 0:
+        shape = tuple(value.shape)
+        if value.dim() == 0 or (not flat.split and shape != tuple(flat.shapes[index])):
             first = flat.plan.offsets[index] // max(1, flat.plan.share)  # has its first element
             copy = _data_copy(flat, first) + flat.layouts[index].holder(flat.here)
-            found.append(Box(name, (), (), (), value, copy))
+            found.append(Box(name, shape, (0,) * len(shape), shape, value, copy))
         else:
             found += _pieces(flat, index, name, value.view(-1))
     return found
@@ -82,7 +84,7 @@ def gradients(optimizer: ShardedOptimizer) -> list[Box]:
 
 
 def _data_copy(flat: Flat, first: int = 0) -> int:
-    """Which of the data ranks that hold the same this one is, from shard rank `first` on."""
+    """The index of this rank among the data ranks with the same data, from shard rank `first`."""
     shard, replicate = flat.shard_axis, flat.replicate_axis
     return replicate.rank * shard.size + (shard.rank - first) % shard.size
 
@@ -124,5 +126,5 @@ def refresh(optimizer: ShardedOptimizer, units: Units) -> None:
     for k, flat in enumerate(optimizer.flats):
         if k in optimizer.masters:
             flat.shard.copy_(optimizer.masters[k])
-    units.rest()
-    units.publish()
+    units.to_sharded()
+    units.begin_unshard()

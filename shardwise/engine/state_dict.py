@@ -30,7 +30,7 @@ def keep_keys(module: nn.Module, data: Data, flats: Sequence[Flat]) -> list[Remo
 
 def _gather_all(flats: Sequence[Flat], *_: Any) -> None:
     for flat in flats:
-        flat.gather()
+        flat.unshard()
 
 
 @torch.no_grad()
@@ -38,7 +38,7 @@ def _copy_whole(data: Data, _: nn.Module, state: dict[str, Any], *_more: Any) ->
     for key, value in list(state.items()):
         if isinstance(value, Tensor):
             state[key] = value.detach().clone()
-    data.units.rest()
+    data.units.to_sharded()
 
 
 def _before_load(flats: Sequence[Flat], *_: Any) -> None:
@@ -49,18 +49,18 @@ def _before_load(flats: Sequence[Flat], *_: Any) -> None:
 def _after_load(data: Data, flats: Sequence[Flat], *_: Any) -> None:
     for flat in flats:
         flat.keep_block()
-    data.units.rest()
+    data.units.to_sharded()
 
 
 def whole(flats: Sequence[Flat]) -> dict[str, Tensor]:
     """Every full parameter by name, as new tensors; gathers one flat parameter at a time."""
     found: dict[str, Tensor] = {}
     for flat in flats:
-        resting = flat.at_rest
-        flat.gather()
+        was_sharded = flat.is_sharded
+        flat.unshard()
         for name, p in zip(flat.names, flat.params, strict=True):
             found[name] = p.detach().clone()
-        if resting:
-            flat.free()
-            flat.rest()
+        if was_sharded:
+            flat.reshard()
+            flat.to_sharded()
     return found

@@ -1,4 +1,4 @@
-"""What a model on the tensor axis has: the layout of each parameter, by name, and its streams."""
+"""State of a model on the tensor axis: the layout of each parameter by name, and its stream."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,10 +16,10 @@ from shardwise.parallel.tensor.linear import Stream
 
 @dataclass
 class Tensors:
-    """A model on the tensor axis; on an axis of one rank nothing is cut and nothing moves.
+    """A model on the tensor axis; on an axis of one rank nothing is sharded and nothing is sent.
 
-    layouts   of parameters that are not the same on all ranks with the same gradient
-    sums      for some of them, this rank's axis over which the gradient is summed
+    layouts   of parameters that are sharded, or whose gradients differ between the ranks
+    sums      for some of them, the axis over which the gradient is summed
     random    random numbers of sharded activations
     """
 
@@ -34,7 +34,7 @@ class Tensors:
         return self.layouts.get(name, AxisLayout(I, self.axis.size))
 
     def part(self, fill: Callable[[str, Tensor], None], name: str, tensor: Tensor) -> None:
-        """Fill this rank's part of parameter `name` by a rule for the whole."""
+        """Fill this rank's shard of parameter `name` with a function that fills the full tensor."""
         cut = self.of(name).cut
         if cut is None:
             fill(name, tensor)
@@ -44,18 +44,15 @@ class Tensors:
         tensor.copy_(part(whole, cut, self.axis.rank))
 
     def begin(self) -> None:
-        """A step begins: its moves are counted."""
-        self.stream.counting = True
+        """Begin a step."""
         self.stream.begin()
-        self.stream.crossings.clear()
-        self.stream.losses.clear()
+        self.random.sharded.clear()
 
     def end(self) -> None:
-        """The last backward pass of the step is over."""
-        self.stream.counting = False
+        """End the step, after its last backward pass."""
         self.stream.end()
 
 
 def nowhere() -> Tensors:
-    """A model that is on no tensor axis."""
+    """The state of a model without a tensor axis."""
     return Tensors(Axis("none"), Stream(Axis("none"), split=False, products=BY_TORCH))

@@ -1,9 +1,8 @@
-"""How a model is laid out on the tensor axis: its table, carried out.
+"""Sharding of a model on the tensor axis according to its table.
 
-For every module the table names: its parameters are cut (or found to have partial gradients), its
-hooks are set (parallel/tensor/linear.py, parallel/tensor/embedding.py), and the numbers by which it
-knows its own sizes become this rank's.  Everything else stays whole and alike on every rank of the
-axis.
+For every module in the table: its parameters are sharded (or their gradients are summed), its hooks
+are set (parallel/tensor/), and its attributes that count heads get this rank's numbers.  Everything
+else is replicated on all ranks of the axis.
 """
 
 from collections.abc import Mapping
@@ -34,14 +33,14 @@ AXIS = "tp"
 
 
 def fitting(model: nn.Module, plan: Plan, given: Table | Mapping[str, str] | None) -> Table | None:
-    """The table by which `plan` lays `model` out; None where it has no tensor axis.
+    """The table of styles of `model` for `plan`; None if the plan has no tensor axis.
 
-    Raises InputError where there is none or it does not fit, with every problem and its remedy.
+    Raises InputError if there is no table or it does not fit, with every problem and its remedy.
     """
     ranks = plan.mesh.size_of(AXIS)
     if ranks == 1 and given is None:
         return None
-    table = table_of(model, given)  # one that is given is read, whether the plan uses it or not
+    table = table_of(model, given)  # also checks a table that the plan does not use
     if ranks == 1:
         return None
     if not table.styles:
@@ -58,7 +57,7 @@ def lay_out(
     table: Table | None,
     products: Products = BY_TORCH,
 ) -> Tensors:
-    """Cut `model` on the tensor axis of `world` as `table` says, in place."""
+    """Shard `model` in place on the tensor axis of `world` according to `table`."""
     axis = world.axis(AXIS)
     if table is None or axis.size == 1:
         return nowhere()
@@ -90,7 +89,7 @@ def _end(stream: linear.Stream, *_: object) -> None:
 
 
 def _agree(model: nn.Module, axis: Axis) -> None:
-    """The first rank's weights and buffers are everyone's."""
+    """Broadcast the first rank's weights and buffers."""
     for t in [*model.parameters(), *model.buffers()]:
         if not t.is_meta and t.numel():
             together = t.data.contiguous()
@@ -99,27 +98,25 @@ def _agree(model: nn.Module, axis: Axis) -> None:
 
 
 def _lines(cut: Cut) -> Groups:
-    """The ranks that hold some of what is cut in common, the others each alone; or none."""
+    """Groups of ranks that share a part of a packed weight; empty if none do."""
     lines = [next(iter(cut.common(rank)), (rank,)) for rank in range(cut.ranks)]
     return tuple(dict.fromkeys(lines)) if any(len(line) > 1 for line in lines) else ()
 
 
 class _Layout:
-    """One model being laid out: what was decided of each of its parameters so far."""
+    """One model while it is sharded: the decisions for its parameters so far."""
 
     def __init__(self, model: nn.Module, world: World, tensors: Tensors) -> None:
         self.model, self.world, self.tensors = model, world, tensors
         self.stream, self.axis = tensors.stream, tensors.axis
-        #: where the sequence is joined
-        self.whole = linear.Stream(
-            self.axis, split=False, products=self.stream.products, within=self.stream
-        )
+        #: the stream of modules that need the gathered sequence
+        self.whole = linear.Stream(self.axis, split=False, products=self.stream.products)
         self.names = {id(p): name for name, p in model.named_parameters()}
         self.wanted: dict[str, tuple[nn.Parameter, Cut]] = {}
         self.entered: list[str] = []  # modules whose inputs are gathered
 
     def hook(self, name: str, style: Style, cut: Cut | None, shape: ModuleShape) -> None:
-        """Set the hooks of one module: what is hooked last comes first, and the user's after it."""
+        """Set the hooks of one module; the last one set runs first, and user hooks run last."""
         module = self.model.get_submodule(name)
         stream = self.whole if style.by == "whole" else self.stream
         entered = any(name.startswith(f"{outer}.") for outer in self.entered)
@@ -162,9 +159,10 @@ class _Layout:
         module.register_forward_hook(logits, prepend=True)
 
     def hold(self, name: str, style: Style, weight: Cut | None, bias: Cut | None) -> None:
-        """Note what becomes of the module's own parameters."""
+        """Record the layout of the module's own parameters."""
         summed = style.name in ("replicated", "sequence")
-        row = style.name.startswith("rowwise") and self.stream.split  # its bias is added to shards
+        # under sp the bias of a rowwise layer is added to shards of the sequence
+        row = style.name.startswith("rowwise") and self.stream.split
         module = self.model.get_submodule(name)
         for key, p in module.named_parameters(recurse=summed):
             full = self.names[id(p)]
@@ -176,10 +174,10 @@ class _Layout:
                 self.tensors.sums[full] = self.axis
 
     def cut(self) -> None:
-        """Cut the parameters, and open the lines on which shared parts are summed."""
+        """Shard the parameters, and open the groups that sum the gradients of shared parts."""
         rank = self.axis.rank
         lines: dict[Groups, Axis] = {(): Axis(AXIS)}
-        # hooks keep this object alive; it must not keep the weights of other stages with it
+        # hooks keep this object alive, so it must not hold the weights of other stages
         wanted, self.wanted = self.wanted, {}
         for name, (p, cut) in wanted.items():
             layout, within = AxisLayout.sharded(cut), _lines(cut)

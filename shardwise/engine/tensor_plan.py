@@ -1,8 +1,8 @@
-"""Where a model's table of tensor parallelism comes from, and the model as it sees it.
+"""The source of a model's table of tensor parallelism, and the shapes of the model's modules.
 
-In this order: what the user gives as `table=`; the model's own attribute `tensor_table`; what a
-model of transformers says of itself (engine/hf_plans.py). A module that has one of these and is
-part of a larger model brings its table with it.
+The table is, in this order: the argument `table=`; the model's attribute `tensor_table`; the plan
+in the configuration of a transformers model (engine/hf_plans.py). A part of a larger model can have
+a table too.
 """
 
 from collections.abc import Mapping
@@ -12,20 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.core.arguments import short_repr
 from shardwise.core.errors import InputError, bad
 from shardwise.core.styles import ModuleShape, general, parent
 from shardwise.core.tensor_plan import Table
 from shardwise.engine.hf_plans import own_plan
-from shardwise.engine.validate import short_repr
 
 _EXAMPLE = '{"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}'
 
 
 def table_of(model: nn.Module, given: Table | Mapping[str, str] | None = None) -> Table:
-    """The table to lay `model` out by: the one given, or the model's own.
+    """The table of `model`: the argument `given`, or the model's own.
 
-    A dict of styles takes the numbers of heads from the model's own table, where it has one.
-    Raises InputError for what is no table, and for a model that has none.
+    A dict of styles uses the numbers of heads of the model's own table, if it has one.
+    Raises InputError for a wrong type, and for a model without a table.
     """
     if isinstance(given, Table):
         return given
@@ -45,7 +45,7 @@ def table_of(model: nn.Module, given: Table | Mapping[str, str] | None = None) -
 
 
 def shapes(model: nn.Module) -> dict[str, ModuleShape]:
-    """Every module of the model but itself, as a table sees it; meta tensors will do."""
+    """The shapes of all modules inside the model, by name; works on the meta device."""
     holders: dict[int, str] = {}
     found: dict[str, ModuleShape] = {}
     for name, module in model.named_modules():
@@ -62,7 +62,7 @@ def shapes(model: nn.Module) -> dict[str, ModuleShape]:
 
 
 def _shape(module: nn.Module) -> ModuleShape:
-    """One module, as far as it can be told from itself."""
+    """The shape of one module, without `tied`."""
     kind = type(module).__name__
     own = dict(module.named_parameters(recurse=False))
     sizes = {parameter.shape for parameter in own.values()}
@@ -94,7 +94,7 @@ def _shape(module: nn.Module) -> ModuleShape:
 
 
 def _own(module: nn.Module, name: str) -> Table | None:
-    """The table that a module says it has. Raises InputError for one that is none."""
+    """The table of a module. Raises InputError for a `tensor_table` of a wrong type."""
     table = getattr(module, "tensor_table", None)
     if table is None:
         return own_plan(module)
@@ -108,21 +108,21 @@ def _own(module: nn.Module, name: str) -> Table | None:
 
 
 def without(model: nn.Module, why: str) -> InputError:
-    """What to answer for a model without a table: one to begin with, made of its linear layers."""
+    """The error for a model without a table; it suggests one for the model's linear layers."""
     what = f"tensor parallelism of a {type(model).__name__}, which {why}"
     guessed = _guess(shapes(model))
     if not guessed:
         allowed = "models with linear layers, which can be cut"
         return bad(f"{what} and no linear layer", allowed, "a plan without tp, as dp2")
     allowed = (
-        "a table given as table= (verify: --table FILE), a model with the attribute tensor_table, "
+        "a table passed as table= (verify: --table FILE), a model with the attribute tensor_table, "
         "a model of transformers that has a tensor plan; see docs/tensor-tables.md"
     )
     return bad(what, allowed, f"table={guessed!r}, with the styles that fit your layers")
 
 
 def _guess(modules: Mapping[str, ModuleShape]) -> dict[str, str]:
-    """Styles for linear layers that repeat, where one takes what others beside it give."""
+    """Styles for repeated linear layers whose sizes form a column-parallel, row-parallel pair."""
     linear = {name: shape for name, shape in modules.items() if shape.kind == "linear"}
     beside: dict[str, list[str]] = {}
     for name in linear:

@@ -11,6 +11,7 @@ from shardwise.comm.world import World
 from shardwise.core.plan import Plan
 from shardwise.core.tensor_plan import Table
 from shardwise.engine.optimizer_spec import OptimizerSpec
+from shardwise.engine.recomputation import Recomputation
 from shardwise.parallel.data.initial_weights import Fill
 from shardwise.parallel.data.wrap_policy import Rule
 
@@ -76,7 +77,7 @@ class Build:
     starts            the names of the modules that begin the stages after the first
     beside            modules that are not called where they are defined (staged_model.py)
     least_unit_bytes  smaller units are merged with their neighbours; None: 2 MiB
-    recompute         modules that are recomputed, and how (parallel/recompute/checkpointed.py)
+    recompute         modules that are recomputed, and how (recomputation.py)
     kernels           "auto" or "torch" (kernels/choice.py)
     """
 
@@ -89,7 +90,7 @@ class Build:
     starts: tuple[str, ...] = ()
     beside: dict[str, str] = field(default_factory=dict)
     least_unit_bytes: int | None = None
-    recompute: dict[str, str] = field(default_factory=dict)
+    recompute: Recomputation = field(default_factory=lambda: Recomputation({}))
     kernels: str = "auto"
 
 

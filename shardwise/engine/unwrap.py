@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from shardwise.comm.move import broadcast
 from shardwise.core.errors import bad
 from shardwise.engine import validate
+from shardwise.engine.data_parallel import DataParallel
 from shardwise.engine.pipe import Piped
 from shardwise.engine.shard import driver_of, drivers, flats_of
 from shardwise.engine.stage_module import Staging
@@ -31,6 +32,8 @@ def unwrap(module: nn.Module) -> nn.Module:
         InputError: the module is not wrapped, or belongs to an engine.
     """
     validate.wrapped_module(module, "sw.unwrap")
+    if isinstance(module, DataParallel):
+        return module.module
     data, piped = driver_of(module), pipe_of(module)
     if piped is not None:
         _restore(piped.staged)
@@ -68,15 +71,15 @@ def pipe_of(module: nn.Module) -> Piped | None:
 
 
 def no_pipe(module: nn.Module) -> None:
-    """Raise InputError if `module` or a part of it is wrapped by sw.Pipe."""
-    if any(pipe_of(part) is not None for part in module.modules()):
+    """Raise InputError if `module` or a part of it is wrapped by sw.Pipe or sw.DataParallel."""
+    if any(pipe_of(p) is not None or isinstance(p, DataParallel) for p in module.modules()):
         raise validate.already_wrapped(module)
 
 
 @torch.no_grad()
 def _release(flat: Flat) -> None:
     """Give each parameter its own memory and its full value."""
-    flat.gather()
+    flat.unshard()
     for p in flat.params:
         grad = p.grad
         p.grad = None  # torch compares its shape with that of the data

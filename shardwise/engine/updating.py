@@ -8,7 +8,6 @@ not finite           none: gradients are dropped, weights and optimizer state st
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from shardwise.engine.guard import Guard
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.scale import LossScale
 from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.parallel.data.hooks import Data
 from shardwise.parallel.data.units import Unit
 
 #: So much is updated at once where updates need not wait for one another.
@@ -36,7 +36,7 @@ class Updates:
     """
 
     optimizer: ShardedOptimizer
-    data: Any
+    data: Data
     flats: Sequence[Flat]
     guard: Guard
     scale: LossScale
@@ -53,7 +53,7 @@ class Updates:
         """
         ready: list[Flat] = []
         for unit in arriving:
-            unit.show()
+            unit.attach_grads()
             ready += [flat for flat in self.flats if flat in unit.trained]
             if sum(flat.shard.nbytes for flat in ready) >= EARLY_BYTES:
                 self._update(ready, correction)
@@ -70,7 +70,7 @@ class Updates:
             self.data.sums.finish()
         norm = self._norm(correction)
         if update and math.isfinite(norm):
-            self.data.units.show()
+            self.data.units.attach_grads()
             self._update(self.flats, self._factor(norm) * correction)
             self.scale.update(overflow=False)
             self.guard.passed()
@@ -84,7 +84,7 @@ class Updates:
         with self.ledger.phase("backward"):
             self.data.sums.finish()
         if not self.by_schedule:
-            self.data.units.show()
+            self.data.units.attach_grads()
         error = self.guard.record_skip(step, summed, self.flats, norm, self.scale.on)
         self.scale.update(overflow=True)
         self.optimizer.skip()

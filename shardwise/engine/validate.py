@@ -1,4 +1,6 @@
-"""Validation of arguments: modules, numbers and functions, checked before anything is changed.
+"""Checks of arguments that are torch objects: modules, functions, optimizers, worlds.
+
+Numbers and words are checked by core/arguments.py.  All checks precede any change of the model.
 
 The user's functions (loss, tokens, fill) are wrapped, so that their results are checked too.  A
 wrong result raises an InputError that says what to return, instead of an error of torch's from the
@@ -17,17 +19,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from shardwise.comm.world import World
+from shardwise.core.arguments import is_number, short_repr
 from shardwise.core.errors import InputError, bad
 from shardwise.core.hook import in_backward
 
-MAX_CHARS = 60  # characters of a value shown in an error
 LOSS = "loss=lambda model, batch: mse_loss(model(batch[0]), batch[1])"
-
-
-def short_repr(value: Any) -> str:
-    """A short text for a value in an error; functions and classes by their names."""
-    text = getattr(value, "__name__", None) or " ".join(repr(value).split())
-    return text if len(text) <= MAX_CHARS else f"{text[:MAX_CHARS]}..."
 
 
 def module(value: Any, caller: str, example: str = "nn.Linear(8, 8)") -> None:
@@ -121,25 +117,9 @@ def world(value: Any) -> None:
         raise bad(f"world={short_repr(value)}", "the world that sw.init() returns", "sw.init()")
 
 
-def integer(name: str, value: Any, least: int, example: int, most: int | None = None) -> None:
-    """Raise InputError unless `value` is an integer from `least` to `most` (None: no limit)."""
-    fits = isinstance(value, int) and not isinstance(value, bool) and value >= least
-    if not fits or (most is not None and value > most):
-        allowed = f"a whole number from {least} " + ("up" if most is None else f"to {most}")
-        raise bad(f"{name}={short_repr(value)}", allowed, f"{name}={example}")
-
-
-def positive(name: str, value: Any) -> None:
-    """Raise InputError unless `value` is None or a number above 0; infinity is allowed."""
-    number = float(value) if _number(value) else math.nan
-    if value is not None and not number > 0:
-        allowed = "a number above 0, or None for no bound"
-        raise bad(f"{name}={short_repr(value)}", allowed, f"{name}=1.0")
-
-
 def rate(value: Any) -> None:
     """Raise InputError unless `value` is a learning rate: a finite number from 0 up."""
-    if not _number(value) or not 0 <= value < math.inf:
+    if not is_number(value) or not 0 <= value < math.inf:
         raise bad(
             f"a learning rate of {short_repr(value)}", "a finite number from 0 up", "set_lr(3e-4)"
         )
@@ -149,16 +129,11 @@ def scalars(value: Any) -> None:
     """Raise InputError unless `value` has the keys of `engine.scalars()`, with numbers."""
     wanted = ("step", "loss_scale", "since")
     there: Any = value if isinstance(value, Mapping) else {}
-    wrong = [key for key in wanted if not _number(there.get(key))]
+    wrong = [key for key in wanted if not is_number(there.get(key))]
     if wrong:
         given = f"load_scalars({short_repr(value)}), without a number for {', '.join(wrong)}"
         allowed = "what engine.scalars() returned when the checkpoint was saved"
         raise bad(given, allowed, 'engine.load_scalars(saved["engine"])')
-
-
-def _number(value: Any) -> bool:
-    single = isinstance(value, Tensor) and value.dim() == 0
-    return single or (isinstance(value, Real) and not isinstance(value, bool))
 
 
 def function(name: str, value: Any, takes: tuple[str, ...], example: str) -> None:
@@ -231,13 +206,6 @@ def tokens(value: Callable[[Any], Any]) -> Callable[[Any], int]:
     return checked
 
 
-def like(value: Any) -> None:
-    """Raise InputError unless `value` is a tensor, for `engine.outputs(call, like=...)`."""
-    if not isinstance(value, Tensor):
-        allowed = "a tensor with the shape, dtype and device of the call's result"
-        raise bad(f"like={short_repr(value)}", allowed, "like=torch.zeros(rows, classes)")
-
-
 def outputs(found: Any, like: Tensor) -> Tensor:
     """The result of a call, in the dtype and on the device of `like`.
 
@@ -258,19 +226,17 @@ def fill(value: Callable[[str, Tensor], Any]) -> Callable[[str, Tensor], None]:
     """Wrap `fill` so that it must write in place.  Raises InputError like `loss`."""
     example = "fill=lambda name, tensor: tensor.normal_(0, 0.02)"
     function("fill", value, ("name", "tensor"), example)
-    allowed = "a function that writes initial weights into its second argument, in place"
 
     def checked(name: str, tensor: Tensor) -> None:
         """Fill the parameter, and check that it was written in place."""
         try:
             found = value(name, tensor)
-        except InputError:
-            raise
         except Exception as error:
-            given = f"fill, which raises {type(error).__name__} ({error}) for the parameter {name}"
-            raise bad(given, allowed, example) from error
+            error.add_note(f"in fill, for the parameter {name}")
+            raise
         if isinstance(found, Tensor) and found.data_ptr() != tensor.data_ptr():
             given = f"fill, which returns another tensor for the parameter {name}"
+            allowed = "a function that writes initial weights into its second argument, in place"
             raise bad(given, allowed, example)
 
     return checked

@@ -4,14 +4,14 @@
     newest version               0   0   0   1   1   1   2   2   2
     used                         0   0   0       1   0       2   1
 
-A microbatch goes back through the weights that it came forward through.  What autograd saved of a
-weight is the parameter itself, which is read when the backward pass comes by, or a view of it (its
-transpose), which is what lay in memory at the forward.  So the values of a version stay where they
-are as long as it is used, and parameters point there for each F, B, I and W that uses it: an update
-whose old version is still wanted is made in a new buffer, another one in place.  Updates are not
-counted as writes to the parameter, which autograd would take for a fault.
+The backward pass of a microbatch uses the same weights as its forward pass.  Autograd saves either
+the parameter itself, which it reads during the backward pass, or a view of it (its transpose),
+which refers to the memory of the forward pass.  So a version keeps its memory as long as it is
+used, and parameters point there for each F, B, I and W that uses it.  An update writes to a new
+buffer if the old version is still needed, else in place.  Updates do not change the parameter's
+version counter: autograd would raise an error in backward.
 
-A stage has as many versions at once as core/schedule/memory.py says, and when the row is done one.
+core/schedule/memory.py computes the number of versions of each stage; one is left after the row.
 
 An update (U) sums the gradients of its microbatches over the data ranks, and divides them by the
 tokens of all of them: each is the mean over its own microbatches.
@@ -21,7 +21,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +32,7 @@ from shardwise.core.schedule.action import COMPUTE_OPS
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine import stage_module
 from shardwise.engine.guard import Guard
+from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.stage_module import Staging
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.hooks import Data
@@ -46,11 +46,11 @@ def require(
     beside: Mapping[str, str] | None = None,
     on_nonfinite: str = "raise",
 ) -> float | None:
-    """The bound for the gradient's norm, None for infinity too, of which there is no norm to tell.
+    """The bound for the gradient's norm; None also for infinity under an asynchronous schedule.
 
     `starts` are the modules that begin stages, `beside` as in staged_model.py. Raises InputError
-    for what a schedule that updates by itself cannot do: clip, and train one parameter in stages
-    that update at different times, or skip a step.
+    for what an asynchronous schedule cannot do: clip, skip a step, or train one parameter in stages
+    that update at different times.
     """
     schedule = stage_module.schedule_of(plan)
     if schedule is None or not schedule.update:
@@ -89,16 +89,12 @@ def _torn(plan: Plan, name: str, stages: Sequence[int], schedule: Schedule) -> I
     )
 
 
-class Optimizer(Protocol):
-    """What updates flat groups from their gradients (optimizer.py)."""
-
-    def step(self, flats: Sequence[Flat], factor: float = 1.0) -> None: ...
-
-
 class Stale:
     """The versions of the parameters of this rank's stages, during one run of a schedule."""
 
-    def __init__(self, staged: Staging, data: Data, optimizer: Optimizer, guard: Guard) -> None:
+    def __init__(
+        self, staged: Staging, data: Data, optimizer: ShardedOptimizer, guard: Guard
+    ) -> None:
         assert data.staged is not None
         self.schedule, self.data, self.optimizer = staged.schedule, data, optimizer
         self.units = data.staged
@@ -168,14 +164,14 @@ class Stale:
             del self.kept[stage][version]
         params = tuple(p for flat in flats for p in flat.params)
         for unit in self.units.units[stage]:
-            unit.show()
+            unit.attach_grads()
         if not self.guard.spoils(flats):
             with _uncounted(params):
                 self.optimizer.step(flats, 1 / (sum_scale * max(1, total)))
         for flat in flats:
             flat.clear()
         for unit in self.units.units[stage]:
-            unit.gather()
+            unit.unshard()
         self.kept[stage][version + 1] = [flat.full for flat in flats]
         self.shown[stage] = version + 1
         self.peak_bytes = max(self.peak_bytes, self._old_bytes())

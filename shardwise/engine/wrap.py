@@ -20,8 +20,11 @@ from torch import nn
 
 from shardwise.comm.move import begin_sum
 from shardwise.comm.world import Axis, World, init
+from shardwise.core.arguments import choice, integer, positive, short_repr
 from shardwise.core.errors import bad
 from shardwise.core.mesh import Mesh
+from shardwise.core.plan import Plan
+from shardwise.core.pool_size import pool_bytes
 from shardwise.core.zero import ROWS
 from shardwise.engine import consistency, validate
 from shardwise.engine.norm import squared_norm
@@ -66,7 +69,7 @@ def DDP(  # noqa: N802
     bytes.  (Li et al., "PyTorch Distributed", arXiv 2006.15704.)
     """
     validate.model(module, "sw.DDP")
-    validate.integer("bucket_bytes", bucket_bytes, 1, 25 * 2**20)
+    integer("bucket_bytes", bucket_bytes, 1, 25 * 2**20)
     no_pipe(module)
     layable(module, "auto")
     world = _world(world)
@@ -98,9 +101,7 @@ def FSDP(  # noqa: N802
     no_pipe(module)
     layable(module, units)
     name = getattr(sharding_strategy, "name", sharding_strategy)
-    if not isinstance(name, str) or name not in STRATEGIES:
-        what = f"sharding_strategy={validate.short_repr(name)}"
-        raise bad(what, ", ".join(STRATEGIES), 'sharding_strategy="FULL_SHARD"')
+    choice("sharding_strategy", name, STRATEGIES)
     world = _world(world)
     inner = _shard_size(name, shard_size, world.size)
     if name == "NO_SHARD":
@@ -127,11 +128,7 @@ def _shard_size(name: str, asked: int | None, ranks: int) -> int:
         return ranks
     if not isinstance(asked, int) or asked not in divisors:
         usual = next((n for n in divisors[::-1] if n < ranks), ranks)  # as few copies as possible
-        what = (
-            "without shard_size"
-            if asked is None
-            else f"with shard_size={validate.short_repr(asked)}"
-        )
+        what = "without shard_size" if asked is None else f"with shard_size={short_repr(asked)}"
         raise bad(
             f"{name} {what} in a world of {ranks}",
             "shard_size, the number of ranks that share one copy, a number that divides the number "
@@ -148,6 +145,9 @@ def _wrap(module: nn.Module, how: Sharding, world: World) -> nn.Module:
             p.data = p.data.to(world.device)
     for b in module.buffers():
         b.data = b.data.to(world.device)
+    plan = Plan(axes=(("dp", world.size),), bucket_bytes=how.bucket_bytes)
+    room = pool_bytes(plan, sum(p.nbytes for p in module.parameters()))
+    world.pool.reserve(room, world.device)
     kernels, fill = kernels_of("auto", world.device), default_fill(module, 0)
     how = replace(how, fill=fill, device=world.device, products=kernels.products)
     pace = Pace(scale=1 / world.size)
@@ -156,7 +156,7 @@ def _wrap(module: nn.Module, how: Sharding, world: World) -> nn.Module:
     data.handles += kernels.install(module, data, sizes(laid))
     data.handles += keep_keys(module, data, flats_of(laid))
     if how.shard.size > 1:
-        data.units.rest()
+        data.units.to_sharded()
     return module
 
 
@@ -188,7 +188,7 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
     clipping.  `torch.nn.utils.clip_grad_norm_` would only see this rank's shards.
     """
     validate.module(module, "sw.clip_grad_norm")
-    validate.positive("max_norm", max_norm)
+    positive("max_norm", max_norm)
     data = driver_of(module)
     if data is None:
         return torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)

@@ -1,1 +1,1 @@
-"""How the arithmetic of one layer is done on this device; optional, and known to nobody else."""
+"""Kernels: faster implementations of single layers for some devices; optional."""

@@ -1,7 +1,7 @@
-"""Which kernels compute the layers of a model: torch's own, or faster ones where there are some.
+"""Which kernels compute the layers of a model: torch's own, or faster ones if there are any.
 
-auto     products by the fastest library for this processor (matmul.py); RMS norms as one node
-(rms_norm.py); weight gradients written where they are accumulated (fused_linear.py)
+auto     products by the fastest library for this CPU (matmul.py); RMS norms as one node
+(rms_norm.py); weight gradients added to the flat gradient (fused_linear.py)
 torch    torch's own functions and autograd
 """
 
@@ -24,7 +24,7 @@ CHOICES: Final = ("auto", "torch")
 
 @dataclass(frozen=True)
 class Kernels:
-    """How matrices are multiplied, and whether layers are computed by nodes of ours."""
+    """How matrices are multiplied, and whether our autograd nodes compute the layers."""
 
     products: Products = BY_TORCH
     norm: Norm | None = None

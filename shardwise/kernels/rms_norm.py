@@ -1,11 +1,11 @@
-"""A root-mean-square norm as one node, where autograd takes one for each step of it.
+"""The root-mean-square norm as one autograd node.
 
     forward     y  = x r w                        r = (mean x^2 + eps)^(-1/2), for each row
     backward    gx = r (g w) - x (r^3 / D) sum(g w x)          gw = sum over the rows of g x r
 
-w is the weight, of D elements, g the gradient of y.  The tensor g x is made once for both sums;
-kept are x and r, where autograd keeps the normalised x besides.  On processors, in fp32 and fp64:
-torch has kernels of its own for GPUs, and of 16 bits it rounds at other places.  Figures in
+w is the weight of D elements, g the gradient of y.  The tensor g x is computed once for both sums.
+The node saves x and r; autograd also saves the normalised x.  It is used in fp32 and fp64 on CPUs:
+torch has kernels of its own for GPUs, and rounds differently in 16 bits.  Figures are in
 docs/measurements.md.  (Zhang & Sennrich, arXiv 1910.07467.)
 """
 
@@ -16,36 +16,36 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_legacy_batchedtensor
 
-#: Rows that are added up one after another.
+#: Rows that are added in sequence.
 BLOCK = 64
 
 Norm = Callable[[Tensor, Tensor, float], Tensor]
 
 
 def fused(device: torch.device) -> Norm | None:
-    """The norm of x [..., *shape] by a weight [*shape] and eps; None where torch's own is used."""
+    """The norm of x [..., *shape] with a weight [*shape] and eps; None to use torch's own."""
     return _RMSNorm.apply if device.type == "cpu" else None
 
 
 def _sum(rows: Tensor, by: Tensor) -> Tensor:
-    """The sum of rows [N, D] times by [N, 1]: of blocks, then of these, as exact as torch's sum."""
+    """The sum of rows [N, D] times by [N, 1], by blocks, which is as exact as torch's sum."""
     rest = len(rows) % BLOCK
     if not rest:
         return by.view(-1, 1, BLOCK).bmm(rows.view(-1, BLOCK, rows.shape[1])).sum((0, 1))
     return _sum(rows[:-rest], by[:-rest]).addmv_(rows[-rest:].t(), by[-rest:, 0])
 
 
-def _many(grad: Tensor) -> bool:
-    """Whether it stands for several gradients that are asked for at once."""
+def _is_batched(grad: Tensor) -> bool:
+    """Whether `grad` is a batch of gradients (vmap)."""
     return torch._C._are_functorch_transforms_active() or is_legacy_batchedtensor(grad)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Of x [..., *shape] and a weight [*shape]: the shape of x."""
+    """x [..., *shape] and a weight [*shape] to the shape of x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """All that lies below the rows is one dim here."""
+        """The normalised dims are flattened to one."""
         ctx.eps = eps
         ctx.set_materialize_grads(False)
         by, rows = weight.reshape(-1), x.reshape(-1, weight.numel())
@@ -53,9 +53,8 @@ class _RMSNorm(torch.autograd.Function):
         # eps + root^2 / D
         root = torch.rsub(root.square_(), eps, alpha=-1 / rows.shape[1]).rsqrt_()
         ctx.save_for_backward(x, weight, root)
-        return (
-            torch.mul(rows, root).mul_(by).view(x.shape).detach()
-        )  # no view, as in fused_linear.py
+        # not a view, as in fused_linear.py
+        return torch.mul(rows, root).mul_(by).view(x.shape).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -67,7 +66,7 @@ class _RMSNorm(torch.autograd.Function):
         by, width = weight.reshape(-1), weight.numel()
         rows, grad = x.reshape(-1, width), grad.reshape(-1, width)
         both = grad * rows
-        if torch.is_grad_enabled() or _many(grad):  # to be differentiated in turn: nothing in place
+        if torch.is_grad_enabled() or _is_batched(grad):  # differentiated again: nothing in place
             root = (rows.square().mean(1, keepdim=True) + ctx.eps).rsqrt()
             to_x = root * grad * by - rows * root**3 * (both * by).mean(1, keepdim=True)
             return to_x.view(x.shape), (both * root).sum(0).view(weight.shape), None

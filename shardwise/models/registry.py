@@ -5,16 +5,17 @@ from torch import Tensor
 
 from shardwise.core.errors import bad
 from shardwise.core.suggest import suggest
-from shardwise.models import gpt, hf, user
+from shardwise.models import gpt, hf, moe, user
 from shardwise.models.gpt import GPT, SIZES, GPTConfig
 from shardwise.models.initial import fill, initial
+from shardwise.models.moe import MoEConfig, MoEGPT
 from shardwise.models.trainable import Trainable
 
-FORMS = "gpt, gpt:SIZE, hf:NAME or file.py:build"
+FORMS = "gpt, gpt:SIZE, moe, moe:GATE, hf:NAME or file.py:build"
 
 
 def find(name: str, seed: int = 0) -> Trainable:
-    """The model called `name`: `gpt` (size tiny), `gpt:small`, `hf:llama` or `net.py:build`.
+    """The model called `name`: `gpt` (size tiny), `gpt:small`, `moe`, `hf:llama`, `net.py:build`.
 
     `hf:` takes any model type of transformers, `file.py:function` the user's own model. Nothing is
     built yet, except by the user's file. Raises InputError for another name, with the nearest.
@@ -22,11 +23,13 @@ def find(name: str, seed: int = 0) -> Trainable:
     kind, _, rest = name.partition(":")
     if kind == "gpt":
         return of_gpt(name, _size(rest or "tiny"), seed)
+    if kind == "moe":
+        return of_moe(name, moe.tiny(rest or "topk-renormalised"), seed)
     if kind == "hf":
         return hf.find(rest, seed)
     if ".py" in name:
         return user.find(name, seed)
-    known = ["gpt", *(f"gpt:{size}" for size in SIZES), "hf:gpt2", "hf:llama"]
+    known = ["gpt", *(f"gpt:{size}" for size in SIZES), "moe", "hf:gpt2", "hf:llama"]
     raise bad(f'the model "{name}"', FORMS, suggest(name, known, 0.5) or "gpt")
 
 
@@ -43,6 +46,21 @@ def of_gpt(name: str, config: GPTConfig, seed: int = 0) -> Trainable:
         return random_text(rows, config.sequence, config.vocabulary, batch_seed)
 
     return Trainable(name, make, gpt.loss, make_batch, gpt.tokens, initial)
+
+
+def of_moe(name: str, config: MoEConfig, seed: int = 0) -> Trainable:
+    """The MoE GPT of a configuration, with random tokens as its batches."""
+
+    def make() -> MoEGPT:
+        model = MoEGPT(config)
+        if not model.embed.weight.is_meta:
+            fill(model, seed)
+        return model
+
+    def make_batch(rows: int, batch_seed: int) -> dict[str, Tensor]:
+        return moe.batch(rows, config, batch_seed)
+
+    return Trainable(name, make, moe.loss, make_batch, gpt.tokens, initial)
 
 
 def random_text(rows: int, positions: int, vocabulary: int, seed: int) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ For tensor parallelism the module has its table of styles as an attribute or pro
 
 import importlib.util
 import inspect
+import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -57,11 +58,7 @@ def _split(name: str) -> tuple[Path, str]:
     if not path.endswith(".py") or not function:
         file = name[: name.index(".py") + 3]
         raise bad(f'the model "{name}"', "a file and a function in it", f"{file}:build")
-    try:
-        there = Path(path).is_file()
-    except OSError:  # a name that is too long
-        there = False
-    if not there:
+    if not os.path.isfile(path):  # noqa: PTH113 (which raises for a name that is too long)
         raise bad(
             f'the model "{name}", whose file does not exist',
             "a path relative to the current folder, or an absolute one",

@@ -21,6 +21,7 @@ the B T positions in its stream (all, or under sp its shard):
 With recomputation, arXiv 2205.05198 section 5 (docs/recompute.md derives it):
 
     full                 N D s                 the block's input
+    partitioned          N D s / t             its part of the input, padded (without sp)
     selective            N D s + B T ((2 h + 2 k) E s + h w + 2 f s + 2 D s)
                          and what products gave: q, k, v, attention; gate, up; out, down (but under
                          tp without sp, where out and down are summed in place)
@@ -99,9 +100,9 @@ def block_bytes(
 ) -> int:
     """Bytes that one Block holds on `rank` of `ranks` between its forward and its backward.
 
-    `tokens` are B sequences of T positions; `recompute` is "none", "selective" or "full". What is
-    counted is what autograd keeps alive, each storage once: the block's input and not its output,
-    on a CPU. Raises ValueError where the heads cannot be shared.
+    `tokens` are B sequences of T positions; `recompute` is "none", "selective", "full" or
+    "partitioned". What is counted is what autograd keeps alive, each storage once: the block's
+    input and not its output, on a CPU. Raises ValueError where the heads cannot be shared.
     """
     batch, positions = tokens
     wide = max(element_bytes, WIDE_BYTES)
@@ -111,8 +112,10 @@ def block_bytes(
     head_width = block.width // block.heads
     stream = shard * block.width * element_bytes
     attention = 2 * (queries + keys) * head_width * element_bytes + queries * wide
-    if recompute == "full":
+    if recompute == "full" or (recompute == "partitioned" and sp):
         return batch * stream
+    if recompute == "partitioned":
+        return -(-batch * positions * block.width // ranks) * element_bytes
     if recompute == "selective":
         summed_in_place = ranks > 1 and not sp
         products = 2 * (features + (0 if summed_in_place else block.width)) * element_bytes

@@ -29,6 +29,7 @@ class _Pass:
     depth: dict[int, int] = field(default_factory=dict[int, int])
     latest: int | None = None
     path: list[int] = field(default_factory=list[int])
+    calls: list[int] = field(default_factory=list[int])
 
     def begin(self, unit: int) -> None:
         """A module of the unit is called."""
@@ -36,6 +37,7 @@ class _Pass:
             self._free_latest(unit)
             self.whole.add(unit)
             self.path.append(unit)
+        self.calls.append(unit)
         self.depth[unit] = self.depth.get(unit, 0) + 1
 
     def end(self, unit: int, module: str) -> None:
@@ -53,9 +55,10 @@ class _Pass:
 
 
 class Order(NamedTuple):
-    """The units in the order in which they are gathered, and those whose output has a gradient."""
+    """The units in the order of their gathers and of their calls; those whose output has a gradient."""
 
     path: tuple[int, ...]
+    calls: tuple[int, ...]
     reached: frozenset[int]
 
 
@@ -73,7 +76,7 @@ def order_of(units: Sequence[UnitModules], run: ModelPass, members: Collection[i
             now.end(unit, call.module)
             if any(run.values[value].trained for value in call.values):
                 reached.add(unit)
-    return Order(tuple(now.path), frozenset(reached))
+    return Order(tuple(now.path), tuple(now.calls), frozenset(reached))
 
 
 def gathers(units: Sequence[UnitModules], run: ModelPass) -> list[tuple[int, int]]:
@@ -81,7 +84,7 @@ def gathers(units: Sequence[UnitModules], run: ModelPass) -> list[tuple[int, int
 
     All of `units` are sharded: their parameters are whole only while they are used.
     """
-    path, reached = order_of(units, run, range(len(units)))
+    path, _, reached = order_of(units, run, range(len(units)))
     last = path[-1] if path else None
     again = [
         number in reached and number != last and not (unit.encloses or unit.looks_up)

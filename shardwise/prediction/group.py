@@ -62,7 +62,7 @@ def groups(plan: Plan, model: ModelShape) -> list[Group]:
         for params in alike.values():
             layout = layout_of(plan, params[0])
             split = params[0].trainable or layout.row.param.kind == "S"
-            shard = plan.mesh.size_of(layout.shard) if split else 1
+            shard = plan.size_of(layout.shard) if split else 1
             found.append(Group(unit, tuple(params), layout, shard))
     return found
 

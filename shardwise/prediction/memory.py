@@ -3,7 +3,8 @@
     parameters   the row's column `param`: all of a group (R), or this rank's block (S)
     gradients    its column `grad`: all (P), or the block (S); their memory stays for the next step
     optimizer    its column `optim`, as in the table below
-    buffers      all, on every rank
+    buffers      those of the model, all on every rank; and the pool of communication buffers,
+                 which the plan fixes (core/pool_size.py)
     versions     of a schedule that updates by itself: at the peak of the step, how much of trained
                  parameters is kept in old versions (core/schedule/memory.py); none between steps
 
@@ -16,6 +17,7 @@ Adam, of a group with K elements in pieces here and B in the block:
 and a step count of 4 bytes for each parameter. (ZeRO, arXiv 1910.02054, section 3.1: 2 + 2 + 12.)
 """
 
+import math
 from dataclasses import dataclass
 
 from shardwise.core.model_spec import ModelShape
@@ -30,10 +32,15 @@ MASTER_BYTES = 4
 
 @dataclass(frozen=True)
 class OptimizerShape:
-    """An optimizer as numbers: state tensors the size of the weight, bytes a parameter besides."""
+    """An optimizer as numbers: state tensors the size of the weight, bytes a parameter besides.
+
+    `factored`: also a mean for each row and each column of a matrix, and for each element of a
+    vector (Adafactor, arXiv 1804.04235, section 3).
+    """
 
     states: int
     scalar_bytes: int
+    factored: bool = False
 
 
 ADAM = OptimizerShape(states=2, scalar_bytes=4)
@@ -42,18 +49,22 @@ PLAIN = OptimizerShape(states=0, scalar_bytes=0)
 
 
 def held_bytes(
-    plan: Plan, model: ModelShape, optimizer: OptimizerShape = ADAM, rank: int = 0
+    plan: Plan, model: ModelShape, optimizer: OptimizerShape = ADAM, rank: int = 0, pool: int = 0
 ) -> dict[str, int]:
-    """The bytes `rank` holds after a step in which every trained parameter had a gradient."""
-    here = plan.mesh.coordinate(rank)
-    place = here.get(plan.shard_axis or "none", 0)
+    """The bytes `rank` holds after a step in which every trained parameter had a gradient.
+
+    `pool` is the size of its communication buffers, from the whole model (core/pool_size.py).
+    """
+    here = plan.coordinate(rank)
     found = groups(plan, model)
     trained = [group for group in found if group.trained]
     held = {
         "parameters": sum(_block_bytes(group, group.row.param.kind == "S") for group in found),
         "gradients": sum(_block_bytes(group, group.row.grad.kind == "S") for group in trained),
-        "optimizer": sum(_optimizer_bytes(group, optimizer, place) for group in trained),
-        "buffers": sum(buffer.stored_bytes for buffer in model.buffers),
+        "optimizer": sum(
+            _optimizer_bytes(group, optimizer, here.get(group.layout.shard, 0)) for group in trained
+        ),
+        "buffers": sum(buffer.stored_bytes for buffer in model.buffers) + pool,
     }
     stages = plan.mesh.size_of("pp")
     if updates(plan.pipeline, stages):
@@ -71,9 +82,20 @@ def _block_bytes(group: Group, sharded: bool) -> int:
 def _optimizer_bytes(group: Group, optimizer: OptimizerShape, place: int) -> int:
     """Masters of the block, where weights have 16 bits; states of the pieces; scalars."""
     flat, half = group.flat, group.params[0].dtype in HALF
-    state_bytes = optimizer.states * (MASTER_BYTES if half else group.element_bytes)
+    element_bytes = MASTER_BYTES if half else group.element_bytes
     rank = place if group.shard > 1 else 0
     pieces = [flat.piece(index, rank) for index in range(len(group.params))]
     kept = sum(stop - start for start, stop in pieces)
     masters = MASTER_BYTES * flat.share if half else 0
-    return masters + state_bytes * kept + optimizer.scalar_bytes * len(pieces)
+    states = optimizer.states * kept
+    if optimizer.factored:
+        states += sum(_means(param.shape) for param in group.params)
+    return masters + element_bytes * states + optimizer.scalar_bytes * len(pieces)
+
+
+def _means(shape: tuple[int, ...]) -> int:
+    """How many means a factored optimizer keeps of a parameter: its rows and columns."""
+    if len(shape) < 2:
+        return math.prod(shape)
+    *outer, rows, columns = shape
+    return math.prod(outer) * (rows + columns)

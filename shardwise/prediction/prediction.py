@@ -1,12 +1,26 @@
 """What a rank will hold and send under a plan: computed from numbers, before any rank starts."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shardwise.core.expert_moves import ExpertMove
 from shardwise.core.model_spec import ModelShape, ModelSpec
 from shardwise.core.plan import Plan
+from shardwise.core.pool_size import pool_bytes
+from shardwise.prediction.experts import expert_bytes
 from shardwise.prediction.memory import ADAM, OptimizerShape, held_bytes
-from shardwise.prediction.traffic import Line, by_kind, stage_bytes, step_bytes, tensor_bytes
+from shardwise.prediction.rank_shape import added_flops_on
+from shardwise.prediction.traffic import (
+    Line,
+    by_kind,
+    part_bytes,
+    stage_bytes,
+    step_bytes,
+    tensor_bytes,
+)
+
+#: The first steps, in which ranks of a tensor axis compare each gradient (engine/consistency.py).
+CHECKED_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -14,7 +28,8 @@ class Prediction:
     """The memory and the traffic of one rank of a plan.
 
     `model` is what the rank holds of `spec`, which is the whole model.
-    `norm`: gradients are clipped by their norm. `activations` are the most bytes that autograd
+    `norm`: gradients are clipped by their norm. In every `check_every`th step ranks compare their
+    batches and gradients. `activations` are the most bytes that autograd
     keeps from forward to backward at once, with torch's own kernels. `notes` name what depends on
     the values of the batch.
     """
@@ -25,6 +40,7 @@ class Prediction:
     spec: ModelSpec
     optimizer: OptimizerShape = ADAM
     norm: bool = False
+    check_every: int = 0
     activations: int = 0
     notes: tuple[str, ...] = ()
 
@@ -34,9 +50,23 @@ class Prediction:
         return self.plan.size
 
     @property
+    def recomputed(self) -> Mapping[str, str]:
+        """The modules that are recomputed, each "full" or "selective"."""
+        return self.spec.recomputed
+
+    @property
+    def recomputed_flops(self) -> int:
+        """The operations that recomputation adds to a step, as torch's FlopCounterMode counts.
+
+        Of microbatches of one size, with torch's own kernels.
+        """
+        return added_flops_on(self.spec, self.plan, self.rank)
+
+    @property
     def memory(self) -> dict[str, int]:
         """Bytes held between steps, by category."""
-        return held_bytes(self.plan, self.model, self.optimizer, self.rank)
+        pool = pool_bytes(self.plan, self.spec.shape.stored_bytes)
+        return held_bytes(self.plan, self.model, self.optimizer, self.rank, pool)
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -46,15 +76,45 @@ class Prediction:
         """
         return by_kind(self.sent())
 
-    def sent(
-        self, *, first: bool = False, meets: bool = False, compares: str = ""
+    def in_step(
+        self,
+        step: int,
+        *,
+        loaded: bool = False,
+        skipped: int = 0,
+        moves: Sequence[ExpertMove] = (),
     ) -> dict[Line, int]:
-        """Bytes sent in a step, by axis, kind and phase; the options are those of `step_bytes`."""
+        """Bytes sent in an engine's step number `step`, from 0, by axis, kind and phase.
+
+        `loaded`: the engine has loaded a checkpoint, which has the number of tokens of a step.
+        `skipped`: so many steps before this one were skipped, because fp16 had overflowed.
+        `moves` are those of the layers of experts, whose sizes are numbers of tokens.
+        """
+        again = self.check_every > 0 and step % self.check_every == 0
+        compares = "each" if step - skipped < CHECKED_STEPS else "sums" if again else ""
+        first = step == 0 and not loaded
+        meets = again or step == 0
+        return self.sent(first=first, meets=meets, compares=compares, moves=moves)
+
+    def sent(
+        self,
+        *,
+        first: bool = False,
+        meets: bool = False,
+        compares: str = "",
+        moves: Sequence[ExpertMove] = (),
+    ) -> dict[Line, int]:
+        """Bytes sent in a step, by axis, kind and phase; the options are those of `step_bytes`.
+
+        `moves` as in `in_step`.
+        """
         options: Mapping[str, bool] = {"norm": self.norm, "first": first, "meets": meets}
         every = (
             step_bytes(self.plan, self.model, self.rank, compares=compares, **options),
             stage_bytes(self.plan, self.spec, self.rank),
             tensor_bytes(self.plan, self.spec, self.rank),
+            part_bytes(self.plan, self.spec, self.rank),
+            expert_bytes(self.plan, self.rank, moves),
         )
         lines = {line for one in every for line in one}
         return {line: sum(one.get(line, 0) for one in every) for line in lines}

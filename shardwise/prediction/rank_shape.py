@@ -1,9 +1,12 @@
 """What one rank of a plan holds of a model, from the whole model as numbers.
 
+axis tp    its parts of the parameters that a style cuts
+axis ep    its experts, on the data ranks that hold the same ones
 axis pp    the parameters and buffers of the rank's stages; tied ones are on several ranks
 axis dp    a share of each unit, and how often the unit is gathered (gathers.py; unit_gathers.py)
 """
 
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 
 from shardwise.core.layout import R
@@ -17,28 +20,23 @@ from shardwise.core.model_spec import (
 )
 from shardwise.core.param_layout import AxisLayout
 from shardwise.core.plan import Plan
-from shardwise.core.schedule.library import build
-from shardwise.core.schedule.lower import lower
-from shardwise.core.schedule.memory import peaks, sizes
+from shardwise.core.plan_schedule import schedule_of
+from shardwise.core.schedule.memory import most_alive
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.prediction.gathers import gathers, order_of
-from shardwise.prediction.group import layout_of
+from shardwise.prediction.group import groups, layout_of
+from shardwise.prediction.recompute import added_flops, parts, storages
 from shardwise.prediction.tensor_moves import TENSOR, held_parts
-from shardwise.prediction.unit_gathers import Gather, UnitPath, unit_gathers
+from shardwise.prediction.unit_gathers import Gather, UnitPath, unit_gathers, whole_bytes
 
 PIPELINE = "pp"
-
-
-def schedule_of(plan: Plan) -> Schedule | None:
-    """The schedule of a plan with its transfers; None where it has no pipeline."""
-    if plan.pipeline is None:
-        return None
-    return lower(build(plan.pipeline, plan.mesh.size_of(PIPELINE)))
+#: The axis of experts, and the data ranks that hold the same ones.
+EXPERTS, REST = "ep", "edp"
 
 
 def shape_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelShape:
     """The units as `rank` holds them, and how often it gathers each."""
-    spec = _on_tensor_axis(spec, plan, rank)
+    spec = _on_expert_axis(_on_tensor_axis(spec, plan, rank), plan, rank)
     schedule, stages = schedule_of(plan), spec.stages
     if schedule is None or stages is None:
         times = gathers(spec.modules, spec.run)
@@ -49,8 +47,7 @@ def shape_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelShape:
         return ModelShape(units, spec.shape.buffers)
     place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
     units = [_staged(unit, plan, stages, schedule, place) for unit in spec.shape.units]
-    row = schedule.actions(place)
-    found = unit_gathers(row, {s: _path(spec, stages, s) for s in schedule.stages(place)})
+    found = unit_gathers(schedule.actions(place), _paths(spec, stages, schedule.stages(place)))
     units = [
         replace(unit, uses=found[Gather(n, "forward")], again=found[Gather(n, "backward")])
         for n, unit in enumerate(units)
@@ -71,6 +68,28 @@ def _on_tensor_axis(spec: ModelSpec, plan: Plan, rank: int) -> ModelSpec:
     return replace(spec, shape=replace(spec.shape, units=tuple(units)))
 
 
+def _on_expert_axis(spec: ModelSpec, plan: Plan, rank: int) -> ModelSpec:
+    """The model with this rank's experts, which `edp` holds in place of the inner data axis."""
+    place = plan.coordinate(rank)[EXPERTS]
+
+    def part(param: ParamShape) -> ParamShape:
+        """This rank's part of a parameter."""
+        on = spec.experts.get(param.name)
+        if on is None or on.cut is None:
+            return param
+        layout = layout_of(plan, param)
+        shard, replicate = (
+            REST if axis == plan.inner_data_axis else axis
+            for axis in (layout.shard, layout.replicate)
+        )
+        axes = (*layout.axes, (EXPERTS, on))
+        layout = replace(layout, shard=shard, replicate=replicate, axes=axes)
+        return replace(param, shape=on.cut.shape(param.shape, place), layout=layout)
+
+    units = (replace(unit, params=tuple(map(part, unit.params))) for unit in spec.shape.units)
+    return replace(spec, shape=replace(spec.shape, units=tuple(units)))
+
+
 def _staged(
     unit: UnitShape, plan: Plan, stages: StageSpec, schedule: Schedule, place: int
 ) -> UnitShape:
@@ -84,16 +103,44 @@ def _staged(
     return replace(unit, params=params)
 
 
-def _path(spec: ModelSpec, stages: StageSpec, stage: int) -> UnitPath:
+def gathered_bytes_on(spec: ModelSpec, plan: Plan, rank: int, ahead: int = 1) -> int:
+    """The most bytes of gathered units that `rank` of a pipeline stores at once.
+
+    `ahead` is the option `prefetch`. Zero where no parameter is sharded, or without a pipeline.
+    """
+    schedule, stages, stored = schedule_of(plan), spec.stages, dict[str, int]()
+    if schedule is None or stages is None:
+        return 0
+    for group in groups(plan, shape_on(spec, plan, rank)):
+        if group.row.param.kind == "S" and group.shard > 1:
+            name = group.unit.name
+            stored[name] = stored.get(name, 0) + group.element_bytes * group.flat.padded
+    by_unit: dict[Hashable, int] = {
+        n: stored.get(unit.name, 0) for n, unit in enumerate(spec.shape.units)
+    }
+    place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
+    paths = _paths(spec, stages, schedule.stages(place))
+    return max(whole_bytes(path, by_unit, ahead) for path in paths.values())
+
+
+def _paths(spec: ModelSpec, stages: StageSpec, own: Sequence[int]) -> dict[int, UnitPath]:
+    """The units of each of a rank's stages, in the order in which the layers use them."""
+    outside = frozenset[str]().union(*(stages.outside[stage] for stage in own))
+    return {stage: _path(spec, stages, stage, outside) for stage in own}
+
+
+def _path(spec: ModelSpec, stages: StageSpec, stage: int, outside: frozenset[str]) -> UnitPath:
     """The units of a stage, in the order in which its layers use them.
 
-    A unit with a module outside of the layers is whole while its stage is computed.
+    A unit with a module outside of the layers, or with a parameter that is read `outside` of them,
+    is whole while its stage is computed.
     """
     units = spec.shape.units
     own = [n for n, u in enumerate(units) if any(stage in stages.params[p.name] for p in u.params)]
-    around = {n for n in own if _around(spec.modules[n], stages)}
-    path, reached = order_of(spec.modules, spec.run, [n for n in own if n not in around])
-    back = [n for n in dict.fromkeys(path) if n in reached][::-1]
+    read = {n for n in own if any(p.name in outside for p in units[n].params)}
+    around = {n for n in own if n in read or _around(spec.modules[n], stages)}
+    path, calls, reached = order_of(spec.modules, spec.run, [n for n in own if n not in around])
+    back = [n for n in calls[::-1] if n in reached]
     return UnitPath(
         around=tuple(n for n in own if n in around),
         forward=path,
@@ -114,15 +161,49 @@ def _held(plan: Plan, param: ParamShape, ranks: set[int]) -> ParamShape:
 
 
 def activation_bytes_on(spec: ModelSpec, plan: Plan, rank: int) -> int:
-    """The most bytes of activations that `rank` keeps at once.
+    """The most bytes of activations that `rank` keeps at once."""
+    stored_bytes = stage_bytes(spec, storages(spec.run.tape, spec.recomputed))
+    ranks = plan.mesh.size_of(TENSOR)
+    for part in parts(spec.run.tape, spec.recomputed):
+        stored_bytes[stage_of(spec, part.module)] += -(-part.numel // ranks) * part.element_bytes
+    every = moments(plan, plan.mesh.coordinate(rank).get(PIPELINE, 0))
+    return max(sum(n * stored_bytes[stage] for stage, n in moment.items()) for moment in every)
 
-    A stage keeps those of its layers, and the last one also those of the loss.
+
+def stage_bytes(spec: ModelSpec, kept: Iterable[tuple[int, str]]) -> dict[int, int]:
+    """The bytes that one microbatch keeps in each stage; without a pipeline there is stage 0.
+
+    `kept` are storages and the modules that keep them. A stage keeps a storage once; the last one
+    also those of the loss.
     """
-    schedule, stages = schedule_of(plan), spec.stages
-    if schedule is None or stages is None:
-        return sum(stored_bytes for _, stored_bytes in spec.run.saved)
-    of_stage = [0.0] * len(schedule.home)
-    for name, stored_bytes in spec.run.saved:
-        of_stage[min(stages.of(name), default=len(of_stage) - 1)] += stored_bytes
-    place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
-    return round(peaks(schedule, sizes(tape=tuple(of_stage), rest=tuple(of_stage)))[place])
+    found = dict.fromkeys(range(spec.stages.number if spec.stages else 1), 0)
+    for stage, storage in {(stage_of(spec, module), storage) for storage, module in kept}:
+        found[stage] += spec.run.tape.storage_bytes[storage]
+    return found
+
+
+def stage_of(spec: ModelSpec, module: str) -> int:
+    """The stage that keeps what is saved in the forward of this module."""
+    if spec.stages is None:
+        return 0
+    return min(spec.stages.of(module), default=spec.stages.number - 1)
+
+
+def stages_on(plan: Plan, rank: int) -> set[int]:
+    """The stages of `rank`; without a pipeline there is stage 0."""
+    place, schedule = plan.mesh.coordinate(rank).get(PIPELINE, 0), schedule_of(plan)
+    return {0} if schedule is None else {*schedule.stages(place)}
+
+
+def moments(plan: Plan, place: int) -> list[dict[int, int]]:
+    """How many microbatches each stage keeps at the moments in which the rank at `place` of the
+    pipeline may keep most bytes.
+    """
+    schedule = schedule_of(plan)
+    return [{0: 1}] if schedule is None else most_alive(schedule, place)
+
+
+def added_flops_on(spec: ModelSpec, plan: Plan, rank: int) -> int:
+    """The operations that recomputation adds to a step of `rank`, of microbatches of one size."""
+    here, flops = stages_on(plan, rank), added_flops(spec.run.tape, spec.recomputed).items()
+    return plan.microbatches * sum(n for name, n in flops if stage_of(spec, name) in here)

@@ -1,42 +1,87 @@
-"""What recomputation changes in the record of a pass: the activations that modules keep.
+"""What recomputation changes: the storages that autograd keeps, and the operations of a step.
 
-    kept without        every tensor that autograd saves in the forward of the module
-    recompute:full      the tensors that the module takes, each once
+    kept without             every storage that autograd saves in the forward of the module
+    recompute:full           the tensors that the module takes
+    recompute:partitioned    an n-th of those that a gradient reaches, on n tensor ranks that have
+                             the same; the others as they are
+    recompute:selective      these, and the outputs of its products (parallel/recompute/kept.py)
+
+    operations added         of all products of the module up to the last tensor that autograd
+                             saves there; under selective of those whose outputs are not kept
 
 The other bytes of a step stay: one gather of a unit serves the recomputation and the backward pass.
-Of modules that are recomputed selectively the record does not know the products; their bytes are
-those without recomputation, and a note says so.
+Parts of inputs are gathered for each recomputation. (ZeRO, arXiv 1910.02054, section 6.1.)
 """
 
-import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 
-from shardwise.core.model_spec import ELEMENT_BYTES, ModelPass
+from shardwise.core.tape import Product, Taken, Tape
 
-FULL = "full"
-
-
-def recomputed(run: ModelPass, kinds: Mapping[str, str]) -> ModelPass:
-    """`run`, if the modules in `kinds` are recomputed, each FULL or selectively."""
-    full = [name for name, kind in kinds.items() if kind == FULL]
-    saved = [(name, size) for name, size in run.saved if not _inside(name, full)]
-    counted: set[int] = set()
-    for call in run.calls:
-        if call.begins and call.module in full:
-            taken = set(call.values) - counted
-            counted |= taken
-            saved.append((call.module, sum(_bytes(run, number) for number in taken)))
-    note = run.note
-    if len(full) < len(kinds):
-        more = "activations are those without selective recomputation, which keeps fewer"
-        note = f"{note}; {more}" if note else more
-    return run._replace(saved=tuple(saved), note=note)
+FULL, SELECTIVE, PARTITIONED = "full", "selective", "partitioned"
 
 
-def _inside(name: str, modules: list[str]) -> bool:
-    return any(f"{name}.".startswith(f"{module}.") for module in modules)
+def storages(tape: Tape, kinds: Mapping[str, str]) -> Iterator[tuple[int, str]]:
+    """The storages that are kept if the modules in `kinds` are recomputed, each in its way.
+
+    Parts of inputs come on top. Each storage comes with the modules that keep it, once or more
+    often with the same one.
+    """
+    within, returned = Within(kinds), {*tape.returned}
+    yield from ((storage, name) for name, storage in tape.saved if within(name) is None)
+    yield from (
+        (taken.storage, taken.module)
+        for taken in tape.taken
+        if taken.module in kinds and not (taken.trained and kinds[taken.module] == PARTITIONED)
+    )
+    for product in tape.products:
+        name = within(product.module)
+        if name is not None and kinds[name] == SELECTIVE and not _again(product, name, returned):
+            yield from ((storage, name) for storage in product.storages)
 
 
-def _bytes(run: ModelPass, number: int) -> int:
-    value = run.values[number]
-    return math.prod(value.shape) * ELEMENT_BYTES[value.dtype]
+def parts(tape: Tape, kinds: Mapping[str, str]) -> Iterator[Taken]:
+    """The inputs of which each tensor rank keeps a part."""
+    yield from (
+        taken for taken in tape.taken if taken.trained and kinds.get(taken.module) == PARTITIONED
+    )
+
+
+def added_flops(tape: Tape, kinds: Mapping[str, str]) -> dict[str, int]:
+    """The operations that recomputation adds to a backward pass, by recomputed module."""
+    within, returned, found = Within(kinds), {*tape.returned}, dict.fromkeys(kinds, 0)
+    ends = dict.fromkeys(kinds, 0)
+    for name, saves in tape.last_save:
+        outer = within(name)
+        if outer is not None:
+            ends[outer] = max(ends[outer], saves)
+    for product in tape.products:
+        name = within(product.module)
+        if name is None or product.saves >= ends[name]:
+            continue
+        if kinds[name] != SELECTIVE or _again(product, name, returned):
+            found[name] += product.flops
+    return found
+
+
+def _again(product: Product, module: str, returned: Collection[tuple[str, int]]) -> bool:
+    """Whether selective recomputation of `module` makes this product of it again.
+
+    What the module returns is not kept: its reader may write to it.
+    """
+    return not product.storages or any((module, s) in returned for s in product.storages)
+
+
+class Within:
+    """The one of some modules that a module is in, or that it is; None where there is none."""
+
+    def __init__(self, modules: Collection[str]) -> None:
+        self.modules = modules
+        self.known: dict[str, str | None] = {}
+
+    def __call__(self, name: str) -> str | None:
+        if name not in self.known:
+            outer = name
+            while outer and outer not in self.modules:
+                outer = outer.rpartition(".")[0]
+            self.known[name] = outer if outer in self.modules else None
+        return self.known[name]

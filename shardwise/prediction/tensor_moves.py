@@ -17,7 +17,7 @@ duals. (Megatron-LM, arXiv 1909.08053, section 3; arXiv 2205.05198, section 4.2.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 
 from shardwise.core.layout import I, P, Placement, R, S
@@ -140,6 +140,27 @@ class Crossings:
         cut = cuts(style, shape, self.spec.table, self.ranks)
         assert cut is not None  # these styles cut features
         return cut
+
+
+def recomputing(run: ModelPass, modules: Collection[str]) -> ModelPass:
+    """`run`, followed by the calls that its backward pass makes again to recompute `modules`.
+
+    A recomputation ends at the last tensor that autograd saves in the module. What it gathers and
+    sums is sent again; no gradient goes back through it. Hooks on the module itself run once.
+    """
+    calls, begun = [*run.calls], dict[str, int]()
+    for index, call in enumerate(run.calls):
+        if call.recomputed or call.module not in modules:
+            continue
+        if call.begins:
+            begun[call.module] = index
+            continue
+        ends = [n for n in run.saves if begun[call.module] < n <= index]
+        for inner in run.calls[begun[call.module] + 1 : max(ends, default=0)]:
+            values = tuple(number + len(run.values) for number in inner.values)
+            calls.append(inner._replace(values=values, recomputed=True))
+    again = tuple(value._replace(trained=False) for value in run.values)
+    return run._replace(calls=tuple(calls), values=run.values + again)
 
 
 def held_parts(

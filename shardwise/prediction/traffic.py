@@ -22,7 +22,6 @@ Nothing here is measured.
 """
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from itertools import product
 from typing import NamedTuple
@@ -30,8 +29,6 @@ from typing import NamedTuple
 from shardwise.core.layout import I, P, Placement, R, S
 from shardwise.core.model_spec import (
     ELEMENT_BYTES,
-    Crossed,
-    Crossing,
     CutLoss,
     ModelShape,
     ModelSpec,
@@ -40,13 +37,15 @@ from shardwise.core.model_spec import (
 from shardwise.core.moves import price
 from shardwise.core.param_layout import AxisLayout
 from shardwise.core.plan import Plan
+from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.schedule.action import Transfer
 from shardwise.core.schedule.library import updates
-from shardwise.core.zero import Moment
+from shardwise.core.zero import Moment, row_of
 from shardwise.prediction.group import Group, groups, layout_of
-from shardwise.prediction.rank_shape import schedule_of
+from shardwise.prediction.rank_shape import stage_of, stages_on
+from shardwise.prediction.recompute import parts
 from shardwise.prediction.tensor import loss_bytes
-from shardwise.prediction.tensor_moves import TENSOR, Crossings
+from shardwise.prediction.tensor_moves import TENSOR, Crossings, recomputing
 
 PIPELINE = "pp"
 FACT_BYTES = 8  # facts are added as doubles: a count of tokens must not be rounded
@@ -67,18 +66,18 @@ class Tariff:
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.sent_bytes = plan, dict[Line, int]()
         self.shard, self.replicate = plan.shard_axis or "none", plan.replicate_axis or "none"
-        self.here = plan.mesh.coordinate(rank)
+        self.here = plan.coordinate(rank)
 
     def size(self, axis: str) -> int:
         """How many ranks the axis has."""
-        return self.plan.mesh.size_of(axis)
+        return self.plan.size_of(axis)
 
     def move(
         self, axis: str, src: Placement, dst: Placement, numel: int, element_bytes: int, phase: str
     ) -> None:
         """One move of a tensor of `numel` elements in the whole."""
         step = price(src, dst, numel, self.size(axis))
-        self._add(Line(axis, step.what, phase), round(step.sent) * element_bytes)
+        self.add(Line(axis, step.what, phase), round(step.sent) * element_bytes)
 
     def group(self, axis: str, on: AxisLayout) -> int:
         """Over how many ranks of the axis a gradient of this rank is summed."""
@@ -87,36 +86,37 @@ class Tariff:
     def sum_parts(self, axis: str, numel: int, ranks: int, element_bytes: int) -> None:
         """The sum of gradients of which so many ranks of the axis each have a part."""
         step = price(P, R, numel, ranks)
-        self._add(Line(axis, step.what, "backward"), round(step.sent) * element_bytes)
+        self.add(Line(axis, step.what, "backward"), round(step.sent) * element_bytes)
 
     def ask(self, axis: str, ranks: int) -> None:
         """A number that so many ranks of the axis tell one another."""
         step = price(S(0), R, ranks, ranks)
-        self._add(Line(axis, step.what, "check"), round(step.sent) * FACT_BYTES)
+        self.add(Line(axis, step.what, "check"), round(step.sent) * FACT_BYTES)
 
     def send(self, element_bytes: int, numel: int, phase: str) -> None:
         """A tensor that goes from one stage to another."""
-        self._add(Line(PIPELINE, "send", phase), numel * element_bytes)
+        self.add(Line(PIPELINE, "send", phase), numel * element_bytes)
 
     def loss(self, one: CutLoss) -> None:
         """A cross-entropy over the words that tensor ranks share."""
         positions, smoothing, size = one
         ranks = self.size(TENSOR)
         sent_bytes = loss_bytes(positions, ranks, smoothing=smoothing, element_bytes=size)
-        self._add(Line(TENSOR, "all_reduce", "forward"), sent_bytes)
+        self.add(Line(TENSOR, "all_reduce", "forward"), sent_bytes)
 
     def broadcast(self, stored_bytes: int, phase: str) -> None:
         """The first rank of each data axis hands so many bytes to each of the others."""
         for axis in (self.shard, self.replicate):
             others = self.size(axis) - 1 if self.here.get(axis, 0) == 0 else 0
-            self._add(Line(axis, "broadcast", phase), stored_bytes * others)
+            self.add(Line(axis, "broadcast", phase), stored_bytes * others)
 
     def agree(self, numbers: int, number_bytes: int) -> None:
         """Every rank gathers a few numbers of all others, one axis after the other."""
         for axis in (self.shard, self.replicate):
             self.move(axis, S(0), R, numbers * self.size(axis), number_bytes, "check")
 
-    def _add(self, line: Line, sent_bytes: int) -> None:
+    def add(self, line: Line, sent_bytes: int) -> None:
+        """Count bytes; a line without any is left out."""
         if sent_bytes:
             self.sent_bytes[line] = self.sent_bytes.get(line, 0) + sent_bytes
 
@@ -150,7 +150,8 @@ def step_bytes(
     tariff.broadcast(buffers * plan.accumulate, "forward")
     tariff.agree(3 + sum(param.trainable for param in model.params), FACT_BYTES)
     if norm or plan.precision == "fp16":
-        for axis in (tariff.shard, TENSOR, PIPELINE):
+        experts = () if row_of(plan.row).sharded else ("ep",)
+        for axis in (tariff.shard, *experts, TENSOR, PIPELINE):
             tariff.move(axis, S(0), R, tariff.size(axis), FACT_BYTES, "check")
     else:  # are all of their gradients finite?
         tariff.move(TENSOR, S(0), R, tariff.size(TENSOR), FACT_BYTES, "check")
@@ -169,33 +170,6 @@ def step_bytes(
     return tariff.sent_bytes
 
 
-def activation_bytes(
-    plan: Plan, crossings: Sequence[Crossing], losses: Sequence[CutLoss]
-) -> dict[Line, int]:
-    """The bytes a rank sends along the tensor axis for the activations of a step.
-
-    Each crossing moves forward as it says, and its gradient the other way between the duals.
-    `losses` are the cross-entropies whose logits stay cut (see prediction/tensor.py).
-    """
-    tariff = Tariff(plan, 0)
-    for one in crossings:
-        tariff.move(TENSOR, one.src, one.dst, one.numel, one.element_bytes, one.phase)
-        for _ in range(one.returns):
-            back = one.dst.dual, one.src.dual
-            tariff.move(TENSOR, *back, one.numel, one.element_bytes, "backward")
-    for one in losses:
-        tariff.loss(one)
-    return tariff.sent_bytes
-
-
-def crossing_bytes(plan: Plan, sent: Sequence[Crossed]) -> dict[Line, int]:
-    """The bytes a rank sends to other stages in a step: each tensor once."""
-    tariff = Tariff(plan, 0)
-    for one in sent:
-        tariff.send(one.element_bytes, one.numel, one.phase)
-    return tariff.sent_bytes
-
-
 def tensor_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
     """The bytes `rank` sends along the tensor axis for the activations of a step, by its styles."""
     tariff, schedule = Tariff(plan, rank), schedule_of(plan)
@@ -210,12 +184,25 @@ def tensor_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
 
     heads = [name for name, style in spec.styles.items() if style.name == "vocabulary"]
     last = any(here(name) for name in heads if spec.modules[name].kind == "linear")
-    for run in spec.runs:
+    for run in (recomputing(run, model.recomputed) for run in spec.runs):
         Crossings(spec, size, run, partial(tariff.move, TENSOR)).count(here)
         for loss in run.losses if last else ():
             tariff.loss(loss)
         for x in run.joins if last else ():
-            tariff.move(TENSOR, S(0), I, math.prod(x.shape), ELEMENT_BYTES[x.dtype], "forward")
+            phase = "backward" if x.trained else "forward"
+            tariff.move(TENSOR, S(0), I, math.prod(x.shape), ELEMENT_BYTES[x.dtype], phase)
+    return tariff.sent_bytes
+
+
+def part_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
+    """The bytes `rank` sends to put inputs of recomputed modules together (recompute.py)."""
+    tariff, here = Tariff(plan, rank), stages_on(plan, rank)
+    ranks = tariff.size(TENSOR)
+    for run in model.tensors.runs if model.tensors else ():
+        for part in parts(run.tape, model.recomputed):
+            padded = -(-part.numel // ranks) * ranks
+            if stage_of(model, part.module) in here:
+                tariff.move(TENSOR, S(0), I, padded, part.element_bytes, "backward")
     return tariff.sent_bytes
 
 

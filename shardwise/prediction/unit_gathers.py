@@ -4,6 +4,7 @@
     B0.0    (norm), block 1, block 0          norm is whole already; block 0 stays whole
     F0.1    embed, block 0, block 1, norm     embed takes the place of block 0
 
+A unit that is called several times is freed after each use forward, and backward after its last.
 The unit used last stays whole until another one is used, so the next action may find it whole.
 What a stage reads outside of its layers (a root unit, tied parameters) is whole while the rank is
 in that stage. W reads no weights, but where I did nothing, as in the first stage.
@@ -21,7 +22,7 @@ class UnitPath(NamedTuple):
 
     around     whole for as long as the rank is in the stage
     forward    by each F, a unit as often as it is called
-    backward   by each B, the last one first; None for one that is not read (an embedding)
+    backward   of each call that B comes by, the last one first; None: not read (an embedding)
     graded     whether the stage's input requires a gradient, which is what I computes
     """
 
@@ -47,21 +48,36 @@ def unit_gathers(row: Iterable[Action], paths: Mapping[int, UnitPath]) -> Counte
         whole &= {*path.around, *path.forward}
         found.update(Gather(unit, phase) for unit in path.around if unit not in whole)
         whole |= set(path.around)
-        for unit in path.forward if op == "F" else path.backward if reads(op, path.graded) else ():
+        if op != "F" and reads(op, path.graded):
+            whole &= {*path.around, *path.backward[:1]}
+        for unit, used_again in _uses(path, op):
             if unit is not None and unit not in whole:
                 found[Gather(unit, phase)] += 1
-            whole = {*path.around, *(() if unit is None else (unit,))}
+            whole = {*path.around, *(whole & used_again), *(() if unit is None else (unit,))}
     return found
+
+
+def _uses(path: UnitPath, op: str) -> Iterable[tuple[Hashable | None, set[Hashable | None]]]:
+    """The units that an action uses, each with those that stay whole for a later use in it."""
+    if op == "F":
+        return [(unit, set()) for unit in path.forward]
+    back = path.backward if reads(op, path.graded) else ()
+    return [(unit, {*back[at + 1 :]}) for at, unit in enumerate(back)]
 
 
 def whole_bytes(path: UnitPath, stored_bytes: Mapping[Hashable, int], ahead: int = 1) -> int:
     """The most bytes that the gathered units of a stage take at once.
 
-    That is the unit in use, the next `ahead` ones, which are being gathered, and those around.
+    That is the unit in use, the next `ahead` ones, which are being gathered, and those around;
+    backward also those that are used again.
     """
-    each = [stored_bytes[unit] for unit in path.forward]
-    windows = [sum(each[at : at + ahead + 1]) for at in range(len(each))]
-    return sum(stored_bytes[unit] for unit in path.around) + max(windows, default=0)
+    back = path.backward
+    windows = [{*path.forward[at : at + ahead + 1]} for at in range(len(path.forward))]
+    windows += [
+        {*back[at : at + ahead + 1], *({*back[:at]} & {*back[at:]})} for at in range(len(back))
+    ]
+    most = max((sum(stored_bytes[u] for u in w if u is not None) for w in windows), default=0)
+    return sum(stored_bytes[unit] for unit in path.around) + most
 
 
 def reads(op: str, graded: bool) -> bool:

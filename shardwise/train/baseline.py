@@ -6,9 +6,10 @@ import torch
 
 from shardwise.core.model_spec import ModelShape, ParamShape, UnitShape
 from shardwise.core.plan import Plan
+from shardwise.core.pool_size import pool_bytes
 from shardwise.engine.spec import buffer_shapes, dtype_name
 from shardwise.engine.training import DTYPES
-from shardwise.models.gpt import GPT, GPTConfig
+from shardwise.models.decoder import Sizes, build
 from shardwise.prediction.memory import held_bytes
 from shardwise.prediction.traffic import by_kind, step_bytes
 
@@ -21,7 +22,7 @@ class Baseline:
     sent: dict[str, int]
 
 
-def ddp_baseline(sizes: GPTConfig, plan: Plan) -> Baseline | None:
+def ddp_baseline(sizes: Sizes, plan: Plan) -> Baseline | None:
     """The cost of `ddp` on as many ranks as `plan` has, in its precision, with AdamW.
 
     None if the plan is `ddp` already, or has one rank.
@@ -30,8 +31,9 @@ def ddp_baseline(sizes: GPTConfig, plan: Plan) -> Baseline | None:
     if plan.size == 1 or (plan.axes == ddp.axes and plan.row == ddp.row):
         return None
     with torch.device("meta"):
-        model = GPT(sizes)
+        model = build(sizes)
     dtype = dtype_name(DTYPES[plan.precision] or torch.float32)
     params = tuple(ParamShape(n, tuple(p.shape), dtype) for n, p in model.named_parameters())
     shape = ModelShape((UnitShape("", params),), buffer_shapes(model))
-    return Baseline(held_bytes(ddp, shape), by_kind(step_bytes(ddp, shape, norm=True)))
+    pool = pool_bytes(ddp, shape.stored_bytes)
+    return Baseline(held_bytes(ddp, shape, pool=pool), by_kind(step_bytes(ddp, shape, norm=True)))

@@ -3,14 +3,15 @@
     shardwise train CONFIG     train a model                 0  it holds
     shardwise verify PLAN      prove a plan                  1  it does not, or the run failed
     shardwise predict PLAN     memory and traffic            2  bad input: one paragraph says what
+    shardwise memory           what ranks store
     shardwise bench SUITE      measure beside the peers
+    shardwise doctor           devices, collectives, links
     shardwise plan             the words of plans
     shardwise schedule NAME    draw a pipeline schedule
     shardwise checkpoint       look into checkpoints
 
 Nothing heavy is imported before it is needed: help and answers to bad input do not wait for torch.
-`verify`, `predict`, `bench`, `schedule` and `checkpoint inspect` live in modules of their own,
-which are imported only when they are asked for.
+The commands of `ELSEWHERE` live in modules of their own, imported only when they are asked for.
 """
 
 import inspect
@@ -53,6 +54,16 @@ ELSEWHERE = {
         "shardwise.train.predict_command",
         "predict_command",
         "What a rank will hold and send.",
+    ),
+    "memory": (
+        "shardwise.train.memory_command",
+        "memory_command",
+        "What ranks store, by category.",
+    ),
+    "doctor": (
+        "shardwise.doctor.command",
+        "doctor_command",
+        "Check devices and collectives, and measure links.",
     ),
     "bench": ("shardwise.bench.cli", "bench_command", "Measure side by side with the peers."),
     "schedule": (
@@ -135,7 +146,9 @@ def application(given: Sequence[str] = ()) -> typer.Typer:
     app.command("train")(train)
     app.command("verify")(command("verify", given))
     app.command("predict")(command("predict", given))
+    app.command("memory")(command("memory", given))
     app.command("bench")(command("bench", given))
+    app.command("doctor")(command("doctor", given))
     app.command("plan")(plan)
     app.command("schedule")(command("schedule", given))
     checkpoint = typer.Typer(
@@ -303,11 +316,21 @@ def _launch(config: Path, overrides: Sequence[str], start: "Start", ranks: int) 
 def plan(
     text: Annotated[str | None, typer.Argument(metavar="[PLAN]", help="A plan to check.")] = None,
     words: Annotated[bool, typer.Option("--words", help="Print the table of words.")] = False,
+    file: Annotated[
+        Path | None,
+        typer.Option("--from", help="Convert DeepSpeed's JSON, accelerate's YAML, torchtitan's."),
+    ] = None,
 ) -> None:
-    """Check a plan and print its canonical text; or print the words plans are written in."""
+    """Check a plan and print its canonical text; or print the words; or convert a file."""
     from shardwise.core.plan import Plan, words_table
     from shardwise.core.plan_check import require
 
+    if file is not None:
+        from shardwise.migrate.read import imported
+
+        draft, project = imported(file)
+        print(draft.toml(file.name, project), end="")
+        return
     if words or text is None:
         print(words_table())
         return

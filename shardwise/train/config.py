@@ -32,7 +32,10 @@ Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 
 
 class ModelSection(BaseModel):
-    """[model]: a named size of the GPT; single sizes given here override it."""
+    """[model]: a named size of the GPT; single sizes given here override it.
+
+    With `experts` its feed-forward layers are mixtures of experts of `hidden` features.
+    """
 
     model_config = CLOSED
 
@@ -45,11 +48,13 @@ class ModelSection(BaseModel):
     hidden: Size | None = None
     sequence: Size | None = None
     tied: bool | None = None
-
-    def sizes(self) -> dict[str, int | bool]:
-        """The overriding sizes, by field of GPTConfig."""
-        given = self.model_dump(exclude={"name"})
-        return {name: value for name, value in given.items() if value is not None}
+    experts: Size | None = None
+    experts_per_token: Size = 2
+    gate: Text = "topk-renormalised"
+    capacity: float | None = Field(default=None, ge=1, allow_inf_nan=False)
+    shared_experts: Count = 0
+    balance: float = Field(default=1e-2, ge=0)
+    router_z: float = Field(default=1e-3, ge=0)
 
 
 class DataSection(BaseModel):

@@ -1,17 +1,18 @@
-"""The batches: which tokens every rank reads at every step.
+"""The batches: the tokens that every rank reads at every step.
 
-The stream of tokens is cut into sequences of T inputs; the target of a position is the token after
-it, so neighbours share one token and nothing is lost but the first. The last sequence is padded,
-its missing targets are -100.
+The stream of tokens is divided into sequences of T inputs. The target of a position is the next
+token, so every token except the first is a target. The last sequence is padded, and its missing
+targets are -100.
 
     stream      t0 t1 t2 t3 t4 t5 t6 t7 t8           T = 4
     inputs     [t0 t1 t2 t3][t4 t5 t6 t7]
     targets    [t1 t2 t3 t4][t5 t6 t7 t8]
 
-The sequences are dealt to 128 stretches of the stream, and whole stretches, evenly spread, are held
-out for validation. Those for training are shuffled anew each epoch, by a permutation that can be
-evaluated anywhere. So the state of a run is one number, the sequences consumed, and a step's global
-batch follows from it alone: the ranks take contiguous blocks of that same batch, as even as can be.
+The stream is divided into 128 stretches, and some of them, evenly spread, are held out for
+validation. The training sequences are shuffled in each epoch, by a permutation that is computed
+element by element. So the state of a run is one number, the sequences consumed, which determines
+the global batch of a step. The ranks take contiguous blocks of that batch, whose sizes differ by at
+most one.
 """
 
 from dataclasses import dataclass
@@ -22,29 +23,29 @@ from numpy.typing import NDArray
 from shardwise.core.errors import bad
 from shardwise.train.packed import Packed, Stream
 
-IGNORED = -100  # a target that takes no part in the loss
+IGNORED = -100  # a target that the loss ignores
 STRETCHES = 128
-ROUNDS = 6  # of the Feistel network; four make a strong permutation of a good round function
+ROUNDS = 6  # of the Feistel network; four suffice with a good round function
 
 Index = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Sequences as `inputs` and `targets`, [rows, T]; -100 is no target."""
+    """Sequences as `inputs` and `targets`, [rows, T]; the loss ignores targets of -100."""
 
     inputs: Index
     targets: Index
 
     @property
     def tokens(self) -> int:
-        """How many targets take part in the loss."""
+        """The number of targets that are not ignored."""
         return int((self.targets != IGNORED).sum())
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """A stream cut into sequences of `sequence` tokens, numbered from 0, in two parts."""
+    """A stream as sequences of `sequence` tokens, and their numbers in the two splits."""
 
     packed: Packed
     sequence: int
@@ -57,7 +58,7 @@ class Corpus:
 
 
 def split(packed: Packed, sequence: int, validation: float) -> Corpus:
-    """The two parts of a stream. Raises InputError where there is too little for one of each."""
+    """Split a stream. Raises InputError if it has fewer than two sequences."""
     count = max(0, -(-(len(packed.stream) - 1) // sequence))
     if count < 2:
         raise bad(
@@ -69,13 +70,13 @@ def split(packed: Packed, sequence: int, validation: float) -> Corpus:
     stretches = min(STRETCHES, count)
     held = min(stretches - 1, max(1, round(stretches * validation)))
     stretch = numbers * stretches // count
-    # stretch k is held out where the staircase k * held / stretches takes a step: evenly spread
+    # stretch k is held out if the integer part of k * held / stretches increases after it
     out = (stretch + 1) * held // stretches > stretch * held // stretches
     return Corpus(packed, sequence, numbers[~out], numbers[out])
 
 
 def cut(stream: Stream, numbers: Index, sequence: int) -> Rows:
-    """Sequences by number, as [rows, sequence] inputs and targets."""
+    """The sequences with these numbers, as [rows, sequence] inputs and targets."""
     at = numbers[:, None] * sequence + np.arange(sequence)
     last = len(stream) - 1
     inputs = stream[np.minimum(at, last)].astype(np.int64)
@@ -86,28 +87,28 @@ def cut(stream: Stream, numbers: Index, sequence: int) -> Rows:
 
 @dataclass(frozen=True)
 class Batches:
-    """The order of training: `batch` sequences a step, from `corpus.training`, keyed by `seed`."""
+    """The order of training: `batch` sequences per step of `corpus.training`, by `seed`."""
 
     corpus: Corpus
     batch: int
     seed: int
 
     def numbers(self, consumed: int) -> Index:
-        """The global batch after `consumed` sequences; an epoch's last one may be smaller."""
+        """The global batch after `consumed` sequences; the last of an epoch may be smaller."""
         epoch, start = divmod(consumed, len(self.corpus.training))
         places = np.arange(start, min(start + self.batch, len(self.corpus.training)))
         return self.corpus.training[shuffle(places, len(self.corpus.training), self.seed, epoch)]
 
 
 def block(numbers: Index, rank: int, ranks: int) -> Index:
-    """Rank `rank`'s contiguous share: 8 numbers over 3 ranks are 3, 3, 2; there may be none."""
+    """The contiguous block of `rank`: 8 numbers on 3 ranks are 3, 3, 2; it may be empty."""
     size, more = divmod(len(numbers), ranks)
     start = rank * size + min(rank, more)
     return numbers[start : start + size + (rank < more)]
 
 
 def padded(rows: Rows, count: int) -> Rows:
-    """The rows and as many that ask for nothing (all targets -100) as make `count` of them."""
+    """The rows, padded to `count` rows whose targets are all -100."""
     missing = count - len(rows.inputs)
     if missing <= 0:
         return rows
@@ -119,11 +120,11 @@ def padded(rows: Rows, count: int) -> Rows:
 
 
 def shuffle(places: Index, count: int, seed: int, epoch: int) -> Index:
-    """Where a permutation of [0, count), keyed by seed and epoch, takes `places`.
+    """Apply a permutation of [0, count), keyed by seed and epoch, to `places`.
 
-    A Feistel network on the smallest even number of bits that holds `count`; a result outside is
-    taken through it again until it falls inside (cycle walking: Black and Rogaway, "Ciphers with
-    Arbitrary Finite Domains", 2002). No table, so no memory and no work for what is not asked.
+    A Feistel network on the smallest even number of bits for `count`; results outside the range
+    are permuted again until they are inside (cycle walking: Black and Rogaway, "Ciphers with
+    Arbitrary Finite Domains", 2002). It needs no table, and computes only the given places.
     """
     half = np.uint64(max(1, (max(1, count - 1).bit_length() + 1) // 2))
     key = _mix(np.array([seed % 2**64], np.uint64)) ^ np.uint64(epoch)
@@ -144,7 +145,7 @@ def _feistel(x: NDArray[np.uint64], half: np.uint64, key: NDArray[np.uint64]) ->
 
 
 def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of splitmix64: every bit of the result hangs on every bit of x."""
+    """The finaliser of splitmix64: every bit of the result depends on every bit of x."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -152,7 +153,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def unigram_entropy(corpus: Corpus) -> float:
-    """Nats a token of the best guess that knows only how frequent each validation token is."""
+    """The entropy of the token frequencies in the validation split, in nats per token."""
     counts = np.zeros(corpus.packed.vocabulary.size, np.int64)
     for part in np.array_split(corpus.validation, max(1, len(corpus.validation) // 4096)):
         targets = corpus.rows(part).targets

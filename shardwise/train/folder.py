@@ -25,7 +25,6 @@ from typing import Final
 
 from shardwise.checkpoint.folder import CHECKPOINTS, all_in, find, step_of
 from shardwise.core.errors import InputError, bad
-from shardwise.core.suggest import suggestions
 from shardwise.train.config import Config, dump, read
 from shardwise.train.packed import PROBE, publish, unwritable
 
@@ -38,7 +37,7 @@ FILES: Final = (CONFIG, METRICS, REPORT, "sample.txt", "trace.json", "timeline.s
 FOLDERS: Final = {
     "tensorboard": re.compile(r"events\.out\.tfevents\..+"),
     CHECKPOINTS: re.compile(r"(\.saving-|\.removing-)?step-\d+(\.again)?|\.?latest"),
-    PLOTS: re.compile(r"(loss|memory|bytes)\.png"),
+    PLOTS: re.compile(r"(loss|memory|bytes|step)\.png"),
 }
 #: Tokenised data, if its folder is the run's own (packed.py).
 TOKENS: Final = re.compile(r"[0-9a-f]{24,32}(-bpe\d+)?\.(tokens|json|lock|tokenizer\.json)")
@@ -63,7 +62,7 @@ def check(config: Config, resume: bool, overwrite: bool) -> None:
         raise bad(
             f"--resume with run.folder = '{folder}', where no checkpoint is",
             "the folder of a run that has saved a checkpoint",
-            _without_checkpoint(folder, run),
+            "--overwrite to start that run again" if run else "the same without --resume",
         )
     if run and not (resume or overwrite):
         raise bad(
@@ -198,21 +197,6 @@ def _foreign(folder: Path, found: Sequence[str]) -> InputError:
         "a new or empty folder, or a run's folder; --overwrite replaces only runs",
         f"--set run.folder={folder / 'run'}",
     )
-
-
-def _without_checkpoint(folder: Path, run: bool) -> str:
-    """The advice for --resume without a checkpoint: a similarly named folder that has one."""
-    if run:
-        return "--overwrite to start that run again"
-    beside = folder.parent
-    try:
-        others = [path.name for path in beside.iterdir() if all_in(path / CHECKPOINTS)]
-    except OSError:
-        others = []
-    close = suggestions(folder.name, others, 3, 0.5)
-    if close:
-        return " or ".join(f"--set run.folder={beside / name}" for name in close)
-    return "the same without --resume"
 
 
 def _try_to_write(folder: Path) -> None:

@@ -13,8 +13,8 @@ So all ranks decide the same, and a resumed run continues as the first run would
 import math
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -26,29 +26,45 @@ from torch import Tensor
 from shardwise.checkpoint.folder import all_in, find, passed_over
 from shardwise.comm.objects import all_gather_object
 from shardwise.comm.world import World
-from shardwise.core.errors import NonFiniteError
+from shardwise.core.errors import InputError, NonFiniteError
 from shardwise.engine.engine import Engine
-from shardwise.engine.meter import Meter
+from shardwise.engine.out_of_memory import explained, ran_out
 from shardwise.engine.training import Metrics as StepMetrics
-from shardwise.models.gpt import flops_per_token, parameters
+from shardwise.models.decoder import flops_per_token, logits, parameters
+from shardwise.prediction.traffic import by_kind
 from shardwise.train import folder, metrics, progress, report
 from shardwise.train.baseline import ddp_baseline
 from shardwise.train.config import Config
 from shardwise.train.data import Index, block, unigram_entropy
 from shardwise.train.learning import learning_rate
 from shardwise.train.metrics import Metrics, Record
-from shardwise.train.model import batch, build
+from shardwise.train.model import Batch, batch, build, prediction_of, predictor
 from shardwise.train.peak import Peak, measured_peak
 from shardwise.train.prepare import Prepared, Start, prepare
 from shardwise.train.progress import Progress
 from shardwise.train.report import Cost, Summary
 from shardwise.train.sample import NextToken, sample, visible
 from shardwise.train.saving import Position, load_run, save_run
+from shardwise.train.step_memory import StepMemory
 from shardwise.train.stop import any_rank
 from shardwise.train.stop_signal import NOTHING, StopSignal
 from shardwise.train.tracing import Tracing
 
 MEMORY_EVERY = 20  # steps between two measurements of memory, which visit all tensors
+
+
+@dataclass
+class LastStep:
+    """This rank's share of the last step of this program, and the skipped steps before it."""
+
+    share: Batch | None = None
+    skipped_before: int = 0
+    skipped: bool = False
+
+    def follow(self, share: Batch, skipped: bool) -> None:
+        """A step has been made."""
+        self.skipped_before += self.skipped
+        self.share, self.skipped = share, skipped
 
 
 @dataclass(frozen=True)
@@ -63,6 +79,8 @@ class Run:
     metrics: Metrics | None
     stop: StopSignal
     tracing: Tracing
+    memory: StepMemory
+    last: LastStep = field(default_factory=LastStep)
 
 
 def train(
@@ -104,7 +122,8 @@ def train(
         kept = stack.enter_context(metrics.opened(config.folder, at.step, board)) if first else None
         shown = stack.enter_context(progress.opened(config.train.steps, first, console))
         tracing = Tracing(engine, at.step, config.train.steps, on=config.run.trace)
-        run = Run(prepared, engine, peak, unigram, shown, kept, stop, tracing)
+        memory = StepMemory(engine, at.step, config.train.steps)
+        run = Run(prepared, engine, peak, unigram, shown, kept, stop, tracing, memory)
         opening(run, at)
         early = any_rank(stop.received, world)
         stopped = early or steps(run, at)
@@ -140,23 +159,20 @@ def opening(run: Run, at: Position) -> None:
 def steps(run: Run, at: Position) -> bool:
     """Train from `at` to the last step; True if a signal stopped it before."""
     config = run.prepared.config.train
-    activations: dict[str, int] = {}  # the peak of a step's activations
-    metered = min(at.step + 2, config.steps)  # not the first, which also creates lasting state
     while at.step < config.steps:
         numbers = run.prepared.batches.numbers(at.consumed)
         began = time.perf_counter()
         run.engine.set_lr(learning_rate(at.step, config))
-        look = Meter(run.engine) if at.step + 1 == metered else nullcontext()
-        with run.tracing.recording(at.step), look as meter:
-            done = trained(run, numbers)
+        mine = share(run, numbers)
+        with run.tracing.recording(at.step), run.memory.measuring(at.step, mine):
+            done = trained(run, mine)
             seconds = time.perf_counter() - began
-        activations = {"activations": meter.peak["activations"]} if meter else activations
         at = Position(at.step + 1, at.consumed + len(numbers))
         last = at.step == config.steps
         validation = evaluate(run) if last or due(at.step, config.eval_every) else None
         entry = record(run, done, at, seconds)
         if entry.memory_bytes is not None:
-            entry = replace(entry, memory_bytes=entry.memory_bytes | activations)
+            entry = replace(entry, memory_bytes=entry.memory_bytes | run.memory.activations)
         tell(run, replace(entry, validation=validation))
         stop = any_rank(run.stop.received, run.engine.world)
         if last or stop or due(at.step, config.save_every):
@@ -167,7 +183,7 @@ def steps(run: Run, at: Position) -> bool:
     return False
 
 
-def share(run: Run, numbers: Index) -> dict:
+def share(run: Run, numbers: Index) -> Batch:
     """This rank's part of a global batch, for the engine."""
     mine = block(numbers, run.engine.data_rank, run.engine.data_ranks)
     rows = run.prepared.corpus.rows(mine)
@@ -179,22 +195,31 @@ def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def trained(run: Run, numbers: Index) -> StepMetrics:
-    """Run a step. Raises NonFiniteError, on every rank, with advice."""
+def trained(run: Run, mine: Batch) -> StepMetrics:
+    """Run a step. Raises NonFiniteError, on every rank, and InputError without memory: advice."""
     try:
-        return run.engine.step(share(run, numbers))
-    except NonFiniteError as error:
-        checkpoints = run.prepared.config.folder / folder.CHECKPOINTS
-        kept = (
-            "No checkpoint had been saved yet. A smaller train.lr or a longer train.warmup may help"
-        )
-        if all_in(checkpoints):
-            slower = f"--resume --set train.lr={run.prepared.config.train.lr / 3:.1g}"
-            kept = f"The last good checkpoint is {find(checkpoints)}: continue with {slower}"
-        raise NonFiniteError(
-            f"{error}. The run was stopped. {kept}, for example, or skip such steps: --set "
-            "train.on_nonfinite=skip."
-        ) from None
+        done = run.engine.step(mine)
+        run.last.follow(mine, done.skipped)
+        return done
+    except (RuntimeError, MemoryError) as error:
+        if isinstance(error, NonFiniteError):
+            raise _stopped(run, error) from None
+        if ran_out(error):
+            raise explained(error, run.engine, predictor(run.prepared, mine)) from error
+        raise
+
+
+def _stopped(run: Run, error: NonFiniteError) -> NonFiniteError:
+    """The error with advice on how to go on."""
+    checkpoints = run.prepared.config.folder / folder.CHECKPOINTS
+    kept = "No checkpoint had been saved yet. A smaller train.lr or a longer train.warmup may help"
+    if all_in(checkpoints):
+        slower = f"--resume --set train.lr={run.prepared.config.train.lr / 3:.1g}"
+        kept = f"The last good checkpoint is {find(checkpoints)}: continue with {slower}"
+    return NonFiniteError(
+        f"{error}. The run was stopped. {kept}, for example, or skip such steps: --set "
+        "train.on_nonfinite=skip."
+    )
 
 
 def evaluate(run: Run) -> float:
@@ -247,19 +272,28 @@ def likely(run: Run) -> NextToken:
 
     def after(seen: Sequence[int]) -> Tensor:
         seen_BT = torch.tensor([seen], device=like_V.device)
-        return engine.outputs(lambda model: model(seen_BT)[0, -1, :size].float(), like_V).cpu()
+        return engine.outputs(
+            lambda model: logits(model(seen_BT))[0, -1, :size].float(), like_V
+        ).cpu()
 
     return after
 
 
-def own_cost(engine: Engine) -> Cost:
-    """The memory and traffic of this rank, measured and predicted."""
-    return Cost(
-        engine.memory(),
-        engine.predicted_memory(),
-        engine.measured_bytes(),
-        engine.predicted_bytes(),
-    )
+def own_cost(run: Run, *, loaded: bool) -> Cost:
+    """The memory of this rank and the traffic of its last step, measured and predicted.
+
+    Without a step of this program, or for a model whose forward reads values, only measured.
+    """
+    engine, last = run.engine, run.last
+    measured = Cost(engine.memory(), {}, engine.measured_bytes(), {})
+    if last.share is None:
+        return measured
+    try:
+        found = prediction_of(run.prepared, engine, last.share)
+    except InputError:
+        return measured
+    sent = found.in_step(engine.made - 1, loaded=loaded, skipped=last.skipped_before)
+    return replace(measured, predicted_memory=found.memory, predicted_sent=by_kind(sent))
 
 
 def finish(run: Run, began: Position, stopped: bool, console: Console | None) -> Summary | None:
@@ -271,7 +305,7 @@ def finish(run: Run, began: Position, stopped: bool, console: Console | None) ->
         seed, window = config.train.seed, prepared.corpus.sequence
         text = visible(sample(likely(run), prepared.vocabulary, window, config.sample, seed))
     recorded = run.tracing.recorded()
-    costs = all_gather_object(own_cost(engine), engine.world)
+    costs = all_gather_object(own_cost(run, loaded=began.step > 0), engine.world)
     if engine.world.rank != 0:
         return None
     summary = Summary(
@@ -289,6 +323,7 @@ def finish(run: Run, began: Position, stopped: bool, console: Console | None) ->
         sample=text,
         stopped=stopped,
         recorded=recorded,
+        step=run.memory.series(prepared),
     )
     if text:
         (config.folder / "sample.txt").write_text(text, encoding="utf-8")

@@ -1,7 +1,7 @@
 """The record of a run: metrics.jsonl, one object a step, and the same numbers for TensorBoard.
 
-A resumed run first drops the records after its checkpoint, so that each step appears once. A line
-that a crash cut short is dropped too.
+A resumed run first removes the records after its checkpoint, so that each step appears once. An
+incomplete last line, left by a crash, is removed too.
 """
 
 import json
@@ -24,12 +24,12 @@ FILE = "metrics.jsonl"
 class Record:
     """One step, counted from 1.
 
-    `loss` is the mean over the global batch's `tokens`, in nats; of a step that was skipped because
-    it was not finite it is null in the file and NaN here. `validation` is set where the step ended
-    with an evaluation. `sent_bytes`, `mfu` and `memory_bytes` (by category) are those
-    of rank 0; `peak_flops` a second is what `mfu` is a share of. `seconds` is the step alone,
-    without evaluation and saving. Activations are those at the peak of the run's second step, the
-    rest what is held between steps.
+    `loss` is the mean over the global batch's `tokens`, in nats; for a step that was skipped
+    because it was not finite, it is null in the file and NaN here. `validation` is set if an
+    evaluation followed the step. `sent_bytes`, `mfu` and `memory_bytes` (by category) are those of
+    rank 0; `mfu` is relative to `peak_flops` per second. `seconds` excludes evaluation and saving.
+    Activations are those at the peak of the run's second step; the other categories are the memory
+    between steps.
     """
 
     step: int
@@ -69,9 +69,9 @@ def read(folder: Path) -> list[Record]:
 
 
 def keep_until(folder: Path, step: int) -> None:
-    """Drop the records after `step`, all at once or not at all."""
-    kept = "".join(f"{record.line()}\n" for record in read(folder) if record.step <= step)
-    publish(folder / FILE, lambda beside: beside.write_text(kept, encoding="utf-8"))
+    """Remove the records after `step`, atomically."""
+    lines = "".join(f"{record.line()}\n" for record in read(folder) if record.step <= step)
+    publish(folder / FILE, lambda path: path.write_text(lines, encoding="utf-8"))
 
 
 class Metrics:
@@ -82,7 +82,7 @@ class Metrics:
         self._board = board
 
     def write(self, record: Record) -> None:
-        """Append the record; the line is handed to the system at once."""
+        """Append the record, and flush the file."""
         self._file.write(record.line() + "\n")
         self._file.flush()
         if self._board is not None:

@@ -1,22 +1,29 @@
 """The model of a run: a GPT of the configured sizes, built for its plan, and its batches."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.comm.objects import all_gather_object
 from shardwise.comm.world import World
 from shardwise.core.errors import RunError, bad
+from shardwise.core.plan import Plan
+from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.suggest import suggest
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer_spec import AdamW
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.partition import balance_by_time
-from shardwise.engine.stage_module import fitting, schedule_of
-from shardwise.models import gpt
-from shardwise.models.gpt import GPT
+from shardwise.engine.prediction import Predictor, predict
+from shardwise.engine.stage_module import fitting
+from shardwise.engine.timeline import predict_events
+from shardwise.models import decoder, gpt
 from shardwise.models.initial import initial
+from shardwise.prediction.prediction import Prediction
+from shardwise.prediction.timeline import Event
 from shardwise.train.data import Rows, padded
 from shardwise.train.prepare import Prepared
 from shardwise.train.progress import size_text
@@ -26,34 +33,80 @@ Batch = dict[str, Tensor]
 
 
 def build(prepared: Prepared, world: World) -> Engine:
-    """The engine: a GPT whose weights depend on the seed alone, made unit by unit on its ranks."""
+    """The engine of a GPT, whose weights depend only on the seed, created unit by unit."""
     try:
         return _built(prepared, world)
-    except (MemoryError, RuntimeError) as error:  # as torch calls it on a processor
+    except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError on a CPU
         if isinstance(error, RuntimeError) and "alloc" not in str(error).lower().split("\n")[0]:
             raise
-        count, held = gpt.parameters(prepared.sizes), state_bytes(prepared.sizes, prepared.plan)
+        count, held = decoder.parameters(prepared.sizes), state_bytes(prepared.sizes, prepared.plan)
         raise RunError(
-            f"Rank {world.rank} found no memory for its part of a model of {count:,} parameters, "
-            f"of whose state the {world.size} rank{'s' * (world.size > 1)} of '{prepared.plan}' "
-            f"keep {size_text(held)} ({str(error).splitlines()[0]}). A smaller model, or a plan "
-            "that shards over more ranks, may fit."
+            f"Rank {world.rank} ran out of memory for its part of a model of {count:,} parameters, "
+            f"whose state takes {size_text(held)} on the {world.size} "
+            f"rank{'s' * (world.size > 1)} of '{prepared.plan}' ({str(error).splitlines()[0]}). "
+            "A smaller model, or a plan that shards over more ranks, may fit."
         ) from error
+
+
+def predictor(prepared: Prepared, share: Batch) -> Callable[[Plan], Prediction]:
+    """Predictions of the run under other plans, of a rank whose part of the batch is `share`."""
+    with torch.device("meta"):
+        model = decoder.build(prepared.sizes)
+    return lambda plan: predict(model, plan, share, **_training(prepared))
+
+
+def prediction_of(prepared: Prepared, engine: Engine, share: Batch) -> Prediction:
+    """The prediction for this rank of the run, whose part of the batch is `share`.
+
+    Raises InputError for a model with experts, whose forward reads values.
+    """
+    with torch.device("meta"):
+        model = decoder.build(prepared.sizes)
+    return Predictor(
+        model,
+        prepared.plan,
+        rank=engine.world.rank,
+        ranks=engine.world.size,
+        stages=engine.staging.begins if engine.staging else None,
+        check_every=prepared.config.run.check_every,
+        **_training(prepared),
+    ).of(share)
+
+
+def predicted_step(prepared: Prepared, engine: Engine, share: Batch) -> Sequence[Event]:
+    """The memory of this rank at each moment of a step of the run on `share`.
+
+    Raises InputError for a plan whose moments are not predicted.
+    """
+    with torch.device("meta"):
+        model = decoder.build(prepared.sizes)
+    rank, named = engine.world.rank, _training(prepared)
+    return predict_events(model, engine.plan, share, rank=rank, **named)[1]
+
+
+def _training(prepared: Prepared) -> dict[str, Any]:
+    """The options of parallelize that do not depend on the plan."""
+    train = prepared.config.train
+    return {
+        "optimizer": AdamW(lr=train.lr, betas=train.betas, weight_decay=train.weight_decay),
+        "loss": decoder.loss_of(
+            prepared.sizes
+        ),  # of a part without targets no number: it counts for nothing
+        # an infinite bound does not clip, but the norm is computed, and recorded
+        "clip": train.clip or float("inf"),
+    }
 
 
 def _built(prepared: Prepared, world: World) -> Engine:
     train = prepared.config.train
     with torch.device("meta"):
-        model = GPT(prepared.sizes)
+        model = decoder.build(prepared.sizes)
     return parallelize(
         model,
         prepared.plan,
         world,
-        optimizer=AdamW(lr=train.lr, betas=train.betas, weight_decay=train.weight_decay),
-        loss=gpt.loss,  # of a part without targets no number; the engine lets it count for nothing
+        **_training(prepared),
         tokens=gpt.tokens,
-        # an infinite bound clips nothing, and still gives the norm, which is recorded
-        clip=train.clip or float("inf"),
         on_nonfinite=train.on_nonfinite,
         fill=partial(initial, seed=train.seed),
         stages=starts(prepared, world),
@@ -62,24 +115,25 @@ def _built(prepared: Prepared, world: World) -> Engine:
 
 
 def starts(prepared: Prepared, world: World) -> list[str] | None:
-    """The modules that begin the stages but the first; None where parameters are to decide.
+    """The modules that begin each stage except the first; None to balance parameters.
 
-    By time: the first rank runs the whole model forward, a microbatch of it, and tells the others.
+    To balance by time, the first rank measures a forward pass of one microbatch, and broadcasts
+    the result.
     """
     given = prepared.config.plan.stages
     if given == "parameters" or (given == "time" and prepared.plan.pipeline is None):
         return None
     with torch.device("meta"):
-        model = GPT(prepared.sizes)
+        model = decoder.build(prepared.sizes)
     if given != "time":
         return _named(model, given)
-    fitting(model, prepared.plan, None)  # what has too few layers takes no time either
+    fitting(model, prepared.plan, None)  # raises for too few layers, before measuring
     measured = _measured(prepared, world.device) if world.rank == 0 else []
     return all_gather_object(measured, world)[0]
 
 
-def _named(model: GPT, given: str) -> list[str]:
-    """The modules in `plan.stages`. Raises InputError where one is none."""
+def _named(model: nn.Module, given: str) -> list[str]:
+    """The modules in `plan.stages`. Raises InputError for an unknown one."""
     names = [name.strip() for name in given.split(",") if name.strip()]
     known = [name for name, _ in model.named_modules() if name]
     unknown = [name for name in names if name not in known]
@@ -89,7 +143,7 @@ def _named(model: GPT, given: str) -> list[str]:
         raise bad(
             f"plan.stages = '{given}'"
             + (f", of which {unknown[0]} is no module of the model" if names else ""),
-            "parameters, time, or the modules that begin the stages but the first, such as "
+            "parameters, time, or the modules that begin each stage except the first, such as "
             + ", ".join(name for name in known if name.count(".") == 1 and name[-1].isdigit()),
             f"plan.stages = '{near}'",
         )
@@ -97,13 +151,13 @@ def _named(model: GPT, given: str) -> list[str]:
 
 
 def _measured(prepared: Prepared, device: torch.device) -> list[str]:
-    """Stages whose slowest takes as short as can be on `device`."""
+    """The stages whose slowest takes the least time on `device`."""
     plan, schedule = prepared.plan, schedule_of(prepared.plan)
     assert schedule is not None
     rows = prepared.config.train.batch // (plan.data_size * plan.microbatches)
     tokens = torch.zeros(rows, prepared.sizes.sequence, dtype=torch.int64, device=device)
     with torch.device(device):
-        model = GPT(prepared.sizes)
+        model = decoder.build(prepared.sizes)
     return list(balance_by_time(model, lambda whole: whole(tokens), len(schedule.home)))
 
 

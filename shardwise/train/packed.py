@@ -1,11 +1,11 @@
-"""Tokenised text: one flat file of token numbers, made once, memory-mapped and shared.
+"""Tokenised text: one flat file of token numbers, created once, memory-mapped and shared.
 
     <key>.tokens    the numbers, every document followed by the separator, 16 or 32 bits each
     <key>.json      how many numbers, of how many bits, for how many bytes of text
 
-The key is a hash of the content and of the vocabulary. The .json is written last and by a rename,
-so it is there only when the numbers are whole. A file lock lets the first process on a machine
-do the work; the others wait and then find it done.
+The key is a hash of the content and of the vocabulary. The .json is written last, by a rename, so
+it exists only if the numbers are complete. A file lock lets the first process on a machine create
+the files; the others wait for it.
 """
 
 import hashlib
@@ -30,15 +30,15 @@ from shardwise.train.tokens import (
     train_bpe,
 )
 
-PROBE = ".shardwise-"  # how the names of files begin that are made to see if one can
-FORMAT = "2"  # part of the key: to be raised when the meaning of the files changes
+PROBE = ".shardwise-"  # prefix of temporary files that test whether a folder is writable
+FORMAT = "2"  # part of the key; increase it when the format of the files changes
 
-Stream = NDArray[np.unsignedinteger]  # 16 bits a token where the vocabulary allows, else 32
+Stream = NDArray[np.unsignedinteger]  # 16 bits per token if the vocabulary allows, else 32
 
 
 @dataclass(frozen=True)
 class Packed:
-    """All tokens of a source: `stream` [tokens], mapped; `text_bytes` of text in UTF-8."""
+    """All tokens of a source: the memory-mapped `stream` [tokens]; `text_bytes` in UTF-8."""
 
     key: str
     stream: Stream
@@ -48,12 +48,12 @@ class Packed:
 
     @property
     def bytes_per_token(self) -> float:
-        """How much text a token stands for, which turns nats a token into bits a byte."""
+        """The mean bytes of text per token, to convert nats per token to bits per byte."""
         return self.text_bytes / len(self.stream)
 
 
 def tokenise(source: Source, tokens: str, cache: Path) -> Packed:
-    """The source's tokens, from `cache` if they are there. Raises InputError for bad input."""
+    """The source's tokens, from `cache` if it has them. Raises InputError for bad input."""
     content = source.digest()
     make_folder(cache, "data.cache")
     with FileLock(cache / f"{content}.lock"):
@@ -69,10 +69,10 @@ def tokenise(source: Source, tokens: str, cache: Path) -> Packed:
 
 
 def make_folder(folder: Path, what: str) -> None:
-    """Make the folder and try to write in it. Raises InputError, naming `what` asked for it."""
+    """Create the folder and test that it is writable. The InputError names the key `what`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # a name of its own: others may try as well
+        # a unique name, since other processes may test it too
         with tempfile.TemporaryFile(dir=folder, prefix=PROBE):
             pass
     except OSError as error:
@@ -80,7 +80,7 @@ def make_folder(folder: Path, what: str) -> None:
 
 
 def unwritable(folder: Path, what: str, error: OSError) -> InputError:
-    """The answer where `what` asks for a folder that cannot be made, looked into or written to."""
+    """The error for a folder, set by the key `what`, that cannot be created, read or written."""
     return bad(
         f"{what} = '{folder}', where nothing can be written ({error.strerror})",
         "a folder that you may write to",
@@ -116,7 +116,7 @@ def _write(source: Source, vocabulary: Vocabulary, path: Path, about: Path) -> N
     separator = np.array([vocabulary.separator], dtype)
 
     def write(beside: Path) -> None:
-        """Every document and a separator, counted on the way."""
+        """Write every document and a separator, and count them."""
         with beside.open("wb") as out:
             for text in source.documents(exact=isinstance(vocabulary, ByteVocabulary)):
                 out.write(vocabulary.encode(text).astype(dtype).tobytes())

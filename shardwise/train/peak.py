@@ -1,14 +1,12 @@
-"""The machine's peak: the floating-point rate that large matrix products reach on it.
+"""The machine's peak: the measured floating-point rate of large matrix products.
 
-Model FLOPs utilisation (MFU; PaLM, arXiv 2204.02311, appendix B) is the share of a peak that the
-model's own operations make up. A data sheet's peak says little of a processor core, so this one is
-measured, on the run's device, in its precision, by the library that the run takes for large
-products, with its threads, while the other ranks measure theirs: an MFU of 50 % means half of what
-matrix products alone would do.
+Model FLOPs utilisation (MFU; PaLM, arXiv 2204.02311, appendix B) is the rate of the model's
+operations as a fraction of the peak. A data sheet's peak says little about one CPU core, so the
+peak is measured: on the run's device, in its precision, with its library for matrix products and
+its threads, on all ranks at once. An MFU of 50 % means half the rate of matrix products alone.
 
-Something else may have the machine for a while, so the best of several rounds counts, and the ranks
-begin each together. A step that is faster still has shown that the peak was higher: it becomes the
-peak, of this step and of all that follow.
+Other programs may slow the machine down for a while, so the best of several rounds counts, and the
+ranks begin each round together. If a step is faster than the peak, its rate becomes the new peak.
 """
 
 import time
@@ -20,14 +18,14 @@ import torch
 from shardwise.kernels.matmul import Linear, fastest
 
 ROUNDS = 5
-REPEATS = 3  # products a round
+REPEATS = 3  # products per round
 # large enough to reach the peak, small enough to take milliseconds
 SIZES = {"cpu": 768, "cuda": 8192}
 
 
 @dataclass
 class Peak:
-    """The most operations a second that this rank has been seen to do."""
+    """The highest measured rate of this rank, in operations per second."""
 
     flops: float
 
@@ -40,14 +38,14 @@ class Peak:
 def measured_peak(
     device: torch.device, dtype: torch.dtype, together: Callable[[], object] = bool
 ) -> float:
-    """Operations a second of the best of a few square products, two to a multiply-add.
+    """The best rate of a few square products, in operations per second; a multiply-add is two.
 
-    Each round begins with `together`, which ranks that share a machine wait in for one another.
+    Each round begins with `together`, a barrier for ranks that share a machine.
     """
     size = SIZES.get(device.type, 2048)
     a = torch.full((size, size), 0.5, device=device, dtype=dtype)
     multiply = fastest(device).linear
-    multiply(a, a, None)  # the first one pays for start-up
+    multiply(a, a, None)  # warm-up
     best_s = float("inf")
     for _ in range(ROUNDS):
         together()

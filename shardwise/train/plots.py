@@ -1,4 +1,4 @@
-"""The plots of a run as PNG: the loss; memory and traffic, measured, predicted, and of ddp."""
+"""The plots of a run as PNG: the loss; memory and traffic: measured, predicted, and of ddp."""
 
 import math
 from collections.abc import Sequence
@@ -17,16 +17,16 @@ TOTAL = "total"
 
 def loss(path: Path, records: Sequence[Record], unigram: float) -> None:
     """Training loss (each step, and smoothed), validation loss, and the unigram baseline."""
-    figure = _figure(8, 4.5)
+    figure = new_figure(8, 4.5)
     axes = figure.subplots()
     steps = [record.step for record in records]
     losses = [record.loss for record in records]
     top = max([unigram, *filter(math.isfinite, losses[:1])])
     axes.plot(steps, losses, color=MEASURED, alpha=0.25, linewidth=0.8)
     axes.plot(steps, smoothed(losses), color=MEASURED, label="training, smoothed")
-    held = [(record.step, record.validation) for record in records if record.validation is not None]
-    if held:
-        axes.plot(*zip(*held, strict=True), "o-", color=PREDICTED, label="validation")
+    evaluated = [(r.step, r.validation) for r in records if r.validation is not None]
+    if evaluated:
+        axes.plot(*zip(*evaluated, strict=True), "o-", color=PREDICTED, label="validation")
     axes.axhline(unigram, color="grey", linestyle="--", label=f"unigram baseline {unigram:.2f}")
     axes.set(xlabel="step", ylabel="loss, nats a token", ylim=(0, top * 1.05))
     axes.legend(frameon=False)
@@ -40,9 +40,9 @@ def bars(
     predicted: dict[str, int],
     baseline: dict[str, int] | None = None,
 ) -> None:
-    """Measured beside predicted, and what `ddp` would take where that is another plan.
+    """Measured and predicted bytes, and those of `ddp` if `baseline` is given.
 
-    A group of bars a category, below them their sums; all in the unit of the largest.
+    One group of bars per category, and their sums, all in the unit of the largest.
     """
     series = [(measured, MEASURED, "measured"), (predicted, PREDICTED, "formula")]
     series += [(baseline, BASELINE, "ddp on the same ranks")] if baseline else []
@@ -53,7 +53,7 @@ def bars(
     ]
     names = [*categories, *[TOTAL] * several]
     unit, unit_bytes = unit_of(max([0, *(n for sizes, *_ in summed for n in sizes.values())]))
-    figure = _figure(8, 1.2 + 0.25 * (1 + len(series)) * max(1, len(names)))
+    figure = new_figure(8, 1.2 + 0.25 * (1 + len(series)) * max(1, len(names)))
     axes = figure.subplots()
     axes.set(title=title, xlabel=unit)
     height = 0.8 / len(series)
@@ -80,7 +80,7 @@ def bars(
 
 
 def smoothed(losses: Sequence[float], weight: float = 0.9) -> list[float]:
-    """The exponential moving mean, without the pull of its start (as Adam corrects its moments).
+    """The exponential moving mean with bias correction, as Adam corrects its moments.
 
     A loss that is not finite, of a step that was skipped, is passed over.
     """
@@ -95,8 +95,8 @@ def smoothed(losses: Sequence[float], weight: float = 0.9) -> list[float]:
     return result
 
 
-def _figure(width: float, height: float) -> "Figure":
-    # a figure of its own on the Agg canvas: no window system and no state of pyplot is touched
+def new_figure(width: float, height: float) -> "Figure":
+    """A figure on the Agg canvas, which needs no window system and no state of pyplot."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""`shardwise predict PLAN`: what a rank will hold and send, printed without starting a rank.
+"""`shardwise predict PLAN`: the memory and traffic of a rank, without starting one.
 
 The run that is predicted is the one that `shardwise verify PLAN` proves: the same model, optimizer,
 units and clipping, in fp64 where the plan names no precision, after its first steps.
@@ -8,12 +8,13 @@ import json
 import sys
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from shardwise.core.arguments import integer
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from shardwise.models.trainable import Trainable
     from shardwise.prediction.prediction import Prediction
 
-ROWS = 2  # of a microbatch
+ROWS = 2  # per microbatch
 
 
 def predict_command(
@@ -48,6 +49,8 @@ def predict_command(
         "memory": found.memory,
         "bytes": found.bytes,
         "activations": found.activations,
+        "recomputed": dict(found.recomputed),
+        "recomputed_flops": found.recomputed_flops,
         "time_ms": round(1000 * (time.perf_counter() - began), 1),
     }
     if as_json:
@@ -58,41 +61,54 @@ def predict_command(
         print(f"Note: {note}.", file=sys.stderr)
 
 
+class Asked(NamedTuple):
+    """What a command line asks: a plan, a model, the batch of each rank, options of parallelize."""
+
+    plan: Plan
+    trainable: "Trainable"
+    batch: Any
+    options: dict[str, Any]
+
+    @property
+    def plain(self) -> Any:
+        """The model, without weights where it can be made so."""
+        return self.trainable.build("cpu" if self.trainable.initial is None else "meta")
+
+
 def prediction(
     text: str, name: str, batch: int | None, sequence: int | None, rank: int
 ) -> "Prediction":
     """The prediction for a command line. Raises InputError for what cannot be predicted."""
+    found = asked(text, name, batch, sequence, rank)
+    from shardwise.engine.prediction import predict
+
+    return predict(found.plain, found.plan, found.batch, rank=rank, **found.options)
+
+
+def asked(text: str, name: str, batch: int | None, sequence: int | None, rank: int) -> Asked:
+    """The values of a command line. Raises InputError for those that cannot be predicted."""
     plan = Plan.parse(text)
     require(plan)
     plan = replace(plan, precision=plan.precision or "fp64").completed(None)
     for option, value in (("--batch", batch), ("--sequence", sequence)):
-        if value is not None and value < 1:
-            raise bad(f"{option} {value}", "1 or more", f"{option} 2")
-    if not 0 <= rank < plan.size:
-        allowed = f"a rank of the plan '{plan}': 0 to {plan.size - 1}"
-        raise bad(f"--rank {rank}", allowed, "--rank 0")
+        integer(option, 1 if value is None else value, 1, 2)
+    integer("--rank", rank, 0, 0, plan.size - 1)
 
-    from shardwise.engine.prediction import predict
     from shardwise.models.registry import find
+    from shardwise.verify import parity
     from shardwise.verify.options import Options
     from shardwise.verify.oracles import is_asynchronous
-    from shardwise.verify.parity import SEED, asked
 
     trainable = find(name)
     rows = batch or ROWS * plan.microbatches
-    made = _resized(trainable.make_batch(rows, SEED), sequence, name)
+    made = _resized(trainable.make_batch(rows, parity.SEED), sequence, name)
     clip = None if is_asynchronous(plan) else 1.0
-    options = asked(trainable, plan, Options())
-    return predict(_plain(trainable), plan, made, rank=rank, clip=clip, **options)
-
-
-def _plain(trainable: "Trainable") -> Any:
-    """The model, without weights where it can be made so."""
-    return trainable.build("cpu" if trainable.initial is None else "meta")
+    options = parity.asked(trainable, plan, Options())
+    return Asked(plan, trainable, made, {"clip": clip, **options})
 
 
 def _resized(batch: Any, sequence: int | None, name: str) -> Any:
-    """The batch with rows of so many positions: dim 1 of its tensors of whole numbers."""
+    """The batch with rows of `sequence` positions: dim 1 of its integer tensors."""
     if sequence is None:
         return batch
     from torch import Tensor
@@ -122,6 +138,11 @@ def show(numbers: dict[str, Any], console: Console) -> None:
     for category, count in numbers["memory"].items():
         table.add_row(f"held: {category}", f"{count:,}")
     table.add_row("held in a step: activations", f"{numbers['activations']:,}")
+    for kind in dict.fromkeys(numbers["recomputed"].values()):
+        names = [name for name, how in numbers["recomputed"].items() if how == kind]
+        table.add_row(f"recomputed: {kind}", ", ".join(names))
+    if numbers["recomputed"]:
+        table.add_row("operations added in a step", f"{numbers['recomputed_flops']:,}")
     table.add_section()
     for kind, count in numbers["bytes"].items():
         table.add_row(f"sent in a step: {kind}", f"{count:,}")

@@ -5,7 +5,7 @@ starting them, so that a wrong input is one paragraph instead of one per rank, a
 tokenised when the ranks start.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from shardwise.comm.rendezvous import environment
@@ -20,7 +20,7 @@ from shardwise.train.sources import find
 from shardwise.train.tokens import Vocabulary, check_fits
 
 if TYPE_CHECKING:
-    from shardwise.models.gpt import GPTConfig
+    from shardwise.models.decoder import Sizes
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Prepared:
     config: Config
     plan: Plan
     corpus: Corpus
-    sizes: "GPTConfig"
+    sizes: "Sizes"
 
     @property
     def batches(self) -> Batches:
@@ -98,10 +98,14 @@ def checked_plan(config: Config, ranks: int) -> Plan:
     return plan
 
 
-def check_same(before: "GPTConfig", now: "GPTConfig") -> None:
+def check_same(before: "Sizes", now: "Sizes") -> None:
     """Raise InputError unless the model has the sizes of the saved one."""
-    saved, given = asdict(before), asdict(now)
-    other = [name for name in saved if saved[name] != given[name]]
+    from shardwise.models.decoder import numbers
+
+    saved, given = numbers(before), numbers(now)
+    names = dict.fromkeys([*saved, *given])
+    saved, given = ({name: each.get(name) for name in names} for each in (saved, given))
+    other = [name for name in names if saved[name] != given[name]]
     if other:
         raise bad(
             "--resume with " + ", ".join(f"model.{n} = {given[n]} (was {saved[n]})" for n in other),

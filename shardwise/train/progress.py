@@ -1,8 +1,8 @@
 """Progress of a run: a live table on a terminal, or lines for a log file.
 
-Live      one picture that is drawn again: bar, loss, speed, bytes, memory
-Plain     lines for a log file, the first step and then one in ten seconds
-Silent    nothing: for ranks other than the first
+Live      a table that is redrawn: bar, loss, speed, bytes, memory
+Plain     lines for a log file: the first step, then one every ten seconds
+Silent    nothing, on ranks other than the first
 """
 
 import sys
@@ -41,7 +41,7 @@ class Silent:
 
 
 class Plain:
-    """A line for the first step, the last, evaluations, and whenever ten seconds passed."""
+    """A line for the first and last step, for evaluations, and every ten seconds."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self._console = console
@@ -61,7 +61,7 @@ class Plain:
 
 
 class Live:
-    """One table that is drawn again with each step, notes above it."""
+    """A table that is redrawn at each step, with notes above it."""
 
     def __init__(self, live: RichLive, steps: int) -> None:
         self._live = live
@@ -71,7 +71,7 @@ class Live:
         self._begin: tuple[float, int] | None = None
 
     def step(self, record: Record) -> None:
-        """Draw the record; a value it does not have stays what it was."""
+        """Draw the record; missing values stay unchanged."""
         if self._begin is None:
             self._begin = (time.monotonic(), record.step)
         self._validation = record.validation or self._validation
@@ -106,7 +106,7 @@ class Live:
 
 @contextmanager
 def opened(steps: int, first: bool, console: Console | None = None) -> Iterator[Progress]:
-    """The display that fits where the output goes; silent unless this is the `first` rank."""
+    """The display for the kind of output; silent unless this is the `first` rank."""
     console = console or Console(file=sys.stdout, highlight=False)
     if not first:
         yield Silent()
@@ -118,7 +118,7 @@ def opened(steps: int, first: bool, console: Console | None = None) -> Iterator[
 
 
 def values(record: Record) -> dict[str, str]:
-    """The record's numbers as a person reads them."""
+    """The record's numbers as text."""
     return {
         "loss": shown(record.loss),
         "tokens/s": f"{record.tokens_per_s:,.0f}",
@@ -140,18 +140,18 @@ def line(record: Record, steps: int) -> str:
 
 
 def shown(value: float | None) -> str:
-    """A loss with four digits; a dash where there is none."""
+    """A loss with four digits, or a dash."""
     return "-" if value is None else f"{value:.4f}"
 
 
 def size_text(size_bytes: float) -> str:
-    """A number of bytes in the largest unit that leaves one or more: 1536 -> '1.5 KiB'."""
+    """A number of bytes in the largest unit of which it has at least one: 1536 -> '1.5 KiB'."""
     unit, unit_bytes = unit_of(size_bytes)
     return f"{size_bytes / unit_bytes:.{0 if unit == 'B' else 1}f} {unit}"
 
 
 def unit_of(size_bytes: float) -> tuple[str, int]:
-    """The largest unit that leaves one or more, and its bytes: 1536 -> ('KiB', 1024)."""
+    """The largest unit not above the number, and its bytes: 1536 -> ('KiB', 1024)."""
     power = 0
     while power < len(UNITS) - 1 and size_bytes >= 1024 ** (power + 1):
         power += 1

@@ -1,4 +1,4 @@
-"""The summary of a run: a table on the screen, and report.md with the numbers and the pictures."""
+"""The summary of a run: a table on the screen, and report.md with numbers and plots."""
 
 import math
 from collections.abc import Sequence
@@ -9,10 +9,11 @@ from statistics import median
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.train import plots, tracing
+from shardwise.train import plots, step_memory, tracing
 from shardwise.train.baseline import Baseline
 from shardwise.train.config import Config
 from shardwise.train.folder import PLOTS
+from shardwise.train.memory_picture import Series, draw
 from shardwise.train.metrics import Record
 from shardwise.train.packed import Packed, publish
 from shardwise.train.progress import duration, size_text
@@ -21,7 +22,10 @@ from shardwise.train.tracing import Recorded
 
 @dataclass(frozen=True)
 class Cost:
-    """What a rank holds by category and sends in a step by kind: measured, and by the formula."""
+    """A rank's memory by category and traffic per step by kind: measured and predicted.
+
+    What is predicted is empty where no prediction can be made.
+    """
 
     memory: dict[str, int]
     predicted_memory: dict[str, int]
@@ -31,11 +35,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class Summary:
-    """A run at its end, as rank 0 saw it. `unigram` is in nats a token, `peak_flops` a second.
+    """A finished run, as rank 0 saw it. `unigram` is in nats per token.
 
-    `costs` are those of every rank, `baseline` what `ddp` would take there. `began` is the step
-    after which this program took the run up: speed is that of the steps since, under this plan and
-    on this machine.
+    `costs` has an entry for every rank; `baseline` is the cost of `ddp`; `step` is the memory of
+    rank 0 at each moment of a step. `began` is the step after which this process started or
+    resumed the run: the speed is that of the steps since then.
     """
 
     config: Config
@@ -52,31 +56,32 @@ class Summary:
     sample: str = ""
     stopped: bool = False
     recorded: Recorded | None = None
+    step: Sequence[Series] = ()
 
     @property
     def validation(self) -> float | None:
-        """The last evaluation's loss, nats a token."""
+        """The loss of the last evaluation in nats per token."""
         return next(
             (r.validation for r in reversed(self.records) if r.validation is not None), None
         )
 
     @property
     def recent(self) -> Sequence[Record]:
-        """The records of the steps that this program has made."""
+        """The records of the steps of this process."""
         return [record for record in self.records if record.step > self.began]
 
     @property
     def memory(self) -> tuple[int, Cost]:
-        """The rank that holds most, the first of several, and its cost."""
+        """The first of the ranks with the most memory, and its cost."""
         return max(enumerate(self.costs), key=lambda of: sum(of[1].memory.values()))
 
     @property
     def sent(self) -> tuple[int, Cost]:
-        """The rank that sends most in a step, the first of several, and its cost."""
+        """The first of the ranks that send most, and its cost."""
         return max(enumerate(self.costs), key=lambda of: sum(of[1].sent.values()))
 
     def bits(self, nats: float) -> float:
-        """Nats a token as bits a byte of text."""
+        """Nats per token, converted to bits per byte of text."""
         return nats / math.log(2) / self.packed.bytes_per_token
 
 
@@ -98,7 +103,7 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         side = "below" if share > 0 else "above"
         found.append(("", f"{abs(share):.0%} {side} the unigram baseline"))
     speed = median(record.tokens_per_s for record in summary.recent)
-    # of the peak as it is known now: a step may have raised it
+    # relative to the final peak, which a step may have raised
     rate = median(r.mfu * (r.peak_flops or summary.peak_flops) for r in summary.recent)
     mfu = rate / summary.peak_flops
     peak = f"{summary.peak_flops / 1e9:,.0f} GFLOP/s"
@@ -123,7 +128,7 @@ def table(summary: Summary) -> Table:
 
 
 def write(summary: Summary) -> Path:
-    """Draw the pictures and write report.md into the run's folder; the path of the report."""
+    """Draw the plots and write report.md into the run's folder; returns its path."""
     folder = summary.config.folder
     plots.loss(folder / PLOTS / "loss.png", summary.records, summary.unigram)
     (holder, held), (sender, sent) = summary.memory, summary.sent
@@ -136,6 +141,8 @@ def write(summary: Summary) -> Path:
         folder / PLOTS / "memory.png", memory, held.memory, held.predicted_memory, ddp.memory
     )
     plots.bars(folder / PLOTS / "bytes.png", traffic, sent.sent, sent.predicted_sent, ddp.sent)
+    if summary.step:
+        draw(folder / PLOTS / step_memory.PICTURE, summary.step)
     if summary.recorded is not None:
         tracing.write(folder, summary.recorded)
     path = folder / "report.md"
@@ -144,16 +151,17 @@ def write(summary: Summary) -> Path:
 
 
 def text(summary: Summary) -> str:
-    """report.md."""
+    """The text of report.md."""
     (holder, held), (sender, sent) = summary.memory, summary.sent
     ddp = summary.baseline or Baseline({}, {})
     lines = [f"# {summary.config.folder.name}", ""]
     if summary.stopped:
-        lines += ["Stopped by a signal, with a checkpoint; `--resume` goes on from it.", ""]
+        lines += ["Stopped by a signal, with a checkpoint; `--resume` continues from it.", ""]
     lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows(summary)), ""]
     lines += ["## Loss", "", "![loss](plots/loss.png)", "", _explained(summary), ""]
     lines += ["## Memory", "", "![memory](plots/memory.png)", ""]
     lines += [*_beside(holder, held.memory, held.predicted_memory, ddp.memory), ""]
+    lines += step_memory.lines(summary.step)
     lines += ["## Bytes", "", "![bytes](plots/bytes.png)", ""]
     lines += [*_beside(sender, sent.sent, sent.predicted_sent, ddp.sent), ""]
     lines += tracing.lines(summary.recorded)
@@ -171,14 +179,14 @@ def ranks_text(ranks: int) -> str:
 def _explained(summary: Summary) -> str:
     return (
         f"The baseline ({summary.unigram:.4f} nats a token) is the entropy of the validation "
-        "tokens' own frequencies: the best that can be reached without looking at what came before."
+        "tokens' own frequencies: the best loss of a model that ignores the previous tokens."
     )
 
 
 def _beside(
     rank: int, measured: dict[str, int], predicted: dict[str, int], ddp: dict[str, int]
 ) -> list[str]:
-    """A table of bytes; with a column for `ddp` on the same ranks where the plan is another."""
+    """A table of bytes, with a column for `ddp` on the same ranks if the plan is another."""
     if not {**measured, **predicted}:
         return ["Nothing: there is no other rank."]
     series = {"measured": measured, "formula": predicted}
@@ -210,7 +218,7 @@ def _whose(rank: int, totals: Sequence[int]) -> str:
 
 
 def _against(measured: dict[str, int], predicted: dict[str, int]) -> str:
-    """The sum over what both name, beside the formula's; equality is said in a word."""
+    """The sum over the categories that both have, compared with the prediction."""
     names = [name for name in measured if name in predicted]
     ours, theirs = (sum(sizes[name] for name in names) for sizes in (measured, predicted))
     if not names:

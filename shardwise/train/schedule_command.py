@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -142,7 +143,8 @@ def _time(given: str) -> float | None:
 def _subject(request: Request) -> Subject:
     """The requested schedule."""
     name, _, numbers = request.name.partition(":")
-    if name not in LIBRARY and (_is_file(request.name) or {".", "/"} & set(request.name)):
+    exists = os.path.exists(request.name)  # noqa: PTH110 (which raises for a name that is too long)
+    if name not in LIBRARY and (exists or {".", "/"} & set(request.name)):
         return _own(request)
     _known(name)
     m, _, v = numbers.partition("x")
@@ -170,13 +172,6 @@ def _known(name: str) -> None:
         [problem] = error.problems
         allowed = f"{problem.allowed}; or a FILE that holds a schedule as text"
         raise bad(problem.given, allowed, problem.instead) from None
-
-
-def _is_file(name: str) -> bool:
-    try:
-        return Path(name).exists()
-    except OSError:  # a name that is too long
-        return False
 
 
 def _count(number: int, noun: str, plural: str = "s") -> str:
@@ -246,8 +241,10 @@ def _formula(found: Entry, n: Size, schedule: Schedule, costs: Costs) -> dict[st
     """The closed forms; those of time need equal stages, no hop, and F = I = W if I and W occur."""
     f, i, w, b = (costs.of(op, 0) for op in ("F", "I", "W", "B"))
     halves = any(step.op == "I" for row in schedule.rows for step in row)
-    alike = Costs(f, i, w, None if costs.B is None else b)  # all stages, and nothing else costs
-    holds = costs == alike and (not halves or (f == i == w and b == 2 * f))
+    equal_costs = Costs(
+        f, i, w, None if costs.B is None else b
+    )  # all stages, and nothing else costs
+    holds = costs == equal_costs and (not halves or (f == i == w and b == 2 * f))
     return {
         "paper": found.paper,
         "makespan": found.span(n) * (f + b) / 3 if holds else None,

@@ -1,7 +1,7 @@
-"""The sizes of a run's GPT, and whether its plan and this machine have room for it."""
+"""The sizes of a run's GPT, and the checks that it fits the plan and this machine."""
 
 import os
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, Final
 
 import torch
@@ -10,65 +10,90 @@ from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.suggest import suggest
 from shardwise.core.zero import STATE_BYTES, bytes_per_parameter, row_of
-from shardwise.engine import tensor_parallel
-from shardwise.models import gpt
-from shardwise.models.gpt import GPT, SIZES, GPTConfig
+from shardwise.engine import expert_parallel, tensor_parallel
+from shardwise.models.decoder import Sizes, build, numbers, parameters
+from shardwise.models.gpt import SIZES, GPTConfig
+from shardwise.models.moe import MoEConfig
+from shardwise.parallel.expert.gate import Gate
 from shardwise.train.config import ModelSection
 from shardwise.train.progress import size_text
 
-LAYER_BYTES: Final = 2**14  # at least, of the modules of a layer without weights, in each process
-GPU_BYTES: Final = 2**39  # no GPU has more
+LAYER_BYTES: Final = 2**14  # the least memory of a layer's modules without weights, per process
+GPU_BYTES: Final = 2**39  # more than any GPU has
 
 
-def gpt_config(section: ModelSection, vocabulary: int) -> GPTConfig:
-    """The sizes: the named ones, the tokens' own vocabulary, and over them what is given."""
+def gpt_config(section: ModelSection, vocabulary: int) -> Sizes:
+    """The named sizes with the tokenizer's vocabulary, overridden by the keys of the section."""
     if section.name not in SIZES:
         close = suggest(section.name, SIZES)
         raise bad(f"model.name = '{section.name}'", ", ".join(SIZES), f"model.name = '{close}'")
-    given: dict[str, Any] = {"vocabulary": vocabulary, **section.sizes()}
-    if "heads" in given and "kv_heads" not in given:
-        given["kv_heads"] = given["heads"]
-    return replace(SIZES[section.name], **given)
+    given = {f.name: getattr(section, f.name) for f in fields(GPTConfig)}
+    sizes: dict[str, Any] = {"vocabulary": vocabulary}
+    sizes |= {name: value for name, value in given.items() if value is not None}
+    if "heads" in sizes and "kv_heads" not in sizes:
+        sizes["kv_heads"] = sizes["heads"]
+    dense = replace(SIZES[section.name], **sizes)
+    return dense if section.experts is None else _moe_config(section, section.experts, dense)
 
 
-def state_bytes(sizes: GPTConfig, plan: Plan) -> int:
-    """What all ranks of the plan hold between steps, at least: weights, gradients, Adam's state.
+def _moe_config(section: ModelSection, experts: int, dense: GPTConfig) -> MoEConfig:
+    losses = {"balance": section.balance, "z": section.router_z}
+    gate = Gate(section.gate, experts, section.experts_per_token, section.capacity, losses=losses)
+    if gate.name in ("assigned", "argmax", "cluster"):
+        raise bad(
+            f"model.gate = '{gate.name}' in a run on text, which does not assign tokens to experts",
+            "a gate that reads logits or token ids",
+            "model.gate = 'hash'",
+        )
+    return MoEConfig(dense, gate, section.shared_experts)
 
-    Padding, what tensor ranks hold in common and activations come on top.
+
+def state_bytes(sizes: Sizes, plan: Plan) -> int:
+    """A lower bound of the bytes on all ranks between steps: weights, gradients, Adam's state.
+
+    It excludes padding, parameters that tensor ranks replicate, and activations.
     """
     shard = plan.mesh.size_of(plan.shard_axis or "none")
     each = bytes_per_parameter(row_of(plan.row), shard, *STATE_BYTES[plan.precision or "fp32"])
-    # tensor ranks and stages share out the parameters, data ranks have each part once more
-    return int(gpt.parameters(sizes) * each * plan.data_size)
+    # tensor ranks and stages divide the parameters; the data ranks replicate each part,
+    # at least once for each group over which experts are distributed
+    return int(parameters(sizes) * each * plan.data_size / plan.ep)
 
 
 def machine_bytes(device: str) -> int:
-    """No less than the memory of this machine and, for a run that may use them, of its GPUs."""
-    here = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    # their number is known without waking them up, their memory is not
-    return here + (0 if device == "cpu" else torch.cuda.device_count() * GPU_BYTES)
+    """An upper bound of the memory of this machine, and of its GPUs if the run may use them."""
+    host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    # counting GPUs does not initialise CUDA; reading their memory would
+    return host_bytes + (0 if device == "cpu" else torch.cuda.device_count() * GPU_BYTES)
 
 
-def require_memory(sizes: GPTConfig, plan: Plan, there_bytes: int, share: float = 1.0) -> None:
-    """Raise InputError for a model whose state has no room, however well it is laid out.
+def require_memory(sizes: Sizes, plan: Plan, memory_bytes: int, share: float = 1.0) -> None:
+    """Raise InputError if the state of the model cannot fit into `memory_bytes`.
 
-    `share` is the part of the plan's ranks that this machine, with so much memory, has.
+    `share` is the fraction of the plan's ranks that run on this machine.
     """
     needed = (state_bytes(sizes, plan) + plan.size * sizes.layers * LAYER_BYTES) * share
-    if needed > there_bytes:
+    if needed > memory_bytes:
+        known = numbers(sizes)
         raise bad(
-            f"a model of {gpt.parameters(sizes):,} parameters (model.layers = {sizes.layers}, "
-            f"model.width = {sizes.width}, model.hidden = {sizes.hidden}, model.vocabulary = "
+            f"a model of {parameters(sizes):,} parameters (model.layers = {sizes.layers}, "
+            f"model.width = {known['width']}, model.hidden = {known['hidden']}, model.vocabulary = "
             f"{sizes.vocabulary}) under the plan '{plan}', which keeps {size_text(needed)} of "
             "weights, gradients, optimizer state and modules on this machine, which has "
-            f"{size_text(there_bytes)} of memory",
+            f"{size_text(memory_bytes)} of memory",
             "a model whose state fits, with room for its activations",
             "smaller model.layers, model.width or model.hidden, such as model.name = 'quickstart' "
             "alone; or a plan that shards more over more machines",
         )
 
 
-def require_fit(sizes: GPTConfig, plan: Plan) -> None:
-    """Raise InputError for a plan that has more tensor ranks than the model has heads, or words."""
+def require_fit(sizes: Sizes, plan: Plan) -> None:
+    """Raise InputError if the plan has more tensor ranks than the model has heads or tokens."""
+    if isinstance(sizes, GPTConfig):
+        single = replace(sizes, layers=1)
+    else:
+        single = replace(sizes, gpt=replace(sizes.gpt, layers=1))
     with torch.device("meta"):
-        tensor_parallel.fitting(GPT(replace(sizes, layers=1)), plan, None)
+        model = build(single)
+    tensor_parallel.fitting(model, plan, None)
+    expert_parallel.fitting(model, plan)

@@ -2,19 +2,18 @@
 
 "stdlib"              the source of this Python's standard library
 notes.txt             one document
-data.jsonl            one document a line, in the field that is named
-data.parquet          one document a row, in the column that is named (extra `parquet`)
+data.jsonl            one document per line, in the field `field`
+data.parquet          one document per row, in the column `field` (extra `parquet`)
 a folder, a glob      every such file in it, in sorted order
 
-Bytes become text by the encoding that is named. Read `exact`, for a vocabulary of bytes, they keep
-their values instead: what is not UTF-8 becomes lone surrogates (PEP 383), of which `raw` makes the
-same bytes again.
+Files are decoded with `encoding`. With `exact`, for a vocabulary of bytes, the bytes are preserved:
+those that are not UTF-8 become lone surrogates (PEP 383), which `raw` converts back.
 """
 
-import codecs
 import glob
 import hashlib
 import json
+import os
 import re
 import sysconfig
 from collections.abc import Iterator
@@ -27,7 +26,7 @@ from shardwise.core.errors import InputError, bad
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 FORMS = "'stdlib', or a .txt, .jsonl or .parquet file, a folder of them, or a glob"
 TEXT_COLUMNS = ("string", "large_string", "dictionary<values=string")  # as pyarrow prints types
-# what is not the library's own program text: installed packages, tests, and tables of data
+# folders without the library's own source: installed packages, tests, tables of data
 LEFT_OUT = frozenset(
     (
         *("site-packages", "dist-packages", "__pycache__"),
@@ -39,9 +38,9 @@ LEFT_OUT = frozenset(
 
 @dataclass(frozen=True)
 class Source:
-    """Files in reading order, the field of .jsonl and .parquet that holds the text, the encoding.
+    """Files in reading order, the field of .jsonl and .parquet with the text, and the encoding.
 
-    .parquet holds text in UTF-8 whatever `encoding` says.
+    .parquet files are always UTF-8.
     """
 
     name: str
@@ -50,10 +49,9 @@ class Source:
     encoding: str = "utf-8"
 
     def documents(self, exact: bool = False) -> Iterator[str]:
-        """The documents in order, without those that are empty; `exact` as the module says.
+        """The documents in order, without empty ones; see the top of the file for `exact`.
 
-        Raises InputError for a file that cannot be read, with the place of the first byte that is
-        not of the encoding.
+        Raises InputError for a file that cannot be read or decoded.
         """
         for file in self.files:
             yield from (text for text in _read(file, self, exact) if text)
@@ -73,9 +71,9 @@ class Source:
 
 
 def raw(text: str) -> bytes:
-    """The bytes that an `exact` document was read from; UTF-8 of any other text.
+    """The bytes of an `exact` document; UTF-8 for other text.
 
-    A lone surrogate that no byte was read as, such as JSON can write, becomes '?'.
+    A lone surrogate that does not stand for a byte (JSON can contain one) becomes '?'.
     """
     try:
         return text.encode("utf-8", errors="surrogateescape")
@@ -85,23 +83,18 @@ def raw(text: str) -> bytes:
 
 
 def find(source: str, field: str, encoding: str = "utf-8") -> Source:
-    """The files that `source` stands for.
+    """The files of a `source`.
 
-    Raises InputError where there is none with content, and for an encoding there is not.
+    Raises InputError if none has any content, and for an unknown encoding.
     """
     _require_encoding(encoding)
     try:
         files = _standard_library() if source == "stdlib" else _user_files(source)
         written = any(file.stat().st_size for file in files)
-    except OSError as error:  # a folder that may not be looked into, a name that is too long
+    except OSError as error:  # no permission, or a name that is too long
         raise _unreadable(source, error) from None
     if not written:
-        raise bad(
-            f"data.source = '{source}', "
-            + ("which is empty" if len(files) == 1 else f"whose {len(files)} files are all empty"),
-            f"{FORMS}, with text in it",
-            _instead(),
-        )
+        raise bad(f"data.source = '{source}', without any text", FORMS, _instead())
     return Source(source, tuple(files), field, encoding)
 
 
@@ -110,7 +103,7 @@ def _require_encoding(encoding: str) -> None:
         "".encode(encoding)
     except (LookupError, ValueError):
         raise bad(
-            f"data.encoding = '{encoding}', which is no encoding of text that Python knows",
+            f"data.encoding = '{encoding}', which is no encoding that Python knows",
             "utf-8, utf-16, latin-1, cp1252, shift_jis, gb18030 or another of Python's codecs",
             "data.encoding = 'utf-8'",
         ) from None
@@ -120,12 +113,12 @@ def _standard_library() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     files = (file.relative_to(root) for file in root.rglob("*.py"))
     kept = [file for file in files if not LEFT_OUT & set(file.parts)]
-    # sorted by parts: the order is that of the names, on any machine and file system
+    # sorted by parts, so the order is the same on all machines and file systems
     return [root / file for file in sorted(kept, key=lambda file: file.parts)]
 
 
 def _user_files(source: str) -> list[Path]:
-    path = _at_home(source)
+    path = Path(os.path.expanduser(source))  # noqa: PTH111 (which raises for ~NAME of nobody)
     if path.is_file():
         if path.suffix not in SUFFIXES:
             given = f"data.source = '{source}', whose name ends in none of {', '.join(SUFFIXES)}"
@@ -133,33 +126,11 @@ def _user_files(source: str) -> list[Path]:
         return [path]
     pattern = f"{glob.escape(str(path))}/**/*" if path.is_dir() else str(path)
     found = map(Path, glob.glob(pattern, recursive=True))  # noqa: PTH207 (absolute globs too)
-    there = sorted((file for file in found if file.is_file()), key=lambda file: file.parts)
-    files = [file for file in there if file.suffix in SUFFIXES]
+    files = [file for file in found if file.suffix in SUFFIXES and file.is_file()]
     if not files:
-        raise _nothing_fits(source, path, there)
-    return files
-
-
-def _at_home(source: str) -> Path:
-    try:
-        return Path(source).expanduser()
-    except RuntimeError:  # ~NAME of nobody on this machine
-        return Path(source)
-
-
-def _nothing_fits(source: str, path: Path, there: list[Path]) -> InputError:
-    """The answer to a path without a file that can be read; `there` are the files it leads to."""
-    ends = ", ".join(SUFFIXES[:-1]) + f" or {SUFFIXES[-1]}"
-    if path.is_dir():
-        what = f"a folder with no {ends} file in it"
-        what += f" (but {there[0].name}, for example)" if there else ", nor any other"
-    elif there:
-        what = f"which fits no {ends} file (but {there[0].name}, for example)"
-    elif path.exists():
-        what = "which is neither a file nor a folder"
-    else:
-        what = "where no such file is"
-    return bad(f"data.source = '{source}', {what}", FORMS, _instead())
+        given = f"data.source = '{source}', where no {', '.join(SUFFIXES)} file is"
+        raise bad(given, FORMS, _instead())
+    return sorted(files, key=lambda file: file.parts)
 
 
 def _unreadable(what: str | Path, error: OSError) -> InputError:
@@ -173,33 +144,19 @@ def _read(file: Path, source: Source, exact: bool) -> Iterator[str]:
             yield from _jsonl(file, source, errors)
         elif file.suffix == ".parquet":
             yield from _parquet(file, source.field)
-        else:  # decoded from bytes, so that no line ending is changed
+        else:  # decoded from bytes, which preserves line endings
             yield file.read_bytes().decode("utf-8" if exact else source.encoding, errors)
     except OSError as error:
         raise _unreadable(file, error) from None
-    except UnicodeError:
-        raise _wrongly_encoded(file, source.encoding) from None
+    except UnicodeError as error:
+        raise _wrongly_encoded(file, source.encoding, error) from None
 
 
-def _wrongly_encoded(file: Path, encoding: str) -> InputError:
-    """The answer to bytes that are not of the encoding, with the place of the first."""
-    decoder, offset, why = codecs.getincrementaldecoder(encoding)(), 0, ""
-    with file.open("rb") as stream:
-        while not why:
-            piece = stream.read(2**20)
-            try:
-                decoder.decode(piece, final=not piece)
-            except UnicodeDecodeError as error:  # its object is what was left over, and the piece
-                offset += len(piece) - len(error.object) + error.start
-                why = f"0x{error.object[error.start]:02x}: {error.reason}"
-            except UnicodeError as error:
-                why = str(error)
-            else:
-                offset += len(piece)
-            why = why or ("" if piece else "a sequence that is not whole")
+def _wrongly_encoded(file: Path, encoding: str, error: UnicodeError) -> InputError:
+    """The error for bytes that are not of the encoding."""
     return bad(
-        f"{file}, which is not {encoding} at byte {offset} ({why})",
-        "text in the encoding that data.encoding names; data.tokens = 'bytes' takes any bytes",
+        f"{file}, which is not {encoding} ({error})",
+        "text in the encoding that data.encoding names; data.tokens = 'bytes' accepts any bytes",
         "--set data.encoding=cp1252 for text from Windows in western Europe, for example, or "
         "--set data.tokens=bytes",
     )
@@ -230,8 +187,8 @@ def _is_text(value: object) -> bool:
 
 
 def _no_text(where: str, field: str, others: list[str]) -> InputError:
-    """The answer to a row whose `field` is missing or no text; `others` are its fields of text."""
-    allowed = "data.field names a field that has text in every row"
+    """The error for a row whose `field` has no text; `others` are its fields with text."""
+    allowed = "a data.field that has text in every row"
     if others:
         allowed += f", of those with text here: {', '.join(others[:8])}"
         instead = f"data.field = '{others[0]}'"

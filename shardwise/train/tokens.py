@@ -1,4 +1,4 @@
-"""The vocabulary: text to token numbers and back.
+"""Vocabularies: from text to token numbers and back.
 
 By default a token is a byte, and one more number separates documents. `bpe:SIZE` trains a
 byte-level BPE on the data (the `tokenizers` library); a path loads any tokenizer.json. `tokenizers`
@@ -7,6 +7,7 @@ is imported only where it is used.
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ Numbers = NDArray[np.uint32]
 
 
 class Vocabulary(Protocol):
-    """What turns text into numbers in [0, size) and back; `separator` ends every document."""
+    """Converts text to numbers in [0, size) and back; `separator` ends every document."""
 
     @property
     def size(self) -> int: ...
@@ -45,14 +46,14 @@ class Vocabulary(Protocol):
 
 @dataclass(frozen=True)
 class ByteVocabulary:
-    """One token a byte, and the separator."""
+    """One token per byte, and the separator."""
 
     size: int = BYTES + 1
     separator: int = BYTES
     name: str = "bytes"
 
     def encode(self, text: str) -> Numbers:
-        """One number a byte: of the file that an exact document was read from (sources.py)."""
+        """One number per byte of the file that an exact document comes from (sources.py)."""
         return np.frombuffer(raw(text), dtype=np.uint8).astype(np.uint32)
 
     def decode(self, numbers: Iterable[int]) -> str:
@@ -69,7 +70,7 @@ class TokenizerVocabulary:
         entries = tokenizer.get_vocab(with_added_tokens=True)
         if not entries:
             raise bad(f"{where}, which has no tokens", "a trained tokenizer", "tokens = 'bytes'")
-        # numbers may have gaps: the size is what the largest needs
+        # numbers may have gaps: the largest determines the size
         self.size = max(entries.values()) + 1
         found = [entries[text] for text in KNOWN_SEPARATORS if text in entries]
         if not found:
@@ -83,7 +84,7 @@ class TokenizerVocabulary:
         self.name = f"tokenizer-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
     def encode(self, text: str) -> Numbers:
-        """The token numbers of the text, without the marks a model may want around it."""
+        """The token numbers of the text, without special tokens."""
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, np.uint32)
 
     def decode(self, numbers: Iterable[int]) -> str:
@@ -99,13 +100,9 @@ def load_tokenizer(path: Path) -> TokenizerVocabulary:
     """The vocabulary of a tokenizer.json. Raises InputError for a file that is not one."""
     import tokenizers
 
-    try:
-        there = path.is_file()
-    except OSError:  # a name that is too long
-        there = False
-    if not there:
+    if not os.path.isfile(path):  # noqa: PTH113 (which raises for a name that is too long)
         raise bad(
-            f"tokens = '{path}', where there is no file",
+            f"tokens = '{path}', which does not exist",
             "'bytes', 'bpe:SIZE', or the path of a tokenizer.json",
             "tokens = 'bytes'",
         )

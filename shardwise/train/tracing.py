@@ -1,11 +1,11 @@
 """The measured timeline of a run: a few steps, on every rank.
 
     trace.json      all recorded steps of all pipelines, for chrome://tracing or ui.perfetto.dev:
-                    a track for each place in a pipeline, and one of the steps, above them
-    timeline.svg    one of them, and below it, to the same scale, what the clock makes of the same
+                    a track for each rank of a pipeline, and one for the steps above them
+    timeline.svg    one step, and below it, to the same scale, the clock's timeline of the same
                     schedule with the mean times of its actions
 
-Recorded are a few steps after the first ones, in which shapes are learnt and room is made.
+A few steps are recorded, after the first steps, which allocate memory and exchange shapes.
 """
 
 import json
@@ -25,8 +25,8 @@ from shardwise.engine.stage_module import AXIS
 from shardwise.parallel.pipeline.runtime import Recorder
 from shardwise.train.packed import publish
 
-WARM = 3  # steps before the first that is recorded, where there are enough
-MOST = 5  # steps that are recorded
+WARM = 3  # steps before the first recorded step, if the run is long enough
+MOST = 5  # recorded steps
 
 TRACE = "trace.json"
 PICTURE = "timeline.svg"
@@ -34,9 +34,9 @@ PICTURE = "timeline.svg"
 
 @dataclass(frozen=True)
 class Recorded:
-    """What was measured: `pipelines[k]` are the steps of pipeline k, `numbers` which steps.
+    """The recording: `pipelines[k]` has the steps of pipeline k, `numbers` their numbers.
 
-    `ranks[k]` are the ranks of the world that pipeline k goes through, in its order.
+    `ranks[k]` are the world ranks of pipeline k, in its order.
     """
 
     numbers: tuple[int, ...]
@@ -45,18 +45,18 @@ class Recorded:
 
     @property
     def typical(self) -> Measured:
-        """The step of the first pipeline that took neither long nor short: the median."""
+        """The step of the first pipeline with the median time."""
         by_time = sorted(self.pipelines[0], key=lambda seen: seen.timeline.makespan)
         return by_time[len(by_time) // 2]
 
     @property
     def bubbles(self) -> str:
-        """Both bubbles of the typical step, in words."""
+        """The measured and the predicted bubble of the typical step."""
         measured, predicted = self.typical.timeline.bubble, self.typical.predicted.bubble
         return f"{measured:.1%} measured, {predicted:.1%} predicted from its actions' mean times"
 
     def table(self) -> list[str]:
-        """Every recorded step, as lines of Markdown."""
+        """A table of all recorded steps, as lines of Markdown."""
         lines = [
             "| pipeline | step | time, ms | measured bubble | predicted |",
             "|---|---|---|---|---|",
@@ -71,18 +71,18 @@ class Recorded:
 
 
 class Tracing:
-    """The recording of a run that has done `done` of its `steps`; of none if it is not `on`."""
+    """Records a run that has finished `done` of its `steps`; nothing unless `on`."""
 
     def __init__(self, engine: Engine, done: int, steps: int, *, on: bool) -> None:
         first = max(done, min(done + WARM, steps - MOST))
         self.engine = engine
         self.steps = range(first, min(first + MOST, steps)) if on else range(0)
         self.numbers: list[int] = []
-        self.seen: list[Measured] = []  # where the first stage is
+        self.seen: list[Measured] = []  # on ranks with the first stage
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
-        """Record what is done within, if this step, from 0, is one of those; for all ranks."""
+        """Record the step (from 0) if it is one of `steps`.  All ranks must call it."""
         passes = self.engine.passes
         if step not in self.steps or not isinstance(passes, Pipelined):
             yield
@@ -93,14 +93,14 @@ class Tracing:
         finally:
             passes.watch = None
         schedule, axis = passes.staging.schedule, passes.staging.axis
-        # of a step with several runs of the schedule, the last
+        # the last run of the schedule in this step
         recorder.seen = recorder.seen[-len(schedule.rows[axis.rank]) :]
         found = recorder.gather(schedule, axis)
         self.seen += [found] if found is not None else []
         self.numbers.append(step + 1)
 
     def recorded(self) -> Recorded | None:
-        """What all pipelines measured; None where there is nothing.  Called by all ranks."""
+        """The recording of all pipelines; None if empty.  All ranks must call it."""
         if not self.numbers:
             return None
         world = self.engine.world
@@ -109,7 +109,7 @@ class Tracing:
 
 
 def write(folder: Path, recorded: Recorded) -> None:
-    """The trace and the picture, into the run's folder."""
+    """Write the trace and the picture into the run's folder."""
     publish(folder / TRACE, lambda beside: beside.write_text(trace(recorded), encoding="utf-8"))
     typical = recorded.typical
     number = recorded.numbers[recorded.pipelines[0].index(typical)]
@@ -123,9 +123,9 @@ def write(folder: Path, recorded: Recorded) -> None:
 
 
 def trace(recorded: Recorded) -> str:
-    """All steps of all pipelines as one trace: a process for each pipeline, on its own clock.
+    """All steps of all pipelines as one trace: a process per pipeline, each with its own clock.
 
-    Every event but the names says in `args` which step it is of.
+    Every event except the names has its step in `args`.
     """
     events: list[dict[str, Any]] = []
     for k, steps in enumerate(recorded.pipelines):
@@ -141,7 +141,7 @@ def trace(recorded: Recorded) -> str:
 
 
 def _names(schedule: Schedule, ranks: Sequence[int]) -> list[dict[str, Any]]:
-    """The events that name a process and its tracks: by stage, and by rank of the world."""
+    """The events that name a process and its tracks, by stage and world rank."""
     tracks = [_stages(schedule.stages(place), rank) for place, rank in enumerate(ranks)]
     events: list[dict[str, Any]] = [{"name": "process_name", "ph": "M", "tid": 0}]
     for tid, name in enumerate([*tracks, "steps"]):
@@ -156,7 +156,7 @@ def _stages(stages: Sequence[int], rank: int) -> str:
 
 
 def _whole(events: Sequence[dict[str, Any]], number: int, track: int) -> dict[str, Any]:
-    """The event that encloses a step's, on a track of its own."""
+    """The event of a whole step, on a track of its own."""
     start = min(event["ts"] for event in events)
     end = max(event["ts"] + event.get("dur", 0.0) for event in events)
     times = {"ts": start, "dur": end - start}
@@ -164,12 +164,12 @@ def _whole(events: Sequence[dict[str, Any]], number: int, track: int) -> dict[st
 
 
 def _events(seen: Measured) -> list[dict[str, Any]]:
-    """The events of a step's trace, without its names: actions, transfers, arrows."""
+    """The events of a step: actions, transfers, arrows."""
     return [event for event in json.loads(as_trace(seen))["traceEvents"] if event["ph"] != "M"]
 
 
 def _moved(event: dict[str, Any], later_us: float, step: str) -> dict[str, Any]:
-    """The event so much later, an arrow under a number of its own in all of the trace."""
+    """The event moved by `later_us`; an arrow gets an id that is unique in the trace."""
     arrow = {"id": f"{step}.{event['id']}"} if "id" in event else {}
     return event | arrow | {"ts": event["ts"] + later_us}
 
@@ -179,12 +179,12 @@ def _start_s(seen: Measured) -> float:
 
 
 def lines(recorded: Recorded | None) -> Sequence[str]:
-    """The report's part on it, as lines of Markdown; none where nothing was recorded."""
+    """The section of the report, as lines of Markdown; empty without a recording."""
     if recorded is None:
         return ()
     said = (
-        "A bubble is the share of the time of a pipeline's ranks in which they wait. The predicted "
-        "one is what the clock makes of the schedule with the mean times of the step's actions and "
-        f"messages. All of it is in `{TRACE}`, for chrome://tracing or ui.perfetto.dev."
+        "The bubble is the fraction of time in which the ranks of a pipeline wait. The predicted "
+        "bubble is that of the schedule with the mean times of the step's actions and messages. "
+        f"`{TRACE}` has all recorded steps, for chrome://tracing or ui.perfetto.dev."
     )
     return ["## Timeline", "", f"![timeline]({PICTURE})", "", said, "", *recorded.table(), ""]

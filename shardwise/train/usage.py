@@ -19,9 +19,11 @@ UsageError: Final[type[Exception]] = typer.BadParameter.__mro__[1]
 
 #: A line that works, for each command.
 EXAMPLES: Final[Mapping[str, str]] = {
+    "doctor": "shardwise doctor --ranks 2",
     "train": "shardwise train examples/quickstart.toml",
     "verify": 'shardwise verify "dp2 zero3"',
     "predict": 'shardwise predict "dp64 zero3 bf16"',
+    "memory": 'shardwise memory "dp8 zero3 bf16"',
     "bench": "shardwise bench data",
     "plan": 'shardwise plan "dp2 zero3"',
     "schedule": "shardwise schedule 1f1b --stages 4 --microbatches 8",
@@ -30,6 +32,12 @@ EXAMPLES: Final[Mapping[str, str]] = {
 }
 #: A value that works, for each option that takes one.
 VALUES: Final[Mapping[str, str]] = {
+    "--disk": ".",
+    "--from": "ds_config.json",
+    "--mesh": '"dp2 tp2"',
+    "--mib": "16",
+    "--picture": "links.png",
+    "--save": "cluster.toml",
     "--plan": '"dp2 zero3"',
     "--nproc": "2",
     "--resume": "auto",
@@ -54,6 +62,8 @@ VALUES: Final[Mapping[str, str]] = {
     "--hop": "0.1",
     "--svg": "pipeline.svg",
     "--png": "pipeline.png",
+    "--params": "7.5e9",
+    "--optimizer": "adam",
 }
 LONGEST: Final = 120  # of a command line that is quoted
 

@@ -40,7 +40,9 @@ def uncovered(
 
 
 def _place(plan: Plan, rank: int) -> Place:
-    here = plan.mesh.coordinate(rank)
+    here = plan.coordinate(rank)
+    if plan.shard_axis is None:  # the ranks of an ep group have the experts of one replica
+        here["dp"] = here["edp"]
     data = [axis for axis in ("dp", "dp_replicate", "dp_shard") if axis != plan.shard_axis]
     return tuple(here.get(axis, 0) for axis in data), here.get("tp", 0), here.get("pp", 0)
 

@@ -1,9 +1,11 @@
 """The results of a proof on one rank, as values that are sent to the reporting process."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.engine.box import Box
+from shardwise.verify.costs import Costs
+from shardwise.verify.memory import Memory
 
 #: The error of what is not a number.
 NEVER = 1e300
@@ -68,21 +70,33 @@ class Piece:
 
 @dataclass(frozen=True)
 class Finding:
-    """What one rank found: errors by kind; bytes of the last step and memory after it, both ways.
+    """What one rank found: errors by kind; what it sent and held, by theory and as it was.
 
-    Gradients have their errors for each step; `bytes_hold` is of every step, phases apart.
-    `pieces` are what the rank showed each time that tensors were compared; `whole` has the shapes
-    of the tensors that all ranks together must show. `strays` says what is alive after steps and in
-    no category of memory (memory.py).
+    Gradients have their errors for each step. `pieces` are what the rank showed each time that
+    tensors were compared; `whole` has the shapes of the tensors that all ranks together must show.
+    `strays` says what is alive after steps and in no category of memory (memory.py).
     """
 
     rank: int
     errors: tuple[Errors | Parts, ...]
-    bytes_hold: bool
-    bytes_measured: dict[str, int]
-    bytes_predicted: dict[str, int]
+    costs: Costs
     memory_measured: dict[str, int]
     memory_predicted: dict[str, int]
     pieces: tuple[tuple[str, frozenset[Piece]], ...] = ()
     whole: tuple[tuple[str, tuple[int, ...]], ...] = ()
     strays: str = ""
+
+    @property
+    def bytes_hold(self) -> bool:
+        """Whether every step sent what was predicted."""
+        return self.costs.hold
+
+    def with_costs(self, more: Memory) -> "Finding":
+        """With what another engine held and sent; the bytes shown are those that differ."""
+        return replace(
+            self,
+            costs=more.costs if self.costs.hold else self.costs,
+            memory_measured=self.memory_measured | more.read,
+            memory_predicted=self.memory_predicted | more.theory,
+            strays=more.strays,
+        )

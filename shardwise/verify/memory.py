@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from shardwise.comm.hang_detector import HANG_DETECTOR
 from shardwise.engine.engine import Engine
 from shardwise.engine.live import Live, Stray
+from shardwise.verify.costs import Costs, Theory
 
 READ_AFTER: Final = (3, 10)
 _DETECTOR_S: Final = 10.0  # time in which the hang detector releases frames, on a busy machine
@@ -30,11 +31,12 @@ _DETECTOR_S: Final = 10.0  # time in which the hang detector releases frames, on
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by what they are, as read and by theory; and the largest strays, in words."""
+    """Bytes by what they are, as read and by theory; the largest strays in words; what was sent."""
 
     read: dict[str, int]
     theory: dict[str, int]
-    strays: str = ""
+    strays: str
+    costs: Costs
 
 
 #: Of a model's tensors that are attributes of modules, by the module's name and the attribute's.
@@ -52,21 +54,27 @@ def attributes(model: nn.Module) -> Attributes:
 
 
 def over_steps(
-    engine: Engine, live: Live, batch: Callable[[int], Any], own: Collection[tuple[str, str]] = ()
+    engine: Engine,
+    live: Live,
+    batch: Callable[[int], Any],
+    predicted: Theory,
+    own: Collection[tuple[str, str]] = (),
 ) -> Memory:
     """Train `engine`, which was built under `live`, on `batch(step)`; called by all ranks.
 
-    `own` are the attributes that the same model has in one process.  A category is shown where it
-    is not what theory says.
+    `predicted(batch(step))` is the prediction for the step. `own` are the attributes that the same
+    model has in one process.  A category is shown where it is not what theory says.
     """
     built = attributes(engine.model)
     read: dict[str, int] = {}
     theory: dict[str, int] = {}
-    strays = ""
+    strays, costs = "", Costs()
     for step in range(1, READ_AFTER[-1] + 1):
         share = batch(step)
+        told = predicted(share)
         with live:
             engine.step(share)
+            costs = costs.after(engine, told)
             if step == 1:
                 engine.evaluate(share)
         if step in READ_AFTER:
@@ -74,7 +82,7 @@ def over_steps(
             engine.world.barrier()  # ranks in threads read each other's tensors until here
             _restore(engine.model, built, own)
             left = _left(engine, live)
-            found, expected = engine.memory(), engine.predicted_memory()
+            found, expected = engine.memory(), told.memory
             off = {name: found[name] for name in found if found[name] != expected.get(name)}
             when = f"after step {step}"
             read |= {f"{name}, {when}": n for name, n in off.items()}
@@ -82,7 +90,7 @@ def over_steps(
             read[f"in no category, {when}"] = sum(stray.stored_bytes for stray in left)
             theory[f"in no category, {when}"] = 0
             strays = strays or _words(left, when)
-    return Memory(read, theory, strays)
+    return Memory(read, theory, strays, costs)
 
 
 def _restore(model: nn.Module, built: Attributes, own: Collection[tuple[str, str]]) -> None:

@@ -21,7 +21,7 @@ so large that nothing is clipped.
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from threading import Lock
@@ -36,13 +36,16 @@ from shardwise.comm.world import World
 from shardwise.core.plan import BUCKET_BYTES, Plan
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
+from shardwise.engine.expert_parallel import layers_of
 from shardwise.engine.live import Live
 from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec
 from shardwise.engine.parallelize import parallelize
+from shardwise.engine.prediction import Predictor
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
-from shardwise.prediction.traffic import Line, by_kind
+from shardwise.prediction.prediction import Prediction
 from shardwise.verify.async_oracle import AsyncOracle
+from shardwise.verify.costs import Costs, Theory
 from shardwise.verify.difference import Expected, compared, scalar
 from shardwise.verify.finding import NEVER, Errors, Finding, Parts, Piece
 from shardwise.verify.limits import without_dropout
@@ -72,38 +75,44 @@ def prove(
         trainable = without_dropout(find(model))
         oracles = alone_of(trainable, plan, world.device)
         clip = None if is_asynchronous(plan) else clip_of(oracles, trainable, world.device)
+    theory = theory_of(trainable, plan, world.rank, clip, options)
 
     def fresh(clip: float | None) -> Engine:
         return engine_of(trainable, plan, world, clip, options)
 
     again = None if clip is None else clip * 2.0**10
-    found = compare(fresh(clip), oracles, trainable.batch, steps, lambda: fresh(again))
-    own = attributes(oracles.exact.model).keys()
+    found = compare(fresh(clip), oracles, theory, trainable.batch, steps, lambda: fresh(again))
     live = Live()
     engine = engine_of(trainable, plan, world, clip, options, live)
-    return _with_memory(found, trainable, engine, live, own)
-
-
-def _with_memory(
-    found: Finding,
-    trainable: Trainable,
-    engine: Engine,
-    live: Live,
-    own: Collection[tuple[str, str]],
-) -> Finding:
-    """Add the memory of ten steps of a second engine, built under `live`."""
     rows = ROWS * engine.data_ranks * engine.microbatches
 
     def batch(step: int) -> Any:
-        return share(trainable.batch(rows, SEED + step, engine.world.device), engine)
+        return share(trainable.batch(rows, SEED + step, world.device), engine)
 
-    memory = over_steps(engine, live, batch, own)
-    return replace(
-        found,
-        memory_measured=found.memory_measured | memory.read,
-        memory_predicted=found.memory_predicted | memory.theory,
-        strays=memory.strays,
-    )
+    own = attributes(oracles.exact.model).keys()
+    return found.with_costs(over_steps(engine, live, batch, theory, own))
+
+
+def theory_of(
+    trainable: Trainable,
+    plan: Plan,
+    rank: int,
+    clip: float | None = None,
+    options: Options | None = None,
+) -> Theory:
+    """The prediction for each batch of a proof, from a plain model that stays as it is."""
+    chosen = asked(trainable, plan, options or Options())
+    with BUILDING:
+        model = trainable.build("cpu" if trainable.initial is None else "meta")
+        if layers_of(model):  # its forward reads values
+            model = trainable.build("cpu")
+    predictor = Predictor(model, plan, rank=rank, ranks=plan.size, clip=clip, **chosen)
+
+    def of(batch: Any) -> Prediction:
+        with BUILDING:  # a pass on the meta device sets the global generator back
+            return predictor.of(batch)
+
+    return of
 
 
 def engine_of(
@@ -170,20 +179,21 @@ class Comparison:
     """The comparison of a run with its oracles so far."""
 
     oracles: Oracles
+    theory: Theory
     batch: Callable[[int, int, torch.device], Any]
     errors: list[Errors | Parts]
     pieces: list[tuple[str, frozenset[Piece]]]
-    bytes_hold: bool = True
+    costs: Costs = field(default_factory=Costs)
     sent: dict[Key, Tally] = field(default_factory=dict)  # in the steps so far
 
-    def step(self, engine: Engine, step: int, first: bool) -> None:
+    def step(self, engine: Engine, step: int, *, loaded: bool = False) -> None:
         """Train all on a new batch; in every second step ranks have unequal numbers of rows."""
         whole = self.rows_for(engine, step)
         own, clip = share(whole, engine), engine.training.clip
         mine = _drawn(step, lambda: engine.step(own))
         losses = [_drawn(step, lambda o=o: o.step(whole, clip)) for o in self.oracles.every]
         self.number("loss", f"loss of step {step + 1}", mine.loss, losses)
-        self.bytes_hold &= _sent(engine) == engine.step_bytes(first=first)
+        self.costs = self.costs.after(engine, self.theory(own), loaded=loaded)
         for key, tally in engine.last.items():
             self.sent[key] = self.sent.get(key, Tally()) + tally
         if mine.skipped:
@@ -255,42 +265,38 @@ class Comparison:
 def compare(
     ours: Engine,
     oracles: Oracles,
+    theory: Theory,
     batch: Callable[[int, int, torch.device], Any],
     steps: int,
     fresh: Callable[[], Engine] | None = None,
 ) -> Finding:
     """Train the engine and its oracles on `batch(rows, seed, device)`, and compare.
 
-    `fresh()` makes another engine of the same plan, which loads a checkpoint of this one.
+    `theory(batch)` is the prediction for this rank's share of a batch. `fresh()` makes another
+    engine of the same plan, which loads a checkpoint of this one.
     """
-    so_far, before = Comparison(oracles, batch, [], []), ours.ledger.copy()
+    so_far, before = Comparison(oracles, theory, batch, [], []), ours.ledger.copy()
     for step in range(steps):
-        so_far.step(ours, step, first=step == 0)
-    so_far.bytes_hold &= ours.ledger.since(before) == so_far.sent  # nothing between steps
+        so_far.step(ours, step)
+    if ours.ledger.since(before) != so_far.sent:  # something between steps
+        so_far.costs = replace(so_far.costs, hold=False)
     so_far.state(ours)
-    finding = Finding(
-        ours.world.rank,
-        (),
-        True,
-        ours.measured_bytes(),
-        by_kind(ours.step_bytes(first=steps == 1)),
-        ours.memory(),
-        ours.predicted_memory(),
-    )
+    told = theory(share(so_far.rows_for(ours, steps - 1), ours))
+    finding = Finding(ours.world.rank, (), so_far.costs, ours.memory(), told.memory)
     so_far.looks(ours, steps)
     if fresh is not None:
         again = reload_engine(ours, fresh())
         after = replace(so_far, errors=[])
-        after.step(again, steps + 1, first=False)  # the tokens to expect were saved
+        after.step(again, steps + 1, loaded=True)
         after.state(again)
         so_far.errors += [_named(found, "after loading") for found in after.errors]
-        so_far.bytes_hold &= after.bytes_hold
+        so_far.costs = after.costs
     if ours.scale.on:
         so_far.overflow(ours)
     return replace(
         finding,
         errors=tuple(so_far.errors),
-        bytes_hold=so_far.bytes_hold,
+        costs=so_far.costs,
         pieces=tuple(so_far.pieces),
         whole=whole_of(oracles.exact),
     )
@@ -346,7 +352,3 @@ def share(whole: Any, engine: Engine) -> Any:
     """This rank's rows of a global batch; the first ranks have one more if it is uneven."""
     n, rank = engine.data_ranks, engine.data_rank
     return pytree.tree_map_only(Tensor, lambda x: x.tensor_split(n)[rank], whole)
-
-
-def _sent(engine: Engine) -> dict[Line, int]:
-    return {Line(*key): t.sent_bytes for key, t in engine.last.items() if t.sent_bytes}

@@ -51,7 +51,9 @@ class Report:
     `uncovered` names a tensor that the ranks together do not show once, or is empty. `note` is why
     such a model cannot match one process, and `changed` what of it the proof changed (limits.py);
     empty where there is nothing to say. `strays` says which of that
-    rank's storages are in no category (memory.py). `wire` is what `--wire` found (wire.py).
+    rank's storages are in no category (memory.py). `activations` are the predicted bytes that
+    autograd keeps, which are not measured. `depends` names what of the prediction depends on
+    values. `wire` is what `--wire` found (wire.py).
     """
 
     plan: str
@@ -65,6 +67,8 @@ class Report:
     note: str = ""
     changed: str = ""
     strays: str = ""
+    activations: int = 0
+    depends: tuple[str, ...] = ()
     wire: Wire | None = None
 
     @property
@@ -76,7 +80,8 @@ class Report:
     def notes(self) -> list[str]:
         """What to say beside the table."""
         why = "" if self.holds else self.note
-        return [note for note in (why, self.changed) if note]
+        said = (f"Prediction: {note}." for note in self.depends)
+        return [note for note in (why, self.changed, *said) if note]
 
     def json(self) -> str:
         """One JSON object with the fields of the report, and what its columns are."""
@@ -89,6 +94,7 @@ class Report:
             "parity": self.parity,
             "bytes": self.sent,
             "memory": self.memory,
+            "activations": {"theory": self.activations},
             "first_difference": first and vars(first),
             "uncovered": self.uncovered,
             "strays": self.strays,
@@ -119,11 +125,13 @@ def report(plan: Plan, model: str, findings: Sequence[Finding]) -> Report:
         model,
         not (differences or bytes_off or memory_off or lacking),
         parity,
-        {"theory": sent.bytes_predicted, "counted": sent.bytes_measured},
+        {"theory": sent.costs.theory, "counted": sent.costs.counted},
         {"theory": held.memory_predicted, "read": held.memory_measured},
         differences[0] if differences else None,
         lacking,
         strays=held.strays,
+        activations=sent.costs.activations,
+        depends=sent.costs.notes,
     )
 
 
@@ -171,12 +179,15 @@ def show(found: Report, console: Console) -> None:
         errors.add_row(kind, f"{error:.1e}{times}", bound, _mark(error <= found.bound))
     console.print(errors)
     table = Table("bytes of one rank", *COLUMNS.values(), "")
-    for what, columns in (("sent", found.sent), ("held", found.memory)):
+    known = {"activations": found.activations} if found.activations else {}  # not under ep
+    kept: Columns = {"theory": known}
+    for what, columns in (("sent", found.sent), ("held", found.memory), ("held in a step", kept)):
         table.add_section()
         for name in dict.fromkeys(name for column in columns.values() for name in column):
             values = {key: column.get(name, 0) for key, column in columns.items()}
             cells = [f"{values[key]:,}" if key in values else "" for key in COLUMNS]
-            table.add_row(f"{what}: {name}", *cells, _mark(len(set(values.values())) == 1))
+            mark = _mark(len(set(values.values())) == 1) if len(values) > 1 else "not measured"
+            table.add_row(f"{what}: {name}", *cells, mark)
     console.print(table)
     if found.wire is not None:
         show_wire(found.wire, console)

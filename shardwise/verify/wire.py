@@ -34,7 +34,8 @@ from shardwise.comm.world import World, init
 from shardwise.core.errors import InputError, RankError, RunError, bad
 from shardwise.core.plan import Plan
 from shardwise.models.registry import find
-from shardwise.verify.parity import engine_of, share
+from shardwise.prediction.prediction import CHECKED_STEPS
+from shardwise.verify.parity import engine_of, share, theory_of
 
 MAIN: Final = "from shardwise.verify.wire import main; main()"
 HEADER_BYTES: Final = 66
@@ -127,13 +128,18 @@ def _on_rank(plan: Plan, model: str, *options: Any) -> _Measured:
     world = init("cpu", shared_memory=False)
     trainable = find(model)
     engine = engine_of(trainable, plan, world, *options)
+    predicted = theory_of(trainable, plan, world.rank, *options)
 
-    def step(number: int) -> None:
+    def step(number: int) -> int:
+        """Train, and return the predicted bytes."""
         whole = trainable.batch(2 * engine.data_ranks * engine.microbatches, number, world.device)
-        engine.step(share(whole, engine))
+        own = share(whole, engine)
+        told = predicted(own)
+        engine.step(own)
+        return sum(told.in_step(number, moves=engine.laid.experts.moves).values())
 
-    step(0)
-    step(1)  # the first step, and the second, compare more than later ones
+    for number in range(CHECKED_STEPS):  # these compare more than later ones
+        step(number)
     engine.wait()
     sent = sum(all_gather_object(sum(engine.measured_bytes().values()), world))
     steps = max(3, min(MOST_STEPS, -(-ENOUGH_BYTES // max(1, sent))))
@@ -145,8 +151,7 @@ def _on_rank(plan: Plan, model: str, *options: Any) -> _Measured:
         """All measured steps."""
         nonlocal theory, counted, messages
         for number in range(steps):
-            step(2 + number)
-            theory += sum(engine.step_bytes().values())
+            theory += step(CHECKED_STEPS + number)
             counted += sum(tally.sent_bytes for tally in engine.last.values())
             messages += sum(tally.peers for tally in engine.last.values())
         engine.wait()

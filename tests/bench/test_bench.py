@@ -27,7 +27,7 @@ NAMES = (REFERENCE, "FSDP2", "DeepSpeed ZeRO-1", *ROWS)
 TASK = Task("micro", MICRO, NAMES, rows=4, rounds=2, steps=2, warm_up=1)
 KEYS = [
     *("size", "contender", "ranks", "step_s", "ratio"),
-    *("wire_bytes", "wire_ratio", "peak_bytes", "loss", "note"),
+    *("wire_bytes", "wire_ratio", "peak_bytes", "buffers_bytes", "loss", "note"),
 ]
 
 

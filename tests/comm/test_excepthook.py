@@ -25,6 +25,7 @@ def work(where):
         sw.FSDP(nn.Linear(3, 3), "OTHER", world=world)
     except sw.InputError as error:
         print("caught", type(error).__name__, flush=True)
+    dist.barrier()  # torchrun ends the other rank as soon as one has failed
     if where in ("all", str(world.rank)):
         sw.FSDP(nn.Linear(3, 3), "SOME", world=world)
     dist.barrier()

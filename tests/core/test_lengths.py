@@ -28,5 +28,7 @@ def test_what_is_no_shard_is_told():
     """A tensor that is whole, or of another pass, has no length by its size."""
     known = Lengths(2)
     known.shard(9)
-    with pytest.raises(InputError, match=r"of 9 positions where .* \(in this pass: 5 of 9\)"):
+    with pytest.raises(
+        InputError, match=r"of 9 positions that is no shard .* in this pass: 5 of 9"
+    ):
         known.whole(9)

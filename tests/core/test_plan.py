@@ -153,7 +153,7 @@ def test_every_word_of_the_table_is_read(word):
         ("buffers:much", "buffers:25MiB"),
         ("recompute", "recompute:full"),
         ("recompute:every1", "recompute:every2"),
-        ("recompute:8GB", "recompute:full"),
+        ("recompute:8GB", "recompute:8GiB"),
         ("recompute:a,,b", "recompute:blocks.*"),
         ("offload:", "offload:optim"),
         ("dp2 dp2", "dp2 once"),

@@ -82,8 +82,16 @@ def test_a_table_that_fits_has_no_problem(sp: bool, ranks: int):
         # sizes
         (table({"blocks.*.mlp.up": "colwise:5"}), "192 output features", '.mlp.up": "colwise"'),
         # results
-        (table({"blocks.*.mlp.up": "colwise"}), "96 features sharded", '.up": "colwise:2"'),
-        (table({"blocks.*.mlp.up": "colwise:3"}), "otherwise than up", '.up": "colwise:2"'),
+        (
+            table({"blocks.*.mlp.up": "colwise"}),
+            "96 input features are sharded",
+            '.up": "colwise:2"',
+        ),
+        (
+            table({"blocks.*.mlp.up": "colwise:3"}),
+            "differently from the output of up",
+            '.up": "colwise:2"',
+        ),
         (table({"blocks.*.attn.o": "rowwise"}), "", ""),
         (table({"blocks.*.attn.[kv]": "whole"}), "", ""),
         # ties

@@ -17,6 +17,7 @@ from shardwise.comm.world import World
 from shardwise.core.plan import Plan
 from shardwise.engine.batch import rows
 from shardwise.engine.engine import Engine
+from shardwise.engine.prediction import Predictor
 from shardwise.engine.state_dict import whole
 from shardwise.models import gpt
 from shardwise.models.initial import fill
@@ -139,10 +140,24 @@ def build(world: World, task: Task, case: Case) -> Engine:
     )
 
 
+def foreseen(world: World, task: Task, case: Case) -> Predictor:
+    """The predictions of this rank's steps, from a plain model of its own."""
+    return Predictor(
+        task.make(),
+        case.plan,
+        rank=world.rank,
+        ranks=world.size,
+        optimizer=sw.Optim(case.kind, **case.options),
+        loss=task.loss,
+        clip=case.clip,
+        units=case.units,
+    )
+
+
 def gradients(engine: Engine) -> dict[str, Tensor | None]:
     """The gradients the optimizer is about to use, whole, by name; None where there is none."""
     found: dict[str, Tensor | None] = {}
-    for flat in [flat for flat in engine.optimizer.flats if flat.shown]:
+    for flat in [flat for flat in engine.optimizer.flats if flat.grads_attached]:
         assert flat.gshard is not None
         block = flat.gshard.detach()
         full = torch.cat(all_gather(block, flat.shard_axis)) if flat.split else block

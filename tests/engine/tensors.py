@@ -16,7 +16,18 @@ from shardwise.engine.meter import Leak, Meter
 from shardwise.models import gpt
 from shardwise.models.initial import fill
 from shardwise.prediction.traffic import Line
-from tests.engine.cases import CONFIG, Case, Run, Task, build, expected_near, oracle, share, text
+from tests.engine.cases import (
+    CONFIG,
+    Case,
+    Run,
+    Task,
+    build,
+    expected_near,
+    foreseen,
+    oracle,
+    share,
+    text,
+)
 
 #: Half the heads share keys and values; nothing divides by 2 but the heads, nothing by 4.
 SMALL = replace(CONFIG, heads=4, kv_heads=2, width=24)
@@ -85,15 +96,17 @@ def mine(engine: Engine, batch: Any) -> Any:
 
 def train(world: World, task: Task, case: Case) -> Held:
     """The case on this world, step by step."""
-    engine, held = build(world, task, case), Held()
+    engine, held, theory = build(world, task, case), Held(), foreseen(world, task, case)
     for step in range(case.steps):
-        metrics = engine.step(mine(engine, task.batch(step)))
+        own = mine(engine, task.batch(step))
+        metrics = engine.step(own)
         held.losses.append(metrics.loss)
         held.norms.append(metrics.grad_norm)
         held.grads.append(pieces(engine.gradients(), "grad/"))
-        held.bytes.append((sent(engine), engine.step_bytes(first=step == 0)))
+        moves = engine.laid.experts.moves
+        held.bytes.append((sent(engine), theory.of(own).in_step(step, moves=moves)))
     held.lines = dict(engine.last)
-    held.memory = engine.memory(), engine.predicted_memory()
+    held.memory = engine.memory(), theory.of(own).memory
     held.weights = pieces(engine.boxes(), "model/")
     return held
 
@@ -149,8 +162,9 @@ def metered(
     world: World, plan: str, make: Callable[[], Task]
 ) -> list[tuple[list[Leak], bool, bool]]:
     """Three steps: what each leaves behind, and whether the meter, engine and prediction agree."""
-    task = make()
-    engine, found = build(world, task, Case(plan, clip=1.0)), []
+    task, case = make(), Case(plan, clip=1.0)
+    engine, found = build(world, task, case), []
+    theory = foreseen(world, task, case)
     meter = Meter(engine)
     for step in range(3):
         with meter:
@@ -159,7 +173,8 @@ def metered(
         for place, count in meter.now().items():
             kept[place.category] = kept.get(place.category, 0) + count
         agree = {k: kept.get(k, 0) for k in engine.memory()} == engine.memory()
-        found.append((meter.leaks(), agree, engine.memory() == engine.predicted_memory()))
+        told = theory.of(mine(engine, task.batch(step)))
+        found.append((meter.leaks(), agree, engine.memory() == told.memory))
     return found
 
 

@@ -1,6 +1,7 @@
 """What ranks are to have alike: each fault is told on every rank, by name, before it trains."""
 
 import re
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,8 +18,9 @@ from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
 from shardwise.engine import consistency
+from shardwise.engine.prediction import Predictor
 from shardwise.engine.tensor_layout import nowhere
-from shardwise.prediction.traffic import Line
+from tests.engine.tensors import sent
 from tests.pool import run_gloo, run_threads
 
 WORDS = 50
@@ -79,6 +81,11 @@ def engine_of(world: World, model: nn.Module, plan: str = "tp2", **options: Any)
     return sw.parallelize(
         model, plan, world, **{"optimizer": sw.AdamW(lr=0.01), "loss": loss} | options
     )
+
+
+def predicted(world: World, model: nn.Module, plan: str = "tp2", **options: Any) -> Predictor:
+    chosen: dict[str, Any] = {"loss": loss} | options
+    return Predictor(model, plan, rank=world.rank, **chosen)
 
 
 def told(world: World, act: Any) -> str:
@@ -207,10 +214,11 @@ def resumed(world: World, table: dict[str, str]) -> list[bool]:
     saved = before.scalars()
     engine = engine_of(world, Small(), table=table)
     engine.load_scalars(saved)
+    told = predicted(world, Small(), table=table).of(text())
     found = []
-    for _ in range(3):
+    for step in range(3):
         engine.step(text())
-        found.append(engine.measured_bytes() == engine.predicted_bytes())
+        found.append(sent(engine) == told.in_step(step, loaded=True))
     return found
 
 
@@ -236,11 +244,13 @@ def steps(world: World, table: dict[str, str], plan: str, weight: float) -> list
     engine = engine_of(
         world, Late(), plan, table=table, loss=lambda model, batch: weight * loss(model, batch)
     )
+    theory, skips = predicted(world, Late(), plan, table=table), 0
     found = []
     for k in range(8):
         skipped = engine.step(text(k)).skipped
         assert skipped == (weight > 1 and k < 2)
-        found.append(engine.measured_bytes() == engine.predicted_bytes())
+        found.append(sent(engine) == theory.of(text(k)).in_step(k, skipped=skips))
+        skips += skipped
     return found
 
 
@@ -255,12 +265,9 @@ def test_a_gradient_that_says_nothing_is_compared_again(plan: str, weight: float
 
 def test_a_fault_is_told_on_real_processes():
     """The exchange is that of any step."""
-    for said in run_gloo(2, _faulty):
+    act = partial(step, model=Small, plan="tp2", batch=_text, table=TABLE)
+    for said in run_gloo(2, told, act):
         assert "the gradient of blocks.0.act.weight" in said
-
-
-def _faulty(world: World) -> str:
-    return told(world, partial(step, model=Small, plan="tp2", batch=_text, table=TABLE))
 
 
 def _text(_: int) -> dict[str, Tensor]:
@@ -331,22 +338,22 @@ def test_modules_that_are_wrapped_are_the_same_on_all_ranks(wrap: Any):
         assert "the module of rank 1, which differs from that of rank 0" in said
 
 
-def other_batch_at_2(world: World, plan: str, check_every: int) -> tuple[list[bool], str]:
-    """Three steps, the last on another batch for rank 1; whether bytes held, and what was told."""
+def other_batch(world: World, plan: str, every: int, last: int = 2) -> tuple[list[bool], str]:
+    """Steps, the last on another batch for rank 1; whether bytes held, and what was told."""
     model = Small() if plan.startswith("tp") else nn.Sequential(*[nn.Linear(4, 4) for _ in "abcd"])
-    options: dict[str, Any] = {"table": FIXED, "check_every": check_every}
+    options: dict[str, Any] = {"table": FIXED, "check_every": every}
     if plan.startswith("pp"):
         options |= {"table": None, "loss": lambda model, batch: model(batch["x"]).square().mean()}
+    theory = predicted(world, deepcopy(model), plan, **options)
     engine, held = engine_of(world, model, plan, **options), list[bool]()
     try:
-        for step in range(3):
-            seed = 7 + step + (world.rank if step == 2 else 0)
+        for step in range(last + 1):
+            seed = 7 + step + (world.rank if step == last else 0)
             batch = text(seed)
             if plan.startswith("pp"):
                 batch = {"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))}
             engine.step(batch)
-            measured = {Line(*k): t.sent_bytes for k, t in engine.last.items() if t.sent_bytes}
-            held.append(measured == engine.step_bytes(first=step == 0))
+            held.append(sent(engine) == theory.of(batch).in_step(step))
     except InputError as error:
         return held, str(error)
     return held, ""
@@ -357,24 +364,24 @@ def other_batch_at_2(world: World, plan: str, check_every: int) -> tuple[list[bo
 def test_a_rank_that_is_given_another_batch_later_is_found(plan: str, check_every: int):
     """In a step that compares, on every rank; all steps before sent what is predicted."""
     axis = plan[:2]
-    for held, said in run_threads(2, other_batch_at_2, plan, check_every):
+    for held, said in run_threads(2, other_batch, plan, check_every):
         assert held == [True, True]
         assert f"a batch on rank 1 of the {axis} axis" in said
 
 
 def test_ranks_that_are_not_to_be_compared_later_are_not():
-    """With `check_every=0` only an engine's first step compares."""
-    assert run_threads(2, other_batch_at_2, "tp2", 0) == [([True] * 3, "")] * 2
+    """With `check_every=0` only an engine's first three steps compare."""
+    assert run_threads(2, other_batch, "tp2", 0, 3) == [([True] * 4, "")] * 2
 
 
-def other_gradient_at_2(world: World, which: str) -> str:
-    """What is told where, in the third step, rank 1 has another loss or another gradient."""
+def other_gradient_at_3(world: World, which: str) -> str:
+    """What is told where, in the fourth step, rank 1 has another loss or another gradient."""
     engine = engine_of(world, Small(), table=FIXED, check_every=1)
     bias = engine.model.get_parameter("head.bias")
-    for step in range(3):
-        if step == 2 and world.rank == 1 and which == "loss":
+    for step in range(4):
+        if step == 3 and world.rank == 1 and which == "loss":
             engine.training = replace(engine.training, loss=lambda m, b: 1.5 * loss(m, b))
-        if step == 2 and world.rank == 1 and which == "gradient":
+        if step == 3 and world.rank == 1 and which == "gradient":
             bias.register_hook(lambda grad: 3 * grad)
         try:
             engine.step(text(step))
@@ -384,14 +391,10 @@ def other_gradient_at_2(world: World, which: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("which", "said"),
-    [
-        ("loss", "step 2: Given: a loss that differs"),
-        ("gradient", "step 2: Given: the gradient of"),
-    ],
+    ("which", "said"), [("loss", "a loss that differs"), ("gradient", "the gradient of")]
 )
 def test_a_loss_or_gradient_that_differs_later_is_found(which: str, said: str):
     """Three numbers tell that something differs, and then the parameter is looked for."""
-    for told_here in run_threads(2, other_gradient_at_2, which):
-        assert told_here.startswith(said)
+    for told_here in run_threads(2, other_gradient_at_3, which):
+        assert told_here.startswith(f"step 3: Given: {said}")
         assert which == "loss" or "head.bias" in told_here

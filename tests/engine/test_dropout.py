@@ -179,13 +179,25 @@ def gradients(world: World, plan: str, recompute: bool) -> dict[str, Tensor]:
     return {box.name: box.tensor for box in engine.gradients()}
 
 
-@pytest.mark.parametrize("plan", ["tp2", "tp2 sp", "pp2 tp2 1f1b:2"])
+@pytest.mark.parametrize("plan", ["tp2", "tp2 sp", "pp2 tp2 1f1b:2", "pp2 tp2 sp zb-v:4"])
 def test_recomputation_draws_the_same_masks(plan: str):
     """With checkpointed blocks the gradients are those of kept activations, on every rank."""
     ranks = 4 if plan.startswith("pp") else 2
     kept, again = (run_gloo(ranks, gradients, plan, recompute) for recompute in (False, True))
     for one, other in zip(kept, again, strict=True):
         assert one.keys() == other.keys()
+        for name, gradient in one.items():
+            torch.testing.assert_close(other[name], gradient, rtol=1e-12, atol=1e-14, msg=name)
+
+
+@pytest.mark.parametrize(
+    "word", ["recompute:full", "recompute:selective", "recompute:blocks.*.stream"]
+)
+def test_halves_of_a_backward_pass_draw_the_same_masks(word: str):
+    """I recomputes activations too: also there the plan's recomputation draws what F has drawn."""
+    plan = "pp2 tp2 sp zb-v:4"
+    kept, again = (run_gloo(4, gradients, text, False) for text in (plan, f"{plan} {word}"))
+    for one, other in zip(kept, again, strict=True):
         for name, gradient in one.items():
             torch.testing.assert_close(other[name], gradient, rtol=1e-12, atol=1e-14, msg=name)
 

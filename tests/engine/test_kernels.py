@@ -46,5 +46,5 @@ def test_kernels_are_an_option():
     assert (
         made.model is not None and choice.kernels_of("torch", alone().device).products is BY_TORCH
     )
-    with pytest.raises(InputError, match=r"kernels='fast'.*auto or torch.*kernels=\"torch\""):
+    with pytest.raises(InputError, match=r"kernels='fast'.*auto or torch"):
         sw.parallelize(nn.Linear(4, 4), "fp32", alone(), kernels="fast")

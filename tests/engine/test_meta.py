@@ -165,7 +165,8 @@ def test_a_model_is_built_one_unit_at_a_time(
         peak[0] = max(peak[0], live_bytes())
         tensor.fill_(len(name))
 
-    engine = sw.parallelize(model, f"dp8 {row} fp32", traced(3, 8), fill=watched, units=Block)
+    plan = f"dp8 {row} fp32 buffers:8KiB"
+    engine = sw.parallelize(model, plan, traced(3, 8), fill=watched, units=Block)
     assert len(engine.flats) == 16
     bound = whole_bytes / 8 + 1.2 * unit_bytes
     assert (peak[0] <= bound) == (row == "zero3")

@@ -18,12 +18,13 @@ from shardwise.models import gpt
 from shardwise.models.initial import initial
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
-from shardwise.verify.parity import alone_of, compare, engine_of
+from shardwise.verify.parity import alone_of, compare, engine_of, theory_of
 from shardwise.verify.report import largest
 from tests.engine.cases import (
     Case,
     Task,
     build,
+    foreseen,
     ranks_of,
     regression,
     rows_task,
@@ -140,7 +141,7 @@ def test_tensor_ranks_of_a_stage_agree_with_dropout():
 
 def lopsided(world: World, work: Task, case: Case) -> Held:
     """All rows are the first data rank's."""
-    engine, held = build(world, work, case), Held()
+    engine, held, theory = build(world, work, case), Held(), foreseen(world, work, case)
     for step in range(case.steps):
         batch = work.batch(step)
         batch = batch if engine.data_rank == 0 else tuple(x[:0] for x in batch)
@@ -148,8 +149,8 @@ def lopsided(world: World, work: Task, case: Case) -> Held:
         held.losses.append(metrics.loss)
         held.norms.append(metrics.grad_norm)
         held.grads.append(pieces(engine.gradients(), "grad/"))
-        held.bytes.append((sent(engine), engine.step_bytes(first=step == 0)))
-    held.memory = engine.memory(), engine.predicted_memory()
+        held.bytes.append((sent(engine), theory.of(batch).in_step(step)))
+    held.memory = engine.memory(), theory.of(batch).memory
     held.weights = pieces(engine.boxes(), "model/")
     return held
 
@@ -326,7 +327,8 @@ def proved(world: World, plan: str, trainable: Trainable) -> tuple[float, bool, 
     """The largest error of three steps, and whether bytes and memory are as predicted."""
     said = Plan.parse(f"{plan} fp64")
     ours = engine_of(trainable, said, world)
-    found = compare(ours, alone_of(trainable, said, world.device), trainable.batch, 3)
+    theory = theory_of(trainable, said, world.rank, None)
+    found = compare(ours, alone_of(trainable, said, world.device), theory, trainable.batch, 3)
     return largest(found), found.bytes_hold, found.memory_measured == found.memory_predicted
 
 
@@ -349,15 +351,15 @@ def test_models_of_transformers(plan: str, model: str):
 
 def looking(world: World, plan: str) -> tuple[list[tuple[float, int]], list[float], bool]:
     """What looks between steps saw, what steps gave, whether looks are not in the steps' bytes."""
-    work = gpt_task("tied", rows=9)
-    engine = build(world, work, Case(f"{plan} fp64", **ADAMW))
+    work, case = gpt_task("tied", rows=9), Case(f"{plan} fp64", **ADAMW)
+    engine, theory = build(world, work, case), foreseen(world, work, case)
     looks: list[tuple[float, int]] = []
     losses, counted = [], True
     for step in range(3):
         looks.append(engine.evaluate(mine(engine, work.batch(step + 7))))
-        losses.append(engine.step(mine(engine, work.batch(step))).loss)
+        losses.append(engine.step(own := mine(engine, work.batch(step))).loss)
         looks.append(engine.evaluate(mine(engine, text(step, rows=1))))
-        counted &= sent(engine) == engine.step_bytes(first=step == 0)
+        counted &= sent(engine) == theory.of(own).in_step(step)
     assert engine.model.training
     return looks, losses, counted
 

@@ -8,6 +8,10 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
+from shardwise.core.plan import Plan
+from shardwise.engine.model_spec import model_spec
+from shardwise.engine.parallelize import settled_options
+from shardwise.prediction.traffic import part_bytes
 from tests.engine.cases import Case, Run, Task, ranks_of, rows_task, small_gpt
 from tests.engine.cases import train as trained
 from tests.engine.tensors import (
@@ -26,17 +30,20 @@ from tests.pool import run_gloo, run_threads
 
 HOW = ["full", "selective"]
 ROWS = ["ddp", "zero1", "zero2", "zero3"]
+PLANS = [*(f"dp2 {row}" for row in ROWS), "tp2", "tp2 sp", "pp2 1f1b:3", "pp2 zb-v:4"]
+KINDS = ["full", "selective", "every2", "blocks.*.mlp,blocks.1", "120KiB"]
 THREADS = [
-    *(f"dp2 {row} recompute:{how}" for row, how in zip(ROWS, HOW * 2, strict=True)),
-    *("dp2 zero3 recompute:full accumulate:2", "dp2 zero3 recompute:every2"),
-    *("tp2 sp recompute:selective", "tp2 recompute:blocks.*.mlp,blocks.1"),
-    *("tp2 recompute:selective",),
-    *("pp2 1f1b:3 recompute:full", "pp2 zb-v:4 recompute:full", "pp2 zb-h1:4 recompute:selective"),
+    *(f"{plan} recompute:{how}" for plan in PLANS for how in KINDS),
+    *("tp2 recompute:partitioned", "tp2 sp recompute:partitioned"),
+    *("dp2 tp2 zero2 recompute:partitioned accumulate:2", "pp2 tp2 zb-v:4 recompute:partitioned"),
+    *("dp2 zero3 recompute:full accumulate:2", "pp2 zb-h1:4 recompute:selective"),
     *("pp2 interleaved:4x2 recompute:every2", "pp2 dp2 zero3 gpipe:2 recompute:full"),
 ]
 PROCESSES = [
     *("dp2 zero3 recompute:full", "tp2 sp recompute:full", "pp2 zb-v:4 recompute:selective"),
     *("pp2 tp2 sp zero1 1f1b:2 recompute:full", "dp2 tp2 zero3 recompute:selective"),
+    *("dp2 zero3 recompute:120KiB", "dp2 tp2 zero1 recompute:100KiB"),
+    *("tp2 recompute:partitioned", "dp2 tp2 zero3 recompute:partitioned"),
 ]
 
 
@@ -102,26 +109,28 @@ def same(found: Run, expected: Run) -> None:
     assert all(torch.equal(x, expected.weights[name]) for name, x in found.weights.items())
 
 
-@pytest.mark.parametrize("how", ["full", "selective", "every2"])
+@pytest.mark.parametrize("how", ["full", "selective", "every2", "3KiB"])
 def test_dropout_alone(how: str):
     """With dropout the run is equal to the last bit to the run that keeps its activations."""
     same(drawn(alone(), f"recompute:{how}"), drawn(alone(), "ddp"))
 
 
-@pytest.mark.parametrize("plan", ["dp2 zero3", "dp2 zero1 accumulate:2"])
-def test_dropout_on_processes(plan: str):
+@pytest.mark.parametrize("how", ["full", "selective", "3KiB"])
+@pytest.mark.parametrize("plan", [*PLANS[:4], "dp2 zero1 accumulate:2"])
+def test_dropout_on_processes(plan: str, how: str):
     """The same on real processes, each with random numbers of its own."""
     without = run_gloo(2, drawn, plan)
-    found = run_gloo(2, drawn, f"{plan} recompute:full")
+    found = run_gloo(2, drawn, f"{plan} recompute:{how}")
     for one, other in zip(found, without, strict=True):
         same(one, other)
 
 
-@pytest.mark.parametrize("how", ["full", "selective"])
-def test_dropout_on_the_tensor_axis(how: str):
+@pytest.mark.parametrize("words", ["tp2", "tp2 sp"])
+@pytest.mark.parametrize("how", ["full", "selective", "partitioned"])
+def test_dropout_on_the_tensor_axis(how: str, words: str):
     """Whole and sharded activations are dropped again as they were."""
     kept, again = (
-        run_gloo(2, gradients, f"tp2 sp{word}", False) for word in ("", f" recompute:{how}")
+        run_gloo(2, gradients, f"{words}{word}", False) for word in ("", f" recompute:{how}")
     )
     for one, other in zip(kept, again, strict=True):
         for name, gradient in one.items():
@@ -129,16 +138,17 @@ def test_dropout_on_the_tensor_axis(how: str):
 
 
 def staged(world: World, plan: str) -> Held:
-    made = dropped()
+    made = iter([dropped(), dropped()])  # the engine's, and the one that is predicted from
     torch.manual_seed(3)
-    return train(world, rows_task(lambda: made), Case(f"{plan} fp64", steps=2))
+    return train(world, rows_task(lambda: next(made)), Case(f"{plan} fp64", steps=2))
 
 
+@pytest.mark.parametrize("how", ["full", "selective"])
 @pytest.mark.parametrize("plan", ["pp2 1f1b:3", "pp2 zb-v:2"])
-def test_dropout_in_pipelines(plan: str):
+def test_dropout_in_pipelines(plan: str, how: str):
     """Masks of a stage and a microbatch come again in its backward pass, I and W included."""
     without = run_gloo(2, staged, plan)
-    found = run_gloo(2, staged, f"{plan} recompute:full")
+    found = run_gloo(2, staged, f"{plan} recompute:{how}")
     assert [held.losses for held in found] == [held.losses for held in without]
     for held, other in zip(found, without, strict=True):
         assert all(
@@ -160,10 +170,42 @@ def test_zero3_gathers_as_often(how: str):
         assert held.lines == other.lines
 
 
-@pytest.mark.parametrize("plan", ["dp2 zero3 recompute:full", "tp2 sp recompute:selective"])
+LEFT = ["dp2 zero3 recompute:full", "tp2 sp recompute:selective", "dp2 zero3 recompute:60KiB"]
+LEFT += ["tp2 recompute:partitioned"]
+
+
+@pytest.mark.parametrize("plan", LEFT)
 def test_a_step_leaves_nothing_behind(plan: str):
     """No input, product or random state of a recomputed block outlives its step."""
     assert_nothing_left(run_threads(2, metered, plan, gpt_task))
+
+
+def gathered(world: World, plan: str) -> int:
+    """The bytes gathered in the backward pass of a second step."""
+    task, case = gpt_task(rows=9), Case(f"{plan} fp64", steps=2)
+    return sum(
+        tally.sent_bytes
+        for key, tally in train(world, task, case).lines.items()
+        if key[:] == ("tp", "all_gather", "backward")
+    )
+
+
+def parts_of(plan: str) -> int:
+    """The bytes of the inputs that rank 0 puts together, by prediction."""
+    task = gpt_task(rows=9)
+    value = Plan.parse(f"{plan} fp64")
+    spec = model_spec(task.make(), value, 0, task.batch(0), task.loss, settled_options({}))
+    return sum(part_bytes(value, spec, 0).values())
+
+
+@pytest.mark.parametrize(("plan", "sends"), [("tp2", True), ("tp2 sp", False), ("tp4", True)])
+def test_parts_of_inputs_are_gathered_once(plan: str, sends: bool):
+    """Each block's input once for each recomputation, as predicted; under sp nothing more."""
+    ranks, plan = ranks_of(plan), f"{plan} recompute:"
+    full, parts = (run_threads(ranks, gathered, f"{plan}{how}") for how in ("full", "partitioned"))
+    predicted = parts_of(f"{plan}partitioned")
+    assert [b - a for a, b in zip(full, parts, strict=True)] == [predicted] * ranks
+    assert (predicted > 0) == sends
 
 
 def refused(plan: str) -> str:
@@ -177,6 +219,11 @@ def refused(plan: str) -> str:
 def test_a_name_that_matches_nothing_is_refused():
     """Before anything is changed, with the nearest."""
     assert "Write instead: recompute:blocks.1.mlp" in refused("recompute:blocks.1.mlpp")
+
+
+def test_parts_without_a_tensor_axis_are_refused():
+    """There is no rank to share an input with."""
+    assert "Write instead: 'recompute:full', or tp2 beside it" in refused("recompute:partitioned")
 
 
 def test_a_module_in_two_stages_is_refused():

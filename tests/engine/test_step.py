@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RankError
 from shardwise.engine.state_dict import whole
-from shardwise.parallel.data.flat_parameter import Flat, Stage
+from shardwise.parallel.data.flat_parameter import Flat, State
 from tests.engine.cases import (
     ROWS,
     Case,
@@ -134,7 +134,7 @@ def whole_at_once(world: World, plan: str, prefetch: int) -> tuple[int, int, int
     data, most, flying = engine.data, [0], [0]
 
     def look(*_: object) -> None:
-        most[0] = max(most[0], sum(flat.stage is not Stage.REST for flat in engine.flats))
+        most[0] = max(most[0], sum(flat.state is not State.SHARDED for flat in engine.flats))
         flying[0] = max(flying[0], len(data.sums.flying))
 
     for module in engine.model.modules():

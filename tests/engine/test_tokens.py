@@ -22,6 +22,7 @@ from tests.engine.cases import (
     Task,
     assert_same,
     build,
+    foreseen,
     oracle,
     ranks_of,
     settled,
@@ -165,7 +166,8 @@ def proved(world: World, plan: str) -> Finding:
     case = Case(f"{plan} fp64", **ADAMW)
     recipe = sw.Optim(case.kind, **case.options)
     one = oracles_of(reader, Plan.parse(case.plan), recipe, wide, counted)
-    return compare(build(world, READER, case), one, lambda _, seed, __: changing(seed % 4), 4)
+    theory = foreseen(world, READER, case).of
+    return compare(build(world, READER, case), one, theory, lambda _, s, __: changing(s % 4), 4)
 
 
 @pytest.mark.parametrize("plan", ["pp2 pipedream:4", "pp2 2bw:4", "pp2 dp2 zero1 pipedream:2"])

@@ -1,55 +1,92 @@
 """Under a pipeline, as without one, zero3 gathers unit by unit, and frees what is not in use."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.engine.engine import Engine
 from shardwise.engine.meter import Meter
-from shardwise.engine.pipelined import Pipelined
+from shardwise.engine.prediction import Predictor
 from shardwise.models import gpt
 from shardwise.models.initial import fill
-from tests.engine.cases import ranks_of, text
-from tests.engine.tensors import SHAPES, mine
+from shardwise.prediction.rank_shape import gathered_bytes_on
+from tests.engine.cases import (
+    Case,
+    Task,
+    build,
+    foreseen,
+    ranks_of,
+    rows_task,
+    settled,
+    text,
+    vectors,
+)
+from tests.engine.pipelines import ADAMW, WIDTH
+from tests.engine.tensors import (
+    SHAPES,
+    assert_counted,
+    assert_parity,
+    gpt_task,
+    mine,
+    train,
+    whole_run,
+)
+from tests.engine.zoo import Stack
 from tests.pool import run_threads
 
 LAYERS = 8
 
 
-def engine_of(world: World, plan: str, tied: bool) -> Engine:
+OPTIONS: dict[str, Any] = {"loss": gpt.loss, "least_unit_bytes": 0}
+
+
+def model_of(tied: bool) -> nn.Module:
     """A GPT of eight blocks, each of them a unit."""
     model = gpt.GPT(replace(SHAPES["tied" if tied else "untied"], layers=LAYERS))
     fill(model, seed=3)
-    options: dict[str, Any] = {"loss": gpt.loss, "tokens": gpt.tokens, "least_unit_bytes": 0}
-    return sw.parallelize(model, plan, world, **options)
+    return model
 
 
 def peaks(world: World, plan: str, tied: bool) -> list[tuple[int, int]]:
     """Of two steps the most bytes of gathered units, measured and predicted."""
-    engine = engine_of(world, plan, tied)
-    assert isinstance(engine.passes, Pipelined)
+    engine = sw.parallelize(model_of(tied), plan, world, tokens=gpt.tokens, **OPTIONS)
+    theory = Predictor(model_of(tied), plan, rank=world.rank, **OPTIONS)
+    return peaks_of(engine, theory, partial(text, rows=8))
+
+
+def peaks_of(
+    engine: Engine, theory: Predictor, batch: Callable[[int], Any]
+) -> list[tuple[int, int]]:
+    """The same of any engine."""
     found: list[tuple[int, int]] = []
     for step in range(2):
         with Meter(engine) as meter:
-            engine.step(mine(engine, text(step, rows=8)))
+            engine.step(own := mine(engine, batch(step)))
         measured = meter.most["parameters"] - engine.memory()["parameters"]
-        found.append((measured, engine.passes.whole_bytes()))
+        told = theory.of(own)
+        found.append((measured, gathered_bytes_on(told.spec, told.plan, told.rank)))
     return found
 
 
 def sizes(world: World, plan: str, tied: bool) -> tuple[int, dict[str, int], dict[str, int]]:
     """The predicted peak; the bytes of each unit, and of those that are whole in all of a stage."""
-    engine = engine_of(world, plan, tied)
-    assert isinstance(engine.passes, Pipelined)
+    engine = sw.parallelize(model_of(tied), plan, world, tokens=gpt.tokens, **OPTIONS)
+    theory = Predictor(model_of(tied), plan, rank=world.rank, **OPTIONS)
+    told = theory.of(mine(engine, text(0, rows=8)))
     whole = {
         unit.name: sum(group.plan.padded * group.dtype.itemsize for group in unit.groups)
         for unit in engine.data.units.order
     }
     kept = [unit.name for unit in engine.data.units.order if unit.keep]
-    return engine.passes.whole_bytes(), whole, {name: whole[name] for name in kept}
+    predicted = gathered_bytes_on(told.spec, told.plan, told.rank)
+    return predicted, whole, {name: whole[name] for name in kept}
 
 
 CASES = [
@@ -78,3 +115,51 @@ def test_the_peak_is_two_blocks_and_the_root(tied: bool):
     assert predicted == sum(sorted(others.values())[-2:]) + sum(around.values())
     assert 1.5 * predicted < sum(whole.values())
     assert bool(around) == tied
+
+
+class Siblings(nn.Module):
+    """A block of three units: two read one input, and each is called twice, in turn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = torch.tanh(self.a(x)), torch.tanh(self.b(x))
+        both = torch.tanh(self.a(left + right))
+        return x + self.c(torch.tanh(self.b(both)) * left)
+
+
+def siblings() -> Task:
+    return rows_task(
+        lambda: settled(Stack(*(Siblings() for _ in range(4)))), partial(vectors, rows=9)
+    )
+
+
+def peaks_of_siblings(world: World, plan: str) -> list[tuple[int, int]]:
+    task, case = siblings(), Case(plan, **ADAMW)
+    return peaks_of(build(world, task, case), foreseen(world, task, case), task.batch)
+
+
+@pytest.mark.parametrize("word", ["1f1b:4", "zb-h1:4", "zb-v:4"])
+def test_units_that_read_one_input(word: str):
+    """A unit is freed after its last use in a backward pass or in a half of one, and not before:
+    it is gathered as often as predicted, and no more bytes are gathered at once than predicted.
+    """
+    case = Case(f"pp2 dp2 zero3 {word} fp64", **ADAMW)
+    ranks = run_threads(4, train, siblings(), case)
+    assert_parity(ranks, whole_run(siblings(), case), 1e-10)
+    assert_counted(ranks)
+    for _, (measured, predicted) in run_threads(4, peaks_of_siblings, case.plan):
+        assert measured == predicted
+
+
+@pytest.mark.parametrize(
+    "plan", ["pp2 tp2 dp2 zero3 1f1b:2", pytest.param("tp2 dp2 zero3", marks=pytest.mark.full)]
+)
+def test_columns_that_read_one_input(plan: str):
+    """Their weights' gradients arrive after all of their units are freed."""
+    case, task = Case(f"{plan} fp64", **ADAMW), gpt_task(rows=8)
+    ranks = run_threads(ranks_of(plan), train, task, case)
+    assert_parity(ranks, whole_run(task, case), 1e-10)
+    assert_counted(ranks)

@@ -12,6 +12,7 @@ from tests.engine.cases import (
     Task,
     assert_same,
     build,
+    foreseen,
     oracle,
     regression,
     settled,
@@ -55,11 +56,12 @@ WINDING = {
 
 def counted(world: World, name: str) -> list[bool]:
     """Of each of three steps, whether the ledger has what is predicted."""
-    engine = build(world, WINDING[name], Case("dp2 zero3 fp64"))
+    case = Case("dp2 zero3 fp64")
+    engine, theory = build(world, WINDING[name], case), foreseen(world, WINDING[name], case)
     found: list[bool] = []
     for step in range(3):
-        engine.step(share(vectors(step), engine.data_rank, engine.data_ranks))
-        found.append(sent(engine) == engine.step_bytes(first=step == 0))
+        engine.step(own := share(vectors(step), engine.data_rank, engine.data_ranks))
+        found.append(sent(engine) == theory.of(own).in_step(step))
     return found
 
 

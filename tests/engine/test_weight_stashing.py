@@ -1,6 +1,6 @@
 """PipeDream and 2BW at run time: the stale weights of the paper, to the last digit, and no more."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,8 +23,10 @@ from shardwise.engine import stage_module, weight_stashing
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.pipelined import Pipelined
+from shardwise.engine.prediction import Predictor
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.verify.async_oracle import AsyncOracle
+from shardwise.verify.costs import Theory
 from shardwise.verify.finding import Finding
 from shardwise.verify.oracles import Oracles, oracles_of
 from shardwise.verify.parity import compare, prove
@@ -61,7 +63,24 @@ def engine(world: World, plan: str, recipe: OptimizerSpec = RECIPE, **options: A
 def proved(world: World, plan: str, recipe: OptimizerSpec = RECIPE) -> Finding:
     """Three steps beside the simulation."""
     torch.set_num_threads(1)
-    return compare(engine(world, plan, recipe), simulated(plan, recipe), batch, 3)
+    run, oracles = engine(world, plan, recipe), simulated(plan, recipe)
+    return compare(run, oracles, theory(world, plan, recipe), batch, 3)
+
+
+def theory(
+    world: World,
+    plan: str,
+    recipe: OptimizerSpec = RECIPE,
+    make: Callable[[], nn.Module] = stack,
+) -> Theory:
+    """The predictions of this rank."""
+    chosen: dict[str, Any] = {
+        "rank": world.rank,
+        "ranks": world.size,
+        "optimizer": recipe,
+        "loss": loss,
+    }
+    return Predictor(make(), f"{plan} fp64", **chosen).of
 
 
 def simulated(plan: str, recipe: OptimizerSpec = RECIPE, **how: Any) -> Oracles:
@@ -120,7 +139,7 @@ def proved_by(world: World, name: str) -> Finding:
     """Three steps of a schedule without a word, beside the oracle that is told its order."""
     schedule, how = NOT_BY_WORD[name]
     plan = f"pp{schedule.ranks} {'2bw:4' if name != 'vertical' else 'pipedream:6'}"
-    return compare(engine(world, plan), simulated(plan, **how), batch, 3)
+    return compare(engine(world, plan), simulated(plan, **how), theory(world, plan), batch, 3)
 
 
 @pytest.mark.parametrize("name", NOT_BY_WORD)
@@ -268,7 +287,8 @@ def tied(world: World, plan: str) -> Finding:
     ours, theirs = settled(Tied().double()), settled(Tied().double())
     run = sw.parallelize(ours, f"{plan} fp64", world, RECIPE, loss)
     oracles = oracles_of(lambda: theirs, Plan.parse(f"{plan} fp64"), RECIPE, loss)
-    return compare(run, oracles, batch, 3)
+    told = theory(world, plan, make=lambda: settled(Tied().double()))
+    return compare(run, oracles, told, batch, 3)
 
 
 def test_a_weight_of_two_stages():

@@ -262,8 +262,8 @@ def test_modules_and_functions_of_torch_meet_the_parallel_loss():
 REFUSED: dict[str, tuple[tuple[int, ...], Tensor, dict[str, Any], str]] = {
     "classes in dim 1": ((2, 5, 3), torch.zeros(2, 3).long(), {}, "the vocabulary last"),
     "too few targets": ((2, 5), torch.zeros(3).long(), {}, "the vocabulary last"),
-    "probabilities": ((2,), torch.tensor(0.5), {}, "number of a word"),
-    "truths": ((2, 5), torch.zeros(2).bool(), {}, "number of a word"),
+    "probabilities": ((2,), torch.tensor(0.5), {}, "index of a class"),
+    "truths": ((2, 5), torch.zeros(2).bool(), {}, "index of a class"),
     "smoothing": ((2, 5), torch.zeros(2).long(), {"label_smoothing": 1.1}, "0 to 1"),
     "z": ((2, 5), torch.zeros(2).long(), {"z_loss": -1.0}, "0 or more"),
     "reduction": ((2, 5), torch.zeros(2).long(), {"reduction": "avg"}, "mean, sum or none"),

@@ -136,6 +136,6 @@ def test_without_the_systems_file_the_interpreter_is_asked(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     """On Windows and macOS."""
-    monkeypatch.setattr(matmul, "TOLD", tmp_path / "none")
+    monkeypatch.setattr(matmul, "CPU_INFO", tmp_path / "none")
     monkeypatch.setattr("platform.processor", lambda: "x86, AuthenticAMD")
     assert matmul._processor() == "x86, AuthenticAMD"

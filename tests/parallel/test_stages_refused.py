@@ -169,9 +169,13 @@ class Wider(nn.Module):
 
 
 RUN = {
-    "an unknown object": (Carries, 1, r"blocks\.2, which got a value .* inside of an object"),
-    "experts that change the width": (Wider, 0, r"blocks\.0, which gives \[2, 5, 7\] .* foreseen"),
-    "something else each time": (Changes, 0, r"came to \w*add\w* in stage 0, where \w*mul\w* was"),
+    "an unknown object": (Carries, 1, r"blocks\.2, which takes an object with a value"),
+    "experts that change the width": (
+        Wider,
+        0,
+        r"blocks\.0, which returns \[2, 5, 7\] .* \[2, 5, 6\]",
+    ),
+    "something else each time": (Changes, 0, r"reached \w*add\w* in stage 0, .* has \w*mul"),
 }
 
 

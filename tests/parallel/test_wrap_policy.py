@@ -225,7 +225,7 @@ BAD = {
     "true": (True, "a class, a pattern, a size or a function"),
     "sizes": ((1, 2), "a class, a pattern, a size or a function"),
     "a function of the name alone": (lambda _: True, r"too many positional arguments"),
-    "a function of nothing": (lambda: True, r"units=<lambda>, which fits not"),
+    "a function of nothing": (lambda: True, r"units=<lambda>, which fails"),
     "no answer": (lambda *_: None, r"returns None for the module embed"),
     "no yes or no": (lambda name, _: name, r"returns 'embed'.*True or False"),
 }

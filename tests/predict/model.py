@@ -8,6 +8,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.engine.engine import Engine
+from shardwise.engine.prediction import Predictor
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.gpt import loss as gpt_loss
 from shardwise.models.gpt import tokens as gpt_tokens
@@ -44,16 +45,31 @@ def mixed_loss(model: nn.Module, x: Tensor) -> Tensor:
     return model(x).square().mean()
 
 
-def engine(world: World, plan: str, kind: str = "gpt", **options: Any) -> Engine:
-    """An engine on a small model, units of one block each, rank 0's weights on all ranks."""
-    options.setdefault("optimizer", sw.AdamW(lr=1e-3))
+def plain(kind: str) -> nn.Module:
+    """A small model before it is laid out."""
     if kind == "mixed":
-        return sw.parallelize(Mixed(), plan, world, loss=mixed_loss, units=nn.Linear, **options)
-    config = GPTConfig(width=64, hidden=128, tied=kind == "tied", **SMALL)
-    model = GPT(config)
+        return Mixed()
+    model = GPT(GPTConfig(width=64, hidden=128, tied=kind == "tied", **SMALL))
     fill(model, 0)
-    options |= {"loss": gpt_loss, "tokens": gpt_tokens, "units": "blocks.*"}
-    return sw.parallelize(model, plan, world, **options)
+    return model
+
+
+def options_of(kind: str, **options: Any) -> dict[str, Any]:
+    """The options of an engine and of its predictions: units of one block each."""
+    own = {"loss": gpt_loss, "tokens": gpt_tokens, "units": "blocks.*"}
+    if kind == "mixed":
+        own = {"loss": mixed_loss, "units": nn.Linear}
+    return {"optimizer": sw.AdamW(lr=1e-3)} | options | own
+
+
+def engine(world: World, plan: str, kind: str = "gpt", **options: Any) -> Engine:
+    """An engine on a small model, rank 0's weights on all ranks."""
+    return sw.parallelize(plain(kind), plan, world, **options_of(kind, **options))
+
+
+def foreseen(rank: int, plan: str, kind: str = "gpt", **options: Any) -> Predictor:
+    """The predictions for the same engine."""
+    return Predictor(plain(kind), plan, rank=rank, **options_of(kind, **options))
 
 
 def batch(engine: Engine, kind: str, step: int, rows: int | None = None) -> Any:

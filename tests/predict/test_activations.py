@@ -131,6 +131,13 @@ def test_live_bytes_with_recomputation(shape: str, how: str, plan: str):
     check(run_threads(ranks, live, plan, block, tokens), plan, block, tokens)
 
 
+@pytest.mark.parametrize("plan", ["tp2 bf16", "tp4 fp32", "tp2 sp fp64"])
+def test_live_bytes_of_parts(plan: str):
+    """A partitioned block adds its rank's part of the input, padded; under sp its shard."""
+    plan, ranks = f"{plan} recompute:partitioned", int(plan[2])
+    check(run_threads(ranks, live, plan, UNEVEN, (3, 9)), plan, UNEVEN, (3, 9))
+
+
 @pytest.mark.parametrize("plan", ["tp2 bf16", "tp4 sp fp32"])
 def test_live_bytes_equal_the_formula_on_gloo(plan: str):
     """The same on real processes."""

@@ -9,21 +9,23 @@ import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.model_spec import BufferShape, ModelShape, ParamShape, UnitShape
 from shardwise.core.plan import Plan
+from shardwise.core.pool_size import pool_bytes
 from shardwise.engine.optimizer_spec import ELEMENTWISE
 from shardwise.engine.spec import optimizer_shape
 from shardwise.prediction.memory import ADAM, MOMENTUM, PLAIN, OptimizerShape, held_bytes
 from tests.pool import run_gloo, run_threads
-from tests.predict.model import batch, engine
+from tests.predict.model import batch, engine, foreseen
 from tests.predict.test_traffic import CASES
 
 
 def held(world: World, plan: str, kind: str, options: dict[str, Any]) -> list[Any]:
     """Measured and predicted after each of two steps."""
     ours = engine(world, plan, kind, **options)
-    found = []
+    theory, found = foreseen(world.rank, plan, kind, **options), []
     for step in range(2):
-        ours.step(batch(ours, kind, step))
-        found.append((ours.memory(), ours.predicted_memory()))
+        rows = batch(ours, kind, step)
+        ours.step(rows)
+        found.append((ours.memory(), theory.of(rows).memory))
     return found
 
 
@@ -91,7 +93,8 @@ def test_the_papers_table(n: int):
         model = ModelShape((UnitShape("all", (param,)),))
         for stage, published in zip(("zero1", "zero2", "zero3"), row, strict=True):
             plan = Plan.parse(f"dp{n} {stage} bf16")
-            total = sum(held_bytes(plan, model, ADAM).values()) / 1e9
+            held = held_bytes(plan, model, ADAM)
+            total = sum(held[state] for state in ("parameters", "gradients", "optimizer")) / 1e9
             assert total == pytest.approx(published, abs=1.0 if published > 200 else 0.06)
 
 
@@ -100,3 +103,20 @@ def test_buffers_are_whole_on_every_rank():
     param = ParamShape("w", (64,))
     model = ModelShape((UnitShape("u", (param,)),), (BufferShape("b", (3, 5), "int64"),))
     assert held_bytes(Plan.parse("dp4 zero3"), model, rank=3)["buffers"] == 120
+
+
+@pytest.mark.parametrize(
+    ("text", "model_bytes", "expected"),
+    [
+        ("dp4 zero3", 2**40, 50 * 2**20),
+        ("dp1024 zero3", 2**40, 50 * 2**20),
+        ("dp2 bucket:1MiB", 2**30, 2**21),
+        ("dp2 tp2", 10_000, 10_240),  # of a small model as much as it has
+        ("dp2 buffers:64MiB", 10_000, 2**26),
+        ("dp2", 4, 1536),
+        ("zero3 buffers:64MiB", 2**40, 0),
+    ],
+)
+def test_communication_buffers_are_the_plans(text: str, model_bytes: int, expected: int):
+    """A pool is no larger for a larger model or world; a single rank has none."""
+    assert pool_bytes(Plan.parse(text), model_bytes) == expected

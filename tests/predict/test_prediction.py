@@ -1,26 +1,26 @@
 """A prediction made before a run is what the run holds and sends, to the byte."""
 
 import json
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
-from shardwise.engine.prediction import predict
+from shardwise.engine.prediction import EXPERTS, predict
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.gpt import loss as gpt_loss
+from shardwise.models.moe import loss as moe_loss
 from shardwise.prediction.prediction import Prediction
 from shardwise.train.cli import main
 from tests.engine.cases import Case, build, share, vectors
 from tests.engine.tensors import sent
 from tests.engine.test_uses import WINDING
+from tests.expert import moe
 from tests.pool import run_threads
-from tests.predict.model import SMALL, Mixed, batch, engine, mixed_loss
+from tests.predict.model import SMALL, batch, engine, foreseen, options_of, plain
 
 ROWS = ("ddp", "zero1", "zero2", "zero3")
 DATA = [
@@ -37,27 +37,17 @@ PIPELINES = [
 ]
 
 
-def plain(kind: str) -> tuple[nn.Module, dict[str, Any]]:
-    """The model of tests/predict/model.py before it is laid out, and the options it trains with."""
-    if kind == "mixed":
-        return Mixed(), {"loss": mixed_loss, "units": nn.Linear, "least_unit_bytes": 0}
-    model = GPT(GPTConfig(width=64, hidden=128, tied=kind == "tied", **SMALL))
-    return model, {"loss": gpt_loss, "units": "blocks.*", "least_unit_bytes": 0}
-
-
 def trained(world: World, plan: str, kind: str, clip: float | None) -> list[bool]:
     """Of two steps, whether each sent what was predicted, and whether memory is as predicted."""
     ours = engine(world, plan, kind, clip=clip, least_unit_bytes=0)
-    model, options = plain(kind)
+    theory = foreseen(world.rank, plan, kind, clip=clip, least_unit_bytes=0)
     rows = 2 * ours.microbatches + (kind == "gpt")  # microbatches of several sizes
     given = [batch(ours, kind, step, rows) for step in range(2)]
-    told = predict(
-        model, plan, given[0], rank=world.rank, optimizer=sw.AdamW(lr=1e-3), clip=clip, **options
-    )
+    told = theory.of(given[0])
     held: list[bool] = []
     for step in range(2):
         ours.step(given[step])
-        held.append(sent(ours) == told.sent(first=step == 0, meets=step == 0))
+        held.append(sent(ours) == told.in_step(step))
     return [*held, ours.memory() == told.memory, ours.measured_bytes() == told.bytes]
 
 
@@ -116,9 +106,18 @@ def test_what_depends_on_values_is_said():
         predict(model, "dp2 zero3", torch.ones(2, 4), loss=loss)
 
 
+def test_bytes_of_tokens_are_not_predicted():
+    """Of a model with experts a note says what is left out; a plan with ep is refused."""
+    model, rows = moe.model("topk"), moe.batch("topk", 2, 0)
+    found = predict(model, "dp2 zero3", rows, loss=moe_loss)
+    assert found.notes[-1] == EXPERTS
+    with pytest.raises(InputError, match="depend on where the tokens go"):
+        predict(model, "dp2 ep2", rows, loss=moe_loss)
+
+
 def test_the_model_stays_as_it_is():
     """Neither hooks nor gradients nor other types are left on it."""
-    model, options = plain("gpt")
+    model, options = plain("gpt"), options_of("gpt")
     before = {name: (id(p), p.dtype, p.device) for name, p in model.named_parameters()}
     rows = {name: torch.zeros(2, 8, dtype=torch.long) for name in ("inputs", "targets")}
     predict(model, "dp2 zero3 bf16", rows, **options)
@@ -158,7 +157,8 @@ def test_the_command_has_one_object(capsys: pytest.CaptureFixture[str]):
     code, out, _ = command(capsys, "dp64 zero3 bf16", "--rank", "63", "--json")
     found = json.loads(out)
     assert code == 0 and list(found) == [
-        *("plan", "model", "world", "rank", "memory", "bytes", "activations", "time_ms")
+        *("plan", "model", "world", "rank", "memory", "bytes", "activations", "recomputed"),
+        *("recomputed_flops", "time_ms"),
     ]
     assert (found["plan"], found["world"], found["rank"]) == ("dp64 zero3 bf16", 64, 63)
     assert list(found["bytes"]) == ["dp all_gather", "dp reduce_scatter"]

@@ -1,16 +1,14 @@
 """Predictions of the tensor axis follow from styles; they equal what was sent, to the byte."""
 
 import pytest
-import torch
 
-import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.plan import Plan
 from shardwise.engine.prediction import predict
 from shardwise.models.registry import find
 from shardwise.verify.options import Options
 from shardwise.verify.parity import SEED, asked, engine_of
-from tests.engine.cases import Case, build, share, text
+from tests.engine.cases import Case, build, foreseen, share, text
 from tests.engine.tensors import gpt_task, sent
 from tests.pool import run_threads
 
@@ -25,19 +23,13 @@ CASES = [
 def trained(world: World, plan: str, shape: str) -> list[bool]:
     """Of four steps, whether each sent what was predicted; and whether it holds what was."""
     task = gpt_task(shape)
-    ours, plain = build(world, task, Case(plan)), task.make()
-    adamw = sw.Optim(torch.optim.AdamW, lr=0.01)
+    ours, theory = build(world, task, Case(plan)), foreseen(world, task, Case(plan))
     held: list[bool] = []
     for step in range(4):
         mine = share(text(step, rows=9), ours.data_rank, ours.data_ranks)
-        options = {"rank": world.rank, "optimizer": adamw, "loss": task.loss, "units": 1}
-        told = predict(plain, plan, mine, **options)
+        told = theory.of(mine)
         ours.step(mine)
-        seen = ours.consistency
-        expected = told.sent(
-            first=step == 0, meets=seen.compared_batch, compares=seen.compared_gradients
-        )
-        held.append(sent(ours) == expected)
+        held.append(sent(ours) == told.in_step(step))
     return [*held, ours.memory() == told.memory]
 
 

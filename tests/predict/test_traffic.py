@@ -8,9 +8,9 @@ from shardwise.comm.world import World, traced
 from shardwise.core.model_spec import ModelShape, ParamShape, UnitShape
 from shardwise.core.plan import Plan
 from shardwise.core.zero import ROWS, step_moves
-from shardwise.prediction.traffic import Line, start_bytes, step_bytes
+from shardwise.prediction.traffic import Line, by_kind, start_bytes, step_bytes
 from tests.pool import run_gloo, run_threads
-from tests.predict.model import batch, engine
+from tests.predict.model import batch, engine, foreseen
 
 PLANS = [
     *("dp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "dp4 zero3 bf16", "dp2 zero3 fp16"),
@@ -33,12 +33,15 @@ def lines(tally: Any) -> dict[Line, int]:
 def differing(world: World, plan: str, kind: str, clip: float | None) -> list[Any]:
     """What one rank sent and what was predicted, where they are not the same."""
     ours = engine(world, plan, kind, clip=clip)
-    pairs = [(lines(ours.sent()), start_bytes(ours.plan, ours.model_shape(), world.rank))]
+    theory = foreseen(world.rank, plan, kind, clip=clip)
+    model = theory.of(batch(ours, kind, 0)).model
+    pairs = [(lines(ours.sent()), start_bytes(ours.plan, model, world.rank))]
     for step in range(3):
-        metrics = ours.step(batch(ours, kind, step))
-        pairs.append((lines(ours.last), ours.step_bytes(first=step == 0)))
+        rows = batch(ours, kind, step)
+        metrics = ours.step(rows)
+        pairs.append((lines(ours.last), theory.of(rows).in_step(step)))
         assert metrics.bytes == sum(pairs[-1][1].values())
-        assert ours.measured_bytes() == ours.predicted_bytes()
+        assert ours.measured_bytes() == by_kind(pairs[-1][1])
     return [pair for pair in pairs if pair[0] != pair[1]]
 
 
@@ -61,11 +64,13 @@ def test_ledger_equals_prediction_on_gloo(row: str, ranks: int):
 @pytest.mark.parametrize("row", ROWS)
 def test_large_worlds_send_what_is_predicted(row: str, ranks: int):
     """A rank of a large world, traced, sends what is predicted of it."""
-    ours = engine(traced(3, ranks), f"dp{ranks} {row} fp64")
+    plan = f"dp{ranks} {row} fp64"
+    ours = engine(traced(3, ranks), plan)
     started = ours.sent()
     ours.step(batch(ours, "gpt", 0))
-    assert lines(started) == start_bytes(ours.plan, ours.model_shape(), 3)
-    assert lines(ours.last) == ours.step_bytes(first=True)
+    told = foreseen(3, plan).of(batch(ours, "gpt", 0))
+    assert lines(started) == start_bytes(ours.plan, told.model, 3)
+    assert lines(ours.last) == told.in_step(0)
 
 
 def plain(blocks: int = 4) -> ModelShape:

@@ -24,12 +24,20 @@ COMMANDS = {
         "--overwrite",
         "--help",
     },
-    "plan": {"text", "--words", "--help"},
+    "plan": {"text", "--words", "--from", "--help"},
     "verify": {
         *("plan", "--model", "--steps", "--units", "--table", "--wire", "--json", "--help"),
     },
     "predict": {
         *("plan", "--model", "--batch", "--sequence", "--rank", "--json", "--help"),
+    },
+    "memory": {
+        *("plan", "--model", "--batch", "--sequence", "--rank", "--measure", "--svg", "--png"),
+        *("--table", "--params", "--ranks", "--optimizer", "--json", "--help"),
+    },
+    "doctor": {
+        *("--ranks", "--mesh", "--device", "--disk", "--mib", "--save", "--picture", "--json"),
+        "--help",
     },
     "bench": {
         *("words", "--size", "--ranks", "--repeats", "--link", "--device", "--json", "--help"),
@@ -40,7 +48,9 @@ COMMANDS = {
         *("--svg", "--png", "--text", "--lowered", "--json", "--help"),
     },
 }
-NAMES = ["bench", "checkpoint", "plan", "predict", "schedule", "train", "verify"]
+NAMES = [
+    *("bench", "checkpoint", "doctor", "memory", "plan", "predict", "schedule", "train", "verify")
+]
 
 
 def named(name: str) -> Any:
@@ -65,6 +75,16 @@ def test_the_commands_are_frozen() -> None:
     commands = group.commands  # pyright: ignore[reportAttributeAccessIssue]
     assert sorted(commands) == NAMES
     assert sorted(commands["checkpoint"].commands) == ["inspect"]
+
+
+def refused(argv: str, capsys: pytest.CaptureFixture[str]) -> str:
+    """The error output of a command line that exits with 2, and prints nothing else."""
+    with pytest.raises(SystemExit) as leaving:
+        cli.main(argv.split())
+    assert leaving.value.code == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -111,11 +131,7 @@ def test_a_command_line_that_cannot_be_read_is_a_paragraph(
     argv: str, instead: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Unknown options and commands, values of the wrong kind, too few or too many arguments."""
-    with pytest.raises(SystemExit) as leaving:
-        cli.main(argv.split())
-    assert leaving.value.code == 2
-    out, err = capsys.readouterr()
-    assert out == ""
+    err = refused(argv, capsys)
     assert err.startswith(f"Given: shardwise {argv} (")
     assert ". Allowed: shardwise" in err
     assert instead in err
@@ -242,11 +258,7 @@ def test_every_command_answers_bad_input_in_a_paragraph(
     argv: str, phrase: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code 2, one paragraph, nothing on the output."""
-    with pytest.raises(SystemExit) as leaving:
-        cli.main(argv.split())
-    assert leaving.value.code == 2
-    out, err = capsys.readouterr()
-    assert out == ""
+    err = refused(argv, capsys)
     assert phrase in err
     assert [line for line in err.splitlines() if line.startswith("Given: ")]
     assert "Traceback" not in err

@@ -145,7 +145,7 @@ def test_a_number_is_a_number_in_its_range(section: str, name: str, value: objec
 
 def test_all_numeric_keys_are_held_to_it() -> None:
     """The test above goes through sizes, counts, rates, shares and the pair of betas."""
-    assert len(NUMBERS) == 25
+    assert len(NUMBERS) == 31
     assert {("train", "betas"), ("model", "layers"), ("train", "lr")} <= set(NUMBERS)
 
 

@@ -104,15 +104,6 @@ def test_a_run_without_a_step_is_forgotten_and_another_is_kept(tmp_path: Path) -
     assert files(run.folder) == ["config.toml", "metrics.jsonl"]
 
 
-def test_a_missing_run_to_resume_is_answered_with_the_nearest(tmp_path: Path) -> None:
-    """Only folders that hold a checkpoint are offered."""
-    for name in ("quickstart", "quickstarts-empty"):
-        (tmp_path / name).mkdir()
-    checkpoint(tmp_path / "quickstart")
-    with pytest.raises(InputError, match=r"Write instead: --set run\.folder=\S*/quickstart\.$"):
-        folder.check(made(tmp_path / "quickstrat"), resume=True, overwrite=False)
-
-
 def checkpoint(run: Path) -> None:
     saved = run / "checkpoints" / "step-000001"
     saved.mkdir(parents=True)

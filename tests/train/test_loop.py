@@ -12,7 +12,7 @@ from rich.console import Console
 from shardwise.checkpoint.folder import all_in
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RankError, RunError
-from shardwise.models.gpt import flops_per_token
+from shardwise.models.decoder import flops_per_token
 from shardwise.train import config, loop
 from shardwise.train.metrics import Record, read
 from shardwise.train.model import build
@@ -134,6 +134,7 @@ def test_a_run_leaves_its_report_pictures_and_sample(plan: str, tmp_path: Path) 
         "plots/loss.png",
         "plots/memory.png",
         "plots/bytes.png",
+        "plots/step.png",
     ):
         assert (given.folder / name).stat().st_size > 0
 
@@ -148,6 +149,15 @@ def test_the_quickstart_holds_and_sends_what_the_formulas_say(tmp_path: Path) ->
     assert cost.memory == cost.predicted_memory
     assert cost.sent == cost.predicted_sent
     assert sum(cost.sent.values()) > 2 * cost.memory["parameters"]
+
+
+def test_a_resumed_run_sends_what_is_predicted(tmp_path: Path) -> None:
+    """After a last batch of two sequences, and in the third step after a checkpoint."""
+    for plan, steps in (("dp2 zero1", 4), ("tp2", 7)):
+        given = runs.settings(tmp_path / "run", plan, steps=steps)
+        cost, _ = run_gloo(2, runs.costed, given, Start(resume=steps > 4))
+        assert cost.memory == cost.predicted_memory
+        assert cost.sent == cost.predicted_sent
 
 
 def test_mfu_is_the_models_operations_over_what_the_peak_allows(tmp_path: Path) -> None:
@@ -291,7 +301,9 @@ def test_memory_that_is_not_there_is_a_paragraph(
     monkeypatch.setattr("shardwise.train.sizes.machine_bytes", lambda _: 2**80)
     given = runs.settings(tmp_path / "run")
     model = given.model.model_copy(update={"vocabulary": 10**9, "width": 10**7, "heads": 1})
-    with pytest.raises(RunError, match=r"Rank 0 found no memory .* parameters, .* keep \d+"):
+    with pytest.raises(
+        RunError, match=r"Rank 0 ran out of memory .* parameters, whose state takes \d+"
+    ):
         loop.train(given.model_copy(update={"model": model}), alone())
     assert not given.folder.exists()
 

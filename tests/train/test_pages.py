@@ -98,11 +98,26 @@ def _run(folder: Path, *argv: str, script: str = "train.py") -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("page", "number"), [("README.md", 0), ("README.md", 2)])
+@pytest.mark.parametrize(
+    ("page", "number"), [("README.md", 0), ("README.md", 2), ("docs/dataparallel.md", 0)]
+)
 def test_a_snippet_runs_as_shown(page: str, number: int) -> None:
-    """What the README shows is a whole program: it runs as it stands, on one rank."""
+    """What these pages show is a whole program: it runs as it stands, on one rank."""
     snippet = SNIPPET.findall((ROOT / page).read_text(encoding="utf-8"))[number]
     command = [sys.executable, "-W", "error", "-c", snippet]
+    done = subprocess.run(command, check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_replaces_another_system_runs_as_shown() -> None:
+    """Each block of docs/migration.md, without the lines that it replaces, is a whole program."""
+    page = (DOCS / "migration.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"```diff\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == 4
+    lines = [[line[2:] for line in b.splitlines() if not line.startswith("-")] for b in blocks]
+    programs = ["\n".join(block) for block in lines]
+    code = f"for program in {programs!r}: exec(program, {{}})"
+    command = [sys.executable, "-W", "error", "-c", code]
     done = subprocess.run(command, check=False, capture_output=True)
     assert done.returncode == 0, done.stderr
 

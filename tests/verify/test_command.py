@@ -27,7 +27,7 @@ from shardwise.verify import memory
 from shardwise.verify.command import verify, verify_command
 from shardwise.verify.finding import Finding
 from shardwise.verify.limits import batch_norm_note, dropout_note, without_dropout
-from shardwise.verify.parity import alone_of, compare, engine_of, prove
+from shardwise.verify.parity import alone_of, compare, engine_of, prove, theory_of
 from shardwise.verify.report import Report, report, show
 from tests.pool import run_gloo, run_threads
 
@@ -147,7 +147,14 @@ def broken(world: World, name: str, after: int = 0) -> Finding:
     ours = engine_of(trainable, plan, world)
     if world.rank == 1:
         break_gradient(ours, name, after)
-    return compare(ours, alone_of(trainable, plan, world.device), trainable.batch, 3)
+    return compared(ours, trainable, 3)
+
+
+def compared(ours: Engine, trainable: Trainable, steps: int) -> Finding:
+    """So many steps beside one process."""
+    oracles = alone_of(trainable, ours.plan, ours.world.device)
+    theory = theory_of(trainable, ours.plan, ours.world.rank, None)
+    return compare(ours, oracles, theory, trainable.batch, steps)
 
 
 def break_gradient(engine: Engine, name: str, after: int) -> None:
@@ -187,7 +194,7 @@ def miscounted(world: World) -> Finding:
         begin_sum(torch.zeros(1, dtype=torch.float64), ours.axes[1]).wait()
 
     ours.facts.hear = talkative
-    return compare(ours, alone_of(trainable, plan, world.device), trainable.batch, 1)
+    return compared(ours, trainable, 1)
 
 
 def test_bytes_that_were_not_predicted_are_found():
@@ -200,8 +207,8 @@ def test_bytes_that_were_not_predicted_are_found():
 def test_json_has_exactly_these_keys():
     """The object that scripts read, from processes that verify starts itself."""
     found: dict[str, Any] = json.loads(verify("dp2 zero2", "gpt", steps=1).json())
-    keys = [*("plan", "model", "holds", "bound", "parity", "bytes", "memory"), "first_difference"]
-    assert list(found) == [*keys, "uncovered", "strays", "wire", "columns"]
+    keys = ["plan", "model", "holds", "bound", "parity", "bytes", "memory", "activations"]
+    assert list(found) == [*keys, "first_difference", "uncovered", "strays", "wire", "columns"]
     assert found["plan"] == "dp2 zero2 fp64" and found["holds"]
     kinds = ["loss", "gradients", "weights", "optimizer", "evaluation", "outputs"]
     assert list(found["parity"]) == [*kinds, "after loading"]

@@ -1,1 +1,1 @@
-"""Pipeline schedules as values: what each rank does in which order, and what follows."""
+"""Pipeline schedules: the order of actions on each rank, and the times and memory that follow."""

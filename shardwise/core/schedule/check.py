@@ -124,8 +124,8 @@ def _same(sent: Sequence[Token], received: Sequence[Token], channel: Channel) ->
         instead = f"the row of rank {b} so that it takes {out} before {into}"
         if out is None or into is None:
             instead = f"RECV:{out}<{a} on rank {b}" if out else f"SEND:{into}>{b} on rank {a}"
-        given = f"crossed messages: rank {a} sends rank {b} {out or 'nothing more'}, "
-        given += f"where that receives {into or 'nothing more'}"
+        given = f"crossed messages: rank {a} sends {out or 'nothing more'} to rank {b}, "
+        given += f"which receives {into or 'nothing more'}"
         raise bad(given, f"the same order of SEND and RECV from rank {a} to rank {b}", instead)
 
 

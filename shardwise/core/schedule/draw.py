@@ -1,4 +1,4 @@
-"""Drawings of a timeline as text and SVG, as in the papers: one row per rank.
+"""Drawings of a timeline as text and SVG: one row per rank, as in the papers.
 
     rank 0  F0 F1 F2 .. .. .. B0 -- B1 -- B2 --       time runs to the right, a column a unit
     rank 1  .. F0 F1 F2 B0 -- ...                     dots: waiting; dashes: an action continues

@@ -33,6 +33,25 @@ def peaks(schedule: Schedule, size: Callable[[Token], float] = activations) -> t
     return tuple(found)
 
 
+def most_alive(schedule: Schedule, rank: int) -> list[dict[int, int]]:
+    """How many microbatches each stage of `rank` keeps activations of, at its fullest moments.
+
+    The peak of the bytes is at one of them, whatever the bytes of a microbatch in each stage.
+    """
+    whole = lower(schedule)
+    alive = dict.fromkeys(whole.stages(rank), 0)
+    found: list[dict[int, int]] = []
+    for step in whole.rows[rank]:
+        for token in filter(activations, takes(step, whole)):
+            alive[token.stage] -= 1
+        for token in filter(activations, makes(step, whole)):
+            alive[token.stage] += 1
+        if not any(all(n <= other[stage] for stage, n in alive.items()) for other in found):
+            found = [o for o in found if any(n > alive[stage] for stage, n in o.items())]
+            found.append(dict(alive))
+    return found
+
+
 def leftovers(schedule: Schedule) -> tuple[frozenset[Token], ...]:
     """The tokens on each rank after its last step, except weights."""
     whole = lower(schedule)

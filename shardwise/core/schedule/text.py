@@ -59,8 +59,8 @@ def read(text: str) -> Schedule:
     for name, *words in lines:
         if name == "rank" and words and _NUMBER.fullmatch(words[0].rstrip(":")):
             rows.append((int(words[0].rstrip(":")), words[1:]))
-        elif name in _FIELDS:
-            fields[name] = _numbers(name, words, name in fields)
+        elif name in _FIELDS and name not in fields:
+            fields[name] = _numbers(name, words)
         else:
             allowed = f"rank N and its actions, or once: {', '.join(_FIELDS)} with whole numbers"
             raise bad(f"the line '{_short([name, *words])}' of a schedule", allowed, _EXAMPLE)
@@ -72,24 +72,13 @@ def read(text: str) -> Schedule:
     return _schedule([row for _, row in rows], fields)
 
 
-def _numbers(name: str, words: list[str], again: bool) -> tuple[int, ...]:
-    """The numbers of a field's line. Raises InputError for wrong ones.
-
-    `again`: the field had a line before.
-    """
-    given = f"the line '{_short([name, *words])}' of a schedule"
-    several, wrong = name in _SEVERAL, [word for word in words if not _NUMBER.fullmatch(word)]
-    allowed = f"{name} with {_SEVERAL.get(name, 'one whole number')}, from 0 to {_MOST}"
-    usual = "0" if several else "1"
-    right = [usual if word in wrong else word for word in words] or [usual]
-    instead = _short([name, *(right if several else right[:1])])
-    if again:
-        raise bad(f"{given}, the second of {name}", f"one line of {name}", f"{instead}, once")
-    instead += ", or no such line: it follows from the rows" * (name in ("home", "microbatches"))
-    if wrong:
-        raise bad(f"{given}, with '{_short(wrong[:1])}' for a number", allowed, instead)
-    if not words or (len(words) > 1 and not several):
-        raise bad(f"{given}, with {len(words) or 'no'} numbers", allowed, instead)
+def _numbers(name: str, words: list[str]) -> tuple[int, ...]:
+    """The numbers of a field's line. Raises InputError for wrong ones."""
+    several = name in _SEVERAL
+    if not words or not all(map(_NUMBER.fullmatch, words)) or (len(words) > 1 and not several):
+        allowed = f"{name} with {_SEVERAL.get(name, 'one whole number')}, from 0 to {_MOST}"
+        instead = f"{name} {'0 1' if several else '1'}, or no such line"
+        raise bad(f"the line '{_short([name, *words])}' of a schedule", allowed, instead)
     return tuple(map(int, words))
 
 

@@ -1,1 +1,1 @@
-"""Data parallelism as a table: flat parameters, hooks, and the reduction of gradients."""
+"""Data parallelism: flat parameters, the hooks that gather them, the reduction of gradients."""

@@ -1,4 +1,4 @@
-"""What the data ranks agree on in a step: a few numbers, summed over all of them.
+"""Numbers that the data ranks sum in each step: used parameters, and a checksum.
 
 Which parameters had a gradient on any rank decides what is updated on all of them.
 
@@ -34,13 +34,13 @@ class Facts:
         self.rounds = self.gathered = self.mark = 0
 
     def gathers(self, unit: int) -> None:
-        """Take note of a unit, by its number, that is gathered."""
+        """Record that the unit of this number is gathered."""
         self.gathered = (31 * self.gathered + unit + 1) % MARKS
 
     def got(self) -> Tensor:
-        """One number a trained parameter: 1 where this rank had a gradient for it, else 0.
+        """One number per trained parameter: 1 if this rank had a gradient for it, else 0.
 
-        Behind them its mark.
+        The last number is the rank's checksum.
         """
         self.rounds += 1
         self.mark, self.gathered = (self.gathered + 7 * self.rounds) % MARKS, 0
@@ -65,9 +65,9 @@ class Facts:
         return self.begin_agree(x).wait()
 
     def hear(self, used: Tensor) -> None:
-        """Take the sum of `got` over the ranks: which parameters have a gradient anywhere.
+        """Take the sum of `got` over the ranks: which parameters have a gradient on any rank.
 
-        Raises InputError where ranks have not done the same.
+        Raises InputError if the checksums of the ranks differ.
         """
         *found, marks = used.tolist()
         if marks != self.mark * self.ranks:
@@ -84,6 +84,6 @@ class Facts:
             group.used = [next(flags) for _ in group.used]
 
     def phase(self, name: str) -> None:
-        """What is sent from now on is counted as of this part of the step."""
+        """Count messages from now on under this phase of the step."""
         for axis in self.axes:
             axis.ledger.now = name

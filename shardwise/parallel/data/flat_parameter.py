@@ -12,18 +12,20 @@ Six tensors, all one-dimensional (n ranks on the shard axis, m on the replicate 
 
 and the equations between them:
 
-    WHOLE    p.data is a view of `full`, in its own shape: what the model computes with
-    COMING   as REST, while an all-gather writes `full`
-    REST     p.data is this rank's piece of p, a view of `shard`, and p.grad the same piece of
-             `gshard`: what an elementwise optimizer works on.  A piece has as many dimensions as
-             p: k elements of a matrix are [k, 1], so that a choice by p.ndim is the same
+    UNSHARDED    p.data is a view of `full`, in its own shape: the model computes with it
+    UNSHARDING   as SHARDED, while an all-gather writes `full`
+    SHARDED      p.data is this rank's piece of p, a view of `shard`, and p.grad the same piece of
+                 `gshard`: an elementwise optimizer works on these.  A piece has as many dimensions
+                 as p: k elements of a matrix are [k, 1], so that a choice by p.ndim is the same
 
-              gather              free / rest
-    REST ----------------> WHOLE ------------> REST     (zero3: `full` has memory in WHOLE only)
+                unshard               reshard / to_sharded
+    SHARDED ---------------> UNSHARDED -------------------> SHARDED
+
+Under zero3 `full` has memory only while UNSHARDED; `reshard` gives it back.
 
     backward:  p.grad --copy--> grad --reduce--> gshard --P -> R on replicate--> gshard
 
-The moves are those of the row (row_moves.py): `begin_gather` carries out `gather`, `begin_reduce`
+The moves are those of the row (row_moves.py): `begin_unshard` carries out `gather`, `begin_reduce`
 `reduce`, and `begin_further` the sums over `replicas` and over the axes of `sums` (LocalLayout).
 
 `full` keeps one storage (its size goes to 0 and back), because autograd remembers views of it
@@ -39,7 +41,6 @@ from enum import Enum
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.mean import mean_with_graph
 from shardwise.comm.move import start
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
@@ -47,6 +48,7 @@ from shardwise.core.flatten import flatten
 from shardwise.core.layout import P, Placement, R
 from shardwise.core.param_layout import Layout
 from shardwise.parallel.data.initial_weights import Fill, initialize
+from shardwise.parallel.data.mean import mean_with_graph
 from shardwise.parallel.data.row_moves import row_moves
 
 #: out, left, right, beta, alpha: out becomes beta out + alpha left right; of beta 0 it is not read.
@@ -68,12 +70,12 @@ class LocalLayout:
     here: Mapping[str, int]
 
 
-class Stage(Enum):
+class State(Enum):
     """Which of the tensors exist, and what p.data is a view of."""
 
-    REST = "p.data in shard"
-    COMING = "p.data in shard, full being written"
-    WHOLE = "p.data in full"
+    SHARDED = "p.data in shard"
+    UNSHARDING = "p.data in shard, full being written"
+    UNSHARDED = "p.data in full"
 
 
 class Flat:
@@ -118,13 +120,13 @@ class Flat:
         self.valid = list(none)  # gsum holds something of parameter i
         self.got = list(none)  # this rank has had a gradient for parameter i since `clear`
         self.used = list(none)  # and so has any rank, as far as has been heard
-        self.shown = False  # the pieces of gshard are on the parameters
-        self.graphs: dict[int, Tensor] = {}  # gradients that are to be differentiated in turn
+        self.grads_attached = False  # the pieces of gshard are on the parameters
+        self.graphs: dict[int, Tensor] = {}  # gradients with a graph (create_graph)
         self.coming, self.going = Pending(), Pending()
-        self.stage = Stage.WHOLE
+        self.state = State.UNSHARDED
         self.point_at(self.full)
         if self.temporary:
-            self.free()
+            self.reshard()
 
     # --- the parameters -----------------------------------------------------------------------
 
@@ -134,9 +136,9 @@ class Flat:
         return flat.view(self.plan.ranks, self.plan.share)[self.rank]
 
     def piece(self, index: int, block: Tensor) -> Tensor:
-        """What `block`, of this rank, holds of parameter `index`: [k, 1, ..., 1], as many dims.
+        """The part of parameter `index` in this rank's `block`: [k, 1, ..., 1], with as many dims.
 
-        A parameter without dimensions keeps none where its element is, and is [0] elsewhere.
+        A 0-d parameter stays 0-d on the rank that holds its element, and is [0] elsewhere.
         """
         (low, high), dims = self.pieces[index], len(self.shapes[index])
         if dims == 0 and high > low:
@@ -153,15 +155,15 @@ class Flat:
         return flat[offset : offset + shape.numel()].view(shape)
 
     def point_at(self, full: Tensor) -> None:
-        """Parameters are what is in `full`, which is laid out like the own one."""
+        """Make the parameters views of `full`, a tensor with the offsets of `self.full`."""
         views = self.full_views if full is self.full else self.views(full)
         for p, view in zip(self.params, views, strict=True):
             p.data = view
 
     def renew(self) -> None:
-        """Go on in a new buffer, with the same values; the one of before is left as it is.
+        """Copy `full` to a new buffer and continue there; the old buffer keeps its values.
 
-        For what is kept whole: `shard` is a view of `full`.
+        For parameters that are kept whole: `shard` is a view of `full`.
         """
         assert not self.temporary
         self.full = self.full.clone()
@@ -169,60 +171,57 @@ class Flat:
         self.full_views = self.views(self.full)
         self.point_at(self.full)
 
-    def begin_gather(self) -> None:
-        """Start writing `full`, beside whatever is being computed."""
-        if self.stage is not Stage.REST:
+    def begin_unshard(self) -> None:
+        """Start to gather `full` while computation goes on."""
+        if self.state is not State.SHARDED:
             return
         if self.temporary:
             self.full.untyped_storage().resize_(self.plan.padded * self.full.element_size())
         move = self.moves.gather
         assert move is not None
         self.coming = start(self.shard, move.axis, move.src, move.dst, self.full)
-        self.stage = Stage.COMING
+        self.state = State.UNSHARDING
 
-    def gather(self) -> None:
-        """Make the parameters whole."""
-        if self.stage is Stage.WHOLE:
+    def unshard(self) -> None:
+        """Gather `full`, and let the parameters be its views."""
+        if self.state is State.UNSHARDED:
             return
-        self.begin_gather()
+        self.begin_unshard()
         self.coming.wait()
         self.point_at(self.full)
-        self.stage = Stage.WHOLE
+        self.state = State.UNSHARDED
 
-    def rest(self) -> None:
-        """Show the optimizer this rank's pieces."""
+    def to_sharded(self) -> None:
+        """Let the parameters be this rank's pieces, on which the optimizer works."""
         if not self.split:
             return
-        if self.stage is Stage.COMING:
+        if self.state is State.UNSHARDING:
             self.coming.wait()
         for i, p in enumerate(self.params):
             p.data = self.piece(i, self.shard)
-        self.stage = Stage.REST
+        self.state = State.SHARDED
 
-    def free(self) -> None:
-        """Back to rest, and the memory of `full` given back, where the row keeps parameters S."""
-        if self.temporary and self.stage is not Stage.REST:
-            self.rest()
+    def reshard(self) -> None:
+        """Free `full` where the row keeps parameters S; other rows do nothing."""
+        if self.temporary and self.state is not State.SHARDED:
+            self.to_sharded()
             self.full.untyped_storage().resize_(0)
 
-    def pretend(self) -> None:
-        """Give p.data its own shape and no memory: a gradient of that shape is coming for it.
-
-        For what the backward pass does not read (the rows of an embedding): nothing is gathered.
-        """
-        if self.stage is Stage.REST:
+    def set_placeholders(self) -> None:
+        """Give p.data its own shape without memory: a gradient arrives, but no node reads p."""
+        if self.state is State.SHARDED:
             for p, shape in zip(self.params, self.shapes, strict=True):
-                p.data = self.shard.new_empty(1).expand(shape)
+                p.data = self.shard[:1].expand(shape)
 
     def keep_block(self) -> None:
-        """Somebody has written to the whole parameters: take this rank's block from them."""
+        """Copy this rank's block from `full`, after a write to `full`."""
         if self.temporary:
             self.shard.copy_(self._block(self.full))
 
     @property
-    def at_rest(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether p.data is this rank's piece."""
-        return self.stage is Stage.REST
+        return self.state is State.SHARDED
 
     # --- the gradients ------------------------------------------------------------------------
 
@@ -233,7 +232,7 @@ class Flat:
             return
         view, filled = self._fill(index)
         gradient, p.grad = p.grad, None
-        if gradient.requires_grad:  # it is to be differentiated in turn
+        if gradient.requires_grad:  # under create_graph=True
             before = self.graphs.get(index)
             self.graphs[index] = gradient if before is None else before + gradient
             gradient = gradient.detach()
@@ -284,7 +283,7 @@ class Flat:
             self.gshard = self._block(self.grad)
 
     def begin_reduce(self) -> None:
-        """Start the sum of `grad` over the row's axis; what no gradient came for counts as zero."""
+        """Start the sum of `grad` over the row's axis; a missing gradient counts as zero."""
         if self.grad is None:
             self.begin_grad()
         assert self.grad is not None
@@ -303,10 +302,12 @@ class Flat:
         self.going = Pending([arriving.wait, lambda: self._arrived(out, sent)])
 
     def _room(self, sent: Tensor, dst: Placement) -> Tensor:
-        """Where the sum of `sent` is written: to `gsum` if that holds nothing yet, else beside."""
+        """Where the sum of `sent` is written: to `gsum` if that holds nothing yet, or in place."""
         fresh = not any(self.valid)
-        out = sent if dst == R else self.gsum if fresh else None
-        out = torch.empty_like(self.shard) if out is None else out
+        if dst == R or not fresh:
+            out = sent if dst == R else self._block(sent)
+        else:
+            out = torch.empty_like(self.shard) if self.gsum is None else self.gsum
         if fresh:
             self.gsum, self.valid = out, [True] * len(self.params)
             self.gshard = out if dst != R else self._block(out)
@@ -331,7 +332,7 @@ class Flat:
         self.valid = [True] * len(self.params)
 
     def end_reduce(self) -> None:
-        """Wait for the sum that is under way."""
+        """Wait for the sum that `begin_reduce` or `begin_further` started."""
         self.going.wait()
 
     def begin_further(self) -> None:
@@ -345,31 +346,31 @@ class Flat:
         going = start(self.gshard, first, P, R, self.gshard, behind=True)
         return Pending([going.wait, lambda: self._sum_over(others).wait()]) if others else going
 
-    def show_grads(self) -> None:
-        """Put each piece of `gshard` on its parameter; None where no rank had a gradient for it."""
+    def attach_grads(self) -> None:
+        """Set each p.grad to its piece of `gshard`; None where no rank had a gradient for it."""
         for i, p in enumerate(self.params):
-            p.grad = self._shown_piece(i) if self.used[i] else None
+            p.grad = self._sharded_grad(i) if self.used[i] else None
             if i in self.graphs and p.grad is not None:
                 p.grad = mean_with_graph(self.graphs.pop(i), p.grad)
-        self.shown = True
+        self.grads_attached = True
 
-    def _shown_piece(self, index: int) -> Tensor:
-        """The gradient of parameter `index` at rest."""
+    def _sharded_grad(self, index: int) -> Tensor:
+        """The piece of `gshard` that is the gradient of parameter `index`."""
         assert self.gshard is not None
         return self.piece(index, self.gshard) if self.split else self.view(self.gshard, index)
 
-    def hide_grads(self) -> None:
-        """Before a backward pass: take the pieces back; what the user has dropped is dropped.
+    def detach_grads(self) -> None:
+        """Before a backward pass: take each p.grad back, unless the user has set it to None.
 
-        Autograd would add to p.grad in place, where it has the shape of a piece and not of p.
-        What is kept is a sum over the replicas already: it is divided, so that their sum is it.
+        Autograd would add to p.grad in place, which has the shape of a piece and not of p.
+        Gradients already summed over the replicas are divided: the next sum counts them once.
         """
-        if not self.shown:
+        if not self.grads_attached:
             return
-        self.shown = False
+        self.grads_attached = False
         kept = [p.grad is not None for p in self.params]
         for i, p in enumerate(self.params):
-            piece = self._shown_piece(i)
+            piece = self._sharded_grad(i)
             if p.grad is not None and p.grad.data_ptr() != piece.data_ptr():
                 piece.copy_(p.grad.detach())  # the user has put another there
             if p.grad is not None and p.grad.requires_grad and torch.is_grad_enabled():
@@ -389,10 +390,10 @@ class Flat:
             self.gshard.copy_(block)
 
     def clear(self) -> None:
-        """Forget the gradients; their memory stays for the next step."""
+        """Drop the gradients; their memory stays for the next step."""
         none = [False] * len(self.params)
         self.filled, self.valid, self.got = list(none), list(none), list(none)
-        self.shown = False
+        self.grads_attached = False
         self.graphs.clear()
         for p in self.params:
             p.grad = None

@@ -1,32 +1,31 @@
-"""When things happen to the units of a model: gathered, used, freed, reduced.
+"""Hooks that gather, free and reduce the units of a model during a pass.
 
     forward     gather 0 | use 0, gather 1 | free 0, use 1, gather 2 | ...      path 0 1 2 .. k
     backward    ... | use 2, gather 1, reduce 3 | use 1, gather 0, reduce 2 | ...     k .. 2 1 0
 
 Hooks call four moments of each unit:
 
-    before forward     free the one before, gather it, begin to gather the next `ahead` ones
-    after forward      keep it, for it may be the last, which backward wants at once
-    before backward    gather it again, begin to gather the ones before it
+    before forward     free the previous unit, gather it, begin to gather the next `ahead` units
+    after forward      keep it: if it is the last unit, backward needs it at once
+    before backward    gather it again, begin to gather the units before it
     gradients complete free it, begin to sum its gradients (reducer.py)
 
-What is gathered, freed or reduced is the business of the row (flat_parameter.py); for `ddp` three
-of the four moments do nothing.  At most `ahead` + 1 units are whole beyond those in use.
+The row decides what is gathered, freed and reduced (flat_parameter.py); for `ddp` three of the four
+moments do nothing.  At most `ahead` + 1 units are whole beyond those in use.
 
 A pass begins and ends with the hooks of the root module, or, under a schedule, with `enter` and
-`leave` around each F, B, I and W.  There the unit used last stays whole until another is used, so
-that a B right after its F finds it whole; gradients are reduced when their stage is done
-(staged_hooks.py); and what a stage reads outside of its layers is whole while the rank is in it.
+`leave` around each F, B, I and W.  Under a schedule the unit used last stays whole until another is
+used, so that a B right after its F need not gather it.  Gradients are reduced when their stage is
+done (staged_hooks.py).  Parameters that a stage reads outside its layers stay whole while it runs.
 """
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.core.errors import bad
@@ -36,6 +35,7 @@ from shardwise.core.use_order import Way
 from shardwise.core.weak import weakly
 from shardwise.parallel.data.consensus import Facts
 from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.parallel.data.outputs import tensors_in
 from shardwise.parallel.data.reducer import Reductions
 from shardwise.parallel.data.staged_hooks import PutOff, StagedUnits
 from shardwise.parallel.data.units import Unit, Units, mark_kept
@@ -47,9 +47,9 @@ class Pace:
 
     ahead      units gathered before they are needed
     in_flight  sums of gradients under way at once, where each holds buffers
-    scale      every gradient is multiplied by it as it is collected (a mean over ranks: 1/n)
-    by_hand    nobody but the user's own loop follows: after each backward pass gradients are
-               on the parameters and parameters at rest
+    scale      a factor for every collected gradient (for a mean over ranks: 1/n)
+    by_hand    the user's own loop updates: each backward pass ends with sharded parameters and
+               gradients
     """
 
     ahead: int = 1
@@ -61,7 +61,7 @@ class Pace:
 class Data:
     """The units of one model on the data axes, and the hooks that drive them.
 
-    `staged` are those of a rank of a pipeline: passes then begin and end as its schedule says.
+    `staged` has the units of a pipeline rank, whose passes begin and end with `enter` and `leave`.
     """
 
     def __init__(
@@ -82,7 +82,6 @@ class Data:
         self.ways = {stage: Way[Unit]() for stage in (staged.units if staged else (0,))}
         self.stage = next(iter(self.ways))  # the one that is computed
         self.reads = True  # whether this backward pass reads weights
-        self.halved = False  # whether it makes gradients of inputs or of weights alone
         self.latest: Unit | None = None  # that was used: whole until another is
         self.in_backward = False
         self.mute = False  # whether gradients of this backward pass count for nothing
@@ -120,11 +119,11 @@ class Data:
 
     @property
     def way(self) -> Way[Unit]:
-        """The order in which the stage that is computed uses its units."""
+        """The order in which the current stage uses its units."""
         return self.ways[self.stage]
 
     def require_copyable(self) -> None:
-        """Raise InputError where this rank has only a part of the values (core/hook.py)."""
+        """Raise InputError if this rank has only a part of the values (core/hook.py)."""
         if self.staged is not None:
             raise no_copy("model in stages")
         if self.split:
@@ -132,7 +131,7 @@ class Data:
 
     @property
     def frees(self) -> bool:
-        """Whether any unit's memory is given back between two uses."""
+        """Whether the memory of any unit is freed between two uses."""
         return any(unit.temporary for unit in self.units.order)
 
     # --- under a schedule ---------------------------------------------------------------------
@@ -148,39 +147,38 @@ class Data:
     def end_run(self) -> None:
         """A run of the schedule is over: no unit is whole."""
         self.latest = None
-        self.units.free()
+        self.units.reshard()
 
     def read_outside(self, params: Iterable[Tensor]) -> None:
-        """These are read outside of layers too, which no hook sees: whole while in their stage."""
+        """Keep units of `params` whole during their stage: glue reads them, which no hook sees."""
         found = set(params)
         for unit in self.units.order:
             unit.keep |= any(p in found for group in unit.groups for p in group.params)
 
     def enter(self, stage: int, op: str, *, reads: bool = True) -> None:
-        """An F, B, I or W of `stage` begins; `reads`: it computes with the weights themselves."""
+        """Begin an F, B, I or W of `stage`; `reads` says whether it reads weights."""
         assert self.staged is not None
         own = self.staged.units[stage]
         for unit in self.units.order if stage != self.stage else ():
             if unit not in own:
-                unit.free()
-        self.stage, self.in_backward, self.reads, self.halved = stage, op != "F", reads, op in "IW"
+                unit.reshard()
+        self.stage, self.in_backward, self.reads = stage, op != "F", reads
         self.way.over = True
         around = [unit for unit in own if unit.keep]
         for unit in around:
-            unit.begin_gather()
+            unit.begin_unshard()
         for unit in around:
-            unit.gather()
+            unit.unshard()
         if op == "F":
             return
         if reads:
-            self._free_latest(self.way.once[-1] if self.way.once else None)
-        for unit in own:
-            unit.missing, unit.complete = unit.expected, False
+            last = next(iter(self.way.back), None)
+            self._reshard_latest(last if last is not None and last.wanted_backward else None)
         for group in (group for unit in own if not reads for group in unit.groups):
-            group.pretend()  # gradients are coming for it
+            group.set_placeholders()  # gradients are coming for it
 
     def leave(self) -> None:
-        """The action is over: of the units that its layers use the last one stays whole."""
+        """End the action; of the units that its layers used, only the last stays whole."""
         assert self.staged is not None
         if not self.in_backward and torch.is_grad_enabled():
             self.way.learn()
@@ -188,7 +186,7 @@ class Data:
         for unit in self.staged.units[self.stage]:
             unit.depth, unit.used = 0, False
             if unit is not self.latest and not unit.keep:
-                unit.free()
+                unit.reshard()
 
     # --- forward ------------------------------------------------------------------------------
 
@@ -204,7 +202,7 @@ class Data:
             )
         self.facts.phase("forward")
         self.way.over |= not torch.is_grad_enabled()
-        self.units.publish()  # where somebody else has updated them
+        self.units.begin_unshard()  # where somebody else has updated them
         if module.training and torch.is_grad_enabled():
             self.facts.buffers.refresh()
 
@@ -213,25 +211,27 @@ class Data:
             return
         begins = unit.temporary and not self.in_backward and not unit.used
         if begins:
-            self._free_latest(unit)
+            self._reshard_latest(unit)
         unit.depth += 1
-        unit.gather()
+        unit.unshard()
         if begins:
             unit.used = True
             self.way.use(unit)
             self.facts.gathers(unit.number)
             for following in self.way.following(self.pace.ahead):
-                following.begin_gather()
+                following.begin_unshard()
+        elif unit.temporary and not self.in_backward:
+            self.way.calls.append(unit)
 
     def _around(self, unit: Unit) -> bool:
-        """Whether the unit is whole for as long as its stage is computed."""
+        """Whether the unit stays whole while its stage runs."""
         return self.staged is not None and unit.keep
 
-    def _free_latest(self, now: Unit | None) -> None:
-        """What was used before `now` is not the last."""
+    def _reshard_latest(self, now: Unit | None) -> None:
+        """Free the unit that was used last, unless it is `now`."""
         before, self.latest = self.latest, None
         if before is not None and before is not now:
-            before.free()
+            before.reshard()
 
     def _after(self, unit: Unit, module: nn.Module, args: Any, out: Any) -> None:
         if self._around(unit):
@@ -239,12 +239,13 @@ class Data:
         unit.depth -= 1
         recording = torch.is_grad_enabled()
         if recording and unit.temporary and not self.in_backward:
-            unit.reached = self._watch(out, partial(self._before_backward, unit))
+            calls = self.way.calls
+            unit.reached = self._watch(out, partial(self._before_backward, unit, calls, len(calls)))
         over = unit.depth == 0 and module is unit.modules[-1] and not self.in_backward
         if over and not recording:
-            unit.free()
+            unit.reshard()
         elif over and not unit.keep:
-            self._free_latest(unit)
+            self._reshard_latest(unit)
             self.latest = unit
 
     def _after_root(self, module: nn.Module, args: Any, out: Any) -> None:
@@ -255,34 +256,27 @@ class Data:
             return
         self.way.over = True
         if self.pace.by_hand:
-            self.units.rest()
+            self.units.to_sharded()
 
     def _learn(self) -> None:
-        """Backward begins: the next forward takes the same way."""
+        """Store the path of this forward at the begin of backward, for the next forward."""
         if self.way.learn() and len(self.way.once) == len(self.units.order):
             self.units.order = self.way.once
 
-    def uses(self, unit: Unit) -> tuple[int, int]:
-        """How often a training pass gathers `unit`, forward and backward, as the last did."""
-        way = self.way.path or self.units.order
-        times = way.count(unit)
-        again = times > 0 and unit.wanted_backward and not unit.keep and unit is not way[-1]
-        return times, int(again)
-
     def _watch(self, out: Any, act: Callable[[], None]) -> bool:
-        """Call `act` when a gradient of `out` arrives; whether one ever will."""
+        """Call `act` when a gradient of `out` arrives; returns whether `out` requires one."""
         return bool([x.register_hook(lambda _: act()) for x in tensors_in(out) if x.requires_grad])
 
     # --- backward -----------------------------------------------------------------------------
 
     def _in_backward(self) -> bool:
-        """Whether a backward pass is going on; one that raised has left without saying so."""
+        """Whether a backward pass is running; one that raised did not reset the flag."""
         if self.in_backward and torch._C._current_graph_task_id() == -1:
             self.abandon()
         return self.in_backward
 
     def abandon(self) -> None:
-        """A step broke off: what it left of gradients is dropped, so that the next begins clean."""
+        """Drop the state that a failed step has left."""
         self.sums.finish()
         self.in_backward, self.latest = False, None
         if self.staged is not None:
@@ -307,34 +301,41 @@ class Data:
         for unit in self.units.order:
             unit.missing, unit.complete = unit.expected, False
             if not unit.temporary:
-                unit.gather()  # at rest only where this graph is gone through a second time
+                unit.unshard()  # sharded only where this graph is gone through a second time
             for group in unit.trained:
-                group.hide_grads()
+                group.detach_grads()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
-    def _before_backward(self, unit: Unit) -> None:
+    def _before_backward(self, unit: Unit, calls: Sequence[Unit], count: int) -> None:
+        """A gradient arrives at the output of a call of `unit`, the `count`-th of `calls`.
+
+        Of the nodes that are ready, autograd runs the one made last. So all nodes of later calls
+        have run: one that had not would wait for a node made after it, and that one for another.
+        No node reads a unit any more that is in none of the first `count` calls, both in B and in
+        I. Gradients of its weights may still arrive: column-parallel layers with one input compute
+        theirs after that input's (Entry.line_up in parallel/tensor/linear.py).
+        """
         if self._around(unit) or not self.reads:
             return
         self._begin_backward()
-        order = self.way.once if unit in self.way.once else self.units.order
-        place = order.index(unit)
-        for later in order[place + 1 :]:
-            # of units that read the same input, one may be reached before another's gradients come
-            over = self.halved or later.complete or not later.trained
-            if over and not later.keep and later.depth == 0:
-                later.free()
+        to_come = list(calls[:count])
+        for later in set(calls[count:]).difference(to_come):
+            if not later.keep and later.depth == 0:
+                later.reshard_before_gradients()
         if self.staged is not None:
             self.latest = unit
         if unit.complete:
             return
         if not unit.wanted_backward:
             for group in unit.groups:
-                group.pretend()
+                group.set_placeholders()
             return
-        unit.gather()
-        for earlier in order[max(0, place - self.pace.ahead) : place][::-1]:
+        unit.unshard()
+        if to_come[-1] is unit:
+            to_come.pop()
+        for earlier in to_come[::-1][: self.pace.ahead]:
             if earlier.wanted_backward and earlier.reached and not earlier.complete:
-                earlier.begin_gather()
+                earlier.begin_unshard()
 
     def product(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
         """Add left^T right to the gradient of `p` (fused_linear.py)."""
@@ -351,50 +352,41 @@ class Data:
             group.add_rows(index, ids, grad, self.pace.scale)
 
     def put_off(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
-        """In I: a product for W, which `multiply` adds."""
+        """In I: postpone a product to W, in which `multiply` adds it."""
         assert self.staged is not None, "a whole backward pass puts nothing off"
         self.staged.waiting.append((p, left, right))
 
     @torch.no_grad()
     def multiply(self, products: PutOff) -> None:
-        """In W: add them to the gradients, the last layer's first; each is let go of at once."""
+        """In W: add products to the gradients, last layer first, and free each at once."""
         products.reverse()
         while products:
             self.product(*products.pop())
 
     def collected(self, p: nn.Parameter) -> None:
-        """Take what autograd left on `p`: all of its gradient in this pass is there."""
+        """Collect the gradient of `p`, which is complete for this pass."""
         unit, group, index = self.places[p]
         self._begin_backward()
-        if unit.complete and self.staged is None:  # checkpointed reentrantly
+        if unit.complete:  # checkpointed reentrantly
             raise bad(f"two gradients of {unit.name} in one pass", "one", "use_reentrant=False")
         p.grad = None if self.mute else p.grad
         group.collect(index, self.pace.scale)
+        if self.staged is not None:
+            return
         unit.missing -= 1
         unit.complete = unit.missing == 0
-        if unit.complete and self.staged is None:
+        if unit.complete:
             if len(unit.trained) == len(unit.groups):  # what is frozen may still be read
-                unit.free()
+                unit.reshard()
             self.sums.go_on(self.units.order)
 
     def _end_backward(self) -> None:
-        """Autograd is done: what had no gradient for some parameter is reduced now."""
+        """End a backward pass: reduce units in which some parameter has no gradient."""
         self.sums.end(self.units.order)
-        self.units.free()
+        self.units.reshard()
         self.in_backward = False
         if self.pace.by_hand and self.sums.sync:
             self.sums.finish()
             self.facts.hear(self.facts.agree(self.facts.got()))
-            self.units.show()
+            self.units.attach_grads()
             self.units.step_in_backward()
-
-
-def tensors_in(out: Any, deep: int = 2) -> Iterator[Tensor]:
-    """The tensors of a module's output, in containers, dataclasses and plain objects."""
-    for leaf in tree_leaves(out):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif deep and is_dataclass(leaf):
-            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)], deep - 1)
-        elif deep and not isinstance(leaf, nn.Module | type):
-            yield from tensors_in(list(getattr(leaf, "__dict__", {}).values()), deep - 1)

@@ -5,7 +5,7 @@
     sums are awaited        5 4 . . 3 2 1 0       in the order they began
 
 At most `in_flight` sums hold buffers at once.  Where it takes further sums (over the replicas, in
-hybrid sharding; over tensor ranks that each have a part) they begin when the first is there.
+hybrid sharding; over tensor ranks that each have a part) they begin when the first is complete.
 """
 
 from collections import deque
@@ -40,7 +40,7 @@ class Reductions:
             self.next += 1
 
     def end(self, order: Sequence[Unit]) -> None:
-        """Autograd is done: begin those of units that had no gradient for some parameter."""
+        """After autograd: begin the sums of units in which some parameter has no gradient."""
         for unit in order[::-1][self.next :]:
             self._reduce(unit)
         self.next = len(order)

@@ -1,9 +1,9 @@
-"""The units of a model between two passes: at rest, shown, published.
+"""The units of a model, and the operations on all of them between two passes.
 
-    update     rest: no unit whole      show: with their gradients, the optimizer's turn
-    after it   publish: begin to gather what the row keeps whole      wait: until that is done
+    update     to_sharded: every parameter is this rank's piece     attach_grads: with its gradient
+    after it   begin_unshard: gather what the row keeps unsharded   wait: until it is there
 
-What happens to them during a pass is for hooks (hooks.py).
+During a pass hooks unshard and reshard them one by one (hooks.py).
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from shardwise.parallel.data.flat_parameter import Flat
 
 
 class Unit:
-    """A unit while it is used: its groups, and where in its life it is."""
+    """A unit: its flat parameters, and its state during a pass."""
 
     def __init__(self, name: str, modules: Sequence[nn.Module], groups: Sequence[Flat]) -> None:
         self.name, self.modules, self.groups = name, list(modules), list(groups)
@@ -31,26 +31,34 @@ class Unit:
         self.missing = self.expected = sum(len(group.params) for group in self.trained)
         self.complete = False
 
-    def begin_gather(self) -> None:
+    def begin_unshard(self) -> None:
         for group in self.groups:
-            group.begin_gather()
+            group.begin_unshard()
 
-    def gather(self) -> None:
+    def unshard(self) -> None:
         for group in self.groups:
-            group.begin_gather()
+            group.begin_unshard()
         for group in self.groups:
-            group.gather()
+            group.unshard()
 
-    def free(self) -> None:
+    def reshard(self) -> None:
         self.used = False
         for group in self.groups:
-            group.free()
+            group.reshard()
 
-    def show(self) -> None:
+    def reshard_before_gradients(self) -> None:
+        """Free what is gathered; p.data keeps its shape, for gradients of it may still arrive."""
+        self.used = False
         for group in self.groups:
-            group.rest()
+            if group.temporary and not group.is_sharded:
+                group.reshard()
+                group.set_placeholders()
+
+    def attach_grads(self) -> None:
+        for group in self.groups:
+            group.to_sharded()
             if group.trained:
-                group.show_grads()
+                group.attach_grads()
 
 
 class Units:
@@ -59,41 +67,41 @@ class Units:
     def __init__(self, order: Sequence[Unit]) -> None:
         self.order = list(order)
 
-    def show(self) -> None:
-        """Put parameters at rest with their gradients on them: the optimizer's turn."""
+    def attach_grads(self) -> None:
+        """Shard all parameters, and set their gradients: the optimizer may update them."""
         for unit in self.order:
-            unit.show()
+            unit.attach_grads()
 
-    def free(self) -> None:
-        """No unit whole but those that the row keeps so."""
+    def reshard(self) -> None:
+        """Reshard all units, but those that the row keeps unsharded."""
         for unit in self.order:
-            unit.free()
+            unit.reshard()
 
-    def rest(self) -> None:
-        """Every parameter at rest, no unit whole."""
-        self.free()
+    def to_sharded(self) -> None:
+        """Shard all parameters."""
+        self.reshard()
         for unit in self.order:
             for group in unit.groups:
-                group.rest()
+                group.to_sharded()
 
     def drop(self) -> None:
-        """A step broke off: what it left of gradients is dropped, so that the next begins clean."""
-        self.free()
+        """Drop the gradients that a failed step has left."""
+        self.reshard()
         for unit in self.order:
             for group in unit.trained:
                 group.clear()
 
     def wait(self) -> None:
-        """End what `publish` began."""
+        """Wait for the gathers that `begin_unshard` started."""
         for unit in self.order:
             if not unit.temporary:
-                unit.gather()
+                unit.unshard()
 
     def step_in_backward(self) -> None:
         """The updates of parameters that have an optimizer to be run in the backward pass.
 
         Put there by torch.distributed.optim._apply_optimizer_in_backward; the gradient is dropped.
-        Raises InputError where parameters are at rest in pieces.
+        Raises InputError where parameters are sharded.
         """
         for group in (group for unit in self.order for group in unit.trained):
             for p in group.params:
@@ -105,11 +113,11 @@ class Units:
                 if optimizers:
                     p.grad = None
 
-    def publish(self) -> None:
-        """After the update: begin to gather what is kept whole, in the order of its next use."""
+    def begin_unshard(self) -> None:
+        """After the update: begin to gather what the row keeps unsharded, in the order of use."""
         for unit in self.order:
             if not unit.temporary:
-                unit.begin_gather()
+                unit.begin_unshard()
 
 
 def mark_kept(order: Sequence[Unit]) -> None:

@@ -105,7 +105,7 @@ def _tops(root: nn.Module, rule: Rule) -> dict[str, nn.Module]:
 
 
 def _fits(root: nn.Module, rule: Rule) -> Callable[[str, nn.Module], bool]:
-    """The rule as a question to ask of each module."""
+    """The rule as a function (name, module) -> bool."""
     if rule == "auto":
         kind = _block_class(root)
         return lambda _, module: type(plain(module)) is kind
@@ -124,12 +124,12 @@ _INSTEAD = 'units="auto", or units=lambda name, module: name.startswith("blocks.
 
 
 def _asked(rule: Callable[[str, nn.Module], bool]) -> Callable[[str, nn.Module], bool]:
-    """The user's function, held to what it is called with and to an answer of yes or no."""
+    """The user's function, with checks of its arguments and of its result, a bool."""
     allowed = "a function of a module's full name and the module that returns True or False"
     try:
         inspect.signature(rule).bind("name", "module")
     except TypeError as error:
-        raise bad(f"units={_shown(rule)}, which fits not ({error})", allowed, _INSTEAD) from None
+        raise bad(f"units={_shown(rule)}, which fails ({error})", allowed, _INSTEAD) from None
 
     def answer(name: str, module: nn.Module) -> bool:
         """Whether a unit begins there."""
@@ -163,7 +163,7 @@ def _block_class(root: nn.Module) -> type[nn.Module] | None:
 
 
 def _runs(module: nn.Module) -> bool:
-    """Whether it has a forward of its own: lists of modules or parameters are never called."""
+    """Whether its class defines a forward: lists of modules or parameters are never called."""
     return type(plain(module)).forward is not nn.Module.forward
 
 
@@ -176,7 +176,7 @@ def plain(module: nn.Module) -> nn.Module:
 
 
 def _read(module: nn.Module) -> Iterator[nn.Parameter]:
-    """What it reads itself: its own parameters, and those in what it holds but never calls."""
+    """The parameters that it reads itself: its own, and those of submodules that it never calls."""
     yield from module.parameters(recurse=False)
     for child in module.children():
         if not _runs(child):

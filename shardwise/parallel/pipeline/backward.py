@@ -1,29 +1,29 @@
 """The backward pass of one stage, whole or in two halves: inputs first, weights later.
 
-    B   the gradients of the stage's inputs and of its weights, as autograd makes them
-    I   those of the inputs alone; the previous stage waits for no more
-    W   those of the weights, from what I has kept
+    B   the gradients of the stage's inputs and of its weights, by one pass of autograd
+    I   the gradients of the inputs alone, which the previous stage waits for
+    W   the gradients of the weights, from what I has kept
 
                 w1        w2
                 |         |          the way      nodes between the outputs and an input
         x --- fork --- fork --- y    a branch     what leads from the way to weights alone
                                      a fork       a node of the way where branches leave
 
-I goes along the way, from y to x.  At a fork it keeps the gradient that arrives, and W goes through
-the fork once more, up the branches: autograd computes what is asked for, so of a linear layer's two
-products I makes one and W the other.  Some forks are gone through once, in I, with the gradients of
-their branches kept for W to go on from: custom Functions, which compute all they have; nodes whose
-saved tensors somebody's hooks give back (checkpointing), which would make them again; and those
-with a branch that others lead to as well.  A node that puts a product off by itself
-(fused_linear.py) has no branch there, unless the weight is used in other ways too.  What cannot be
-halved at all, reentrant checkpointing or a branch with such hooks, makes I the whole of B.
+I runs along the way, from y to x.  At a fork it keeps the incoming gradient, and W runs the fork a
+second time, into the branches.  Autograd computes only the requested gradients, so I makes one of a
+linear layer's two products and W the other.  Some forks run once, in I, which keeps the gradients
+of their branches for W: custom Functions, which always compute all gradients; nodes whose saved
+tensors come from unpack hooks (checkpointing), which would recompute them; and nodes with a branch
+that other nodes lead to as well.  A node that postpones a product by itself (fused_linear.py) has
+no branch there, unless the weight has other uses too.  If the graph cannot be split (reentrant
+checkpointing, or a branch with such hooks), I does all of B.
 
-Where weights are freed between I and W (`freed`), W must not read any.  Of the forks it goes only
-through products of matrices, which read the other factor; all others are gone through once, in I.
-A branch that saved a tensor may read a weight again, and makes I the whole of B.
+If weights are freed between I and W (`freed`), W must not read any.  Then W runs only forks that
+are matrix products, which read the other factor; all other forks run once, in I.  A branch that
+saved a tensor may read a weight again; then I does all of B.
 
-All of a stage's graph lives until its W is done (arXiv 2401.10241 counts it so).  A hook of the
-user's on a fork's or a branch's tensor is called in I and in W.
+A stage's whole graph lives until its W is done, as arXiv 2401.10241 counts.  A user's hook on a
+tensor of a fork or a branch is called in I and in W.
 """
 
 from collections import Counter
@@ -40,15 +40,15 @@ Edges = tuple[tuple[Node | None, int], ...]
 Arrival = tuple[GradientEdge, Tensor]  # a place in the graph, and the gradient that comes to it
 
 
-#: Nodes whose gradient of one factor reads the other one alone.
+#: Nodes whose gradient of one factor reads only the other factor.
 PRODUCTS = ("AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0")
 
 
 class Tape:
-    """What the forward pass of a stage left behind, for B or for I; it can be played once.
+    """The autograd graph of a stage's forward pass, for one B or one I.
 
-    `given` are the leaves that the stage began with, `outputs` those tensors of what it made that
-    require gradients (any shapes).  Of the outputs only their place in the graph is kept.
+    `given` are the input leaves of the stage; `outputs` are its outputs that require gradients, of
+    any shapes.  The tape keeps only the outputs' graph edges, not the tensors.
     """
 
     def __init__(self, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -57,9 +57,9 @@ class Tape:
         self.outputs = [get_gradient_edge(y) for y in outputs]
 
     def backward(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """B: the gradients of `given`, from those of the outputs; parameters get theirs.
+        """B: returns the gradients of `given`, from those of the outputs; accumulates parameters'.
 
-        None for what needs no gradient, or got none.
+        None for an input that requires no gradient or receives none.
         """
         given, outputs = self._played()
         if outputs:
@@ -72,9 +72,9 @@ class Tape:
     def inputs(
         self, grads: Sequence[Tensor], freed: bool = False
     ) -> tuple[list[Tensor | None], "Rest"]:
-        """I: the gradients of `given`, and what W needs to make those of the parameters.
+        """I: the gradients of `given`, and what W needs to compute those of the parameters.
 
-        Where no input requires a gradient (the first stage) I does nothing, and W is all of B.
+        If no input requires a gradient (the first stage), I does nothing and W does all of B.
         """
         ends = {get_gradient_edge(x).node for x in self.given if x.requires_grad}
         graph = _Graph(self.outputs, ends)
@@ -100,20 +100,20 @@ class Tape:
 
 
 class Rest:
-    """What I leaves for W: the gradients at the forks, and those at the branches that are ready."""
+    """What I keeps for W: the gradients at forks, and gradients that are ready at branches."""
 
     def __init__(
         self, forks: Sequence["_Fork"], ready: Sequence[Arrival], outputs: Sequence[GradientEdge]
     ) -> None:
         self.forks, self.ready = list(forks), list(ready)
-        # the node of a custom Function is owned by the graph alone, which something must keep
+        # only the graph owns the node of a custom Function, so the graph must be kept alive
         self.outputs = list(outputs) if ready else []
 
     def weights(self) -> None:
-        """W: every parameter gets its gradient, once; its post-accumulate hooks are run.
+        """W: accumulates each parameter's gradient once, and runs its post-accumulate hooks.
 
-        A fork that shares no parameter is gone through straight to its parameters.  Of the others
-        the branches' gradients are made first, so that autograd adds up what comes from each.
+        A fork that shares no parameter runs directly to its parameters.  For the others, gradients
+        of the branches are computed first, so that autograd adds up the contributions.
         """
         ready, self.ready = self.ready, []
         while self.forks:
@@ -133,10 +133,10 @@ class Rest:
 
 @dataclass(eq=False)
 class _Fork:
-    """A node of the way and its branches: their number among its edges, and where they lead.
+    """A node of the way and its branches: the index of each among its edges, and its target.
 
-    `entries` are the places where gradients come to it, `arrived` those that came with what they
-    brought.  `again`: W goes through it a second time.  `alone`: no other uses its parameters.
+    `entries` are the edges by which gradients arrive, `arrived` those edges with their gradients.
+    `again`: W runs the node a second time.  `alone`: nothing else uses its parameters.
     """
 
     node: Node
@@ -161,9 +161,9 @@ class _Graph:
         self.apart = self._apart()
 
     def _apart(self) -> dict[Node, int]:
-        """Of nodes of the way, the edge to a parameter whose gradient they put off.
+        """For nodes of the way that postpone a parameter's gradient, the edge to the parameter.
 
-        Nothing but such edges leads to it: what else makes a part of the gradient is not put off.
+        Only such edges lead to that parameter; otherwise its gradient would be incomplete.
         """
         able = {node: place for node in self.nodes if (place := _able(node)) is not None}
         ends = {self.nodes[node][place][0] for node, place in able.items()}
@@ -174,7 +174,7 @@ class _Graph:
 
     @property
     def can_be_halved(self) -> bool:
-        """Whether autograd goes through it in parts, each of its branches once."""
+        """Whether autograd can run the graph in two parts, each branch once."""
         own = (node.name() for node in self.nodes if isinstance(node, BackwardCFunction))
         reentrant = "CheckpointFunctionBackward" in own
         return not reentrant and not any(map(_hooked, self.nodes.keys() - self.way))
@@ -195,7 +195,7 @@ class _Graph:
         into = self._into({*branches, *ends})
         forks: list[_Fork] = []
         for node, found in branches.items():
-            # asked for its branches alone, autograd goes through this node and no other
+            # for gradients of its branches alone, autograd runs this node and no other
             own = all({parent for parent, _ in into[e.node]} == {node} for e in found.values())
             again = own and not isinstance(node, BackwardCFunction) and not _hooked(node)
             again = again and (not freed or node.name() in PRODUCTS or not _saved(node))
@@ -217,7 +217,7 @@ class _Graph:
         }
 
     def _into(self, nodes: Collection[Node]) -> dict[Node, set[tuple[Node | None, int]]]:
-        """From where, and with which of their outputs, gradients come to these nodes."""
+        """For each of these nodes, the nodes that send it gradients, and to which output number."""
         into: dict[Node, set[tuple[Node | None, int]]] = {node: set() for node in nodes}
         for edge in self.outputs:
             if edge.node in into:
@@ -230,7 +230,7 @@ class _Graph:
 
 
 def _able(node: Node) -> int | None:
-    """Which of the edges of a node leads to what the node can leave for later by itself."""
+    """The edge of a node to the parameter whose gradient it can postpone; None without one."""
     return getattr(node, "can_put_off", None) if isinstance(node, BackwardCFunction) else None
 
 
@@ -259,9 +259,9 @@ def _parents_first(roots: Iterable[Node]) -> dict[Node, Edges]:
 def _along_the_way(
     arrivals: Sequence[Arrival], given: Sequence[Tensor], forks: Sequence[_Fork]
 ) -> tuple[list[Tensor | None], list[Arrival]]:
-    """Go from the outputs to `given`: their gradients, and those of branches that are ready.
+    """Run from the outputs to `given`: their gradients, and those of branches that are ready.
 
-    Forks that W goes through again are told what arrived at them.
+    Sets `arrived` of the forks that W runs again.
     """
     again = [fork for fork in forks if fork.again]
     once = [fork for fork in forks if not fork.again]
@@ -297,7 +297,7 @@ def _keep(
     grads: Sequence[Tensor | None],
     _: Sequence[Tensor | None],
 ) -> None:
-    """A hook on a node: note the gradients that it made, one for each of its edges."""
+    """A hook on a node: keeps the gradients that it computed, one for each edge."""
     kept[key] = grads
 
 
@@ -307,7 +307,7 @@ def _arrived(places: Iterable[GradientEdge], grads: Sequence[Tensor | None]) -> 
 
 
 def _hooked(node: Node) -> bool:
-    """Whether hooks give back what the node saved: they make it again, or fetch it from afar."""
+    """Whether unpack hooks return the node's saved tensors (checkpointing, offload)."""
     for name in _saved_names(type(node)):
         saved = getattr(node, name)
         saved = saved if isinstance(saved, Sequence) else (saved,)
@@ -317,12 +317,12 @@ def _hooked(node: Node) -> bool:
 
 
 def _saved(node: Node) -> bool:
-    """Whether the node reads what the forward left: of a custom Function that is not known."""
+    """Whether the node has saved tensors; a custom Function may always have some."""
     leaf = hasattr(node, "variable")
     return not leaf and (isinstance(node, BackwardCFunction) or bool(_saved_names(type(node))))
 
 
 @lru_cache(maxsize=1024)
 def _saved_names(kind: type) -> tuple[str, ...]:
-    """The attributes under which nodes of a kind have what they saved, not yet given back."""
+    """The attributes of this kind of node that hold saved tensors, before unpacking."""
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))

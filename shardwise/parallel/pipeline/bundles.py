@@ -1,7 +1,7 @@
 """The bundles of tensors that cross between stages: their specs, their gradients, their traces.
 
-act of stage s     what stage s makes for later stages
-grad of stage s    the gradients of what stage s was given, of those tensors that require one
+act of stage s     the tensors that stage s sends to later stages
+grad of stage s    the gradients of the tensors that stage s received and that require one
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -28,7 +28,7 @@ def specs(trace: Trace, token: Token) -> Sequence[Spec]:
 
 
 def require_grads(given: Sequence[Tensor], trace: Trace, stage: int) -> None:
-    """Let autograd begin at those tensors of `given`, which came for `stage`, that need it."""
+    """Set requires_grad of the tensors `given`, which `stage` received, as the trace has it."""
     for x, spec in zip(given, trace.bundles[stage - 1] if stage else (), strict=True):
         x.requires_grad_(spec.requires_grad)
 
@@ -36,7 +36,7 @@ def require_grads(given: Sequence[Tensor], trace: Trace, stage: int) -> None:
 def grads_back(
     found: Sequence[Tensor | None], trace: Trace, stage: int, device: torch.device
 ) -> list[Tensor]:
-    """The grad of `stage`, from the gradients of what it was given; zeros where none came."""
+    """The grad of `stage`, from the gradients of its inputs; zeros if an input has none."""
     if not stage:
         return []
     return [
@@ -47,13 +47,13 @@ def grads_back(
 
 
 class ByShape(Generic[T]):
-    """What is known of microbatches by their shapes; of the latest KEPT."""
+    """A cache with an entry for each set of microbatch shapes; it keeps the KEPT latest."""
 
     def __init__(self) -> None:
         self.known: dict[Hashable, T] = {}
 
     def get(self, part: Any, mode: Hashable, make: Callable[[], T]) -> T:
-        """What is known of one like `part` in this mode; made when it is first seen."""
+        """The entry for the shapes of `part` in this mode; `make` creates it on first use."""
         leaves, spec = tree_flatten(part)
         shapes = [
             (x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x)
@@ -65,8 +65,3 @@ class ByShape(Generic[T]):
                 del self.known[next(iter(self.known))]
             self.known[key] = make()
         return self.known[key]
-
-    @property
-    def latest(self) -> T | None:
-        """What was made last."""
-        return next(reversed(self.known.values()), None)

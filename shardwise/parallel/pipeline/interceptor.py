@@ -1,10 +1,10 @@
-"""How the glue of a model is met: the operations between its layers, one by one.
+"""Intercepts the glue of a model: the operations between its layers, one by one.
 
-`Glue` is a mode of torch: it sees each function that the user's forward calls outside of layers,
-and asks its player what an operation on values does.  What is asked *of* a value is not glue, and
-is answered at once: a value that is absent has the shape and dtype of the real one, and says that
-it is on the real one's device.  Nor is an operation that takes only the shape or the dtype of a
-value, as `mask.to(x)` or `angle.type_as(x)`: it is common.
+`Glue` is a torch function mode: it sees each function that the user's forward calls outside of
+layers, and passes operations on values to its player.  Reading an attribute of a value is not glue:
+an absent value has the shape and dtype of the real one, and reports the real one's device.  An
+operation that uses only the shape or the dtype of a value, as `mask.to(x)` or `angle.type_as(x)`,
+is common (stage.py).
 
 Inside of a layer the mode is off the stack, and costs nothing.
 """
@@ -25,14 +25,14 @@ from torch.overrides import (
 
 
 class Player(Protocol):
-    """Who says what an operation, or the call of a layer, does."""
+    """Carries out the operations and calls of layers that `Glue` intercepts."""
 
     def common(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any: ...
     def op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any: ...
     def layer(self, of: Any, args: Any, kwargs: dict[str, Any]) -> Any: ...
 
 
-#: What a value says of where it is, by the device of the real one.
+#: Attributes of a value that report its device, answered for the real one's device.
 _ANSWERS: Final[dict[Any, Callable[[torch.device], Any]]] = {
     Tensor.device.__get__: lambda device: device,
     Tensor.get_device: lambda device: -1 if device.index is None else device.index,
@@ -42,7 +42,7 @@ _ANSWERS: Final[dict[Any, Callable[[torch.device], Any]]] = {
         if hasattr(Tensor, f"is_{kind}")
     },
 }
-#: What takes only the dtype or the shape of its second argument.
+#: Functions that use only the dtype or the shape of their second argument.
 _LENT: Final[dict[Any, Callable[..., Tensor]]] = {
     Tensor.to: lambda x, like, *how, **named: x.to(like.dtype, *how, **named),
     Tensor.type_as: lambda x, like: x.to(like.dtype),
@@ -55,7 +55,7 @@ _LENT: Final[dict[Any, Callable[..., Tensor]]] = {
 class Seen:
     """Which tensors are values, and their numbers; tensors are not kept alive.
 
-    `parameters` are values from the start, by id: somebody else keeps them.
+    `parameters` are values from the start, by id: their owners keep them alive.
     """
 
     def __init__(self, parameters: Mapping[int, int]) -> None:
@@ -73,7 +73,7 @@ class Seen:
         return self.parameters.get(id(x))
 
     def any(self, values: Iterable[Any]) -> bool:
-        """Whether a value is among these, in any lists."""
+        """Whether a value is among these, or in lists among them."""
         for x in values:
             if isinstance(x, Tensor):
                 if self.number(x) is not None:
@@ -87,7 +87,7 @@ class Seen:
 
 
 class Glue(TorchFunctionMode):
-    """Around a forward: what is met goes to `player`. `device` is where the real values are."""
+    """Passes a forward's glue to `player`. `device` is the device of the real values."""
 
     def __init__(self, player: Player, seen: Seen, device: torch.device) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Glue(TorchFunctionMode):
         return lent and self.seen.number(args[0]) is None
 
     def layer(self, of: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The call of a layer, with this mode off the stack and those of the user on it."""
+        """Call a layer, with this mode off the stack and the user's modes on it."""
         if _get_current_function_mode() is self:  # as nearly always
             _pop_mode()
             try:

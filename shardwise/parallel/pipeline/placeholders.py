@@ -1,4 +1,4 @@
-"""The layers of a model cut into stages: which there are, and their stand-ins.
+"""Finds the layers of a model, assigns them to stages, and puts stand-ins in their places.
 
     starts = ("blocks.2",)                  the modules that begin stages 1, 2, ...
 
@@ -8,15 +8,16 @@
     twin        meta   meta      meta     | meta      meta      meta  meta
 
 A *layer* runs whole within one stage: it is a maximal module that has a forward, holds parameters
-or persistent buffers, and has no start strictly inside.  What holds layers is a *container*; what
-holds nothing (rotary positions, dropout) is on every rank, and its calls are glue (stage.py).
+or persistent buffers, and has no start strictly inside.  A module with layers inside is a
+*container*.  Modules that hold nothing (rotary positions, dropout) are on every rank, and their
+calls are glue (stage.py).
 
-The *twin* is the whole model on the meta device.  It tells shapes, and it answers for layers that
-are not here: `stand_in.attention_type` is the twin's layer's.
+The *twin* is the whole model on the meta device.  It gives shapes, and the attributes of layers on
+other ranks: `stand_in.attention_type` is the attribute of the twin's layer.
 
-While a stage is computed every layer, those of this rank too, is met through its stand-in, which
-asks the player what a call is to do.  At all other times the rank's own layers stand where they
-stood, so that names, hooks, `state_dict` and optimizers see nothing of it.
+While a stage runs, a stand-in replaces every layer, also this rank's own, and passes each call to
+the player.  At all other times this rank's layers are in their usual places, so names, hooks,
+`state_dict` and optimizers are unaffected.
 """
 
 import copy
@@ -44,7 +45,7 @@ class Layer:
 
 @dataclass
 class Of:
-    """What a stand-in stands for: the twin's layer, and on the ranks that own it the real one."""
+    """The layer behind a stand-in: the twin's, and on the ranks that own it the real one."""
 
     name: str
     stages: tuple[int, ...]
@@ -55,7 +56,7 @@ class Of:
 
     @property
     def answers(self) -> Any:
-        """The layer that tells its attributes."""
+        """The layer whose attributes the stand-in has."""
         return self.twin if self.real is None or self.following else self.real
 
 
@@ -68,7 +69,7 @@ def layers(
     """The layers of `model` by their first name, in the order in which they are defined.
 
     A layer's stage is the number of starts at or before it in that order, unless `beside[name]`
-    names the module in whose stage it is: of a container, the stage in which that ends.
+    names a module in whose stage it is (for a container, the stage of its last layer).
 
     Raises:
         InputError: a start or a name of `beside` that is no module, starts out of order, a start
@@ -102,7 +103,7 @@ def _end(order: Mapping[str, int], name: str) -> int:
 def _walk(
     module: nn.Module, name: str, starts: Sequence[str]
 ) -> Iterator[tuple[str, nn.Module, bool]]:
-    """Every module outside of layers, and every layer, which is not looked into."""
+    """Every module outside of layers, and every layer without its submodules."""
     yield name, module, False
     for key, child in module._modules.items():
         full = f"{name}.{key}" if name else key
@@ -139,7 +140,7 @@ def _check(
             )
     right = sorted(set(starts), key=lambda name: order[name])
     if right != list(starts):
-        allowed = "the first module of each later stage, each once, as they are defined"
+        allowed = "the first module of each later stage, each once, in order of definition"
         raise bad(f"starts {', '.join(starts)}", allowed, ", ".join(right))
     known: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -162,7 +163,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def twin(model: nn.Module) -> nn.Module:
-    """A copy of `model` on the meta device: what is tied stays tied, what is frozen frozen.
+    """A copy of `model` on the meta device; tied parameters stay tied, frozen ones frozen.
 
     Raises:
         InputError: the model holds something that cannot be copied.
@@ -177,8 +178,8 @@ def twin(model: nn.Module) -> nn.Module:
     except (TypeError, RuntimeError) as error:
         raise bad(
             f"a {type(model).__name__} that cannot be copied ({error})",
-            "a model of which a copy on the meta device can be made, to learn its shapes",
-            "locks, files, generators and results of a forward as no attributes of its modules",
+            "a model that copy.deepcopy can copy to the meta device, where its shapes are traced",
+            "modules without locks, files, generators and results of a forward as attributes",
         ) from error
 
 
@@ -194,7 +195,7 @@ class StandIn(nn.Module):
         self.training = of.twin.training
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the player says; outside of a stage the layer itself, for what is recomputed."""
+        """Pass the call to the player; outside of a stage, call the layer (in a recomputation)."""
         of: Of = vars(self)["_of"]
         if of.player is not None:
             return of.player.layer(of, args, kwargs)

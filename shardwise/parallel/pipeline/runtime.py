@@ -1,13 +1,13 @@
-"""The pipeline at run time: one rank does its row of a schedule, step by step.
+"""The pipeline at run time: one rank executes its row of a schedule, step by step.
 
-    table        token -> value: what is alive on this rank.  A step takes from it what relation.py
-                 says that it needs, and leaves there what it makes; at the end it is empty.
-    messages     sent as soon as they are made, received ahead of need, beside the computation
-    work         what F, B, I, W and the others are, of the model; values are its own business
+    table        token -> value, for all live tokens of this rank.  A step removes the tokens that
+                 it consumes and adds those that it makes (relation.py); at the end it is empty.
+    messages     sent as soon as they are made, received ahead of need, during computation
+    work         executes F, B, I, W and the other actions on the model
 
-A bundle is a list of tensors.  `act` of stage s are those that it hands to later stages; `grad` of
-stage s has one for each tensor of the bundle before it that requires a gradient, zeros where none
-came.  Between two stages of one rank a bundle stays where it is.
+A bundle is a list of tensors.  `act` of stage s are those that it sends to later stages; `grad` of
+stage s has one for each tensor of the previous bundle that requires a gradient, zeros if it has
+none.  A bundle between two stages of one rank is not copied.
 """
 
 import time
@@ -30,31 +30,31 @@ from shardwise.core.schedule.relation import makes, needs, takes
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.core.stage_io import Spec
 
-#: From each other rank so many messages are awaited at once: one comes in while one is used.
+#: The number of receives under way from each rank: one message arrives while one is used.
 AHEAD = 2
 
 
 class Work(Protocol):
-    """The owner of this rank's stages.  Tapes and rests are opaque; each is given back once."""
+    """Executes the actions of this rank's stages.  Each tape and rest is passed back once."""
 
     device: torch.device
 
     def specs(self, token: Token) -> Sequence[Spec]:
-        """What the bundle `token`, an act or a grad, is like."""
+        """The specs of the tensors in the bundle `token`, an act or a grad."""
         ...
 
     def forward(self, stage: int, microbatch: int, given: list[Tensor]) -> tuple[list[Tensor], Any]:
-        """F: from the bundle of the stage before to that of this one, and a tape."""
+        """F: takes the previous stage's bundle; returns this stage's bundle and a tape."""
         ...
 
     def backward(self, stage: int, microbatch: int, tape: Any, grads: list[Tensor]) -> list[Tensor]:
-        """B: from the gradients of what the stage made to those of what it was given."""
+        """B: takes the gradients of the stage's outputs; returns those of its inputs."""
         ...
 
     def inputs(
         self, stage: int, microbatch: int, tape: Any, grads: list[Tensor]
     ) -> tuple[list[Tensor], Any]:
-        """I: as B, but that the weights' gradients are left to W, which is given the rest."""
+        """I: as B without the weights' gradients, which W computes from the rest returned."""
         ...
 
     def weights(self, stage: int, microbatch: int, rest: Any) -> None:
@@ -71,14 +71,14 @@ class Work(Protocol):
 
 
 class Watch(Protocol):
-    """Who looks on: `now` is the time in seconds, asked before and after each step."""
+    """Observes a run: `now` returns seconds; each step is reported with its two times."""
 
     def now(self) -> float: ...
     def __call__(self, step: Step, start_s: float, end_s: float) -> None: ...
 
 
 def open_channels(schedule: Schedule, axis: Axis, device: torch.device) -> None:
-    """Make ready for the schedule's messages; all ranks of the axis, once, before the first run."""
+    """Open the schedule's channels.  All ranks of the axis call it once, before the first run."""
     rows = enumerate(lower(schedule).rows)
     sends = ((rank, step) for rank, row in rows for step in row if step.op == "SEND")
     ways = [(rank, step.peer) for rank, step in sends if isinstance(step, Transfer)]
@@ -92,14 +92,14 @@ def run(
     watch: Watch | None = None,
     table: dict[Token, Any] | None = None,
 ) -> None:
-    """Do this rank's row.  Called by all ranks of the axis with one schedule, which can be run.
+    """Execute this rank's row.  All ranks of the axis call it with the same valid schedule.
 
-    A schedule may be done in parts, with one `table` for all: what a part leaves there, another
-    finds.  Without it nothing may be left.
+    Several schedules can share one `table`, which carries live tokens from one to the next.
+    Without it a schedule must leave no token.
 
-    Whatever a step raises goes on as it is; of a pipeline with a note of the row and of the step.
-    Messages go through the axis's two queues (`begin_send`), and are written in its ledger.  On
-    CUDA the processor runs ahead of the device, but where somebody watches.
+    Errors of a step propagate; in a pipeline a note adds the row and marks the step.  Messages use
+    the axis's two queues (`begin_send`), and its ledger counts them.  On CUDA the processor runs
+    ahead of the device, unless `watch` synchronises.
     """
     whole = lower(schedule)
     row, place = whole.rows[axis.rank], 0
@@ -118,7 +118,7 @@ def run(
 
 
 class _Live:
-    """The table of one run: every token that is on this rank, with its value."""
+    """One run: the table of live tokens on this rank, and the messages."""
 
     def __init__(
         self, schedule: Schedule, axis: Axis, work: Work, table: dict[Token, Any] | None
@@ -128,7 +128,7 @@ class _Live:
         self.table: dict[Token, Any] = {} if table is None else table
 
     def do(self, step: Step) -> None:
-        """One step: from what it needs to what it makes."""
+        """Execute a step: consume the tokens that it takes, add those that it makes."""
         have = {token.kind: self.table[token] for token in needs(step, self.schedule)}
         for token in takes(step, self.schedule):
             del self.table[token]
@@ -136,9 +136,9 @@ class _Live:
         self.table.update({token: made[token.kind] for token in makes(step, self.schedule)})
 
     def _act(self, action: Action, have: dict[str, Any]) -> dict[str, Any]:
-        """Have the work done; the values by their tokens' kinds, None where it keeps them itself.
+        """Execute an action; returns values by token kind, None for those that `work` keeps.
 
-        What is taken from `have` is nowhere else: it is gone as soon as the work drops it.
+        `have` has the only references, so memory is freed as soon as the work drops a value.
         """
         op, stage, i = action
         made: dict[str, Any] = {"part": None, "params": None, "weights": None}
@@ -169,7 +169,7 @@ class _Live:
         return {}
 
     def end(self, whole: bool) -> None:
-        """The row is done: nothing is under way, nothing is alive but what outlives a run."""
+        """Wait for sends; after a whole schedule, assert that only weights are left."""
         self.post.end()
         if not whole:
             return
@@ -179,11 +179,11 @@ class _Live:
 
 
 class _Post:
-    """The messages of one rank under way.
+    """The messages of one rank that are under way.
 
-    Of those from each other rank the next AHEAD are awaited, in the order of the row, from the
-    start on; so many bundles a rank holds beside what the schedule says.  What is sent is kept
-    until a message proves that it is there (acks.py), or until the end.
+    From the start, the next AHEAD receives from each rank are posted, in the order of the row; a
+    rank holds their bundles beyond the schedule's memory.  A sent bundle is kept until a message
+    proves that it has arrived (acks.py), or until the end.
     """
 
     def __init__(self, schedule: Schedule, axis: Axis, work: Work) -> None:
@@ -200,16 +200,16 @@ class _Post:
                 self._await(peer)
 
     def send(self, transfer: Transfer, bundle: list[Tensor]) -> None:
-        """Begin to send a bundle, a message for each tensor."""
+        """Begin to send a bundle, one message per tensor."""
         token, peer = transfer.token, transfer.peer
         told = [(tuple(spec.shape), spec.dtype) for spec in self.work.specs(token)]
         made = [(tuple(x.shape), x.dtype) for x in bundle]
-        assert made == told, f"{token} is {made}, and rank {peer} awaits {told}"
+        assert made == told, f"{token} is {made}, but rank {peer} expects {told}"
         full = [x for x in bundle if x.numel()]
         self.outbox[token] = [begin_send(x, self.axis, peer) for x in full]
 
     def receive(self, transfer: Transfer) -> list[Tensor]:
-        """The bundle, once it is there; the next one from that rank is awaited."""
+        """Wait for the bundle, and post the next receive from that rank."""
         bundle, arriving = self.inbox.pop(transfer.token)
         _wait(arriving)
         self._await(transfer.peer)
@@ -218,7 +218,7 @@ class _Post:
         return bundle
 
     def end(self) -> None:
-        """Wait for what is still being sent."""
+        """Wait for all sends that are not acknowledged."""
         assert not self.inbox
         while self.outbox:
             _wait(self.outbox.popitem()[1])
@@ -249,12 +249,12 @@ def _marked(row: Sequence[Step], place: int, rank: int) -> str:
 
 # --- measuring -------------------------------------------------------------------------------
 
-#: How often two ranks ask each other for the time; the quickest answer counts.
+#: Time requests per rank; the answer with the shortest round trip is used.
 ASKS = 8
 
 
 class Recorder:
-    """A watch that keeps what it sees of one run.  On CUDA it waits for the device at each step."""
+    """A watch that records the steps of one run.  On CUDA it synchronises at each step."""
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ class Recorder:
         self.seen.append(TimedStep(step, start_s, end_s))
 
     def gather(self, schedule: Schedule, axis: Axis) -> Measured | None:
-        """What all ranks of the axis saw of one run, on rank 0 and its clock; None elsewhere."""
+        """The steps of all ranks on rank 0, in the time of its clock; None on other ranks."""
         whole = lower(schedule)
         assert [seen.step for seen in self.seen] == list(whole.rows[axis.rank])
         with axis.ledger.phase("check"):
@@ -292,7 +292,7 @@ class Recorder:
         return Measured(whole, tuple(map(tuple, rows)))
 
     def _ask(self, axis: Axis, rank: int) -> float:
-        """How far a rank's clock is ahead of this one's; 0 where they may be one clock."""
+        """Seconds by which a rank's clock is ahead of this one; 0 if they may be one clock."""
         answers: list[tuple[float, float]] = []
         for _ in range(ASKS):
             start_s = self.clock_s()

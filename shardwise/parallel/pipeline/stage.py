@@ -1,4 +1,4 @@
-"""One stage of a model on one microbatch: its own forward, computed where it is ours.
+"""Runs one stage of a model on one microbatch: the user's forward, with other stages skipped.
 
     rank of stage 1     embed  blocks.0 | blocks.1  blocks.2 | head  loss
                         skipped         | computed           | never reached
@@ -6,19 +6,18 @@
 
 Every rank runs the user's `call(model)` on the whole microbatch.  *Layers* (placeholders.py) are
 computed by their owners.  All else is *glue* (interceptor.py): the operations between them, which
-belong to the stage of the layer called last.  Glue made of the batch, buffers and constants alone
-is
-*common*: every rank does it.  What is made of what layers give are *values*, numbered in the order
-of their making, which is the same everywhere.
+belong to the stage of the layer called last.  Glue on the batch, buffers and constants alone is
+*common*: every rank computes it.  Outputs of layers, and tensors computed from them, are *values*,
+numbered in the order of creation, which is the same on every rank.
 
-The trace (tracer.py) tells the events of the forward: calls of layers, and operations on values.
+The trace (tracer.py) lists the events of the forward: calls of layers, and operations on values.
 
-    an event of a stage before ours   is skipped: what it gives is *absent*, a tensor on meta, or
-                                      what was given to us for that value
-    an event of our stage             is done, with what was given where it takes a value of before
-    a layer of a stage after ours     ends the stage: an exception of our own leaves the user's code
+    an event of an earlier stage      is skipped: its output is *absent*, a tensor on meta, or the
+                                      tensor received for that value
+    an event of this stage            is computed, with received tensors for values of earlier ones
+    a layer of a later stage          ends the stage: the exception `Over` leaves the user's code
 
-Around an operation that is about 4 us, around a layer about 5, and nothing inside of a layer.
+This costs about 4 us per operation, about 5 us per layer, and nothing inside of a layer.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -48,7 +47,7 @@ class Over(BaseException):
 
 @dataclass
 class Ran:
-    """What a stage gave: what later stages take, contiguous; the last stage what `call` gave."""
+    """The result of a stage: the contiguous tensors for later stages; of the last, `call`'s."""
 
     outputs: list[Tensor] = field(default_factory=list)
     result: Any = None
@@ -69,7 +68,7 @@ class Stage:
         self.over = False  # whether a layer of a later stage was called
 
     def take(self, given: Sequence[Tensor]) -> None:
-        """Have these for the values that cross to this stage."""
+        """Take the received tensors for the values that cross to this stage."""
         numbers = self.trace.crossing[self.stage - 1] if self.stage else ()
         for number, x in zip(numbers, given, strict=True):
             order = self.trace.orders.get(number)
@@ -80,7 +79,7 @@ class Stage:
             self.given[number] = x
             self.seen.put(x, number)
 
-    # --- what is met --------------------------------------------------------------------------
+    # --- operations and layers ----------------------------------------------------------------
 
     def common(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
@@ -98,7 +97,7 @@ class Stage:
         return self._note(event, func(*args, **kwargs), was, (args, kwargs))
 
     def layer(self, of: Of, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The call of a layer. Raises Over where it is of a later stage."""
+        """Call a layer. Raises Over for a layer of a later stage."""
         event = self._next()
         if event is None or event.what != of.name:
             raise self._other_way(of.name)
@@ -118,8 +117,8 @@ class Stage:
             if "meta" not in str(error):
                 raise
             raise bad(
-                f"{of.name}, which got a value of an earlier stage inside of an object ({error})",
-                "layers that are given tensors alone, in tuples, lists, dicts or dataclasses",
+                f"{of.name}, which takes an object with a value of an earlier stage ({error})",
+                "layers that take tensors alone, or in tuples, lists, dicts or dataclasses",
                 "the tensor as an argument of the layer",
             ) from error
         if self.leaving:
@@ -131,7 +130,7 @@ class Stage:
         return events[self.index] if self.index < len(events) else None
 
     def _ask(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What is no event gives no tensor: a shape, a dtype."""
+        """Run an operation that is not an event: it returns no tensor, but a shape or a dtype."""
         if func in _HOOKS and self.at < self.stage:
             return func(torch.empty(0, requires_grad=True), *args[1:], **kwargs)
         out = func(*args, **kwargs)
@@ -152,7 +151,7 @@ class Stage:
         return mapped(lambda x: self._absent(next(numbers), x), event.out, Tensor)
 
     def _absent(self, number: int, like: Tensor) -> Tensor:
-        """What stands for a value of an earlier stage: the one that was given to us, or nothing."""
+        """The tensor in place of a value of an earlier stage: the received one, or one on meta."""
         trained = number in self.trace.trained
         inside = trained and not torch.is_grad_enabled()  # of an autograd.Function, which marks
         if number in self.given and not inside:  # what it gives as its own: ours stays a leaf
@@ -166,7 +165,7 @@ class Stage:
     # --- in our stage -------------------------------------------------------------------------
 
     def _real(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The arguments, with what was given for every value that is not at hand."""
+        """The arguments, with the received tensor in place of each absent value."""
         if not self._ready(args):
             args = mapped(self._at_hand, args, Tensor)
         if kwargs and not self._ready(kwargs.values()):
@@ -174,7 +173,7 @@ class Stage:
         return args, kwargs
 
     def _ready(self, values: Iterable[Any]) -> bool:
-        """Whether all tensors are the ones to be used: nearly always, and quickly said."""
+        """Whether no argument is absent: a fast check, which is true for nearly all operations."""
         for x in values:
             if isinstance(x, Tensor):
                 if self._at_hand(x) is not x:
@@ -195,7 +194,7 @@ class Stage:
         return self.own.get(number, x)
 
     def _note(self, event: Event, out: Any, was: Any, done: Any) -> Any:
-        """Number what was made, and what was written to."""
+        """Number the tensors that an event made or wrote to."""
         tensors = _leaves(out)
         if len(tensors) != len(event.numbers):
             raise self._other_way(f"{len(tensors)} tensors from {event.what}")
@@ -217,25 +216,25 @@ class Stage:
             self.made[number] = x
 
     def _compare(self, event: Event, out: Any) -> None:
-        """Raise InputError where a layer gives other tensors than were foreseen."""
+        """Raise InputError if a layer's outputs differ from the trace in shape or dtype."""
         foreseen = [(x.shape, x.dtype) for x in _leaves(event.out)]
         found = [(x.shape, x.dtype) for x in _leaves(out)]
         if found != foreseen:
             raise bad(
-                f"{event.what}, which gives {_said(found)} where {_said(foreseen)} were foreseen "
-                "from its run on the meta device",
+                f"{event.what}, which returns {_said(found)}, but returned "
+                f"{_said(foreseen)} in its run on the meta device",
                 "layers whose outputs have shapes that follow from those of their inputs",
                 "a start that is not between this layer and the next one that uses its output",
             )
 
     def end(self) -> None:
-        """The user's code was left: raise InputError where it did not come to the stage's end."""
+        """Raise InputError if the user's code returned before the end of the stage."""
         event = self._next()
         if not self.over and (event is not None or self.stage < self.last):
             raise self._other_way("its end")
 
     def outputs(self) -> list[Tensor]:
-        """What crosses to the next stage, in the order of the bundle, as it lies in memory."""
+        """The tensors for the next stage, in the order of the bundle, with dims in memory order."""
         found: list[Tensor] = []
         specs = self.trace.bundles[self.stage] if self.crossing else ()
         for number, spec in zip(self.crossing, specs, strict=True):
@@ -252,10 +251,10 @@ class Stage:
     def _other_way(self, what: str) -> InputError:
         event = self._next()
         return bad(
-            f"a forward that came to {what} in stage {self.stage}, where "
-            f"{getattr(event.what, '__name__', event.what) if event else 'its end'} was foreseen",
-            "a forward that does the same each time that it is given the same shapes, on all ranks",
-            "random choices of layers, and what is done only the first time, inside of layers",
+            f"a forward that reached {what} in stage {self.stage}, where its trace has "
+            f"{getattr(event.what, '__name__', event.what) if event else 'its end'}",
+            "a forward that runs the same operations for the same shapes, each time, on all ranks",
+            "random choices of layers, and work of the first call only, inside of layers",
         )
 
 

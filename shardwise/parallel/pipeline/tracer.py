@@ -1,15 +1,15 @@
-"""The trace of a forward: one run on meta tells what is made, and which stage uses it.
+"""Traces a forward pass on the meta device: which values it makes, and which stages use them.
 
-The twin (placeholders.py) runs the user's code.  Its layers and all operations on what they make
-run on meta; operations on the batch and on buffers alone are done for real, since the code may look
-at what they give.  What cannot be followed is refused here, before anything is computed:
+The twin (placeholders.py) runs the user's code.  Layers, and operations on their outputs, run on
+meta.  Operations on the batch and on buffers alone compute real values, since the code may read
+them.  The tracer raises InputError before anything else is computed if the code contains
 
     a read of a value          `if x.isnan().any():` - the ranks of other stages do not have it
-    a layer called too late    in the stage after its own
-    a value by a back door     a tensor made in a layer that is not in what the layer returns
-    a write to shared memory   in another stage than that in which the tensor's view was taken
+    a layer called too late    in a stage after its own
+    a value by a back door     a tensor made in a layer that the layer does not return
+    a write to shared memory   in a stage other than the one that took the tensor's view
 
-Values that are written to are new values from then on, with the same name.
+A write to a value creates a new value with the same name.
 """
 
 from collections import defaultdict
@@ -39,7 +39,7 @@ _READS: Final = (
 
 @dataclass
 class Value:
-    """A value as it is followed: `meta` is the tensor, `shape` it at the time of its making."""
+    """A traced value: `meta` is its tensor; `shape`, detached when it was made, keeps its shape."""
 
     origin: str
     stages: tuple[int, ...]
@@ -50,7 +50,7 @@ class Value:
 
 
 class Follow:
-    """One run being followed: the events so far, the values, and the stage reached."""
+    """The tracer of one run: the events so far, the values, and the stage reached."""
 
     def __init__(
         self,
@@ -75,19 +75,19 @@ class Follow:
         self.written: list[set[int]] = [set() for _ in range(count)]
         self.kept: list[Tensor] = []
 
-    # --- what is met --------------------------------------------------------------------------
+    # --- operations and layers ----------------------------------------------------------------
 
     def common(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """An operation on no value: done for real."""
+        """Run an operation that takes no value; it computes real tensors."""
         for x in leaves((args, kwargs), Tensor):
             self._check_common(x, func)
         return func(*args, **kwargs)
 
     def _check_common(self, x: Tensor, what: Any) -> None:
-        """Refuse what is no value, and yet not alike on all ranks."""
+        """Raise InputError for a tensor that is not a value and differs between ranks."""
         if x.is_meta:
             raise bad(
-                f"a tensor that {_name(what)} is given after layer {self.last or '(none)'}, and "
+                f"a tensor that {_name(what)} takes after layer {self.last or '(none)'}, and "
                 "that no layer has returned",
                 "layers that return the tensors they make: alone, in tuples, lists, dicts or "
                 "dataclasses; and buffers that are on a device",
@@ -95,15 +95,15 @@ class Follow:
             )
         if _storage(x) in self.wrote:
             raise bad(
-                f"a tensor that {_name(what)} is given after layer {self.last}, into whose memory "
-                f"{self.values[self.wrote[_storage(x)][0]].origin} has been written through "
+                f"a tensor that {_name(what)} takes after layer {self.last}, whose memory "
+                f"{self.values[self.wrote[_storage(x)][0]].origin} was written to through "
                 "another tensor",
-                "what layers make written to a tensor as a whole, and that tensor used",
+                "outputs of layers that are written to a whole tensor, and that tensor used",
                 "x[:, 0] = y instead of x[:, 0].copy_(y)",
             )
 
     def op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """An operation on values: done on meta."""
+        """Run an operation on values, on meta."""
         given, metas, args, kwargs = self._on_meta(func, args, kwargs)
         act, args = _staying(func, args)
         versions = [x._version for x in metas]
@@ -116,7 +116,7 @@ class Follow:
         return self._note(func, out, given, metas, versions)
 
     def layer(self, of: Of, args: Any, kwargs: dict[str, Any]) -> Any:
-        """The call of a layer: the twin's runs, on meta."""
+        """Call a layer: the twin's layer runs, on meta."""
         stage = min((s for s in of.stages if s >= self.stage), default=None)
         if stage is None:
             early, before = self.entered
@@ -131,7 +131,7 @@ class Follow:
         if torch.is_autocast_enabled(self.device.type):
             raise bad(
                 f"torch.autocast around {of.name}",
-                "the precision in the plan, for what autocast does is not known on meta",
+                "the precision in the plan, because a run on meta does not show what autocast does",
                 "bf16 in the plan",
             )
         if self.stage < stage:
@@ -165,7 +165,7 @@ class Follow:
         self._check_common(x, what)
         return x.to(META)
 
-    # --- what is noted ------------------------------------------------------------------------
+    # --- the record ---------------------------------------------------------------------------
 
     def _note(
         self,
@@ -175,7 +175,7 @@ class Follow:
         metas: Sequence[Tensor],
         versions: Sequence[int],
     ) -> Any:
-        """Note an event: a layer, or what gives tensors or writes to some."""
+        """Record an event: a layer, or an operation that returns tensors or writes to some."""
         with torch._C.DisableTorchFunctionSubclass():
             changed = [i for i, x in enumerate(metas) if x._version != versions[i]]
             made = leaves(out, Tensor)
@@ -186,7 +186,7 @@ class Follow:
             numbers |= {id(metas[i]): self._add(metas[i], origin) for i in changed}
             for x in (x for x in made if id(x) not in numbers):
                 number = self.seen.number(x)
-                if number is None or number >= self.held:  # else a layer gives what it holds
+                if number is None or number >= self.held:  # else a layer returns its own tensor
                     number = self._add(x, origin)
                 numbers[id(x)] = number
             for i in changed:
@@ -201,7 +201,7 @@ class Follow:
     def _used(
         self, what: Any, given: Sequence[Tensor], metas: Sequence[Tensor], changed: Sequence[int]
     ) -> dict[int, int]:
-        """Note the values that are used; by id, those that stay what they are if handed through."""
+        """Record the values that are used; return, by id, those that are not written to."""
         numbers: dict[int, int] = {}
         for i, x in enumerate(given):
             number = self.seen.number(x)
@@ -226,8 +226,8 @@ class Follow:
             raise bad(
                 f"{value.origin}, of stage {value.stages[0]}, used by {_name(what)} in stage "
                 f"{self.stage}, after {self.last or 'nothing'}",
-                "what a layer holds used in the stage of that layer, or later",
-                "a call of the layer itself, or the layer defined where it is first used",
+                "a layer's parameters and buffers used in the stage of that layer, or later",
+                "a call of the layer itself, or a definition of the layer where it is first used",
             )
         write, stage = self.wrote.get(_storage(value.meta), (-1, -1))
         if write > number and stage > made:
@@ -249,15 +249,15 @@ class Follow:
         }
 
     def _close(self) -> None:
-        """A stage is over: its values need gradients or not, as they do now."""
+        """End a stage, and record which of its values require gradients."""
         for value in self.values[self.opened :]:
             value.trained = value.meta.requires_grad
         self.opened = len(self.values)
 
-    # --- what comes of it ---------------------------------------------------------------------
+    # --- the result ---------------------------------------------------------------------------
 
     def finish(self) -> Trace:
-        """The trace. Raises InputError where the forward did not reach the last stage."""
+        """The trace. Raises InputError if the forward did not reach the last stage."""
         if self.stage < self.count - 1:
             raise bad(
                 f"a forward that ends in stage {self.stage} of {self.count}, after {self.last}",
@@ -281,20 +281,20 @@ class Follow:
         )
 
     def _read(self, stage: int, crossed: Sequence[Sequence[int]]) -> frozenset[int]:
-        """What a stage holds that its glue uses, or that crosses to the next one."""
+        """Parameters and buffers of a stage that its glue uses, or that cross to the next stage."""
         leaving = crossed[stage] if stage < len(crossed) else ()
         own = [n for n in range(self.held) if stage in self.values[n].stages]
         return frozenset(n for n in own if n in leaving or stage in self.values[n].uses)
 
     def blame(self, error: Exception) -> Exception:
-        """The error to raise for one of the user's code: that code may have been misled by us."""
+        """The error to raise for one of the user's code, which assumed shapes may have caused."""
         if not self.assumed or isinstance(error, InputError):
             return error
         return bad(
             f"{', '.join(dict.fromkeys(self.assumed))}, which cannot run on the meta device and "
-            f"were taken to give what their first input is like ({type(error).__name__}: {error})",
-            "layers whose shapes follow from those of their inputs, or are as their first input's",
-            "pp1, or a layer that gives one tensor of the shape of its input",
+            f"were assumed to return a tensor like their first ({type(error).__name__}: {error})",
+            "layers whose output shapes follow from their input shapes, or equal the first input's",
+            "pp1, or a layer that returns one tensor of the shape of its input",
         )
 
     def _unknown(self, func: Any, given: Sequence[Tensor]) -> InputError:
@@ -304,7 +304,7 @@ class Follow:
             f"{_name(func)} of a tensor that comes from {origin}: it asks for numbers, which the "
             "ranks of other stages do not have",
             "operations between layers that compute tensors from tensors, of shapes known before",
-            "the same inside of a layer (any nn.Module with parameters), or after the step",
+            "the same operation inside a layer (any nn.Module with parameters), or after the step",
         )
 
 
@@ -312,7 +312,7 @@ class Follow:
 
 
 def _run(layer: nn.Module, args: Any, kwargs: Any) -> Any:
-    """The layer on meta; where it asks for numbers, it is taken to give what is like its input."""
+    """Run the layer on meta; modules that read values are assumed to keep their shape."""
     with META:
         try:
             return layer(*args, **kwargs)
@@ -325,11 +325,11 @@ def _run(layer: nn.Module, args: Any, kwargs: Any) -> Any:
 
 
 def _settle(module: nn.Module) -> None:
-    """Make a module of the twin answer: no real tensor in it, and no number asked for.
+    """Move a module of the twin to meta, and let a failing forward return its input's shape.
 
-    Experts that each take the tokens that were routed to them cannot run on meta: how many there
-    are nobody knows, and what comes out is as what went in.  The innermost module that fails is
-    the one that is taken so.  The owner of the layer compares (stage.py).
+    Experts cannot run on meta, because the number of tokens routed to each is not known there.
+    Their output is assumed to have the shape of their input.  The assumption applies to the
+    innermost module that fails; the rank that owns the layer compares the real shapes (stage.py).
     """
     held = {key: value for key, value in vars(module).items() if isinstance(value, Tensor)}
     vars(module).update({key: value.to(META) for key, value in held.items()})
@@ -337,16 +337,16 @@ def _settle(module: nn.Module) -> None:
 
     @wraps(forward)
     def assumed(*args: Any, **kwargs: Any) -> Any:
-        """What it gives, or what is like its first tensor."""
+        """The module's output; if it fails, an empty tensor like its first input."""
         try:
             return forward(*args, **kwargs)
-        except (RuntimeError, ValueError, TypeError, IndexError):  # a part was not taken right
+        except (RuntimeError, ValueError, TypeError, IndexError):  # of a part's assumed shape
             given = leaves((args, kwargs), Tensor)
             if not given:
                 raise
         out, trained = torch.empty_like(given[0]), [*given, *module.parameters()]
         if torch.is_grad_enabled() and out.is_floating_point():
-            # cloned: what a layer gives is no leaf, and may be written to
+            # cloned: an output is not a leaf, and may be written to
             return out.requires_grad_(any(x.requires_grad for x in trained)).clone()
         return out
 

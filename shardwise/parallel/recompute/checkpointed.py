@@ -1,16 +1,17 @@
-"""Modules whose activations are not kept, but computed again in the backward pass.
+"""Recomputes the activations of modules in the backward pass, instead of keeping them.
 
     full         forward keeps the module's inputs          backward runs its forward again
     selective    and the outputs of products (kept.py)      the same, without these products
+    partitioned  a part of its inputs (partitioned.py)      gathers them, then as full
 
-Both are torch.utils.checkpoint without reentrant autograd, around the module's own `forward`, so
+All are torch.utils.checkpoint without reentrant autograd, around the module's own `forward`, so
 that hooks on the module run once.  The second forward ends at the last tensor that autograd needs.
 It computes what the first one did:
 
     random numbers        are drawn from the same states of the generators
     running statistics    of batch normalisation are not updated a second time
-    parameters            are there: the backward pass of the module has gathered them
-    collectives           inside of the module are sent again, by all ranks alike
+    parameters            are gathered: the backward pass of the module has gathered them
+    collectives           inside of the module are sent again, by all ranks
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -23,25 +24,40 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
+from shardwise.comm.world import Axis
 from shardwise.core.graph_break import graph_break
 from shardwise.parallel.recompute.generators import Generators, States
 from shardwise.parallel.recompute.kept import KeptProducts
+from shardwise.parallel.recompute.partitioned import Inputs
 
-FULL, SELECTIVE = "full", "selective"
+FULL, SELECTIVE, PARTITIONED, NONE = "full", "selective", "partitioned", "none"
 
 
-def recompute(model: nn.Module, kinds: Mapping[str, str], generators: Generators) -> None:
-    """Recompute the activations of the modules of these names, FULL or SELECTIVE, in place."""
+def recompute(
+    model: nn.Module, kinds: Mapping[str, str], generators: Generators, axis: Axis | None = None
+) -> dict[str, "Recomputed"]:
+    """Recompute activations of modules, in place; `kinds` maps their names to kinds.
+
+    `axis` has the ranks over which PARTITIONED splits inputs that are the same on all of them.
+    """
+    found: dict[str, Recomputed] = {}
     for name, kind in kinds.items():
         module = model.get_submodule(name)
-        module.forward = Recomputed(module, kind, generators)
+        module.forward = found[name] = Recomputed(module, kind, generators, axis)
+    return found
 
 
 class Recomputed:
-    """The forward of a module, with recomputation; takes the place of its own."""
+    """Replaces the forward of a module by one with recomputation.
 
-    def __init__(self, module: nn.Module, kind: str, generators: Generators) -> None:
+    `kind` is FULL, SELECTIVE, PARTITIONED or NONE, and may change between two passes.
+    """
+
+    def __init__(
+        self, module: nn.Module, kind: str, generators: Generators, axis: Axis | None
+    ) -> None:
         self.forward, self.kind, self.generators = module.forward, kind, generators
+        self.axis = axis
         self.norms = [m for m in module.modules() if isinstance(m, _NormBase)]
         self.run = graph_break(self._run)
         self.__wrapped__ = module.forward  # whose signature this one has
@@ -50,13 +66,16 @@ class Recomputed:
         return self.run(*args, **kwargs)
 
     def _run(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        if self.kind == NONE or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         products = KeptProducts() if self.kind == SELECTIVE else None
         first = _First(self.generators, products)
+        run, given = partial(self.forward, **kwargs), args
+        if self.kind == PARTITIONED and self.axis is not None:
+            run, given = self._in_pieces(Inputs(self.axis, (args, kwargs))), ()
         out = checkpoint(
-            partial(self.forward, **kwargs),
-            *args,
+            run,
+            *given,
             use_reentrant=False,
             preserve_rng_state=False,  # the engine's generators are replayed here
             context_fn=lambda: (first, _Again(first, self.norms)),
@@ -64,6 +83,13 @@ class Recomputed:
         if products is not None:
             products.drop(out)  # whose reader may write to it
         return out
+
+    def _in_pieces(self, inputs: Inputs) -> Callable[[], Any]:
+        def run() -> Any:
+            own, named = inputs.take()
+            return self.forward(*own, **named)
+
+        return run
 
     def __reduce__(self) -> Any:
         """A copy of the module keeps its activations."""
@@ -118,7 +144,7 @@ class _Again:
 def _statistics_unchanged(norms: list[_NormBase]) -> Iterator[None]:
     """Batch normalisation normalises by the batch, and adds none of it to the running statistics.
 
-    A momentum of 0 leaves them as they are. (Without running statistics autograd would save fewer
+    A momentum of 0 does not change them. (Without running statistics autograd would save fewer
     tensors than in the first forward.)
     """
     before = [(n, n.momentum, n._buffers.get("num_batches_tracked")) for n in norms if n.training]

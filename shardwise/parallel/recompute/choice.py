@@ -1,8 +1,11 @@
 """Which modules are recomputed: what the plan word `recompute:WHAT` names in a model.
 
     full, selective      every block
+    partitioned          every block
     every2               blocks 0, 2, 4, ...: full
     NAME,NAME            the outermost modules whose names these patterns match: full
+    8GiB                 every block: as a budget chooses (prediction/recompute_budget.py), and full
+                         until it has chosen
 
 The blocks are those that sharding takes for units (the repeated class of the model).
 """
@@ -13,9 +16,9 @@ from fnmatch import fnmatch
 from torch import nn
 
 from shardwise.core.errors import bad
-from shardwise.core.plan_parser import recompute_every
+from shardwise.core.plan_parser import recompute_budget, recompute_every
 from shardwise.core.suggest import suggest
-from shardwise.parallel.recompute.checkpointed import FULL, SELECTIVE
+from shardwise.parallel.recompute.checkpointed import FULL, PARTITIONED, SELECTIVE
 
 
 def chosen(model: nn.Module, what: str | None, blocks: Mapping[str, nn.Module]) -> dict[str, str]:
@@ -26,7 +29,7 @@ def chosen(model: nn.Module, what: str | None, blocks: Mapping[str, nn.Module]) 
     if what is None:
         return {}
     every = recompute_every(what)
-    if what not in (FULL, SELECTIVE) and not every:
+    if what not in (FULL, SELECTIVE, PARTITIONED) and not every and not recompute_budget(what):
         return dict.fromkeys(_named(model, what.split(","), what), FULL)
     if not blocks:
         raise bad(
@@ -34,7 +37,8 @@ def chosen(model: nn.Module, what: str | None, blocks: Mapping[str, nn.Module]) 
             "a model with a list of blocks, or the names of the modules to recompute",
             f"recompute:{','.join(_callable_names(model)[:1]) or 'NAME'}",
         )
-    return dict.fromkeys(list(blocks)[:: every or 1], SELECTIVE if what == SELECTIVE else FULL)
+    kind = what if what in (SELECTIVE, PARTITIONED) else FULL
+    return dict.fromkeys(list(blocks)[:: every or 1], kind)
 
 
 def _named(model: nn.Module, patterns: list[str], what: str) -> Iterator[str]:
@@ -42,7 +46,7 @@ def _named(model: nn.Module, patterns: list[str], what: str) -> Iterator[str]:
     names = _callable_names(model)
     for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in names):
-            near = suggest(pattern, [FULL, SELECTIVE, *names])
+            near = suggest(pattern, [FULL, SELECTIVE, PARTITIONED, *names])
             if any(name.startswith(f"{pattern}.") for name in names):
                 near = f"{pattern}.*"  # a list of modules, which is never called
             raise bad(

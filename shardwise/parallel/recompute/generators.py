@@ -1,4 +1,4 @@
-"""Random numbers of a recomputation: those of the forward pass, drawn again."""
+"""Replays the random numbers of the forward pass in a recomputation."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -23,14 +23,14 @@ class Generators:
             return [generator.get_state() for generator in self.generators]
 
     def set(self, states: States) -> None:
-        """Go on from these states."""
+        """Set the states of all generators."""
         with self.lock:
             for generator, state in zip(self.generators, states, strict=True):
                 generator.set_state(state)
 
     @contextmanager
     def replay(self, states: States) -> Iterator[None]:
-        """Draw from `states` for the time; afterwards the generators go on as they were."""
+        """Draw from `states` inside; afterwards restore the states from before."""
         before = self.states()
         self.set(states)
         try:

@@ -41,8 +41,8 @@ _PRODUCTS: Final = frozenset((*_WITH_WEIGHTS, *_OF_ACTIVATIONS, *_ATTENTION))
 class KeptProducts:
     """The outputs of the products in one forward pass of a module, in the order of their making.
 
-    None stands for an output that is not kept. One that is written to in place is dropped, and
-    made again: its reader would write to it once more.
+    None stands for an output that is not kept. An output that is written to in place is dropped and
+    recomputed: the recomputation would write to a kept one a second time.
     """
 
     def __init__(self) -> None:
@@ -82,8 +82,8 @@ class _Keeping(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func in _PRODUCTS:
-            self.products.add(func, out, _is_kept(func, args, kwargs or {}, out))
+        if is_product(func):
+            self.products.add(func, out, is_kept(func, args, kwargs or {}, out))
         elif func._schema.is_mutable and self.products.places:
             self.products.drop((args, kwargs))
         return out
@@ -97,13 +97,19 @@ class _Replaying(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kept = next(self.outputs.get(func, iter(())), None) if func in _PRODUCTS else None
+        kept = next(self.outputs.get(func, iter(())), None) if is_product(func) else None
         if kept is None:
             return func(*args, **(kwargs or {}))
         return tree_map_only(Tensor, _alias, kept)
 
 
-def _is_kept(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> bool:
+def is_product(func: Any) -> bool:
+    """Whether the operation is a matrix product, a convolution or fused attention."""
+    return func in _PRODUCTS
+
+
+def is_kept(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> bool:
+    """Whether the output of this product is kept."""
     if func in _OF_ACTIVATIONS:
         a, b = (args[place] for place in _OF_ACTIVATIONS[func])
         return out.numel() <= a.numel() + b.numel()

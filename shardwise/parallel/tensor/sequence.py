@@ -1,7 +1,8 @@
-"""Layers of rows, and what is changed on the way into a module or out of it.
+"""Row-parallel linear layers, and hooks that gather or shard inputs and outputs of modules.
 
-A layer of rows takes cut inputs; each rank computes a part of the sum, without the bias, which is
-added once, to the whole.  As in linear.py, hooks do it, ahead of the user's.
+A row-parallel layer has sharded inputs: each rank computes a partial sum without the bias, and the
+bias is added once, to the sum over the ranks.  As in linear.py, hooks do this, before the user's
+own hooks.
 """
 
 from collections.abc import Callable
@@ -16,31 +17,31 @@ from shardwise.parallel.tensor.linear import Stream
 
 
 def rows(module: nn.Module, stream: Stream, fresh: bool) -> None:
-    """Hook a layer whose inputs are cut: its outputs are summed, then the bias is added, once.
+    """Hook a row-parallel layer: sum its outputs over the ranks, then add the bias once.
 
-    `fresh`: it does not look at its outputs again.
+    `fresh`: the layer does not read its output again, so the output may be overwritten.
     """
-    held = _Bias()
-    module.register_forward_pre_hook(held.put_aside)
-    after = partial(_after_rows, stream, held, fresh)
+    holder = _Bias()
+    module.register_forward_pre_hook(holder.remove)
+    after = partial(_after_rows, stream, holder, fresh)
     module.register_forward_hook(after, prepend=True, always_call=True)
 
 
 class _Bias:
-    """A layer's bias, replaced by nothing while each rank computes a part of the sum."""
+    """The bias of a layer, removed while each rank computes its partial sum."""
 
     def __init__(self) -> None:
         self.bias: nn.Parameter | None = None
 
-    def put_aside(self, module: nn.Module, args: Any) -> None:
-        """Before the layer: it computes without its bias."""
+    def remove(self, module: nn.Module, args: Any) -> None:
+        """Pre-hook: the layer computes without its bias."""
         bias = module._parameters.get("bias")
         if bias is None:
             return
         self.bias = bias
-        # other classes of layers may add it themselves (transformers' Conv1D)
-        nothing = None if type(module) is nn.Linear else torch.zeros_like(bias.detach())
-        module._parameters["bias"] = nothing  # pyright: ignore[reportArgumentType]
+        # other classes may add the bias themselves (transformers' Conv1D)
+        zeros = None if type(module) is nn.Linear else torch.zeros_like(bias.detach())
+        module._parameters["bias"] = zeros  # pyright: ignore[reportArgumentType]
 
     def put_back(self, module: nn.Module) -> nn.Parameter | None:
         bias, self.bias = self.bias, None
@@ -50,17 +51,17 @@ class _Bias:
 
 
 def _after_rows(
-    stream: Stream, held: _Bias, fresh: bool, module: nn.Module, _: Any, y: Tensor | None
+    stream: Stream, holder: _Bias, fresh: bool, module: nn.Module, _: Any, y: Tensor | None
 ) -> Tensor | None:
-    bias = held.put_back(module)
-    if y is None:  # it raised
+    bias = holder.put_back(module)
+    if y is None:  # the layer raised an error
         return None
     y = stream.leave(y, fresh)
     return y if bias is None else y + bias
 
 
 def gather_output(module: nn.Module, stream: Stream, cut: Cut) -> None:
-    """Hook a layer so that its outputs are whole again, alike on every rank; before `columns`."""
+    """Hook a layer so that its output is gathered, equal on all ranks; call before `columns`."""
 
     def after(_: nn.Module, __: Any, y: Tensor) -> Tensor:
         return stream.join(y, cut)
@@ -69,12 +70,12 @@ def gather_output(module: nn.Module, stream: Stream, cut: Cut) -> None:
 
 
 def split_input(module: nn.Module, stream: Stream, cut: Cut) -> None:
-    """Hook a layer of rows so that it takes its part of inputs that are whole on every rank."""
+    """Hook a row-parallel layer so that it takes its shard of a replicated input."""
     change_input(module, partial(stream.take, cut=cut))
 
 
 def change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Hook a module so that `change` is made to its first tensor argument."""
+    """Hook a module so that `change` is applied to its first tensor argument."""
 
     def before(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if args:
@@ -86,10 +87,10 @@ def change_input(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
 
 
 def gather_input(module: nn.Module, stream: Stream) -> None:
-    """Hook a module so that its first tensor argument, a shard, is the whole sequence.
+    """Hook a module so that its first tensor argument is gathered along the sequence.
 
-    The others are whole on every rank.  What is learnt of them here each rank learns in part: their
-    gradients are summed.
+    Its other arguments are replicated.  Each rank computes a part of their gradients, which are
+    summed over the ranks.
     """
 
     def others(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -1,9 +1,9 @@
-"""The gradient of a weight of which several ranks hold a part in common.
+"""The gradient of a packed weight of which several ranks hold one part in common.
 
 queries, keys and values in one weight, 4 query heads and one key head on 2 ranks:
 
-rank 0    q0 q1 | k | v        q is each rank's own; of k and v both hold the same, and each
-rank 1    q2 q3 | k | v        makes the gradient that its own queries send there
+rank 0    q0 q1 | k | v        queries differ between the ranks; k and v are the same on both, and
+rank 1    q2 q3 | k | v        each rank computes the part of their gradient from its own queries
 """
 
 from collections.abc import Sequence
@@ -17,9 +17,9 @@ from shardwise.core.layout import P, R
 
 
 def sum_spans(dim: int, spans: Sequence[tuple[int, int]], line: Axis, grad: Tensor) -> Tensor:
-    """The gradient of a weight whose spans (start, length) of `dim` the ranks of `line` share.
+    """Sum the spans (start, length) of `dim` that the ranks of `line` share; returns the gradient.
 
-    There `grad` is this rank's part of a sum, which is taken; elsewhere it is as it should be.
+    Inside the spans `grad` is this rank's partial sum; outside it is complete.
     """
     sizes = [length for _, length in spans]
     parts = torch.cat([grad.narrow(dim, *span) for span in spans], dim).contiguous()

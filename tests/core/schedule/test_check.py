@@ -27,18 +27,18 @@ BAD = {
     ),
     "crossed": (
         "rank 0 F0 F1 B0 B1\nrank 1 F1 F0 B0 B1",
-        "rank 0 sends rank 1 act0.0, where that receives act0.1",
+        "rank 0 sends act0.0 to rank 1, which receives act0.1",
     ),
     "crossed messages": (
         LOWERED.replace("F0 SEND", "F0 F1 SEND:act0.1>1 SEND")
         .replace("B0 REDUCE:0", "B0 RECV:grad1.1<1 B1 REDUCE:0")
         .replace("F0 B0", "RECV:act0.1<0 F0 F1 B0 B1")
         .replace("SEND:grad1.0>0", "SEND:grad1.0>0 SEND:grad1.1>0"),
-        "rank 0 sends rank 1 act0.1, where that receives act0.0",
+        "rank 0 sends act0.1 to rank 1, which receives act0.0",
     ),
     "no send": (LOWERED.replace("SEND:act0.0>1 ", ""), "Write instead: SEND:act0.0>1 on rank 0"),
     "no receive": (LOWERED.replace("RECV:act0.0<0 ", ""), "Write instead: RECV:act0.0<0 on rank 1"),
-    "no such rank": (LOWERED.replace(">1", ">7"), "rank 0 sends rank 1 nothing more"),
+    "no such rank": (LOWERED.replace(">1", ">7"), "rank 0 sends nothing more to rank 1"),
     "not reduced": (LOWERED.replace(" REDUCE:1", ""), "rank 1 that ends with part1.0 unused"),
     "not gathered": (
         LOWERED.replace("rank 0 F0", "rank 0 F0 GATHER:0"),

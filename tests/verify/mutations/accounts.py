@@ -64,10 +64,10 @@ def freed_and_gathered_again(patch: Patch) -> None:
     def gather(real: Any, flat: Flat) -> None:
         real(flat)
         if flat.temporary:
-            flat.free()
+            flat.reshard()
             real(flat)
 
-    around(patch, Flat, "gather", gather)
+    around(patch, Flat, "unshard", gather)
 
 
 # --- memory -----------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def weights_leak_from_the_sixth_step(patch: Patch) -> None:
 
 
 def units_not_freed(patch: Patch) -> None:
-    patch.setattr(Flat, "free", lambda flat: flat.temporary and flat.rest())
+    patch.setattr(Flat, "reshard", lambda flat: flat.temporary and flat.to_sharded())
 
 
 def sent_gradients_kept(patch: Patch) -> None:
@@ -117,7 +117,7 @@ def sent_gradients_kept(patch: Patch) -> None:
 def messages_kept(patch: Patch) -> None:
     def receive(real: Any, post: Any, transfer: Any) -> list[Tensor]:
         bundle = real(post, transfer)
-        _keep(post.work.staging.stages, bundle)
+        _keep(post.work.stages, bundle)
         return bundle
 
     around(patch, _Post, "receive", receive)

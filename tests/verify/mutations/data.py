@@ -7,13 +7,13 @@ from torch import Tensor
 from shardwise.comm.transport import Pending
 from shardwise.core.layout import P, R
 from shardwise.engine.engine import Engine
-from shardwise.engine.microbatches import OneStage
+from shardwise.engine.one_stage import OneStage
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.updating import Updates
 from shardwise.parallel.data import flat_parameter as flat_file
 from shardwise.parallel.data.buffers import Buffers
-from shardwise.parallel.data.flat_parameter import Flat, Stage
+from shardwise.parallel.data.flat_parameter import Flat, State
 from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
 
 # --- the optimizer ----------------------------------------------------------------------------
@@ -223,25 +223,25 @@ def a_gather_left_out(patch: Patch) -> None:
     """Of one unit a rank has its own block and zeros."""
 
     def begin(real: Any, flat: Flat) -> None:
-        if flat.stage is not Stage.REST or not any("blocks.0" in name for name in flat.names):
+        if flat.state is not State.SHARDED or not any("blocks.0" in name for name in flat.names):
             real(flat)
             return
         flat.full.untyped_storage().resize_(flat.plan.padded * flat.full.element_size())
         flat.full.zero_()
         flat._block(flat.full).copy_(flat.shard)
-        flat.coming, flat.stage = Pending(), Stage.COMING
+        flat.coming, flat.state = Pending(), State.UNSHARDING
 
-    around(patch, Flat, "begin_gather", begin)
+    around(patch, Flat, "begin_unshard", begin)
 
 
 def weights_not_published(patch: Patch) -> None:
     """Blocks of other ranks stay what they were at the start."""
 
     def begin(real: Any, flat: Flat) -> None:
-        if flat.stage is Stage.REST:
-            flat.coming, flat.stage = Pending(), Stage.COMING
+        if flat.state is State.SHARDED:
+            flat.coming, flat.state = Pending(), State.UNSHARDING
 
-    around(patch, Flat, "begin_gather", begin)
+    around(patch, Flat, "begin_unshard", begin)
 
 
 def buffers_not_sent(patch: Patch) -> None:
@@ -286,7 +286,7 @@ def overflow_not_skipped_by_one(patch: Patch) -> None:
 
     def leave_out(real: Any, updates: Updates, *args: Any) -> Any:
         if updates.guard.world.rank == 1:
-            updates.data.units.show()
+            updates.data.units.attach_grads()
             updates.optimizer.step(updates.flats, 1.0)
         return real(updates, *args)
 

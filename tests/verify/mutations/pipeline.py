@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.engine.pipelined import Pipelined
+from shardwise.engine.pipelined import ScheduledUnits
+from shardwise.engine.stage_work import StageWork
 from shardwise.engine.updating import Updates
 from shardwise.engine.weight_stashing import Stale
 from shardwise.parallel.data.flat_parameter import Flat
@@ -18,34 +19,31 @@ from shardwise.parallel.pipeline.runtime import _Post
 from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
 
 
-def _forward(patch: Patch, act: Any) -> None:
-    """Change what a forward pass is of: `act(work, stage, microbatch, given)` returns the three."""
-
-    def forward(real: Any, work: Pipelined, stage: int, microbatch: int, given: Any) -> Any:
-        return real(work, *act(work, stage, microbatch, given))
-
-    around(patch, Pipelined, "forward", forward)
-
-
 def another_microbatchs_targets(patch: Patch) -> None:
-    def swapped(work: Pipelined, stage: int, i: int, given: Any) -> Any:
-        last = stage == work.staging.stages.count - 1
-        return stage, i ^ 1 if last and i < 2 < len(work.parts) else i, given
+    def swapped(real: Any, work: StageWork, stage: int, i: int, given: Any) -> Any:
+        own = work.microbatches
+        if stage < work.stages.count - 1 or i > 1 or len(own) < 3:
+            return real(work, stage, i, given)
+        work.microbatches = [replace(each, part=own[each.index ^ 1].part) for each in own]
+        try:
+            return real(work, stage, i, given)
+        finally:
+            work.microbatches = own
 
-    _forward(patch, swapped)
+    around(patch, StageWork, "forward", swapped)
 
 
 def another_stages_input(patch: Patch) -> None:
     """Every stage of a rank but the first gets what the rank's first stage got."""
     got: dict[tuple[int, int], list[Tensor]] = {}
 
-    def first(work: Pipelined, stage: int, i: int, given: Any) -> Any:
+    def first(real: Any, work: StageWork, stage: int, i: int, given: Any) -> Any:
         place = id(work), i
         before = got.setdefault(place, [x.detach().clone() for x in given]) if given else given
         like = [tuple(x.shape) for x in before] == [tuple(x.shape) for x in given]
-        return stage, i, [x.clone() for x in before] if stage >= 2 and like else given
+        return real(work, stage, i, [x.clone() for x in before] if stage >= 2 and like else given)
 
-    _forward(patch, first)
+    around(patch, StageWork, "forward", first)
 
 
 def the_message_before(patch: Patch) -> None:
@@ -65,7 +63,7 @@ def nothing_sent_back(patch: Patch) -> None:
     def sent(real: Any, *args: Any) -> list[Tensor]:
         return [torch.zeros_like(x) for x in real(*args)]
 
-    around(patch, Pipelined, "_grads_back", sent)
+    around(patch, StageWork, "_grads_back", sent)
 
 
 def a_message_sent_twice(patch: Patch) -> None:
@@ -79,11 +77,11 @@ def a_message_sent_twice(patch: Patch) -> None:
 
 
 def weights_gradient_put_off_for_good(patch: Patch) -> None:
-    def weights(real: Any, work: Pipelined, stage: int, microbatch: int, rest: Any) -> None:
+    def weights(real: Any, work: StageWork, stage: int, microbatch: int, rest: Any) -> None:
         if microbatch:
             real(work, stage, microbatch, rest)
 
-    around(patch, Pipelined, "weights", weights)
+    around(patch, StageWork, "weights", weights)
 
 
 def gradients_doubled(patch: Patch) -> None:
@@ -148,12 +146,11 @@ def versions_share_memory(patch: Patch) -> None:
 def an_update_of_all_tokens(patch: Patch) -> None:
     """Each update divides by the tokens of the whole step, not by those of its microbatches."""
 
-    def update(real: Any, work: Pipelined, stage: int, microbatch: int) -> None:
-        counts, work.counts = work.counts, [sum(work.counts)] * len(work.counts)
-        real(work, stage, microbatch)
-        work.counts = counts
+    def update(real: Any, units: ScheduledUnits, stage: int, microbatches: Any) -> None:
+        total = sum(each.tokens for each in microbatches)
+        real(units, stage, [replace(each, tokens=total) for each in microbatches])
 
-    around(patch, Pipelined, "update", update)
+    around(patch, ScheduledUnits, "update", update)
 
 
 MUTATIONS = (

@@ -26,7 +26,7 @@ def columns_not_summed_backward(patch: Patch) -> None:
     def begin(entry: Entry) -> None:
         grad = entry.grad
         assert grad is not None
-        entry.going = Pending([lambda: grad])
+        entry.pending = Pending([lambda: grad])
 
     patch.setattr(Entry, "begin", begin)
 
@@ -42,7 +42,7 @@ def one_reader_forgotten(patch: Patch) -> None:
 
 
 def bias_added_by_every_rank(patch: Patch) -> None:
-    patch.setattr(_Bias, "put_aside", nothing)
+    patch.setattr(_Bias, "remove", nothing)
 
 
 def _cut_of(patch: Patch, act: Any) -> None:
@@ -77,7 +77,7 @@ def exps_not_summed(patch: Patch) -> None:
 
 
 def targets_off_by_one(patch: Patch) -> None:
-    around(patch, loss_file, "_words", lambda real, *args: (real(*args) + 1) % args[2])
+    around(patch, loss_file, "_classes", lambda real, *args: (real(*args) + 1) % args[2])
 
 
 def heads_of_the_other_rank(patch: Patch) -> None:

@@ -1,0 +1,1 @@
+"""`shardwise doctor`: what the machines are, whether their collectives are right, how fast."""

@@ -1,0 +1,164 @@
+"""Shards the experts of a model over the axis `ep`, which divides the data ranks.
+
+    dp4 ep2    data rank    0    1    2    3        rows of the batch: each its own
+               ep           0    1    0    1        experts: the first half, the second half
+               edp          0    0    1    1        ranks 0 and 2 hold the same experts
+
+`ep` takes neighbours of the innermost data axis. Stacked weights of experts are cut along `ep`. On
+the ranks that hold the same experts (`edp`, and `dp_replicate`) they follow the plan's row, and
+their gradients are summed over these ranks: an expert has the tokens of its whole `ep` group. All
+else follows the row on the data axes. Without `ep` the layers still learn of the data ranks, since
+capacity and losses are of the global batch.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.move import broadcast, part
+from shardwise.comm.world import Axis, World
+from shardwise.core.errors import bad
+from shardwise.core.expert_moves import ExpertMove
+from shardwise.core.param_layout import AxisLayout
+from shardwise.core.plan import Plan
+from shardwise.core.uneven import even
+from shardwise.engine.batch import filled
+from shardwise.parallel.expert.global_batch import GlobalBatch
+from shardwise.parallel.expert.layer import MoE, Place
+
+AXIS, REST = "ep", "edp"
+
+
+@dataclass
+class ExpertLayout:
+    """A model on the axis of experts.
+
+    axis       of the ranks among which experts are distributed
+    shard      the axis on which states of experts are sharded, in place of the data axis
+    replicate  the axis on which they are replicated
+    layers     by name
+    layouts    on `axis`, by the names of the stacked weights
+    moves      of the layers in the step so far, while `counting`
+    """
+
+    axis: Axis
+    shard: Axis
+    replicate: Axis
+    layers: dict[str, MoE] = field(default_factory=dict)
+    layouts: dict[str, AxisLayout] = field(default_factory=dict)
+    moves: list[ExpertMove] = field(default_factory=list)
+    counting: bool = False
+    stand_ins: list[Any] = field(default_factory=list)
+    absent: bool = False  # whether the batch that is computed stands in for one without rows
+
+    def with_stand_ins(self, parts: Sequence[Any]) -> list[Any]:
+        """The parts of a batch; one without rows is replaced, and its tokens reach no expert."""
+        whole = [filled(part) for part in parts]
+        self.stand_ins = [now for now, part in zip(whole, parts, strict=True) if now is not part]
+        return whole
+
+    def enter(self, part: Any) -> None:
+        """The model is about to compute this part."""
+        self.absent = any(part is each for each in self.stand_ins)
+
+    def part(self, fill: Callable[[str, Tensor], None], name: str, tensor: Tensor) -> None:
+        """Fill this rank's part of parameter `name` by a rule for the whole."""
+        layout = self.layouts.get(name)
+        if layout is None or layout.cut is None:
+            fill(name, tensor)
+            return
+        whole = tensor.new_empty(layout.cut.whole_shape(tensor.shape))
+        fill(name, whole)
+        tensor.copy_(part(whole, layout.cut, self.axis.rank))
+
+    def record(self, move: ExpertMove) -> None:
+        """A layer moves something between ranks."""
+        if self.counting:
+            self.moves.append(move)
+
+    def begin(self) -> None:
+        """A step begins: its moves are counted."""
+        self.counting = True
+        self.moves.clear()
+
+    def end(self) -> None:
+        """The last backward pass of the step is over."""
+        self.counting = False
+
+
+def fitting(model: nn.Module, plan: Plan) -> None:
+    """Raise InputError if `plan` cannot distribute the experts of `model`."""
+    layers = layers_of(model)
+    if plan.ep > 1 and not layers:
+        raise bad(
+            f"'{plan}' for a {type(model).__name__} without a layer of experts",
+            "epN for a model with sw.MoE layers",
+            f"'{replace(plan, axes=plan.mesh.axes)}'",
+        )
+    if layers and (plan.pipeline is not None or plan.sp):
+        word = plan.pipeline if plan.pipeline is not None else "sp"
+        raise bad(
+            f"'{word}' for a {type(model).__name__} with layers of experts",
+            "data axes, ep and tp: not a pipeline and not sp, in this version",
+            "'dp2 ep2', for example",
+        )
+    for name, layer in layers.items():
+        experts = layer.gate.experts
+        if experts % plan.ep:
+            ranks = plan.mesh.size_of(plan.inner_data_axis)
+            degrees = [n for n in range(1, ranks + 1) if ranks % n == experts % n == 0]
+            raise bad(
+                f"'ep{plan.ep}' with {experts} experts in {name}",
+                f"a divisor of the experts and of the {ranks} ranks of {plan.inner_data_axis}: "
+                + ", ".join(f"ep{n}" for n in degrees),
+                f"ep{degrees[-1]}",
+            )
+
+
+def layers_of(model: nn.Module) -> dict[str, MoE]:
+    """The layers of experts by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
+
+
+def layouts_of(model: nn.Module, ranks: int) -> dict[str, AxisLayout]:
+    """The layouts of the stacked weights on an axis of so many ranks, by their names."""
+    return {
+        f"{name}.experts.{key}": AxisLayout.sharded(even(0, layer.gate.experts, ranks))
+        for name, layer in layers_of(model).items()
+        for key, _ in layer.experts.named_parameters()
+        if ranks > 1
+    }
+
+
+def lay_out(model: nn.Module, world: World, plan: Plan, data: tuple[Axis, Axis]) -> ExpertLayout:
+    """Shard the experts of `model` along `ep`, in place, and give the layers their axes.
+
+    `data` are the shard and the replicate axis of everything else.
+    """
+    shard, replicate = data
+    inner, n = plan.inner_data_axis, plan.ep
+    axis, rest = Axis(AXIS), world.axis(inner)
+    if n > 1:
+        ranks = world.axis(inner).size
+        axis = world.within(inner, [range(g, g + n) for g in range(0, ranks, n)], AXIS)
+        rest = world.within(inner, [range(e, ranks, n) for e in range(n)], REST)
+        shard = rest if shard.name == inner else shard
+        replicate = rest if replicate.name == inner else replicate
+    layouts = layouts_of(model, n)
+    layout = ExpertLayout(axis, shard, replicate, layers_of(model), layouts)
+    batch = GlobalBatch((data[1], data[0]), layout.record)
+    first = batch.rank - axis.rank
+    for name, layer in layout.layers.items():
+        peers = tuple(range(first, first + n))
+        layer.place = Place(batch, axis, peers, name, lambda: layout.absent)
+        for key, p in layer.experts.named_parameters() if n > 1 else ():
+            cut = layouts[f"{name}.experts.{key}"].cut
+            assert cut is not None
+            if p.is_meta:
+                p.data = torch.empty(cut.shape(p.shape, axis.rank), dtype=p.dtype, device="meta")
+            else:
+                p.data = part(broadcast(p.data.contiguous(), axis), cut, axis.rank)
+    return layout

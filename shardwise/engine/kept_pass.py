@@ -1,0 +1,98 @@
+"""Runs a pass of the plain model on meta, and records the bytes that autograd keeps at each mark.
+
+Weak references track saved storages: each mark (prediction/timeline.py) adds up the bytes of those
+that are alive. No values are computed.
+"""
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from shardwise.engine.meta_pass import as_on_processor
+from shardwise.parallel.data.outputs import tensors_in
+from shardwise.prediction.timeline import Mark
+
+
+class Saved:
+    """The storages that autograd has saved, each counted once while it is alive.
+
+    `ignored` are tensors that are counted elsewhere: parameters, buffers, the batch.
+    """
+
+    def __init__(self, ignored: list[Any]) -> None:
+        self.ignored = {_key(x) for x in ignored if isinstance(x, Tensor)}
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def save(self, x: Tensor) -> Tensor:
+        """The hook that autograd calls with each tensor that it saves; the tensor stays."""
+        storage = x.untyped_storage()
+        if storage._cdata not in self.ignored:
+            self.alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        return x
+
+    def keys(self) -> set[int]:
+        """The addresses of the saved storages that are alive now."""
+        self.alive = {k: found for k, found in self.alive.items() if not found[0].expired()}
+        return set(self.alive)
+
+    @property
+    def stored_bytes(self) -> int:
+        """The bytes of the saved storages that are alive now."""
+        return sum(self.alive[key][1] for key in self.keys())
+
+
+def marks_of(
+    twin: nn.Module, call: Callable[[nn.Module, Any], Tensor], batch: Any
+) -> tuple[Mark, ...]:
+    """The marks of `call(twin, batch)`, a loss, and of its backward pass; `twin` is on meta.
+
+    Raises torch's error if the model does not run on meta.
+    """
+    saved = Saved([*twin.parameters(), *twin.buffers(), *tree_leaves(batch)])
+    found: list[Mark] = []
+    handles: list[Any] = []
+
+    def mark(kind: Any, name: str, graded: bool = True, returned: int = -1) -> None:
+        found.append(Mark(kind, name, saved.stored_bytes, graded, returned))
+
+    def begins(name: str, *_: Any) -> None:
+        mark("call", name)
+
+    def ends(name: str, _: nn.Module, __: Any, out: Any) -> None:
+        outs = [x for x in tensors_in(out) if x.requires_grad]
+        mark("return", name, bool(outs))
+        returned = len(found) - 1
+        for x in outs:
+            x.register_hook(lambda _: mark("gradient", name, returned=returned))
+
+    def completed(name: str, _: Tensor) -> None:
+        mark("complete", name)
+
+    for name, module in twin.named_modules():
+        handles.append(module.register_forward_pre_hook(partial(begins, name), prepend=True))
+        handles.append(module.register_forward_hook(partial(ends, name)))
+    for name, p in twin.named_parameters():
+        if p.requires_grad:
+            handles.append(p.register_post_accumulate_grad_hook(partial(completed, name)))
+    with ExitStack() as stack:
+        for handle in handles:
+            stack.callback(handle.remove)
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(saved_tensors_hooks(saved.save, lambda x: x))
+        stack.enter_context(as_on_processor())
+        loss = call(twin, batch)
+        mark("loss", "")
+        loss.sum().backward()
+    return tuple(found)
+
+
+def _key(x: Tensor) -> int:
+    return x.untyped_storage()._cdata

@@ -1,0 +1,110 @@
+"""A step without a pipeline: the schedule of one stage, whose microbatches accumulate.
+
+    F0.0  B0.0  F0.1  B0.1  ...  REDUCE:0      hooks gather, free and reduce units meanwhile
+
+The same loop runs it, with the same work, as any other schedule (stage_work.py).
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.world import Axis
+from shardwise.core.schedule.action import Action
+from shardwise.core.schedule.lower import lower
+from shardwise.core.schedule.schedule import Schedule
+from shardwise.engine.stage_work import Microbatch, ScaledLoss, StageWork, WholeModel
+from shardwise.engine.tensor_layout import Tensors
+from shardwise.parallel.data.hooks import Data
+from shardwise.parallel.pipeline.runtime import run
+
+Objective = Callable[[nn.Module, Any], Tensor]
+
+
+@lru_cache(maxsize=16)
+def one_stage(microbatches: int) -> Schedule:
+    """Forward and backward of one microbatch after the other, on one rank."""
+    row = [Action(op, 0, i) for i in range(microbatches) for op in ("F", "B")]
+    return lower(Schedule((tuple(row),), (0,), microbatches))
+
+
+class OneStage:
+    """The whole model as the only stage.
+
+    `apart`: gradients of a microbatch without tokens count for nothing. They do count where experts
+    of this rank have tokens of other ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        data: Data,
+        tensors: Tensors,
+        objective: Objective,
+        device: torch.device,
+        *,
+        apart: bool = True,
+    ) -> None:
+        self.apart = apart
+        self.model, self.data, self.tensors = model, data, tensors
+        self.objective, self.device = objective, device
+        self.microbatches = 1
+
+    def run(self, parts: Sequence[Any], counts: Sequence[int], sum_scale: float) -> Tensor:
+        """Take all microbatches forward and backward; the last one sums gradients over the ranks.
+
+        `parts` are the microbatches, `counts` their tokens, `sum_scale` as in ScaledLoss.  Returns
+        the sum of loss times tokens, a double.
+        """
+        pairs = enumerate(zip(parts, counts, strict=True))
+        microbatches = [Microbatch(index, part, tokens) for index, (part, tokens) in pairs]
+        loss = ScaledLoss(sum_scale, self.device)
+        units = OneStageUnits(self.data, self.tensors, self.device, len(parts), apart=self.apart)
+        whole = WholeModel(self.model, self.device)
+        work = StageWork(whole, units, loss, self.objective, microbatches)
+        run(one_stage(len(parts)), Axis("none"), work)
+        return loss.summed
+
+    def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
+        """The result of `call(model)`, without gradients."""
+        self.tensors.stream.begin()
+        return call(self.model)
+
+
+class OneStageUnits:
+    """The units of a model, gathered, freed and reduced by hooks on its modules and its root."""
+
+    frees = False
+
+    def __init__(
+        self,
+        data: Data,
+        tensors: Tensors,
+        device: torch.device,
+        microbatches: int,
+        *,
+        apart: bool,
+    ) -> None:
+        self.apart = apart
+        self.data, self.tensors, self.device = data, tensors, device
+        self.microbatches = microbatches
+
+    @contextmanager
+    def around(self, op: str, stage: int, microbatch: Microbatch) -> Iterator[None]:
+        """Gradients are summed with the last B; those of a microbatch without tokens are none."""
+        if op == "B":
+            self.data.facts.phase("backward")
+            self.data.mute = self.apart and microbatch.tokens == 0
+            self.data.sums.sync = microbatch.index == self.microbatches - 1
+        with self.tensors.random.during(self.device):
+            yield
+
+    def reduce(self, stage: int) -> None:
+        """Hooks have begun the reductions as the last backward completed each unit."""
+
+    def update(self, stage: int, microbatches: Sequence[Microbatch]) -> None:
+        raise AssertionError("The engine updates.")

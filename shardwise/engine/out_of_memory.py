@@ -1,0 +1,124 @@
+"""The error when memory runs out in a step: who holds what, and which plan words would help.
+
+    try:
+        engine.step(batch)
+    except RuntimeError as error:
+        raise explained(error, engine, predictor) if ran_out(error) else error
+
+What the rank holds is read off its tensors at that moment. Each word is tried by predicting the
+changed plan (`sw.predict`): what it stores between steps, and the activations that autograd keeps.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from shardwise.core.errors import InputError, bad
+from shardwise.core.plan import Plan
+from shardwise.core.plan_check import problems
+from shardwise.core.zero import ROWS
+from shardwise.engine.engine import Engine
+from shardwise.prediction.prediction import Prediction
+
+Predictor = Callable[[Plan], Prediction]
+KEPT = "activations"
+CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "buffers", KEPT)
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A changed plan, and what a rank stores under it: between steps, and kept activations."""
+
+    plan: Plan
+    stored_bytes: int
+
+
+def ran_out(error: BaseException) -> bool:
+    """Whether an error says that memory ran out, on a device or, as torch says it, on its host."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    first = next(iter(str(error).splitlines()), "").lower()
+    return isinstance(error, RuntimeError) and "alloc" in first and "memory" in first
+
+
+def explained(error: BaseException, engine: Engine, predict: Predictor) -> InputError:
+    """The error to raise in place of `error`: a paragraph, and two tables.
+
+    `predict` gives the prediction of a plan for the same model, batch and options.
+    """
+    plan, rank = engine.plan, engine.world.rank
+    now, found = stored(engine), predict(plan)
+    helpful = remedies(plan, predict)
+    said = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+    every = found.memory | {KEPT: found.activations}
+    most = max(every, key=lambda category: every[category])
+    problem = bad(
+        f"a step of the plan '{plan}' for which rank {rank} has too little memory on "
+        f"{engine.world.device} ({said}); most of what it stores is {most}",
+        "a plan, a model or a batch for which there is room",
+        f"--plan '{helpful[0].plan}'" if helpful else "a smaller model or batch",
+    )
+    held = [(category, now.get(category), every.get(category)) for category in CATEGORIES]
+    tables = [*_table((f"rank {rank} stores, bytes", "now", "predicted"), held)]
+    if helpful:
+        before = _total(found)
+        rows = [(str(r.plan), r.stored_bytes, before - r.stored_bytes) for r in helpful]
+        tables += ["", *_table(("plans that store less, bytes", "predicted", "saves"), rows)]
+    return InputError("\n".join([str(problem), "", *tables]))
+
+
+def stored(engine: Engine) -> dict[str, int]:
+    """What this rank stores now, in the middle of a step; of activations only where it is known."""
+    found = engine.memory()
+    gathered = sum(f.full.untyped_storage().nbytes() for f in engine.flats if f.temporary)
+    found |= {"parameters": found["parameters"] - gathered, "gathered": gathered}
+    device = engine.world.device
+    if device.type == "cuda":
+        found[KEPT] = max(0, torch.cuda.memory_allocated(device) - sum(found.values()))
+    return found
+
+
+def remedies(plan: Plan, predict: Predictor) -> Sequence[Remedy]:
+    """Plans of one other word each that store less, the one that stores least first."""
+    before, found = _total(predict(plan)), list[Remedy]()
+    for changed in _changes(plan):
+        if problems(changed):
+            continue
+        try:
+            after = _total(predict(changed))
+        except InputError:  # a batch of too few rows, for example
+            continue
+        if after < before:
+            found.append(Remedy(changed, after))
+    return sorted(found, key=lambda remedy: remedy.stored_bytes)
+
+
+def _changes(plan: Plan) -> Iterator[Plan]:
+    names = list(ROWS)
+    if plan.row in names and plan.data_size > 1:
+        yield from (replace(plan, row=row) for row in names[names.index(plan.row) + 1 :])
+    if plan.recompute is None:
+        yield replace(plan, recompute="full")
+    yield replace(plan, accumulate=2 * plan.accumulate)
+    if plan.precision in (None, "fp32", "fp64"):
+        yield replace(plan, precision="bf16")
+    shard = plan.shard_axis
+    if shard is not None:
+        axes = tuple((name, 2 * size if name == shard else size) for name, size in plan.axes)
+        yield replace(plan, axes=axes)
+
+
+def _total(found: Prediction) -> int:
+    return sum(found.memory.values()) + found.activations
+
+
+def _table(
+    head: tuple[str, str, str], rows: Sequence[tuple[str, int | None, int | None]]
+) -> Iterator[str]:
+    """Lines of three columns, numbers to the right."""
+    shown = [head] + [(name, *("-" if n is None else f"{n:,}" for n in of)) for name, *of in rows]
+    widths = [max(len(row[column]) for row in shown) for column in range(3)]
+    for name, *numbers in shown:
+        right = (n.rjust(w) for n, w in zip(numbers, widths[1:], strict=True))
+        yield "  ".join([name.ljust(widths[0]), *right])

@@ -1,0 +1,40 @@
+"""The recomputation of an engine, from its plan; a budget is chosen from predictions.
+
+The prediction of a batch needs the model before any rank holds a part of it. A copy without weights
+is kept for it, on the meta device.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from shardwise.core.plan import Plan
+from shardwise.core.plan_parser import recompute_budget
+from shardwise.engine import meta_pass
+from shardwise.engine.model_spec import model_spec
+from shardwise.engine.recomputation import Recomputation, fitting
+from shardwise.engine.training import Loss
+
+
+def recomputation(
+    model: nn.Module,
+    plan: Plan,
+    rank: int,
+    objective: Loss,
+    options: dict[str, Any],
+    starts: Sequence[str] = (),
+) -> Recomputation:
+    """The recomputation of a model that is not sharded yet.
+
+    Raises InputError if the plan names no module, or one that lies in several stages.
+    """
+    kinds = fitting(model, plan, options["units"], starts)
+    if not recompute_budget(plan.recompute):
+        return Recomputation(kinds)
+    plain = meta_pass.meta_copy(model)
+
+    def choose(batch: Any) -> Mapping[str, str]:
+        return model_spec(plain, plan, rank, batch, objective, options).recomputed
+
+    return Recomputation(kinds, choose)

@@ -1,0 +1,216 @@
+"""The memory of a step, moment by moment: measured on this rank, and predicted without one.
+
+    with measuring(engine, batch) as meter:
+        engine.step(batch)
+    meter.events            bytes by category at each event (prediction/timeline.py)
+
+    found, events = predict_events(model, plan, batch, loss=loss)
+
+Hooks are put on the modules of units when a measurement begins, and removed when it ends: a step
+that is not measured runs none of this. `temporary` is what is alive and in no other category.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardwise.core.errors import bad
+from shardwise.core.plan import Plan
+from shardwise.core.schedule.action import COMPUTE_OPS, Step
+from shardwise.engine import meta_pass
+from shardwise.engine.batch import cast, filled, split
+from shardwise.engine.engine import Engine
+from shardwise.engine.kept_pass import Saved, marks_of
+from shardwise.engine.meter import Meter
+from shardwise.engine.model_spec import by_shape, on_tensor_axis, plain_copy
+from shardwise.engine.parallelize import DEFAULTS, own_loss
+from shardwise.engine.pipelined import Pipelined
+from shardwise.engine.prediction import predict
+from shardwise.engine.tensor_parallel import fitting
+from shardwise.engine.training import DTYPES, Loss
+from shardwise.parallel.data.outputs import tensors_in
+from shardwise.parallel.data.units import Unit
+from shardwise.parallel.pipeline.runtime import Watch
+from shardwise.prediction.prediction import Prediction
+from shardwise.prediction.staged_timeline import staged_timeline
+from shardwise.prediction.timeline import (
+    PREDICTED,
+    TEMPORARY,
+    Event,
+    Mark,
+    predicted_timeline,
+    require_predicted,
+)
+
+CATEGORIES: Final[tuple[str, ...]] = (*PREDICTED, TEMPORARY)
+
+
+class StepMeter(TorchDispatchMode):
+    """The events of one step of one engine, on any device."""
+
+    def __init__(self, engine: Engine, meter: Meter, batch: Any) -> None:
+        super().__init__()
+        self.engine, self.meter, self.saved = engine, meter, Saved([])
+        self.batch = {x.untyped_storage()._cdata for x in tree_leaves(batch) if _is_tensor(x)}
+        self.events: list[Event] = []
+        self.open: dict[str, int] = {}  # of each unit, how many of its modules are running
+        self.microbatch = 0
+        self.in_backward = False
+        self.most_bytes, self.peak = 0, dict[str, int]()  # by the meter's categories
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        in_backward = _in_backward()
+        if in_backward and not self.in_backward and not self.engine.staging:
+            self.see("loss")
+        self.in_backward = in_backward
+        return func(*args, **(kwargs or {}))
+
+    def see(self, kind: str, unit: str = "") -> None:
+        """Note an event: what is alive now, and the most since the event before."""
+        peak = self.meter.peak_bytes
+        if peak > self.most_bytes:
+            self.most_bytes, self.peak = peak, self.meter.peak
+        self.meter.peak_bytes = 0
+        if kind == "forward" and self.events and self.events[-1].kind == "backward":
+            self.microbatch += 1
+        held = self._held()
+        self.events.append(Event(kind, unit, self.microbatch, held, max(peak, sum(held.values()))))
+
+    def _held(self) -> dict[str, int]:
+        self.meter.now()  # follows what the engine has made since
+        whole = {f.full.untyped_storage()._cdata for f in self.engine.flats if f.temporary}
+        saved = self.saved.keys()
+        held = dict.fromkeys(CATEGORIES, 0)
+        for key, storage in self.meter.storages.items():
+            category = storage.place.category
+            if key in whole:
+                category = "gathered"
+            elif category == "activations":
+                category = "kept" if key in saved else TEMPORARY
+            if key not in self.batch:
+                held[category] += storage.nbytes() or 0
+        return held
+
+    # --- the hooks --------------------------------------------------------------------------------
+
+    def hook(self, stack: ExitStack) -> None:
+        """Put them on the modules of units; `stack` takes them off."""
+        for unit in self.engine.data.units.order:
+            for module in unit.modules:
+                begin, end = partial(self.begins, unit), partial(self.ends, unit)
+                stack.callback(module.register_forward_pre_hook(begin).remove)
+                stack.callback(module.register_forward_hook(end).remove)
+
+    def begins(self, unit: Unit, *_: Any) -> None:
+        """A module of the unit is called; hooks of the engine have gathered it."""
+        self.open[unit.name] = self.open.get(unit.name, 0) + 1
+        if self.open[unit.name] == 1 and not _in_backward():  # else it is computed again
+            self.see("forward", unit.name)
+
+    def ends(self, unit: Unit, _: nn.Module, __: Any, out: Any) -> None:
+        """It has returned: its backward begins when a gradient reaches what it returned."""
+        self.open[unit.name] -= 1
+        for x in [x for x in tensors_in(out) if x.requires_grad]:
+            x.register_hook(lambda _: self.see("backward", unit.name))
+
+    def updates(self, *_: Any) -> None:
+        """The optimizer's step begins; of several in a step of the engine, the first counts."""
+        if not any(event.kind == "update" for event in self.events):
+            self.see("update")
+
+    def acted(self, step: Step) -> None:
+        """An action of a pipeline is over."""
+        if step.op in COMPUTE_OPS:
+            self.see(str(step))
+
+
+class _Watch:
+    """The watch of a pipeline's run: reports each step to the meter and to another watch."""
+
+    def __init__(self, acted: Callable[[Step], None], other: Watch | None) -> None:
+        self.acted, self.other = acted, other
+
+    def now(self) -> float:
+        return 0.0 if self.other is None else self.other.now()
+
+    def __call__(self, step: Step, start_s: float, end_s: float) -> None:
+        if self.other is not None:
+            self.other(step, start_s, end_s)
+        self.acted(step)
+
+
+@contextmanager
+def measuring(engine: Engine, batch: Any) -> Iterator[StepMeter]:
+    """Measure the step of `engine` on `batch` that is made inside."""
+    with ExitStack() as stack:
+        seen = StepMeter(engine, stack.enter_context(Meter(engine)), batch)
+        passes = engine.passes
+        if isinstance(passes, Pipelined):
+            before = passes.watch
+            passes.watch = _Watch(seen.acted, before)
+            stack.callback(setattr, passes, "watch", before)
+        else:
+            seen.hook(stack)
+        stack.callback(engine.optimizer.torch.register_step_pre_hook(seen.updates).remove)
+        stack.enter_context(saved_tensors_hooks(seen.saved.save, lambda x: x))
+        stack.enter_context(seen)
+        yield seen
+        seen.see("end")
+
+
+def predict_events(
+    model: nn.Module,
+    plan: Plan | str,
+    batch: Any,
+    *,
+    rank: int = 0,
+    loss: Loss | None = None,
+    **options: Any,
+) -> tuple[Prediction, tuple[Event, ...]]:
+    """What `sw.predict` says, and the memory of `rank` at each event of a step after the first.
+
+    Raises InputError for what `sw.predict` refuses, for plans whose moments are not predicted
+    (prediction/timeline.py), and for a model that does not run on meta. The microbatches of a
+    pipeline are taken to have the shapes of the first.
+    """
+    found = predict(model, plan, batch, rank=rank, loss=loss, **options)
+    plan, plain = found.plan, plain_copy(model, found.plan)
+    require_predicted(plan)
+    if plan.pipeline is not None:
+        return found, staged_timeline(found)
+    table = fitting(plain, plan, options.get("table"))
+    twin = plain if table is None else on_tensor_axis(plain, plan, rank, table)
+    objective, dtype = own_loss if loss is None else loss, DTYPES[plan.precision]
+    parts = [filled(part) for part in split(batch, plan.microbatches, plan.cut)]
+
+    def marks(part: Any) -> tuple[Mark, ...]:
+        return marks_of(twin, lambda whole, rows: objective(whole, cast(rows, dtype)), part)
+
+    try:
+        every = by_shape(parts, marks)
+    except meta_pass.UNKNOWN as error:
+        why = " ".join(str(error).split())[:200]
+        raise bad(
+            f"a timeline of a {type(model).__name__} that does not run on meta ({why})",
+            "models that compute tensors from tensors",
+            f'shardwise memory "{plan}" --measure',
+        ) from error
+    ahead = options.get("prefetch", DEFAULTS["prefetch"])
+    return found, predicted_timeline(found, every, ahead)
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _is_tensor(x: Any) -> bool:
+    return isinstance(x, Tensor)

@@ -1,0 +1,1 @@
+"""Other systems' configurations, read as a plan and a configuration of `shardwise train`."""

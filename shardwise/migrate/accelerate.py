@@ -1,0 +1,171 @@
+"""accelerate's YAML, key by key: its own keys, and the sections for FSDP, DeepSpeed, Megatron.
+
+(huggingface/accelerate: utils/dataclasses.py, commands/config/config_args.py, examples/.)
+"""
+
+from typing import Any, Final
+
+from shardwise.migrate.deepspeed import CONTEXT, OFFLOAD, STAGES
+from shardwise.migrate.draft import (
+    ALWAYS,
+    LAUNCH,
+    UNNEEDED,
+    Draft,
+    Rules,
+    axis,
+    key,
+    only_if,
+    why,
+    word,
+)
+
+PROJECT: Final = "accelerate"
+STRATEGIES: Final = {
+    "FULL_SHARD": "zero3",
+    "SHARD_GRAD_OP": "zero2",
+    "NO_SHARD": "ddp",
+    "HYBRID_SHARD": "zero3",
+    "HYBRID_SHARD_ZERO2": "zero2",
+}
+KINDS: Final = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED", "MEGATRON_LM")
+PRECISIONS: Final = {"NO": "fp32", "FP16": "fp16", "BF16": "bf16", False: "fp32"}
+RESHARD: Final = {True: "zero3", False: "zero2"}
+
+
+def _strategy(draft: Draft, value: Any) -> str:
+    numbered = dict(enumerate(STRATEGIES, start=1))  # as torch's enum and older files
+    name = numbered.get(value, str(value).upper())
+    if name not in STRATEGIES:
+        return f"no strategy of FSDP: {', '.join(STRATEGIES)}"
+    draft.row, draft.hybrid = STRATEGIES[name], "HYBRID" in name
+    one = draft.hybrid and (draft.hosts < 2 or not draft.processes)
+    return "one copy on each host: with num_machines, dp_replicateN dp_shardM" if one else ""
+
+
+def _reshard(draft: Draft, value: Any) -> str:
+    if isinstance(value, str):
+        return _strategy(draft, value)  # files for version 1 of FSDP
+    draft.row = RESHARD[bool(value)]
+    return ""
+
+
+def _processes(draft: Draft, value: Any) -> str:
+    draft.processes = value if isinstance(value, int) and value > 0 else None
+    return ""
+
+
+def _hosts(draft: Draft, value: Any) -> str:
+    draft.hosts = value if isinstance(value, int) else 1
+    return "" if draft.hosts == 1 else "start one torchrun on each host"
+
+
+def _microbatches(draft: Draft, value: Any) -> str:
+    draft.microbatches = value
+    return ""
+
+
+def _sequence(draft: Draft, value: Any) -> str:
+    draft.sequence = bool(value)
+    return ""
+
+
+def _accumulate(draft: Draft, value: Any) -> str:
+    if not isinstance(value, int):
+        return "auto: set accumulate:N"
+    draft.accumulate = value
+    return ""
+
+
+def _recompute(what: str) -> Any:
+    def rule(draft: Draft, value: Any) -> str:
+        if value is True:
+            draft.recompute = what
+        return ""
+
+    return rule
+
+
+_ON = only_if(bool, OFFLOAD)
+_DEVICE = only_if(lambda value: str(value) != "none", OFFLOAD)
+
+RULES: Final[Rules] = {
+    "num_processes": _processes,
+    "num_machines": _hosts,
+    "distributed_type": only_if(
+        lambda value: str(value).upper() not in (*KINDS, "FALSE"), "runs on GPUs and processors"
+    ),
+    "mixed_precision": word("precision", PRECISIONS, "8-bit computation is not in this version"),
+    "gradient_accumulation_steps": _accumulate,
+    "fsdp_config.fsdp_sharding_strategy": _strategy,
+    "fsdp_config.fsdp_reshard_after_forward": _reshard,
+    "fsdp_config.fsdp_activation_checkpointing": _recompute("full"),
+    "fsdp_config.fsdp_offload_params": _ON,
+    "fsdp_config.fsdp_activation_checkpointing_offload": _ON,
+    "fsdp_config.fsdp_version": UNNEEDED,
+    "fsdp_config.fsdp_auto_wrap_policy": why("blocks are found: units='auto' of sw.parallelize"),
+    "fsdp_config.fsdp_transformer_layer_cls_to_wrap": why(
+        "blocks are found, or are named in units= of sw.parallelize"
+    ),
+    "fsdp_config.fsdp_min_num_params": why("units='16MiB' of sw.parallelize is a size"),
+    "fsdp_config.fsdp_use_orig_params": ALWAYS,
+    "fsdp_config.fsdp_sync_module_states": ALWAYS,
+    "fsdp_config.fsdp_forward_prefetch": ALWAYS,
+    "fsdp_config.fsdp_backward_prefetch": ALWAYS,
+    "fsdp_config.fsdp_backward_prefetch_policy": ALWAYS,
+    "fsdp_config.fsdp_state_dict_type": why("checkpoints are sharded; sw.full_state_dict gathers"),
+    "fsdp_config.fsdp_cpu_ram_efficient_loading": why("build the model on meta, and pass fill="),
+    "fsdp_config.*": why("an option of FSDP without a counterpart"),
+    "deepspeed_config.zero_stage": word("row", STAGES, "no stage of ZeRO"),
+    "deepspeed_config.gradient_accumulation_steps": _accumulate,
+    "deepspeed_config.gradient_clipping": key("train.clip"),
+    "deepspeed_config.offload_optimizer_device": _DEVICE,
+    "deepspeed_config.offload_param_device": _DEVICE,
+    "deepspeed_config.offload_optimizer_nvme_path": why(OFFLOAD),
+    "deepspeed_config.offload_param_nvme_path": why(OFFLOAD),
+    "deepspeed_config.zero3_init_flag": why("build the model on meta, and pass fill="),
+    "deepspeed_config.zero3_save_16bit_model": why("sw.full_state_dict(engine) gathers weights"),
+    "deepspeed_config.deepspeed_config_file": why(
+        "the file is not there: convert it by itself, with --from"
+    ),
+    "deepspeed_config.deepspeed_moe_layer_cls_names": why("experts are found in the model"),
+    "deepspeed_config.*": LAUNCH,
+    "megatron_lm_config.megatron_lm_tp_degree": axis("tp"),
+    "megatron_lm_config.megatron_lm_pp_degree": axis("pp"),
+    "megatron_lm_config.megatron_lm_expert_model_parallel_size": axis("ep"),
+    "megatron_lm_config.megatron_lm_num_micro_batches": _microbatches,
+    "megatron_lm_config.megatron_lm_sequence_parallelism": _sequence,
+    "megatron_lm_config.megatron_lm_recompute_activations": _recompute("selective"),
+    "megatron_lm_config.megatron_lm_recompute_granularity": word(
+        "recompute", {"FULL": "full", "SELECTIVE": "selective"}, "full or selective"
+    ),
+    "megatron_lm_config.megatron_lm_use_distributed_optimizer": word(
+        "row", {True: "zero1", False: "ddp"}, "true or false"
+    ),
+    "megatron_lm_config.megatron_lm_gradient_clipping": key("train.clip"),
+    "megatron_lm_config.megatron_lm_context_parallel_size": only_if(
+        lambda value: value != 1, CONTEXT
+    ),
+    "megatron_lm_config.megatron_lm_optimizer_cpu_offload": _ON,
+    "megatron_lm_config.*": why("an option of Megatron's own model or optimizer"),
+    "parallelism_config.parallelism_config_dp_replicate_size": axis("dp_replicate"),
+    "parallelism_config.parallelism_config_dp_shard_size": axis("dp_shard"),
+    "parallelism_config.parallelism_config_tp_size": axis("tp"),
+    "parallelism_config.parallelism_config_cp_size": only_if(lambda value: value != 1, CONTEXT),
+    "parallelism_config.parallelism_config_sp_size": only_if(lambda value: value != 1, CONTEXT),
+    "parallelism_config.*": why(CONTEXT),
+    "fp8_config.*": why("8-bit computation is not in this version"),
+    "dynamo_config.*": why("docs/compile.md says where torch.compile works"),
+    "use_cpu": why('run.device = "cpu", or sw.init("cpu")'),
+    "downcast_bf16": UNNEEDED,
+    "debug": why("collectives of different shapes are found by run.check_every"),
+    "enable_cpu_affinity": LAUNCH,
+    **dict.fromkeys(
+        (
+            *("compute_environment", "machine_rank", "gpu_ids", "main_process_ip", "num_cpu"),
+            *("main_process_port", "rdzv_backend", "same_network", "main_training_function"),
+            *("tpu_name", "tpu_zone", "tpu_use_cluster", "tpu_use_sudo", "tpu_env", "tpu_vm"),
+            *("commands", "command_file", "mpirun_config.*", "ipex_config.*", "main_process"),
+        ),
+        LAUNCH,
+    ),
+}

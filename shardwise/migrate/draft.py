@@ -1,0 +1,177 @@
+"""What is read from another system's file, key by key, until it is a plan and a configuration.
+
+A project is a table of rules, one for each key. A rule notes the value in the draft and returns
+"", or returns why the value cannot be carried over. A key whose last part is * stands for a group.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from shardwise.core.plan import Plan
+from shardwise.core.plan_check import problems
+
+
+@dataclass
+class Draft:
+    """A plan and a configuration in the making; None is not given."""
+
+    row: str | None = None
+    precision: str | None = None
+    accumulate: int | None = None
+    recompute: str | None = None
+    schedule: str | None = None
+    microbatches: int | None = None
+    sequence: bool = False
+    axes: dict[str, int] = field(default_factory=dict)
+    values: dict[str, dict[str, Any]] = field(default_factory=dict)
+    left: list[tuple[str, Any, str]] = field(default_factory=list)
+    processes: int | None = None
+    hosts: int = 1
+    hybrid: bool = False
+
+    def set(self, key: str, value: Any) -> str:
+        """Note a key of the configuration, `section.name`."""
+        section, _, name = key.partition(".")
+        self.values.setdefault(section, {})[name] = value
+        return ""
+
+    @property
+    def words(self) -> list[str]:
+        """The plan in words."""
+        axes = {name: size for name, size in self.axes.items() if size > 1}
+        if self.hybrid and self.processes and self.hosts > 1:
+            axes |= {"dp_replicate": self.hosts, "dp_shard": self.processes // self.hosts}
+        if "dp_replicate" in axes and "dp_shard" not in axes:
+            axes["dp"] = axes.pop("dp_replicate")  # copies of the whole, which no ranks share
+        elif "dp_shard" in axes and "dp_replicate" not in axes:
+            axes["dp"] = axes.pop("dp_shard")
+        found = [f"{name}{size}" for name, size in axes.items()]
+        found += [self.row] if self.row else []
+        found += ["sp"] if self.sequence and "tp" in axes else []
+        if "pp" in axes:
+            count = self.microbatches or self.accumulate or 2 * axes["pp"]
+            found.append(_schedule(self.schedule or "1f1b", count))
+        elif self.accumulate and self.accumulate > 1:
+            found.append(f"accumulate:{self.accumulate}")
+        found += [f"recompute:{self.recompute}"] if self.recompute else []
+        return [*found, *([self.precision] if self.precision else [])]
+
+    @property
+    def plan(self) -> str:
+        """The plan's text; data ranks without a number are the ranks that are left over."""
+        return str(Plan.parse(" ".join(self.words)))
+
+    def toml(self, file: str, project: str) -> str:
+        """A configuration of `shardwise train`, with what could not be carried over as comments."""
+        lines = [f"# from {file}, a configuration of {project}", "", "[plan]"]
+        lines.append(f"text = {json.dumps(self.plan)}")
+        for section, values in self.values.items():
+            lines += ["", f"[{section}]"]
+            lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+        if self.processes:
+            lines += ["", f"# start it with --nproc {self.processes}"]
+        refused = [str(problem) for problem in problems(Plan.parse(self.plan))]
+        if refused:
+            lines += ["", "# This version refuses the plan:", *(f"#   {text}" for text in refused)]
+        if self.left:
+            lines += ["", "# Not carried over:"]
+            lines += [f"#   {key} = {_shown(value)}: {why}" for key, value, why in self.left]
+        return "\n".join(lines) + "\n"
+
+
+def _schedule(name: str, microbatches: int) -> str:
+    return (
+        f"{name}:{microbatches}x2" if name in ("interleaved", "bfs") else f"{name}:{microbatches}"
+    )
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+Rule = Callable[[Draft, Any], str]
+Rules = Mapping[str, Rule]
+
+AUTO: Final = "auto: the program that reads the file decides; set the value that it takes"
+
+
+def why(text: str) -> Rule:
+    """A key that is never carried over, and the reason."""
+    return lambda _draft, _value: text
+
+
+def key(name: str) -> Rule:
+    """A key that has the same meaning in the configuration of `shardwise train`."""
+    return lambda draft, value: AUTO if value == "auto" else draft.set(name, value)
+
+
+def axis(name: str) -> Rule:
+    """A number of ranks along an axis."""
+
+    def rule(draft: Draft, value: Any) -> str:
+        if not isinstance(value, int) or value < 1:
+            return AUTO if value == "auto" else "" if value == -1 else "not a number of ranks"
+        draft.axes[name] = value
+        return ""
+
+    return rule
+
+
+def only_if(condition: Callable[[Any], bool], text: str) -> Rule:
+    """A key that changes nothing, except for values of which `condition` holds."""
+    return lambda _draft, value: text if condition(value) else ""
+
+
+def word(name: str, words: Mapping[Any, str | None], what: str) -> Rule:
+    """A key whose values stand for plan words (None: the default); others are `what`."""
+
+    def rule(draft: Draft, value: Any) -> str:
+        known = value.upper() if isinstance(value, str) else value
+        if known not in words:
+            return AUTO if value == "auto" else what
+        setattr(draft, name, words[known])
+        return ""
+
+    return rule
+
+
+#: A key that Shardwise has no need of.
+ALWAYS: Final = why("not needed: Shardwise does so always")
+UNNEEDED: Final = why("not needed: nothing in Shardwise depends on it")
+LAUNCH: Final = why("for the launcher: torchrun's options say where ranks run")
+
+
+def carry(draft: Draft, rules: Rules, values: Mapping[str, Any], project: str) -> None:
+    """Apply the rules to every key of `values`, in the order of the rules."""
+    keys = dict(flat(values))
+    order = {name: number for number, name in enumerate(rules)}
+    found = {name: _rule(name, rules) for name in keys}
+    for name in sorted(keys, key=lambda each: order.get(found[each] or "", len(order))):
+        pattern = found[name]
+        if pattern is None:
+            reason = f"no key that this version knows of {project}"
+        else:
+            reason = rules[pattern](draft, keys[name])
+        if reason:
+            draft.left.append((name, keys[name], reason))
+
+
+def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key with its value, dotted; without keys that are empty."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from flat(value, f"{before}{name}.")
+        elif value is not None and value != []:
+            yield f"{before}{name}", value
+
+
+def _rule(name: str, rules: Rules) -> str | None:
+    """The rule of a key: its own, or that of the nearest group."""
+    if name in rules:
+        return name
+    parts = name.split(".")
+    groups = [".".join([*parts[:i], "*"]) for i in range(len(parts) - 1, 0, -1)]
+    return next((group for group in groups if group in rules), None)

@@ -1,0 +1,151 @@
+"""torchtitan's TOML, key by key (pytorch/torchtitan: the train_configs of versions up to 0.2)."""
+
+from typing import Any, Final
+
+from shardwise.migrate.deepspeed import CONTEXT, OFFLOAD
+from shardwise.migrate.draft import ALWAYS, UNNEEDED, Draft, Rules, axis, key, only_if, why, word
+
+PROJECT: Final = "torchtitan"
+SCHEDULES: Final = {
+    "GPIPE": "gpipe",
+    "1F1B": "1f1b",
+    "INTERLEAVED1F1B": "interleaved",
+    "LOOPEDBFS": "bfs",
+    "ZBVZEROBUBBLE": "zb-v",
+    "DUALPIPEV": "dualpipe-v",
+}
+PRECISIONS: Final = {"BFLOAT16": "bf16", "FLOAT16": "fp16", "FLOAT32": "fp32"}
+
+
+def _shard(draft: Draft, value: Any) -> str:
+    """-1 is all ranks that the other axes leave over."""
+    if value != 1:
+        draft.row = "zero3"
+    if value == -1 and draft.axes.get("dp_replicate", 1) > 1:
+        return "with dp_replicateN, write how many ranks share a copy: dp_shardM"
+    return axis("dp_shard")(draft, value)
+
+
+def _reshard(draft: Draft, value: Any) -> str:
+    """`default` is to reshard, except under a pipeline."""
+    keeps = value == "never" or (value == "default" and draft.axes.get("pp", 1) > 1)
+    if keeps and draft.row == "zero3":
+        draft.row = "zero2"
+    return ""
+
+
+def _tensor(draft: Draft, value: Any) -> str:
+    draft.sequence = True  # torchtitan's tensor parallelism has sequence parallelism always
+    return axis("tp")(draft, value)
+
+
+def _selective(draft: Draft, value: Any) -> str:
+    if draft.recompute == "selective" and str(value).isdecimal():
+        draft.recompute = f"every{value}"
+    return ""
+
+
+def _batch(draft: Draft, value: Any) -> str:
+    if value == -1:
+        return ""
+    return draft.set("train.batch", value)
+
+
+def _decay(draft: Draft, value: Any) -> str:
+    if value not in ("linear", "cosine"):
+        return "train.decay is cosine, linear or constant"
+    return draft.set("train.decay", value)
+
+
+def _beta(index: int) -> Any:
+    def rule(draft: Draft, value: Any) -> str:
+        betas = draft.values.setdefault("train", {}).setdefault("betas", [0.9, 0.95])
+        betas[index] = value
+        return ""
+
+    return rule
+
+
+_CP: Final = only_if(lambda value: value != 1, CONTEXT)
+_ON: Final = only_if(bool, "8-bit computation is not in this version")
+_DATA: Final = "data.source is a file, a folder or a glob"
+_EPS: Final = "shardwise train has AdamW's 1e-8; in a script, sw.AdamW(eps=...)"
+
+RULES: Final[Rules] = {
+    "parallelism.data_parallel_replicate_degree": axis("dp_replicate"),
+    "parallelism.pipeline_parallel_degree": axis("pp"),
+    "parallelism.data_parallel_shard_degree": _shard,
+    "parallelism.fsdp_reshard_after_forward": _reshard,
+    "parallelism.tensor_parallel_degree": _tensor,
+    "parallelism.expert_parallel_degree": axis("ep"),
+    "parallelism.context_parallel_degree": _CP,
+    "parallelism.pipeline_parallel_schedule": word(
+        "schedule", SCHEDULES, f"schedules: {', '.join(SCHEDULES.values())}"
+    ),
+    "parallelism.pipeline_parallel_microbatch_size": why(
+        "a schedule counts microbatches: 1f1b:8 has 8 in a step"
+    ),
+    "parallelism.pipeline_parallel_split_points": why("plan.stages names modules"),
+    "parallelism.module_fqns_per_model_part": why("plan.stages names modules"),
+    "parallelism.enable_async_tensor_parallel": why("docs/tensor.md says what overlaps"),
+    "parallelism.disable_loss_parallel": ALWAYS,
+    "parallelism.enable_compiled_autograd": why("docs/compile.md says where it works"),
+    "parallelism.*": why("an option of torchtitan without a counterpart"),
+    "training.steps": key("train.steps"),
+    "training.seq_len": key("model.sequence"),
+    "training.max_norm": key("train.clip"),
+    "training.seed": key("train.seed"),
+    "training.global_batch_size": _batch,
+    "training.local_batch_size": why("train.batch is this times accumulate times the data ranks"),
+    "training.batch_size": why("train.batch is this times the data ranks"),
+    "training.mixed_precision_param": word("precision", PRECISIONS, "bf16, fp16 or fp32"),
+    "training.mixed_precision_reduce": why("gradients accumulate in fp32"),
+    "training.dataset": why(_DATA),
+    "training.dataset_path": why(_DATA),
+    "training.compile": why("docs/compile.md says where torch.compile works"),
+    "training.enable_cpu_offload": only_if(bool, OFFLOAD),
+    "training.gc_freq": UNNEEDED,
+    "training.*": why("an option of torchtitan without a counterpart"),
+    "optimizer.name": only_if(
+        lambda value: value not in ("Adam", "AdamW"),
+        "shardwise train has AdamW; in a script, optimizer=sw.Optim(YourOptimizer, ...)",
+    ),
+    "optimizer.lr": key("train.lr"),
+    "optimizer.weight_decay": key("train.weight_decay"),
+    "optimizer.beta1": _beta(0),
+    "optimizer.beta2": _beta(1),
+    "optimizer.eps": why(_EPS),
+    "optimizer.*": UNNEEDED,
+    "lr_scheduler.warmup_steps": key("train.warmup"),
+    "lr_scheduler.decay_type": _decay,
+    "lr_scheduler.min_lr_factor": key("train.final"),
+    "lr_scheduler.decay_ratio": why("the decay begins after the warmup and lasts to the end"),
+    "lr_scheduler.lr_min": key("train.final"),
+    "activation_checkpoint.mode": word(
+        "recompute",
+        {"NONE": None, "SELECTIVE": "selective", "FULL": "full"},
+        "full or selective; recompute:SIZE keeps within a budget",
+    ),
+    "activation_checkpoint.selective_ac_option": _selective,
+    "activation_checkpoint.*": why("recompute:WHAT says what is kept"),
+    "checkpoint.interval": key("train.save_every"),
+    "checkpoint.keep_latest_k": key("train.keep"),
+    "checkpoint.*": why("checkpoints are in the run's folder, and load under any plan"),
+    "job.dump_folder": key("run.folder"),
+    "job.*": UNNEEDED,
+    "metrics.enable_tensorboard": key("run.tensorboard"),
+    "metrics.*": why("metrics are written to metrics.jsonl and TensorBoard"),
+    "profiling.*": why("run.trace records a pipeline's timeline"),
+    "validation.freq": key("train.eval_every"),
+    "validation.*": why("data.validation is the share of sequences that are held out"),
+    "model.*": why("shardwise train has a GPT of any size: [model]; in a script, any model"),
+    "float8.*": _ON,
+    "mx.*": _ON,
+    "quantize.*": _ON,
+    "compile.*": why("docs/compile.md says where torch.compile works"),
+    "comm.*": why("SHARDWISE_PATIENCE_S is how long a collective waits"),
+    "memory_estimation.*": why("shardwise memory PLAN computes it"),
+    "fault_tolerance.*": why("a run continues with --resume"),
+    "experimental.*": why("an experiment of torchtitan"),
+    "debug.*": UNNEEDED,
+}

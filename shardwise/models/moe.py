@@ -1,0 +1,178 @@
+"""A mixture-of-experts GPT: the GPT of gpt.py with routed experts as its feed-forward layers.
+
+Shapes are suffixes of names, as in gpt.py. The hidden width of the configuration is that of one
+expert: with k experts per token and one shared expert, a token takes as many operations as in a GPT
+whose hidden width is k + 1 times as large.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwise.core.errors import bad
+from shardwise.models import gpt
+from shardwise.models.gpt import IGNORED, NORM_EPS, Attention, GPTConfig, SwiGLU, rotation
+from shardwise.parallel.expert.gate import FIXED, Gate
+from shardwise.parallel.expert.layer import MoE
+
+TINY: Final = GPTConfig(
+    vocabulary=256, layers=2, width=64, heads=4, kv_heads=2, hidden=96, sequence=32
+)
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """The sizes of a MoE GPT.
+
+    gpt     the sizes of everything else; its `hidden` is the hidden width of one expert
+    gate    the gate of every layer, with the number of experts
+    shared  how many experts of that width all tokens share
+    """
+
+    gpt: GPTConfig
+    gate: Gate
+    shared: int = 0
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
+        return self.gpt.vocabulary
+
+    @property
+    def layers(self) -> int:
+        """How many blocks there are."""
+        return self.gpt.layers
+
+    @property
+    def sequence(self) -> int:
+        """T: positions of a training sequence."""
+        return self.gpt.sequence
+
+
+def tiny(gate: str) -> MoEConfig:
+    """A small MoE GPT of 4 experts under a gate, `NAME` or `NAME:CAPACITY`, as in `topk:1.25`.
+
+    Raises InputError for an unknown gate or a capacity below 1.
+    """
+    name, _, factor = gate.partition(":")
+    losses = {"balance": 1e-2, "z": 1e-3}
+    capacity = _number(name, factor) if factor else None
+    return MoEConfig(TINY, Gate(name, 4, 2, capacity, losses=losses), shared=1)
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        given = f'the gate "{name}:{text}"'
+        raise bad(given, "NAME or NAME:CAPACITY", f'"{name}:1.25"') from error
+
+
+class Output(NamedTuple):
+    """Logits [B, T, V], and the sum of the auxiliary losses of all layers, without dims."""
+
+    logits: Tensor
+    auxiliary: Tensor
+
+
+class MoEGPT(nn.Module):
+    """tokens [B, T] -> Output."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        self.config, sizes = config, config.gpt
+        self.embed = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.blocks = nn.ModuleList(MoEBlock(config) for _ in range(sizes.layers))
+        self.norm = nn.RMSNorm(sizes.width, eps=NORM_EPS)
+        self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
+        if sizes.tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens_BT: Tensor, experts_BT: Tensor | None = None) -> Output:
+        """`experts_BT`: the expert of each token, for the gates `assigned` and `argmax`."""
+        x_BTD = self.embed(tokens_BT)
+        turn = rotation(tokens_BT.shape[1], self.config.gpt.head_width, x_BTD)
+        target_BT = tokens_BT if self.config.gate.name == "hash" else experts_BT
+        auxiliary = torch.zeros((), dtype=torch.promote_types(x_BTD.dtype, torch.float32))
+        auxiliary = auxiliary.to(x_BTD.device)
+        for block in self.blocks:
+            x_BTD, auxiliary = block(x_BTD, auxiliary, turn, target_BT)
+        return Output(self.head(self.norm(x_BTD)), auxiliary)
+
+
+class MoEBlock(nn.Module):
+    """One layer of the MoE GPT. It adds its auxiliary loss to those of the layers before."""
+
+    def __init__(self, config: MoEConfig) -> None:
+        super().__init__()
+        sizes = config.gpt
+        self.attn_norm = nn.RMSNorm(sizes.width, eps=NORM_EPS)
+        self.attn = Attention(sizes)
+        self.moe_norm = nn.RMSNorm(sizes.width, eps=NORM_EPS)
+        wide = replace(sizes, hidden=sizes.hidden * max(1, config.shared))
+        shared = SwiGLU(wide) if config.shared else None
+        self.moe = MoE(sizes.width, sizes.hidden, config.gate, shared)
+
+    def forward(
+        self,
+        x_BTD: Tensor,
+        auxiliary: Tensor,
+        turn: tuple[Tensor, Tensor],
+        target_BT: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """From x [B, T, D] to [B, T, D], and `auxiliary` plus the layer's own loss."""
+        x_BTD = x_BTD + self.attn(self.attn_norm(x_BTD), turn)
+        made_BTD, own = self.moe(self.moe_norm(x_BTD), target_BT)
+        return x_BTD + made_BTD, auxiliary + own
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Cross-entropy as gpt.loss, plus the auxiliary losses of the global batch in training.
+
+    It is finite without targets too: this rank's tokens go through experts of other ranks, and
+    theirs through its own, so that its gradients count in any case.
+    """
+    found = model(batch["inputs"], batch.get("experts"))
+    dtype = torch.promote_types(found.logits.dtype, torch.float32)
+    summed = functional.cross_entropy(
+        found.logits.flatten(0, 1).to(dtype),
+        batch["targets"].flatten(),
+        ignore_index=IGNORED,
+        reduction="sum",
+    )
+    return summed / max(1, gpt.tokens(batch)) + found.auxiliary
+
+
+def batch(rows: int, config: MoEConfig, seed: int) -> dict[str, Tensor]:
+    """Uniform random tokens, and the expert of each where the gate reads it."""
+    sizes, generator = config.gpt, torch.Generator().manual_seed(seed)
+    text = torch.randint(sizes.vocabulary, (rows, sizes.sequence + 1), generator=generator)
+    made: dict[str, Any] = {
+        "inputs": text[:, :-1].contiguous(),
+        "targets": text[:, 1:].contiguous(),
+    }
+    if config.gate.name in ("assigned", "argmax"):
+        shape = rows, sizes.sequence
+        made["experts"] = torch.randint(config.gate.experts, shape, generator=generator)
+    return made
+
+
+def parameters(config: MoEConfig) -> int:
+    """How many parameters the model has, a shared one counted once, by arithmetic."""
+    sizes, experts = config.gpt, config.gate.experts
+    dense = gpt.parameters(replace(sizes, hidden=sizes.hidden * (experts + config.shared)))
+    routers = {"noisy-topk": 2}.get(config.gate.name, int(config.gate.name not in FIXED))
+    return dense + sizes.layers * routers * sizes.width * experts
+
+
+def flops_per_token(config: MoEConfig) -> int:
+    """Floating-point operations of forward and backward for one token, as in gpt.flops_per_token.
+
+    Of the experts those that a token uses and those that all share, and the router.
+    """
+    sizes, used = config.gpt, config.gate.k + config.shared
+    dense = gpt.flops_per_token(replace(sizes, hidden=sizes.hidden * used))
+    return dense + 6 * sizes.layers * sizes.width * config.gate.experts

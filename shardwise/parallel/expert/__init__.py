@@ -1,0 +1,1 @@
+"""Mixture of experts: gates, dispatch, experts and their parallelism."""

@@ -1,0 +1,95 @@
+"""Dispatch and combine: tokens go to the ranks of their experts, and what these make comes back.
+
+    N  tokens of this rank      D  width      E  experts, E / n of them on each of n `ep` ranks
+
+    rows by expert        rank 0:  a a | b       rank 1:  a | b b b      experts a on 0, b on 1
+    dispatch              rank 0:  a a a         rank 1:  b b b b        all-to-all with counts
+    by expert, computed
+    combine               rank 0:  a a | b       rank 1:  a | b b b      the same, counts swapped
+
+The backward pass sends gradients along the same ways (comm/move.py): two all-to-alls each way.
+The counts are known from the routing, on all ranks. A rank without rows takes part with none.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.move import all_to_all
+from shardwise.comm.world import Axis
+from shardwise.core.expert_moves import ExpertMove
+from shardwise.parallel.expert.global_batch import GlobalBatch, Record, phase, unrecorded
+from shardwise.parallel.expert.routing import Routing
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The rows that one rank sends to, and receives from, the ranks of its `ep` axis.
+
+    choices  of the N*K choices of this rank the computed ones, by expert
+    sent     rows for each rank
+    blocks   [n, E / n] the rows received, by rank and then by expert
+    record   is called with each move before it is made
+    """
+
+    ep: Axis
+    choices: Tensor
+    sent: list[int]
+    blocks: Tensor
+    record: Record = unrecorded
+
+    @classmethod
+    def of(
+        cls, routing: Routing, batch: GlobalBatch, ep: Axis, peers: tuple[int, ...]
+    ) -> "Exchange":
+        """The exchange of this data rank; `peers` are the data ranks of its `ep` axis."""
+        loads_RE, rank = routing.loads, batch.rank
+        experts = loads_RE.shape[1]
+        key = torch.where(routing.positions >= 0, routing.experts, experts).flatten()
+        choices = torch.argsort(key, stable=True)[: int(loads_RE[rank].sum())]
+        by_rank = loads_RE[list(peers)].view(ep.size, ep.size, -1)  # from, to, expert
+        sent = loads_RE[rank].view(ep.size, -1).sum(1).tolist()
+        return cls(ep, choices, sent, by_rank[:, ep.rank], batch.record)
+
+    @property
+    def received(self) -> list[int]:
+        """How many rows come from each rank."""
+        return self.blocks.sum(1).tolist()
+
+    @property
+    def by_expert(self) -> list[int]:
+        """How many rows each expert of this rank computes."""
+        return self.blocks.sum(0).tolist()
+
+    def dispatch(self, rows: Tensor) -> Tensor:
+        """From rows by expert to the rows of this rank's experts, by expert."""
+        got = self._moved(rows, self.received, self.sent)
+        return got if self.ep.size == 1 else got.index_select(0, self._order(rows.device))
+
+    def combine(self, rows: Tensor) -> Tensor:
+        """The inverse of `dispatch`."""
+        if self.ep.size > 1:
+            rows = rows.index_select(0, self._order(rows.device).argsort())
+        return self._moved(rows, self.sent, self.received)
+
+    def _moved(self, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
+        width, now = rows.shape[-1], phase()
+        self.record(
+            ExpertMove(
+                "exchange",
+                rows.numel(),
+                rows.element_size(),
+                now,
+                int(rows.requires_grad and now == "forward"),
+                tuple(width * n for n in sent),
+                tuple(width * n for n in received),
+                self.ep.rank,
+            )
+        )
+        return all_to_all(rows, self.ep, received, sent)
+
+    def _order(self, device: torch.device) -> Tensor:
+        """For each row by expert its place among the rows as received, by rank."""
+        expert = torch.arange(self.blocks.shape[1]).repeat(len(self.blocks))
+        return expert.repeat_interleave(self.blocks.flatten()).argsort(stable=True).to(device)

@@ -1,0 +1,203 @@
+"""A gate with its options: from logits to a routing of the global batch.
+
+switch              top-1, weighted by its probability
+gshard              top-2; the second with a probability of twice its weight
+topk                top-k of a softmax over all experts
+topk-renormalised   the same, with weights that add up to 1
+topk-softmax-after  a softmax over the k largest logits
+noisy-topk          the same, of logits with learned noise
+sigmoid             top-k of sigmoid + bias, balanced without a loss
+expert-choice       each expert takes its share of the tokens
+assigned, hash, cluster, argmax
+                    hard: one expert with weight 1
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from shardwise.core.errors import bad
+from shardwise.core.suggest import suggest
+from shardwise.parallel.expert import gates, hard
+from shardwise.parallel.expert.gates import Choice
+from shardwise.parallel.expert.global_batch import GlobalBatch
+from shardwise.parallel.expert.losses import GateOutput, losses_of
+from shardwise.parallel.expert.routing import Routing, capacity_of, queues, told
+
+#: The gates, and how many experts a token has where the gate determines it.
+GATES: Final[dict[str, int | None]] = {
+    "switch": 1,
+    "gshard": 2,
+    "topk": None,
+    "topk-renormalised": None,
+    "topk-softmax-after": None,
+    "noisy-topk": None,
+    "sigmoid": None,
+    "expert-choice": None,
+    "assigned": 1,
+    "hash": 1,
+    "cluster": 1,
+    "argmax": 1,
+}
+HARD: Final = ("assigned", "hash", "cluster", "argmax")
+#: Gates without a router.
+FIXED: Final = ("assigned", "hash", "cluster")
+LOSSES: Final = ("balance", "importance", "z")
+
+
+@dataclass(frozen=True)
+class Extra:
+    """What some gates read beside the logits; N tokens, E experts.
+
+    random   noisy-topk: [N, E] standard normal; gshard: [N] uniform; None: without randomness
+    spread   noisy-topk: [N, E], the scale of the noise before softplus
+    bias     sigmoid: [E]
+    target   hard gates: [N] the expert of each token; for argmax what it learns to predict
+    """
+
+    random: Tensor | None = None
+    spread: Tensor | None = None
+    bias: Tensor | None = None
+    target: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A gate and its options.
+
+    k         experts per token; for expert-choice on average
+    capacity  the capacity factor, 1 or more; None: dropless (expert-choice has 1 then)
+    scale     the weights are multiplied by it (routed scaling)
+    losses    coefficients of the auxiliary losses by name
+
+    Raises InputError for an unknown gate or loss, k beyond the experts, a capacity below 1.
+    """
+
+    name: str
+    experts: int
+    k: int = 1
+    capacity: float | None = None
+    scale: float = 1.0
+    losses: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+    def __post_init__(self) -> None:
+        if self.name not in GATES:
+            near = suggest(self.name, GATES)
+            raise bad(f'the gate "{self.name}"', ", ".join(GATES), f'gate = "{near}"')
+        object.__setattr__(self, "k", GATES[self.name] or self.k)
+        if not 1 <= self.k <= self.experts:
+            raise bad(
+                f"k = {self.k} with {self.experts} experts under the gate {self.name}",
+                "k from 1 up to the number of experts",
+                f"k = {max(1, min(self.k, self.experts))}, or experts = {max(self.k, 1)}",
+            )
+        if self.capacity is not None and not (1 <= self.capacity < math.inf):
+            raise bad(
+                f"capacity = {self.capacity}, in multiples of an expert's share of the tokens",
+                "1 or more, or none to drop no token",
+                "capacity = 1.25",
+            )
+        for name in self.losses:
+            if name not in LOSSES:
+                raise bad(f'the loss "{name}"', ", ".join(LOSSES), suggest(name, LOSSES))
+
+    @property
+    def hard(self) -> bool:
+        """Whether each token has one expert with weight 1."""
+        return self.name in HARD
+
+    def route(
+        self, logits: Tensor, batch: GlobalBatch, extra: Extra = Extra(), *, losses: bool = True
+    ) -> Routing:
+        """The routing of N tokens with logits [N, E]. Called by all data ranks.
+
+        `losses`: whether the auxiliary losses are computed.
+        """
+        if self.name == "expert-choice":
+            return self._by_experts(logits, batch, losses=losses)
+        choice = self.choose(logits, extra)
+        wanted = torch.ones_like(choice.experts, dtype=torch.bool)
+        wanted = wanted if choice.wanted is None else choice.wanted
+        lined = queues((choice.experts, wanted), logits, self.capacity, batch)
+        weights = choice.weights.to(logits)
+        of = torch.zeros_like(logits).scatter(-1, choice.experts, weights * wanted)
+        counts = lined.asked[: choice.balanced].sum(0).to(logits.device)
+        found = GateOutput(logits, choice.probabilities, of, counts, lined.tokens)
+        routing = Routing(
+            choice.experts,
+            weights * self.scale,
+            lined.positions,
+            lined.loads,
+            lined.asked.sum(0),
+            lined.dropped,
+            lined.finite,
+            losses_of(found, self._losses(asked=losses), batch),
+        )
+        if self.name == "argmax" and extra.target is not None and losses:
+            learned = hard.assignment_loss(logits, extra.target, lined.tokens, batch)
+            routing = replace(routing, losses={**routing.losses, "assignment": learned})
+        return routing
+
+    def choose(self, logits: Tensor, extra: Extra) -> Choice:
+        """What each token asks for."""
+        match self.name:
+            case "switch":
+                return gates.switch(logits)
+            case "gshard":
+                return gates.gshard(logits, extra.random)
+            case "topk" | "topk-renormalised":
+                normalised = self.name != "topk"
+                return gates.topk_softmax_before(logits, self.k, normalised=normalised)
+            case "topk-softmax-after":
+                return gates.topk_softmax_after(logits, self.k)
+            case "noisy-topk":
+                return gates.noisy_topk(logits, self.k, extra.spread, extra.random)
+            case "sigmoid":
+                bias = logits.new_zeros(self.experts) if extra.bias is None else extra.bias
+                return gates.sigmoid(logits, self.k, bias)
+            case "argmax":
+                return hard.argmax(logits, extra.target)
+            case _:
+                if extra.target is None:
+                    raise bad(
+                        f"the gate {self.name} without the expert of each token",
+                        "the experts of the tokens beside the logits",
+                        "Extra(target=...)",
+                    )
+                return hard.assigned(extra.target, self.experts)
+
+    def _losses(self, *, asked: bool) -> tuple[str, ...]:
+        if not asked or self.name in FIXED:  # which have no probabilities
+            return ()
+        return tuple(name for name, coefficient in self.losses.items() if coefficient)
+
+    def _by_experts(self, logits: Tensor, batch: GlobalBatch, *, losses: bool) -> Routing:
+        """Each expert takes its share of the tokens of the global batch, which ranks gather."""
+        sizes, finite = batch.gather(told(logits)).t().tolist()
+        scores = logits.softmax(-1)
+        padded = scores.new_zeros(max(sizes), self.experts)
+        padded[: len(scores)] = scores.detach()
+        every = [x[:size] for x, size in zip(batch.gather(padded), sizes, strict=True)]
+        tokens = sum(sizes)
+        capacity = capacity_of(self.capacity or 1.0, tokens * self.k, self.experts)
+        assert capacity is not None
+        places = gates.expert_choice(torch.cat(every), min(capacity, tokens))
+        parts = [(part >= 0).sum(0) for part in places.split(sizes)]
+        mine = places.split(sizes)[batch.rank]
+        loads = torch.stack(parts).cpu()
+        weights = scores * (mine >= 0)
+        found = GateOutput(logits, scores, weights, loads.sum(0).to(logits.device), tokens)
+        return Routing(
+            torch.arange(self.experts, device=logits.device).expand_as(mine),
+            weights * self.scale,
+            mine,
+            loads,
+            loads.sum(0),
+            0,
+            tuple(map(bool, finite)),
+            losses_of(found, self._losses(asked=losses), batch),
+        )

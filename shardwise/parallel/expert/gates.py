@@ -1,0 +1,130 @@
+"""Sparse gates: from the logits of a router to a choice of experts per token.
+
+    N  tokens of this rank      E  experts      K  choices per token
+
+Each function takes logits [N, E] and returns a `Choice`. Capacity, places and losses are the same
+for all of them (gate.py).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The experts that each token asks for.
+
+    experts        [N, K] by descending score
+    weights        [N, K], differentiable
+    probabilities  [N, E], differentiable: of what the auxiliary losses are computed
+    wanted         [N, K]; None: all choices
+    balanced       how many of the K choices the balance loss counts
+    """
+
+    experts: Tensor
+    weights: Tensor
+    probabilities: Tensor
+    wanted: Tensor | None = None
+    balanced: int | None = None
+
+
+def switch(logits: Tensor) -> Choice:
+    """Top-1: the expert of the largest probability, weighted by it.
+
+    Switch Transformers (Fedus et al., arXiv 2101.03961), eq. 1-2 with k = 1.
+    """
+    probabilities = logits.softmax(-1)
+    weights, experts = probabilities.max(-1, keepdim=True)
+    return Choice(experts, weights, probabilities)
+
+
+def gshard(logits: Tensor, uniform: Tensor | None = None) -> Choice:
+    """Top-2, with weights that add up to 1, and the second-expert policy.
+
+    The second expert is used with probability 2 w_2: where its weight is above a uniform random
+    number [N] halved. Without `uniform` (in evaluation) it is always used. The balance loss counts
+    first choices. GShard (Lepikhin et al., arXiv 2006.16668), algorithm 1.
+    """
+    probabilities = logits.softmax(-1)
+    top, experts = probabilities.topk(2, dim=-1)
+    weights = top / top.sum(-1, keepdim=True)
+    wanted = None
+    if uniform is not None:
+        wanted = torch.ones_like(experts, dtype=torch.bool)
+        wanted[:, 1] = 2 * weights[:, 1] > uniform
+    return Choice(experts, weights, probabilities, wanted, balanced=1)
+
+
+def topk_softmax_before(logits: Tensor, k: int, *, normalised: bool = False) -> Choice:
+    """Top-k of a softmax over all experts; `normalised`: the k weights are divided by their sum.
+
+    Switch Transformers (arXiv 2101.03961), eq. 1-2, for k >= 1.
+    """
+    probabilities = logits.softmax(-1)
+    weights, experts = probabilities.topk(k, dim=-1)
+    if normalised:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return Choice(experts, weights, probabilities)
+
+
+def topk_softmax_after(logits: Tensor, k: int) -> Choice:
+    """A softmax over the k largest logits, so that the weights add up to 1.
+
+    Shazeer et al., arXiv 1701.06538, eq. 3 and 5, without noise; Mixtral (arXiv 2401.04088).
+    """
+    top, experts = logits.topk(k, dim=-1)
+    return Choice(experts, top.softmax(-1), logits.softmax(-1))
+
+
+def noisy_topk(
+    logits: Tensor, k: int, spread: Tensor | None = None, normal: Tensor | None = None
+) -> Choice:
+    """Top-k of logits + normal * softplus(spread), a softmax over the k largest.
+
+    spread: [N, E], from a second linear layer. normal: [N, E] standard normal numbers, or None (in
+    evaluation) for no noise. Shazeer et al., arXiv 1701.06538, eq. 3-5.
+    """
+    if spread is not None and normal is not None:
+        logits = logits + normal.to(logits) * functional.softplus(spread)
+    return topk_softmax_after(logits, k)
+
+
+def sigmoid(logits: Tensor, k: int, bias: Tensor, *, scale: float = 1.0) -> Choice:
+    """Top-k of sigmoid(logits) + bias; the weights are the sigmoids alone, with sum `scale`.
+
+    bias: [E], balanced by `balanced_bias` instead of an auxiliary loss. DeepSeek-V3
+    (arXiv 2412.19437), section 2.1.2, eq. 13-16.
+    """
+    scores = logits.sigmoid()
+    experts = (scores + bias.to(scores)).topk(k, dim=-1).indices
+    top = scores.gather(-1, experts)
+    weights = scale * top / top.sum(-1, keepdim=True)
+    return Choice(experts, weights, scores / scores.sum(-1, keepdim=True))
+
+
+def balanced_bias(bias: Tensor, counts: Tensor, rate: float) -> Tensor:
+    """The bias [E] after a step in which experts had `counts` [E] choices of the global batch.
+
+    It rises by `rate` for an expert below the mean and falls by it for one above. DeepSeek-V3
+    (arXiv 2412.19437), section 2.1.2; Wang et al., arXiv 2408.15664, algorithm 1.
+    """
+    counts = counts.to(bias)
+    return bias + rate * torch.sign(counts.mean() - counts)
+
+
+def expert_choice(scores: Tensor, capacity: int) -> Tensor:
+    """The tokens that each expert takes: places [N, E] from 0 to capacity - 1, or -1 if not taken.
+
+    scores: [N, E] of the global batch, the softmax of the logits over the experts. Each expert
+    takes the tokens with its `capacity` largest scores, the earlier of two that are equal. Zhou et
+    al., arXiv 2202.09368, section 3.2, eq. 1-2. A token's experts depend on later tokens, so a
+    model that was trained with it cannot be sampled from token by token as it was trained.
+    """
+    order = scores.argsort(dim=0, descending=True, stable=True)[:capacity]
+    places = torch.full(scores.shape, -1, dtype=torch.int64, device=scores.device)
+    return places.scatter(
+        0, order, torch.arange(len(order), device=scores.device).view(-1, 1).expand_as(order)
+    )

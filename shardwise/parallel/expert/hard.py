@@ -1,0 +1,120 @@
+"""Hard gates: each token goes to exactly one expert, with weight 1.
+
+    N  tokens of this rank      E  experts      D  width of a feature
+
+No gradient reaches the router through the output, so its experts train as independent models on
+their share of the tokens.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from shardwise.parallel.expert.gates import Choice
+from shardwise.parallel.expert.global_batch import GlobalBatch
+
+
+def assigned(assignment: Tensor, experts: int) -> Choice:
+    """The expert of each token from outside: `assignment` [N], from 0 to experts - 1."""
+    weights = torch.ones(len(assignment), 1, dtype=torch.float64, device=assignment.device)
+    probabilities = functional.one_hot(assignment, experts).to(weights)
+    return Choice(assignment.view(-1, 1), weights, probabilities)
+
+
+def hashed(ids: Tensor, experts: int, seed: int = 0) -> Tensor:
+    """The expert of each token id [N], by a fixed random hash of it.
+
+    Hash layers (Roller et al., arXiv 2106.04426), section 3.1. The hash is the finalizer of
+    splitmix64 (Steele et al., "Fast splittable pseudorandom number generators", OOPSLA 2014).
+    """
+    return (mixed(ids, seed) >> 1).remainder(experts)
+
+
+def mixed(x: Tensor, seed: int) -> Tensor:
+    """64 random-looking bits for each integer of `x`, the same on every machine."""
+    z = x.long() + _signed(seed * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15)
+    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """A shift to the right that brings in zeros: torch's own copies the sign."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(number: int) -> int:
+    """A number modulo 2^64 as torch's int64 has it."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
+def argmax(logits: Tensor, targets: Tensor | None = None) -> Choice:
+    """The expert of the largest logit, with weight 1.
+
+    The router learns to predict an assignment, such as that of balanced clusters, by cross-entropy
+    (`assignment_loss`). Gross et al., arXiv 1704.06363, section 3.1.
+    """
+    chosen = logits.argmax(-1) if targets is None else targets
+    weights = torch.ones_like(logits[:, :1])
+    return Choice(chosen.view(-1, 1), weights, logits.softmax(-1))
+
+
+def assignment_loss(logits: Tensor, targets: Tensor, tokens: int, batch: GlobalBatch) -> Tensor:
+    """The cross-entropy of logits [N, E] with the experts `targets` [N], the mean over `tokens`."""
+    summed = functional.cross_entropy(logits, targets, reduction="sum")
+    return batch.sum(summed.view(1)).squeeze(0) / max(1, tokens)
+
+
+def nearest(features: Tensor, centroids: Tensor) -> Tensor:
+    """The nearest of the centroids [E, D] to each feature [N, D], the first of equals."""
+    return _distances(features, centroids).argmin(-1)
+
+
+def balanced_clusters(
+    features: Tensor, experts: int, batch: GlobalBatch, *, iterations: int = 10, seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Balanced k-means on a first pass: the centroids [E, D], and the cluster of each feature [N].
+
+    No cluster has more than ceil(tokens / experts) features of the global batch. Features take the
+    nearest cluster with room, those that would lose most by the second nearest first. All data
+    ranks gather the features and compute the same. After Gross et al., arXiv 1704.06363, section
+    3.1, where clusters of images are balanced by hand.
+    """
+    sizes = batch.sizes(len(features), features.device)
+    padded = features.new_zeros(max(sizes), features.shape[-1])
+    padded[: len(features)] = features.detach()
+    parts = [x[:size] for x, size in zip(batch.gather(padded), sizes, strict=True)]
+    every = torch.cat(parts)
+    draw = torch.Generator().manual_seed(seed)
+    first = torch.randperm(len(every), generator=draw)[:experts].to(every.device)
+    centroids = every[first]
+    clusters = _with_room(every, centroids)
+    for _ in range(iterations):
+        sums = torch.zeros_like(centroids).index_add_(0, clusters, every)
+        counts = clusters.bincount(minlength=len(centroids)).to(sums)
+        centroids = torch.where(counts[:, None] > 0, sums / counts[:, None].clamp(min=1), centroids)
+        moved = _with_room(every, centroids)
+        if torch.equal(moved, clusters):
+            break
+        clusters = moved
+    return centroids, clusters.split(sizes)[batch.rank]
+
+
+def _with_room(features: Tensor, centroids: Tensor) -> Tensor:
+    """The cluster of each feature, of which none has more than its share."""
+    distances = _distances(features, centroids)
+    room = [-(-len(features) // len(centroids))] * len(centroids)
+    preferred = distances.argsort(dim=-1, stable=True)
+    near = distances.gather(-1, preferred[:, :2])
+    order = (near[:, -1] - near[:, 0]).argsort(descending=True, stable=True)
+    found = torch.empty(len(features), dtype=torch.int64)
+    choices = preferred.tolist()
+    for row in order.tolist():
+        found[row] = cluster = next(each for each in choices[row] if room[each])
+        room[cluster] -= 1
+    return found.to(features.device)
+
+
+def _distances(features: Tensor, centroids: Tensor) -> Tensor:
+    """The squared distance of each feature to each centroid, [N, E]."""
+    return (features[:, None] - centroids).square().sum(-1)

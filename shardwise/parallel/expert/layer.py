@@ -1,0 +1,236 @@
+"""A mixture of experts as a layer: router, gate, experts, and the experts that all tokens share.
+
+N  tokens of this rank      D  width      F  hidden width of an expert      E  experts
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwise.comm.world import Axis
+from shardwise.core.errors import NonFiniteError, bad
+from shardwise.parallel.expert import hard
+from shardwise.parallel.expert.dispatch import Exchange
+from shardwise.parallel.expert.gate import FIXED, Extra, Gate
+from shardwise.parallel.expert.gates import balanced_bias
+from shardwise.parallel.expert.global_batch import GlobalBatch, phase
+from shardwise.parallel.expert.routing import Routing
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a layer is: the data ranks, the axis of its experts, and the layer's name.
+
+    peers are the data ranks along `ep`. absent() says that the tokens of this forward pass stand in
+    for a batch without rows: the layer takes part without a token.
+    """
+
+    batch: GlobalBatch = field(default_factory=GlobalBatch)
+    ep: Axis = field(default_factory=lambda: Axis("ep"))
+    peers: tuple[int, ...] = (0,)
+    name: str = ""
+    absent: Callable[[], bool] = lambda: False
+
+
+class Load(NamedTuple):
+    """What the experts of a layer had of the global batch in a forward pass.
+
+    computed and wanted are choices by expert; dropped is the number of those beyond the capacity.
+    """
+
+    computed: tuple[int, ...]
+    wanted: tuple[int, ...]
+    dropped: int
+
+
+class Experts(nn.Module):
+    """E feed-forward networks, down(silu(gate(x)) * up(x)) from D to F and back (SwiGLU).
+
+    Their weights are stacked: gate and up are [E, F, D], down is [E, D, F]. Under `ep` a rank has
+    consecutive experts.
+    """
+
+    def __init__(self, experts: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.empty(experts, hidden, width))
+        self.up = nn.Parameter(torch.empty(experts, hidden, width))
+        self.down = nn.Parameter(torch.empty(experts, width, hidden))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Normal weights of variance 1 / (inputs of the product)."""
+        for p in self.parameters():
+            nn.init.normal_(p, std=p.shape[-1] ** -0.5)
+
+    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """Rows [sum(counts), D] by expert; counts[e] rows are for expert e, or none.
+
+        An expert without rows has a gradient of zeros, as in one process that has all experts.
+        """
+        weights = zip(self.gate, self.up, self.down, strict=True)
+        made = [
+            functional.linear(
+                functional.silu(functional.linear(x, gate)) * functional.linear(x, up), down
+            )
+            for x, (gate, up, down) in zip(rows.split(counts), weights, strict=True)
+        ]
+        return torch.cat(made)
+
+
+class MoE(nn.Module):
+    """x [..., D] -> (y [..., D], the weighted sum of the auxiliary losses, without dims).
+
+    shared: a module from D to D that every token goes through as well; None: none.
+    bias_rate: for the gate `sigmoid`, by how much its bias changes after a training step.
+
+    `load` is that of the last forward pass; None before the first.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: int,
+        gate: Gate,
+        shared: nn.Module | None = None,
+        bias_rate: float = 1e-3,
+    ) -> None:
+        super().__init__()
+        self.gate, self.bias_rate = gate, bias_rate
+        routed, noisy = gate.name not in FIXED, gate.name == "noisy-topk"
+        self.router = nn.Linear(width, gate.experts, bias=False) if routed else None
+        self.spread = nn.Linear(width, gate.experts, bias=False) if noisy else None
+        self.experts = Experts(gate.experts, width, hidden)
+        self.shared = shared
+        self.place = Place()
+        self.load: Load | None = None
+        shapes = {"sigmoid": {"bias": gate.experts, "choices": gate.experts}}.get(gate.name, {})
+        for name, size in shapes.items():
+            self.register_buffer(name, torch.zeros(size))
+        if gate.name == "cluster":
+            self.register_buffer("centroids", torch.full((gate.experts, width), torch.nan))
+
+    def reset_buffers(self) -> None:
+        """Buffers as the constructor makes them."""
+        for name, b in self.named_buffers(recurse=False):
+            b.fill_(torch.nan if name == "centroids" else 0.0)
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The layer's output and its auxiliary loss. Called by all data ranks.
+
+        target: [...] for `hash` the token ids; for `assigned` the expert of each token, from 0 up;
+        for `argmax` the experts that it learns to predict (None: its own choice).
+
+        Raises:
+            InputError: a hard gate without `target`, a `cluster` gate without centroids.
+            NonFiniteError: on all data ranks, if a rank's logits are infinite or NaN.
+        """
+        every_ND = x.flatten(0, -2)
+        x_ND = every_ND[:0] if self.place.absent() else every_ND
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        logits = x_ND.new_zeros(len(x_ND), self.gate.experts, dtype=dtype)
+        if self.router is not None:
+            logits = self.router(x_ND).to(dtype)
+        extra = self._extra(x_ND, None if target is None else target.flatten()[: len(x_ND)])
+        routing = self.gate.route(logits, self.place.batch, extra, losses=self.training)
+        self._require_finite(routing)
+        self._remember(routing)
+        place = self.place
+        exchange = Exchange.of(routing, place.batch, place.ep, place.peers)
+        token = exchange.choices // routing.experts.shape[1]
+        rows = exchange.dispatch(x_ND.index_select(0, token))
+        made = exchange.combine(self.experts(rows, exchange.by_expert))
+        weights = routing.weights.flatten()[exchange.choices].unsqueeze(-1)
+        y_ND = torch.zeros_like(every_ND).index_add(0, token, made * weights.to(made))
+        if self.shared is not None:
+            y_ND = y_ND + self.shared(every_ND)
+        return y_ND.view_as(x), self._loss(routing, logits)
+
+    def fit(self, features: Tensor) -> Tensor:
+        """Fit the centroids of a `cluster` gate on features [..., D] of a first pass.
+
+        Returns the balanced cluster of each feature. Called by all data ranks.
+        """
+        found, clusters = hard.balanced_clusters(
+            features.flatten(0, -2), self.gate.experts, self.place.batch
+        )
+        self.get_buffer("centroids").copy_(found)
+        return clusters.view(features.shape[:-1])
+
+    def _extra(self, x_ND: Tensor, target_N: Tensor | None) -> Extra:
+        """What the gate reads beside the logits."""
+        match self.gate.name:
+            case "hash" if target_N is not None:
+                return Extra(target=hard.hashed(target_N, self.gate.experts))
+            case "cluster":
+                centroids = self.get_buffer("centroids")
+                if centroids.isnan().any():
+                    given = f'the gate "cluster" of {self._name} without centroids'
+                    raise bad(given, "centroids fitted on a first pass", "layer.fit(features)")
+                return Extra(target=hard.nearest(x_ND.detach(), centroids.to(x_ND)))
+            case "sigmoid":
+                self._balance()
+                return Extra(bias=self.get_buffer("bias"))
+            case "gshard" | "noisy-topk" if self.training:
+                return self._random(x_ND)
+            case _:
+                return Extra(target=target_N)
+
+    def _balance(self) -> None:
+        """Before a training pass: the bias follows the choices of the training pass before."""
+        if self.training and phase() == "forward":
+            bias, choices = self.get_buffer("bias"), self.get_buffer("choices")
+            bias.data.copy_(balanced_bias(bias, choices, self.bias_rate))
+
+    def _random(self, x_ND: Tensor) -> Extra:
+        """Random numbers that depend on a token's place in the global batch, not on its rank.
+
+        Data rank 0 draws their seed from torch's generator of the processor.
+        """
+        batch, experts = self.place.batch, self.gate.experts
+        told = torch.stack([torch.tensor(len(x_ND)), torch.randint(2**62, ())])
+        sizes, seeds = batch.gather(told.to(x_ND.device)).t().tolist()
+        first = sum(sizes[: batch.rank])
+        rows = torch.arange(first, first + len(x_ND), device=x_ND.device)
+        if self.spread is None:
+            return Extra(random=_uniform(rows, seeds[0]))
+        numbers = rows.unsqueeze(1) * experts + torch.arange(experts, device=x_ND.device)
+        normal = torch.special.ndtri(_uniform(numbers, seeds[0]))
+        return Extra(random=normal, spread=self.spread(x_ND))
+
+    def _require_finite(self, routing: Routing) -> None:
+        ranks = [rank for rank, finite in enumerate(routing.finite) if not finite]
+        if ranks:
+            raise NonFiniteError(
+                f"The router of {self._name} gave infinite logits or NaN on data rank "
+                f"{' and '.join(map(str, ranks))}. The learning rate may be too high: lower it, "
+                'or add losses={"z": 1e-3} to the gate, which keeps logits small.'
+            )
+
+    @property
+    def _name(self) -> str:
+        return self.place.name or "a mixture of experts"
+
+    def _remember(self, routing: Routing) -> None:
+        if phase() == "backward":  # activations are recomputed
+            return
+        computed = routing.loads.sum(0).tolist()
+        self.load = Load(tuple(computed), tuple(routing.wanted.tolist()), routing.dropped)
+        if self.training and self.gate.name == "sigmoid":
+            self.get_buffer("choices").data.copy_(routing.wanted)
+
+    def _loss(self, routing: Routing, logits: Tensor) -> Tensor:
+        """The auxiliary losses by their coefficients."""
+        total = logits.new_zeros(())
+        for name, value in routing.losses.items():
+            total = total + self.gate.losses.get(name, 1.0) * value
+        return total
+
+
+def _uniform(numbers: Tensor, seed: int) -> Tensor:
+    """A number between 0 and 1, neither of them, for each integer: 52 bits of its hash."""
+    bits = (hard.mixed(numbers, seed) >> 12) & ((1 << 52) - 1)
+    return (bits.double() + 0.5) / (1 << 52)

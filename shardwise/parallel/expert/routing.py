@@ -1,0 +1,112 @@
+"""The routing of a batch of tokens: which experts compute which token, and with which weight.
+
+    N  tokens of this rank      K  choices per token
+    E  experts                  R  data ranks
+
+Each of a token's K choices takes the next place in the queue of its expert, over the global batch:
+all first choices in the order of the tokens, then all second ones (GShard, arXiv 2006.16668,
+section 2.2). An expert of capacity C computes the choices in its places 0 to C-1; the others are
+dropped, and the token has only the residual stream for them. Without a capacity none is dropped.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from shardwise.parallel.expert.global_batch import GlobalBatch
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Where each token goes.
+
+    experts    [N, K] the expert of each choice
+    weights    [N, K] by which the expert's output is multiplied. Differentiable
+    positions  [N, K] the place in the expert's queue over the global batch; -1: not computed
+    loads      [R, E] how many choices of each data rank each expert computes, on the host
+    wanted     [E] how many choices of the global batch each expert had before any was dropped
+    dropped    choices of the global batch that are not computed because of the capacity
+    finite     by data rank, whether its logits are all finite
+    losses     auxiliary losses by name, of the global batch, without their coefficients
+    """
+
+    experts: Tensor
+    weights: Tensor
+    positions: Tensor
+    loads: Tensor
+    wanted: Tensor
+    dropped: int
+    finite: tuple[bool, ...]
+    losses: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Queues:
+    """The places of choices in the queues of the experts; other fields as in `Routing`."""
+
+    positions: Tensor
+    loads: Tensor
+    asked: Tensor  # [K, E] choices of the global batch, kept or not
+    dropped: int
+    finite: tuple[bool, ...]
+    tokens: int  # of the global batch
+
+
+def capacity_of(factor: float | None, choices: int, experts: int) -> int | None:
+    """C = ceil(factor * choices / experts), of the choices of the global batch; None: no bound."""
+    return None if factor is None else math.ceil(factor * choices / experts)
+
+
+def queues(
+    choices: tuple[Tensor, Tensor],
+    logits_NE: Tensor,
+    factor: float | None,
+    batch: GlobalBatch,
+) -> Queues:
+    """Line up choices: experts [N, K], and which of them are wanted [N, K].
+
+    One all-gather of K*E + 2 numbers, called by all data ranks.
+    factor: the capacity of an expert, in multiples of its share under an even load; None: no bound.
+    """
+    (experts_NK, wanted_NK), (_, experts) = choices, logits_NE.shape
+    n, k = experts_NK.shape
+    key = (torch.arange(k, device=experts_NK.device) * experts + experts_NK).t().flatten()
+    key = torch.where(wanted_NK.t().flatten(), key, k * experts)  # those not wanted: the last queue
+    counts = torch.bincount(key, minlength=k * experts + 1)
+    order = torch.argsort(key, stable=True)
+    within = torch.empty_like(key)
+    within[order] = torch.arange(n * k, device=key.device) - (counts.cumsum(0) - counts)[key[order]]
+
+    counts = counts[:-1]
+    everyone = batch.gather(torch.cat([counts, told(logits_NE)])).cpu()
+    tokens, finite = int(everyone[:, -2].sum()), tuple(everyone[:, -1].bool().tolist())
+    counts_RKE = everyone[:, :-2].view(-1, k, experts)
+    slots_KE = counts_RKE.sum(0)
+    first_RKE = _before(slots_KE) + _before(counts_RKE)
+
+    capacity = capacity_of(factor, tokens * k, experts)
+    kept_RKE = counts_RKE
+    if capacity is not None:
+        kept_RKE = (capacity - first_RKE).clamp(min=0).minimum(counts_RKE)
+    first = first_RKE[batch.rank].flatten().to(key.device)
+    places = within + torch.cat([first, first.new_zeros(1)])[key]
+    lost = key == k * experts
+    if capacity is not None:
+        lost |= places >= capacity
+    positions_NK = torch.where(lost, -1, places).view(k, n).t()
+    dropped = int(counts_RKE.sum() - kept_RKE.sum())
+    return Queues(positions_NK, kept_RKE.sum(1), slots_KE, dropped, finite, tokens)
+
+
+def told(logits_NE: Tensor) -> Tensor:
+    """What a data rank tells the others of its logits: how many tokens, and whether all finite."""
+    rows = torch.tensor(len(logits_NE), device=logits_NE.device)
+    return torch.stack([rows, torch.isfinite(logits_NE.detach()).all().long()])
+
+
+def _before(counts: Tensor) -> Tensor:
+    """The sum of what comes before, along the first dim."""
+    return counts.cumsum(0) - counts

@@ -1,0 +1,1 @@
+"""Replicas in threads: the four operations of `sw.DataParallel`, each differentiable."""

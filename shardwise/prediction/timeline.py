@@ -1,0 +1,350 @@
+"""The memory of a step, moment by moment: predicted from one pass of the plain model.
+
+    event               gathered            kept by autograd           gradients under zero3
+    forward embed       embed, block 0      -                          shards
+    forward block 0     block 0, block 1    of embed                   .
+    loss                head                of all, and of the loss    .
+    backward block 1    block 1, block 0    of blocks 0 and 1          shards, and head whole
+    backward block 0    block 0             of block 0                 shards, and block 1 whole
+    update, end         -                   -                          shards
+
+`parameters`, `optimizer` and `buffers` are those between steps. A unit is gathered when it is used
+and one ahead of it, as parallel/data/hooks.py says; its whole gradient is stored from its first
+gradient until its sum has arrived; `in_flight` sums are on their way (parallel/data/reducer.py).
+Kept activations come from the pass, which counts what is alive of what autograd saved.
+
+Not predicted: temporary bytes, which a kernel or a message holds for less than a layer. It is a
+step after the first, in which gradients and optimizer states get their memory.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple
+
+from shardwise.core.errors import bad
+from shardwise.core.plan import Plan
+from shardwise.core.plan_schedule import schedule_of
+from shardwise.core.schedule.action import Action
+from shardwise.core.zero import row_of
+from shardwise.prediction.group import Group, groups
+from shardwise.prediction.prediction import Prediction
+
+#: What is predicted. A measured timeline has "temporary" too.
+PREDICTED: Final = ("parameters", "gathered", "gradients", "optimizer", "buffers", "kept")
+TEMPORARY: Final = "temporary"
+#: So much of the shards is updated at once where no norm is wanted (engine/updating.py).
+EARLY_BYTES: Final = 2**21
+
+
+class Mark(NamedTuple):
+    """A moment of a pass of the plain model, and the bytes that autograd keeps then.
+
+    `call` and `return` of the module `name`; `loss`: the backward pass begins; `gradient`: it has
+    reached an output of the module; `complete`: that of the parameter `name` is complete.
+    """
+
+    kind: Literal["call", "return", "loss", "gradient", "complete"]
+    name: str
+    kept_bytes: int
+    graded: bool = True  # of "return": whether a gradient will reach what it returned
+    returned: int = -1  # of "gradient": the place of its "return" among the marks
+
+
+class Event(NamedTuple):
+    """A moment of a step: `kind` is forward, loss, backward, update, end or a pipeline action.
+
+    `held` are bytes by category at the moment; `peak` is the largest sum since the event before,
+    which only a measurement has.
+    """
+
+    kind: str
+    unit: str
+    microbatch: int
+    held: dict[str, int]
+    peak: int = 0
+
+    @property
+    def total(self) -> int:
+        """All categories."""
+        return sum(self.held.values())
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.unit}".strip()
+
+
+@dataclass(eq=False)
+class _Unit:
+    """A unit while a step is simulated; the fields are those of parallel/data/units.py."""
+
+    name: str
+    modules: tuple[str, ...]
+    encloses: bool
+    looks_up: bool
+    groups: list[Group]
+    whole: bool = False
+    used: bool = False
+    depth: int = 0
+    reached: bool = False
+    missing: set[str] = field(default_factory=set[str])
+    complete: bool = False
+    filling: set[int] = field(default_factory=set[int])  # groups whose whole gradient is stored
+
+    @property
+    def temporary(self) -> bool:
+        return self.full_bytes > 0
+
+    @property
+    def full_bytes(self) -> int:
+        """What gathering takes: all of each group of which the row keeps a shard."""
+        return sum(_padded(g) for g in self.groups if g.shard > 1 and g.row.param.kind == "S")
+
+    @property
+    def trained(self) -> list[Group]:
+        return [group for group in self.groups if group.trained]
+
+    @property
+    def sent_bytes(self) -> int:
+        """What a gradient on its way takes."""
+        return sum(_padded(group) for group in self.groups if _each_backward(group))
+
+    @property
+    def shard_bytes(self) -> int:
+        return sum(group.flat.share * group.element_bytes for group in self.trained)
+
+    def free(self) -> None:
+        self.used = self.whole = False
+
+
+def _padded(group: Group) -> int:
+    return group.flat.padded * group.element_bytes
+
+
+def _each_backward(group: Group) -> bool:
+    """Whether its gradient is reduced after each backward pass, out of memory of its own."""
+    return group.trained and group.shard > 1 and group.row.grad.kind == "S"
+
+
+class _Step:
+    """The units of one rank during a step."""
+
+    def __init__(self, found: Prediction, ahead: int, in_flight: int) -> None:
+        self.found, self.ahead, self.in_flight = found, ahead, in_flight
+        of_unit: dict[str, list[Group]] = {}
+        for group in groups(found.plan, found.model):
+            of_unit.setdefault(group.unit.name, []).append(group)
+        self.units = [
+            _Unit(unit.name, own.modules, own.encloses, own.looks_up, of_unit.get(unit.name, []))
+            for unit, own in zip(found.model.units, found.spec.modules, strict=True)
+        ]
+        self.of_module = {name: unit for unit in self.units for name in unit.modules}
+        self.of_param = {
+            param.name: (unit, k)
+            for unit in self.units
+            for k, group in enumerate(unit.groups)
+            for param in group.params
+            if group.trained
+        }
+        self.held = dict(found.memory)
+        self.path: list[_Unit] = []  # of the step before
+        self.uses: list[_Unit] = []
+        self.calls: list[_Unit] = []
+        self.counts: dict[int, int] = {}  # by the place of a return, how many calls had begun
+        self.latest: _Unit | None = None
+        self.flying: list[_Unit] = []  # whose gradients are on their way
+        self.next = 0  # units, from the last, whose sums have begun
+        self.microbatch = 0
+        self.events: list[Event] = []
+
+    # --- the hooks, in their order (parallel/data/hooks.py) -------------------------------------
+
+    def forward(self, marks: Sequence[Mark]) -> None:
+        """A forward pass: units are gathered when called, and ahead of it."""
+        self.uses, self.calls, self.counts = [], [], {}
+        for place, mark in enumerate(marks):
+            unit = self.of_module.get(mark.name)
+            if unit is None:
+                continue
+            if mark.kind == "call":
+                self._call(unit)
+                if unit.depth == 1:
+                    self.see("forward", unit.name, mark.kept_bytes)
+            else:
+                self.counts[place] = len(self.calls)
+                self._return(unit, mark)
+
+    def _call(self, unit: _Unit) -> None:
+        begins = unit.temporary and not unit.used
+        if begins:
+            self._free_latest(unit)
+        unit.depth += 1
+        unit.whole = True
+        if unit.temporary:
+            self.calls.append(unit)
+        if begins:
+            unit.used = True
+            self.uses.append(unit)
+            place = len(self.uses)
+            if self.path[place - 1 : place] == [unit]:
+                for following in self.path[place : place + self.ahead]:
+                    following.whole = True
+
+    def _return(self, unit: _Unit, mark: Mark) -> None:
+        unit.depth -= 1
+        if unit.temporary:
+            unit.reached = mark.graded
+        if not unit.depth and mark.name == unit.modules[-1] and not unit.encloses:
+            self._free_latest(unit)
+            self.latest = unit
+
+    def _free_latest(self, now: _Unit) -> None:
+        before, self.latest = self.latest, None
+        if before is not None and before is not now:
+            before.free()
+
+    def backward(self, marks: Sequence[Mark]) -> None:
+        """A backward pass: units are gathered again, freed, and their gradients reduced."""
+        once = list(dict.fromkeys(self.uses))
+        order = once if len(once) == len(self.units) else self.units
+        self.next = 0
+        for unit in self.units:
+            unit.missing = {param.name for group in unit.trained for param in group.params}
+            unit.complete = False
+        for mark in marks:
+            if mark.kind == "complete" and mark.name in self.of_param:
+                self._complete(mark.name, order)
+            elif mark.kind == "gradient" and (unit := self.of_module.get(mark.name)):
+                if unit.temporary:
+                    self._reach(unit, self.counts[mark.returned])
+                self.see("backward", unit.name, mark.kept_bytes)
+        for unit in order[::-1][self.next :]:
+            self._reduce(unit)
+        for unit in self.units:
+            unit.free()
+
+    def _reach(self, unit: _Unit, count: int) -> None:
+        to_come = self.calls[:count]
+        for later in set(self.calls[count:]).difference(to_come):
+            if (later.complete or not later.trained) and not later.encloses:
+                later.free()
+        if unit.complete or unit.looks_up:
+            return
+        unit.whole = True
+        if to_come[-1] is unit:
+            to_come.pop()
+        for earlier in to_come[::-1][: self.ahead]:
+            if not earlier.looks_up and earlier.reached and not earlier.complete:
+                earlier.whole = True
+
+    def _complete(self, name: str, order: list[_Unit]) -> None:
+        unit, k = self.of_param[name]
+        if _each_backward(unit.groups[k]):
+            unit.filling.add(k)
+        unit.missing.discard(name)
+        unit.complete = not unit.missing
+        if unit.complete:
+            if len(unit.trained) == len(unit.groups):
+                unit.free()
+            turns = order[::-1]
+            while self.next < len(turns) and (
+                turns[self.next].complete or not turns[self.next].trained
+            ):
+                self._reduce(turns[self.next])
+                self.next += 1
+
+    # --- the sums (parallel/data/reducer.py) ----------------------------------------------------
+
+    def _reduce(self, unit: _Unit) -> None:
+        if not unit.sent_bytes:
+            return
+        while unit in self.flying:
+            self.flying.pop(0)
+        self.flying.append(unit)
+        unit.filling.clear()
+        if len(self.flying) > self.in_flight:
+            self.flying.pop(0)
+
+    def update(self, by_norm: bool) -> None:
+        """All sums have arrived where a norm is wanted; else those of the first 2 MiB."""
+        ready = 0
+        while self.flying and (by_norm or ready < EARLY_BYTES):
+            ready += self.flying.pop(0).shard_bytes
+        self.see("update", "", 0)
+        self.flying.clear()
+
+    # --- what is held -----------------------------------------------------------------------------
+
+    def see(self, kind: str, unit: str, kept_bytes: int) -> None:
+        """Note an event."""
+        filling = sum(_padded(u.groups[k]) for u in self.units for k in u.filling)
+        flying = sum(unit.sent_bytes for unit in self.flying)
+        held = {
+            "parameters": self.held["parameters"],
+            "gathered": sum(unit.full_bytes for unit in self.units if unit.whole),
+            "gradients": self.held["gradients"] + filling + flying,
+            "optimizer": self.held["optimizer"],
+            "buffers": self.held["buffers"],
+            "kept": kept_bytes,
+        }
+        self.events.append(Event(kind, unit, self.microbatch, held, sum(held.values())))
+
+
+def unpredicted(plan: Plan) -> str:
+    """The word for which the moments of a plan are not predicted; "" where they are."""
+    words = {
+        "pp": None if _stays(plan) else plan.pipeline,
+        "recompute": plan.recompute,
+        "offload": plan.offload,
+    }
+    words["row:"] = plan.row if plan.row.startswith("row:") else None
+    return next((word for word, given in words.items() if given is not None), "")
+
+
+def require_predicted(plan: Plan) -> None:
+    """Raise InputError for a plan whose moments are not predicted."""
+    if word := unpredicted(plan):
+        raise bad(
+            f"a timeline of '{plan}' with {word}",
+            "plans without recompute, offload and row:; and with pp those of ddp and zero1 whose "
+            "schedule has F and B alone",
+            f'shardwise memory "{plan}" --measure',
+        )
+
+
+def _stays(plan: Plan) -> bool:
+    """Whether nothing but kept activations changes in a step of the plan's pipeline.
+
+    Not with halves of backward passes (I, W), updates by the schedule, and rows that free units or
+    reduce after each backward pass.
+    """
+    schedule, row = schedule_of(plan), row_of(plan.row)
+    if schedule is None or schedule.update or row.param.kind == "S" or row.grad.kind == "S":
+        return False
+    return all(a.op not in "IW" for r in schedule.rows for a in r if isinstance(a, Action))
+
+
+def predicted_timeline(
+    found: Prediction, marks: Sequence[Sequence[Mark]], ahead: int = 1, in_flight: int = 2
+) -> tuple[Event, ...]:
+    """The memory of `found.rank` at each event of a step after the first.
+
+    `marks` are those of a pass of each microbatch. The plan has no pipeline.
+    """
+    step = _Step(found, ahead, in_flight)
+    step.forward(_forward(marks[0]))  # so that the order of uses is known
+    step.path, step.events = step.uses, []
+    for unit in step.units:
+        unit.free()
+    for microbatch, own in enumerate(marks):
+        step.microbatch = microbatch
+        before = _forward(own)
+        step.forward(before)
+        step.see("loss", "", own[len(before)].kept_bytes)
+        step.backward(own[len(before) + 1 :])
+    step.update(found.norm)
+    step.see("end", "", 0)
+    return tuple(step.events)
+
+
+def _forward(marks: Sequence[Mark]) -> Sequence[Mark]:
+    """Those before the backward pass."""
+    return marks[: next(k for k, mark in enumerate(marks) if mark.kind == "loss")]

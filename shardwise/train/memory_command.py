@@ -1,0 +1,230 @@
+"""`shardwise memory PLAN`: the picture of a step; with --table, ZeRO's table for any model.
+
+The run is the one of `shardwise predict PLAN`, and the step one after the first, in which gradients
+and optimizer states get their memory. --measure trains three steps on local ranks, and measures the
+third.
+"""
+
+import inspect
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from shardwise.core.errors import bad
+from shardwise.core.optimizers import SIDE, STAGES, gigabytes, k_bytes, zero_table
+from shardwise.train.predict_command import Asked, asked
+
+if TYPE_CHECKING:
+    from shardwise.prediction.prediction import Prediction
+    from shardwise.prediction.timeline import Event
+    from shardwise.train.memory_picture import Series
+
+HEADS = ("P_os (zero1)", "P_os+g (zero2)", "P_os+g+p (zero3)")
+STEPS = 3  # of a measurement; the last one is measured
+
+
+@dataclass(frozen=True)
+class Request:
+    """The options of `shardwise memory`."""
+
+    plan: Annotated[
+        str | None, typer.Argument(metavar="[PLAN]", help='Such as "dp8 zero3 bf16".')
+    ] = None
+    model: Annotated[str, typer.Option(help="gpt, gpt:SIZE, hf:NAME or file.py:build.")] = "gpt"
+    batch: Annotated[
+        int | None, typer.Option(help="Rows of the rank's batch; 2 a microbatch if not given.")
+    ] = None
+    sequence: Annotated[
+        int | None, typer.Option(help="Positions of a row; the model's own if not given.")
+    ] = None
+    rank: Annotated[int, typer.Option(help="The rank.")] = 0
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Also measure a step, on local ranks.")
+    ] = False
+    svg: Annotated[Path | None, typer.Option(help="Draw into this file.")] = None
+    png: Annotated[Path | None, typer.Option(help="Draw into this file.")] = None
+    table: Annotated[
+        bool, typer.Option("--table", help="Print ZeRO's table: bytes a rank by formula alone.")
+    ] = False
+    params: Annotated[
+        str, typer.Option(help="With --table: numbers of parameters, such as 7.5e9,128e9.")
+    ] = "7.5e9"
+    ranks: Annotated[
+        str, typer.Option(help="With --table: numbers of data ranks, such as 1,64,1024.")
+    ] = "1,4,16,64,256,1024"
+    optimizer: Annotated[
+        str, typer.Option(help="With --table: the optimizer, such as adam or lion.")
+    ] = "adam"
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+
+
+def memory_command(**given: Any) -> None:
+    """Print what a rank stores at each moment of a step: predicted, and measured."""
+    request = Request(**given)
+    if request.table:
+        counts = _numbers("--params", request.params), _numbers("--ranks", request.ranks)
+        print_table(*counts, request.optimizer, request.as_json)
+    elif request.plan is None:
+        plan = 'shardwise memory "dp8 zero3 bf16"'
+        raise bad("shardwise memory without a plan", "a plan, or --table", plan)
+    else:
+        print_step(request, request.plan)
+
+
+# typer reads the options off a function's signature
+memory_command.__signature__ = inspect.signature(Request)
+
+
+def print_step(request: Request, plan: str) -> None:
+    """Print the memory of a step, and draw it where that is asked.
+
+    Raises InputError for what cannot be predicted or started, RankError when a rank fails.
+    """
+    given = plan, request.model, request.batch, request.sequence, request.rank
+    wanted = asked(*given)
+    found, events = predicted(wanted, request.rank)
+    measured = _measured_on_ranks(wanted, given)[request.rank] if request.measure else []
+
+    from shardwise.prediction.timeline import unpredicted
+    from shardwise.train.memory_picture import Series, draw
+
+    series = [Series("predicted", events)] * bool(events)
+    series += [Series("measured", measured)] * bool(measured)
+    notes = list(found.notes)
+    if word := unpredicted(found.plan):
+        measure = "" if measured else "; --measure measures them"
+        notes.append(f"the moments of a step with {word} are not predicted{measure}")
+    for path in (request.svg, request.png):
+        if path is not None and series:
+            draw(path, series)
+    if request.as_json:
+        print(json.dumps(_as_json(found, series, request.model, notes)))
+    else:
+        _show(found, series, request.model, notes)
+
+
+def predicted(wanted: Asked, rank: int) -> "tuple[Prediction, Sequence[Event]]":
+    """The prediction, and the events of a step; none where they are not predicted."""
+    from shardwise.engine.prediction import predict
+    from shardwise.engine.timeline import predict_events
+    from shardwise.prediction.timeline import unpredicted
+
+    named = {"rank": rank, **wanted.options}
+    if unpredicted(wanted.plan):
+        return predict(wanted.plain, wanted.plan, wanted.batch, **named), ()
+    return predict_events(wanted.plain, wanted.plan, wanted.batch, **named)
+
+
+def _measured_on_ranks(wanted: Asked, given: tuple[Any, ...]) -> "list[list[Event]]":
+    """The events of a step on each of new local ranks."""
+    from shardwise.comm.launch import spawn
+    from shardwise.comm.local import require_local
+
+    ranks = wanted.plan.size
+    require_local(ranks)
+    with Console(stderr=True).status(f"{wanted.plan}: {STEPS} steps on {ranks} ranks"):
+        return spawn(_measured, ranks, given)
+
+
+def _measured(*given: Any) -> "list[Event]":
+    """The last of a few steps on this rank, each on the same batch."""
+    from shardwise.comm.world import init
+    from shardwise.engine.parallelize import parallelize
+    from shardwise.engine.timeline import measuring
+
+    world, wanted = init("cpu"), asked(*given)
+    options: dict[str, Any] = wanted.options | {"tokens": wanted.trainable.tokens}
+    engine = parallelize(wanted.trainable.build(), wanted.plan, world, **options)
+    for _ in range(STEPS - 1):
+        engine.step(wanted.batch)
+    with measuring(engine, wanted.batch) as meter:
+        engine.step(wanted.batch)
+    world.barrier()
+    return meter.events
+
+
+def _as_json(
+    found: "Prediction", series: "Sequence[Series]", model: str, notes: list[str]
+) -> dict[str, Any]:
+    """Everything as one object; `events` of each series in their order."""
+    steps = {
+        one.title: {
+            "peak": {"bytes": one.highest.total, "at": str(one.highest)},
+            "events": [event._asdict() for event in one.events],
+        }
+        for one in series
+    }
+    head = {"plan": str(found.plan), "model": model, "world": found.world, "rank": found.rank}
+    return {**head, "between_steps": found.memory, **steps, "notes": notes}
+
+
+def _show(
+    found: "Prediction", series: "Sequence[Series]", model: str, notes: Sequence[str]
+) -> None:
+    from shardwise.train.memory_picture import legend, on_screen, peaks
+
+    console = Console(emoji=False, highlight=False)
+    console.print(f"{found.plan} on {model}: rank {found.rank} of {found.world}")
+    table = Table("between steps", "bytes")
+    for category, count in found.memory.items():
+        table.add_row(category, f"{count:,}")
+    console.print(table)
+    if series:
+        console.print(peaks(series))
+        scale = max(one.highest.total for one in series)
+        for one in series:
+            console.print(f"\n{one.title}:")
+            console.print(on_screen(one, scale))
+        console.print(legend())
+    for note in notes:
+        console.print(f"Note: {note}.")
+
+
+def print_table(parameters: list[float], ranks: list[float], optimizer: str, as_json: bool) -> None:
+    """Print ZeRO's table 1 for these models and numbers of ranks.
+
+    Raises InputError for a number of ranks that is not whole, and for an unknown optimizer.
+    """
+    if any(n != int(n) for n in ranks):
+        given = ",".join(f"{n:g}" for n in ranks)
+        raise bad(f"--ranks {given}", "whole numbers from 1 up", "--ranks 1,64,1024")
+    k = k_bytes(optimizer)
+    lines = list(zero_table(parameters, [int(n) for n in ranks], optimizer))
+    if as_json:
+        found = [
+            {
+                "parameters": x.parameters,
+                "ranks": x.ranks,
+                **dict(zip(STAGES, x.stored_bytes, strict=True)),
+            }
+            for x in lines
+        ]
+        print(json.dumps({"optimizer": optimizer, "k_bytes": k, "table": found}))
+        return
+    console = Console(emoji=False, highlight=False)
+    title = f"GB a rank: 16-bit weights and gradients, {optimizer} with K = {k:.4g} bytes"
+    shown = Table("parameters", "ranks", *HEADS, title=title)
+    for line in lines:
+        row = map(gigabytes, line.stored_bytes)
+        shown.add_row(f"{line.parameters:g}", f"{line.ranks}", *row)
+    console.print(shown)
+    console.print("ZeRO, arXiv 1910.02054, table 1; 1 GB is 1e9 bytes; activations come on top.")
+    if optimizer == "adafactor":
+        console.print(f"K is of a matrix of {SIDE} rows and columns.")
+
+
+def _numbers(option: str, text: str) -> list[float]:
+    try:
+        found = [float(word) for word in text.split(",")]
+    except ValueError:
+        found = []
+    if not found or any(not 1 <= n < float("inf") for n in found):
+        instead = {"--params": "--params 7.5e9,128e9", "--ranks": "--ranks 1,64,1024"}[option]
+        raise bad(f"{option} {text}", "numbers from 1 up, with commas between them", instead)
+    return found

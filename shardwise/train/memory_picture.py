@@ -1,0 +1,139 @@
+"""The picture of a step: what is stored at each of its events, on the screen and as a file.
+
+    forward blocks.1    3.1 MiB  ####======~~~
+    loss                5.0 MiB  ####======~~~~~~~~~~~
+    backward blocks.1   4.2 MiB  ####====~~~~~~
+
+Each category has a colour; a row is as long as its sum. Where a measurement stands beside a
+prediction, both are drawn to one scale.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.core.errors import bad
+from shardwise.prediction.timeline import PREDICTED, TEMPORARY, Event
+from shardwise.train.plots import new_figure
+from shardwise.train.progress import size_text, unit_of
+
+#: By category: the colour, and the character of a bar on the screen.
+LOOK: Final[dict[str, tuple[str, str]]] = {
+    "parameters": ("#2a6f97", "#"),
+    "gathered": ("#89c2d9", "+"),
+    "gradients": ("#f4a259", "="),
+    "optimizer": ("#8f5a9e", "%"),
+    "buffers": ("#b0b0b0", "b"),
+    "kept": ("#5b8c5a", "~"),
+    TEMPORARY: ("#d0d0d0", "."),
+}
+NOT_PREDICTED: Final = "not predicted"
+WIDTH: Final = 48  # characters of the longest bar
+ROWS: Final = 40  # of a picture on the screen, at most
+
+
+class Series(NamedTuple):
+    """The events of one step, under a title."""
+
+    title: str
+    events: Sequence[Event]
+
+    @property
+    def highest(self) -> Event:
+        """The event at which most is stored."""
+        return max(self.events, key=lambda event: event.total)
+
+
+def peaks(series: Sequence[Series]) -> Table:
+    """By category, the most that is stored at an event, and where."""
+    head, *rows = _rows(series)
+    table = Table(*head)
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def peaks_in_markdown(series: Sequence[Series]) -> Sequence[str]:
+    """The same as lines of Markdown."""
+    head, *rows = (f"| {' | '.join(row)} |" for row in _rows(series))
+    return [head, "|---" * (1 + len(series)) + "|", *rows]
+
+
+def _rows(series: Sequence[Series]) -> Sequence[tuple[str, ...]]:
+    highest = [max(one.events, key=lambda event: event.peak) for one in series]
+    between = (
+        f"{event.peak:,} before {event}" if TEMPORARY in event.held else NOT_PREDICTED
+        for event in highest
+    )
+    return [
+        ("bytes at the most", *(one.title for one in series)),
+        *((category, *(_most(one, category) for one in series)) for category in LOOK),
+        ("all", *(f"{one.highest.total:,} {one.highest}" for one in series)),
+        ("all, between events", *between),
+    ]
+
+
+def _most(series: Series, category: str) -> str:
+    most = max(series.events, key=lambda event: event.held.get(category, 0))
+    if category not in most.held:
+        return NOT_PREDICTED
+    return f"{most.held[category]:,} {most if most.held[category] else ''}".strip()
+
+
+def on_screen(series: Series, scale_bytes: int) -> Table:
+    """A bar for each event; of more than `ROWS`, the longest of those beside each other."""
+    table = Table.grid(padding=(0, 2))
+    for event in _fewer(series.events):
+        bar, used = Text(), 0.0
+        for category, (colour, character) in LOOK.items():
+            before, used = used, used + WIDTH * event.held.get(category, 0) / max(1, scale_bytes)
+            bar.append(character * (round(used) - round(before)), style=colour)
+        table.add_row(Text(str(event)), Text(size_text(event.total), justify="right"), bar)
+    return table
+
+
+def legend() -> Text:
+    """The character of each category."""
+    text = Text()
+    for category, (colour, character) in LOOK.items():
+        text.append(f"{character} {category}   ", style=colour)
+    return text
+
+
+def _fewer(events: Sequence[Event]) -> Sequence[Event]:
+    each = -(-len(events) // ROWS)
+    groups = [events[at : at + each] for at in range(0, len(events), each)]
+    return [max(group, key=lambda event: event.total) for group in groups]
+
+
+def draw(path: Path, series: Sequence[Series]) -> None:
+    """Draw the series above each other to one scale; the file's ending says as what (svg, png).
+
+    Raises InputError where the file cannot be written.
+    """
+    most = max(max(event.total, event.peak) for one in series for event in one.events)
+    unit, unit_bytes = unit_of(most)
+    figure = new_figure(9, 0.6 + 3.4 * len(series))
+    for axes, one in zip(figure.subplots(len(series), squeeze=False)[:, 0], series, strict=True):
+        shown = [c for c in (*PREDICTED, TEMPORARY) if any(e.held.get(c) for e in one.events)]
+        at = range(len(one.events))
+        sizes = [[event.held.get(c, 0) / unit_bytes for event in one.events] for c in shown]
+        axes.stackplot(at, sizes, labels=shown, colors=[LOOK[c][0] for c in shown], step="mid")
+        if TEMPORARY in shown:
+            highest = [event.peak / unit_bytes for event in one.events]
+            axes.step(
+                at, highest, where="mid", color="black", linewidth=0.8, label="most before it"
+            )
+        axes.set(title=one.title, ylabel=unit, ylim=(0, 1.2 * most / unit_bytes))
+        apart = -(-len(one.events) // 32)
+        names = [str(event) for event in one.events][::apart]
+        axes.set_xticks([*at][::apart], names, rotation=90, fontsize=7)
+        axes.legend(frameon=False, fontsize=7, ncols=4, loc="upper left")
+    try:
+        figure.savefig(path, dpi=120)
+    except (OSError, ValueError) as error:
+        where = "a file that ends in .svg or .png, in a folder that is there and can be written"
+        raise bad(f"a picture that cannot be written: {error}", where, "--svg step.svg") from error

@@ -1,0 +1,211 @@
+import json
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.comm import move
+from shardwise.comm.world import World
+from shardwise.core.errors import InputError
+from shardwise.core.mesh import Mesh
+from shardwise.doctor import disk, textbook
+from shardwise.doctor.command import examine
+from shardwise.doctor.diagnosis import Diagnosis, Finding
+from shardwise.doctor.machine import links, look
+from shardwise.doctor.timing import TIMED, Timing, fit, fits, slow_ranks
+from shardwise.train.cli import main
+from tests.pool import run_gloo, run_threads
+
+CPU = torch.device("cpu")
+
+
+def checked(world: World, mesh: str) -> dict[str, dict[str, str]]:
+    world = world.on(Mesh.parse(mesh))
+    return {axis.name: textbook.check(axis, world.device) for axis in world.axes}
+
+
+@pytest.mark.parametrize("mesh", ["dp2", "dp3", "dp4", "dp2 tp2"])
+def test_every_collective_gives_what_the_textbook_says(mesh: str) -> None:
+    """On each axis of the mesh, on all ranks."""
+    for found in run_threads(Mesh.parse(mesh).size, checked, mesh):
+        assert list(found) == [word[:2] for word in mesh.split()]
+        assert all(checks == dict.fromkeys(textbook.CHECKS, "") for checks in found.values())
+
+
+def test_the_example_is_the_textbooks() -> None:
+    """Four ranks: all-reduce gives [6, 10, 14, 18], and reduce-scatter one of these each."""
+
+    def sums(world: World) -> tuple[list[float], list[float]]:
+        axis = world.on(Mesh.parse("dp4")).axis("dp")
+        x = torch.arange(4.0) + axis.rank
+        return move.all_reduce(x.clone(), axis).tolist(), move.reduce_scatter(x, axis).tolist()
+
+    for rank, (every, own) in enumerate(run_threads(4, sums)):
+        assert every == [6.0, 10.0, 14.0, 18.0]
+        assert own == [every[rank]]
+
+
+@pytest.mark.parametrize("name", ["all_reduce", "all_to_all", "broadcast", "scatter"])
+def test_a_collective_that_does_nothing_is_found(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each returns what the rank had: wrong on at least one rank, which is named."""
+    undone = {
+        "all_reduce": lambda x, *_: x,
+        "all_to_all": lambda x, *_: x,
+        "broadcast": lambda x, *_: x,
+        "scatter": lambda _, out, *__: out,
+    }
+    monkeypatch.setattr(move, name, undone[name])
+    found = run_threads(4, lambda world: checked(world, "dp4"))
+    wrong = Diagnosis("dp4", [Finding(look(), checks, [], {}) for checks in found]).failures
+    assert any(text.startswith(f"{name} on axis dp, rank ") for text in wrong)
+    assert all(" instead of [" in text for text in wrong)
+
+
+def test_a_line_is_found_again() -> None:
+    """Times that are latency + bytes / bandwidth give both back, and no residual."""
+    sizes = [2**power for power in range(10, 24, 2)]
+    found = fit([Timing("dp", "send", size, 3e-5 + size / 2e9) for size in sizes])
+    assert found.latency_s == pytest.approx(3e-5)
+    assert found.bytes_per_s == pytest.approx(2e9)
+    assert found.residual == pytest.approx(0, abs=1e-9)
+
+
+def test_a_line_has_no_negative_part() -> None:
+    """Times that grow faster than bytes have latency 0; constant ones no bandwidth."""
+    faster = fit([Timing("dp", "send", size, (size / 1e6) ** 2) for size in (10, 100, 1000)])
+    assert faster.latency_s == 0.0 and faster.bytes_per_s is not None
+    falling = fit([Timing("dp", "send", size, 1e-3 - size / 1e7) for size in (10, 100, 1000)])
+    assert falling.bytes_per_s is None and falling.latency_s == pytest.approx(1e-3, rel=0.1)
+    assert falling.seconds(1e9) == falling.latency_s
+
+
+def test_a_rank_all_of_whose_links_are_slow_is_named() -> None:
+    """Rank 2 of 4 is; with two ranks it cannot be said which one is slow."""
+    ways = [(0, 1), (0, 2), (0, 3), (1, 2), (2, 3)]
+    seconds = {way: 5e-3 if 2 in way else 1e-3 for way in ways}
+    assert slow_ranks(seconds | {(1, 3): 1e-3}) == {2: pytest.approx(5.0)}
+    assert slow_ranks({(0, 1): 1.0}) == {}
+    assert slow_ranks(dict.fromkeys(ways, 1e-3)) == {}
+
+
+def test_what_will_hurt_is_a_warning() -> None:
+    """Threads beyond the cores, a version that differs, a slow link: each with its rank or host."""
+    machine = replace(look(), cores=2, threads=2, host="node", host_number=7)
+    older = replace(machine, versions=(("torch", "2.0.0"), *machine.versions[:1]))
+    ways = [(0, 1), (1, 2), (0, 2), (0, 3), (2, 3)]
+    times = {way: 9e-3 if 3 in way else 1e-3 for way in ways}
+    ranks = [Finding(m, {}, [], times) for m in (machine, machine, machine, older)]
+    threads, version, slow = Diagnosis("dp4", ranks).warnings
+    assert "2 processor cores for 8 threads of 4 ranks: set OMP_NUM_THREADS=1" in threads
+    assert version.startswith("rank 3 (node) has shardwise missing") or "torch 2.0.0" in version
+    assert slow.startswith("rank 3 (node) has a slow link") and "9.0 times" in slow
+    one = replace(machine, threads=1)
+    assert Diagnosis("dp2", [Finding(one, {}, [], {})] * 2).warnings == []
+
+
+def test_links_of_gpus_are_read_from_nvml() -> None:
+    """Two GPUs with 4 NVLinks that are up, and a third one across the machine."""
+    absent = type("NVMLError", (Exception,), {})
+
+    def state(_: int, number: int) -> int:
+        if number == 4:
+            raise absent
+        return 1
+
+    nvml = SimpleNamespace(
+        nvmlDeviceGetCount=lambda: 3,
+        nvmlDeviceGetHandleByIndex=lambda i: [10, 11, 12][i],
+        nvmlDeviceGetP2PStatus=lambda a, b, _: 0 if 12 not in (a, b) else 5,
+        nvmlDeviceGetTopologyCommonAncestor=lambda _a, _b: 50,
+        nvmlDeviceGetNvLinkState=state,
+        NVML_P2P_CAPS_INDEX_NVLINK=2,
+        NVML_P2P_STATUS_OK=0,
+        NVML_NVLINK_MAX_LINKS=18,
+        NVML_FEATURE_ENABLED=1,
+        NVMLError=absent,
+    )
+    assert links(nvml) == (("X", "NV4", "SYS"), ("NV4", "X", "SYS"), ("SYS", "SYS", "X"))
+    assert links(None) == ()
+
+
+def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    """Rates above zero, and no file stays."""
+    found = disk.measure(tmp_path, 2**16)
+    assert found.write_bytes_per_s > 0 and found.read_bytes_per_s > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def four() -> Diagnosis:
+    """Four processes on two axes, with short messages."""
+    return Diagnosis("dp2 tp2", run_gloo(4, examine, Mesh.parse("dp2 tp2"), 2**14))
+
+
+def test_four_processes_are_examined(four: Diagnosis) -> None:
+    """Every collective is right; there is a line for each collective and axis; bytes are known."""
+    assert four.failures == []
+    lines = [(one.axis, one.collective) for one in four.fits]
+    assert lines == [(axis, name) for axis in ("dp", "tp") for name in TIMED]
+    sent = {t.collective: t.sent_bytes for t in four.timings if t.axis == "dp"}
+    assert sent["send"] == 2**14 and sent["all_reduce"] == 2 * 2**14 // 2
+    assert "38 collectives are right" in four.text()
+
+
+def test_what_is_saved_can_be_read(four: Diagnosis) -> None:
+    """The TOML has each line's numbers; the JSON object says whether all holds."""
+    with_disk = replace(four, disk=disk.Disk("/data", 1e8, 2e9))
+    read = tomllib.loads(with_disk.toml())
+    assert read["mesh"] == "dp2 tp2" and read["ranks"] == 4 and read["disk"]["folder"] == "/data"
+    for one in fits(four.timings):
+        saved = read["links"][one.axis][one.collective]
+        assert saved["latency_s"] == pytest.approx(one.latency_s, rel=1e-3)
+        assert saved.get("bytes_per_s", 0) == pytest.approx(one.bytes_per_s or 0, rel=1e-3)
+    assert json.loads(json.dumps(with_disk.object()))["holds"] is True
+
+
+def test_the_command_prints_saves_and_draws(tmp_path: Path, capsys: Any) -> None:
+    """Two ranks: exit code 0, one JSON object, a file that reads back, a picture."""
+    toml, png = tmp_path / "cluster.toml", tmp_path / "links.png"
+    argv = ["doctor", "--ranks", "2", "--mib", "1", "--json"]
+    with pytest.raises(SystemExit) as end:
+        main([*argv, "--save", str(toml), "--picture", str(png)])
+    assert end.value.code == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["ranks"] == 2 and printed["mesh"] == "dp2"
+    assert set(tomllib.loads(toml.read_text())["links"]["dp"]) == set(TIMED)
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--ranks", "0"], "--ranks 0"),
+        (["--mesh", "dp2 tp2", "--ranks", "2"], "--mesh dp2"),
+        (["--mesh", "what"], "what"),
+        (["--device", "cuda"], "cuda"),
+        (["--device", "gpu"], "--device"),
+        (["--mib", "0"], "--mib 0"),
+        (["--disk", "/no/such/folder"], "--disk /no/such/folder"),
+        (["--save", "/no/such/folder/c.toml"], "--save cluster.toml"),
+        (["--picture", "links.txt"], "--picture doctor.png"),
+    ],
+)
+def test_bad_input_is_one_paragraph(argv: list[str], text: str, capsys: Any) -> None:
+    """Exit code 2, before a rank starts."""
+    with pytest.raises(SystemExit) as end:
+        main(["doctor", *argv])
+    said = capsys.readouterr().err.strip()
+    assert end.value.code == 2 and text in said
+    assert "Write instead:" in said and "\n" not in said
+
+
+def test_a_folder_that_cannot_hold_the_file_is_refused(tmp_path: Path) -> None:
+    """A disk with too little room is named, and nothing is written."""
+    with pytest.raises(InputError, match="MiB free"):
+        disk.measure(tmp_path, 2**62)

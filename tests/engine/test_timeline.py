@@ -1,0 +1,171 @@
+"""The memory of a step at each of its events: what is measured is what was predicted."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from torch import nn
+
+import shardwise as sw
+from shardwise.comm.world import World, alone
+from shardwise.core.errors import InputError
+from shardwise.engine.timeline import measuring, predict_events
+from shardwise.models import gpt
+from shardwise.models.initial import fill
+from shardwise.prediction.timeline import PREDICTED, TEMPORARY, Event
+from tests.engine.cases import Task, ranks_of, rows_task, share, small_gpt, text, tied_gpt
+from tests.engine.tensors import SMALL, gpt_task
+from tests.engine.zoo import make
+from tests.pool import run_gloo, run_threads
+
+
+def deep_gpt() -> nn.Module:
+    """Four blocks, for two stages on each of two ranks."""
+    model = gpt.GPT(replace(SMALL, layers=4))
+    fill(model, seed=3)
+    return model
+
+
+def frozen_gpt() -> nn.Module:
+    """The blocks' norms and the table are not trained."""
+    model = small_gpt()
+    for name, p in model.named_parameters():
+        p.requires_grad_("norm" not in name and "embed" not in name)
+    return model
+
+
+TASKS: dict[str, Callable[[], Task]] = {
+    "gpt": partial(gpt_task, rows=8),
+    "deep": lambda: Task(deep_gpt, partial(text, rows=16)),
+    "tied": lambda: Task(tied_gpt),
+    "frozen": lambda: Task(frozen_gpt),
+    "stack": lambda: rows_task(partial(make, "stack")),
+}
+Both = tuple[list[Event], tuple[Event, ...]]
+
+
+def both(world: World, plan: str, name: str, options: dict[str, Any]) -> Both:
+    """The third step of a plan: measured and predicted."""
+    task = TASKS[name]()
+    options = {"units": "auto", "least_unit_bytes": 0, "clip": 1.0} | options
+    named: dict[str, Any] = {"loss": task.loss, "optimizer": sw.AdamW(lr=1e-3), **options}
+    engine = sw.parallelize(task.make(), plan, world, tokens=task.tokens, **named)
+    batches = [share(task.batch(s), engine.data_rank, engine.data_ranks) for s in range(3)]
+    for batch in batches[:2]:
+        engine.step(batch)
+    with measuring(engine, batches[2]) as meter:
+        engine.step(batches[2])
+    _, predicted = predict_events(task.make(), plan, batches[2], rank=world.rank, **named)
+    return meter.events, predicted
+
+
+def check(ranks: list[Both]) -> None:
+    """Every event of every rank, in the same order, with the same bytes."""
+    for measured, predicted in ranks:
+        assert [(*e[:3], {c: e.held[c] for c in PREDICTED}) for e in measured] == [
+            e[:4] for e in predicted
+        ]
+        assert all(e.peak >= e.total >= sum(e.held[c] for c in PREDICTED) for e in measured)
+        assert all(TEMPORARY not in e.held for e in predicted)
+
+
+PLANS = [
+    *(
+        "dp2",
+        "dp2 zero1 bf16",
+        "dp2 zero2",
+        "dp2 zero3",
+        "dp4 zero3 bf16",
+        "dp2 zero3 accumulate:2",
+    ),
+    *("dp2 zero2 accumulate:3", "dp_replicate2 dp_shard2 zero3", "tp2", "tp2 sp bf16"),
+    *("dp2 tp2 zero3", "dp2 tp2 sp zero2 fp64"),
+]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_event_is_predicted_to_the_byte(plan: str):
+    """Parameters, gathered units, gradients, optimizer and kept activations, on every rank."""
+    check(run_threads(ranks_of(plan), both, plan, "gpt", {}))
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero3 fp64", "dp4 zero2 bf16", "dp2 tp2 zero3"])
+def test_on_gloo(plan: str):
+    """The same on real processes."""
+    check(run_gloo(ranks_of(plan), both, plan, "gpt", {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("tied", {}),
+        ("frozen", {}),
+        ("stack", {"units": 1}),
+        ("gpt", {"prefetch": 0}),
+        ("gpt", {"prefetch": 3, "units": 1}),
+        ("gpt", {"clip": None}),
+        ("gpt", {"kernels": "torch"}),
+        ("gpt", {"least_unit_bytes": None}),
+    ],
+)
+def test_models_and_options(name: str, options: dict[str, Any]):
+    """Tied and frozen parameters, other units, other prefetching, an update without a norm."""
+    check(run_threads(2, both, "dp2 zero3 fp64", name, options))
+
+
+def test_a_measurement_leaves_nothing_behind():
+    """No hook, no watch: a step that is not measured runs what it ran before."""
+    task = gpt_task()
+    engine = sw.parallelize(task.make(), "fp32", alone(), loss=task.loss, tokens=task.tokens)
+    hooks = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in engine.model.modules()]
+    with measuring(engine, task.batch(0)) as meter:
+        engine.step(task.batch(0))
+    seen = len(meter.events)
+    engine.step(task.batch(1))
+    after = [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in engine.model.modules()]
+    assert after == hooks and not engine.optimizer.torch._optimizer_step_pre_hooks
+    assert len(meter.events) == seen > 4
+
+
+def pipelined(world: World, plan: str) -> list[Event]:
+    task = gpt_task(rows=8)
+    engine = sw.parallelize(task.make(), plan, world, loss=task.loss, tokens=task.tokens)
+    engine.step(share(task.batch(0), engine.data_rank, engine.data_ranks))
+    batch = share(task.batch(1), engine.data_rank, engine.data_ranks)
+    with measuring(engine, batch) as meter:
+        engine.step(batch)
+    return meter.events
+
+
+def test_the_actions_of_a_pipeline_are_events():
+    """1F1B: the first stage keeps two microbatches' activations, the last one's none after B."""
+    first, last = run_threads(2, pipelined, "pp2 1f1b:4 fp64")
+    assert [e.kind for e in first[:4]] == ["F0.0", "F0.1", "B0.0", "F0.2"]
+    kept = [e.held["kept"] for e in first if e.kind[0] in "FB"]
+    one = kept[0]
+    assert one > 0 and kept == [one, 2 * one, one, 2 * one, one, 2 * one, one, 0]
+    assert [e.held["kept"] for e in last if e.kind[0] == "B"] == [0, 0, 0, 0]
+
+
+PIPELINES = [
+    *("pp2 1f1b:4 fp64", "pp2 gpipe:2", "pp2 interleaved:4x2 bf16", "dp2 pp2 zero1 1f1b:2"),
+    *("pp2 tp2 1f1b:2", "pp2 1f1b:2 accumulate:2", "pp2 bfs:2x2"),
+]
+
+
+@pytest.mark.parametrize("plan", PIPELINES)
+def test_every_action_of_a_pipeline_is_predicted_to_the_byte(plan: str):
+    """After each F and B of each rank: what its stages keep of the microbatches under way."""
+    check(run_threads(ranks_of(plan), both, plan, "deep", {"clip": 1.0}))
+
+
+@pytest.mark.parametrize(
+    "plan", ["pp2 zb-h1:4", "pp2 dp2 zero3 1f1b:2", "dp2 recompute:full", "dp2 row:R,R,S"]
+)
+def test_what_is_not_predicted_is_refused(plan: str):
+    """The error says which plans are, and that a step can be measured."""
+    task = gpt_task()
+    with pytest.raises(InputError, match=r"a timeline of .* with .*--measure"):
+        predict_events(task.make(), plan, task.batch(0), loss=gpt.loss)

@@ -1,0 +1,44 @@
+"""A MoE GPT whose sizes divide by nothing convenient, under any gate, and its batches."""
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.models import gpt, moe
+from shardwise.models.initial import fill
+from shardwise.parallel.expert.gate import Gate
+from tests.engine.cases import CONFIG, Task, text
+
+LOSSES = {"balance": 0.3, "importance": 0.2, "z": 0.1}
+
+
+def model(
+    name: str, capacity: float | None = None, experts: int = 4, losses: bool = True
+) -> nn.Module:
+    gate = Gate(name, experts, 2, capacity, scale=1.5, losses=LOSSES if losses else {})
+    made = moe.MoEGPT(moe.MoEConfig(CONFIG, gate, shared=1))
+    fill(made, seed=3)
+    with torch.no_grad():
+        for key, value in made.named_parameters():
+            if "router" in key:  # so that some experts are asked for too often
+                value.mul_(3.0)
+    for key, b in made.named_buffers():
+        if key.endswith("centroids"):
+            b.copy_(torch.linspace(-1, 1, b.numel()).view_as(b).sin())
+    return made
+
+
+def batch(name: str, rows: int, step: int) -> dict[str, Tensor]:
+    """The same words and random numbers in every run; the expert of each token where it is read."""
+    torch.manual_seed(step)
+    made = text(step, rows)
+    if name in ("assigned", "argmax"):
+        made["experts"] = made["inputs"] * 7 % 4
+    return made
+
+
+def task(name: str, capacity: float | None = None, rows: int = 7, losses: bool = True) -> Task:
+    """The training of a MoE GPT on `rows` rows."""
+    make = partial(model, name, capacity, losses=losses)
+    return Task(make, partial(batch, name, rows), moe.loss, gpt.tokens)

@@ -1,0 +1,169 @@
+"""Expert parallelism: every gate and row against one process, on 2 and on 4 gloo processes."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.comm.world import World, traced
+from shardwise.core.errors import InputError, NonFiniteError
+from shardwise.parallel.expert.gate import GATES
+from shardwise.parallel.expert.hard import hashed
+from tests.engine.cases import CONFIG, Case, Task, ranks_of, small_gpt
+from tests.engine.tensors import (
+    Held,
+    assert_parity,
+    assert_pieces,
+    build,
+    mine,
+    pieces,
+    train,
+    whole_run,
+)
+from tests.expert import moe
+from tests.pool import run_gloo
+
+PLANS = [
+    *(f"dp2 ep2 {row}" for row in ("ddp", "zero1", "zero2", "zero3")),
+    *(f"dp4 ep{n} {row}" for n in (2, 4) for row in ("ddp", "zero1", "zero2", "zero3")),
+    "dp_replicate2 dp_shard2 ep2 zero3",
+    "dp4 zero3",
+]
+
+
+def holds(task: Task, plan: str) -> list[Held]:
+    """Three steps, ranks begin with different weights, gradients are clipped: as one process."""
+    case = Case(f"{plan} fp64", clip=0.5, seeds=True)
+    found = run_gloo(ranks_of(plan), train, task, case)
+    assert_parity(found, whole_run(task, case), 1e-10)
+    for held in found:
+        assert all(sent == predicted for sent, predicted in held.bytes)
+        assert held.memory[0] == held.memory[1]
+    return found
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("capacity", [None, 1.0])
+def test_rows(plan: str, capacity: float | None):
+    """Losses, norm, gradients and weights are one process's; bytes and memory are as predicted."""
+    holds(moe.task("topk-renormalised", capacity), plan)
+
+
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize(
+    ("plan", "capacity"), [("dp2 ep2", 1.0), ("dp4 ep2 zero3", None), ("dp4 ep4", 1.25)]
+)
+def test_gates(name: str, plan: str, capacity: float | None):
+    """So they are under each gate, with and without a capacity."""
+    holds(moe.task(name, capacity), plan)
+
+
+@pytest.mark.parametrize("name", ["switch", "expert-choice", "sigmoid", "noisy-topk"])
+@pytest.mark.parametrize("plan", ["dp4 ep2 zero3", "dp4 ep4", "dp4 zero1"])
+def test_ranks_without_rows(name: str, plan: str):
+    """Ranks without rows take part without a token; their experts learn from the other ranks."""
+    holds(moe.task(name, 1.0, rows=2), plan)
+
+
+@pytest.mark.parametrize("words", ["accumulate:2", "recompute:full", "recompute:selective"])
+def test_with_other_words(words: str):
+    """Microbatches and recomputation change nothing of a dropless gate; bytes are exact."""
+    holds(moe.task("topk", losses=words != "accumulate:2"), f"dp2 ep2 zero3 {words}")
+
+
+def test_bf16():
+    """In bf16 the loss is that of one process in fp64, within their rounding."""
+    task = moe.task("switch", 1.25)
+    found = run_gloo(2, train, task, Case("dp2 ep2 zero3 bf16", clip=0.5))
+    expected = whole_run(task, Case("dp2 ep2 zero3", clip=0.5))
+    assert found[0].losses == pytest.approx(expected.losses, rel=0.02)
+
+
+def saved(world: World, task: Task, plan: str, folder: str) -> None:
+    engine = build(world, task, Case(f"{plan} fp64"))
+    for step in range(2):
+        engine.step(mine(engine, task.batch(step)))
+    sw.save(engine, folder)
+
+
+def continued(world: World, task: Task, plan: str, folder: str) -> Held:
+    engine, held = build(world, task, Case(f"{plan} fp64", seeds=True)), Held()
+    sw.load(engine, folder)
+    held.losses.append(engine.step(mine(engine, task.batch(2))).loss)
+    held.weights = pieces(engine.boxes(), "model/")
+    return held
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("dp4 ep2 zero3", "dp4 ep4"),
+        ("dp4 ep4 zero1", "dp2 ep2 zero3"),
+        pytest.param("dp2 ep2", "dp4 zero3", marks=pytest.mark.full),
+        pytest.param("dp2", "dp4 ep2 zero2", marks=pytest.mark.full),
+    ],
+)
+def test_checkpoints_between_degrees(tmp_path: Path, before: str, after: str):
+    """A checkpoint of one degree is continued under any other, as one process goes on."""
+    task = moe.task("sigmoid")
+    run_gloo(ranks_of(before), saved, task, before, str(tmp_path))
+    found = run_gloo(ranks_of(after), continued, task, after, str(tmp_path))
+    expected = whole_run(task, Case("dp2 fp64"))
+    assert [held.losses for held in found] == [pytest.approx(expected.losses[2:], rel=1e-10)] * len(
+        found
+    )
+    assert_pieces([held.weights for held in found], expected.weights, 1e-10)
+
+
+def one_rank_diverges(world: World) -> None:
+    """The embedding of one token is NaN, and only rank 1 reads it."""
+    task = moe.task("topk")
+    engine = build(world, task, Case("dp2 ep2 fp64"))
+    with torch.no_grad():
+        for name, p in engine.model.named_parameters():
+            if name == "embed.weight":
+                p[36] = torch.nan
+    tokens = torch.full((2, 9), 36 if world.rank else 3)
+    with pytest.raises(NonFiniteError, match=r"blocks\.0\.moe gave infinite .* data rank 1\."):
+        engine.step({"inputs": tokens, "targets": tokens})
+
+
+def test_router_that_is_not_finite():
+    """Logits that are NaN on one rank stop the step on all, with the layer and the rank."""
+    run_gloo(2, one_rank_diverges)
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "given", "allowed"),
+    [
+        (partial(moe.model, "switch", experts=6), "dp4 ep4", "'ep4' with 6 experts", "ep1, ep2"),
+        (small_gpt, "dp4 ep2", "a GPT without a layer of experts", "sw.MoE"),
+        (partial(moe.model, "switch"), "dp2 ep2 pp2", "'1f1b:4' for a MoEGPT", "not a pipeline"),
+    ],
+)
+def test_refused(make: Callable[[], nn.Module], plan: str, given: str, allowed: str):
+    """A plan that the model's experts do not fit is refused before anything starts."""
+    world = traced(0, ranks_of(plan))
+    with pytest.raises(InputError) as error:
+        sw.parallelize(make(), plan, world)
+    assert given in str(error.value)
+    assert allowed in str(error.value)
+
+
+def test_bytes_follow_from_the_loads():
+    """The all-to-alls of a step are four times the rows that leave a rank, of each layer."""
+    task, case = moe.task("hash", losses=False), Case("dp2 ep2 fp64", steps=1)
+    found = run_gloo(2, train, task, case)
+    words = task.batch(0)["inputs"].tensor_split(2)
+    second = [int((hashed(rows, 4) >= 2).sum()) for rows in words]
+    leave = [second[0], words[1].numel() - second[1]]  # to the other rank's experts
+    for rank, held in enumerate(found):
+        sent = {key.phase: t.sent_bytes for key, t in held.lines.items() if key.axis == "ep"}
+        rows = {"forward": leave[rank] + leave[1 - rank], "backward": sum(leave)}
+        assert {phase: sent[phase] for phase in rows} == {
+            phase: count * 2 * CONFIG.width * 8 for phase, count in rows.items()
+        }

@@ -1,0 +1,108 @@
+"""A routing of a batch that several data ranks share is that of one process."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.comm.world import World
+from shardwise.core.mesh import Mesh
+from shardwise.parallel.expert import hard
+from shardwise.parallel.expert.gate import GATES, Extra, Gate
+from shardwise.parallel.expert.global_batch import GlobalBatch
+from tests.pool import run_gloo, run_threads
+
+F64 = torch.float64
+E = 4
+#: Rows of each data rank: even, uneven, and a rank without any.
+SHARES = {"even": [6, 6, 6, 6], "uneven": [9, 5, 1, 3], "one empty": [7, 0, 6, 2]}
+LOSSES = {"balance": 0.3, "importance": 0.2, "z": 0.1}
+
+
+def inputs(rows: int) -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(7)
+    normal = torch.randn(3, rows, E, generator=draw, dtype=F64)
+    uniform = torch.rand(rows, generator=draw, dtype=F64)
+    target = torch.randint(E, (rows,), generator=draw)
+    skew = torch.tensor([1.5, 0.5, 0.0, -0.5], dtype=F64)  # so that some choices are dropped
+    return {
+        "logits": normal[0] + skew,
+        "spread": normal[1],
+        "normal": normal[2],
+        "uniform": uniform,
+        "target": target,
+    }
+
+
+def routed(name: str, capacity: float | None, x: dict[str, Tensor], batch: GlobalBatch):
+    """The routing, and the gradient of a loss in which each token and each loss has a part."""
+    logits = x["logits"].clone().requires_grad_()
+    random = {"noisy-topk": x["normal"], "gshard": x["uniform"]}.get(name)
+    spread, target = x["spread"], x["target"] if name in HARD else None
+    bias = torch.tensor([0.1, -0.2, 0.0, 0.3], dtype=F64)
+    gate = Gate(name, E, 2, capacity, losses=LOSSES)
+    found = gate.route(logits, batch, Extra(random, spread, bias, target))
+    # every rank's loss is its part: the auxiliary losses are divided by the ranks in any way
+    part = (batch.rank + 1) * 2 / (batch.ranks * (batch.ranks + 1))
+    kept = torch.where(found.positions >= 0, found.weights, 0.0)
+    loss = (kept * torch.arange(1, 1 + kept.shape[1])).sum()
+    loss = loss + part * sum(LOSSES.get(n, 1.0) * value for n, value in found.losses.items())
+    if loss.requires_grad:
+        loss.backward()
+    return found, torch.zeros_like(logits) if logits.grad is None else logits.grad
+
+
+HARD = ("assigned", "hash", "cluster", "argmax")
+
+
+def against_one(world: World, mesh: str, name: str, capacity: float | None, shares: list[int]):
+    here = world.on(Mesh.parse(mesh))
+    axes = tuple(here.axis(axis) for axis, _ in Mesh.parse(mesh).axes)
+    batch = GlobalBatch(axes)
+    assert (batch.ranks, batch.rank) == (world.size, world.rank)
+    whole = inputs(sum(shares))
+    mine = {key: value.split(shares)[world.rank] for key, value in whole.items()}
+    found, gradient = routed(name, capacity, mine, batch)
+    one, expected = routed(name, capacity, whole, GlobalBatch())
+    same = [
+        torch.equal(getattr(found, key), getattr(one, key).split(shares)[world.rank])
+        for key in ("experts", "positions")
+    ]
+    close = torch.allclose(gradient, expected.split(shares)[world.rank], rtol=1e-10, atol=1e-14)
+    losses = all(abs(found.losses[n] - one.losses[n]) <= 1e-12 for n in one.losses)
+    counted = found.dropped == one.dropped and torch.equal(found.wanted, one.wanted)
+    shared = torch.equal(found.loads.sum(0), one.loads[0])
+    own = (found.positions >= 0).int()
+    mine_only = torch.zeros(E, dtype=torch.int64)
+    mine_only.index_add_(0, found.experts.flatten(), own.flatten().long())
+    return [*same, close, losses, counted, shared, torch.equal(found.loads[world.rank], mine_only)]
+
+
+@pytest.mark.parametrize("shares", SHARES)
+@pytest.mark.parametrize("capacity", [None, 1.0, 1.5])
+@pytest.mark.parametrize("name", GATES)
+def test_threads(name: str, capacity: float | None, shares: str):
+    """Experts, places, dropped choices, losses and gradients are those of one process."""
+    found = run_threads(4, against_one, "dp4", name, capacity, SHARES[shares])
+    assert found == [[True] * 7] * 4
+
+
+@pytest.mark.parametrize("mesh", ["dp4", "dp_replicate2 dp_shard2"])
+def test_gloo(mesh: str):
+    """So they are on four processes, on one data axis and on two."""
+    for name in ("gshard", "expert-choice"):
+        assert run_gloo(4, against_one, mesh, name, 1.0, SHARES["one empty"]) == [[True] * 7] * 4
+
+
+def clustered(world: World, shares: list[int]):
+    batch = GlobalBatch((world.on(Mesh.parse(f"dp{world.size}")).axis("dp"),))
+    features = inputs(sum(shares))["logits"]
+    centroids, mine = hard.balanced_clusters(features.split(shares)[world.rank], 3, batch)
+    expected, clusters = hard.balanced_clusters(features, 3, GlobalBatch())
+    return torch.equal(centroids, expected) and torch.equal(
+        mine, clusters.split(shares)[world.rank]
+    )
+
+
+def test_clusters():
+    """Balanced clusters of features that several ranks share are those of one process."""
+    assert run_threads(4, clustered, SHARES["one empty"]) == [True] * 4
