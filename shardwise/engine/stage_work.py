@@ -189,7 +189,7 @@ class ScaledLoss:
     """The last stage returns the loss, a mean over tokens.
 
     What is differentiated is the sum over the tokens, times `sum_scale`, a power of two.
-    `summed` is the unscaled sum of all microbatches in fp64; zero where the last stage is elsewhere.
+    `summed` is the unscaled sum of all microbatches in fp64; zero on ranks without the last stage.
     """
 
     def __init__(self, sum_scale: float, device: torch.device) -> None:

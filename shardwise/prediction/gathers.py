@@ -55,7 +55,7 @@ class _Pass:
 
 
 class Order(NamedTuple):
-    """The units in the order of their gathers and of their calls; those whose output has a gradient."""
+    """The units by their gathers and by their calls, and those whose output has a gradient."""
 
     path: tuple[int, ...]
     calls: tuple[int, ...]
