@@ -1,7 +1,8 @@
 """The ledger of one rank: what it sent to other ranks, by axis, kind and phase.
 
-    axis     the mesh axis ("dp", "tp", ...)
-    kind     the collective (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send)
+    axis     the mesh axis ("dp", "tp", ...), or "tier": between the rank's device and its host
+    kind     the collective (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send),
+             or the copy (device_to_host, host_to_device)
     phase    when it was begun (open, start, forward, backward, update, check), set by the engine
 
 A transport writes it, at the last point before a tensor goes to torch.distributed or into memory
@@ -12,9 +13,12 @@ nor the prediction takes part: see volume.py.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from torch import Tensor
+
+#: The axis of copies between the tiers of one rank (tiers.py).
+TIER: Final = "tier"
 
 
 class Key(NamedTuple):
@@ -108,5 +112,10 @@ class Ledger:
         return {key: tally for key, tally in gone.items() if tally != Tally()}
 
     def sent_bytes(self) -> int:
-        """All bytes this rank has sent."""
-        return sum(line.sent_bytes for line in self._lines.values())
+        """All bytes this rank has sent to other ranks."""
+        return rank_bytes(self.lines)
+
+
+def rank_bytes(lines: dict[Key, Tally]) -> int:
+    """The bytes of these lines that went to other ranks, and not to another tier."""
+    return sum(tally.sent_bytes for key, tally in lines.items() if key.axis != TIER)

@@ -9,6 +9,8 @@
     send, receive, begin_send, begin_receive
                     point-to-point messages
 
+Copies between a rank's device and its host are the axis "tier" of the door: tiers.py.
+
 Functions named `begin...`, and `start`, return a `Pending`.  `root`, `to`, `source`: ranks on it.
 
 The backward of `src -> dst` is `dst.dual -> src.dual`, so one autograd function serves all moves.

@@ -26,6 +26,7 @@ from shardwise.comm.peers import watch_peers
 from shardwise.comm.pool import Pool
 from shardwise.comm.rendezvous import Start, environment, launched, local_rank
 from shardwise.comm.start import meet
+from shardwise.comm.tiers import Tiers
 from shardwise.comm.torch_links import TorchLinks, device_mesh, group_timeout
 from shardwise.comm.transport import Links, Transport
 from shardwise.core.arguments import choice
@@ -88,6 +89,7 @@ class World:
     everyone: Axis = Axis("world")
     ledger: Ledger = field(default_factory=Ledger)
     pool: Pool = field(default_factory=Pool)
+    tiers: Tiers = field(default_factory=Tiers)
 
     def axis(self, name: str) -> Axis:
         """The axis called `name`; of size one if the mesh has no such axis."""
@@ -95,7 +97,7 @@ class World:
         return next((axis for axis in self.axes if axis.name == name), alone)
 
     def on(self, mesh: Mesh) -> "World":
-        """This world with the axes of `mesh`, a new ledger and a new pool of buffers.
+        """This world with the axes of `mesh`, and a new ledger, pool of buffers and table of tiers.
 
         All ranks must call it.
 
@@ -118,8 +120,9 @@ class World:
                 opened.append(counted_axis(name, (now, behind), ledger, pool))
         here = self.everyone
         everyone = counted_axis(here.name, (here.transport, here.behind), ledger, pool)
-        axes = tuple(opened)
-        return replace(self, mesh=mesh, axes=axes, everyone=everyone, ledger=ledger, pool=pool)
+        axes, tiers = tuple(opened), Tiers(ledger, self.device)
+        changed = replace(self, mesh=mesh, axes=axes, everyone=everyone, ledger=ledger, pool=pool)
+        return replace(changed, tiers=tiers)
 
     def within(self, name: str, groups: Sequence[Sequence[int]], called: str = "") -> Axis:
         """The ranks of axis `name` that are in the same group as this one.  All ranks must call it.
@@ -171,7 +174,8 @@ def world_of(rank: int, size: int, device: torch.device, links: Links) -> World:
     queues = ("now", "behind") if size > 1 else ()
     pair = [links.transport("world", lines, rank, queue) for queue in queues]
     everyone = counted_axis("world", pair, ledger)
-    return World(rank, size, device, links, everyone=everyone, ledger=ledger)
+    tiers = Tiers(ledger, device)
+    return World(rank, size, device, links, everyone=everyone, ledger=ledger, tiers=tiers)
 
 
 def alone(device: torch.device | str = "cpu") -> World:

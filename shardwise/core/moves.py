@@ -80,6 +80,11 @@ def counts_price(in_counts: Sequence[int], rank: int) -> int:
     return sum(in_counts) - in_counts[rank]
 
 
+def between(src: str, dst: str) -> str:
+    """The kind of a copy between two tiers of a rank; its price is all elements, once."""
+    return f"{src}_to_{dst}"
+
+
 def _kind(src: Placement, dst: Placement) -> tuple[str, int, bool]:
     """The collective, its factor, and whether each rank sends only its own block."""
     if src.kind == dst.kind == "S":

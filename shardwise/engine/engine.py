@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.ledger import Key, Ledger, Tally
+from shardwise.comm.ledger import Key, Ledger, Tally, rank_bytes
 from shardwise.comm.move import begin_sum
 from shardwise.core.pool_size import pool_bytes
 from shardwise.engine import compiled, hint, memory, state, validate
@@ -159,7 +159,7 @@ class Engine:
         self.steps, self.made = self.steps + 1, self.made + 1
         self.broken = False
         self.last = self.ledger.since(before)
-        total = sum(tally.sent_bytes for tally in self.last.values())
+        total = rank_bytes(self.last)
         lr = self.optimizer.lr
         return Metrics(facts.loss, facts.tokens, facts.norm, facts.skipped, lr, total)
 
@@ -343,10 +343,14 @@ class Engine:
         return state.gradients(self.optimizer)
 
     def memory(self) -> dict[str, int]:
-        """Live bytes of this rank by category, read from the tensors' storages."""
-        found = memory.measured(self.model, self.flats, self.optimizer, self.world.pool)
+        """Live bytes of this rank's device by category, read from the tensors' storages."""
+        found = memory.measured(self.model, self.flats, self.optimizer, self.world)
         stale = self.passes.stale if isinstance(self.passes, Pipelined) else None
         return found if stale is None else found | {"versions": stale.peak_bytes}
+
+    def host_memory(self) -> dict[str, int]:
+        """Live bytes in host memory (comm/tiers.py) by category."""
+        return memory.measured(self.model, self.flats, self.optimizer, self.world, "host")
 
     def sent(self) -> dict[Key, Tally]:
         """The ledger so far, by axis, kind and phase."""

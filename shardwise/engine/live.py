@@ -79,7 +79,7 @@ class Live(TorchDispatchMode):
         Empty storages do not count: a unit frees its storage by resizing it to zero.
         """
         self.elsewhere = {k: weak for k, weak in self.elsewhere.items() if not weak.expired()}
-        held = engine.model, engine.flats, engine.optimizer, engine.world.pool
+        held = engine.model, engine.flats, engine.optimizer, engine.world
         kept = {tensor.untyped_storage()._cdata for _, tensor in memory.owned(*held)}
         found: list[Stray] = []
         for key, (weak, made_by) in list(self.made.items()):

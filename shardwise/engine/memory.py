@@ -1,10 +1,11 @@
-"""The bytes that an engine keeps between steps, by category."""
+"""The bytes that an engine keeps between steps, by category, on one tier."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 
-from shardwise.comm.pool import Pool
+from shardwise.comm.world import World
+from shardwise.core.zero import Tier
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.parallel.data.flat_parameter import Flat
 
@@ -12,22 +13,27 @@ CATEGORIES = ("parameters", "gradients", "optimizer", "buffers")
 
 
 def measured(
-    model: nn.Module, flats: Sequence[Flat], optimizer: ShardedOptimizer, pool: Pool
+    model: nn.Module,
+    flats: Sequence[Flat],
+    optimizer: ShardedOptimizer,
+    world: World,
+    tier: Tier = "device",
 ) -> dict[str, int]:
-    """Live bytes by category: parameters, gradients, optimizer, buffers (with the pool's).
+    """Live bytes on `tier` by category: parameters, gradients, optimizer, buffers (with the pool).
 
     Each storage is counted once and in the first category that holds it, as large as it is now:
     padding and pieces that views do not show are included, freed storages are not.
     """
     seen: set[int] = set()
     found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-    for category, tensor in owned(model, flats, optimizer, pool):
-        found[category] += _bytes([tensor], seen)
+    for category, tensor in owned(model, flats, optimizer, world):
+        if world.tiers.of(tensor) == tier:
+            found[category] += _bytes([tensor], seen)
     return found
 
 
 def owned(
-    model: nn.Module, flats: Sequence[Flat], optimizer: ShardedOptimizer, pool: Pool
+    model: nn.Module, flats: Sequence[Flat], optimizer: ShardedOptimizer, world: World
 ) -> Iterator[tuple[str, Tensor]]:
     """Every tensor that an engine keeps between steps, with its category."""
     kept: list[Tensor] = []
@@ -36,7 +42,7 @@ def owned(
         yield from (("parameters", t) for t in (flat.full, flat.shard))
         yield from (("gradients", t) for t in (flat.grad, flat.gshard) if t is not None)
     yield from (("optimizer", t) for t in kept)
-    yield from (("buffers", t) for t in (*model.buffers(), pool.memory) if t is not None)
+    yield from (("buffers", t) for t in (*model.buffers(), world.pool.memory) if t is not None)
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:

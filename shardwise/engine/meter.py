@@ -3,6 +3,7 @@
     with Meter(engine) as meter:
         engine.step(batch)
     meter.peak                 {"parameters": ..., "gradients": ..., "activations": ..., ...}
+    meter.host_peak            the same of host memory, at its own highest moment
     meter.leaks()              what the step left behind: nothing, from the second step on
 
 The meter tracks the storages of every operation's results by weak references, on any device; it
@@ -12,6 +13,9 @@ of live storages (units resize theirs to zero and back).
     parameters, gradients, optimizer, buffers    the engine's own; a gradient on its way stays one
     activations                                  everything else that was made under the meter:
                                                  what autograd saves, and what messages land in
+
+Storages are on the device, or in host memory (comm/tiers.py). The result of an operation is where
+its operands are. `peak_bytes`, `peak` and `most` are of the device.
 
 What a kernel takes and returns inside one operation is not seen.
 """
@@ -26,16 +30,18 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.core.zero import Tier
 from shardwise.parallel.data.units import Unit
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "buffers", "activations")
 
 
 class Place(NamedTuple):
-    """The key of a count of bytes: category and unit; the unit is "" for bytes of no unit."""
+    """The key of a count of bytes: category, unit ("" for bytes of no unit) and tier."""
 
     category: str
     unit: str
+    tier: Tier = "device"
 
 
 @dataclass(frozen=True)
@@ -69,12 +75,14 @@ class Meter(TorchDispatchMode):
         self.before: set[int] = set()
         self.peak_bytes = 0
         self.peak_places: dict[Place, int] = {}
+        self.host_bytes, self.host_places = 0, dict[Place, int]()
         self.most: dict[str, int] = {}  # by category, each at its own highest moment
 
     def __enter__(self) -> Self:
         self._claim()
         self.before = {key for key, held in self.storages.items() if held.nbytes() is not None}
         self.peak_bytes, self.peak_places, self.most = 0, {}, {}
+        self.host_bytes, self.host_places = 0, {}
         self._look()
         return super().__enter__()
 
@@ -82,7 +90,7 @@ class Meter(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        place = Place("activations", self._running())
+        place = Place("activations", self._running(), self._tier(args, made))
         for leaf in pytree.tree_leaves(made):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                 self._follow(leaf, place, str(func))
@@ -95,6 +103,11 @@ class Meter(TorchDispatchMode):
     def peak(self) -> dict[str, int]:
         """Bytes by category at the moment when most bytes were live."""
         return _by_category(self.peak_places)
+
+    @property
+    def host_peak(self) -> dict[str, int]:
+        """Bytes of host memory by category at the moment when most were live there."""
+        return _by_category(self.host_places)
 
     def now(self) -> dict[Place, int]:
         """Bytes by category and unit that are live now."""
@@ -122,8 +135,13 @@ class Meter(TorchDispatchMode):
     # --- how it is seen -----------------------------------------------------------------------
 
     def _look(self) -> None:
-        places = self.now()
-        total = sum(places.values())
+        every = self.now()
+        places = {place: count for place, count in every.items() if place.tier == "device"}
+        total, on_host = sum(places.values()), sum(every.values())
+        on_host -= total
+        if on_host > self.host_bytes:
+            self.host_bytes = on_host
+            self.host_places = {p: count for p, count in every.items() if p.tier == "host"}
         if total > self.peak_bytes:
             self.peak_bytes, self.peak_places = total, places
         now: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
@@ -134,17 +152,31 @@ class Meter(TorchDispatchMode):
 
     def _follow(self, tensor: Tensor, place: Place, made_by: str) -> None:
         storage = tensor.untyped_storage()
-        if storage.device.type != "meta":
-            self.storages.setdefault(storage._cdata, _Storage(storage, place, made_by))
+        if storage.device.type != "meta" and storage._cdata not in self.storages:
+            if self.engine.world.tiers.of(tensor) == "host":
+                place = place._replace(tier="host")
+            self.storages[storage._cdata] = _Storage(storage, place, made_by)
+
+    def _tier(self, args: Any, made: Any) -> Tier:
+        """The tier of new results: that of the operands, of which a copy has one on each tier."""
+        operands = (x for x in pytree.tree_leaves(args) if isinstance(x, Tensor))
+        found = {self._known_tier(x) for x in operands}
+        return "host" if found == {"host"} else "device"
+
+    def _known_tier(self, x: Tensor) -> Tier:
+        held = self.storages.get(x.untyped_storage()._cdata)
+        return self.engine.world.tiers.of(x) if held is None else held.place.tier
 
     def _claim(self) -> None:
         """Give the engine's own storages their category, in the order of precedence."""
+        tiers = self.engine.world.tiers
         for place, tensor in self._owned():
             key = tensor.untyped_storage()._cdata
+            place = place._replace(tier=tiers.of(tensor))
             held = self.storages.get(key)
             if held is None:
                 self._follow(tensor, place, "the engine")
-            elif held.place.category == "activations":
+            elif held.place.category == "activations" or held.place.tier != place.tier:
                 held.place = place
 
     def _owned(self) -> Iterator[tuple[Place, Tensor]]:

@@ -34,13 +34,13 @@ from shardwise.core.model_spec import (
     ModelSpec,
     ParamShape,
 )
-from shardwise.core.moves import price
+from shardwise.core.moves import between, price
 from shardwise.core.param_layout import AxisLayout
 from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.schedule.action import Transfer
 from shardwise.core.schedule.library import updates
-from shardwise.core.zero import Moment, row_of
+from shardwise.core.zero import Moment, Tier, row_of
 from shardwise.prediction.group import Group, groups, layout_of
 from shardwise.prediction.rank_shape import stage_of, stages_on
 from shardwise.prediction.recompute import parts
@@ -114,6 +114,10 @@ class Tariff:
         """Every rank gathers a few numbers of all others, one axis after the other."""
         for axis in (self.shard, self.replicate):
             self.move(axis, S(0), R, numbers * self.size(axis), number_bytes, "check")
+
+    def copy(self, src: Tier, dst: Tier, stored_bytes: int, phase: str) -> None:
+        """A copy between tiers of the rank."""
+        self.add(Line("tier", between(src, dst), phase), stored_bytes)
 
     def add(self, line: Line, sent_bytes: int) -> None:
         """Count bytes; a line without any is left out."""

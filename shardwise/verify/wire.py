@@ -28,6 +28,7 @@ import torch
 
 from shardwise.comm import interface
 from shardwise.comm.launch import spawn
+from shardwise.comm.ledger import TIER, rank_bytes
 from shardwise.comm.move import receive, send
 from shardwise.comm.objects import all_gather_object
 from shardwise.comm.world import World, init
@@ -136,7 +137,8 @@ def _on_rank(plan: Plan, model: str, *options: Any) -> _Measured:
         own = share(whole, engine)
         told = predicted(own)
         engine.step(own)
-        return sum(told.in_step(number, moves=engine.laid.experts.moves).values())
+        lines = told.in_step(number, moves=engine.laid.experts.moves)
+        return sum(count for line, count in lines.items() if line.axis != TIER)
 
     for number in range(CHECKED_STEPS):  # these compare more than later ones
         step(number)
@@ -152,7 +154,7 @@ def _on_rank(plan: Plan, model: str, *options: Any) -> _Measured:
         nonlocal theory, counted, messages
         for number in range(steps):
             theory += step(CHECKED_STEPS + number)
-            counted += sum(tally.sent_bytes for tally in engine.last.values())
+            counted += rank_bytes(engine.last)
             messages += sum(tally.peers for tally in engine.last.values())
         engine.wait()
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardwise.comm.tiers import begin_copy
 from shardwise.comm.world import World, alone
 from shardwise.engine.meter import Meter
 from tests.pool import run_gloo
@@ -66,3 +67,23 @@ def test_freed_storages_count_nothing():
         without = sum(meter.now().values())
         x.untyped_storage().resize_(4000)
         assert sum(meter.now().values()) == without + 4000
+
+
+def test_host_memory_is_apart():
+    """What is copied to the host is host memory, also what is computed there; no peak has both."""
+    ours = engine(alone(), "fp32")
+    with Meter(ours) as meter:
+        before = meter.peak_bytes
+        x = torch.zeros(1000)
+        there = begin_copy(x, ours.world.tiers, "device", "host").wait()
+        twice = there * 2
+        back = begin_copy(there, ours.world.tiers, "host", "device").wait()
+        assert meter.peak_bytes == before + 2 * 4000
+        assert meter.host_peak["activations"] == meter.host_bytes == 2 * 4000
+        found = {place.tier: n for place, n in meter.now().items() if not place.unit}
+        assert found["host"] == found["device"] == 8000
+    del twice, back
+    whole, moved = ours.memory(), ours.flats[0].shard.untyped_storage().nbytes()
+    ours.world.tiers.own(ours.flats[0].shard)
+    assert ours.host_memory() == dict.fromkeys(whole, 0) | {"parameters": moved}
+    assert ours.memory() == whole | {"parameters": whole["parameters"] - moved}

@@ -1,0 +1,153 @@
+"""The tier axis of the door: copies of tensors between a rank's device and its host's memory.
+
+    begin_copy(x, tiers, src, dst, out)    begin to copy `x` from tier `src` to `dst`: a Pending
+    tiers.empty_like(x, tier)              new memory on a tier; on the host pinned for CUDA
+    tiers.own(x)                           the memory of `x`, made elsewhere, is the host's
+    tiers.of(x)                            the tier of `x`: "host" if its memory is the host's
+    tiers.settle(x)                        wait for copies of host tensor `x`, before it is written
+
+`world.tiers` are those of a rank.  The ledger has the copies under axis "tier" and the kinds
+"device_to_host" and "host_to_device", in the phase in which they are begun.
+
+The tier of a tensor is that of its storage.  Without an accelerator, device and host are the same
+memory: only the table of `Tiers` tells which storages are the host's.  The meter, engine.memory()
+and Live read it.  Its references are weak: memory that is freed leaves it.
+
+On CUDA each direction has its own stream.  A copy begins after the work that the current stream has
+been given, and after earlier copies of the same host memory.  `wait` on a copy to the host blocks
+until the host may read it; on a copy to the device it makes the current stream wait.  `x` may be
+freed at once, but not written before `wait`.  On a CPU the copy is made when it is begun.
+"""
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
+
+from shardwise.comm.ledger import TIER, Ledger
+from shardwise.comm.transport import Pending
+from shardwise.core.moves import between
+from shardwise.core.zero import Tier
+
+_SWEEP_AT = 64  # table entries, above which those of freed memory are removed
+
+
+class _HostMemory:
+    """A storage on the host, and on CUDA the last copy from or to it."""
+
+    def __init__(self, weak: StorageWeakRef) -> None:
+        self.weak = weak
+        self.copied: torch.cuda.Event | None = None
+
+
+class Tiers:
+    """The tiers of one rank, between which copies are counted in `ledger`."""
+
+    def __init__(self, ledger: Ledger | None = None, device: torch.device | None = None) -> None:
+        self.ledger = Ledger() if ledger is None else ledger
+        self.device = torch.device("cpu") if device is None else device
+        self._host: dict[int, _HostMemory] = {}
+        self._sweep_at = _SWEEP_AT
+        self._streams: dict[Tier, torch.cuda.Stream] = {}
+
+    @property
+    def accelerated(self) -> bool:
+        """Whether the device has memory of its own."""
+        return self.device.type == "cuda"
+
+    def of(self, x: Tensor) -> Tier:
+        """The tier on which `x` is."""
+        return "host" if self._memory(x) is not None else "device"
+
+    def own(self, x: Tensor) -> Tensor:
+        """Count the storage of `x` as memory of the host from now on; returns `x`."""
+        storage = x.untyped_storage()
+        if self._memory(x) is None:
+            self._sweep()
+            self._host[storage._cdata] = _HostMemory(StorageWeakRef(storage))
+        return x
+
+    def empty_like(self, x: Tensor, tier: Tier) -> Tensor:
+        """A tensor of the shape, dtype and order of dims of `x` on `tier`; values are undefined."""
+        strides = torch.empty_like(x, device="meta").stride()
+        if tier == "device":
+            return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=self.device)
+        return self.empty(x.numel(), x.dtype).as_strided(x.shape, strides)
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor in new host memory; values are undefined."""
+        with _disable_current_modes():  # a meter must not see the memory before it is the host's
+            made = torch.empty(
+                numel * dtype.itemsize, dtype=torch.uint8, pin_memory=self.accelerated
+            )
+            self.own(made)
+        return made.view(dtype)
+
+    def settle(self, x: Tensor) -> None:
+        """Return when no copy from or to the host tensor `x` is under way."""
+        memory = self._memory(x)
+        if memory is not None and memory.copied is not None:
+            memory.copied.synchronize()
+
+    def _memory(self, x: Tensor) -> _HostMemory | None:
+        return self._host.get(x.untyped_storage()._cdata)
+
+    def _sweep(self) -> None:
+        if len(self._host) < self._sweep_at:
+            return
+        self._host = {key: one for key, one in self._host.items() if not one.weak.expired()}
+        self._sweep_at = max(_SWEEP_AT, 2 * len(self._host))
+
+    def _copy_beside(self, out: Tensor, x: Tensor, to: Tier) -> torch.cuda.Event:
+        """Copy on the stream of the direction; the event that it is over."""
+        stream = self._streams.get(to)
+        if stream is None:
+            stream = self._streams[to] = torch.cuda.Stream(self.device)
+        on_host, on_device = (out, x) if to == "host" else (x, out)
+        memory = self._memory(on_host)
+        assert memory is not None
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        if memory.copied is not None:
+            stream.wait_event(memory.copied)
+        with torch.cuda.stream(stream):
+            out.copy_(x, non_blocking=True)
+            on_device.record_stream(stream)
+            over = torch.cuda.Event()
+            over.record(stream)
+        memory.copied = over
+        return over
+
+
+def begin_copy(
+    x: Tensor, tiers: Tiers, src: Tier, dst: Tier, out: Tensor | None = None
+) -> Pending[Tensor]:
+    """Begin to copy `x`, which is on `src`, to `out` on `dst`; None is new memory there.
+
+    `out` has the shape and dtype of `x`, and is the result of `wait`.  Not differentiable.
+
+    Raises:
+        ValueError: `x` or `out` is on another tier, or there is no copy from `src` to `dst`.
+    """
+    if {src, dst} != {"device", "host"}:
+        raise ValueError(f"no copy from tier {src} to tier {dst}; allowed: device to host and back")
+    x = x.detach()
+    out = tiers.empty_like(x, dst) if out is None else out.detach()
+    for tensor, tier in ((x, src), (out, dst)):
+        if tiers.of(tensor) != tier:
+            raise ValueError(f"a tensor on tier {tiers.of(tensor)} in a copy from {src} to {dst}")
+    tiers.ledger.begin(TIER, between(src, dst)).add(x, x.numel(), peers=0)
+    if not tiers.accelerated:
+        out.copy_(x)
+        return Pending([lambda: out])
+    over = tiers._copy_beside(out, x, dst)
+    return Pending([lambda: _arrived(out, tiers, over)])
+
+
+def _arrived(out: Tensor, tiers: Tiers, over: torch.cuda.Event) -> Tensor:
+    if tiers.of(out) == "host":
+        over.synchronize()
+    else:
+        current = torch.cuda.current_stream(tiers.device)
+        current.wait_event(over)
+        out.record_stream(current)  # it may have been allocated under another stream
+    return out

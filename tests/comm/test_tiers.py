@@ -1,0 +1,88 @@
+"""Copies between a rank's device and its host's memory: values, counts, tiers and what is freed."""
+
+import gc
+
+import pytest
+import torch
+
+from shardwise.comm.ledger import Key, Ledger, Tally
+from shardwise.comm.tiers import Tiers, begin_copy
+from shardwise.comm.world import alone
+from shardwise.core.mesh import Mesh
+
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("numel", [0, 1, 12])
+def test_a_copy_to_the_host_and_back_is_equal_and_counted(device: str, numel: int):
+    """Values, shape and order of dims stay; each way has a line of its own, in its phase."""
+    ledger = Ledger()
+    tiers = Tiers(ledger, torch.device(device))
+    x = torch.arange(2.0 * numel, dtype=torch.float64, device=device).view(2, numel).t()
+    with ledger.phase("forward"):
+        there = begin_copy(x, tiers, "device", "host").wait()
+    with ledger.phase("backward"):
+        back = begin_copy(there, tiers, "host", "device").wait()
+    assert there.device.type == "cpu" and back.device.type == device
+    assert torch.equal(there, x.cpu()) and torch.equal(back, x)
+    assert there.stride() == back.stride() == torch.empty_like(x).stride()
+    assert tiers.of(there) == "host" and tiers.of(back) == tiers.of(x) == "device"
+    tally = Tally(1, 2 * numel, 16 * numel, 0)
+    assert ledger.lines == {
+        Key("tier", "device_to_host", "forward"): tally,
+        Key("tier", "host_to_device", "backward"): tally,
+    }
+    assert ledger.sent_bytes() == 0  # nothing went to another rank
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_buffer_is_used_again_in_order(device: str):
+    """Copies from and to one host buffer do not overtake each other, and it can be settled."""
+    tiers = Tiers(device=torch.device(device))
+    room = tiers.empty(2**20, torch.float32)
+    found = []
+    for number in range(4):
+        x = torch.full((2**20,), float(number), device=device)
+        begin_copy(x, tiers, "device", "host", room)
+        found.append(begin_copy(room, tiers, "host", "device"))
+    for number, arriving in enumerate(found):
+        assert (arriving.wait() == number).all()
+    tiers.settle(room)
+    assert (room == 3).all()
+
+
+def test_the_tier_is_that_of_the_storage():
+    """Views are where their storage is; memory made elsewhere can be owned; freed memory leaves."""
+    tiers = Tiers()
+    x = torch.zeros(8)
+    assert tiers.of(x) == "device"
+    assert tiers.of(tiers.own(x)[2:4]) == "host"
+    assert tiers.of(torch.zeros(8)) == "device"
+    for _ in range(1000):
+        tiers.empty(1, torch.uint8)
+    gc.collect()
+    assert len(tiers._host) < 200
+
+
+def test_what_is_on_another_tier_is_refused():
+    """A copy names the tiers of its tensors."""
+    tiers = Tiers()
+    x = torch.zeros(8)
+    with pytest.raises(ValueError, match="tier device in a copy from host"):
+        begin_copy(x, tiers, "host", "device")
+    with pytest.raises(ValueError, match="tier device in a copy from device to host"):
+        begin_copy(x, tiers, "device", "host", torch.zeros(8))
+    with pytest.raises(ValueError, match="no copy from tier device to tier disk"):
+        begin_copy(x, tiers, "device", "disk")
+    assert tiers.ledger.lines == {}
+
+
+def test_a_world_counts_copies_in_its_own_ledger():
+    """`on` begins a ledger and tiers together."""
+    world = alone().on(Mesh())
+    begin_copy(torch.zeros(4), world.tiers, "device", "host")
+    assert list(world.ledger.lines) == [Key("tier", "device_to_host", "start")]
