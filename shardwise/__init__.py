@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from shardwise.checkpoint.engines import load, save
+    from shardwise.checkpoint.weights_folder import fill_from
     from shardwise.comm.launch import spawn
     from shardwise.comm.move import move
     from shardwise.comm.world import World, init
@@ -75,6 +76,7 @@ _HOMES = {
     "Gate": "parallel.expert.gate",
     "MoE": "parallel.expert.layer",
     "cross_entropy": "parallel.tensor.cross_entropy",
+    "fill_from": "checkpoint.weights_folder",
     "gather": "parallel.replicas.rows",
     "parallel_apply": "parallel.replicas.threads",
     "replicate": "parallel.replicas.replicate",
@@ -115,6 +117,7 @@ __all__ = [
     "balance_by_time",
     "clip_grad_norm",
     "cross_entropy",
+    "fill_from",
     "full_state_dict",
     "gather",
     "init",

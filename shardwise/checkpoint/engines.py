@@ -7,6 +7,7 @@ load    the same into an engine of any plan, on any number of ranks
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ import torch
 from shardwise.checkpoint import load as reading
 from shardwise.checkpoint import save as writing
 from shardwise.checkpoint.contents import MODEL
-from shardwise.checkpoint.folder import all_in, as_path, is_whole, passed_over, prune
-from shardwise.checkpoint.open_checkpoint import OpenCheckpoint
+from shardwise.checkpoint.description import described
+from shardwise.checkpoint.folder import all_in, as_path, find, is_whole, passed_over, prune
+from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint, open_checkpoint
 from shardwise.checkpoint.storage import Check
 from shardwise.comm.move import broadcast
 from shardwise.core.arguments import integer
-from shardwise.core.errors import bad
+from shardwise.core.errors import InputError, bad
 from shardwise.engine import validate
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
@@ -58,6 +60,7 @@ def write(engine: Engine, folder: str | os.PathLike[str], scalars: dict[str, Any
     """Save the engine's state with these scalars; returns the path.  Raises like `save`."""
     boxes = engine.boxes()
     name = _first_not_finite(engine, boxes)
+    scalars = scalars | {"model": described(engine)}
     refusal = (
         f"The weights of step {engine.steps} are not saved: {name} is not finite. The older "
         "checkpoints are unchanged; resume from the newest."
@@ -109,8 +112,14 @@ def load(
 def fill(engine: Engine, folder: Path, check: Check) -> dict[str, Any]:
     """Load a checkpoint that passes `check` into the engine; returns its scalars.
 
-    Raises like `load`.
+    Of imported weights (export.py) the engine takes the weights, in its own dtypes.  Raises like
+    `load`.
     """
+    if (names := imported_names(folder)) is not None:
+        boxes = _of_weights(engine, names)
+        saved = reading.load(folder, boxes, engine.world, check, convert=True)
+        engine.loaded()
+        return saved
 
     def checked(opened: OpenCheckpoint) -> None:
         """Raise InputError unless it is an engine's checkpoint and passes `check`."""
@@ -133,6 +142,31 @@ def fill(engine: Engine, folder: Path, check: Check) -> dict[str, Any]:
     engine.load_scalars(saved["engine"])
     engine.loaded()
     return saved
+
+
+def imported_names(folder: Path) -> set[str] | None:
+    """The tensors of a checkpoint of imported weights; None for any other, or a damaged one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # loading shows them
+        try:
+            opened = open_checkpoint(find(folder))
+        except InputError:  # loading raises it on every rank
+            return None
+    return set(opened.metadata.state_dict_metadata) if IMPORTED in opened.scalars else None
+
+
+def _of_weights(engine: Engine, names: set[str]) -> list[Box]:
+    """The engine's weights and buffers, under the names that imported weights have for them."""
+    tied = {name: group for group in described(engine)["tied"] for name in group}
+    transient = set(described(engine)["transient"])
+    found: list[Box] = []
+    for box in engine.boxes():
+        kind, _, name = box.name.partition("/")
+        if kind == "optim" or (kind == "buffer" and name in transient):
+            continue
+        also = [f"{MODEL}{other}" for other in tied.get(name, (name,))]
+        found.append(replace(box, name=next((n for n in also if n in names), also[0])))
+    return found
 
 
 def _require_all(engine: Engine, opened: OpenCheckpoint) -> None:

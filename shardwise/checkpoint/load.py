@@ -24,11 +24,13 @@ def load(
     boxes: Sequence[Box],
     world: World,
     check: Check | None = None,
+    convert: bool = False,
 ) -> dict[str, Any]:
     """Fill the boxes from the newest checkpoint in `folder`; returns its scalars.
 
     All ranks must call it.  `folder` may be one checkpoint's own.  The boxes may divide tensors in
-    any way, over any number of ranks, and need not cover all that was saved.  First each rank
+    any way, over any number of ranks, and need not cover all that was saved.  With `convert`,
+    values take the dtypes of the boxes, which must be the saved ones otherwise.  First each rank
     checks that the files belong to one save, `check`, the names, shapes and dtypes of its boxes,
     and the hashes of its share of the files.  No rank writes to a box before all checks have passed
     on every rank.  So files are read twice; only one piece at a time is held in memory.
@@ -46,7 +48,7 @@ def load(
             load_state(
                 {},
                 storage_reader=pieces,
-                planner=BoxLoadPlanner(boxes, str(folder)),
+                planner=BoxLoadPlanner(boxes, str(folder), convert),
                 no_dist=world.size == 1,
             )
     except CheckpointException as error:

@@ -26,6 +26,8 @@ from shardwise.core.errors import bad
 
 #: The first entry of scalars.json; checkpoints of format 1 have no manifest.
 FORMAT, FORMAT_1 = "shardwise 2", "shardwise 1"
+#: The scalar that only imported weights have: the folder that they are from.
+IMPORTED = "weights_of"
 
 
 @dataclass(frozen=True)

@@ -145,12 +145,13 @@ class BoxLoadPlanner(LoadPlanner):
     """Requests what overlaps this rank's boxes, and provides the destination.
 
     `create_local_plan` raises InputError for tensors that are missing in the checkpoint, or have
-    another shape or dtype there.
+    another shape or, unless values are converted, another dtype there.
     """
 
-    def __init__(self, boxes: Sequence[Box], checkpoint: str) -> None:
+    def __init__(self, boxes: Sequence[Box], checkpoint: str, convert: bool = False) -> None:
         self.boxes = boxes
         self.checkpoint = checkpoint
+        self.convert = convert
         self.tensors: dict[MetadataIndex, Tensor] = {}
         self.metadata = Metadata({})
 
@@ -171,7 +172,8 @@ class BoxLoadPlanner(LoadPlanner):
         wrong = {
             box.name: problem
             for box in self.boxes
-            if (problem := _problem(box, known.get(box.name), self.checkpoint)) is not None
+            if (problem := _problem(box, known.get(box.name), self.checkpoint, self.convert))
+            is not None
         }
         if wrong:
             more = f" and {len(wrong) - _NAMED} more tensors" if len(wrong) > _NAMED else ""
@@ -281,7 +283,7 @@ def _said(tensor: TensorStorageMetadata | TensorWriteData) -> str:
     return f"{tuple(tensor.size)} {str(tensor.properties.dtype).removeprefix('torch.')}"
 
 
-def _problem(box: Box, saved: Any, checkpoint: str) -> Problem | None:
+def _problem(box: Box, saved: Any, checkpoint: str, convert: bool) -> Problem | None:
     """The problem that prevents loading the box, if there is one."""
     dtype = str(box.tensor.dtype).removeprefix("torch.")
     if not isinstance(saved, TensorStorageMetadata):
@@ -296,7 +298,7 @@ def _problem(box: Box, saved: Any, checkpoint: str) -> Problem | None:
             f"the shape it was saved with, {tuple(saved.size)}",
             "the model's configuration at the time of saving",
         )
-    if saved.properties.dtype != box.tensor.dtype:
+    if saved.properties.dtype != box.tensor.dtype and not convert:
         return Problem(
             f"'{box.name}' in {dtype}",
             f"the dtype it was saved with, {_said(saved).split()[-1]}",

@@ -177,7 +177,11 @@ class Pieces(StorageReader):
             wanted.setdefault((place.relative_path, place.offset), []).append(item)
         for (name, offset), items in sorted(wanted.items(), key=lambda entry: entry[0]):
             length = self.places[items[0].storage_index].length
-            piece = _read(self.path / name, offset, length)
+            piece = read_piece(self.path / name, offset, length)
+            assert self.opened is not None
+            saved: Any = self.opened.metadata.state_dict_metadata[items[0].storage_index.fqn]
+            if piece.dtype != saved.properties.dtype:
+                raise damaged(self.path / name, f"'{items[0].storage_index.fqn}' has another dtype")
             _fill(self.path / name, piece, items, planner)
         done: Future[None] = Future()
         done.set_result(None)
@@ -201,7 +205,7 @@ def require_content(opened: OpenCheckpoint, rank: int = 0, ranks: int = 1) -> No
         file, tensor = opened.path / place.relative_path, tensors[index.fqn]
         assert isinstance(tensor, TensorStorageMetadata)
         sizes = next(chunk.sizes for chunk in tensor.chunks if chunk.offsets == index.offset)
-        piece = _read(file, place.offset, place.length)
+        piece = read_piece(file, place.offset, place.length)
         if piece.shape != sizes or piece.dtype != tensor.properties.dtype:
             raise damaged(file, f"'{index.fqn}' has another shape or dtype in it")
 
@@ -212,7 +216,8 @@ def _sealed(result: WriteResult, seals: Mapping[str, Seal]) -> WriteResult:
     return replace(result, storage_data=_Written(place, seals[place.relative_path]))
 
 
-def _read(file: Path, offset: int, length: int) -> Tensor:
+def read_piece(file: Path, offset: int, length: int) -> Tensor:
+    """The piece in these bytes of a file. Raises InputError for a damaged one."""
     try:
         with file.open("rb") as stream:
             content = _exactly(file, stream, offset, length)
@@ -255,7 +260,7 @@ def _fill(file: Path, piece: Tensor, items: Sequence[ReadItem], planner: LoadPla
         target = planner.resolve_tensor(item)
         ends = map(sum, zip(item.storage_offsets, item.lengths, strict=True))
         fits = piece.dim() == len(item.lengths) and all(map(int.__ge__, piece.shape, ends))
-        if not fits or piece.dtype != target.dtype:
-            raise damaged(file, f"'{item.storage_index.fqn}' has changed its shape or dtype")
+        if not fits:
+            raise damaged(file, f"'{item.storage_index.fqn}' has changed its shape")
         target.copy_(block(piece, item.storage_offsets, item.lengths))
         planner.commit_tensor(item, target)

@@ -49,8 +49,7 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
             *state.weights(engine.flats, engine.optimizer),
             *state.buffers(engine.model, engine.laid),
         ]
-        whole = engine.staging.stages.layers.twin if engine.staging else engine.model
-        return _full(whole, boxes, engine.world.everyone, engine.world.device)
+        return _full(plain_of(engine), boxes, engine.world.everyone, engine.world.device)
     validate.module(module_or_engine, "sw.full_state_dict")
     for module in (module_or_engine, plain(module_or_engine)):
         piped = pipe_of(module)
@@ -70,6 +69,11 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
         "an engine, or a module wrapped by sw.DDP, sw.FSDP or sw.Pipe",
         "module.state_dict()",
     )
+
+
+def plain_of(engine: Engine) -> nn.Module:
+    """A module with all names of the plain model; under a pipeline it is on the meta device."""
+    return engine.staging.stages.layers.twin if engine.staging else engine.model
 
 
 def _of_data(module: nn.Module, data: Data) -> list[Box]:
@@ -102,8 +106,11 @@ def _whole(
 # --- keys ------------------------------------------------------------------------------------
 
 
-def _entries(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every key of the plain module's state_dict, with its tensor or extra state."""
+def entries(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key of the plain module's state_dict, with its tensor or extra state.
+
+    For layers of other pipeline stages these are the tensors on the meta device.
+    """
     for key, p in module._parameters.items():
         if p is not None:
             yield f"{prefix}{key}", p
@@ -115,10 +122,10 @@ def _entries(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, child in module._modules.items():
         if child is not None:
             inner = vars(child)["_of"].twin if isinstance(child, StandIn) else child
-            yield from _entries(inner, f"{prefix}{key}.")
+            yield from entries(inner, f"{prefix}{key}.")
 
 
-def _plain(key: str) -> str:
+def plain_key(key: str) -> str:
     """A key without the prefix that torch.compile adds."""
     return key.replace(f"{COMPILED}.", "")
 
@@ -129,16 +136,16 @@ def _full(whole: nn.Module, boxes: list[Box], axis: Axis, device: torch.device) 
     if axis.rank:
         return {}
     # the module may have been compiled in place since the boxes were named
-    found = {_plain(key): value for key, value in arrived.items()}
-    entries = [(_plain(key), value) for key, value in _entries(whole)]
+    found = {plain_key(key): value for key, value in arrived.items()}
+    named = [(plain_key(key), value) for key, value in entries(whole)]
     names: dict[int, list[str]] = defaultdict(list)
-    for key, value in entries:
+    for key, value in named:
         names[id(value)].append(f"{'model' if isinstance(value, nn.Parameter) else 'buffer'}/{key}")
     return {
         key: found[next(n for n in names[id(value)] if n in found)]
         if isinstance(value, Tensor)
         else value
-        for key, value in entries
+        for key, value in named
     }
 
 

@@ -1,4 +1,4 @@
-"""Small models of `transformers` with random weights: `hf:llama`.
+"""Small models of `transformers` with random weights: `hf:llama`; a folder of one: `hf:./folder`.
 
 Every model type of that library has a configuration class with defaults of the published size. A
 small model, of a few ten thousand parameters, is made by replacing the sizes in it, which are found
@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from shardwise.checkpoint.weights_folder import CONFIG, open_weights
 from shardwise.core.errors import bad
 from shardwise.core.suggest import suggestions
 from shardwise.models.trainable import Loss, Trainable
@@ -53,9 +55,10 @@ SMALL: Final[dict[str, int]] = {
 
 
 def find(name: str, seed: int = 0) -> Trainable:
-    """The small model of type `name`. Raises InputError like `build`.
+    """The small model of type `name`, or the model in the folder `name`.
 
-    "gpt2+dropout" keeps the type's own rates of dropout.
+    "gpt2+dropout" keeps the type's own rates of dropout. Raises InputError like `build`, and for a
+    folder without a configuration or weights.
     """
     if importlib.util.find_spec("transformers") is None:
         raise bad(
@@ -63,6 +66,8 @@ def find(name: str, seed: int = 0) -> Trainable:
             "hf: models if the extra `hf` is installed",
             'pip install "shardwise[hf]"',
         )
+    if is_folder(name):
+        return _in_folder(Path(name))
     name, plus, kept = name.partition("+")
     if not name:
         raise bad('the model "hf:" without a name', "hf: and a model type", "hf:gpt2 or hf:llama")
@@ -70,11 +75,7 @@ def find(name: str, seed: int = 0) -> Trainable:
     if plus and kept != "dropout":
         allowed = "a model type, or one followed by +dropout"
         raise bad(f'the model "hf:{name}+{kept}"', allowed, f"hf:{name}+dropout")
-    loss, make_batch = {
-        "causal": (causal_loss, causal_batch),
-        "masked": (causal_loss, masked_batch),
-        "seq2seq": (seq2seq_loss, seq2seq_batch),
-    }[kind]
+    loss, make_batch = _LOSS_AND_BATCH[kind]
 
     def make() -> nn.Module:
         config = partial(small_config, name, dropout=bool(plus))
@@ -121,18 +122,18 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     )
 
 
-def causal_batch(rows: int, seed: int) -> dict[str, Tensor]:
+def causal_batch(rows: int, seed: int, vocabulary: int = VOCABULARY) -> dict[str, Tensor]:
     """Random text, with the next token as target; rows have different lengths."""
-    text, generator = _text(rows, seed)
+    text, generator = _text(rows, seed, vocabulary)
     return {
         "inputs": text[:, :-1].contiguous(),
         "targets": _ragged(text[:, 1:].clone(), generator),
     }
 
 
-def masked_batch(rows: int, seed: int) -> dict[str, Tensor]:
+def masked_batch(rows: int, seed: int, vocabulary: int = VOCABULARY) -> dict[str, Tensor]:
     """Random text with a quarter of its tokens masked; the masked tokens are the targets."""
-    text, generator = _text(rows, seed)
+    text, generator = _text(rows, seed, vocabulary)
     hidden = torch.rand(text.shape, generator=generator) < 0.25
     hidden[:, 0] = True  # every row has at least one target
     return {
@@ -141,10 +142,10 @@ def masked_batch(rows: int, seed: int) -> dict[str, Tensor]:
     }
 
 
-def seq2seq_batch(rows: int, seed: int) -> dict[str, Tensor]:
+def seq2seq_batch(rows: int, seed: int, vocabulary: int = VOCABULARY) -> dict[str, Tensor]:
     """Two random texts: the encoder's and the decoder's."""
-    read, _ = _text(rows, seed)
-    write, generator = _text(rows, seed + 1_000_003)
+    read, _ = _text(rows, seed, vocabulary)
+    write, generator = _text(rows, seed + 1_000_003, vocabulary)
     return {
         "inputs": read,
         "decoder_inputs": write[:, :-1].contiguous(),
@@ -152,10 +153,10 @@ def seq2seq_batch(rows: int, seed: int) -> dict[str, Tensor]:
     }
 
 
-def _text(rows: int, seed: int) -> tuple[Tensor, torch.Generator]:
+def _text(rows: int, seed: int, vocabulary: int) -> tuple[Tensor, torch.Generator]:
     generator = torch.Generator().manual_seed(seed)
     shape = (rows, POSITIONS + 1)
-    return torch.randint(FIRST_WORD, VOCABULARY, shape, generator=generator), generator
+    return torch.randint(FIRST_WORD, vocabulary, shape, generator=generator), generator
 
 
 def _ragged(targets: Tensor, generator: torch.Generator) -> Tensor:
@@ -187,6 +188,46 @@ class Wide(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+_LOSS_AND_BATCH: Final[dict[str, tuple[Loss, Callable[..., Any]]]] = {
+    "causal": (causal_loss, causal_batch),
+    "masked": (causal_loss, masked_batch),
+    "seq2seq": (seq2seq_loss, seq2seq_batch),
+}
+
+
+def is_folder(name: str) -> bool:
+    """Whether the name of a model is that of a folder: `./model`, `/data/model`."""
+    return "/" in name or name in (".", "..")
+
+
+def _in_folder(path: Path) -> Trainable:
+    """The model in a folder written by save_pretrained; dropout is 0, batches are random text."""
+    from transformers import AutoConfig  # the extra `hf`
+
+    said = open_weights(path).config or {}
+    kind = said.get("model_type")
+    if not isinstance(kind, str):
+        raise bad(
+            f"the folder '{path}' without {CONFIG} of a model of transformers",
+            "a folder written by save_pretrained or 'shardwise checkpoint export'",
+            "hf:gpt2 for a small model with random weights",
+        )
+    name, drop = f"hf:{path}", {k: 0.0 for k, v in said.items() if "drop" in k and v}
+    loss, make_batch = _LOSS_AND_BATCH[_kind(kind)]
+    config = AutoConfig.from_pretrained(path, **drop)
+    text = getattr(config, "get_text_config", lambda: config)()
+    batch = partial(make_batch, vocabulary=min(VOCABULARY, text.vocab_size))
+
+    def make() -> nn.Module:
+        family = _family(_kind(kind))
+        with _quiet():
+            if torch.get_default_device().type == "meta":
+                return family.from_config(config)
+            return family.from_pretrained(path, config=config, dtype=torch.float32)
+
+    return Trainable(name, make, loss, batch, tokens)
+
+
 def _kind(name: str) -> str:
     """The loss of the model type: "causal", "masked" or "seq2seq"."""
     from transformers.models.auto import modeling_auto as auto  # the extra `hf`
@@ -214,17 +255,7 @@ def _make(
     trial: Callable[[nn.Module], Tensor],
 ) -> nn.Module:
     """Make the model with the library's random weights under `seed`, and call it once."""
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoModelForMaskedLM,
-        AutoModelForSeq2SeqLM,
-    )
-
-    family = {
-        "causal": AutoModelForCausalLM,
-        "masked": AutoModelForMaskedLM,
-        "seq2seq": AutoModelForSeq2SeqLM,
-    }[kind]
+    family = _family(kind)
     with _quiet(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -239,6 +270,21 @@ def _make(
                 "your own build() in a file, as file.py:build",
             ) from error
     return model
+
+
+def _family(kind: str) -> Any:
+    """The class that makes models of a kind."""
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoModelForMaskedLM,
+        AutoModelForSeq2SeqLM,
+    )
+
+    return {
+        "causal": AutoModelForCausalLM,
+        "masked": AutoModelForMaskedLM,
+        "seq2seq": AutoModelForSeq2SeqLM,
+    }[kind]
 
 
 def small_config(name: str, dropout: bool = False) -> Any:

@@ -11,14 +11,15 @@ from shardwise.models.initial import fill, initial
 from shardwise.models.moe import MoEConfig, MoEGPT
 from shardwise.models.trainable import Trainable
 
-FORMS = "gpt, gpt:SIZE, moe, moe:GATE, hf:NAME or file.py:build"
+FORMS = "gpt, gpt:SIZE, moe, moe:GATE, hf:NAME, hf:./FOLDER or file.py:build"
 
 
 def find(name: str, seed: int = 0) -> Trainable:
     """The model called `name`: `gpt` (size tiny), `gpt:small`, `moe`, `hf:llama`, `net.py:build`.
 
-    `hf:` takes any model type of transformers, `file.py:function` the user's own model. Nothing is
-    built yet, except by the user's file. Raises InputError for another name, with the nearest.
+    `hf:` takes any model type of transformers or a folder of one, `file.py:function` the user's own
+    model. Nothing is built yet, except by the user's file. Raises
+    InputError for another name, with the nearest.
     """
     kind, _, rest = name.partition(":")
     if kind == "gpt":

@@ -8,7 +8,7 @@
     shardwise doctor           devices, collectives, links
     shardwise plan             the words of plans
     shardwise schedule NAME    draw a pipeline schedule
-    shardwise checkpoint       look into checkpoints
+    shardwise checkpoint       look into checkpoints, export and import weights
 
 Nothing heavy is imported before it is needed: help and answers to bad input do not wait for torch.
 The commands of `ELSEWHERE` live in modules of their own, imported only when they are asked for.
@@ -72,6 +72,16 @@ ELSEWHERE = {
         "Draw and price a schedule.",
     ),
     "inspect": ("shardwise.checkpoint.command", "inspect_command", "What a checkpoint holds."),
+    "export": (
+        "shardwise.checkpoint.weights_command",
+        "export_command",
+        "Write weights as safetensors.",
+    ),
+    "import": (
+        "shardwise.checkpoint.weights_command",
+        "import_command",
+        "Begin a run with safetensors.",
+    ),
 }
 
 
@@ -152,10 +162,13 @@ def application(given: Sequence[str] = ()) -> typer.Typer:
     app.command("plan")(plan)
     app.command("schedule")(command("schedule", given))
     checkpoint = typer.Typer(
-        no_args_is_help=True, rich_markup_mode=None, help="Look into checkpoints."
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        help="Look into checkpoints; weights to and from safetensors.",
     )
     checkpoint.callback()(lambda: None)
-    checkpoint.command("inspect")(command("inspect", given))
+    for name in ("inspect", "export", "import"):
+        checkpoint.command(name)(command(name, given))
     app.add_typer(checkpoint, name="checkpoint")
     return app
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shardwise.checkpoint.engines import fill, write
 from shardwise.checkpoint.folder import CHECKPOINTS, prune
-from shardwise.checkpoint.open_checkpoint import OpenCheckpoint
+from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint
 from shardwise.core.errors import bad
 from shardwise.engine.engine import Engine
 from shardwise.train.prepare import Prepared
@@ -46,7 +46,9 @@ def load_run(prepared: Prepared, engine: Engine) -> Position:
     """
 
     def check(opened: OpenCheckpoint) -> None:
-        """Raise InputError unless it was saved by a run on the same data."""
+        """Raise InputError unless it was saved by a run on the same data, or has weights alone."""
+        if IMPORTED in opened.scalars:
+            return
         missing = [name for name in ("step", "consumed", "data") if name not in opened.scalars]
         if missing:
             raise bad(
@@ -58,7 +60,7 @@ def load_run(prepared: Prepared, engine: Engine) -> Position:
 
     folder = prepared.config.folder / CHECKPOINTS
     scalars = fill(engine, folder, check)
-    return Position(int(scalars["step"]), int(scalars["consumed"]))
+    return Position(int(scalars["step"]), int(scalars.get("consumed", 0)))
 
 
 def _check_data(saved: dict[str, object], here: dict[str, object]) -> None:

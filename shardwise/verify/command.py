@@ -140,7 +140,9 @@ def _on_rank(plan: Plan, model: str, steps: int, options: Options | None) -> Fin
 
 def verify_command(
     plan: Annotated[str, typer.Argument(metavar="PLAN", help='Such as "dp2 zero3 bf16".')],
-    model: Annotated[str, typer.Option(help="gpt, gpt:SIZE, hf:NAME or file.py:build.")] = "gpt",
+    model: Annotated[
+        str, typer.Option(help="gpt, gpt:SIZE, hf:NAME, hf:./FOLDER or file.py:build.")
+    ] = "gpt",
     steps: Annotated[int, typer.Option(help="How many steps to train.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     units: Annotated[

@@ -70,11 +70,11 @@ def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
 
 
 def test_the_commands_are_frozen() -> None:
-    """The names of the commands, and of the one in checkpoint."""
+    """The names of the commands, and of those in checkpoint."""
     group = typer.main.get_command(cli.application())
     commands = group.commands  # pyright: ignore[reportAttributeAccessIssue]
     assert sorted(commands) == NAMES
-    assert sorted(commands["checkpoint"].commands) == ["inspect"]
+    assert sorted(commands["checkpoint"].commands) == ["export", "import", "inspect"]
 
 
 def refused(argv: str, capsys: pytest.CaptureFixture[str]) -> str:

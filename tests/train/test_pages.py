@@ -99,7 +99,11 @@ def _run(folder: Path, *argv: str, script: str = "train.py") -> str:
 
 
 @pytest.mark.parametrize(
-    ("page", "number"), [("README.md", 0), ("README.md", 2), ("docs/dataparallel.md", 0)]
+    ("page", "number"),
+    [
+        *(("README.md", 0), ("README.md", 2)),
+        *(("docs/dataparallel.md", 0), ("docs/weights.md", 0)),
+    ],
 )
 def test_a_snippet_runs_as_shown(page: str, number: int) -> None:
     """What these pages show is a whole program: it runs as it stands, on one rank."""

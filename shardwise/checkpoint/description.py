@@ -1,0 +1,45 @@
+"""What a checkpoint says of its model, for other programs: its configuration, its names.
+
+config      the configuration of a model of transformers, or the fields of a dataclass
+tied        names of one tensor, in the order of the model's state_dict
+transient   buffers that are not in the state_dict
+"""
+
+import json
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.engine.engine import Engine
+from shardwise.engine.full import entries, plain_key, plain_of
+
+
+def described(engine: Engine) -> dict[str, Any]:
+    """The description of an engine's model, the same on every rank."""
+    model = plain_of(engine)
+    names: dict[int, list[str]] = {}
+    for key, value in entries(model):
+        if isinstance(value, Tensor):
+            names.setdefault(id(value), []).append(plain_key(key))
+    known = {name for group in names.values() for name in group}
+    buffers = (plain_key(name) for name, _ in model.named_buffers())
+    return {
+        "config": config_of(engine.model),
+        "tied": [group for group in names.values() if len(group) > 1],
+        "transient": [name for name in buffers if name not in known],
+    }
+
+
+def config_of(model: nn.Module) -> dict[str, Any] | None:
+    """The model's `config` as a JSON object; None if it has none that JSON can hold."""
+    config: Any = getattr(model, "config", None)
+    try:
+        if hasattr(config, "to_json_string"):
+            found = json.loads(config.to_json_string())
+            return found | {"architectures": [type(model).__name__]}
+        if is_dataclass(config) and not isinstance(config, type):
+            return json.loads(json.dumps(asdict(config)))
+    except (TypeError, ValueError):  # a field that JSON cannot hold
+        return None
+    return None

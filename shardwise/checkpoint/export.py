@@ -1,0 +1,198 @@
+"""Weights of a checkpoint as safetensors with the model's own names, and back.
+
+    export    model/NAME, buffer/NAME --> model.safetensors, its index, config.json
+    import    the same folder         --> checkpoints/step-000000, with weights and no optimizer
+
+Export reads one tensor at a time and holds one file of at most `file_bytes`.  Import copies pieces.
+A tied tensor is written under its first name; the others are in the file's header, where
+`safetensors.torch.load_model` reads them, and transformers ties weights by itself.
+"""
+
+import json
+import math
+import shutil
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from shardwise.checkpoint.contents import MODEL
+from shardwise.checkpoint.folder import CHECKPOINTS, all_in, find, is_whole
+from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint, open_checkpoint
+from shardwise.checkpoint.save import save
+from shardwise.checkpoint.storage import read_piece, require_content
+from shardwise.checkpoint.weights_folder import CONFIG, INDEX, SINGLE, new_folder, open_weights
+from shardwise.comm.world import alone
+from shardwise.core.errors import bad
+from shardwise.engine.box import Box, block
+
+BUFFER: Final = "buffer/"
+#: The most bytes of tensors in one file, as Hugging Face's default.
+FILE_BYTES: Final = 5 * 10**9
+#: The files that an export writes.
+FILES: Final = ("model*.safetensors", INDEX, CONFIG)
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What an export has written: tensors, their bytes, files of tensors, and the configuration."""
+
+    path: Path
+    tensors: int
+    bytes: int
+    files: int
+    config: bool
+
+
+def export(
+    run: Path,
+    to: Path,
+    *,
+    overwrite: bool = False,
+    dtype: torch.dtype | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> Exported:
+    """Write the weights of the newest checkpoint in `run` into the folder `to`.
+
+    Floating-point weights keep the dtype of the checkpoint (fp32 masters for 16-bit training)
+    unless `dtype` is given.
+
+    Raises InputError if there is no checkpoint, it is damaged, or `to` exists without `overwrite`.
+    """
+    opened = open_checkpoint(find(run))
+    require_content(opened)
+    model: dict[str, Any] = opened.scalars.get("model") or {}
+    names = _names(opened, model)
+    sizes = {name: _bytes(opened, key, dtype) for name, key in names.items()}
+    groups = _groups(sizes, file_bytes)
+    several = len(groups) > 1
+    header = {"format": "pt"} | {
+        other: group[0] for group in model.get("tied", ()) for other in group[1:]
+    }
+    files: dict[str, str] = {}
+    with new_folder(to, FILES, overwrite=overwrite) as folder:
+        for number, group in enumerate(groups, 1):
+            file = f"model-{number:05}-of-{len(groups):05}.safetensors" if several else SINGLE
+            save_file({n: _tensor(opened, names[n], dtype) for n in group}, folder / file, header)
+            files |= dict.fromkeys(group, file)
+        total = sum(sizes.values())
+        if several:
+            index = {"metadata": {"total_size": total}, "weight_map": files}
+            _write(folder / INDEX, index)
+        config = model.get("config")
+        if config is not None:
+            _write(folder / CONFIG, _in_dtype(config, opened, names, dtype))
+    return Exported(to, len(names), total, len(groups), config is not None)
+
+
+def import_weights(folder: Path, run: Path, *, overwrite: bool = False) -> Path:
+    """Write the weights in `folder` as the checkpoint of step 0 in the run's folder `run`.
+
+    `sw.load` and `shardwise train --resume` begin with these weights, under any plan, with a new
+    optimizer.  Each rank reads its own part.  Returns the path of the checkpoint.
+
+    Raises InputError if `folder` has no weights, or `run` has a checkpoint without `overwrite`.
+    """
+    weights = open_weights(folder)
+    checkpoints = run / CHECKPOINTS
+    there = all_in(checkpoints) if checkpoints.is_dir() else []
+    if (there and not overwrite) or is_whole(run):
+        raise bad(
+            f"the run '{run}', which has the checkpoint {(there or [run])[-1].name}",
+            "a new run, or one whose checkpoints --overwrite may remove",
+            f"--to {run}-2",
+        )
+    tensors = {name: weights.tensor(name) for name in weights.files}  # mapped, not read
+    boxes = [
+        Box(f"{MODEL}{name}", tuple(t.shape), (0,) * t.dim(), tuple(t.shape), t)
+        for name, t in tensors.items()
+    ]
+    scalars = {"step": 0, IMPORTED: str(folder.absolute()), "model": {"config": weights.config}}
+    for path in there:
+        shutil.rmtree(path)
+    return save(checkpoints, boxes, scalars, alone())
+
+
+def _names(opened: OpenCheckpoint, model: Mapping[str, Any]) -> dict[str, str]:
+    """The names to write, with the tensor of the checkpoint that each has."""
+    first = {name: group[0] for group in model.get("tied", ()) for name in group}
+    transient = set(model.get("transient", ()))
+    found: dict[str, str] = {}
+    for key in opened.metadata.state_dict_metadata:
+        kind = next((kind for kind in (MODEL, BUFFER) if key.startswith(kind)), "")
+        name = key.removeprefix(kind).replace("_orig_mod.", "")
+        if kind and not (kind == BUFFER and name in transient):
+            found.setdefault(first.get(name, name), key)
+    if not found:
+        raise bad(
+            f"the checkpoint '{opened.path}', which has no weights",
+            "a checkpoint of sw.save or shardwise train",
+            "shardwise checkpoint inspect PATH, to see what it has",
+        )
+    return dict(sorted(found.items()))
+
+
+def _saved(opened: OpenCheckpoint, key: str) -> TensorStorageMetadata:
+    saved = opened.metadata.state_dict_metadata[key]
+    assert isinstance(saved, TensorStorageMetadata)  # open_checkpoint accepts no other
+    return saved
+
+
+def _dtype(opened: OpenCheckpoint, key: str, dtype: torch.dtype | None) -> torch.dtype:
+    own = _saved(opened, key).properties.dtype
+    return dtype if dtype is not None and own.is_floating_point else own
+
+
+def _bytes(opened: OpenCheckpoint, key: str, dtype: torch.dtype | None) -> int:
+    return math.prod(_saved(opened, key).size) * _dtype(opened, key, dtype).itemsize
+
+
+def _tensor(opened: OpenCheckpoint, key: str, dtype: torch.dtype | None) -> Tensor:
+    """One full tensor, from its pieces."""
+    found = torch.empty(_saved(opened, key).size, dtype=_dtype(opened, key, dtype))
+    for chunk in _saved(opened, key).chunks:
+        place = _places(opened)[key, tuple(chunk.offsets)]
+        piece = read_piece(opened.path / place.relative_path, place.offset, place.length)
+        block(found, chunk.offsets, chunk.sizes).copy_(piece)
+    return found
+
+
+def _places(opened: OpenCheckpoint) -> dict[tuple[str, tuple[int, ...]], Any]:
+    data = opened.metadata.storage_data or {}
+    return {(index.fqn, tuple(index.offset or ())): place for index, place in data.items()}
+
+
+def _groups(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:
+    """The names of each file, in order; a tensor is never divided."""
+    groups: list[list[str]] = [[]]
+    held = 0
+    for name, size in sizes.items():
+        if groups[-1] and held + size > file_bytes:
+            groups.append([])
+            held = 0
+        groups[-1].append(name)
+        held += size
+    return groups
+
+
+def _in_dtype(
+    config: dict[str, Any],
+    opened: OpenCheckpoint,
+    names: Mapping[str, str],
+    dtype: torch.dtype | None,
+) -> dict[str, Any]:
+    """The configuration with the dtype of the weights, in which transformers loads them."""
+    if "architectures" not in config:
+        return config
+    kinds: Iterator[torch.dtype] = (_dtype(opened, key, dtype) for key in names.values())
+    text = str(next(kind for kind in kinds if kind.is_floating_point)).removeprefix("torch.")
+    return {k: v for k, v in config.items() if k != "torch_dtype"} | {"dtype": text}
+
+
+def _write(file: Path, contents: dict[str, Any]) -> None:
+    file.write_text(json.dumps(contents, indent=2, sort_keys=True) + "\n", encoding="utf-8")

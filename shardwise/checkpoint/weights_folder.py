@@ -1,0 +1,208 @@
+"""A folder of weights as Hugging Face writes it: safetensors, and an index if there are several.
+
+model.safetensors                    all tensors, or
+model-00001-of-00003.safetensors     a part of them, and
+model.safetensors.index.json         {"weight_map": {name: file}}
+config.json                          the configuration, if the model has one
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from shardwise.checkpoint.folder import as_path, sync
+from shardwise.core.errors import InputError, bad
+from shardwise.core.suggest import suggest
+
+SINGLE: Final = "model.safetensors"
+INDEX: Final = "model.safetensors.index.json"
+CONFIG: Final = "config.json"
+
+
+@dataclass(frozen=True)
+class WeightsFolder:
+    """The tensors of a folder: the file of each, by name.  Nothing is read before it is used."""
+
+    path: Path
+    files: Mapping[str, str]
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """The contents of config.json; None without one. Raises InputError for a broken one."""
+        file = self.path / CONFIG
+        return _json(file) if file.is_file() else None
+
+    @cached_property
+    def _opened(self) -> dict[str, Any]:
+        return {name: _open(self.path / name) for name in sorted({*self.files.values()})}
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor `name`, on the CPU. Raises InputError if there is none, with the nearest."""
+        if name not in self.files:
+            raise bad(
+                f"the weight {name}, which is not in '{self.path}'",
+                "a folder with every weight of the model",
+                f"the model that it was written from; the nearest name in it is "
+                f"{suggest(name, self.files)}",
+            )
+        try:
+            return self._opened[self.files[name]].get_tensor(name)
+        except SafetensorError as error:
+            raise _broken(self.path / self.files[name], str(error)) from None
+
+    def fill(self, name: str, tensor: Tensor) -> None:
+        """Copy the weight `name` into `tensor`, in its dtype. Raises InputError for another shape.
+
+        As `fill=` of parallelize it loads a model on the meta device unit by unit.
+        """
+        saved = self.tensor(name)
+        if saved.shape != tensor.shape:
+            raise bad(
+                f"the weight {name} of shape {tuple(tensor.shape)}",
+                f"the shape that it has in '{self.path}', {tuple(saved.shape)}",
+                "the configuration that the folder was written with",
+            )
+        tensor.copy_(saved)
+
+
+def open_weights(folder: object) -> WeightsFolder:
+    """The folder of weights. Raises InputError if it is none, or lacks a file of its index."""
+    path = as_path(folder)
+    try:
+        if (path / INDEX).is_file():
+            found = WeightsFolder(path, _weight_map(path / INDEX))
+        elif (path / SINGLE).is_file():
+            names = _open(path / SINGLE).keys()
+            found = WeightsFolder(path, dict.fromkeys(names, SINGLE))
+        else:
+            raise _none(path, _what(path))
+    except (OSError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise _none(path, getattr(error, "strerror", None) or str(error)) from None
+    missing = [name for name in {*found.files.values()} if not (path / name).is_file()]
+    if missing:
+        raise _none(path, f"without {min(missing)}, which its index names")
+    return found
+
+
+def fill_from(folder: object) -> Any:
+    """A `fill` for parallelize that reads weights from a folder of safetensors.
+
+        with torch.device("meta"):
+            model = Model()
+        engine = sw.parallelize(model, plan, world, fill=sw.fill_from("weights"))
+
+    Each unit is read when it is built, so no rank holds the full model.  Names are those of
+    `named_parameters()`.  Raises InputError if the folder has no weights; `fill` raises it for a
+    weight that is missing or has another shape.
+    """
+    return open_weights(folder).fill
+
+
+@contextmanager
+def new_folder(to: Path, allowed: Sequence[str], *, overwrite: bool) -> Iterator[Path]:
+    """A folder to write in, which is renamed to `to` when the block has ended without an error.
+
+    An existing folder is refused without `overwrite`, and with it if it has other files than those
+    that match `allowed`.  Raises InputError; if the block fails, nothing is left of the folder.
+    """
+    _require_free(to, allowed, overwrite=overwrite)
+    unfinished = to.with_name(f".writing-{to.name}-{os.getpid()}")
+    try:
+        unfinished.mkdir(parents=True)
+        try:
+            yield unfinished
+            for entry in unfinished.iterdir():
+                sync(entry)
+            sync(unfinished)
+            if to.exists():
+                shutil.rmtree(to)
+            unfinished.rename(to)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    except OSError as error:
+        raise bad(
+            f"the folder '{to}', which cannot be written ({error.strerror or error})",
+            "a folder on a disk with room, that this user may write to",
+            f"--to /tmp/{to.name}",
+        ) from None
+
+
+def _require_free(to: Path, allowed: Sequence[str], *, overwrite: bool) -> None:
+    if not (to.exists() or to.is_symlink()):
+        return
+    if to.is_symlink() or not to.is_dir():
+        raise bad(f"'{to}', which is no folder", "a new folder", f"--to {to}-weights")
+    if not overwrite:
+        raise bad(
+            f"the folder '{to}', which exists",
+            "a new folder, or --overwrite to replace it",
+            f"--to {to}-2",
+        )
+    other = [p.name for p in to.iterdir() if not any(map(p.match, allowed)) or p.is_dir()]
+    if other:
+        raise bad(
+            f"--overwrite of '{to}', which has other files ({', '.join(sorted(other)[:3])})",
+            "a folder that holds only exported weights",
+            f"--to {to / 'weights'}",
+        )
+
+
+def _weight_map(file: Path) -> dict[str, str]:
+    found = _json(file).get("weight_map")
+    names = found.items() if isinstance(found, dict) else ()
+    if not names or any(not isinstance(n, str) or Path(n).name != n for _, n in names):
+        raise _broken(file, "it has no weight_map from names to files beside it")
+    return dict(names)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _broken(file, str(error)) from None
+    if not isinstance(found, dict):
+        raise _broken(file, "it is no JSON object")
+    return found
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, "pt")
+    except (OSError, SafetensorError) as error:
+        raise _broken(file, str(error)) from None
+
+
+def _what(path: Path) -> str:
+    if not path.exists():
+        return "no such folder"
+    if not path.is_dir():
+        return "a file, not a folder"
+    bins = sorted(path.glob("*.bin"))
+    return f"it has {bins[0].name}, which is no safetensors" if bins else "no weights in it"
+
+
+def _none(path: Path, what: str) -> InputError:
+    return bad(
+        f"the folder of weights '{path}' ({what})",
+        f"a folder with {SINGLE}, or with {INDEX} and its files",
+        "the path of a folder written by save_pretrained or 'shardwise checkpoint export'",
+    )
+
+
+def _broken(file: Path, why: str) -> InputError:
+    return bad(
+        f"'{file}', which is damaged ({' '.join(why.split())[:200]})",
+        "a complete file of safetensors or JSON",
+        "the folder copied or exported again",
+    )

@@ -1,0 +1,241 @@
+"""Weights as safetensors: exported with the model's own names, imported under any plan."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+from torch import nn
+
+import shardwise as sw
+from shardwise.checkpoint import export as exporting
+from shardwise.checkpoint.export import export, import_weights
+from shardwise.comm.world import World, alone
+from shardwise.core.errors import InputError
+from shardwise.models import hf
+from shardwise.models.registry import find
+from shardwise.train.cli import main
+from shardwise.train.prepare import Start
+from shardwise.verify.command import verify
+from tests.engine.cases import regression, vectors
+from tests.engine.tensors import mine
+from tests.pool import run_gloo, run_threads
+from tests.train.runs import run, settings
+
+
+class Model(nn.Module):
+    """A tied weight, a buffer that is saved, and one that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.inner, self.leave = (nn.Linear(6, 6) for _ in range(3))
+        self.leave.weight = self.enter.weight
+        self.register_buffer("ramp", torch.arange(6.0))
+        self.register_buffer("passing", torch.ones(3), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.leave(self.inner(self.enter(x)).tanh() + self.ramp.to(x))
+
+
+def trained(world: World, plan: str, folder: str) -> dict[str, Any]:
+    """Two steps, and a checkpoint; the full state on rank 0."""
+    torch.manual_seed(0)
+    engine = sw.parallelize(Model(), plan, world, optimizer=sw.SGD(lr=0.01), loss=regression)
+    for step in range(2):
+        engine.step(mine(engine, vectors(step, rows=8)))
+    sw.save(engine, folder)
+    return sw.full_state_dict(engine)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
+    state = run_gloo(2, trained, "dp2 zero3 fp32", str(tmp_path / "run"))[0]
+    return tmp_path / "run", state
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero3 fp32", "dp2 bf16", "pp2 1f1b:2 fp32"])
+def test_the_names_are_those_of_the_plain_model(plan: str, tmp_path: Path):
+    """The library loads the folder into the plain model; tied weights are written once."""
+    state = run_gloo(2, trained, plan, str(tmp_path / "run"))[0]
+    done = export(tmp_path / "run", tmp_path / "weights")
+    assert sorted(load_file(done.path / "model.safetensors")) == sorted(
+        key for key in state if key != "leave.weight"
+    )
+    model = Model()
+    load_model(model, done.path / "model.safetensors")
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+
+
+def test_several_files_have_an_index(saved: tuple[Path, dict[str, Any]], tmp_path: Path):
+    """As Hugging Face writes it: the bytes of all tensors, and the file of each."""
+    done = export(saved[0], tmp_path / "weights", file_bytes=150)
+    index = json.loads((done.path / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": done.bytes}
+    found = {n: load_file(done.path / file)[n] for n, file in index["weight_map"].items()}
+    assert len({*index["weight_map"].values()}) == done.files > 2
+    assert all(torch.equal(value, saved[1][name]) for name, value in found.items())
+
+
+def begun(world: World, plan: str, run_folder: str) -> dict[str, Any]:
+    """An engine with other weights, after loading."""
+    torch.manual_seed(1)
+    engine = sw.parallelize(Model(), plan, world, optimizer=sw.AdamW(lr=0.01), loss=regression)
+    assert sw.load(engine, Path(run_folder) / "checkpoints") == {}
+    assert engine.steps == 0
+    state = sw.full_state_dict(engine)
+    engine.step(mine(engine, vectors(0, rows=8)))
+    return state
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero3 fp64", "dp2 zero1 bf16", "pp2 1f1b:2 fp32"])
+def test_imported_weights_begin_a_run_under_any_plan(
+    plan: str, saved: tuple[Path, dict[str, Any]], tmp_path: Path
+):
+    """Every rank takes its part of each tensor, in the dtype of its own."""
+    export(saved[0], tmp_path / "weights")
+    import_weights(tmp_path / "weights", tmp_path / "begun")
+    state = run_gloo(2, begun, plan, str(tmp_path / "begun"))[0]
+    assert all(torch.equal(value, saved[1][key].to(value)) for key, value in state.items())
+
+
+def filled(world: World, folder: str) -> dict[str, Any]:
+    """A model on the meta device, filled unit by unit."""
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    fill = sw.fill_from(folder)
+    engine = sw.parallelize(model, "dp2 zero3 fp32", world, loss=regression, fill=fill)
+    return sw.full_state_dict(engine)
+
+
+def test_a_model_on_the_meta_device_is_filled_from_a_folder(tmp_path: Path):
+    """No rank makes the model: each unit is read as it is built."""
+    state = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).state_dict()
+    (tmp_path / "w").mkdir()
+    exporting.save_file(state, tmp_path / "w" / "model.safetensors")
+    found = run_threads(2, filled, str(tmp_path / "w"))[0]
+    assert all(torch.equal(value, state[key]) for key, value in found.items())
+    with pytest.raises(InputError, match=r"the weight 2\.weight, which is not in"):
+        sw.fill_from(tmp_path / "w")("2.weight", torch.ones(6, 6))
+    with pytest.raises(InputError, match=r"the weight 0\.weight of shape \(3, 6\)"):
+        sw.fill_from(tmp_path / "w")("0.weight", torch.ones(3, 6))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5"])
+def test_transformers_loads_what_is_exported(name: str, tmp_path: Path):
+    """`from_pretrained` of the folder gives the logits of the trained model."""
+    transformers = pytest.importorskip("transformers")
+    found = hf.find(name)
+    model = found.build()
+    engine = sw.parallelize(model, "fp32", alone(), optimizer=sw.SGD(lr=0.1), loss=found.loss)
+    engine.step(found.batch(2, 0))
+    sw.save(engine, tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "weights")
+    plain = getattr(transformers, type(model).__name__).from_pretrained(tmp_path / "weights")
+    with torch.no_grad():
+        ours, theirs = (found.loss(one.eval(), found.batch(2, 1)) for one in (model, plain))
+    assert torch.equal(ours, theirs)
+
+
+def test_a_run_of_train_begins_with_exported_weights(tmp_path: Path):
+    """Trained, exported, imported into another run, and resumed there from step 0."""
+    first = run(settings(tmp_path / "first"))
+    export(tmp_path / "first" / "checkpoints", tmp_path / "weights")
+    assert json.loads((tmp_path / "weights/config.json").read_text())["width"] == 16
+    import_weights(tmp_path / "weights", tmp_path / "second")
+    second = run(settings(tmp_path / "second"), start=Start(resume=True))
+    assert [r.step for r in second] == [r.step for r in first]
+    assert second[0].loss < first[0].loss
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str]:
+    with pytest.raises(SystemExit) as end:
+        main(["checkpoint", *argv])
+    printed = capsys.readouterr()
+    return int(end.value.code or 0), (printed.out + printed.err).strip()
+
+
+def test_the_commands(
+    saved: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Export in bf16, import; a folder that exists is replaced only with --overwrite."""
+    folder, other = str(tmp_path / "w"), str(tmp_path / "other")
+    for more in ([], ["--overwrite", "--dtype", "bf16"]):
+        code, text = said(capsys, "export", str(saved[0]), "--to", folder, *more)
+        assert (code, "6 tensors, " in text) == (0, True)
+    assert {t.dtype for t in load_file(f"{folder}/model.safetensors").values()} == {torch.bfloat16}
+    assert said(capsys, "import", folder, "--to", other)[0] == 0
+    assert said(capsys, "import", folder, "--to", other, "--overwrite")[0] == 0
+    assert "5 tensors" not in said(capsys, "inspect", other)[1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "phrase"),
+    [
+        (["export", "run", "--to", "there"], "the folder '.*there', which exists"),
+        (["export", "run", "--to", "there", "--overwrite"], r"which has other files \(mine"),
+        (["export", "run", "--to", "run/latest/x"], "which cannot be written"),
+        (["export", "absent", "--to", "new"], "no such folder"),
+        (["export", "run", "--to", "new", "--dtype", "int8"], "--dtype int8"),
+        (["import", "absent", "--to", "new"], "no such folder"),
+        (["import", "there", "--to", "new"], "no weights in it"),
+        (["import", "broken", "--to", "new"], "model.safetensors', which is damaged"),
+        (["import", "index", "--to", "new"], "without a.safetensors, which its index names"),
+        (["import", "wrong", "--to", "new"], "it has no weight_map"),
+    ],
+)
+def test_bad_input_is_one_paragraph(
+    argv: list[str],
+    phrase: str,
+    saved: tuple[Path, dict[str, Any]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Exit code 2; and nothing is written."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("there", "broken", "index", "wrong"):
+        Path(name).mkdir()
+    Path("there/mine").touch()
+    Path("broken/model.safetensors").write_bytes(b"nothing")
+    index = {"weight_map": {"w": "a.safetensors"}}
+    Path("index/model.safetensors.index.json").write_text(json.dumps(index))
+    Path("wrong/model.safetensors.index.json").write_text("{}")
+    before = sorted(map(str, tmp_path.rglob("*")))
+    code, text = said(capsys, *argv)
+    assert code == 2
+    assert "\n" not in text
+    assert re.search(phrase, text)
+    assert sorted(map(str, tmp_path.rglob("*"))) == before
+
+
+def test_a_failed_export_leaves_nothing(
+    saved: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A disk that is full, an interrupt: no folder under the final name, no partial one."""
+
+    def full(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(exporting, "save_file", full)
+    with pytest.raises(KeyboardInterrupt):
+        export(saved[0], tmp_path / "weights")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_verify_takes_a_folder_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`hf:./folder` has the weights of the folder, and the plan is proved on them."""
+    pytest.importorskip("transformers")
+    model = hf.find("llama").build()
+    model.save_pretrained(tmp_path / "weights")  # type: ignore[operator]
+    monkeypatch.chdir(tmp_path)
+    assert verify("dp2 zero3", "hf:./weights", steps=1).holds
+    made = find("hf:./weights").build()
+    assert all(map(torch.equal, model.parameters(), made.parameters()))
+    (tmp_path / "weights/config.json").write_text("{}")
+    with pytest.raises(InputError, match=r"without config\.json of a model of transformers"):
+        find("hf:./weights")
+    with pytest.raises(InputError, match="no such folder"):
+        find("hf:./absent")
