@@ -5,7 +5,7 @@ tensor's storage. Live bytes are the sum over the storages that still exist, at 
 since sharding code resizes storages to zero and back.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -44,10 +44,14 @@ def live_bytes(storages: dict[int, StorageWeakRef]) -> int:
 
 
 class LiveBytes(TorchDispatchMode):
-    """Live bytes of the storages created while the mode was on, and their peak."""
+    """Live bytes of the storages created while the mode was on, and their peak.
+
+    Without tensors of which `on_host` is true.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.on_host: Callable[[Tensor], bool] = lambda _: False
         self.storages: dict[int, StorageWeakRef] = {}
         self.peak_bytes = 0
 
@@ -65,7 +69,7 @@ class LiveBytes(TorchDispatchMode):
         """Count the storages of all tensors in a pytree from now on."""
         for leaf in pytree.tree_leaves(tensors):
             for tensor in plain(leaf):
-                if tensor.is_meta:
+                if tensor.is_meta or self.on_host(tensor):
                     continue
                 storage = tensor.untyped_storage()
                 self.storages.setdefault(storage._cdata, StorageWeakRef(storage))

@@ -172,6 +172,8 @@ def _build(runner: Runner, original: torch.nn.Module, setup: Setup) -> None:
 def _metered(runner: Runner) -> None:
     """Meter the second of two steps, which has the optimizer's state from its start."""
     runner.live.watch(runner.batches)
+    if runner.loop is not None:
+        runner.live.on_host = runner.loop.on_host
     with runner.live, runner.communication:
         runner.advance(1)
         runner.live.peak_bytes = runner.communication.peak_bytes = 0

@@ -74,18 +74,31 @@ def looped(engine: sw.Engine) -> Loop:
     def shared_bytes() -> int:
         return links.shared_bytes if isinstance(links, TorchLinks) else 0
 
-    return Loop(step, settle, shared_bytes)
+    tiers = engine.world.tiers
+    return Loop(step, settle, shared_bytes, lambda x: tiers.of(x) == "host")
 
 
 DATA = tuple(Contender(word, word, planned(f"dp{{n}} {word}")) for word in ROWS)
 MEMORY = (
     Contender("zero3 recompute:selective", "zero3", planned("dp{n} zero3 recompute:selective")),
     Contender("zero3 recompute:full", "zero3", planned("dp{n} zero3 recompute:full")),
+    Contender("zero3 activations:host", "zero3", planned("dp{n} zero3 activations:host")),
+    Contender(
+        "zero3 activations:host recompute:full",
+        "zero3",
+        planned("dp{n} zero3 activations:host recompute:full"),
+    ),
     Contender("zero3 buffers:2MiB", "zero3", planned("dp{n} zero3 buffers:2MiB")),
     Contender("ddp recompute:full", "ddp", planned("dp{n} ddp recompute:full")),
     Contender("tp recompute:full", "tp", planned("tp{n} recompute:full"), whole_batch=True),
     Contender(
         "tp recompute:partitioned", "tp", planned("tp{n} recompute:partitioned"), whole_batch=True
+    ),
+    Contender(
+        "tp recompute:partitioned-host",
+        "tp",
+        planned("tp{n} recompute:partitioned-host"),
+        whole_batch=True,
     ),
 )
 TENSOR = (

@@ -234,8 +234,9 @@ class ModelSpec:
     `shape` has full parameters, in units in order of definition; `modules` has an entry for each
     unit; `run` records one pass on the meta device. `stages` is None without a pipeline, `tensors`
     without a tensor axis. `recomputed` maps the names of recomputed modules to "full" or
-    "selective". `experts` has the layouts on the axis `ep`, by the names of the parameters that
-    it cuts.
+    "selective". `on_host` names the blocks, in order, whose activations rest in host memory; for
+    these there are the `tapes` of all microbatches. `experts` has the layouts on the axis `ep`, by
+    the names of the parameters that it cuts.
     """
 
     shape: ModelShape
@@ -245,3 +246,5 @@ class ModelSpec:
     tensors: TensorSpec | None = None
     recomputed: Mapping[str, str] = field(default_factory=dict[str, str])
     experts: Mapping[str, AxisLayout] = field(default_factory=dict[str, AxisLayout])
+    on_host: tuple[str, ...] = ()
+    tapes: tuple[Tape, ...] = ()

@@ -31,7 +31,7 @@ class Plan:
     row         the word of a row of the states table (zero.py)
     precision   None: the default of the command or engine that runs the plan
     accumulate  microbatches per step
-    schedule, recompute, offload
+    schedule, recompute, activations, offload
                 as written
 
     Raises InputError for a value that no plan word can set.
@@ -45,6 +45,7 @@ class Plan:
     schedule: str | None = None
     sp: bool = False
     recompute: str | None = None
+    activations: str | None = None
     offload: str | None = None
     buffers_bytes: int | None = None
 
@@ -76,6 +77,7 @@ class Plan:
         words += [f"accumulate:{self.accumulate}"] * (self.accumulate != 1)
         words += [f"bucket:{size_text(self.bucket_bytes)}"] * (self.bucket_bytes != BUCKET_BYTES)
         words += [f"recompute:{self.recompute}"] * (self.recompute is not None)
+        words += [f"activations:{self.activations}"] * (self.activations is not None)
         words += [f"offload:{self.offload}"] * (self.offload is not None)
         if self.buffers_bytes is not None:
             words.append(f"buffers:{size_text(self.buffers_bytes)}")
@@ -148,6 +150,11 @@ class Plan:
         if self.pipeline is None:
             return self.accumulate
         return self.accumulate * allowed(self.pipeline, self.mesh.size_of("pp"))[1].m
+
+    @property
+    def activations_on_host(self) -> bool:
+        """Whether what blocks keep for their backward pass rests in host memory."""
+        return self.activations == "host" or self.recompute == "partitioned-host"
 
     @property
     def cut(self) -> str:

@@ -5,7 +5,14 @@ from math import gcd
 
 from shardwise.core.errors import InputError, Problem, refusal
 from shardwise.core.plan import Plan
-from shardwise.core.plan_parser import MOST, later, runnable_forms, size_text
+from shardwise.core.plan_parser import (
+    MOST,
+    PARTITIONED_WORDS,
+    later,
+    recompute_budget,
+    runnable_forms,
+    size_text,
+)
 from shardwise.core.pool_size import PIECE_BYTES, smallest_pool_bytes
 from shardwise.core.schedule.library import LIBRARY, Size, allowed
 from shardwise.core.zero import row_of
@@ -21,7 +28,8 @@ def problems(plan: Plan, world_size: int | None = None) -> list[Problem]:
 
     Every suggested plan can run.
     """
-    own = [*_not_yet(plan), *_pipeline(plan), *_tensor(plan), *_data_axes(plan)]
+    own = [*_not_yet(plan), *_pipeline(plan), *_tensor(plan), *_tiers(plan)]
+    own += _data_axes(plan)
     own += _experts(plan.completed(world_size))
     own += _buffers(plan.completed(world_size) if world_size else plan)
     return [*own, *_world(plan, world_size)]
@@ -89,15 +97,30 @@ def _tensor(plan: Plan) -> list[Problem]:
     """`sp` and `recompute:partitioned` without tensor parallelism."""
     if plan.mesh.size_of("tp") > 1:
         return []
-    if plan.recompute == "partitioned":
-        given = "'recompute:partitioned' without tensor parallelism, whose ranks would share inputs"
-        allowed = "recompute:partitioned together with tpN of two ranks or more"
+    if plan.recompute in PARTITIONED_WORDS:
+        word = f"recompute:{plan.recompute}"
+        given = f"'{word}' without tensor parallelism, whose ranks would share inputs"
+        allowed = f"{word} together with tpN of two ranks or more"
         return [Problem(given, allowed, f"'{_runnable(plan)}', or tp2 beside it")]
     if not plan.sp:
         return []
     allowed = "sp together with tpN of two ranks or more, on which the sequence is split"
     instead = f"'{_runnable(plan)}', or tp2 beside it"
     return [Problem("'sp' without tensor parallelism, which has no effect", allowed, instead)]
+
+
+def _bounded(plan: Plan) -> bool:
+    """Whether a budget of the device's activations is given for blocks that keep none there."""
+    return plan.activations is not None and recompute_budget(plan.recompute) > 0
+
+
+def _tiers(plan: Plan) -> list[Problem]:
+    """A budget of activations that do not rest on the device."""
+    if not _bounded(plan):
+        return []
+    given = f"'recompute:{plan.recompute}', a budget of device memory, with 'activations:host'"
+    allowed = "a budget alone; or activations:host with recompute:full, selective, everyN or names"
+    return [Problem(given, allowed, f"'{_runnable(plan)}'")]
 
 
 def _buffers(plan: Plan) -> list[Problem]:
@@ -180,7 +203,8 @@ def _runnable(plan: Plan) -> Plan:
         precision=plan.precision,
         accumulate=plan.accumulate,
         bucket_bytes=plan.bucket_bytes,
-        recompute="full" if alone and plan.recompute == "partitioned" else plan.recompute,
+        recompute="full" if alone and plan.recompute in PARTITIONED_WORDS else plan.recompute,
+        activations=None if _bounded(plan) else plan.activations,
     )
     if plan.buffers_bytes is not None:
         near = replace(near, buffers_bytes=max(plan.buffers_bytes, smallest_pool_bytes(near)))

@@ -32,6 +32,9 @@ SCHEDULES: dict[str, str] = {
     "naive": "",
 }
 
+#: Values of `recompute` that partition inputs over the tensor axis.
+PARTITIONED_WORDS: Final = ("partitioned", "partitioned-host")
+
 #: Units of a SIZE, largest first.
 UNITS: dict[str, int] = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 
@@ -86,8 +89,9 @@ WORDS: tuple[Word, ...] = (
         "recompute:WHAT",
         "recompute:full",
         "recompute activations in backward: full, selective, partitioned (over the tensor axis), "
-        "everyN, names of modules, or SIZE, the activations that a rank may keep",
+        "partitioned-host, everyN, names of modules, or SIZE, the activations that a rank may keep",
     ),
+    Word("activations:host", "activations:host", "keep the activations of blocks in host memory"),
     Word(
         "offload:WHAT",
         "offload:optim",
@@ -168,6 +172,7 @@ _LABELS: dict[str, str] = {
     "accumulate": "number of microbatches to accumulate",
     "bucket_bytes": "bucket size",
     "recompute": "choice of recomputation",
+    "activations": "tier of activations",
     "offload": "choice of offload",
     "buffers_bytes": "size of communication buffers",
 }
@@ -290,12 +295,21 @@ def _read_recompute(key: str, value: str) -> Found | Problem:
         return key, f"every{_whole(every[1])}"
     if _NAMES.fullmatch(value) and not every:
         return key, value
-    allowed = "recompute: and full, selective, partitioned, everyN with N from 2, a budget such "
-    allowed += "as 8GiB, or patterns of module names"
+    allowed = (
+        "recompute: and full, selective, partitioned, partitioned-host, everyN with N from 2, "
+    )
+    allowed += "a budget such as 8GiB, or patterns of module names"
     instead = (
         "recompute:every2" if every else "recompute:blocks.*" if "," in value else "recompute:full"
     )
     return Problem(f"the plan word '{key}:{value}'", allowed, instead)
+
+
+def _read_activations(key: str, value: str) -> Found | Problem:
+    if value == "host":
+        return key, value
+    allowed = "activations:host; without the word activations stay on the device"
+    return Problem(f"the plan word '{key}:{value}'", allowed, "activations:host")
 
 
 _VALUES: dict[str, Callable[[str, str], Found | Problem]] = {
@@ -304,6 +318,7 @@ _VALUES: dict[str, Callable[[str, str], Found | Problem]] = {
     "bucket": _read_size,
     "buffers": _read_size,
     "recompute": _read_recompute,
+    "activations": _read_activations,
     "offload": _read_text,
 }
 

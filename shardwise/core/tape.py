@@ -8,7 +8,10 @@ the batch have no number: they stay in memory in any case.
     returned     the module returns it
 """
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+#: Storages of fewer bytes stay on the device where activations rest in host memory.
+SMALL_BYTES: Final = 1024
 
 
 class Product(NamedTuple):

@@ -31,11 +31,14 @@ class Saved:
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def save(self, x: Tensor) -> Tensor:
-        """The hook that autograd calls with each tensor that it saves; the tensor stays."""
+        """The hook that autograd calls with each tensor that it saves; the tensor stays.
+
+        Without its node: a node that saves its own output would never be freed.
+        """
         storage = x.untyped_storage()
         if storage._cdata not in self.ignored:
             self.alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-        return x
+        return x.detach() if x.grad_fn is not None else x
 
     def keys(self) -> set[int]:
         """The addresses of the saved storages that are alive now."""

@@ -31,7 +31,7 @@ from shardwise.core.model_spec import (
     UnitShape,
 )
 from shardwise.core.plan import Plan
-from shardwise.core.plan_parser import recompute_budget
+from shardwise.core.plan_parser import PARTITIONED_WORDS, recompute_budget
 from shardwise.core.tensor_plan import Table, assign, cuts
 from shardwise.core.uneven import Cut
 from shardwise.core.zero import row_of
@@ -52,7 +52,7 @@ from shardwise.engine.tensor_plan import shapes
 from shardwise.engine.training import DTYPES, Loss
 from shardwise.parallel.data.wrap_policy import UnitSpec
 from shardwise.parallel.pipeline.placeholders import layers, twin
-from shardwise.prediction.recompute import FULL, PARTITIONED
+from shardwise.prediction.recompute import FULL
 from shardwise.prediction.recompute_budget import within_budget
 from shardwise.prediction.tensor_moves import SUMMED, TENSOR
 
@@ -100,20 +100,24 @@ def model_spec(
         bundles = by_shape(parts, lambda part: staged.bundles(call, part))
         stages = StageSpec(at, known, bundles, staged.outside)
     kinds = recomputation.fitting(plain, plan, options["units"], begin)
+    hosted = recomputation.on_host(plain, plan, options["units"], kinds, begin)
+    how = {"stages": stages, "experts": experts, "on_host": tuple(hosted)}
     if table is None:
-        run = meta_pass.run(plain, real, call, parts[0])
-        spec = ModelSpec(shape, _modules(plain, specs), run, stages, experts=experts)
+        every = parts if hosted else parts[:1]
+        runs = by_shape(every, lambda part: meta_pass.run(plain, real, call, part))
+        how |= {"tapes": tuple(run.tape for run in runs)}
+        spec = ModelSpec(shape, _modules(plain, specs), runs[0], **how)
         return replace(spec, recomputed=_chosen(spec, plan, kinds))
-    tensors = _tensors(plain, plan, table)
-    heads = _heads(tensors, world.axis(TENSOR))
+    heads = _heads(tensors := _tensors(plain, plan, table), world.axis(TENSOR))
     runs = by_shape(parts, lambda part: meta_pass.run(plain, real, call, part, heads))
 
-    def on(rank: int) -> ModelPass:
+    def on(rank: int, part: Any = parts[0]) -> ModelPass:
         laid_out = on_tensor_axis(plain, plan, rank, table)
-        return meta_pass.with_tape(runs[0], laid_out, call, parts[0])
+        return meta_pass.with_tape(runs[0], laid_out, call, part)
 
-    tensors = replace(tensors, runs=runs)
-    spec = ModelSpec(shape, _modules(plain, specs), on(rank), stages, tensors, experts=experts)
+    tensors, run = replace(tensors, runs=runs), on(rank)
+    how |= {"tapes": by_shape(parts, lambda part: on(rank, part).tape) if hosted else ()}
+    spec = ModelSpec(shape, _modules(plain, specs), run, tensors=tensors, **how)
     widest = replace(spec, run=on(0)) if recompute_budget(plan.recompute) else spec
     return replace(spec, recomputed=_chosen(widest, plan, kinds))
 
@@ -133,7 +137,7 @@ def _chosen(spec: ModelSpec, plan: Plan, kinds: dict[str, str]) -> dict[str, str
 
     Under sequence parallelism inputs are shards already, and nothing is partitioned.
     """
-    if plan.sp and plan.recompute == PARTITIONED:
+    if plan.sp and plan.recompute in PARTITIONED_WORDS:
         return dict.fromkeys(kinds, FULL)
     budget_bytes = recompute_budget(plan.recompute)
     return within_budget(spec, plan, list(kinds), budget_bytes) if budget_bytes else kinds

@@ -100,6 +100,8 @@ def _changes(plan: Plan) -> Iterator[Plan]:
         yield from (replace(plan, row=row) for row in names[names.index(plan.row) + 1 :])
     if plan.recompute is None:
         yield replace(plan, recompute="full")
+    if not plan.activations_on_host:
+        yield replace(plan, activations="host")
     yield replace(plan, accumulate=2 * plan.accumulate)
     if plan.precision in (None, "fp32", "fp64"):
         yield replace(plan, precision="bf16")
@@ -110,7 +112,7 @@ def _changes(plan: Plan) -> Iterator[Plan]:
 
 
 def _total(found: Prediction) -> int:
-    return sum(found.memory.values()) + found.activations
+    return sum(found.memory.values()) + found.activations + found.fetched
 
 
 def _table(

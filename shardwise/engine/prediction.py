@@ -20,9 +20,10 @@ from shardwise.engine.model_spec import model_spec, shapes_of
 from shardwise.engine.parallelize import own_loss, plan_of, recipe_of, settled_options
 from shardwise.engine.spec import optimizer_shape
 from shardwise.engine.training import Loss
+from shardwise.prediction.host import fetched_bytes, kept_bytes
 from shardwise.prediction.memory import PLAIN
 from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.rank_shape import activation_bytes_on, shape_on
+from shardwise.prediction.rank_shape import shape_on
 
 #: The note on a model with experts.
 EXPERTS = "what layers of experts tell each other of their tokens is not among the bytes"
@@ -121,6 +122,8 @@ class Predictor:
             optimizer=optimizer_shape(self.recipe, dtypes[0]) if dtypes else PLAIN,
             norm=self.options["clip"] is not None,
             check_every=self.options["check_every"],
-            activations=0 if plan.ep > 1 else activation_bytes_on(spec, plan, rank),
+            activations=0 if plan.ep > 1 else kept_bytes(spec, plan, rank, on_host=False),
+            host_activations=0 if plan.ep > 1 else kept_bytes(spec, plan, rank, on_host=True),
+            fetched=0 if plan.ep > 1 else fetched_bytes(spec, plan, rank),
             notes=(spec.run.note,) if spec.run.note else (),
         )

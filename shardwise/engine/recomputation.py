@@ -1,20 +1,21 @@
-"""Recomputation in an engine: the modules that it recomputes, and their generators."""
+"""Recomputation in an engine: the modules that it recomputes, and where what is kept rests."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardwise.comm.world import World
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.engine.rng import STATES, generators_of
 from shardwise.engine.tensor_layout import Tensors
 from shardwise.parallel.data.wrap_policy import Rule, blocks
+from shardwise.parallel.recompute import choice
 from shardwise.parallel.recompute.checkpointed import NONE, Recomputed, recompute
-from shardwise.parallel.recompute.choice import chosen
 from shardwise.parallel.recompute.generators import Generators
+from shardwise.parallel.recompute.host import HostActivations
 
 Choose = Callable[[Any], Mapping[str, str]]
 
@@ -26,7 +27,7 @@ def fitting(
 
     Raises InputError if the plan names no module, or one that lies in several stages.
     """
-    kinds = chosen(model, plan.recompute, blocks(model, units) if plan.recompute else {})
+    kinds = choice.chosen(model, plan.recompute, blocks(model, units) if plan.recompute else {})
     for name in kinds:
         inside = next((start for start in starts if start.startswith(f"{name}.")), None)
         if inside is not None:
@@ -39,29 +40,71 @@ def fitting(
     return kinds
 
 
+def on_host(
+    model: nn.Module, plan: Plan, units: Rule, kinds: Mapping[str, str], starts: Sequence[str] = ()
+) -> dict[str, tuple[int, int]]:
+    """The blocks whose activations rest in host memory, each with its stage and its place in it.
+
+    `kinds` as `fitting` gives them. Raises InputError where there are none, or a block begins in
+    one stage and ends in another.
+    """
+    found = (
+        choice.on_host(model, plan, blocks(model, units), kinds) if plan.activations_on_host else ()
+    )
+    for block in found:
+        inside = next((start for start in starts if start.startswith(f"{block}.")), None)
+        if inside is not None:
+            raise bad(
+                f"activations:host, which moves what {block} keeps, with a stage that begins "
+                f"inside of it at {inside}",
+                "blocks that lie in one stage",
+                f"a stage that begins at {block}",
+            )
+    order = [name for name, _ in model.named_modules()]
+    begins = sorted(order.index(start) for start in starts)
+    places = ((name, order.index(name)) for name in found)
+    return {name: (sum(begin <= place for begin in begins), place) for name, place in places}
+
+
 class Recomputation:
     """The modules of an engine that are recomputed; under a budget chosen for each batch's shapes.
 
-    `choose` gives the kinds of the modules for a batch.
+    `choose` gives the kinds of the modules for a batch. `hosted` are the blocks of `on_host`; with
+    `everything` all that they keep rests there, else only what recomputation keeps of them.
     """
 
-    def __init__(self, kinds: Mapping[str, str], choose: Choose | None = None) -> None:
+    def __init__(
+        self,
+        kinds: Mapping[str, str],
+        choose: Choose | None = None,
+        hosted: Mapping[str, tuple[int, int]] | None = None,
+        *,
+        everything: bool = True,
+    ) -> None:
         self.kinds, self.choose = kinds, choose
+        self.hosted, self.everything = hosted or {}, everything
         self.modules: dict[str, Recomputed] = {}
         self.known: dict[object, Mapping[str, str]] = {}
+        self.host: HostActivations | None = None
 
-    def apply(self, model: nn.Module, device: torch.device, tensors: Tensors) -> None:
+    def apply(self, model: nn.Module, world: World, tensors: Tensors) -> None:
         """Recompute the activations of the modules, in place.
 
         Under sequence parallelism the inputs of modules are shards already.
         """
-        generators = Generators(generators_of(device), STATES)
+        generators = Generators(generators_of(world.device), STATES)
         whole = tensors.axis.size > 1 and not tensors.stream.split
         axis = tensors.axis if whole else None
-        self.modules = recompute(model, self.kinds, generators, axis)
+        if self.hosted:
+            self.host = HostActivations(model, world.tiers, self.hosted)
+        self.modules = recompute(model, self.kinds, generators, axis, self.host)
+        if self.host is not None:
+            self.host.install(hooks=self.everything)
 
     def begin(self, batch: Any) -> None:
         """A step on `batch` begins. Raises InputError for a budget that cannot be met."""
+        if self.host is not None:
+            self.host.begin(batch)
         if self.choose is None:
             return
         shapes = tuple((x.shape, x.dtype) for x in tree_leaves(batch) if isinstance(x, Tensor))

@@ -13,7 +13,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.plan_parser import recompute_budget
 from shardwise.engine import meta_pass
 from shardwise.engine.model_spec import model_spec
-from shardwise.engine.recomputation import Recomputation, fitting
+from shardwise.engine.recomputation import Recomputation, fitting, on_host
 from shardwise.engine.training import Loss
 
 
@@ -31,7 +31,8 @@ def recomputation(
     """
     kinds = fitting(model, plan, options["units"], starts)
     if not recompute_budget(plan.recompute):
-        return Recomputation(kinds)
+        hosted = on_host(model, plan, options["units"], kinds, starts)
+        return Recomputation(kinds, hosted=hosted, everything=plan.activations is not None)
     plain = meta_pass.meta_copy(model)
 
     def choose(batch: Any) -> Mapping[str, str]:

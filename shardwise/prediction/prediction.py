@@ -8,6 +8,7 @@ from shardwise.core.model_spec import ModelShape, ModelSpec
 from shardwise.core.plan import Plan
 from shardwise.core.pool_size import pool_bytes
 from shardwise.prediction.experts import expert_bytes
+from shardwise.prediction.host import copied_bytes
 from shardwise.prediction.memory import ADAM, OptimizerShape, held_bytes
 from shardwise.prediction.rank_shape import added_flops_on
 from shardwise.prediction.traffic import (
@@ -29,9 +30,10 @@ class Prediction:
 
     `model` is what the rank holds of `spec`, which is the whole model.
     `norm`: gradients are clipped by their norm. In every `check_every`th step ranks compare their
-    batches and gradients. `activations` are the most bytes that autograd
-    keeps from forward to backward at once, with torch's own kernels. `notes` name what depends on
-    the values of the batch.
+    batches and gradients. `activations` are the most bytes that autograd keeps on the device from
+    forward to backward at once, with torch's own kernels; `host_activations` those in host memory,
+    of which at most `fetched` are back on the device at once. `notes` name what depends on the
+    values of the batch.
     """
 
     plan: Plan
@@ -42,6 +44,8 @@ class Prediction:
     norm: bool = False
     check_every: int = 0
     activations: int = 0
+    host_activations: int = 0
+    fetched: int = 0
     notes: tuple[str, ...] = ()
 
     @property
@@ -72,7 +76,8 @@ class Prediction:
     def bytes(self) -> dict[str, int]:
         """Bytes sent in a step, by axis and kind, such as "dp all_gather".
 
-        The first steps of a run send a little more: ranks compare batches and gradients.
+        Copies between tiers are on the axis "tier". The first steps of a run send a little more:
+        ranks compare batches and gradients.
         """
         return by_kind(self.sent())
 
@@ -114,6 +119,7 @@ class Prediction:
             stage_bytes(self.plan, self.spec, self.rank),
             tensor_bytes(self.plan, self.spec, self.rank),
             part_bytes(self.plan, self.spec, self.rank),
+            copied_bytes(self.plan, self.spec, self.rank),
             expert_bytes(self.plan, self.rank, moves),
         )
         lines = {line for one in every for line in one}

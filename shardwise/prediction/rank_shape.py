@@ -25,7 +25,7 @@ from shardwise.core.schedule.memory import most_alive
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.prediction.gathers import gathers, order_of
 from shardwise.prediction.group import groups, layout_of
-from shardwise.prediction.recompute import added_flops, parts, storages
+from shardwise.prediction.recompute import added_flops
 from shardwise.prediction.tensor_moves import TENSOR, held_parts
 from shardwise.prediction.unit_gathers import Gather, UnitPath, unit_gathers, whole_bytes
 
@@ -158,16 +158,6 @@ def _held(plan: Plan, param: ParamShape, ranks: set[int]) -> ParamShape:
     layout = layout_of(plan, param)
     on = AxisLayout(R, plan.mesh.size_of(PIPELINE), holders=tuple(sorted(ranks)))
     return replace(param, layout=replace(layout, axes=(*layout.axes, (PIPELINE, on))))
-
-
-def activation_bytes_on(spec: ModelSpec, plan: Plan, rank: int) -> int:
-    """The most bytes of activations that `rank` keeps at once."""
-    stored_bytes = stage_bytes(spec, storages(spec.run.tape, spec.recomputed))
-    ranks = plan.mesh.size_of(TENSOR)
-    for part in parts(spec.run.tape, spec.recomputed):
-        stored_bytes[stage_of(spec, part.module)] += -(-part.numel // ranks) * part.element_bytes
-    every = moments(plan, plan.mesh.coordinate(rank).get(PIPELINE, 0))
-    return max(sum(n * stored_bytes[stage] for stage, n in moment.items()) for moment in every)
 
 
 def stage_bytes(spec: ModelSpec, kept: Iterable[tuple[int, str]]) -> dict[int, int]:

@@ -49,6 +49,8 @@ def predict_command(
         "memory": found.memory,
         "bytes": found.bytes,
         "activations": found.activations,
+        "host_activations": found.host_activations,
+        "fetched": found.fetched,
         "recomputed": dict(found.recomputed),
         "recomputed_flops": found.recomputed_flops,
         "time_ms": round(1000 * (time.perf_counter() - began), 1),
@@ -138,6 +140,9 @@ def show(numbers: dict[str, Any], console: Console) -> None:
     for category, count in numbers["memory"].items():
         table.add_row(f"held: {category}", f"{count:,}")
     table.add_row("held in a step: activations", f"{numbers['activations']:,}")
+    if numbers["host_activations"]:
+        table.add_row("held in a step: in host memory", f"{numbers['host_activations']:,}")
+        table.add_row("of these on the device again, at most", f"{numbers['fetched']:,}")
     for kind in dict.fromkeys(numbers["recomputed"].values()):
         names = [name for name, how in numbers["recomputed"].items() if how == kind]
         table.add_row(f"recomputed: {kind}", ", ".join(names))

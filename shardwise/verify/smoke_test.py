@@ -31,7 +31,8 @@ def smoke_test(model: str, plan: Plan, options: Options | None = None) -> nn.Mod
     choose(found, options.units)
     tensor_parallel.fitting(found, plan, options.table)
     starts = stage_module.fitting(found, plan, None)
-    recomputation.fitting(found, plan, options.units, starts)
+    kinds = recomputation.fitting(found, plan, options.units, starts)
+    recomputation.on_host(found, plan, options.units, kinds, starts)
     weight_stashing.require(found, plan, starts, None)
     return found
 

@@ -4,6 +4,8 @@
     selective    and the outputs of products (kept.py)      the same, without these products
     partitioned  a part of its inputs (partitioned.py)      gathers them, then as full
 
+What is kept may rest in host memory (host.py).
+
 All are torch.utils.checkpoint without reentrant autograd, around the module's own `forward`, so
 that hooks on the module run once.  The second forward ends at the last tensor that autograd needs.
 It computes what the first one did:
@@ -27,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.comm.world import Axis
 from shardwise.core.graph_break import graph_break
 from shardwise.parallel.recompute.generators import Generators, States
+from shardwise.parallel.recompute.host import HostActivations
 from shardwise.parallel.recompute.kept import KeptProducts
 from shardwise.parallel.recompute.partitioned import Inputs
 
@@ -34,16 +37,21 @@ FULL, SELECTIVE, PARTITIONED, NONE = "full", "selective", "partitioned", "none"
 
 
 def recompute(
-    model: nn.Module, kinds: Mapping[str, str], generators: Generators, axis: Axis | None = None
+    model: nn.Module,
+    kinds: Mapping[str, str],
+    generators: Generators,
+    axis: Axis | None = None,
+    host: HostActivations | None = None,
 ) -> dict[str, "Recomputed"]:
     """Recompute activations of modules, in place; `kinds` maps their names to kinds.
 
     `axis` has the ranks over which PARTITIONED splits inputs that are the same on all of them.
+    With `host` what is kept rests there.
     """
     found: dict[str, Recomputed] = {}
     for name, kind in kinds.items():
         module = model.get_submodule(name)
-        module.forward = found[name] = Recomputed(module, kind, generators, axis)
+        module.forward = found[name] = Recomputed(module, kind, generators, axis, host)
     return found
 
 
@@ -54,10 +62,15 @@ class Recomputed:
     """
 
     def __init__(
-        self, module: nn.Module, kind: str, generators: Generators, axis: Axis | None
+        self,
+        module: nn.Module,
+        kind: str,
+        generators: Generators,
+        axis: Axis | None,
+        host: HostActivations | None = None,
     ) -> None:
         self.forward, self.kind, self.generators = module.forward, kind, generators
-        self.axis = axis
+        self.axis, self.host = axis, host
         self.norms = [m for m in module.modules() if isinstance(m, _NormBase)]
         self.run = graph_break(self._run)
         self.__wrapped__ = module.forward  # whose signature this one has
@@ -71,8 +84,9 @@ class Recomputed:
         products = KeptProducts() if self.kind == SELECTIVE else None
         first = _First(self.generators, products)
         run, given = partial(self.forward, **kwargs), args
-        if self.kind == PARTITIONED and self.axis is not None:
-            run, given = self._in_pieces(Inputs(self.axis, (args, kwargs))), ()
+        axis = self.axis if self.kind == PARTITIONED else None
+        if axis is not None or self.host is not None:
+            run, given = self._again(Inputs(axis, (args, kwargs), self.host)), ()
         out = checkpoint(
             run,
             *given,
@@ -82,9 +96,11 @@ class Recomputed:
         )
         if products is not None:
             products.drop(out)  # whose reader may write to it
+            if self.host is not None:
+                products.replace(self.host.keep)
         return out
 
-    def _in_pieces(self, inputs: Inputs) -> Callable[[], Any]:
+    def _again(self, inputs: Inputs) -> Callable[[], Any]:
         def run() -> Any:
             own, named = inputs.take()
             return self.forward(*own, **named)

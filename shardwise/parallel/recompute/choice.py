@@ -2,6 +2,7 @@
 
     full, selective      every block
     partitioned          every block
+    partitioned-host     every block: partitioned
     every2               blocks 0, 2, 4, ...: full
     NAME,NAME            the outermost modules whose names these patterns match: full
     8GiB                 every block: as a budget chooses (prediction/recompute_budget.py), and full
@@ -16,7 +17,8 @@ from fnmatch import fnmatch
 from torch import nn
 
 from shardwise.core.errors import bad
-from shardwise.core.plan_parser import recompute_budget, recompute_every
+from shardwise.core.plan import Plan
+from shardwise.core.plan_parser import PARTITIONED_WORDS, recompute_budget, recompute_every
 from shardwise.core.suggest import suggest
 from shardwise.parallel.recompute.checkpointed import FULL, PARTITIONED, SELECTIVE
 
@@ -29,7 +31,8 @@ def chosen(model: nn.Module, what: str | None, blocks: Mapping[str, nn.Module]) 
     if what is None:
         return {}
     every = recompute_every(what)
-    if what not in (FULL, SELECTIVE, PARTITIONED) and not every and not recompute_budget(what):
+    parts = what in PARTITIONED_WORDS
+    if what not in (FULL, SELECTIVE) and not parts and not every and not recompute_budget(what):
         return dict.fromkeys(_named(model, what.split(","), what), FULL)
     if not blocks:
         raise bad(
@@ -37,8 +40,34 @@ def chosen(model: nn.Module, what: str | None, blocks: Mapping[str, nn.Module]) 
             "a model with a list of blocks, or the names of the modules to recompute",
             f"recompute:{','.join(_callable_names(model)[:1]) or 'NAME'}",
         )
-    kind = what if what in (SELECTIVE, PARTITIONED) else FULL
+    kind = PARTITIONED if parts else SELECTIVE if what == SELECTIVE else FULL
     return dict.fromkeys(list(blocks)[:: every or 1], kind)
+
+
+def on_host(
+    model: nn.Module, plan: Plan, blocks: Mapping[str, nn.Module], kinds: Mapping[str, str]
+) -> tuple[str, ...]:
+    """The blocks whose kept activations rest in host memory; `kinds` are the recomputed modules.
+
+    Raises InputError where the model has no blocks, or a recomputed module has blocks inside of it.
+    """
+    if not blocks:
+        raise bad(
+            f"activations:{plan.activations} for a {type(model).__name__}, in which no class of "
+            "modules repeats",
+            "a model with a list of blocks, whose activations go to host memory",
+            "the plan without this word",
+        )
+    for name in kinds:
+        inside = next((block for block in blocks if block.startswith(f"{name}.")), None)
+        if inside is not None:
+            raise bad(
+                f"recompute:{plan.recompute}, which recomputes {name}, with activations:"
+                f"{plan.activations}: {inside} inside of it is a block",
+                "recomputation of blocks, or of modules inside of them",
+                f"recompute:{inside}",
+            )
+    return tuple(blocks)
 
 
 def _named(model: nn.Module, patterns: list[str], what: str) -> Iterator[str]:
@@ -46,7 +75,7 @@ def _named(model: nn.Module, patterns: list[str], what: str) -> Iterator[str]:
     names = _callable_names(model)
     for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in names):
-            near = suggest(pattern, [FULL, SELECTIVE, PARTITIONED, *names])
+            near = suggest(pattern, [FULL, SELECTIVE, *PARTITIONED_WORDS, *names])
             if any(name.startswith(f"{pattern}.") for name in names):
                 near = f"{pattern}.*"  # a list of modules, which is never called
             raise bad(

@@ -13,12 +13,15 @@ of a unit inside of the module.  The two modes here count products only.
 """
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardwise.parallel.recompute.host import HostActivations, Kept
 
 _ATEN: Final = torch.ops.aten
 
@@ -64,6 +67,11 @@ class KeptProducts:
             if func is not None:
                 self.outputs[func][index] = None
 
+    def replace(self, keep: Callable[[Tensor], Any]) -> None:
+        """Keep each output as `keep` gives it back: a tensor, or `Kept` (host.py)."""
+        for kept in self.outputs.values():
+            kept[:] = [tree_map_only(Tensor, keep, out) for out in kept]
+
     def keeping(self) -> TorchDispatchMode:
         """The mode of the forward pass."""
         return _Keeping(self)
@@ -100,6 +108,7 @@ class _Replaying(TorchDispatchMode):
         kept = next(self.outputs.get(func, iter(())), None) if is_product(func) else None
         if kept is None:
             return func(*args, **(kwargs or {}))
+        kept = tree_map_only(Kept, HostActivations.read, kept)
         return tree_map_only(Tensor, _alias, kept)
 
 

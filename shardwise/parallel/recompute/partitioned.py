@@ -5,7 +5,8 @@
 
 Each rank keeps an n-th of x, in place of one of n equal copies, for one all-gather in backward.
 If x is already a shard (sequence parallelism), it is kept unchanged and nothing is sent.
-(P_a of Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 6.1.)
+With `recompute:partitioned-host` or `activations:host` the pieces rest in host memory (host.py).
+(P_a and P_a+cpu of Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 6.1.)
 """
 
 from typing import Any, NamedTuple
@@ -18,24 +19,31 @@ from torch.utils._pytree import tree_map_only
 from shardwise.comm.move import move
 from shardwise.comm.world import Axis
 from shardwise.core.layout import I, S
+from shardwise.parallel.recompute.host import HostActivations
 
 
-class _Piece(NamedTuple):
-    """This rank's elements of a tensor of this shape, padded to the same number on each rank."""
+class _Kept(NamedTuple):
+    """A tensor as it is kept.
 
-    mine: Tensor
-    shape: torch.Size
+    `held` is a tensor, or what stands for it in host memory; of a `shape`, it has this rank's
+    elements of a tensor of this shape, padded to the same number on each rank.
+    """
+
+    held: Any
+    trained: bool
+    shape: torch.Size | None = None
 
 
 class Inputs:
     """The arguments of a module: as given for its first forward, then put together for each other.
 
-    Tensors that a gradient reaches are kept in pieces; others are kept whole, since several modules
-    may share them.
+    With an `axis` tensors that a gradient reaches are kept in pieces, and others whole, since
+    several modules may share them.  With `host` what is kept rests there: the pieces, or all
+    tensors where there is no axis.
     """
 
-    def __init__(self, axis: Axis, given: Any) -> None:
-        self.axis = axis
+    def __init__(self, axis: Axis | None, given: Any, host: HostActivations | None = None) -> None:
+        self.axis, self.host = axis, host
         self.given: Any = given
         self.kept: Any = None
 
@@ -43,21 +51,30 @@ class Inputs:
         """The arguments."""
         given, self.given = self.given, None
         if given is None:
-            return tree_map_only(_Piece, self._whole, self.kept, is_leaf=_is_piece)
-        self.kept = tree_map_only(Tensor, self._piece, given)
+            return tree_map_only(_Kept, self._whole, self.kept, is_leaf=_is_kept)
+        self.kept = tree_map_only(Tensor, self._keep, given)
         return given
 
-    def _piece(self, x: Tensor) -> Any:
+    def _keep(self, x: Tensor) -> _Kept:
+        rests = self.host.keep if self.host is not None else _same
+        if self.axis is None:
+            return _Kept(rests(x.detach()), x.requires_grad)
         if not x.requires_grad:
-            return x
+            return _Kept(x, False)
         flat = x.detach().reshape(-1)
         padded = functional.pad(flat, (0, -len(flat) % self.axis.size))
-        return _Piece(move(padded, self.axis, I, S(0)), x.shape)
+        return _Kept(rests(move(padded, self.axis, I, S(0))), True, x.shape)
 
-    def _whole(self, piece: _Piece) -> Tensor:
-        flat = move(piece.mine, self.axis, S(0), I)
-        return flat[: piece.shape.numel()].view(piece.shape).requires_grad_()
+    def _whole(self, kept: _Kept) -> Tensor:
+        x = HostActivations.read(kept.held)
+        if kept.shape is not None and self.axis is not None:
+            x = move(x, self.axis, S(0), I)[: kept.shape.numel()].view(kept.shape)
+        return x.detach().requires_grad_() if kept.trained else x
 
 
-def _is_piece(x: Any) -> bool:
-    return isinstance(x, _Piece)
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
+def _is_kept(x: Any) -> bool:
+    return isinstance(x, _Kept)

@@ -1,0 +1,260 @@
+"""Activations in host memory: what a block keeps for its backward pass rests there.
+
+    forward     block 0     block 1     block 2
+                  | keeps     | keeps     | keeps           each storage is copied to the host
+                  v           v           v                 when autograd saves it
+    host        [ 0 ]       [ 1 ]       [ 2 ]
+    backward    block 2 begins: [ 2 ] and, ahead of its use, [ 1 ] are fetched
+                block 1 begins: [ 0 ] is fetched
+                block 0 begins
+
+A storage is copied once, however many tensors of it autograd saves.  What stays on the device:
+parameters, buffers, the batch, and storages of fewer than `SMALL_BYTES`.  At most two blocks are on
+their way to the host, and at most two are fetched.  All copies go through comm/tiers.py.
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+
+from shardwise.comm.tiers import Tiers, begin_copy
+from shardwise.comm.transport import Pending
+from shardwise.core.graph_break import graph_break
+from shardwise.core.tape import SMALL_BYTES
+
+
+class Stored:
+    """A storage that rests on the host; on the device too while its block's backward runs."""
+
+    def __init__(self, host: "HostActivations", x: Tensor) -> None:
+        storage = x.untyped_storage()
+        self.host, self.version = host, x._version
+        self.source = StorageWeakRef(storage)  # no other storage gets the address
+        flat = torch.empty(0, dtype=torch.uint8, device=x.device)
+        flat.set_(storage, 0, (storage.nbytes(),), (1,))
+        self.rest = host.tiers.empty(storage.nbytes(), torch.uint8)
+        self.leaving = begin_copy(flat, host.tiers, "device", "host", self.rest)
+        self.blocks: list[weakref.ref[Block]] = []
+        self.arriving: Pending[Tensor] | None = None
+        self.here: Tensor | None = None
+        self.nbytes = storage.nbytes()
+        self.fetched = False
+
+    def fetch(self) -> None:
+        """Begin to bring it back, if it is not on the device."""
+        if not self.fetched:
+            self.arriving = begin_copy(self.rest, self.host.tiers, "host", "device")
+            self.fetched = True
+            self.host.count(self.nbytes)
+
+    def bytes(self) -> Tensor:
+        """The bytes on the device."""
+        self.fetch()
+        if self.arriving is not None:
+            self.here, self.arriving = self.arriving.wait(), None
+        assert self.here is not None
+        return self.here
+
+    def drop(self) -> None:
+        """Free the copy on the device."""
+        if self.fetched:
+            self.here = self.arriving = None
+            self.fetched = False
+            self.host.count(-self.nbytes)
+
+    def __del__(self) -> None:
+        """Autograd has released the last tensor of it."""
+        if self.__dict__.get("fetched"):
+            self.host.count(-self.nbytes)
+
+
+class Kept:
+    """A tensor that autograd saved, as a view of a storage on the host."""
+
+    def __init__(self, stored: Stored, block: "Block", x: Tensor) -> None:
+        self.stored, self.block, self.dtype = stored, block, x.dtype
+        self.view = x.shape, x.stride(), x.storage_offset()
+
+    def tensor(self) -> Tensor:
+        """The tensor, on the device."""
+        self.block.begin_backward()
+        return self.stored.bytes().view(self.dtype).as_strided(*self.view)
+
+
+class Block:
+    """One forward pass of a block: what it keeps, and the pass of the block before."""
+
+    def __init__(self, host: "HostActivations", module: nn.Module, before: "Block | None") -> None:
+        self.host, self.module = host, module
+        self.before = None if before is None else weakref.ref(before)
+        self.kept: list[weakref.ref[Stored]] = []
+        self.begun = False
+
+    def begin_backward(self) -> None:
+        """Fetch what it and the block before keep, and free what no later pass reads."""
+        if self.begun:
+            return
+        self.begun = True
+        before = None if self.before is None else self.before()
+        own = [*self.stored(), *(before.stored() if before is not None else ())]
+        self.host.begin_backward(own)
+
+    def stored(self) -> Iterator[Stored]:
+        """What of it autograd still needs."""
+        yield from (stored for ref in self.kept if (stored := ref()) is not None)
+
+
+class HostActivations:
+    """The activations of one rank's blocks on the host.
+
+    `places` has, by the name of each block, its stage and its place in the model.
+    """
+
+    def __init__(
+        self, model: nn.Module, tiers: Tiers, places: Mapping[str, tuple[int, int]]
+    ) -> None:
+        self.model, self.tiers, self.places = model, tiers, places
+        self.known: weakref.WeakValueDictionary[int, Stored] = weakref.WeakValueDictionary()
+        self.fetched: weakref.WeakSet[Stored] = weakref.WeakSet()
+        self.leaving: deque[list[weakref.ref[Stored]]] = deque()
+        self.running: Block | None = None
+        self.latest: weakref.ref[Block] | None = None
+        self.place = -1, 0  # of the latest block
+        self.stays: set[int] = set()
+        self.batch: set[int] = set()
+        self.fetched_bytes = self.most_fetched_bytes = 0
+
+    def install(self, *, hooks: bool) -> None:
+        """Keep what blocks save on the host, in place; without `hooks` only what `keep` is given.
+
+        Call it after recomputation has been installed.
+        """
+        for name, place in self.places.items():
+            module = self.model.get_submodule(name)
+            module.forward = _OnHost(module, self, place, hooks=hooks)
+
+    def begin(self, batch: Any) -> None:
+        """A step on `batch` begins."""
+        self.batch = {_key(x) for x in tree_leaves(batch) if isinstance(x, Tensor)}
+        self.most_fetched_bytes = self.fetched_bytes
+
+    def keep(self, x: Tensor) -> Any:
+        """`x`, which the running block keeps: on the host, unless it stays. `read` gives it back.
+
+        Of `x` only the values are kept: what comes back is outside of the graph.
+        """
+        storage, block = x.untyped_storage(), self.running
+        x = x.detach() if x.grad_fn is not None else x  # a node that saves its output is no cycle
+        stays = storage._cdata in self.stays or storage.nbytes() < SMALL_BYTES
+        if block is None or stays or type(x) not in (Tensor, nn.Parameter):
+            return x
+        stored = self.known.get(storage._cdata)
+        if stored is None or stored.version != x._version:
+            self.stays |= {_key(p) for p in block.module.parameters()}  # some were gathered since
+            if storage._cdata in self.stays:
+                return x
+            stored = self.known[storage._cdata] = Stored(self, x)
+            self.leaving[-1].append(weakref.ref(stored))
+        if all(ref() is not stored for ref in block.kept):
+            block.kept.append(weakref.ref(stored))
+            stored.blocks.append(weakref.ref(block))
+        return Kept(stored, block, x)
+
+    @staticmethod
+    def read(kept: Any) -> Tensor:
+        """What `keep` was given."""
+        return kept.tensor() if isinstance(kept, Kept) else kept
+
+    @contextmanager
+    def block(self, module: nn.Module, place: tuple[int, int], *, hooks: bool) -> Iterator[None]:
+        """The forward pass of a block, which begins a chain if it does not follow the latest."""
+        before = None if self.latest is None else self.latest()
+        follows = place[0] == self.place[0] and place[1] > self.place[1]
+        if not follows:
+            tensors = (*self.model.parameters(), *self.model.buffers())
+            self.stays = self.batch | {_key(x) for x in tensors}
+        self.running, self.place = Block(self, module, before if follows else None), place
+        self.latest = weakref.ref(self.running)
+        self._bound()
+        try:
+            if hooks:
+                with saved_tensors_hooks(self.keep, self.read):
+                    yield
+            else:
+                yield
+        finally:
+            self.running = None
+
+    def begin_backward(self, needed: Iterable[Stored]) -> None:
+        """Fetch what is needed now; free the copies that no pass to come will read.
+
+        Where a backward pass is made in two halves, autograd keeps its graph until the second.
+        """
+        needed = list(needed)
+        for stored in set(self.fetched).difference(needed):
+            if len(stored.blocks) == 1:
+                stored.drop()
+                self.fetched.discard(stored)
+        for stored in needed:
+            stored.fetch()
+            self.fetched.add(stored)
+
+    def count(self, nbytes: int) -> None:
+        """So many bytes more were fetched."""
+        self.fetched_bytes += nbytes
+        self.most_fetched_bytes = max(self.most_fetched_bytes, self.fetched_bytes)
+
+    def _bound(self) -> None:
+        """Wait for the copies of the block before the last."""
+        self.leaving.append([])
+        while len(self.leaving) > 2:
+            for ref in self.leaving.popleft():
+                stored = ref()
+                if stored is not None:
+                    stored.leaving.wait()
+
+
+class _OnHost:
+    """Replaces the forward of a block."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        host: HostActivations,
+        place: tuple[int, int],
+        *,
+        hooks: bool,
+    ) -> None:
+        self.module, self.forward, self.host = module, module.forward, host
+        self.place, self.hooks = place, hooks
+        self.run = graph_break(self._run)
+        self.__wrapped__ = module.forward  # whose signature this one has
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **kwargs)
+        with self.host.block(self.module, self.place, hooks=self.hooks):
+            return self.forward(*args, **kwargs)
+
+    def __reduce__(self) -> Any:
+        """A copy of the module keeps its activations on the device."""
+        return _same, (self.forward,)
+
+
+def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
+    return forward
+
+
+def _key(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
