@@ -6,11 +6,12 @@ axis pp    the parameters and buffers of the rank's stages; tied ones are on sev
 axis dp    a share of each unit, and how often the unit is gathered (gathers.py; unit_gathers.py)
 """
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from shardwise.core.layout import R
 from shardwise.core.model_spec import (
+    Call,
     ModelShape,
     ModelSpec,
     ParamShape,
@@ -139,7 +140,8 @@ def _path(spec: ModelSpec, stages: StageSpec, stage: int, outside: frozenset[str
     own = [n for n, u in enumerate(units) if any(stage in stages.params[p.name] for p in u.params)]
     read = {n for n in own if any(p.name in outside for p in units[n].params)}
     around = {n for n in own if n in read or _around(spec.modules[n], stages)}
-    path, calls, reached = order_of(spec.modules, spec.run, [n for n in own if n not in around])
+    run = spec.run._replace(calls=tuple(_calls(spec.run.calls, stages, stage)))
+    path, calls, reached = order_of(spec.modules, run, [n for n in own if n not in around])
     back = [n for n in calls[::-1] if n in reached]
     return UnitPath(
         around=tuple(n for n in own if n in around),
@@ -147,6 +149,20 @@ def _path(spec: ModelSpec, stages: StageSpec, stage: int, outside: frozenset[str
         backward=tuple(None if spec.modules[n].looks_up else n for n in back),
         graded=stage > 0 and any(x.trained for x in stages.bundles[0][stage - 1]),
     )
+
+
+def _calls(calls: Iterable[Call], stages: StageSpec, stage: int) -> Iterator[Call]:
+    """The calls that run in `stage`.
+
+    The call of a layer that several stages hold runs in the earliest of them that is not over.
+    """
+    reached = 0
+    for call in calls:
+        if call.begins and not call.recomputed:
+            held_by = (s for s in stages.of(call.module) if s >= reached)
+            reached = min(held_by, default=reached)
+        if reached == stage:
+            yield call
 
 
 def _around(unit: UnitModules, stages: StageSpec) -> bool:

@@ -85,11 +85,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("plan", "name"), CASES)
-def test_what_stages_share(plan: str, name: str, request: pytest.FixtureRequest):
+def test_what_stages_share(plan: str, name: str):
     """One process's losses, norms, gradients and weights, wherever the holders are."""
-    if "zero3" in plan and name == "repeated":
-        why = "blocks that run twice: the last stage gathers a unit less often than predicted"
-        request.applymarker(pytest.mark.xfail(reason=why))
     case = Case(f"{plan} fp64", clip=0.5, **ADAMW)
     ranks = run_threads(ranks_of(plan), train, WORK[name], case)
     assert_parity(ranks, whole_run(WORK[name], case), 1e-10)
