@@ -132,13 +132,15 @@ class Value(NamedTuple):
 class Call(NamedTuple):
     """The begin or the end of a module's forward.
 
-    `values` are the numbers of the tensors that it takes (begin) or returns (end).
+    `values` are the numbers of the tensors that it takes (begin) or returns (end). `recorded` is
+    false under torch.no_grad(): autograd records nothing.
     """
 
     module: str
     begins: bool
     values: tuple[int, ...]
     recomputed: bool = False
+    recorded: bool = True
 
 
 class ModelPass(NamedTuple):

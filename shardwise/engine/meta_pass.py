@@ -175,7 +175,8 @@ class _Record:
         if not _in_backward():
             self.tape.take(name, tensors_in((args, kwargs)))
         self.begun.append(len(self.calls))
-        self.calls.append(Call(name, True, self._values((args, kwargs)), _in_backward()))
+        values, recorded = self._values((args, kwargs)), torch.is_grad_enabled()
+        self.calls.append(Call(name, True, values, _in_backward(), recorded))
 
     def _receive(self, _: nn.Module, args: Any, kwargs: Any) -> None:
         """The inputs after the module's own hooks, which may have changed them."""

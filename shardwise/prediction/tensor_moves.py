@@ -12,8 +12,8 @@
     sequence:join                                               S(T) -> I
 
 The second placement is under `sp`, where the stream between layers is split along the sequence T. A
-tensor that several layers read in a row enters once. What a gradient reaches goes back between the
-duals. (Megatron-LM, arXiv 1909.08053, section 3; arXiv 2205.05198, section 4.2.2.)
+tensor that several layers read in a row enters once, and once more for those under no_grad. What a
+gradient reaches goes back between the duals. (Megatron-LM, arXiv 1909.08053, section 3; arXiv 2205.05198, section 4.2.2.)
 """
 
 import math
@@ -46,7 +46,7 @@ class Crossings:
     ranks: int
     run: ModelPass
     send: Send
-    entered: dict[bool, int | None] = field(default_factory=dict[bool, int | None])
+    entered: dict[bool, tuple[int, bool]] = field(default_factory=dict[bool, tuple[int, bool]])
 
     def __post_init__(self) -> None:
         self.lengths = Lengths(self.ranks)
@@ -67,26 +67,32 @@ class Crossings:
                 self._after(call, style)
 
     def _before(self, call: Call, style: Style) -> None:
-        number, phase = call.values[0], "backward" if call.recomputed else "forward"
-        x, split = self.run.values[number], self._split(style)
+        entry, phase = (call.values[0], call.recorded), "backward" if call.recomputed else "forward"
+        x, *others = (self._input(call, number) for number in call.values)
+        split = self._split(style)
         match style.name:
             case "colwise" | "colwise_gather_output" | "vocabulary":
                 table = self.spec.modules[call.module].kind == "embedding"
                 inside = any(call.module.startswith(outer) for outer in self.gathered)
-                if not table and not inside and self.entered.get(split) != number:
-                    self.entered[split] = number
+                if not table and not inside and self.entered.get(split) != entry:
+                    self.entered[split] = entry
                     self._move(x, (S(0) if split else I, R), self._long(x, split), phase)
             case "rowwise_split_input":
                 self._move(x, (I, S(0)), self._wide(x, self._cut(call.module)), phase)
             case "gather" if split:
                 self._move(x, (S(0), R), self._long(x, split), phase)
-                for other in (self.run.values[n] for n in call.values[1:]):
+                for other in others:
                     if other.trained:
                         self._move(other, (I, R), math.prod(other.shape), phase)
             case "split" if split:
                 self._move(x, (I, S(0)), self._long(x, split), phase)
             case _:
                 pass
+
+    def _input(self, call: Call, number: int) -> Value:
+        """A tensor that the call takes; under no_grad no gradient of it comes back."""
+        x = self.run.values[number]
+        return x if call.recorded else x._replace(trained=False)
 
     def _after(self, call: Call, style: Style) -> None:
         phase = "backward" if call.recomputed else "forward"
