@@ -209,7 +209,12 @@ class Gloo(Transport):
             return pending(dist.all_reduce(x, OPS[op], self.group, async_op=True))
         line, block = self.begin("all_reduce"), x.view(self.size, -1)[self.rank]
         first = self._add_blocks(block, x, line)
-        return Pending([first.wait, lambda: self._join_blocks(x, block, line).wait()])
+        return Pending([first.wait, lambda: self._join_sums(x, block, line)])
+
+    def _join_sums(self, x: Tensor, block: Tensor, line: Line) -> None:
+        joining = self._join_blocks(x, block, line)
+        self.pool.catch_up()  # sums begun since then come first
+        joining.wait()
 
     def _pair(self, x: Tensor, add: Add, line: Line) -> list[Wait]:
         """Between two ranks: send `x`, and add the received tensor to it."""

@@ -160,13 +160,8 @@ def peaks(world: World, plan: str, width: int, layers: int = 1) -> tuple[int, in
 @pytest.mark.parametrize(
     "plan", ["ddp fp64", "zero1 fp32", "zero2 bf16 accumulate:2", "zero3 bf16"]
 )
-def test_communication_takes_the_same_memory_for_a_larger_model(
-    ranks: int, plan: str, request: pytest.FixtureRequest
-):
+def test_communication_takes_the_same_memory_for_a_larger_model(ranks: int, plan: str):
     """Ten times the layer: not a byte more for its messages than the pool and a few numbers."""
-    if (ranks, plan) == (4, "ddp fp64"):
-        why = "an all-reduce of four ranks in fp64 takes memory beside the pool"
-        request.applymarker(pytest.mark.xfail(reason=why, strict=False))
     for width in (200, 640):
         for peak, pool in run_gloo(ranks, peaks, f"dp{ranks} {plan} buffers:64KiB", width):
             assert pool == 2**16
