@@ -13,7 +13,8 @@
 
 The second placement is under `sp`, where the stream between layers is split along the sequence T. A
 tensor that several layers read in a row enters once, and once more for those under no_grad. What a
-gradient reaches goes back between the duals. (Megatron-LM, arXiv 1909.08053, section 3; arXiv 2205.05198, section 4.2.2.)
+gradient reaches goes back between the duals. (Megatron-LM, arXiv 1909.08053, section 3; arXiv
+2205.05198, section 4.2.2.)
 """
 
 import math
