@@ -1,4 +1,4 @@
-"""The table of a model's tensor parallelism: patterns of module names, and their styles.
+"""The tensor-parallel plan of a model: patterns of module names, and their styles.
 
     Table.of(
         {
@@ -113,13 +113,13 @@ class Table:
         )
 
     def __str__(self) -> str:
-        said = [repr(dict(self.styles))]
-        said += [f"heads={self.heads}"] if self.heads is not None else []
-        said += [f"kv_heads={self.kv_heads}"] if self.kv_heads is not None else []
-        said += [f"sequence={dict(self.sequence)!r}"] if self.sequence else []
+        arguments = [repr(dict(self.styles))]
+        arguments += [f"heads={self.heads}"] if self.heads is not None else []
+        arguments += [f"kv_heads={self.kv_heads}"] if self.kv_heads is not None else []
+        arguments += [f"sequence={dict(self.sequence)!r}"] if self.sequence else []
         sets = {pattern: dict(numbers) for pattern, numbers in self.sets}
-        said += [f"sets={sets!r}"] if sets else []
-        return f"Table.of({', '.join(said)})"
+        arguments += [f"sets={sets!r}"] if sets else []
+        return f"Table.of({', '.join(arguments)})"
 
     def under(self, name: str) -> "Table":
         """The table of a model that contains this table's model as its module `name`."""
@@ -201,7 +201,7 @@ def cuts(style: Style, shape: ModuleShape, table: Table, ranks: int) -> Cut | No
     """The shards of the weight of a module; None if it is replicated.
 
     Dim 0 has the output features of an nn.Linear and the rows of an embedding, dim 1 the input
-    features of an nn.Linear; `transposed` weights are the other way round. Raises ValueError if
+    features of an nn.Linear; `transposed` weights have these dims exchanged. Raises ValueError if
     heads or parts do not divide the features; tensor_plan_check.check explains this to the user.
     """
     outputs, inputs = (1, 0) if shape.transposed else (0, 1)

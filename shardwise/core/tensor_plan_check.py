@@ -1,4 +1,4 @@
-"""The check that a table fits a model, before anything runs.
+"""Checks a tensor-parallel table against a model, before anything runs.
 
     names      every pattern matches a module             "blocks.*.upp"
     kinds      a style fits the kind of module            colwise of a norm
@@ -8,9 +8,9 @@
     ties       one weight is sharded in one way           the embedding sharded, its head whole
     sets       attributes that count heads exist          "num_head", or 8 where heads=4
 
-Later checks assume the earlier ones, and run only if those find nothing.  Other mistakes are found
-when the model runs: torch raises errors for wrong shapes, and the first step compares the gradients
-of all replicated parameters between ranks (engine/consistency.py).
+A check runs only if the earlier ones find nothing.  Other mistakes are found when the model runs:
+torch raises errors for wrong shapes, and the first step compares the gradients of all replicated
+parameters between ranks (engine/consistency.py).
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,9 +28,9 @@ _LINEAR = ("colwise", "rowwise", "colwise_gather_output", "rowwise_split_input")
 
 
 def check(table: Table, modules: Mapping[str, ModuleShape], sp: bool, ranks: int) -> list[Problem]:
-    """The problems of `table` for a model with these modules, in their order, on `ranks` ranks.
+    """The problems of `table` for a model with these modules on `ranks` ranks; empty if none.
 
-    Empty if there are none.  A problem of several layers is reported once, for the first.
+    `modules` are in the order of the model.  A problem of several layers is reported once.
     """
     if problems := unmatched(table, list(modules), sp):
         return problems
@@ -100,8 +100,10 @@ def _kinds(placed: _Placed) -> Iterator[_Fault]:
             yield _Fault(name, what, allowed, f'"{{name}}": "whole", or "{style}" for one in it')
         elif style.name in ("replicated", "sequence") and inside:
             given = f'{what}, which includes {general(inside)}, "{placed.style(inside)}"'
-            allowed = f"{style} for a module without other entries in it; a parameter that a block "
-            allowed += "uses itself in a module of its own"
+            allowed = (
+                f"{style} for a module that contains no module with an entry; move a parameter "
+            )
+            allowed += "that the block itself uses to a module of its own"
             yield _Fault(name, given, allowed, 'an entry for each module in "{name}"')
 
 

@@ -187,11 +187,9 @@ def _sets(model: nn.Module, table: Table) -> dict[str, dict[str, str]]:
         counts = {key: what for key, what in _COUNTS.items() if has.get(key) == right[what]}
         found |= {block: counts} if counts else {}
     layers = Counter(map(general, names))
-    alike = Counter((general(name), str(counts)) for name, counts in found.items())
+    same = Counter((general(name), str(counts)) for name, counts in found.items())
     return {
-        general(name)
-        if alike[general(name), str(counts)] == layers[general(name)]
-        else name: counts
+        general(name) if same[general(name), str(counts)] == layers[general(name)] else name: counts
         for name, counts in found.items()
     }
 
@@ -204,12 +202,12 @@ def _sequence(model: nn.Module, cut: set[str]) -> dict[str, str]:
     """
     base = f"{_base(model)}." if _base(model) else ""
     layers = list(model.get_submodule(f"{base}layers").named_children())
-    said = [_layer(layer, f"{base}layers.{index}", cut) for index, layer in layers]
+    by_layer = [_layer(layer, f"{base}layers.{index}", cut) for index, layer in layers]
     styles = {f"{base}layers.0": "split"}
-    for (index, _), entries in zip(layers, said, strict=True):
+    for (index, _), entries in zip(layers, by_layer, strict=True):
         for name, style in entries.items():
-            alike = all(other.get(name) == style for other in said)
-            styles[f"{base}layers.{'*' if alike else index}.{general(name)}"] = style
+            everywhere = all(other.get(name) == style for other in by_layer)
+            styles[f"{base}layers.{'*' if everywhere else index}.{general(name)}"] = style
     return styles | {f"{base}norm": "sequence"}
 
 

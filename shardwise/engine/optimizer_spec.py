@@ -126,14 +126,14 @@ def _is_options(value: Any) -> bool:
 
 
 def _maker(kind: type[Optimizer]) -> str:
-    """How the call that makes a specification of that class begins."""
+    """The begin of the call that creates a specification of that class."""
     name = kind.__name__
     own = name in ("AdamW", "Adam", "SGD", "Lion", "Adafactor")
     return f"{name}(" if own else f"Optim({name}, "
 
 
 def _near(options: dict[str, Any], takes: Sequence[str]) -> str:
-    """The option most like the unknown one, or a learning rate."""
+    """The option most similar to the unknown one, or a learning rate."""
     unknown = next((key for key in options if key not in takes), "")
     close = suggest(unknown, takes, 0.6)
     return f"{close}={options[unknown]!r}" if close else "lr=3e-4"
@@ -188,7 +188,7 @@ def Lion(groups: dict[str, dict[str, Any]] | None = None, **options: Any) -> Opt
 def Adafactor(groups: dict[str, dict[str, Any]] | None = None, **options: Any) -> OptimizerSpec:  # noqa: N802
     """`torch.optim.Adafactor` with its own options (Shazeer and Stern, arXiv 1804.04235).
 
-    It keeps a mean of each row and each column, and divides by norms of whole matrices: under a
-    plan whose ranks update parts of parameters (zero1 to zero3, tp) it is refused.
+    It keeps a mean of each row and each column, and divides by norms of whole matrices, so plans
+    whose ranks update parts of parameters (zero1 to zero3, tp) are refused.
     """
     return OptimizerSpec(torch.optim.Adafactor, options, groups or {})

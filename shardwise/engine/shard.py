@@ -155,7 +155,7 @@ def agreed(model: nn.Module, how: Sharding, units: Sequence[Unit]) -> Facts:
 
 
 def sums_of(units: Sequence[Unit], in_flight: int) -> Reductions:
-    """The sums of the units' gradients, of which so many hold buffers at once."""
+    """The sums of the units' gradients, of which at most `in_flight` hold buffers at once."""
     return Reductions(in_flight, any(flat.further for flat in flats_of(units)))
 
 
@@ -198,9 +198,9 @@ def driver_of(module: nn.Module) -> Data | None:
 def _groups(
     spec: UnitSpec, layouts: Mapping[str, Layout]
 ) -> Sequence[Sequence[tuple[str, nn.Parameter]]]:
-    """The unit's parameters by dtype, by whether they are trained, by the kind of their layout.
+    """The unit's parameters by dtype, by whether they are trained, and by the kind of their layout.
 
-    One that is tied is alone: the ranks that hold it have it in units of different company.
+    A tied parameter is in a group of its own: its ranks hold it in units of different parameters.
     """
     found: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, p in spec.params:
@@ -212,8 +212,7 @@ def _groups(
 def materialise(model: nn.Module, device: torch.device) -> None:
     """Give buffers that are on the meta device memory and their values, module by module.
 
-    A module that has such buffers must be able to make them again: `reset_parameters` (the
-    convention of torch.nn) or `reset_buffers`.
+    Such a module needs a method that sets its buffers: `reset_buffers` or `reset_running_stats`.
     """
     for module in model.modules():
         if any(b.is_meta for b in module.buffers(recurse=False)):
@@ -240,17 +239,17 @@ def cast_whole(model: nn.Module, dtype: torch.dtype | None, device: torch.device
 
 
 def default_fill(model: nn.Module, seed: int) -> Fill:
-    """Initial weights for a model on the meta device that brings no rule of its own.
+    """Initial weights for a model on the meta device, if the user gives no `fill`.
 
-    The module that owns a parameter is made real with its own `reset_parameters`, under a random
-    state that follows from the seed and the module's name: the same for any layout.
+    The module that owns a parameter runs its `reset_parameters` on real memory, with a random state
+    made from the seed and the module's name, so that all plans begin with the same weights.
     """
     owners = {
         f"{prefix}.{name}" if prefix else name: (prefix, module)
         for prefix, module in model.named_modules()
         for name, _ in module.named_parameters(recurse=False)
     }
-    # whole shapes, noted before any parameter is cut
+    # the full shapes: later, parameters are shards
     shapes = {
         prefix: {name: p.shape for name, p in module.named_parameters(recurse=False)}
         for prefix, module in owners.values()
@@ -278,7 +277,7 @@ def _reset_like(
         raise bad(
             f"parameter {name} on the meta device, whose {type(module).__name__} has no "
             "reset_parameters",
-            "modules that can make their own initial weights, or a fill for all of them",
+            "modules with reset_parameters, or a fill for all parameters",
             "parallelize(..., fill=lambda name, tensor: tensor.normal_(0, 0.02))",
         )
     with torch.random.fork_rng(devices=[]):

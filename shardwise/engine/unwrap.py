@@ -90,7 +90,7 @@ def _release(flat: Flat) -> None:
 
 @torch.no_grad()
 def _restore(staged: Staging) -> None:
-    """Replace the stand-ins by the layers of other ranks, with their values."""
+    """Replace the placeholders of other ranks' layers by the layers, with their values."""
     layers, axis, device = staged.stages.layers, staged.axis, staged.stages.device
     own = {number: p for stage in layers.own.values() for number, p in stage.items()}
 

@@ -1,8 +1,8 @@
-"""The update of a step: unit by unit as gradients arrive, or all at once by their norm, or none.
+"""The update of a step: unit by unit as gradients arrive, all at once, or none.
 
-no norm wanted       early: a unit is updated while others' gradients are on their way
-clipping, fp16       by the norm of all gradients, once all are there
-not finite           none: gradients are dropped, weights and optimizer state stay (guard.py)
+early       without clipping: each unit as soon as its gradients are summed
+by_norm     with clipping or fp16: all units, after the norm of all gradients is known
+leave_out   gradients are not finite: dropped; weights and optimizer state stay (guard.py)
 """
 
 import math
@@ -22,17 +22,17 @@ from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.hooks import Data
 from shardwise.parallel.data.units import Unit
 
-#: So much is updated at once where updates need not wait for one another.
+#: Units of at least this size together are updated in one call.
 EARLY_BYTES = 2**21
 
 
 @dataclass(frozen=True)
 class Updates:
-    """What updates the pieces of one rank.
+    """Updates the shards of one rank.
 
-    axes         along which the squares of gradients are summed; then `over_stages`
+    axes         squares of gradients are summed over these axes, then by `over_stages`
     clip         the bound on the norm of all gradients
-    by_schedule  whether a schedule updates stages by itself, and nothing is left to do here
+    by_schedule  whether the schedule updates each stage itself, so that nothing remains to do here
     """
 
     optimizer: ShardedOptimizer
@@ -47,9 +47,9 @@ class Updates:
     by_schedule: bool
 
     def early(self, arriving: Iterable[Unit], correction: float) -> None:
-        """Update units as soon as their gradients are summed, while others are on their way.
+        """Update units as soon as their gradients are summed, while other sums are under way.
 
-        Small ones together: an update costs as much again as what it does to so few elements.
+        Small units are updated together: the overhead of a call exceeds its work on few elements.
         """
         ready: list[Flat] = []
         for unit in arriving:
@@ -62,9 +62,9 @@ class Updates:
         self.guard.passed()
 
     def by_norm(self, correction: float, *, update: bool) -> float:
-        """Update all units at once, where the norm of all gradients decides by how much.
+        """Update all units at once, scaled by the norm of all gradients; returns the norm.
 
-        Returns the norm. Without `update`, and if it is not finite, nothing is updated.
+        Nothing is updated if `update` is false, or if the norm is not finite.
         """
         with self.ledger.phase("backward"):
             self.data.sums.finish()
@@ -77,9 +77,10 @@ class Updates:
         return norm
 
     def leave_out(self, step: int, summed: Tensor, norm: float | None) -> NonFiniteError | None:
-        """End a step without its update: what to raise, on every rank, if it may not be skipped.
+        """End a step without its update. Returns the error to raise if it must not be skipped.
 
-        `summed` is this rank's loss, `norm` that of the gradients if it is why. Called by all.
+        `summed` is this rank's loss; `norm` is the norm of the gradients if that is the reason. All
+        ranks call this, and all get an error or none.
         """
         with self.ledger.phase("backward"):
             self.data.sums.finish()
@@ -99,7 +100,7 @@ class Updates:
             flat.clear()
 
     def _norm(self, correction: float) -> float:
-        """The norm of the global gradient, loss scale taken out."""
+        """The norm of the global gradient, without the loss scale."""
         with self.ledger.phase("check"):
             squared = self.optimizer.squared_norm().view(1).to(self.guard.world.device)
             for axis in self.axes:
@@ -108,6 +109,6 @@ class Updates:
         return math.sqrt(squared.item()) * correction / self.scale.value
 
     def _factor(self, norm: float) -> float:
-        """What gradients are multiplied by: loss scale out, clipping in (Pascanu et al., 2013)."""
+        """The factor of all gradients: removes the loss scale and clips (Pascanu et al., 2013)."""
         shrink = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
         return shrink / self.scale.value

@@ -3,8 +3,8 @@
 Numbers and words are checked by core/arguments.py.  All checks precede any change of the model.
 
 The user's functions (loss, tokens, fill) are wrapped, so that their results are checked too.  A
-wrong result raises an InputError that says what to return, instead of an error of torch's from the
-middle of a step.
+wrong result raises an InputError that says what to return, instead of torch's error from the middle
+of a step.
 """
 
 import inspect
@@ -74,7 +74,7 @@ def _unusual(p: nn.Parameter) -> tuple[str, str] | None:
 
 
 def no_max_norm(model: nn.Module, copies: int) -> None:
-    """Raise InputError if a forward pass changes weights (max_norm) of which there are copies."""
+    """Raise InputError if a forward pass changes weights (max_norm) that several ranks hold."""
     for name, part in model.named_modules():
         if copies > 1 and isinstance(part, nn.Embedding) and part.max_norm is not None:
             given = f"{name or 'a model that is an embedding'} with max_norm={part.max_norm}"
@@ -145,7 +145,7 @@ def function(name: str, value: Any, takes: tuple[str, ...], example: str) -> Non
     try:
         inspect.signature(value).bind(*takes)
     except TypeError as error:
-        given = f"{name}={short_repr(value)}, which cannot be called so ({error})"
+        given = f"{name}={short_repr(value)}, which cannot be called like this ({error})"
         raise bad(given, allowed, example) from None
     except ValueError:  # a function in C may have no signature
         return

@@ -1,4 +1,4 @@
-"""The weights under a schedule that updates by itself: their versions, one by one.
+"""Weight stashing: versions of the weights under a schedule that updates each stage by itself.
 
     PipeDream, stage 0 of 2      F0  F1  B0  U0  F2  B1  U1  F3  B2  ...
     newest version               0   0   0   1   1   1   2   2   2
@@ -6,15 +6,15 @@
 
 The backward pass of a microbatch uses the same weights as its forward pass.  Autograd saves either
 the parameter itself, which it reads during the backward pass, or a view of it (its transpose),
-which refers to the memory of the forward pass.  So a version keeps its memory as long as it is
-used, and parameters point there for each F, B, I and W that uses it.  An update writes to a new
-buffer if the old version is still needed, else in place.  Updates do not change the parameter's
-version counter: autograd would raise an error in backward.
+which refers to the memory of the forward pass.  So a version keeps its memory until its last use,
+and parameters point there for each F, B, I and W that uses it.  An update writes to a new buffer if
+a later action uses the old version, else in place.  Updates do not change the parameter's version
+counter: autograd would raise an error in backward.
 
-core/schedule/memory.py computes the number of versions of each stage; one is left after the row.
+core/schedule/memory.py computes the number of versions of each stage; one is left after the run.
 
-An update (U) sums the gradients of its microbatches over the data ranks, and divides them by the
-tokens of all of them: each is the mean over its own microbatches.
+An update (U) sums the gradients of its microbatches over the data ranks and divides the sum by the
+number of their tokens.  (Narayanan et al., "PipeDream", arXiv 1806.03377, section 3.3.)
 """
 
 import math
@@ -46,18 +46,18 @@ def require(
     beside: Mapping[str, str] | None = None,
     on_nonfinite: str = "raise",
 ) -> float | None:
-    """The bound for the gradient's norm; None also for infinity under an asynchronous schedule.
+    """The bound on the gradient's norm; under an asynchronous schedule infinity becomes None.
 
-    `starts` are the modules that begin stages, `beside` as in staged_model.py. Raises InputError
-    for what an asynchronous schedule cannot do: clip, skip a step, or train one parameter in stages
-    that update at different times.
+    `starts` are the modules that begin stages, `beside` as in staged_model.py. An asynchronous
+    schedule cannot clip, skip a step, or train one parameter in stages that update at different
+    times: these raise InputError.
     """
     schedule = stage_module.schedule_of(plan)
     if schedule is None or not schedule.update:
         return clip
     if clip is not None and math.isfinite(clip):
         raise bad(
-            f"clip={clip} with {plan.pipeline}, whose stages update each on its own time: the norm "
+            f"clip={clip} with {plan.pipeline}, whose stages update at different times: the norm "
             "of all gradients is never known",
             "clip=None (`shardwise train`: --set train.clip=0, or clip = 0 under [train] in its "
             f"file), or a schedule that updates at the end, 1f1b:{schedule.microbatches}",
@@ -65,8 +65,8 @@ def require(
         )
     if on_nonfinite != "raise":
         raise bad(
-            f"on_nonfinite='{on_nonfinite}' with {plan.pipeline}, whose stages update each on its "
-            "own time: some have updated from a step before others find that it is not finite",
+            f"on_nonfinite='{on_nonfinite}' with {plan.pipeline}, whose stages update at "
+            "different times: some have updated before others find that the step is not finite",
             "on_nonfinite='raise', or a schedule that updates at the end of the step",
             f"1f1b:{schedule.microbatches}",
         )
@@ -84,7 +84,7 @@ def _torn(plan: Plan, name: str, stages: Sequence[int], schedule: Schedule) -> I
     return bad(
         f"{plan.pipeline} for a model whose {name} is in stages {' and '.join(map(str, stages))}, "
         f"which update at different times ({late})",
-        "parameters of one stage each; of several where all are as late, as with 2bw",
+        "parameters that one stage uses, or a schedule whose stages are equally late, as 2bw",
         f"2bw:{max(m, p)} or 1f1b:{m}, or a model without tied weights",
     )
 
@@ -117,7 +117,7 @@ class Stale:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """A run begins with one version, number 0; once over or broken off, the newest stays."""
+        """A run of the schedule, from version 0. The newest version stays, also after an error."""
         self.left = Counter(self.uses)
         self.kept = {stage: {0: [f.full for f in flats]} for stage, flats in self.flats.items()}
         self.shown = dict.fromkeys(self.flats, 0)
@@ -131,7 +131,7 @@ class Stale:
 
     @contextmanager
     def during(self, stage: int, microbatch: int) -> Iterator[None]:
-        """Parameters are of the version that the microbatch uses; a version used up is dropped."""
+        """Point parameters at the version that the microbatch uses; free it after its last use."""
         version = self.schedule.version(stage, microbatch)
         self._show(stage, version)
         yield
@@ -141,9 +141,9 @@ class Stale:
             del self.kept[stage][version]
 
     def update(self, stage: int, count: int, sum_scale: float) -> None:
-        """U: update a stage from the gradients that have come since the last, of so many tokens.
+        """U: update a stage from the gradients of `count` tokens since its last update.
 
-        They are those of the sum over the tokens, times `sum_scale`.
+        They are gradients of the sum over the tokens, times `sum_scale`.
         """
         phase = self.data.facts.phase
         flats = self.flats[stage]
@@ -157,7 +157,7 @@ class Stale:
         phase("update")
         version = self._newest(stage)
         self._show(stage, version)
-        if self.left[stage, version]:  # some microbatch is yet to use it
+        if self.left[stage, version]:  # a later action uses it
             for flat in flats:
                 flat.renew()
         else:
@@ -177,10 +177,10 @@ class Stale:
         self.peak_bytes = max(self.peak_bytes, self._old_bytes())
 
     def _agree(self, flats: Sequence[Flat], count: int) -> int:
-        """The tokens on all data ranks; which parameters have a gradient anywhere is noted."""
+        """Sum the tokens over the data ranks, and set which parameters have a gradient on any."""
         own = [float(count), *(float(got) for flat in flats for got in flat.got)]
-        told = torch.tensor(own, dtype=torch.float64, device=self.device)
-        agreed = self.data.facts.agree(told)
+        local = torch.tensor(own, dtype=torch.float64, device=self.device)
+        agreed = self.data.facts.agree(local)
         names = [name for flat in flats for name in flat.names]
         flags = iter(self.staged.shared(names, agreed[1:]).tolist())
         for flat in flats:
@@ -208,5 +208,5 @@ class Stale:
 
 
 def _uncounted(params: tuple[nn.Parameter, ...]) -> AbstractContextManager[None]:
-    """Inside, autograd does not count what is written to these."""
+    """Keep the version counters of `params`: autograd does not notice writes to them."""
     return _unsafe_preserve_version_counter(params)

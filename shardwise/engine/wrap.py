@@ -127,7 +127,7 @@ def _shard_size(name: str, asked: int | None, ranks: int) -> int:
     if asked is None and "HYBRID" not in name:
         return ranks
     if not isinstance(asked, int) or asked not in divisors:
-        usual = next((n for n in divisors[::-1] if n < ranks), ranks)  # as few copies as possible
+        usual = next((n for n in divisors[::-1] if n < ranks), ranks)  # the fewest copies
         what = "without shard_size" if asked is None else f"with shard_size={short_repr(asked)}"
         raise bad(
             f"{name} {what} in a world of {ranks}",
@@ -185,7 +185,7 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale the gradients of a wrapped module so that their global norm is at most `max_norm`.
 
     Call it on all ranks, between backward and the optimizer's step.  Returns the norm before
-    clipping.  `torch.nn.utils.clip_grad_norm_` would only see this rank's shards.
+    clipping.  `torch.nn.utils.clip_grad_norm_` would compute the norm of this rank's shards only.
     """
     validate.module(module, "sw.clip_grad_norm")
     positive("max_norm", max_norm)

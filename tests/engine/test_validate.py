@@ -75,9 +75,12 @@ BAD: dict[str, tuple[Give, str]] = {
     "a loss by name": (give(loss="mse"), "loss='mse'.*a function of model and batch"),
     "a loss that is a module": (give(loss=nn.MSELoss()), r"MSELoss\(\), a module"),
     "a loss of output and target": (give(loss=functional.mse_loss), "an output and a target"),
-    "a loss of the output": (give(loss=lambda out: out), "cannot be called so .*model and batch"),
+    "a loss of the output": (
+        give(loss=lambda out: out),
+        "cannot be called like this .*model and batch",
+    ),
     "tokens that is a number": (give(tokens=3), "tokens=3.*a function of batch"),
-    "tokens of two": (give(tokens=lambda a, b: 1), "tokens=<lambda>, which cannot be called so"),  # noqa: ARG005
+    "tokens of two": (give(tokens=lambda a, b: 1), "tokens=<lambda>, which cannot be called"),  # noqa: ARG005
     "no clipping by zero": (give(clip=0), "clip=0.*None for no bound"),
     "a negative bound": (give(clip=-1.0), "clip=-1.0"),
     "no number as a bound": (give(clip=float("nan")), "clip=nan"),
@@ -88,7 +91,7 @@ BAD: dict[str, tuple[Give, str]] = {
     "a fill that is a number": (give(fill=3), "fill=3.*a function of name and tensor"),
     "a fill of the tensor alone": (
         give(fill=lambda t: t),
-        "fill=<lambda>, which cannot be called so",
+        "fill=<lambda>, which cannot be called like this",
     ),
     "an unknown option": (give(clipp=1.0), r"option clipp.*Write instead: clip="),
     "nothing to train": (lambda m: give()(m.requires_grad_(False)), "all frozen"),
