@@ -34,6 +34,7 @@ from shardwise.engine.parallelize import DEFAULTS, own_loss
 from shardwise.engine.pipelined import Pipelined
 from shardwise.engine.prediction import predict
 from shardwise.engine.tensor_parallel import fitting
+from shardwise.engine.trace import EVENT, Live, Recorder
 from shardwise.engine.training import DTYPES, Loss
 from shardwise.parallel.data.outputs import tensors_in
 from shardwise.parallel.data.units import Unit
@@ -55,8 +56,11 @@ CATEGORIES: Final[tuple[str, ...]] = (*PREDICTED, TEMPORARY)
 class StepMeter(TorchDispatchMode):
     """The events of one step of one engine, on any device."""
 
-    def __init__(self, engine: Engine, meter: Meter, batch: Any) -> None:
+    def __init__(
+        self, engine: Engine, meter: Meter, batch: Any, recorder: Recorder | None = None
+    ) -> None:
         super().__init__()
+        self.recorder = recorder
         self.engine, self.meter, self.saved = engine, meter, Saved([])
         self.batch = {x.untyped_storage()._cdata for x in tree_leaves(batch) if _is_tensor(x)}
         self.events: list[Event] = []
@@ -72,7 +76,14 @@ class StepMeter(TorchDispatchMode):
         if in_backward and not self.in_backward and not self.engine.staging:
             self.see("loss")
         self.in_backward = in_backward
-        return func(*args, **(kwargs or {}))
+        self._record()
+        made = func(*args, **(kwargs or {}))
+        self._record()
+        return made
+
+    def _record(self) -> None:
+        if self.recorder is not None:
+            self.recorder.look(self._alive())
 
     def see(self, kind: str, unit: str = "") -> None:
         """Note an event: what is alive now, and the most since the event before."""
@@ -82,14 +93,21 @@ class StepMeter(TorchDispatchMode):
         self.meter.peak_bytes = 0
         if kind == "forward" and self.events and self.events[-1].kind == "backward":
             self.microbatch += 1
-        held = self._held()
+        held = dict.fromkeys(CATEGORIES, 0)
+        alive = self._alive()
+        for _, category, stored_bytes in alive:
+            held[category] += stored_bytes
+        if self.recorder is not None:
+            self.recorder.look(alive)
+            self.recorder.changes.append(EVENT)
         self.events.append(Event(kind, unit, self.microbatch, held, max(peak, sum(held.values()))))
 
-    def _held(self) -> dict[str, int]:
+    def _alive(self) -> list[Live]:
+        """Storages that are alive, but for the batch, each with its category and its bytes."""
         self.meter.now()  # follows what the engine has made since
         whole = {f.full.untyped_storage()._cdata for f in self.engine.flats if f.temporary}
         saved = self.saved.keys()
-        held = dict.fromkeys(CATEGORIES, 0)
+        found: list[Live] = []
         for key, storage in self.meter.storages.items():
             category = storage.place.category
             if key in whole:
@@ -97,8 +115,8 @@ class StepMeter(TorchDispatchMode):
             elif category == "activations":
                 category = "kept" if key in saved else TEMPORARY
             if key not in self.batch:
-                held[category] += storage.nbytes() or 0
-        return held
+                found.append(Live(storage, category, storage.nbytes() or 0))
+        return found
 
     # --- the hooks --------------------------------------------------------------------------------
 
@@ -149,10 +167,13 @@ class _Watch:
 
 
 @contextmanager
-def measuring(engine: Engine, batch: Any) -> Iterator[StepMeter]:
-    """Measure the step of `engine` on `batch` that is made inside."""
+def measuring(engine: Engine, batch: Any, recorder: Recorder | None = None) -> Iterator[StepMeter]:
+    """Measure the step of `engine` on `batch` that is made inside.
+
+    `recorder` gets every storage that is allocated and freed.
+    """
     with ExitStack() as stack:
-        seen = StepMeter(engine, stack.enter_context(Meter(engine)), batch)
+        seen = StepMeter(engine, stack.enter_context(Meter(engine)), batch, recorder)
         passes = engine.passes
         if isinstance(passes, Pipelined):
             before = passes.watch

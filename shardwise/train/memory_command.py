@@ -21,11 +21,15 @@ from shardwise.core.optimizers import SIDE, STAGES, gigabytes, k_bytes, zero_tab
 from shardwise.train.predict_command import Asked, asked
 
 if TYPE_CHECKING:
+    from shardwise.prediction.first_fit import Placement
     from shardwise.prediction.prediction import Prediction
     from shardwise.prediction.timeline import Event
     from shardwise.train.memory_picture import Series
 
+    Measured = tuple[list[Event], dict[str, Placement]]
+
 HEADS = ("P_os (zero1)", "P_os+g (zero2)", "P_os+g+p (zero3)")
+AS_ALLOCATED, IN_ARENA = "as the step allocates", "long-lived tensors in an arena"
 STEPS = 3  # of a measurement; the last one is measured
 
 
@@ -89,7 +93,9 @@ def print_step(request: Request, plan: str) -> None:
     given = plan, request.model, request.batch, request.sequence, request.rank
     wanted = asked(*given)
     found, events = predicted(wanted, request.rank)
-    measured = _measured_on_ranks(wanted, given)[request.rank] if request.measure else []
+    measured, placements = (
+        _measured_on_ranks(wanted, given)[request.rank] if request.measure else ([], {})
+    )
 
     from shardwise.prediction.timeline import unpredicted
     from shardwise.train.memory_picture import Series, draw
@@ -104,9 +110,13 @@ def print_step(request: Request, plan: str) -> None:
         if path is not None and series:
             draw(path, series)
     if request.as_json:
-        print(json.dumps(_as_json(found, series, request.model, notes)))
+        said = _as_json(found, series, request.model, notes)
+        first_fit = {name: one._asdict() for name, one in placements.items()}
+        print(json.dumps(said | ({"first_fit": first_fit} if first_fit else {})))
     else:
         _show(found, series, request.model, notes)
+        if placements:
+            print_placements(placements)
 
 
 def predicted(wanted: Asked, rank: int) -> "tuple[Prediction, Sequence[Event]]":
@@ -121,8 +131,8 @@ def predicted(wanted: Asked, rank: int) -> "tuple[Prediction, Sequence[Event]]":
     return predict_events(wanted.plain, wanted.plan, wanted.batch, **named)
 
 
-def _measured_on_ranks(wanted: Asked, given: tuple[Any, ...]) -> "list[list[Event]]":
-    """The events of a step on each of new local ranks."""
+def _measured_on_ranks(wanted: Asked, given: tuple[Any, ...]) -> "list[Measured]":
+    """The events of a step, and how an allocator places it, on each of new local ranks."""
     from shardwise.comm.launch import spawn
     from shardwise.comm.local import require_local
 
@@ -132,21 +142,25 @@ def _measured_on_ranks(wanted: Asked, given: tuple[Any, ...]) -> "list[list[Even
         return spawn(_measured, ranks, given)
 
 
-def _measured(*given: Any) -> "list[Event]":
+def _measured(*given: Any) -> "Measured":
     """The last of a few steps on this rank, each on the same batch."""
     from shardwise.comm.world import init
     from shardwise.engine.parallelize import parallelize
     from shardwise.engine.timeline import measuring
+    from shardwise.engine.trace import Recorder
+    from shardwise.prediction.first_fit import LONG, placed
 
     world, wanted = init("cpu"), asked(*given)
     options: dict[str, Any] = wanted.options | {"tokens": wanted.trainable.tokens}
     engine = parallelize(wanted.trainable.build(), wanted.plan, world, **options)
     for _ in range(STEPS - 1):
         engine.step(wanted.batch)
-    with measuring(engine, wanted.batch) as meter:
+    recorder = Recorder()
+    with measuring(engine, wanted.batch, recorder) as meter:
         engine.step(wanted.batch)
     world.barrier()
-    return meter.events
+    trace = recorder.trace
+    return meter.events, {AS_ALLOCATED: placed(trace), IN_ARENA: placed(trace, LONG)}
 
 
 def _as_json(
@@ -184,6 +198,15 @@ def _show(
         console.print(legend())
     for note in notes:
         console.print(f"Note: {note}.")
+
+
+def print_placements(placements: "dict[str, Placement]") -> None:
+    """Print what a first-fit allocator needs for the measured step."""
+    table = Table("first-fit allocator", "bytes needed", "over peak", "fragmentation")
+    for name, one in placements.items():
+        over = f"{one.needed_bytes / one.peak_bytes:.3f}"
+        table.add_row(name, f"{one.needed_bytes:,}", over, f"{one.fragmentation:.1%}")
+    Console(emoji=False, highlight=False).print(table)
 
 
 def print_table(parameters: list[float], ranks: list[float], optimizer: str, as_json: bool) -> None:

@@ -62,6 +62,11 @@ def test_a_measurement_beside_the_prediction(plan: str) -> None:
     said = json.loads(shown(plan, "--measure", "--json"))
     measured = said["measured"]["events"]
     assert measured[-1]["held"]["parameters"] == said["between_steps"]["parameters"]
+    peak = max(event["peak"] for event in measured)
+    assert len(said["first_fit"]) == 2
+    for one in said["first_fit"].values():
+        assert one["needed_bytes"] >= one["peak_bytes"] >= said["measured"]["peak"]["bytes"]
+        assert one["peak_bytes"] <= peak and 0 <= one["fragmentation"] < 1
     if "pp2" in plan:
         assert said["notes"] == ["the moments of a step with pp are not predicted"]
         return

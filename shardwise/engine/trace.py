@@ -1,0 +1,51 @@
+"""Records which storages a step allocates and frees, for a simulation of an allocator.
+
+Before and after each operation the recorder compares the storages that are alive with those before.
+A storage whose size changes is freed and allocated again, as units are.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+from shardwise.prediction.first_fit import LONG, Change, Trace
+
+#: Of the categories that a storage has had, the first one counts.
+PRECEDENCE: Final = ("parameters", "optimizer", "buffers", *LONG, "temporary")
+#: A moment of the step at which fragmentation is measured.
+EVENT: Final = Change(-1, 0)
+
+
+class Live(NamedTuple):
+    """The meter's entry of a storage that is alive, its category and its bytes now."""
+
+    entry: Any
+    category: str
+    stored_bytes: int
+
+
+class Recorder:
+    """The changes of a step."""
+
+    def __init__(self) -> None:
+        self.changes: list[Change] = []
+        self.live: dict[Any, Change] = {}
+        self.had: list[set[str]] = []  # by the number of the storage, its categories
+
+    def look(self, alive: Sequence[Live]) -> None:
+        """Note what was allocated and freed since."""
+        now = {one.entry: one for one in alive if one.stored_bytes}
+        for entry, before in list(self.live.items()):
+            if entry not in now or now[entry].stored_bytes != before.stored_bytes:
+                self.changes.append(self.live.pop(entry)._replace(allocated=False))
+        for entry, one in now.items():
+            if entry not in self.live:
+                self.live[entry] = Change(len(self.had), one.stored_bytes)
+                self.had.append(set())
+                self.changes.append(self.live[entry])
+            self.had[self.live[entry].storage].add(one.category)
+
+    @property
+    def trace(self) -> Trace:
+        """What was recorded."""
+        of = [next(name for name in PRECEDENCE if name in names) for names in self.had]
+        return Trace(self.changes, dict(enumerate(of)))
