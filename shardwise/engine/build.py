@@ -36,7 +36,7 @@ from shardwise.parallel.data.units import Unit, Units
 
 
 @dataclass(frozen=True)
-class Laid:
+class ShardedModel:
     """A sharded model: its data axes, units and flat groups, and its state on the other axes."""
 
     axes: tuple[Axis, Axis]
@@ -58,7 +58,7 @@ class Laid:
         return self.axes[1].rank * self.axes[0].size + self.axes[0].rank
 
 
-def lay_out(model: nn.Module, build: Build) -> Laid:
+def lay_out(model: nn.Module, build: Build) -> ShardedModel:
     """Shard `model` in place.  All ranks of the world call it."""
     world, plan = build.world, build.plan
     kernels = kernels_of(build.kernels, world.device)
@@ -82,7 +82,7 @@ def lay_out(model: nn.Module, build: Build) -> Laid:
         units = shard(how, specs, tensors, experts=experts)
         data = hooked(model, how, units, Pace(ahead=build.prefetch, by_hand=False))
         kernels.install(model, data, sizes(units), several=plan.accumulate > 1)
-        return Laid(how.axes, tensors, experts, None, data, flats_of(units))
+        return ShardedModel(how.axes, tensors, experts, None, data, flats_of(units))
     none = expert_parallel.ExpertLayout(Axis("ep"), *how.axes)
     at = stage_module.stages_of(model, build.starts, build.beside)
     specs = units_of(model, how, tensor_ranks, lambda spec: {at[name] for name, _ in spec.params})
@@ -95,7 +95,7 @@ def lay_out(model: nn.Module, build: Build) -> Laid:
     data = _driven(model, how, units, staged, Pace(ahead=build.prefetch, by_hand=False))
     kernels.install(model, data, sizes(units), several=True)
     model.register_forward_pre_hook(Hook(data, nothing))  # no copy of a part passes for the model
-    return Laid(how.axes, tensors, none, staged, data, flats_of(units))
+    return ShardedModel(how.axes, tensors, none, staged, data, flats_of(units))
 
 
 def _driven(

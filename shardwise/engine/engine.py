@@ -1,7 +1,7 @@
 """The engine: a model, a plan and a world, and the step that trains them.
 
     for each microbatch: forward, backward        (data.py gathers, frees and reduces)
-    finish the reductions; agree on the facts     (loss, tokens, which gradients exist; the norm)
+    finish the reductions; sum over the ranks     (loss, tokens, which gradients exist; the norm)
     update this rank's pieces                     (updating.py)
     begin to gather what the next step uses
 
@@ -51,9 +51,17 @@ class Engine:
         pool = pool_bytes(self.plan, sum(p.nbytes for p in model.parameters()))
         self.world.pool.reserve(pool, self.world.device)
         with self.ledger.phase("start"):
-            self.laid = lay_out(model, build)
-        self.tensors, self.data, self.flats = self.laid.tensors, self.laid.data, self.laid.flats
-        self.axes, self.facts, self.staging = self.laid.axes, self.data.facts, self.laid.staging
+            self.sharded = lay_out(model, build)
+        self.tensors, self.data, self.flats = (
+            self.sharded.tensors,
+            self.sharded.data,
+            self.sharded.flats,
+        )
+        self.axes, self.consensus, self.staging = (
+            self.sharded.axes,
+            self.data.consensus,
+            self.sharded.staging,
+        )
         pipeline, every = self.staging and self.staging.axis, training.check_every
         self.consistency = ConsistencyCheck(self.tensors, pipeline, self.world.device, every)
         self.passes = self._passes()
@@ -61,7 +69,7 @@ class Engine:
         self.scale = LossScale(on=self.plan.precision == "fp16")
         self.guard, self.updates = self._guarded()
         self.steps = 0  # of the run
-        self.made = 0  # of these, by this engine
+        self.steps_run = 0  # of these, by this engine
         self.idle: list[str] = []  # names that had no gradient before the checkpoint now loaded
         self.broken = False  # whether a step has begun and not ended
         self.expected = 0  # tokens of the global batch, of the step before
@@ -79,7 +87,7 @@ class Engine:
             by_schedule = True
         return guard, Updates(
             *(self.optimizer, self.data, self.flats, guard, self.scale, self.ledger),
-            axes=self.laid.norm_axes,
+            axes=self.sharded.norm_axes,
             over_stages=self._over_stages,
             clip=training.clip,
             by_schedule=by_schedule,
@@ -89,11 +97,11 @@ class Engine:
         model, tensors, objective = self.model, self.tensors, self._objective
         if self.staging is not None:
             return Pipelined(model, self.staging, self.data, tensors, objective)
-        apart = not self.laid.experts.layers
+        apart = not self.sharded.experts.layers
         return OneStage(model, self.data, tensors, objective, self.world.device, apart=apart)
 
     def _objective(self, model: nn.Module, part: Any) -> Tensor:
-        self.laid.experts.enter(part)
+        self.sharded.experts.enter(part)
         with hint.shapes(self.tensors):
             return self.training.loss(model, cast(part, self.dtype))
 
@@ -110,7 +118,7 @@ class Engine:
     @property
     def data_rank(self) -> int:
         """Which share of the global batch is this rank's."""
-        return self.laid.data_rank
+        return self.sharded.data_rank
 
     # --- training -----------------------------------------------------------------------------
 
@@ -135,40 +143,40 @@ class Engine:
         self.recompute.begin(batch)
         before = self.ledger.copy()
         self.tensors.begin()
-        self.laid.experts.begin()
+        self.sharded.experts.begin()
         if self.broken:  # the step before raised
             self.data.abandon()
-            self.facts.rounds += 1  # if not on all ranks, this one is a step ahead
+            self.consensus.rounds += 1  # if not on all ranks, this one is a step ahead
         self.broken = True
         parts = split(batch, self.microbatches, self.plan.cut)
         counts = [self._count(part) for part in parts]
-        parts = self.laid.experts.with_stand_ins(parts)
-        self.consistency.begin(self.made, batch)
+        parts = self.sharded.experts.with_stand_ins(parts)
+        self.consistency.begin(self.steps_run, batch)
         if not self.expected:
             self.expected = self._total(sum(counts))
         self.guard.begin()
         sum_scale = self.scale.value / power_of_two(self.expected)
         summed = self.passes.run(parts, counts, sum_scale)
         self.tensors.end()
-        self.laid.experts.end()
+        self.sharded.experts.end()
         with self.ledger.phase("update"):
             loss = summed / max(1, sum(counts))
             arriving = self.consistency.compare_gradients(self._arrivals(), loss, self.flats)
-            facts = self._settle(summed, sum(counts), arriving)
-        self.consistency.end(skipped=facts.skipped)
-        self.steps, self.made = self.steps + 1, self.made + 1
+            result = self._settle(summed, sum(counts), arriving)
+        self.consistency.end(skipped=result.skipped)
+        self.steps, self.steps_run = self.steps + 1, self.steps_run + 1
         self.broken = False
         self.last = self.ledger.since(before)
         total = rank_bytes(self.last)
         lr = self.optimizer.lr
-        return Metrics(facts.loss, facts.tokens, facts.norm, facts.skipped, lr, total)
+        return Metrics(result.loss, result.tokens, result.norm, result.skipped, lr, total)
 
     def _count(self, part: Any) -> int:
         return self.training.tokens(part) if self.training.tokens else rows(part)
 
     def _total(self, mine: int) -> int:
         with self.ledger.phase("check"):
-            counted = self.facts.agree(torch.tensor([float(mine)], device=self.world.device))
+            counted = self.consensus.agree(torch.tensor([float(mine)], device=self.world.device))
         return max(1, round(counted.item()))
 
     def _settle(self, summed: Tensor, count: int, arriving: Iterator[Unit]) -> StepResult:
@@ -177,24 +185,24 @@ class Engine:
         Gradients were divided by a power of two next to the number of tokens of the step before,
         which every rank has without asking; the update makes them the mean.
         """
-        told = self.guard.reported_loss(summed).view(1)
-        own = torch.cat([told, summed.new_tensor([count]), self.facts.got().to(summed)])
+        reported = self.guard.reported_loss(summed).view(1)
+        own = torch.cat([reported, summed.new_tensor([count]), self.consensus.summary().to(summed)])
         with self.ledger.phase("check"):
-            agreed = self.facts.begin_agree(own)
+            agreed = self.consensus.begin_agree(own)
         first = [unit for unit in (next(arriving, None),) if unit is not None]
         with self.ledger.phase("check"):
-            facts = agreed.wait()
-            facts[:1] = self._over_stages(facts[:1])  # known on the last stage
-            facts[:1] = self.guard.over_tensors(facts[:1])
-        counted = round(facts[1].item())
+            sums = agreed.wait()
+            sums[:1] = self._over_stages(sums[:1])  # known on the last stage
+            sums[:1] = self.guard.over_tensors(sums[:1])
+        counted = round(sums[1].item())
         total = max(1, counted)
-        loss, correction = facts[0].item() / total, power_of_two(self.expected) / total
+        loss, correction = sums[0].item() / total, power_of_two(self.expected) / total
         self.expected = counted or self.expected
-        used = facts[2:]
+        used = sums[2:]
         if self.staging:
             with self.ledger.phase("check"):
                 used = self.staging.shared(self.optimizer.names, used)
-        self.facts.hear(used)
+        self.consensus.apply(used)
         asked = self.training.clip is not None
         norm, skipped = None, not math.isfinite(loss)
         if asked or self.scale.on:
@@ -240,16 +248,17 @@ class Engine:
         """
         count = self._count(batch)
         found = self._made(
-            partial(self._objective, part=self.laid.experts.with_stand_ins([batch])[0])
+            partial(self._objective, part=self.sharded.experts.with_stand_ins([batch])[0])
         )
-        told = self.world.device, torch.float64
-        loss = torch.zeros((), device=told[0], dtype=told[1]) if found is None else found.to(*told)
+        if found is None:
+            found = torch.zeros((), device=self.world.device)
+        loss = found.to(self.world.device, torch.float64)
         own = torch.stack([loss * count, loss.new_tensor(count)])
         if not count:  # the mean over no tokens may be NaN
             own = torch.zeros_like(own)
         with self.ledger.phase("check"):
             own[:1] = self._over_stages(own[:1])
-            summed, total = self.facts.agree(own).tolist()
+            summed, total = self.consensus.agree(own).tolist()
         return summed / max(1.0, total), round(total)
 
     @torch.no_grad()
@@ -269,7 +278,7 @@ class Engine:
         was_training = self.model.training
         self.model.eval()
         with self.ledger.phase("check"):
-            self.facts.buffers.refresh()
+            self.consensus.buffers.refresh()
         try:
             return self.passes.evaluate(call)
         finally:
@@ -298,7 +307,7 @@ class Engine:
             begun, missing = self.staging.anywhere([begun, missing])
         if begun and missing:
             self.prepare()  # some parameter has never had a gradient
-        return state.boxes(self.model, self.laid, self.optimizer)
+        return state.boxes(self.model, self.sharded, self.optimizer)
 
     def prepare(self) -> None:
         """Make the optimizer's state, so that `boxes` has it before the first step."""

@@ -47,7 +47,7 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
         engine.world.require_open()
         boxes = [
             *state.weights(engine.flats, engine.optimizer),
-            *state.buffers(engine.model, engine.laid),
+            *state.buffers(engine.model, engine.sharded),
         ]
         return _full(plain_of(engine), boxes, engine.world.everyone, engine.world.device)
     validate.module(module_or_engine, "sw.full_state_dict")
@@ -60,7 +60,7 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
         data = driver_of(module)
         if data is not None:
             device = flats_of(data.units.order)[0].shard.device
-            shard, replicate = data.facts.axes
+            shard, replicate = data.consensus.axes
             if replicate.rank:  # only the first replica sends
                 return {}
             return _full(module, _of_data(module, data), shard, device)
@@ -78,7 +78,7 @@ def plain_of(engine: Engine) -> nn.Module:
 
 def _of_data(module: nn.Module, data: Data) -> list[Box]:
     found = [box for flat in flats_of(data.units.order) for box in state.boxes_of(flat, "model")]
-    rank = data.facts.axes[0].rank
+    rank = data.consensus.axes[0].rank
     return [*found, *_whole("buffer", module.named_buffers(), lambda _: rank)]
 
 

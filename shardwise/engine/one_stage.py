@@ -97,7 +97,7 @@ class OneStageUnits:
     def around(self, op: str, stage: int, microbatch: Microbatch) -> Iterator[None]:
         """Gradients are summed with the last B; those of a microbatch without tokens are none."""
         if op == "B":
-            self.data.facts.phase("backward")
+            self.data.consensus.phase("backward")
             self.data.mute = self.apart and microbatch.tokens == 0
             self.data.sums.sync = microbatch.index == self.microbatches - 1
         with self.tensors.random.during(self.device):

@@ -71,7 +71,7 @@ def explained(error: BaseException, engine: Engine, predict: Predictor) -> Input
 def stored(engine: Engine) -> dict[str, int]:
     """What this rank stores now, in the middle of a step; of activations only where it is known."""
     found = engine.memory()
-    gathered = sum(f.full.untyped_storage().nbytes() for f in engine.flats if f.temporary)
+    gathered = sum(f.full.untyped_storage().nbytes() for f in engine.flats if f.reshards)
     found |= {"parameters": found["parameters"] - gathered, "gathered": gathered}
     device = engine.world.device
     if device.type == "cuda":

@@ -59,7 +59,7 @@ class Pipelined:
         self.microbatches = staging.schedule.microbatches
         self.watch: Watch | None = None
         self.known = ByShape[_Known]()
-        self.share = _place(data.facts.axes)
+        self.share = _place(data.consensus.axes)
         self.torn = False  # whether a run has begun and not ended
         self.stale: Stale | None = None  # where the schedule updates by itself
         open_channels(staging.schedule, staging.axis, self.device)
@@ -159,7 +159,7 @@ class ScheduledUnits:
     def around(self, op: str, stage: int, microbatch: Microbatch) -> Iterator[None]:
         """Around a forward also random numbers of this step, microbatch and stage."""
         data, stream = self.data, self.tensors.stream
-        data.facts.phase("forward" if op == "F" else "backward")
+        data.consensus.phase("forward" if op == "F" else "backward")
         data.mute = microbatch.tokens == 0
         data.enter(stage, op, reads=reads(op, graded(stage, microbatch.trace)))
         with ExitStack() as entered:
@@ -179,7 +179,7 @@ class ScheduledUnits:
         data.leave()
 
     def reduce(self, stage: int) -> None:
-        self.data.facts.phase("backward")
+        self.data.consensus.phase("backward")
         self.staged.reduce(stage)
 
     def update(self, stage: int, microbatches: Sequence[Microbatch]) -> None:

@@ -23,7 +23,7 @@ from shardwise.engine.stage_module import Staging
 from shardwise.engine.tensor_layout import Tensors, nowhere
 from shardwise.kernels.matmul import BY_TORCH, Products
 from shardwise.parallel.data.buffers import Buffers
-from shardwise.parallel.data.consensus import Facts
+from shardwise.parallel.data.consensus import Consensus
 from shardwise.parallel.data.flat_parameter import Flat, LocalLayout
 from shardwise.parallel.data.hooks import Data, Pace
 from shardwise.parallel.data.initial_weights import Fill
@@ -147,11 +147,11 @@ def flats_of(units: Sequence[Unit]) -> list[Flat]:
     return [group for unit in units for group in unit.groups]
 
 
-def agreed(model: nn.Module, how: Sharding, units: Sequence[Unit]) -> Facts:
-    """The facts that the data ranks exchange in each step (consensus.py)."""
+def agreed(model: nn.Module, how: Sharding, units: Sequence[Unit]) -> Consensus:
+    """The consensus of the data ranks (consensus.py)."""
     trained = [flat for flat in flats_of(units) if flat.trained]
     buffers = Buffers(model, how.axes, follow=how.broadcast_buffers)
-    return Facts(how.axes, trained, buffers)
+    return Consensus(how.axes, trained, buffers)
 
 
 def sums_of(units: Sequence[Unit], in_flight: int) -> Reductions:
@@ -161,8 +161,8 @@ def sums_of(units: Sequence[Unit], in_flight: int) -> Reductions:
 
 def hooked(model: nn.Module, how: Sharding, units: Sequence[Unit], pace: Pace) -> Data:
     """Hook the modules of `model`, so that its units are gathered, freed and reduced in time."""
-    sums, facts = sums_of(units, pace.in_flight), agreed(model, how, units)
-    return Data(model, Units(units), pace, sums, facts)
+    sums, consensus = sums_of(units, pace.in_flight), agreed(model, how, units)
+    return Data(model, Units(units), pace, sums, consensus)
 
 
 def sizes(units: Sequence[Unit]) -> dict[nn.Parameter, int]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.core.boxes import boxes as cut
 from shardwise.core.param_layout import AxisLayout
 from shardwise.engine.box import Box
-from shardwise.engine.build import Laid
+from shardwise.engine.build import ShardedModel
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.units import Units
@@ -26,9 +26,9 @@ from shardwise.parallel.data.units import Units
 Part = tuple[tuple[int, ...], Tensor, int]
 
 
-def boxes(model: nn.Module, laid: Laid, optimizer: ShardedOptimizer) -> list[Box]:
+def boxes(model: nn.Module, sharded: ShardedModel, optimizer: ShardedOptimizer) -> list[Box]:
     """All boxes of this rank; `replica` is 0 on exactly one of the ranks that hold the same."""
-    return [*weights(laid.flats, optimizer), *_optimizer(optimizer), *buffers(model, laid)]
+    return [*weights(sharded.flats, optimizer), *_optimizer(optimizer), *buffers(model, sharded)]
 
 
 def weights(flats: Sequence[Flat], optimizer: ShardedOptimizer) -> list[Box]:
@@ -59,13 +59,13 @@ def _optimizer(optimizer: ShardedOptimizer) -> list[Box]:
     return found
 
 
-def buffers(model: nn.Module, laid: Laid) -> list[Box]:
+def buffers(model: nn.Module, sharded: ShardedModel) -> list[Box]:
     """The model's buffers."""
     found: list[Box] = []
     for name, b in model.named_buffers():
         zeros = (0,) * b.dim()
-        copy = laid.data_rank + laid.tensors.axis.rank
-        copy += laid.staging.copy(name) if laid.staging else 0
+        copy = sharded.data_rank + sharded.tensors.axis.rank
+        copy += sharded.staging.copy(name) if sharded.staging else 0
         found.append(Box(f"buffer/{name}", tuple(b.shape), zeros, tuple(b.shape), b, copy))
     return found
 

@@ -105,7 +105,7 @@ class StepMeter(TorchDispatchMode):
     def _alive(self) -> list[Live]:
         """Storages that are alive, but for the batch, each with its category and its bytes."""
         self.meter.now()  # follows what the engine has made since
-        whole = {f.full.untyped_storage()._cdata for f in self.engine.flats if f.temporary}
+        whole = {f.full.untyped_storage()._cdata for f in self.engine.flats if f.reshards}
         saved = self.saved.keys()
         found: list[Live] = []
         for key, storage in self.meter.storages.items():

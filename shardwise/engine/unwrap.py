@@ -55,7 +55,7 @@ def unwrap(module: nn.Module) -> nn.Module:
     data.sums.finish()
     for handle in data.handles:
         handle.remove()
-    data.facts.buffers.refresh()
+    data.consensus.buffers.refresh()
     for flat in flats_of(data.units.order):
         _release(flat)
     return module

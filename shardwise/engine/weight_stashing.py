@@ -145,7 +145,7 @@ class Stale:
 
         They are gradients of the sum over the tokens, times `sum_scale`.
         """
-        phase = self.data.facts.phase
+        phase = self.data.consensus.phase
         flats = self.flats[stage]
         phase("backward")
         self.units.begin()
@@ -178,9 +178,9 @@ class Stale:
 
     def _agree(self, flats: Sequence[Flat], count: int) -> int:
         """Sum the tokens over the data ranks, and set which parameters have a gradient on any."""
-        own = [float(count), *(float(got) for flat in flats for got in flat.got)]
+        own = [float(count), *(float(flag) for flat in flats for flag in flat.has_grad)]
         local = torch.tensor(own, dtype=torch.float64, device=self.device)
-        agreed = self.data.facts.agree(local)
+        agreed = self.data.consensus.agree(local)
         names = [name for flat in flats for name in flat.names]
         flags = iter(self.staged.shared(names, agreed[1:]).tolist())
         for flat in flats:

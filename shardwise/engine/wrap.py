@@ -151,10 +151,10 @@ def _wrap(module: nn.Module, how: Sharding, world: World) -> nn.Module:
     kernels, fill = kernels_of("auto", world.device), default_fill(module, 0)
     how = replace(how, fill=fill, device=world.device, products=kernels.products)
     pace = Pace(scale=1 / world.size)
-    laid = shard(how, units_of(module, how))
-    data = hooked(module, how, laid, pace)
-    data.handles += kernels.install(module, data, sizes(laid))
-    data.handles += keep_keys(module, data, flats_of(laid))
+    sharded_units = shard(how, units_of(module, how))
+    data = hooked(module, how, sharded_units, pace)
+    data.handles += kernels.install(module, data, sizes(sharded_units))
+    data.handles += keep_keys(module, data, flats_of(sharded_units))
     if how.shard.size > 1:
         data.units.to_sharded()
     return module
@@ -195,7 +195,7 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
     grads = [p.grad for p in module.parameters() if p.grad is not None]
     squares = [squared_norm(g.reshape(-1)) for g in grads]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
-    norm = begin_sum(total.view(1), data.facts.axes[0]).wait().sqrt()
+    norm = begin_sum(total.view(1), data.consensus.axes[0]).wait().sqrt()
     factor = (max_norm / (norm[0] + 1e-6)).clamp(max=1.0)
     for g in grads:
         g.mul_(factor.to(g.dtype))

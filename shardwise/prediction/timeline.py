@@ -90,7 +90,7 @@ class _Unit:
     filling: set[int] = field(default_factory=set[int])  # groups whose whole gradient is stored
 
     @property
-    def temporary(self) -> bool:
+    def reshards(self) -> bool:
         return self.full_bytes > 0
 
     @property
@@ -173,12 +173,12 @@ class _Step:
                 self._return(unit, mark)
 
     def _call(self, unit: _Unit) -> None:
-        begins = unit.temporary and not unit.used
+        begins = unit.reshards and not unit.used
         if begins:
             self._free_latest(unit)
         unit.depth += 1
         unit.whole = True
-        if unit.temporary:
+        if unit.reshards:
             self.calls.append(unit)
         if begins:
             unit.used = True
@@ -190,7 +190,7 @@ class _Step:
 
     def _return(self, unit: _Unit, mark: Mark) -> None:
         unit.depth -= 1
-        if unit.temporary:
+        if unit.reshards:
             unit.reached = mark.graded
         if not unit.depth and mark.name == unit.modules[-1] and not unit.encloses:
             self._free_latest(unit)
@@ -213,7 +213,7 @@ class _Step:
             if mark.kind == "complete" and mark.name in self.of_param:
                 self._complete(mark.name, order)
             elif mark.kind == "gradient" and (unit := self.of_module.get(mark.name)):
-                if unit.temporary:
+                if unit.reshards:
                     self._reach(unit, self.counts[mark.returned])
                 self.see("backward", unit.name, mark.kept_bytes)
         for unit in order[::-1][self.next :]:

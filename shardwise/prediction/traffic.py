@@ -4,10 +4,10 @@ Of a flat parameter on the data axes: the moves of its row (core/zero.py) at the
 (core/moves.py), those before use and after backward in each microbatch, the others once; then the
 sums of its gradient over tensor and pipeline ranks. And, whatever the model's size:
 
-    check      the facts: loss, tokens, and for each trained parameter whether it had a gradient,
-               as doubles that every rank gathers; one double more where the norm is wanted, and
-               along the tensor axis in any case; and of a parameter that several stages hold,
-               whether any of them had a gradient
+    check      the consensus: loss, tokens, and for each trained parameter whether it had a
+               gradient, as doubles that every rank gathers; one double more where the norm is
+               computed, and along the tensor axis always; and for a parameter that several stages
+               hold, whether any of them had a gradient
     forward    all buffers, from the first rank of each axis
 
 In the first step the data ranks tell their numbers of tokens beforehand, the ranks of the other
@@ -15,7 +15,7 @@ axes three doubles of their batch, and those of the tensor axis one of the loss 
 trained parameter that they hold whole (engine/consistency.py). In later steps that compare they
 tell the batch again, and of the loss and the gradients three doubles in all.
 
-A schedule that updates by itself does what is said to be done once, and agrees on the facts but the
+A schedule that updates by itself does what is said to be done once, and sums the consensus but the
 loss, with each of its updates.
 
 Nothing here is measured.
@@ -48,7 +48,7 @@ from shardwise.prediction.tensor import loss_bytes
 from shardwise.prediction.tensor_moves import TENSOR, Crossings, recomputing
 
 PIPELINE = "pp"
-FACT_BYTES = 8  # facts are added as doubles: a count of tokens must not be rounded
+CONSENSUS_BYTES = 8  # added as doubles: a count of tokens must not be rounded
 COUNT_BYTES = 4  # the first step asks for its number of tokens beforehand
 
 
@@ -91,7 +91,7 @@ class Tariff:
     def ask(self, axis: str, ranks: int) -> None:
         """A number that so many ranks of the axis tell one another."""
         step = price(S(0), R, ranks, ranks)
-        self.add(Line(axis, step.what, "check"), round(step.sent) * FACT_BYTES)
+        self.add(Line(axis, step.what, "check"), round(step.sent) * CONSENSUS_BYTES)
 
     def send(self, element_bytes: int, numel: int, phase: str) -> None:
         """A tensor that goes from one stage to another."""
@@ -149,17 +149,17 @@ def step_bytes(
     for param in [p for p in model.params if p.trainable]:
         _shared(tariff, param)
     for _ in range(own):  # tokens, and which parameters had a gradient
-        tariff.agree(1 + sum(param.trainable for param in model.params), FACT_BYTES)
+        tariff.agree(1 + sum(param.trainable for param in model.params), CONSENSUS_BYTES)
     buffers = sum(buffer.stored_bytes for buffer in model.buffers)
     tariff.broadcast(buffers * plan.accumulate, "forward")
-    tariff.agree(3 + sum(param.trainable for param in model.params), FACT_BYTES)
+    tariff.agree(3 + sum(param.trainable for param in model.params), CONSENSUS_BYTES)
     if norm or plan.precision == "fp16":
         experts = () if row_of(plan.row).sharded else ("ep",)
         for axis in (tariff.shard, *experts, TENSOR, PIPELINE):
-            tariff.move(axis, S(0), R, tariff.size(axis), FACT_BYTES, "check")
+            tariff.move(axis, S(0), R, tariff.size(axis), CONSENSUS_BYTES, "check")
     else:  # are all of their gradients finite?
-        tariff.move(TENSOR, S(0), R, tariff.size(TENSOR), FACT_BYTES, "check")
-    tariff.move(PIPELINE, S(0), R, tariff.size(PIPELINE), FACT_BYTES, "check")  # the loss
+        tariff.move(TENSOR, S(0), R, tariff.size(TENSOR), CONSENSUS_BYTES, "check")
+    tariff.move(PIPELINE, S(0), R, tariff.size(PIPELINE), CONSENSUS_BYTES, "check")  # the loss
     for param in [*model.params] * (1 + own):
         holders = tariff.group(PIPELINE, layout_of(plan, param).on(PIPELINE))
         tariff.ask(PIPELINE, holders if param.trainable else 1)  # was it used by any?
@@ -168,9 +168,9 @@ def step_bytes(
     trained = [p for p in model.params if p.trainable]
     whole = [p for p in trained if layout_of(plan, p).on(TENSOR).cut is None]
     told = {"": 0, "sums": 3, "each": 1 + 2 * len(whole)}[compares]  # the loss, gradients
-    tariff.move(TENSOR, S(0), R, told * tariff.size(TENSOR), FACT_BYTES, "check")
+    tariff.move(TENSOR, S(0), R, told * tariff.size(TENSOR), CONSENSUS_BYTES, "check")
     for axis in (TENSOR, PIPELINE):  # the batch
-        tariff.move(axis, S(0), R, 3 * tariff.size(axis) * meets, FACT_BYTES, "check")
+        tariff.move(axis, S(0), R, 3 * tariff.size(axis) * meets, CONSENSUS_BYTES, "check")
     return tariff.sent_bytes
 
 

@@ -292,7 +292,7 @@ def own_cost(run: Run, *, loaded: bool) -> Cost:
         found = prediction_of(run.prepared, engine, last.share)
     except InputError:
         return measured
-    sent = found.in_step(engine.made - 1, loaded=loaded, skipped=last.skipped_before)
+    sent = found.in_step(engine.steps_run - 1, loaded=loaded, skipped=last.skipped_before)
     return replace(measured, predicted_memory=found.memory, predicted_sent=by_kind(sent))
 
 

@@ -34,8 +34,8 @@ class Costs:
         if not self.hold:
             return self
         counted = {Line(*key): t.sent_bytes for key, t in engine.last.items() if t.sent_bytes}
-        moves = engine.laid.experts.moves
-        theory = told.in_step(engine.made - 1, loaded=loaded, moves=moves)
+        moves = engine.sharded.experts.moves
+        theory = told.in_step(engine.steps_run - 1, loaded=loaded, moves=moves)
         notes = (*told.notes, LOADS) if moves else told.notes
         same = theory == counted
         return Costs(by_kind(theory), by_kind(counted), same, told.activations, notes)

@@ -137,7 +137,7 @@ def _on_rank(plan: Plan, model: str, *options: Any) -> _Measured:
         own = share(whole, engine)
         told = predicted(own)
         engine.step(own)
-        lines = told.in_step(number, moves=engine.laid.experts.moves)
+        lines = told.in_step(number, moves=engine.sharded.experts.moves)
         return sum(count for line, count in lines.items() if line.axis != TIER)
 
     for number in range(CHECKED_STEPS):  # these compare more than later ones

@@ -103,7 +103,7 @@ def train(world: World, task: Task, case: Case) -> Held:
         held.losses.append(metrics.loss)
         held.norms.append(metrics.grad_norm)
         held.grads.append(pieces(engine.gradients(), "grad/"))
-        moves = engine.laid.experts.moves
+        moves = engine.sharded.experts.moves
         held.bytes.append((sent(engine), theory.of(own).in_step(step, moves=moves)))
     held.lines = dict(engine.last)
     held.memory = engine.memory(), theory.of(own).memory

@@ -221,7 +221,7 @@ def copied(world: World, way: str) -> dict[str, bool]:
 def world_bytes(model: nn.Module) -> int:
     data = driver_of(model)
     assert data is not None
-    ledger = data.facts.axes[1].ledger
+    ledger = data.consensus.axes[1].ledger
     return sum(tally.sent_bytes for tally in ledger.copy().values())
 
 

@@ -127,7 +127,7 @@ def counted(world: World, how: str) -> tuple[list[float], int]:
         sw.DDP(model, world, broadcast_buffers=False)
     else:
         wrap(how, model, world)
-    ledger = loops_data(model).facts.axes[how[:3] == "DDP"].ledger
+    ledger = loops_data(model).consensus.axes[how[:3] == "DDP"].ledger
     before = ledger.copy()
     for step in range(4):
         if world.rank == 0:
@@ -257,11 +257,15 @@ def test_torchs_own_enum_is_understood():
 
 
 def volumes(world: World, how: str) -> int:
-    """Bytes a rank sends from one training forward up to the next, the facts included."""
+    """Bytes a rank sends from one training forward up to the next, consensus included."""
     model = make("stack").double()
     model = wrap(how, model, world)
     data = loops_data(model)
-    ledger = data.facts.axes[0].ledger if data.facts.axes[0].size > 1 else data.facts.axes[1].ledger
+    ledger = (
+        data.consensus.axes[0].ledger
+        if data.consensus.axes[0].size > 1
+        else data.consensus.axes[1].ledger
+    )
     before = ledger.copy()
     model(rows(0, 0)).sum().backward()
     with torch.no_grad():

@@ -187,13 +187,13 @@ def miscounted(world: World) -> Finding:
     """A rank that sends eight bytes more than it should."""
     plan, trainable = Plan.parse("dp2 fp64"), find("gpt")
     ours = engine_of(trainable, plan, world)
-    hear = ours.facts.hear
+    apply = ours.consensus.apply
 
     def talkative(used: Tensor) -> None:
-        hear(used)
+        apply(used)
         begin_sum(torch.zeros(1, dtype=torch.float64), ours.axes[1]).wait()
 
-    ours.facts.hear = talkative
+    ours.consensus.apply = talkative
     return compared(ours, trainable, 1)
 
 

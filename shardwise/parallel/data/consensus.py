@@ -25,8 +25,8 @@ from shardwise.parallel.data.flat_parameter import Flat
 MARKS = 4096
 
 
-class Facts:
-    """The facts of one model on the data axes."""
+class Consensus:
+    """The numbers that the data ranks of one model sum in each step."""
 
     def __init__(self, axes: Sequence[Axis], trained: Collection[Flat], buffers: Buffers) -> None:
         self.axes, self.trained, self.buffers = list(axes), trained, buffers
@@ -37,14 +37,14 @@ class Facts:
         """Record that the unit of this number is gathered."""
         self.gathered = (31 * self.gathered + unit + 1) % MARKS
 
-    def got(self) -> Tensor:
+    def summary(self) -> Tensor:
         """One number per trained parameter: 1 if this rank had a gradient for it, else 0.
 
         The last number is the rank's checksum.
         """
         self.rounds += 1
         self.mark, self.gathered = (self.gathered + 7 * self.rounds) % MARKS, 0
-        flags = [float(got) for group in self.trained for got in group.got]
+        flags = [float(flag) for group in self.trained for flag in group.has_grad]
         return torch.tensor([*flags, float(self.mark)])
 
     def begin_agree(self, x: Tensor) -> Pending[Tensor]:
@@ -64,8 +64,8 @@ class Facts:
         """The sum of a small vector over all data ranks, every rank's own included."""
         return self.begin_agree(x).wait()
 
-    def hear(self, used: Tensor) -> None:
-        """Take the sum of `got` over the ranks: which parameters have a gradient on any rank.
+    def apply(self, used: Tensor) -> None:
+        """Take the sum of `summary` over the ranks: which parameters have a gradient on any rank.
 
         Raises InputError if the checksums of the ranks differ.
         """

@@ -100,7 +100,7 @@ class Flat:
         self.trained, self.dtype = first.requires_grad, first.dtype
         # what is neither trained nor kept S is the same everywhere, for good
         self.split = shard.size > 1 and (self.trained or row.param.kind == "S")
-        self.temporary = self.split and row.param.kind == "S"
+        self.reshards = self.split and row.param.kind == "S"  # `full` has no memory between uses
         self.rank, ranks = (shard.rank, shard.size) if self.split else (0, 1)
         self.moves = row_moves(row, shard, replicate, trained=self.trained)
         self.further = [*self.moves.replicas, *local.sums]
@@ -109,7 +109,7 @@ class Flat:
         self.full = torch.zeros(self.plan.padded, dtype=self.dtype, device=device)
         named = zip(self.names, self.params, strict=True)
         initialize(self.full, list(named), self.views(self.full), fill, (shard, replicate))
-        self.shard = self._block(self.full).clone() if self.temporary else self._block(self.full)
+        self.shard = self._block(self.full).clone() if self.reshards else self._block(self.full)
         self.full_views = self.views(self.full)
         self.grad: Tensor | None = None
         self.grad_views: list[Tensor] = []
@@ -118,14 +118,14 @@ class Flat:
         none = [False] * len(self.params)
         self.filled = list(none)  # grad holds something of parameter i
         self.valid = list(none)  # gsum holds something of parameter i
-        self.got = list(none)  # this rank has had a gradient for parameter i since `clear`
+        self.has_grad = list(none)  # this rank has had a gradient for parameter i since `clear`
         self.used = list(none)  # and so has any rank, as far as has been heard
         self.grads_attached = False  # the pieces of gshard are on the parameters
         self.graphs: dict[int, Tensor] = {}  # gradients with a graph (create_graph)
         self.coming, self.going = Pending(), Pending()
         self.state = State.UNSHARDED
         self.point_at(self.full)
-        if self.temporary:
+        if self.reshards:
             self.reshard()
 
     # --- the parameters -----------------------------------------------------------------------
@@ -165,7 +165,7 @@ class Flat:
 
         For parameters that are kept whole: `shard` is a view of `full`.
         """
-        assert not self.temporary
+        assert not self.reshards
         self.full = self.full.clone()
         self.shard = self._block(self.full)
         self.full_views = self.views(self.full)
@@ -175,7 +175,7 @@ class Flat:
         """Start to gather `full` while computation goes on."""
         if self.state is not State.SHARDED:
             return
-        if self.temporary:
+        if self.reshards:
             self.full.untyped_storage().resize_(self.plan.padded * self.full.element_size())
         move = self.moves.gather
         assert move is not None
@@ -203,7 +203,7 @@ class Flat:
 
     def reshard(self) -> None:
         """Free `full` where the row keeps parameters S; other rows do nothing."""
-        if self.temporary and self.state is not State.SHARDED:
+        if self.reshards and self.state is not State.SHARDED:
             self.to_sharded()
             self.full.untyped_storage().resize_(0)
 
@@ -215,7 +215,7 @@ class Flat:
 
     def keep_block(self) -> None:
         """Copy this rank's block from `full`, after a write to `full`."""
-        if self.temporary:
+        if self.reshards:
             self.shard.copy_(self._block(self.full))
 
     @property
@@ -262,7 +262,7 @@ class Flat:
         if self.grad is None:
             self.begin_grad()
         filled = self.filled[index]
-        self.filled[index] = self.got[index] = True
+        self.filled[index] = self.has_grad[index] = True
         return self.grad_views[index], filled
 
     def begin_grad(self) -> None:
@@ -376,7 +376,7 @@ class Flat:
             if p.grad is not None and p.grad.requires_grad and torch.is_grad_enabled():
                 self.graphs[i] = p.grad
             p.grad = None
-        self.got = list(kept)
+        self.has_grad = list(kept)
         assert self.gshard is not None
         if any(kept) and self.replicate_axis.size > 1:
             self.gshard.div_(self.replicate_axis.size)
@@ -392,7 +392,7 @@ class Flat:
     def clear(self) -> None:
         """Drop the gradients; their memory stays for the next step."""
         none = [False] * len(self.params)
-        self.filled, self.valid, self.got = list(none), list(none), list(none)
+        self.filled, self.valid, self.has_grad = list(none), list(none), list(none)
         self.grads_attached = False
         self.graphs.clear()
         for p in self.params:

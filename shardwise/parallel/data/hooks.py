@@ -33,7 +33,7 @@ from shardwise.core.graph_break import graph_break
 from shardwise.core.hook import Hook, no_copy, nothing
 from shardwise.core.use_order import Way
 from shardwise.core.weak import weakly
-from shardwise.parallel.data.consensus import Facts
+from shardwise.parallel.data.consensus import Consensus
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.outputs import tensors_in
 from shardwise.parallel.data.reducer import Reductions
@@ -70,11 +70,11 @@ class Data:
         units: Units,
         pace: Pace,
         sums: Reductions,
-        facts: Facts,
+        consensus: Consensus,
         staged: StagedUnits | None = None,
     ) -> None:
         self.root, self.pace, self.staged = root, pace, staged
-        self.sums, self.facts = sums, facts
+        self.sums, self.consensus = sums, consensus
         self.units = units
         for number, unit in enumerate(units.order):
             unit.number = number
@@ -132,7 +132,7 @@ class Data:
     @property
     def frees(self) -> bool:
         """Whether the memory of any unit is freed between two uses."""
-        return any(unit.temporary for unit in self.units.order)
+        return any(unit.reshards for unit in self.units.order)
 
     # --- under a schedule ---------------------------------------------------------------------
 
@@ -141,8 +141,8 @@ class Data:
         assert self.staged is not None
         self.staged.begin()
         if training:
-            self.facts.phase("forward")
-            self.facts.buffers.refresh()
+            self.consensus.phase("forward")
+            self.consensus.buffers.refresh()
 
     def end_run(self) -> None:
         """A run of the schedule is over: no unit is whole."""
@@ -200,16 +200,16 @@ class Data:
                 "the same parameters trained for as long as the layout lasts",
                 "requires_grad_(True) before the wrapping, and lr=0 for a group until it is wanted",
             )
-        self.facts.phase("forward")
+        self.consensus.phase("forward")
         self.way.over |= not torch.is_grad_enabled()
         self.units.begin_unshard()  # where somebody else has updated them
         if module.training and torch.is_grad_enabled():
-            self.facts.buffers.refresh()
+            self.consensus.buffers.refresh()
 
     def _before(self, unit: Unit, module: nn.Module, args: Any) -> None:
         if self._around(unit):
             return
-        begins = unit.temporary and not self.in_backward and not unit.used
+        begins = unit.reshards and not self.in_backward and not unit.used
         if begins:
             self._reshard_latest(unit)
         unit.depth += 1
@@ -217,10 +217,10 @@ class Data:
         if begins:
             unit.used = True
             self.way.use(unit)
-            self.facts.gathers(unit.number)
+            self.consensus.gathers(unit.number)
             for following in self.way.following(self.pace.ahead):
                 following.begin_unshard()
-        elif unit.temporary and not self.in_backward:
+        elif unit.reshards and not self.in_backward:
             self.way.calls.append(unit)
 
     def _around(self, unit: Unit) -> bool:
@@ -238,7 +238,7 @@ class Data:
             return
         unit.depth -= 1
         recording = torch.is_grad_enabled()
-        if recording and unit.temporary and not self.in_backward:
+        if recording and unit.reshards and not self.in_backward:
             calls = self.way.calls
             unit.reached = self._watch(out, partial(self._before_backward, unit, calls, len(calls)))
         over = unit.depth == 0 and module is unit.modules[-1] and not self.in_backward
@@ -297,10 +297,10 @@ class Data:
         self.in_backward = True
         self._learn()
         self.sums.begin()
-        self.facts.phase("backward")
+        self.consensus.phase("backward")
         for unit in self.units.order:
             unit.missing, unit.complete = unit.expected, False
-            if not unit.temporary:
+            if not unit.reshards:
                 unit.unshard()  # sharded only where this graph is gone through a second time
             for group in unit.trained:
                 group.detach_grads()
@@ -387,6 +387,6 @@ class Data:
         self.in_backward = False
         if self.pace.by_hand and self.sums.sync:
             self.sums.finish()
-            self.facts.hear(self.facts.agree(self.facts.got()))
+            self.consensus.apply(self.consensus.agree(self.consensus.summary()))
             self.units.attach_grads()
             self.units.step_in_backward()

@@ -21,7 +21,7 @@ class Unit:
         self.name, self.modules, self.groups = name, list(modules), list(groups)
         self.number = 0  # among all, as they were defined
         self.trained = [group for group in groups if group.trained]
-        self.temporary = any(group.temporary for group in groups)
+        self.reshards = any(group.reshards for group in groups)
         # looking a row up in a table needs the table only forward
         self.wanted_backward = not all(type(m) is nn.Embedding for m in modules)
         self.reached = True  # gradients arrive at what it gave
@@ -50,7 +50,7 @@ class Unit:
         """Free what is gathered; p.data keeps its shape, for gradients of it may still arrive."""
         self.used = False
         for group in self.groups:
-            if group.temporary and not group.is_sharded:
+            if group.reshards and not group.is_sharded:
                 group.reshard()
                 group.set_placeholders()
 
@@ -94,7 +94,7 @@ class Units:
     def wait(self) -> None:
         """Wait for the gathers that `begin_unshard` started."""
         for unit in self.order:
-            if not unit.temporary:
+            if not unit.reshards:
                 unit.unshard()
 
     def step_in_backward(self) -> None:
@@ -116,7 +116,7 @@ class Units:
     def begin_unshard(self) -> None:
         """After the update: begin to gather what the row keeps unsharded, in the order of use."""
         for unit in self.order:
-            if not unit.temporary:
+            if not unit.reshards:
                 unit.begin_unshard()
 
 

@@ -63,7 +63,7 @@ def one_more_between_steps(patch: Patch) -> None:
 def freed_and_gathered_again(patch: Patch) -> None:
     def gather(real: Any, flat: Flat) -> None:
         real(flat)
-        if flat.temporary:
+        if flat.reshards:
             flat.reshard()
             real(flat)
 
@@ -103,7 +103,7 @@ def weights_leak_from_the_sixth_step(patch: Patch) -> None:
 
 
 def units_not_freed(patch: Patch) -> None:
-    patch.setattr(Flat, "reshard", lambda flat: flat.temporary and flat.to_sharded())
+    patch.setattr(Flat, "reshard", lambda flat: flat.reshards and flat.to_sharded())
 
 
 def sent_gradients_kept(patch: Patch) -> None:
@@ -155,7 +155,7 @@ def every_copy_is_the_first(patch: Patch) -> None:
 
 def evaluation_of_own_rows(patch: Patch) -> None:
     def evaluate(real: Any, engine: Engine, batch: Any) -> Any:
-        with replaced(engine.facts, "agree", lambda x: x):
+        with replaced(engine.consensus, "agree", lambda x: x):
             return real(engine, batch)
 
     around(patch, Engine, "evaluate", evaluate)
