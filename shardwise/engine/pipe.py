@@ -31,7 +31,8 @@ from shardwise.comm.world import Axis, World, init
 from shardwise.core.arguments import integer, short_repr
 from shardwise.core.errors import bad
 from shardwise.core.hook import no_copy
-from shardwise.core.mesh import Mesh
+from shardwise.core.plan import Plan
+from shardwise.core.pool_size import pool_bytes
 from shardwise.core.schedule.action import Token
 from shardwise.core.schedule.library import LIBRARY, MOST_FORWARDS, Size, build, entry
 from shardwise.core.schedule.schedule import Schedule
@@ -83,7 +84,10 @@ def Pipe(  # noqa: N802
     validate.world(world)
     asked = {"chunks": chunks, "stages": stages, "schedule": schedule}
     consistency.require_same(world, {"the module": consistency.model_signature(module)} | asked)
-    world = world.on(Mesh(((stage_module.AXIS, world.size),)))
+    plan = Plan(axes=((stage_module.AXIS, world.size),))
+    world = world.on(plan.mesh)
+    room = pool_bytes(plan, sum(p.nbytes for p in module.parameters()))
+    world.pool.reserve(room, world.device)
     whole = _schedule(schedule, chunks, world.size)
     begin = starts(module, len(whole.home), stages)
     materialise(module, world.device)

@@ -16,8 +16,11 @@ from shardwise.comm.pool import Pool, parts
 from shardwise.comm.world import Axis, World
 from shardwise.core.layout import P, R, S
 from shardwise.core.mesh import Mesh
+from shardwise.core.plan import Plan
+from shardwise.core.pool_size import pool_bytes
 from shardwise.engine.optimizer_spec import SGD
 from shardwise.engine.parallelize import parallelize
+from shardwise.engine.pipe import Pipe
 from shardwise.prediction.traffic import by_kind
 from tests.engine.cases import Case, Task, assert_same, oracle, train
 from tests.pool import run_gloo
@@ -175,3 +178,38 @@ def test_messages_that_come_early_wait_in_the_mailbox(plan: str):
     """Many units, each of which fits a mailbox: what has come for a later one is not copied out."""
     for peak, pool in run_gloo(2, peaks, f"{plan} buffers:1MiB", 200, 12):
         assert pool <= peak <= pool + 2**12
+
+
+class Tied(nn.Module):
+    """Two layers with one weight, which lie on two ranks: its gradients are summed."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(width, width), nn.Linear(width, width)
+        self.last.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(x).relu())
+
+
+def piped(world: World, width: int) -> tuple[int, int]:
+    """The most bytes that communication held in the second step of a pipe, and of the pool."""
+    torch.manual_seed(0)
+    meter, model = CommunicationBytes(), Tied(width)
+    with meter:
+        model = Pipe(model, chunks=2, stages=["last"], world=world)
+        for _ in range(2):
+            meter.peak_bytes = 0
+            model(torch.ones(4, width)).sum().backward()
+    axis = model.forward.staged.axis
+    return meter.peak_bytes, 0 if axis.pool.memory is None else axis.pool.memory.nbytes
+
+
+def test_a_pipe_has_a_pool_too():
+    """Sums of tied weights' gradients take their buffers from it, in pieces."""
+    for width in (64, 512):
+        for peak, pool in run_gloo(2, piped, width):
+            assert pool == pool_bytes(
+                Plan.parse("pp2"), Tied(width).first.weight.nbytes + 8 * width
+            )
+            assert pool <= peak <= pool + 2**12

@@ -4,12 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.model_spec import BufferShape, ModelShape, ParamShape, UnitShape
-from shardwise.core.plan import Plan
-from shardwise.core.pool_size import pool_bytes
+from shardwise.core.plan import BUCKET_BYTES, Plan
+from shardwise.core.pool_size import BUCKETS, pool_bytes
 from shardwise.engine.optimizer_spec import ELEMENTWISE
 from shardwise.engine.spec import optimizer_shape
 from shardwise.prediction.memory import ADAM, MOMENTUM, PLAIN, OptimizerShape, held_bytes
@@ -120,3 +121,17 @@ def test_buffers_are_whole_on_every_rank():
 def test_communication_buffers_are_the_plans(text: str, model_bytes: int, expected: int):
     """A pool is no larger for a larger model or world; a single rank has none."""
     assert pool_bytes(Plan.parse(text), model_bytes) == expected
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("ranks", [2, 64])
+def test_buffers_do_not_grow_with_the_model(ranks: int, row: str):
+    """A layer of 2 GiB on the meta device: the pool is what the plan says, or the default."""
+    for size, pool in (("buffers:64MiB", 2**26), ("", BUCKETS * BUCKET_BYTES)):
+        for width in (7328, 23170):  # a tenth of 2 GiB in fp32, and 2 GiB
+            with torch.device("meta"):
+                model = nn.Sequential(nn.Linear(width, width))
+                x = torch.empty(1, width)
+            loss = lambda model, x: model(x).square().mean()  # noqa: E731
+            found = sw.predict(model, f"dp{ranks} {row} fp32 {size}", x, loss=loss)
+            assert found.memory["buffers"] == pool
