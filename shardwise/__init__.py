@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from shardwise.core.mesh import Mesh
     from shardwise.core.plan import Plan
     from shardwise.core.tensor_plan import Table
+    from shardwise.derive.table import derive_table
     from shardwise.engine.data_parallel import DataParallel
     from shardwise.engine.engine import Engine
     from shardwise.engine.full import full_state_dict
@@ -76,6 +77,7 @@ _HOMES = {
     "Gate": "parallel.expert.gate",
     "MoE": "parallel.expert.layer",
     "cross_entropy": "parallel.tensor.cross_entropy",
+    "derive_table": "derive.table",
     "fill_from": "checkpoint.weights_folder",
     "gather": "parallel.replicas.rows",
     "parallel_apply": "parallel.replicas.threads",
@@ -117,6 +119,7 @@ __all__ = [
     "balance_by_time",
     "clip_grad_norm",
     "cross_entropy",
+    "derive_table",
     "fill_from",
     "full_state_dict",
     "gather",

@@ -15,8 +15,10 @@ ROOT = Path(__file__).parent.parent
 
 #: Layers from the bottom up; a file imports from its own layer and from those below it. The
 #: package's own face, and the command line, which names every part, stand above all but bench.
+#: `derive` makes tables from the engine's meta pass and predictions, for the programs above it.
 LAYERS = (
-    *("core", "prediction", "comm", "kernels", "parallel", "engine", "checkpoint", "models"),
+    *("core", "prediction", "comm", "kernels", "parallel", "engine"),
+    *("derive", "checkpoint", "models"),
     *("verify", "train", "face", "bench", "cli"),
 )
 #: What a parallel run is compared with.

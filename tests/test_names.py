@@ -14,8 +14,8 @@ NAMES = [
     *("DDP", "FSDP", "SGD", "Adafactor", "Adam", "AdamW", "Engine", "I", "InputError"),
     *("Gate", "Lion", "Mesh", "Metrics", "MoE"),
     *("Optim", "P", "Pipe", "Plan", "R", "RankError", "RunError", "S", "Table", "World"),
-    *("balance_by_time", "clip_grad_norm", "cross_entropy", "fill_from", "full_state_dict"),
-    *("init", "load"),
+    *("balance_by_time", "clip_grad_norm", "cross_entropy", "derive_table", "fill_from"),
+    *("full_state_dict", "init", "load"),
     *("move", "no_sync", "parallelize", "predict", "save", "spawn", "unwrap"),
     *("DataParallel", "gather", "parallel_apply", "replicate", "scatter"),
 ]

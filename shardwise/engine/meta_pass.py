@@ -10,10 +10,10 @@ batch instead, on the processor, and the `note` of the record says so.
 
 import copy
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -165,10 +165,10 @@ class _Record:
         if not _in_backward():
             self.tape.operation(self.inside[-1], func, args, kwargs, out)
 
-    def attention(self, query: Tensor, key: Tensor, value: Tensor, out: Tensor, saves: int) -> None:
+    def attention(self, given: Sequence[Tensor], out: Tensor, saves: int) -> None:
         """Record a fused attention with output `out`, before which autograd had saved `saves`."""
         if not _in_backward():
-            self.tape.attention(self.inside[-1], (query, key, value), out, saves)
+            self.tape.attention(self.inside[-1], (given[0], given[1], given[2]), out, saves)
 
     def _begin(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         self.inside.append(name)
@@ -230,13 +230,27 @@ class _Record:
         return self.numbers[key]
 
 
+class Recorder(Protocol):
+    """Records the operations of a pass: a pass for predictions, or one that follows axes."""
+
+    @property
+    def tape(self) -> Any:
+        """Its `saves` counts what autograd has saved."""
+
+    def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """An operation below autograd."""
+
+    def attention(self, given: Sequence[Tensor], out: Tensor, saves: int, /) -> None:
+        """A fused attention on the meta device of query, key, value and perhaps a mask."""
+
+
 class _ToMeta(TorchDispatchMode):
     """Operations on a tensor on meta take their other tensors there; all others are real.
 
     So what a model computes from the batch or from its buffers alone has values.
     """
 
-    def __init__(self, record: "_Record | None" = None) -> None:
+    def __init__(self, record: Recorder | None = None) -> None:
         super().__init__()
         self.record = record
 
@@ -250,6 +264,8 @@ class _ToMeta(TorchDispatchMode):
                 kwargs = dict(
                     zip(kwargs, tree_map_only(Tensor, _moved, [*kwargs.values()]), strict=True)
                 )
+                if "device" in kwargs:  # x.to(y.device): the device that a tensor reports
+                    kwargs["device"] = torch.device("meta")
             out = func(*args, **kwargs)
             if self.record is not None:
                 self.record.operation(func, args, kwargs, out)
@@ -263,7 +279,7 @@ class _AsOnProcessor(TorchFunctionMode):
     that it may look at. Attention keeps what a fused kernel keeps: no scores.
     """
 
-    def __init__(self, record: "_Record | None" = None) -> None:
+    def __init__(self, record: Recorder | None = None) -> None:
         super().__init__()
         self.record = record
 
@@ -283,7 +299,9 @@ class _AsOnProcessor(TorchFunctionMode):
             return _Attention.apply(query, key, value)
         saves = self.record.tape.saves
         out = _Attention.apply(query, key, value)
-        self.record.attention(query, key, value, out, saves)
+        mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+        given = [query, key, value, *([] if mask is None else [mask])]
+        self.record.attention(given, out, saves)
         return out
 
 
@@ -307,7 +325,7 @@ class _Attention(torch.autograd.Function):
 
 
 @contextmanager
-def as_on_processor(record: _Record | None = None) -> Iterator[None]:
+def as_on_processor(record: Recorder | None = None) -> Iterator[None]:
     """For the time of a pass, a model on meta computes as if it were on a processor."""
     with _AsOnProcessor(record), _ToMeta(record):
         yield

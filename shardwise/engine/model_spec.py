@@ -223,8 +223,12 @@ def plain_copy(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def on_tensor_axis(plain: nn.Module, plan: Plan, rank: int, table: Table) -> nn.Module:
-    """A copy of the plain copy as `rank` holds it under the styles of `table`."""
-    laid_out = meta_pass.meta_copy(plain)
+    """A copy of a plain model as `rank` holds it under the styles of `table`.
+
+    It is on meta, or on the processor with values, as `plain` is; nothing is moved.
+    """
+    on_meta = any(p.is_meta for p in plain.parameters())
+    laid_out = meta_pass.meta_copy(plain) if on_meta else copy.deepcopy(plain)
     tensor_parallel.lay_out(laid_out, _tensor_world(plan, rank), plan.sp, table)
     return laid_out
 

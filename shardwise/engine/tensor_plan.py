@@ -32,16 +32,21 @@ def table_of(model: nn.Module, given: Table | Mapping[str, str] | None = None) -
     if given is not None and not isinstance(given, Mapping):
         allowed = "a dict from patterns of module names to styles, or a sw.Table"
         raise bad(f"table={short_repr(given)}", allowed, f"table={_EXAMPLE}")
-    own = next(
-        (table.under(name) for name, part in model.named_modules() if (table := _own(part, name))),
-        None,
-    )
+    own = own_table(model)
     if given is not None:
         heads = (own.heads, own.kv_heads) if own else (None, None)
         return Table.of(given, *heads)
     if own is None:
         raise without(model, "has no table of styles")
     return own
+
+
+def own_table(model: nn.Module) -> Table | None:
+    """The table that a model, or a part of it, has itself; None without one."""
+    found = (
+        table.under(name) for name, part in model.named_modules() if (table := _own(part, name))
+    )
+    return next(found, None)
 
 
 def shapes(model: nn.Module) -> dict[str, ModuleShape]:
@@ -116,7 +121,9 @@ def without(model: nn.Module, why: str) -> InputError:
         return bad(f"{what} and no linear layer", allowed, "a plan without tp, as dp2")
     allowed = (
         "a table passed as table= (verify: --table FILE), a model with the attribute tensor_table, "
-        "a model of transformers that has a tensor plan; see docs/tensor-tables.md"
+        "a model of transformers that has a tensor plan, or one that is derived: "
+        "sw.derive_table(model, batch, ranks=2, loss=loss).table, shardwise table MODEL; see "
+        "docs/tensor-tables.md"
     )
     return bad(what, allowed, f"table={guessed!r}, with the styles that fit your layers")
 

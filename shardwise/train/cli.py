@@ -7,6 +7,7 @@
     shardwise bench SUITE      measure beside the peers
     shardwise doctor           devices, collectives, links
     shardwise plan             the words of plans
+    shardwise table MODEL      derive a table of tensor parallelism
     shardwise schedule NAME    draw a pipeline schedule
     shardwise checkpoint       look into checkpoints, export and import weights
 
@@ -66,6 +67,11 @@ ELSEWHERE = {
         "Check devices and collectives, and measure links.",
     ),
     "bench": ("shardwise.bench.cli", "bench_command", "Measure side by side with the peers."),
+    "table": (
+        "shardwise.train.table_command",
+        "table_command",
+        "Derive a table of tensor parallelism.",
+    ),
     "schedule": (
         "shardwise.train.schedule_command",
         "schedule_command",
@@ -160,6 +166,7 @@ def application(given: Sequence[str] = ()) -> typer.Typer:
     app.command("bench")(command("bench", given))
     app.command("doctor")(command("doctor", given))
     app.command("plan")(plan)
+    app.command("table")(command("table", given))
     app.command("schedule")(command("schedule", given))
     checkpoint = typer.Typer(
         no_args_is_help=True,

@@ -69,7 +69,7 @@ def verify(
     if not started:
         require_local(plan.size)
     # a bad name or model is answered here, before anything starts
-    made = smoke_test(model, plan, options)
+    made, options = smoke_test(model, plan, options)
     note = batch_norm_note(made, plan)
     if not started:
         findings = _on_new_ranks(plan, model, steps, options, note)

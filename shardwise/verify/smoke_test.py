@@ -5,6 +5,7 @@ on every rank.
 """
 
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -12,7 +13,9 @@ from torch import nn
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan import Plan
+from shardwise.derive.table import derive_table
 from shardwise.engine import recomputation, stage_module, tensor_parallel, weight_stashing
+from shardwise.engine.tensor_plan import own_table
 from shardwise.models.registry import find
 from shardwise.parallel.data.wrap_policy import choose
 from shardwise.verify.options import Options
@@ -21,20 +24,38 @@ from shardwise.verify.parity import SEED, engine_of
 ROWS = 2  # normalisation over a batch asks for more than one
 
 
-def smoke_test(model: str, plan: Plan, options: Options | None = None) -> nn.Module:
-    """Train `model` for one step in the plan's precision, and return it.
+def smoke_test(model: str, plan: Plan, options: Options | None = None) -> tuple[nn.Module, Options]:
+    """Train `model` for one step in the plan's precision; returns it, and the options to prove.
+
+    A model without a table of its own gets one that is derived (derive/table.py).
 
     Raises InputError for an unknown name, a model that cannot be trained or divided into the plan's
     stages, a table that does not fit the tensor ranks, and units that match no module.
     """
-    found, options = _trained(model, plan), options or Options()
+    found, options = _trained(model, plan), with_table(model, plan, options or Options())
     choose(found, options.units)
     tensor_parallel.fitting(found, plan, options.table)
     starts = stage_module.fitting(found, plan, None)
     kinds = recomputation.fitting(found, plan, options.units, starts)
     recomputation.on_host(found, plan, options.units, kinds, starts)
     weight_stashing.require(found, plan, starts, None)
-    return found
+    return found, options
+
+
+def with_table(model: str, plan: Plan, options: Options) -> Options:
+    """The options with a derived table, if the plan needs one and neither they nor the model have.
+
+    Raises InputError if no layer can be sharded.
+    """
+    ranks = plan.mesh.size_of(tensor_parallel.AXIS)
+    if ranks == 1 or options.table is not None:
+        return options
+    trainable = find(model)
+    made = trainable.build()
+    if own_table(made) is not None:
+        return options
+    batch = trainable.batch(ROWS, SEED)
+    return replace(options, table=derive_table(made, batch, ranks, trainable.loss).table)
 
 
 def _trained(model: str, plan: Plan) -> nn.Module:

@@ -49,7 +49,8 @@ COMMANDS = {
     },
 }
 NAMES = [
-    *("bench", "checkpoint", "doctor", "memory", "plan", "predict", "schedule", "train", "verify")
+    *("bench", "checkpoint", "doctor", "memory", "plan", "predict", "schedule", "table"),
+    *("train", "verify"),
 ]
 
 

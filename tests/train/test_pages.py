@@ -103,6 +103,7 @@ def _run(folder: Path, *argv: str, script: str = "train.py") -> str:
     [
         *(("README.md", 0), ("README.md", 2)),
         *(("docs/dataparallel.md", 0), ("docs/weights.md", 0)),
+        ("docs/derived-tables.md", 0),
     ],
 )
 def test_a_snippet_runs_as_shown(page: str, number: int) -> None:

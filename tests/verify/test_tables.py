@@ -159,7 +159,7 @@ def narrow_table():
 @pytest.mark.parametrize(
     ("build", "phrase"),
     [
-        ("untold", "tensor parallelism of a Linear, which has no table of styles"),
+        ("untold", "tp2 of a Linear, of which no layer can be sharded"),
         ("misspelt", '"rowise".*"rowwise"'),
         ("nowhere", r'"3".*no module'),
         ("narrow_table", "0, which has 1 output features, on 2 ranks"),

@@ -1,0 +1,206 @@
+"""The rules by which axes go through the operations of torch, one function for each kind.
+
+A rule is given the dims of the tensors that an operation takes, and returns the dims of its first
+result.  An operation without a rule mixes every axis that it takes.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardwise.derive.axes import Dim, fresh, mix, regroup, unite
+
+Dims = tuple[Dim, ...]
+#: rule(name, dims of each tensor argument, all arguments, result) -> dims of the result
+Rule = Callable[[str, Sequence[Dims], Sequence[Any], Tensor], Dims]
+
+
+def propagate(func: Any, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
+    """The dims of `out`, the result of `func`; unites and mixes the axes of `given`."""
+    name = func._schema.name.partition("::")[2].removesuffix("_")
+    rule = _RULES.get(name)
+    if rule is None and torch.Tag.pointwise in func.tags:
+        rule = _pointwise
+    if rule is None and name.startswith("_scaled_dot_product"):
+        rule = _attention
+    return (rule or _unknown)(name, given, args, out)
+
+
+def broadcast(given: Sequence[Dims], sizes: Sequence[int]) -> Dims:
+    """Dims of tensors that an operation takes element by element: axes at one place are united."""
+    found: list[Dim] = []
+    for place, size in enumerate(sizes):
+        held = [dims[place - len(sizes)] for dims in given if len(dims) >= len(sizes) - place]
+        full = [dim for dim in held if dim]
+        for other in full[1:]:
+            unite(full[0], other)
+        found.append(full[0] if full else fresh(size))
+    return tuple(found)
+
+
+def _pointwise(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
+    return broadcast(given, out.shape)
+
+
+def _unknown(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
+    for dims in given:
+        mix(dims, f"{name} may mix it")
+    return tuple(fresh(size, f"{name} may mix it") for size in out.shape)
+
+
+def _constant(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
+    return tuple(fresh(size, "a constant has its size") for size in out.shape)
+
+
+def _view(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
+    return regroup(given[0], out.shape)
+
+
+def _expand(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
+    dims = ((),) * (out.dim() - len(given[0])) + tuple(given[0])
+    return tuple(dim or fresh(size) for dim, size in zip(dims, out.shape, strict=True))
+
+
+def _transpose(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
+    dims, (a, b) = list(given[0]), (args[1:3] if name == "transpose" else (0, 1))
+    if len(dims) > 1:
+        dims[a], dims[b] = dims[b], dims[a]
+    return tuple(dims)
+
+
+def _permute(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
+    return tuple(given[0][place] for place in args[1])
+
+
+def _part(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
+    """A part of one dim: slice, narrow."""
+    place = args[1] if len(args) > 1 else 0
+    dims, place = list(given[0]), place % len(given[0])
+    whole = _size(dims[place])
+    if out.shape[place] != whole:
+        mix([dims[place]], "the code takes a part of it")
+        dims[place] = fresh(out.shape[place], "it is a part of an axis")
+    return tuple(dims)
+
+
+def _select(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
+    """One index of a dim: select, unbind."""
+    place = (args[1] if len(args) > 1 else 0) % len(given[0])
+    mix([given[0][place]], "the code takes one index of it")
+    return given[0][:place] + given[0][place + 1 :]
+
+
+def _split(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
+    place = args[2] if len(args) > 2 else 0
+    return _part(name, given, (None, place), out)
+
+
+def _cat(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
+    place = (args[1] if len(args) > 1 else 0) % out.dim()
+    whole = [dims for dims in given if len(dims) == out.dim()]
+    for dims in whole:
+        mix([dims[place]], "it is joined with others")
+    sizes, rest = (
+        [*out.shape[:place], *out.shape[place + 1 :]],
+        [dims[:place] + dims[place + 1 :] for dims in whole],
+    )
+    found = broadcast(rest, sizes)
+    return (*found[:place], fresh(out.shape[place], "it is joined of several"), *found[place:])
+
+
+def _stack(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
+    place = (args[1] if len(args) > 1 else 0) % out.dim()
+    found = broadcast(given, [*out.shape[:place], *out.shape[place + 1 :]])
+    return (*found[:place], fresh(out.shape[place], "it is stacked of several"), *found[place:])
+
+
+def _along(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
+    """An operation along one dim that keeps the shape: softmax, cumsum."""
+    mix([given[0][args[1] % len(given[0])]], f"{name.strip('_')} mixes it")
+    return given[0]
+
+
+def _reduce(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
+    """A sum, a mean, a maximum over dims."""
+    dims, places = given[0], args[1] if len(args) > 1 else None
+    listed = [places] if isinstance(places, int) else places
+    reduced = {p % len(dims) for p in listed} if listed else set(range(len(dims)))
+    mix([dims[p] for p in reduced], f"{name} mixes it")
+    if out.dim() == len(dims):
+        return tuple(() if p in reduced else dim for p, dim in enumerate(dims))
+    return tuple(dim for p, dim in enumerate(dims) if p not in reduced)
+
+
+def _norm(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
+    """A norm over the last dims."""
+    mix(given[0][len(given[0]) - len(args[1]) :], "a norm mixes it")
+    return given[0]
+
+
+def _triangle(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
+    mix(given[0][-2:], f"{name} mixes it")
+    return given[0]
+
+
+def _product(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
+    """A matrix product of the last two tensors; one before them is added."""
+    left, right = given[-2:]
+    mix([left[-1], right[-2]], "a product mixes it")
+    unite(left[-1], right[-2])
+    rows = (*broadcast([left[:-2], right[:-2]], out.shape[:-2]), left[-2], right[-1])
+    return broadcast([rows, *given[:-2]], out.shape)
+
+
+def _attention(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
+    """Attention of query [..., H, T, E], key and value [..., K, S, E], with H a multiple of K.
+
+    A mask is added to the scores [..., H, T, S].
+    """
+    query, key, value = given[:3]
+    mix([query[-1], key[-1], key[-2], value[-2]], "attention mixes it")
+    unite(key[-2], value[-2])
+    unite(key[-1], query[-1])
+    for other in (key, value):
+        for mine, theirs in zip(query[:-2], other[:-2], strict=True):
+            groups = _size(mine) // max(1, _size(theirs))
+            split = regroup([mine], [_size(theirs), groups])[0] if groups > 1 else mine
+            unite(split, theirs)
+            if not theirs:
+                mix([mine], "heads share one key")
+    scores, mask = (*query[:-1], key[-2]), [dims for dims in given[3:] if len(dims) > 1]
+    for each in mask:
+        broadcast([scores, each], [_size(dim) for dim in scores])
+    return (*query[:-1], value[-1])
+
+
+def _size(dim: Dim) -> int:
+    size = 1
+    for axis in dim:
+        size *= axis.size
+    return size
+
+
+_RULES: Final[dict[str, Rule]] = {
+    **dict.fromkeys(("view", "_unsafe_view", "reshape", "_reshape_alias"), _view),
+    **dict.fromkeys(("unsqueeze", "squeeze"), _view),
+    **dict.fromkeys(("expand",), _expand),
+    **dict.fromkeys(("transpose", "t"), _transpose),
+    **dict.fromkeys(("permute",), _permute),
+    **dict.fromkeys(("slice", "narrow"), _part),
+    **dict.fromkeys(("select", "unbind"), _select),
+    **dict.fromkeys(("split", "split_with_sizes"), _split),
+    **dict.fromkeys(("cat",), _cat),
+    **dict.fromkeys(("stack",), _stack),
+    **dict.fromkeys(("_softmax", "_log_softmax", "cumsum"), _along),
+    **dict.fromkeys(("sum", "mean", "amax", "amin", "var", "linalg_vector_norm"), _reduce),
+    **dict.fromkeys(("native_layer_norm", "_fused_rms_norm", "rms_norm"), _norm),
+    **dict.fromkeys(("tril", "triu"), _triangle),
+    **dict.fromkeys(("mm", "bmm", "addmm", "baddbmm"), _product),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty"), _constant),
+    **dict.fromkeys(("_to_copy", "detach", "alias", "lift_fresh", "clone", "copy"), _pointwise),
+    **dict.fromkeys(("zeros_like", "ones_like", "full_like", "empty_like"), _pointwise),
+    **dict.fromkeys(("masked_fill", "native_dropout", "dropout", "fill", "zero"), _pointwise),
+    **dict.fromkeys(("bernoulli", "div", "where", "contiguous"), _pointwise),
+}

@@ -1,0 +1,93 @@
+"""The check of a table: the sharded model runs, and its tensors have the shapes of parts.
+
+A model may run under a wrong table: `view(B, -1, heads, D)` makes positions of the heads that a
+rank does not have. So the results of operations that mix are compared with the axes of the plain
+model, of which each rank has a part of the sharded ones.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardwise.core.plan import Plan
+from shardwise.core.tensor_plan import Table
+from shardwise.core.uneven import even
+from shardwise.derive.axes import leaves
+from shardwise.derive.groups import Group
+from shardwise.derive.trace import ATTENTION, NoTape, Trace, checked
+from shardwise.engine.meta_pass import UNKNOWN, as_on_processor
+from shardwise.engine.model_spec import on_tensor_axis
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A plain model, on meta or with values, the plan of its tensor axis, and a batch's loss."""
+
+    plain: nn.Module
+    plan: Plan
+    call: Callable[[nn.Module], Any]
+
+
+def keeps_shapes(model: Sharded, table: Table, trace: Trace, grouped: Sequence[Group]) -> bool:
+    """Whether the first and the last rank run under `table` with the shapes of their parts."""
+    ranks = model.plan.size
+    for rank in {0, ranks - 1}:
+        try:
+            laid_out = on_tensor_axis(model.plain, model.plan, rank, table)
+            found = _shapes(laid_out, model.call)
+        except UNKNOWN:
+            return False
+        part = {g.axis.root: even(0, g.axis.size, ranks).size(rank) for g in grouped}
+        expected = [
+            tuple(_length([part.get(leaf, leaf.size) for leaf in leaves(dim)]) for dim in dims)
+            for dims in trace.checked
+        ]
+        if found != expected:
+            return False
+    return True
+
+
+def _length(sizes: Sequence[int]) -> int:
+    length = 1
+    for size in sizes:
+        length *= size
+    return length
+
+
+def _shapes(model: nn.Module, call: Callable[[nn.Module], Any]) -> list[tuple[int, ...]]:
+    """The shapes of the results of checked operations in the model's forward."""
+    record = _Shapes()
+    end = model.register_forward_hook(record.end, prepend=True)
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), as_on_processor(record):
+            call(model)
+    finally:
+        end.remove()
+    return record.found
+
+
+class _Shapes:
+    """Records shapes until the model's forward ends."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[int, ...]] = []
+        self.done = False
+        self.tape = NoTape()
+
+    def end(self, *_: Any) -> None:
+        """The forward has ended."""
+        self.done = True
+
+    def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """An operation below autograd."""
+        made = next((x for x in tree_leaves(out) if isinstance(x, Tensor)), None)
+        if not self.done and made is not None and checked(func):
+            self.found.append(tuple(made.shape))
+
+    def attention(self, given: Sequence[Tensor], out: Tensor, _: int) -> None:
+        """A fused attention on the meta device."""
+        self.operation(ATTENTION, given, {}, out)

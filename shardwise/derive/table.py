@@ -1,0 +1,257 @@
+"""`sw.derive_table`: the table of a model that has none, and what stays whole.
+
+    trace      one forward pass tells which axes nothing mixes           trace.py
+    groups     layers along one of these are sharded together            groups.py
+    words      the embedding and the head by the vocabulary, if a cross-entropy reads the logits
+    sets       attributes that count heads: the fewest with which the sharded model runs
+
+Of all tables that are valid, the one is taken that shards the most weights, and of these the one
+that sends the least.
+"""
+
+import copy
+import fnmatch
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardwise.core.errors import bad
+from shardwise.core.plan import Plan
+from shardwise.core.styles import ModuleShape, general, parent
+from shardwise.core.tensor_plan import Table, matches
+from shardwise.core.tensor_plan_check import check
+from shardwise.derive.groups import Group, Heads, chosen, groups, outputs, styles
+from shardwise.derive.sharded import Sharded, keeps_shapes
+from shardwise.derive.trace import Trace, traced
+from shardwise.engine.meta_pass import UNKNOWN, meta_copy
+from shardwise.engine.parallelize import own_loss
+from shardwise.engine.prediction import predict
+from shardwise.engine.tensor_plan import shapes
+from shardwise.engine.training import Loss
+
+#: More attributes than this are not tried in all combinations.
+_TRIED = 4
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Parameters that every rank holds in full: of the modules `name`, with the reason."""
+
+    name: str
+    bytes: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A derived table.  `sent_bytes` are what a rank sends on the tensor axis in a step of `batch`.
+
+    `cut_bytes` are the bytes of the parameters that are sharded, before they are.
+    """
+
+    table: Table
+    whole: tuple[Whole, ...]
+    cut_bytes: int
+    sent_bytes: int
+
+
+def derive_table(model: nn.Module, batch: Any, ranks: int, loss: Loss | None = None) -> Derived:
+    """The table of styles for `model` on `ranks` tensor ranks, from one pass on `batch`.
+
+    `model` stays as it is.  It runs on the meta device, or on the processor if its forward reads
+    values.
+
+    Raises InputError if nothing can be sharded, with what stays whole and why.
+    """
+    objective = own_loss if loss is None else loss
+    plan, known = Plan((("tp", ranks),)), shapes(model)
+    trace, plain = _trace(model, known, lambda whole: objective(whole, batch))
+    sharded = Sharded(plain, plan, lambda whole: objective(whole, batch))
+    tied = {n for n, s in known.items() if s.tied} | {s.tied for s in known.values() if s.tied}
+    found = groups(trace, ranks, tied)
+    widest_first = sorted(found, key=lambda group: -len(group.layers))
+    why = {each.name: group.why for group in widest_first for each in group.layers}
+
+    def runs(table: Table, grouped: Sequence[Group]) -> bool:
+        return not table.styles or keeps_shapes(sharded, table, trace, grouped)
+
+    def joins(table: Table) -> bool:
+        return _joins(predict(model, plan, batch, loss=objective, table=table))
+
+    words, grouped = _vocabulary(trace, known, ranks, logits=True), chosen(found)
+    table = _table(words, grouped, ranks, known, runs)
+    if table is None:  # the code has numbers of heads that no attribute holds
+        counted = [each.name for group in grouped if group.widths != {1} for each in group.layers]
+        why |= dict.fromkeys(counted, "its code does not run on a part of the heads")
+        grouped = [group for group in grouped if group.widths == {1}]
+        table = _table(words, grouped, ranks, known, runs)
+    if table is not None and words and joins(table):
+        words = _vocabulary(trace, known, ranks, logits=False)
+        table = _table(words, grouped, ranks, known, runs)
+    taken = {} if table is None else matches(table, list(known), sp=False)
+    whole = _whole(model, trace, {name: style.name for name, style in taken.items()}, why)
+    if table is None or not table.styles or check(table, known, False, ranks):
+        raise _nothing(model, ranks, whole)
+    cut = sum(p.numel() * p.element_size() for p in model.parameters())
+    cut -= sum(each.bytes for each in whole)
+    sent = predict(model, plan, batch, loss=objective, table=table)
+    return Derived(table, whole, cut, _tensor_bytes(sent))
+
+
+def _table(
+    words: Mapping[str, str],
+    grouped: Sequence[Group],
+    ranks: int,
+    known: Mapping[str, ModuleShape],
+    runs: Callable[[Table, Sequence[Group]], bool],
+) -> Table | None:
+    """The table of these groups; None if the sharded model does not run."""
+    heads, taken = Heads(), dict[str, str]()
+    for group in grouped:
+        taken |= styles(group, heads, ranks) or {}
+    kv_heads = None if heads.kv_heads == heads.heads else heads.kv_heads
+    table = Table.of(_patterns({**words, **taken}, known), heads.heads, kv_heads)
+    return _with_sets(table, taken, known, lambda tried: runs(tried, grouped))
+
+
+def _trace(
+    model: nn.Module, known: Mapping[str, ModuleShape], call: Callable[[nn.Module], Tensor]
+) -> tuple[Trace, nn.Module]:
+    """The trace of a copy of the model, on meta or else with values; and another such copy."""
+    try:
+        return traced(meta_copy(model), known, call), meta_copy(model)
+    except UNKNOWN:
+        if any(p.is_meta for p in model.parameters()):
+            raise
+        return traced(copy.deepcopy(model), known, call), copy.deepcopy(model)
+
+
+def _with_sets(
+    table: Table,
+    taken: Mapping[str, str],
+    known: Mapping[str, ModuleShape],
+    runs: Callable[[Table], bool],
+) -> Table | None:
+    """The table with the fewest attributes in `sets` with which the sharded model runs, if any.
+
+    Candidates are the integers of a block with sharded layers that count heads, or the features of
+    all queries.
+    """
+    if runs(table):
+        return table
+    if table.heads is None or table.keys is None:
+        return None
+    counts = {table.heads // table.keys: "groups", table.keys: "kv_heads", table.heads: "heads"}
+    found: list[tuple[str, str, str]] = []
+    for block in dict.fromkeys(parent(name) for name, style in taken.items() if ":" in style):
+        inside = [n for n, style in taken.items() if parent(n) == block and ":" in style]
+        queries = {known[n].in_features for n in inside if taken[n].startswith("rowwise")}
+        for attribute, value in known[block].numbers if block in known else ():
+            number = "queries" if value in queries else counts.get(value, "")
+            if number and value > 1:
+                found.append((general(block), attribute, number))
+    found = sorted(dict.fromkeys(found), key=lambda entry: entry[2] == "queries")
+    every = [[e for e in found if e[2] != "queries"], found]
+    every += [list(c) for n in range(1, _TRIED) for c in itertools.combinations(found, n)]
+    for tried in every:
+        if runs(_setting(table, tried)):
+            for entry in list(tried):
+                fewer = [each for each in tried if each != entry]
+                tried = fewer if runs(_setting(table, fewer)) else tried
+            return _setting(table, tried)
+    return None
+
+
+def _setting(table: Table, entries: Sequence[tuple[str, str, str]]) -> Table:
+    sets: dict[str, dict[str, str]] = {}
+    for block, attribute, number in entries:
+        sets.setdefault(block, {})[attribute] = number
+    return replace(table, sets=Table.of({}, sets=sets).sets)
+
+
+def _vocabulary(
+    trace: Trace, known: Mapping[str, ModuleShape], ranks: int, *, logits: bool
+) -> dict[str, str]:
+    """The embedding with the most rows, and with `logits` layers whose output the model returns."""
+    ends = [axis for dims in trace.returned if dims for axis in dims[-1]]
+    read = {name.rpartition(".")[0] for name in trace.read}
+    called = [x for x in trace.layers.values() if x.called and x.name not in read]
+    holders = {name: known[name].tied or name for name in known if known[name].kind != "other"}
+    heads = [
+        each.name
+        for each in called
+        if each.shape.kind == "linear" and logits
+        if any(outputs(each) == [[axis]] and not axis.mixed for axis in ends)
+        if each.shape.out_features >= ranks
+    ]
+    tables = [x for x in called if x.shape.kind == "embedding" and x.shape.in_features >= ranks]
+    largest = max(tables, key=lambda each: each.shape.in_features, default=None)
+    words = heads + [x.name for x in tables if largest and holders[x.name] == holders[largest.name]]
+    # a weight that several modules share is sharded in all of them or in none
+    apart = {holders[x.name] for x in trace.layers.values() if x.called and x.name not in words}
+    shared = {holders[name] for name in words} - apart
+    return {name: "vocabulary" for name, holder in holders.items() if holder in shared}
+
+
+def _joins(found: Any) -> bool:
+    """Whether a predicted step gathers logits that are sharded by the vocabulary."""
+    return any(run.joins for run in found.spec.tensors.runs)
+
+
+def _tensor_bytes(found: Any) -> int:
+    return sum(count for line, count in found.sent().items() if line.axis == "tp")
+
+
+def _patterns(given: Mapping[str, str], known: Mapping[str, ModuleShape]) -> dict[str, str]:
+    """Styles by patterns for all layers, where they match no other module; else by names."""
+    found: dict[str, str] = {}
+    for name, style in given.items():
+        pattern = general(name)
+        alike = fnmatch.filter(known, pattern)
+        found[pattern if all(given.get(n) == style for n in alike) else name] = style
+    return found
+
+
+def _whole(
+    model: nn.Module, trace: Trace, taken: Mapping[str, str], why: Mapping[str, str]
+) -> tuple[Whole, ...]:
+    """What stays whole: by the pattern of the module's name and the reason."""
+    found: dict[tuple[str, str], int] = {}
+    seen: set[int] = set()
+    for name, module in model.named_modules():
+        if taken.get(name, "replicated") != "replicated":
+            seen |= {id(p) for p in module.parameters(recurse=False)}
+    for name, module in model.named_modules():
+        own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
+        seen |= {id(p) for p in own}
+        if own:
+            size = sum(p.numel() * p.element_size() for p in own)
+            key = general(name) or type(module).__name__, _why(trace, name, why)
+            found[key] = found.get(key, 0) + size
+    return tuple(Whole(name, size, said) for (name, said), size in found.items())
+
+
+def _why(trace: Trace, name: str, why: Mapping[str, str]) -> str:
+    """Why a module stays whole."""
+    layer = trace.layers.get(name)
+    if layer is None:
+        return "no layer of features in and out"
+    if not layer.called:
+        return "it is not called as a module"
+    mixed = [axis.mixed for part in outputs(layer) for axis in part if axis.mixed]
+    if layer.shape.kind == "embedding":
+        return "only the largest embedding is sharded"
+    return why.get(name) or next(iter(mixed), "") or "no other layer takes its output"
+
+
+def _nothing(model: nn.Module, ranks: int, whole: Sequence[Whole]) -> Exception:
+    largest = sorted(whole, key=lambda each: -each.bytes)[:3]
+    why = "; ".join(f"{each.name} ({each.bytes:,} bytes): {each.why}" for each in largest)
+    return bad(
+        f"tp{ranks} of a {type(model).__name__}, of which no layer can be sharded ({why})",
+        "models with two linear layers in a row, or an embedding of more rows than ranks",
+        f"dp{ranks}, or a table of your own (docs/tensor-tables.md)",
+    )

@@ -1,0 +1,241 @@
+"""One forward pass of the plain model, in which the axes of every tensor are followed.
+
+A linear layer has an input and an output axis, the same in all its calls; what it computes between
+them is not followed. A layer whose output is divided (chunk, split, slices) has an axis for each
+segment. The pass ends with the model's forward: what the loss does with the output is not seen.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from shardwise.core.styles import ModuleShape
+from shardwise.derive.axes import Axis, Dim, fresh, leaves, mix, unite
+from shardwise.derive.operations import Dims, propagate
+from shardwise.engine.meta_pass import as_on_processor
+from shardwise.parallel.data.outputs import tensors_in
+
+Key = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+
+
+#: Operations that mix features or positions: of these a sharded model must have the same shapes.
+CHECKED: Final = ("bmm", "baddbmm", "_softmax", "cat", "_scaled_dot_product_flash_attention")
+
+ATTENTION: Final = torch.ops.aten._scaled_dot_product_flash_attention.default
+
+
+def checked(func: Any) -> bool:
+    """Whether the shapes of an operation's results are compared."""
+    return func._schema.name.partition("::")[2] in CHECKED
+
+
+class Layer:
+    """A linear layer or an embedding: its axes, and the segments that the code divides it into."""
+
+    def __init__(self, name: str, shape: ModuleShape) -> None:
+        self.name, self.shape = name, shape
+        self.inputs = Axis(shape.in_features)
+        self.outputs = Axis(shape.out_features)
+        self.segments: dict[tuple[int, int], Axis] = {}
+        self.called = False
+
+    def segment(self, start: int, stop: int) -> Dim:
+        """The axis of the output features [start, stop)."""
+        return (self.segments.setdefault((start, stop), Axis(stop - start)),)
+
+
+class Trace:
+    """The axes of a model's tensors, layer by layer; see `traced`."""
+
+    def __init__(self, model: nn.Module, shapes: Mapping[str, ModuleShape]) -> None:
+        self.layers = {n: Layer(n, s) for n, s in shapes.items() if s.kind != "other"}
+        self.inside = [""]
+        #: dims of the tensors that a module reads or makes itself, and that pass through a layer
+        self.touched: dict[str, list[Dims]] = {}
+        #: pairs of a tensor that a gradient reaches and of what was computed with it
+        self.met: list[tuple[Dims, Dims]] = []
+        self.returned: list[Dims] = []
+        #: dims of the results of `CHECKED` operations, in their order
+        self.checked: list[Dims] = []
+        self.done = False
+        self.tape = NoTape()
+        self._known: dict[Key, Dims] = {}
+        self._active: set[Key] = set()  # tensors that depend on parameters
+        self._whole: dict[Key, Layer] = {}  # outputs of layers, undivided
+        self._alive: list[Tensor] = []
+        self._params = {_key(p): name for name, p in model.named_parameters()}
+        #: parameters that code reads other than by calling their layer, and their dims
+        self.read: dict[str, Dims] = {}
+
+    # --- modules -------------------------------------------------------------------------------
+
+    @contextmanager
+    def watching(self, model: nn.Module) -> Iterator[None]:
+        """Hooks on every module for the time of the pass."""
+        handles: list[Any] = []
+        for name, module in model.named_modules():
+            handles.append(module.register_forward_pre_hook(partial(self._begin, name)))
+            handles.append(module.register_forward_hook(partial(self._end, name), with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _begin(self, name: str, *_: Any) -> None:
+        self.inside.append(name)
+
+    def _end(self, name: str, _: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        self.inside.pop()
+        if not name:
+            self.returned = [self._of(x) for x in tensors_in(out) if x.numel()]
+            self.done = True
+        layer = self.layers.get(name)
+        if layer is not None and not self.done and not self._in_layer:
+            self._call(layer, next(tensors_in((args, kwargs))), next(tensors_in(out)))
+
+    @property
+    def _in_layer(self) -> bool:
+        return any(name in self.layers for name in self.inside)
+
+    def _call(self, layer: Layer, x: Tensor, y: Tensor) -> None:
+        layer.called = True
+        given, own = self._of(x), layer.outputs
+        if layer.shape.kind == "linear":
+            unite(given[-1], (layer.inputs,))
+            given = given[:-1]
+        else:
+            own.mix("it is the width of an embedding")
+        self.touched.setdefault(layer.name, []).append(given)
+        self._keep(y, (*given, () if own.size == 1 else (own,)), active=True)
+        self._whole[_key(y)] = layer
+
+    # --- operations ----------------------------------------------------------------------------
+
+    def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
+        """An operation below autograd, of which the axes are followed."""
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel()]
+        if self.done or self._in_layer:
+            return
+        if not any(map(self._tracked, given)) and not checked(func):
+            return
+        for place, y in enumerate(x for x in tree_leaves(out) if isinstance(x, Tensor)):
+            if y.numel():
+                self._result(func, given, args, y, place)
+
+    def attention(self, given: Sequence[Tensor], out: Tensor, _: int) -> None:
+        """A fused attention on the meta device of query, key, value and perhaps a mask."""
+        if not self.done:
+            self._result(ATTENTION, given, (), out, 0)
+
+    def _result(self, func: Any, given: Sequence[Tensor], args: Any, y: Tensor, place: int) -> None:
+        dims = [self._of(x) for x in given]
+        segment = self._segment(func, given, args, y, place)
+        if segment is not None:
+            found = (*dims[0][:-1], segment)
+        elif place and "split" not in str(func) and "unbind" not in str(func):
+            found = tuple(fresh(n, "it is a second result") for n in y.shape)
+        else:
+            found = propagate(func, dims, args, y)
+        if len(found) != y.dim():
+            mix([d for one in dims for d in one], f"{func} is not understood")
+            found = tuple(fresh(n, f"{func} is not understood") for n in y.shape)
+        if not place and checked(func):
+            self.checked.append(found)
+        active = [x for x in given if _key(x) in self._active or _key(x) in self._params]
+        for x, own in zip(given, dims, strict=True):
+            if _key(x) in self._params:
+                self.read[self._params[_key(x)]] = own
+                self.touched.setdefault(self.inside[-1], []).append(found)
+            elif _key(x) in self._active and segment is None:
+                self.met.append((own, found))
+        self._keep(y, found, active=bool(active) and y.is_floating_point())
+
+    def _segment(
+        self, func: Any, given: Sequence[Tensor], args: Any, y: Tensor, place: int
+    ) -> Dim | None:
+        """The segment of a layer's output that an operation takes; None for other operations."""
+        name, whole = func._schema.name.partition("::")[2], given[0]
+        layer = self._whole.get(_key(whole))
+        if layer is None or name not in ("slice", "split", "split_with_sizes"):
+            return None
+        dim = args[1] if name == "slice" else args[2] if len(args) > 2 else 0
+        size = y.shape[-1]
+        if dim % whole.dim() != whole.dim() - 1 or size == whole.shape[-1]:
+            return None
+        if name == "slice":
+            start = args[2] or 0
+            start, steps = start % whole.shape[-1], args[4] if len(args) > 4 else 1
+        else:
+            steps, start = 1, int(y.storage_offset() - whole.storage_offset())
+        return layer.segment(start, start + size) if steps == 1 else None
+
+    # --- tensors -------------------------------------------------------------------------------
+
+    def _tracked(self, x: Tensor) -> bool:
+        return _key(x) in self._known or _key(x) in self._params
+
+    def _of(self, x: Tensor) -> Dims:
+        """The dims of a tensor; of one that was not seen before, axes of a constant."""
+        key = _key(x)
+        if key not in self._known:
+            why = "" if key in self._params else "a constant or the batch has its size"
+            self._keep(x, tuple(fresh(n, why) for n in x.shape), active=False)
+        return self._known[key]
+
+    def _keep(self, x: Tensor, dims: Dims, *, active: bool) -> None:
+        key = _key(x)
+        self._known[key] = dims
+        self._whole.pop(key, None)
+        self._alive.append(x)
+        (self._active.add if active else self._active.discard)(key)
+
+    def settle(self) -> None:
+        """Mix what the whole pass shows: divided outputs, and whole tensors that meet parts."""
+        for layer in self.layers.values():
+            spans = sorted(layer.segments)
+            stops = [0, *(stop for _, stop in spans)]
+            exact = [start for start, _ in spans] == stops[:-1] and stops[-1] == layer.outputs.size
+            if spans and (not exact or len(layer.outputs.leaves) > 1):
+                for axis in layer.segments.values():
+                    axis.mix("its layer is divided in several ways")
+            if spans:
+                layer.outputs.mix("the code divides it")
+        for whole, made in self.met:
+            mine = {leaf for dim in whole for leaf in leaves(dim)}
+            for leaf in (leaf for dim in made for leaf in leaves(dim) if leaf not in mine):
+                leaf.mix("a tensor that all ranks hold alike meets it")
+
+
+def traced(
+    model: nn.Module,
+    shapes: Mapping[str, ModuleShape],
+    call: Callable[[nn.Module], Any],
+) -> Trace:
+    """The axes of `model` in `call(model)`, a forward pass without gradients."""
+    trace = Trace(model, shapes)
+    with (
+        torch.no_grad(),
+        torch.random.fork_rng(devices=[]),
+        trace.watching(model),
+        as_on_processor(trace),
+    ):
+        call(model)
+    trace.settle()
+    return trace
+
+
+class NoTape:
+    """Stands where a recorded pass has its tape; nothing is saved for a backward pass."""
+
+    saves = 0
+
+
+def _key(x: Tensor) -> Key:
+    """The elements that a tensor has: tensors with one key are views of the same."""
+    return x.untyped_storage()._cdata, int(x.storage_offset()), tuple(x.shape), tuple(x.stride())

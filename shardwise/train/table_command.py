@@ -1,0 +1,52 @@
+"""`shardwise table MODEL`: derives a table of tensor parallelism, and prints it to keep or edit."""
+
+import json
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from shardwise.core.arguments import integer
+from shardwise.derive.table import Derived, derive_table
+from shardwise.models.registry import find
+
+ROWS = 2
+
+
+def table_command(
+    model: Annotated[
+        str, typer.Argument(help="gpt, gpt:SIZE, hf:NAME, hf:./FOLDER or file.py:build.")
+    ],
+    ranks: Annotated[int, typer.Option(help="Tensor ranks.")] = 2,
+) -> None:
+    """Derive a table from one pass of the model, and print it as TOML for verify --table.
+
+    What stays whole is listed below it, with its bytes and the reason.
+    """
+    integer("--ranks", ranks, 2, 2)
+    found = find(model)
+    derived = derive_table(found.build(), found.batch(ROWS, 0), ranks, found.loss)
+    head = f"# {model} on {ranks} tensor ranks: {derived.cut_bytes:,} bytes of weights are sharded;"
+    typer.echo(f"{head} a rank sends\n# {derived.sent_bytes:,} bytes in a step of {ROWS} rows.")
+    for line in toml(derived):
+        typer.echo(line)
+
+
+def toml(derived: Derived) -> Iterator[str]:
+    """The lines of a file for --table (verify/options.py), with comments on what stays whole."""
+    table = derived.table
+    for name, count in (("heads", table.heads), ("kv_heads", table.kv_heads)):
+        if count is not None:
+            yield f"{name} = {count}"
+    for name, entries in (("styles", table.styles), ("sequence", table.sequence)):
+        if entries:
+            yield f"\n[{name}]"
+        for pattern, style in entries:
+            yield f"{json.dumps(pattern)} = {json.dumps(style)}"
+    for pattern, numbers in table.sets:
+        yield f"\n[sets.{json.dumps(pattern)}]"
+        for attribute, number in numbers:
+            yield f"{attribute} = {json.dumps(number)}"
+    yield f"\n# {sum(each.bytes for each in derived.whole):,} bytes stay whole on every rank:"
+    for each in sorted(derived.whole, key=lambda each: -each.bytes):
+        yield f"#   {each.name}  {each.bytes:,} bytes: {each.why}"
