@@ -4,10 +4,11 @@ Weak references track saved storages: each mark (prediction/timeline.py) adds up
 that are alive. No values are computed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,13 @@ from shardwise.parallel.data.outputs import tensors_in
 from shardwise.prediction.timeline import Mark
 
 
+class _Inputs:
+    """The inputs of one call of a recomputed module."""
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        self.tensors = tensors
+
+
 class Saved:
     """The storages that autograd has saved, each counted once while it is alive.
 
@@ -29,6 +37,7 @@ class Saved:
     def __init__(self, ignored: list[Any]) -> None:
         self.ignored = {_key(x) for x in ignored if isinstance(x, Tensor)}
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.inputs: WeakSet[_Inputs] = WeakSet()
 
     def save(self, x: Tensor) -> Tensor:
         """The hook that autograd calls with each tensor that it saves; the tensor stays.
@@ -47,14 +56,38 @@ class Saved:
 
     @property
     def stored_bytes(self) -> int:
-        """The bytes of the saved storages that are alive now."""
-        return sum(self.alive[key][1] for key in self.keys())
+        """The bytes of the saved storages, and of inputs of recomputed modules, alive now."""
+        found = {key: self.alive[key][1] for key in self.keys()}
+        for x in (x for inputs in self.inputs for x in inputs.tensors):
+            if _key(x) not in self.ignored:
+                found[_key(x)] = x.untyped_storage().nbytes()
+        return sum(found.values())
+
+    def recompute(self, module: nn.Module) -> None:
+        """Count the inputs of `module`, and nothing that autograd saves inside of it.
+
+        Inputs are kept until autograd has released the last tensor saved inside.
+        """
+        forward = module.forward
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            inputs = _Inputs([x.detach() for x in tensors_in((args, kwargs))])
+            self.inputs.add(inputs)
+            with saved_tensors_hooks(lambda x: (x.detach(), inputs), lambda kept: kept[0]):
+                return forward(*args, **kwargs)
+
+        module.forward = call
 
 
 def marks_of(
-    twin: nn.Module, call: Callable[[nn.Module, Any], Tensor], batch: Any
+    twin: nn.Module,
+    call: Callable[[nn.Module, Any], Tensor],
+    batch: Any,
+    recomputed: Iterable[str] = (),
 ) -> tuple[Mark, ...]:
     """The marks of `call(twin, batch)`, a loss, and of its backward pass; `twin` is on meta.
+
+    Of the modules named in `recomputed` only the inputs are kept.
 
     Raises torch's error if the model does not run on meta.
     """
@@ -85,6 +118,9 @@ def marks_of(
         if p.requires_grad:
             handles.append(p.register_post_accumulate_grad_hook(partial(completed, name)))
     with ExitStack() as stack:
+        for module in map(twin.get_submodule, recomputed):
+            stack.callback(setattr, module, "forward", module.forward)
+            saved.recompute(module)
         for handle in handles:
             stack.callback(handle.remove)
         stack.enter_context(torch.random.fork_rng(devices=[]))

@@ -103,10 +103,12 @@ class StepMeter(TorchDispatchMode):
         self.events.append(Event(kind, unit, self.microbatch, held, max(peak, sum(held.values()))))
 
     def _alive(self) -> list[Live]:
-        """Storages that are alive, but for the batch, each with its category and its bytes."""
+        """Storages of the device that are alive, but for the batch: category and bytes of each."""
         self.meter.now()  # follows what the engine has made since
         whole = {f.full.untyped_storage()._cdata for f in self.engine.flats if f.reshards}
-        saved = self.saved.keys()
+        recomputed = self.engine.recompute.modules.values()
+        inputs = {x.untyped_storage()._cdata for one in recomputed for x in one.kept()}
+        saved = self.saved.keys() | inputs
         found: list[Live] = []
         for key, storage in self.meter.storages.items():
             category = storage.place.category
@@ -114,7 +116,7 @@ class StepMeter(TorchDispatchMode):
                 category = "gathered"
             elif category == "activations":
                 category = "kept" if key in saved else TEMPORARY
-            if key not in self.batch:
+            if key not in self.batch and storage.place.tier == "device":
                 found.append(Live(storage, category, storage.nbytes() or 0))
         return found
 
@@ -210,11 +212,15 @@ def predict_events(
         return found, staged_timeline(found)
     table = fitting(plain, plan, options.get("table"))
     twin = plain if table is None else on_tensor_axis(plain, plan, rank, table)
+    _require_whole_units(found)
     objective, dtype = own_loss if loss is None else loss, DTYPES[plan.precision]
     parts = [filled(part) for part in split(batch, plan.microbatches, plan.cut)]
 
     def marks(part: Any) -> tuple[Mark, ...]:
-        return marks_of(twin, lambda whole, rows: objective(whole, cast(rows, dtype)), part)
+        def call(whole: nn.Module, rows: Any) -> Tensor:
+            return objective(whole, cast(rows, dtype))
+
+        return marks_of(twin, call, part, found.recomputed)
 
     try:
         every = by_shape(parts, marks)
@@ -227,6 +233,20 @@ def predict_events(
         ) from error
     ahead = options.get("prefetch", DEFAULTS["prefetch"])
     return found, predicted_timeline(found, every, ahead)
+
+
+def _require_whole_units(found: Prediction) -> None:
+    """Raise InputError for units inside of recomputed modules, which are called twice."""
+    names = [name for unit in found.spec.modules for name in unit.modules]
+    for name in found.recomputed:
+        inside = next((other for other in names if other.startswith(f"{name}.")), None)
+        if inside is not None:
+            raise bad(
+                f"a timeline of '{found.plan}', which recomputes {name}, with the unit {inside} "
+                "inside of it",
+                "units that are not inside of recomputed modules",
+                f'shardwise memory "{found.plan}" --measure',
+            )
 
 
 def _in_backward() -> bool:

@@ -1,11 +1,14 @@
-"""The memory of a pipeline's step after each F and B of a rank: predicted from the schedule.
+"""The memory of a pipeline's step after each F, B, I and W of a rank: predicted from the schedule.
 
     1F1B, stage 0 of 2      F0  F1  B0  F2  B1  F3  B2  B3
     microbatches kept       1   2   1   2   1   2   1   0
 
 Under `ddp` and `zero1` a rank's parameters are whole and its gradients stay where they are, so only
-kept activations change. F adds what its stage keeps of a microbatch, and B releases it.
+kept activations change. F adds what its stage keeps of a microbatch, and B releases it. Of a
+backward pass in two halves W does: the graph lives until then (parallel/pipeline/backward.py).
 """
+
+from typing import Final
 
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.schedule.action import COMPUTE_OPS
@@ -14,9 +17,12 @@ from shardwise.prediction.rank_shape import stage_bytes
 from shardwise.prediction.recompute import storages
 from shardwise.prediction.timeline import Event
 
+#: How many times what a stage keeps of a microbatch is kept more after an action.
+CHANGES: Final = {"F": 1, "B": -1, "I": 0, "W": -1}
+
 
 def staged_timeline(found: Prediction) -> tuple[Event, ...]:
-    """The memory of `found.rank` after each F and B of a step after the first.
+    """The memory of `found.rank` after each F, B, I and W of a step after the first.
 
     Microbatches have the same shapes, and nothing else changes (timeline.py, `unpredicted`).
     """
@@ -29,6 +35,6 @@ def staged_timeline(found: Prediction) -> tuple[Event, ...]:
     events: list[Event] = []
     kept_bytes = 0
     for action in [a for _ in range(plan.accumulate) for a in row if a.op in COMPUTE_OPS]:
-        kept_bytes += of_stage[action.stage] * (1 if action.op == "F" else -1)
+        kept_bytes += of_stage[action.stage] * CHANGES[action.op]
         events.append(Event(str(action), "", 0, resting | {"kept": kept_bytes}))
     return (*events, *(Event(kind, "", 0, resting | {"kept": 0}) for kind in ("update", "end")))

@@ -23,6 +23,7 @@ from typing import Final, Literal, NamedTuple
 
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
+from shardwise.core.plan_parser import PARTITIONED_WORDS, recompute_budget
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.schedule.action import Action
 from shardwise.core.zero import row_of
@@ -292,7 +293,8 @@ def unpredicted(plan: Plan) -> str:
     """The word for which the moments of a plan are not predicted; "" where they are."""
     words = {
         "pp": None if _stays(plan) else plan.pipeline,
-        "recompute": plan.recompute,
+        "recompute": None if _keeps_inputs(plan) else f"recompute:{plan.recompute}",
+        "activations": plan.activations,
         "offload": plan.offload,
     }
     words["row:"] = plan.row if plan.row.startswith("row:") else None
@@ -304,22 +306,37 @@ def require_predicted(plan: Plan) -> None:
     if word := unpredicted(plan):
         raise bad(
             f"a timeline of '{plan}' with {word}",
-            "plans without recompute, offload and row:; and with pp those of ddp and zero1 whose "
-            "schedule has F and B alone",
+            "plans without offload, activations:host and row:; recompute:full, everyN or names, "
+            "with tp only under sp; with pp those of ddp and zero1 that update at the end of the "
+            "step, zero bubble without tp and recompute",
             f'shardwise memory "{plan}" --measure',
         )
+
+
+def _keeps_inputs(plan: Plan) -> bool:
+    """Whether autograd alone holds what recomputed modules keep, which are their inputs."""
+    what = plan.recompute
+    if what is None:
+        return True
+    if plan.mesh.size_of("tp") > 1 and not plan.sp:  # sums in place keep a block's input longer
+        return False
+    other = what == "selective" or what in PARTITIONED_WORDS or recompute_budget(what) > 0
+    return not other
 
 
 def _stays(plan: Plan) -> bool:
     """Whether nothing but kept activations changes in a step of the plan's pipeline.
 
-    Not with halves of backward passes (I, W), updates by the schedule, and rows that free units or
-    reduce after each backward pass.
+    Not with updates by the schedule, and rows that free units or reduce after each backward pass.
+    With tensor ranks or recomputation, I may do all of B in a step that is measured: nodes off the
+    way are not run where hooks unpack what they saved (parallel/pipeline/backward.py).
     """
     schedule, row = schedule_of(plan), row_of(plan.row)
     if schedule is None or schedule.update or row.param.kind == "S" or row.grad.kind == "S":
         return False
-    return all(a.op not in "IW" for r in schedule.rows for a in r if isinstance(a, Action))
+    whole = plan.mesh.size_of("tp") == 1 and plan.recompute is None
+    actions = (a for each in schedule.rows for a in each if isinstance(a, Action))
+    return whole or all(a.op not in "IW" for a in actions)
 
 
 def predicted_timeline(

@@ -81,7 +81,8 @@ PLANS = [
         "dp2 zero3 accumulate:2",
     ),
     *("dp2 zero2 accumulate:3", "dp_replicate2 dp_shard2 zero3", "tp2", "tp2 sp bf16"),
-    *("dp2 tp2 zero3", "dp2 tp2 sp zero2 fp64"),
+    *("dp2 tp2 zero3", "dp2 tp2 sp zero2 fp64", "dp2 zero3 recompute:full"),
+    *("dp2 zero2 recompute:blocks.*.mlp accumulate:2", "dp2 tp2 sp zero1 recompute:full bf16"),
 ]
 
 
@@ -152,17 +153,28 @@ def test_the_actions_of_a_pipeline_are_events():
 PIPELINES = [
     *("pp2 1f1b:4 fp64", "pp2 gpipe:2", "pp2 interleaved:4x2 bf16", "dp2 pp2 zero1 1f1b:2"),
     *("pp2 tp2 1f1b:2", "pp2 1f1b:2 accumulate:2", "pp2 bfs:2x2"),
+    *("pp2 1f1b:4 recompute:full", "dp2 pp2 zero1 interleaved:2x2 recompute:every2"),
+    *("pp2 zb-h1:4", "pp2 zb-v:4 bf16", "pp2 dp2 zero1 dualpipe-v:4"),
 ]
 
 
 @pytest.mark.parametrize("plan", PIPELINES)
 def test_every_action_of_a_pipeline_is_predicted_to_the_byte(plan: str):
-    """After each F and B of each rank: what its stages keep of the microbatches under way."""
+    """After each F, B, I and W of each rank: what its stages keep of the microbatches under way."""
     check(run_threads(ranks_of(plan), both, plan, "deep", {"clip": 1.0}))
 
 
 @pytest.mark.parametrize(
-    "plan", ["pp2 zb-h1:4", "pp2 dp2 zero3 1f1b:2", "dp2 recompute:full", "dp2 row:R,R,S"]
+    "plan",
+    [
+        "pp2 2bw:4",
+        "activations:host",
+        "pp2 dp2 zero3 1f1b:2",
+        "dp2 recompute:selective",
+        "tp2 recompute:full",
+        "pp2 tp2 zb-v:4",
+        "dp2 row:R,R,S",
+    ],
 )
 def test_what_is_not_predicted_is_refused(plan: str):
     """The error says which plans are, and that a step can be measured."""

@@ -56,7 +56,7 @@ def test_the_moments_of_a_step(tmp_path: Path) -> None:
     assert "<svg" in file.read_text() and "parameters" in shown("dp2 zero3")
 
 
-@pytest.mark.parametrize("plan", ["dp2 zero3", "pp2 zb-h1:2 fp32"])
+@pytest.mark.parametrize("plan", ["dp2 zero3", "pp2 zb-h1:2 recompute:full fp32"])
 def test_a_measurement_beside_the_prediction(plan: str) -> None:
     """Local ranks measure each event; only temporary bytes are not in the prediction."""
     said = json.loads(shown(plan, "--measure", "--json"))

@@ -20,10 +20,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Self
+from weakref import WeakSet
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.world import Axis
@@ -71,6 +73,7 @@ class Recomputed:
     ) -> None:
         self.forward, self.kind, self.generators = module.forward, kind, generators
         self.axis, self.host = axis, host
+        self.alive: WeakSet[_First] = WeakSet()
         self.norms = [m for m in module.modules() if isinstance(m, _NormBase)]
         self.run = graph_break(self._run)
         self.__wrapped__ = module.forward  # whose signature this one has
@@ -82,11 +85,13 @@ class Recomputed:
         if self.kind == NONE or not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
         products = KeptProducts() if self.kind == SELECTIVE else None
-        first = _First(self.generators, products)
-        run, given = partial(self.forward, **kwargs), args
+        run, given, inputs = partial(self.forward, **kwargs), args, None
         axis = self.axis if self.kind == PARTITIONED else None
         if axis is not None or self.host is not None:
-            run, given = self._again(Inputs(axis, (args, kwargs), self.host)), ()
+            inputs = Inputs(axis, (args, kwargs), self.host)
+            run, given = self._again(inputs), ()
+        first = _First(self.generators, products, inputs or tree_map(_detached, (args, kwargs)))
+        self.alive.add(first)
         out = checkpoint(
             run,
             *given,
@@ -100,6 +105,13 @@ class Recomputed:
                 products.replace(self.host.keep)
         return out
 
+    def kept(self) -> Iterator[Tensor]:
+        """What is kept of the passes whose backward is to come: inputs, and outputs of products."""
+        for first in list(self.alive):
+            inputs = first.inputs.kept if isinstance(first.inputs, Inputs) else first.inputs
+            outputs = first.products.outputs if first.products is not None else {}
+            yield from (x for x in tree_leaves((inputs, dict(outputs))) if isinstance(x, Tensor))
+
     def _again(self, inputs: Inputs) -> Callable[[], Any]:
         def run() -> Any:
             own, named = inputs.take()
@@ -112,6 +124,10 @@ class Recomputed:
         return _same, (self.forward,)
 
 
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
 def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
@@ -119,8 +135,8 @@ def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
 class _First:
     """Around the forward pass: notes the random states and keeps outputs of products."""
 
-    def __init__(self, generators: Generators, products: KeptProducts | None) -> None:
-        self.generators, self.products = generators, products
+    def __init__(self, generators: Generators, products: KeptProducts | None, inputs: Any) -> None:
+        self.generators, self.products, self.inputs = generators, products, inputs
         self.states: States | None = None
         self.entered = ExitStack()
 
