@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from shardwise.core.errors import bad
+from shardwise.core.errors import InputError, bad
 from shardwise.core.plan import Plan
 from shardwise.core.styles import ModuleShape, general, parent
 from shardwise.core.tensor_plan import Table, matches
@@ -64,7 +64,8 @@ def derive_table(model: nn.Module, batch: Any, ranks: int, loss: Loss | None = N
     `model` stays as it is.  It runs on the meta device, or on the processor if its forward reads
     values.
 
-    Raises InputError if nothing can be sharded, with what stays whole and why.
+    Raises InputError if nothing can be sharded, with what stays whole and why, or if the forward
+    pass fails.
     """
     objective = own_loss if loss is None else loss
     plan, known = Plan((("tp", ranks),)), shapes(model)
@@ -123,10 +124,23 @@ def _trace(
     """The trace of a copy of the model, on meta or else with values; and another such copy."""
     try:
         return traced(meta_copy(model), known, call), meta_copy(model)
-    except UNKNOWN:
+    except UNKNOWN as error:
         if any(p.is_meta for p in model.parameters()):
-            raise
+            raise _fails(model, error, "on the meta device ") from error
+    try:
         return traced(copy.deepcopy(model), known, call), copy.deepcopy(model)
+    except UNKNOWN as error:
+        raise _fails(model, error) from error
+
+
+def _fails(model: nn.Module, error: Exception, where: str = "") -> InputError:
+    """The error for a model whose forward pass fails."""
+    why = " ".join(str(error).split())[:200]
+    return bad(
+        f"a {type(model).__name__} whose forward pass {where}gives {type(error).__name__}: {why}",
+        "a model that computes the loss of the given batch",
+        "the same command, once it does" if not where else "the model built on the processor",
+    )
 
 
 def _with_sets(
@@ -247,7 +261,7 @@ def _why(trace: Trace, name: str, why: Mapping[str, str]) -> str:
     return why.get(name) or next(iter(mixed), "") or "no other layer takes its output"
 
 
-def _nothing(model: nn.Module, ranks: int, whole: Sequence[Whole]) -> Exception:
+def _nothing(model: nn.Module, ranks: int, whole: Sequence[Whole]) -> InputError:
     largest = sorted(whole, key=lambda each: -each.bytes)[:3]
     why = "; ".join(f"{each.name} ({each.bytes:,} bytes): {each.why}" for each in largest)
     return bad(

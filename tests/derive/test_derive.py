@@ -140,6 +140,15 @@ def test_a_model_of_which_nothing_can_be_sharded_is_refused():
         )
 
 
+def test_a_model_that_fails_is_one_paragraph():
+    """With the error of its forward pass."""
+    with pytest.raises(InputError, match="a Linear whose forward pass gives RuntimeError: mat1"):
+        sw.derive_table(nn.Linear(6, 6), torch.ones(2, 5), 2, lambda m, x: m(x).sum())
+    meta = nn.Linear(6, 6, device="meta")
+    with pytest.raises(InputError, match="on the meta device gives"):
+        sw.derive_table(meta, torch.ones(2, 5), 2, lambda m, x: m(x).sum())
+
+
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, Any]:
     with pytest.raises(SystemExit) as end:
         main(argv)
