@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.engine import memory
+from shardwise.engine.engine import Engine
 
 
 @dataclass(frozen=True)
@@ -73,20 +74,20 @@ class Live(TorchDispatchMode):
         if storage._cdata not in self.made and storage._cdata not in self.elsewhere:
             self.made[storage._cdata] = StorageWeakRef(storage), made_by
 
-    def unaccounted(self, engine: Any) -> list[Stray]:
+    def unaccounted(self, engine: Engine) -> list[Stray]:
         """Live storages in no category of `engine`, largest first.
 
         Empty storages do not count: a unit frees its storage by resizing it to zero.
         """
         self.elsewhere = {k: weak for k, weak in self.elsewhere.items() if not weak.expired()}
-        held = engine.model, engine.flats, engine.optimizer, engine.world
-        kept = {tensor.untyped_storage()._cdata for _, tensor in memory.owned(*held)}
+        parts = engine.model, engine.flats, engine.optimizer, engine.world
+        accounted = {tensor.untyped_storage()._cdata for _, tensor in memory.owned(*parts)}
         found: list[Stray] = []
         for key, (weak, made_by) in list(self.made.items()):
             storage = UntypedStorage._new_with_weak_ptr(weak.cdata)
             if storage is None:
                 del self.made[key]
-            elif storage.nbytes() and key not in kept:
+            elif storage.nbytes() and key not in accounted:
                 found.append(Stray(storage.nbytes(), made_by))
         return sorted(found, key=lambda stray: -stray.stored_bytes)
 

@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.zero import Tier
-from shardwise.parallel.data.units import Unit
+from shardwise.engine.engine import Engine
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "buffers", "activations")
 
@@ -68,7 +68,7 @@ class _Storage:
 class Meter(TorchDispatchMode):
     """Watches one engine while it is entered; it may be entered again for a later step."""
 
-    def __init__(self, engine: Any) -> None:
+    def __init__(self, engine: Engine) -> None:
         super().__init__()
         self.engine = engine
         self.storages: dict[int, _Storage] = {}
@@ -80,7 +80,9 @@ class Meter(TorchDispatchMode):
 
     def __enter__(self) -> Self:
         self._claim()
-        self.before = {key for key, held in self.storages.items() if held.nbytes() is not None}
+        self.before = {
+            key for key, storage in self.storages.items() if storage.nbytes() is not None
+        }
         self.peak_bytes, self.peak_places, self.most = 0, {}, {}
         self.host_bytes, self.host_places = 0, {}
         self._look()
@@ -113,12 +115,12 @@ class Meter(TorchDispatchMode):
         """Bytes by category and unit that are live now."""
         self._claim()
         total: dict[Place, int] = {}
-        for key, held in list(self.storages.items()):
-            nbytes = held.nbytes()
+        for key, storage in list(self.storages.items()):
+            nbytes = storage.nbytes()
             if nbytes is None:
                 del self.storages[key]
             elif nbytes:
-                total[held.place] = total.get(held.place, 0) + nbytes
+                total[storage.place] = total.get(storage.place, 0) + nbytes
         return total
 
     def leaks(self) -> list[Leak]:
@@ -128,9 +130,9 @@ class Meter(TorchDispatchMode):
         ones leave nothing.
         """
         self._claim()
-        new = [held for key, held in self.storages.items() if key not in self.before]
-        alive = [(held, held.nbytes()) for held in new]
-        return [Leak(n, held.made_by, held.place) for held, n in alive if n is not None]
+        new = [storage for key, storage in self.storages.items() if key not in self.before]
+        alive = [(storage, storage.nbytes()) for storage in new]
+        return [Leak(n, each.made_by, each.place) for each, n in alive if n is not None]
 
     # --- how it is seen -----------------------------------------------------------------------
 
@@ -164,8 +166,8 @@ class Meter(TorchDispatchMode):
         return "host" if found == {"host"} else "device"
 
     def _known_tier(self, x: Tensor) -> Tier:
-        held = self.storages.get(x.untyped_storage()._cdata)
-        return self.engine.world.tiers.of(x) if held is None else held.place.tier
+        tracked = self.storages.get(x.untyped_storage()._cdata)
+        return self.engine.world.tiers.of(x) if tracked is None else tracked.place.tier
 
     def _claim(self) -> None:
         """Give the engine's own storages their category, in the order of precedence."""
@@ -173,11 +175,11 @@ class Meter(TorchDispatchMode):
         for place, tensor in self._owned():
             key = tensor.untyped_storage()._cdata
             place = place._replace(tier=tiers.of(tensor))
-            held = self.storages.get(key)
-            if held is None:
+            tracked = self.storages.get(key)
+            if tracked is None:
                 self._follow(tensor, place, "the engine")
-            elif held.place.category == "activations" or held.place.tier != place.tier:
-                held.place = place
+            elif tracked.place.category == "activations" or tracked.place.tier != place.tier:
+                tracked.place = place
 
     def _owned(self) -> Iterator[tuple[Place, Tensor]]:
         engine = self.engine
@@ -200,7 +202,7 @@ class Meter(TorchDispatchMode):
 
     def _running(self) -> str:
         """The innermost unit whose forward pass is running; "" in the backward pass."""
-        inside: list[Unit] = [unit for unit in self.engine.data.units.order if unit.depth > 0]
+        inside = [unit for unit in self.engine.data.units.order if unit.depth > 0]
         return inside[-1].name if inside else ""
 
 

@@ -29,7 +29,7 @@ def fitting(
     """
     kinds = choice.chosen(model, plan.recompute, blocks(model, units) if plan.recompute else {})
     for name in kinds:
-        inside = next((start for start in starts if start.startswith(f"{name}.")), None)
+        inside = choice.first_inside(name, starts)
         if inside is not None:
             raise bad(
                 f"recompute:{plan.recompute}, which recomputes {name}, with a stage that begins "
@@ -52,7 +52,7 @@ def on_host(
         choice.on_host(model, plan, blocks(model, units), kinds) if plan.activations_on_host else ()
     )
     for block in found:
-        inside = next((start for start in starts if start.startswith(f"{block}.")), None)
+        inside = choice.first_inside(block, starts)
         if inside is not None:
             raise bad(
                 f"activations:host, which moves what {block} keeps, with a stage that begins "

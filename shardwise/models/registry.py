@@ -1,14 +1,16 @@
 """Models by the names used on the command line."""
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwise.core.errors import bad
 from shardwise.core.suggest import suggest
-from shardwise.models import gpt, hf, moe, user
-from shardwise.models.gpt import GPT, SIZES, GPTConfig
+from shardwise.models import decoder, gpt, hf, moe, user
+from shardwise.models.gpt import SIZES, GPTConfig
 from shardwise.models.initial import fill, initial
-from shardwise.models.moe import MoEConfig, MoEGPT
+from shardwise.models.moe import MoEConfig
 from shardwise.models.trainable import Trainable
 
 FORMS = "gpt, gpt:SIZE, moe, moe:GATE, hf:NAME, hf:./FOLDER or file.py:build"
@@ -37,31 +39,31 @@ def find(name: str, seed: int = 0) -> Trainable:
 def of_gpt(name: str, config: GPTConfig, seed: int = 0) -> Trainable:
     """The GPT of a configuration, with random tokens as its batches."""
 
-    def make() -> GPT:
-        model = GPT(config)
-        if not model.embed.weight.is_meta:
-            fill(model, seed)
-        return model
-
     def make_batch(rows: int, batch_seed: int) -> dict[str, Tensor]:
         return random_text(rows, config.sequence, config.vocabulary, batch_seed)
 
-    return Trainable(name, make, gpt.loss, make_batch, gpt.tokens, initial)
+    return Trainable(name, _filled(config, seed), gpt.loss, make_batch, gpt.tokens, initial)
 
 
 def of_moe(name: str, config: MoEConfig, seed: int = 0) -> Trainable:
     """The MoE GPT of a configuration, with random tokens as its batches."""
 
-    def make() -> MoEGPT:
-        model = MoEGPT(config)
+    def make_batch(rows: int, batch_seed: int) -> dict[str, Tensor]:
+        return moe.batch(rows, config, batch_seed)
+
+    return Trainable(name, _filled(config, seed), moe.loss, make_batch, gpt.tokens, initial)
+
+
+def _filled(sizes: decoder.Sizes, seed: int) -> Callable[[], nn.Module]:
+    """A function that builds the decoder and, unless it is on meta, fills it from the seed."""
+
+    def build() -> nn.Module:
+        model = decoder.build(sizes)
         if not model.embed.weight.is_meta:
             fill(model, seed)
         return model
 
-    def make_batch(rows: int, batch_seed: int) -> dict[str, Tensor]:
-        return moe.batch(rows, config, batch_seed)
-
-    return Trainable(name, make, moe.loss, make_batch, gpt.tokens, initial)
+    return build
 
 
 def random_text(rows: int, positions: int, vocabulary: int, seed: int) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@
 The blocks are those that sharding takes for units (the repeated class of the model).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatch
 
 from torch import nn
@@ -59,7 +59,7 @@ def on_host(
             "the plan without this word",
         )
     for name in kinds:
-        inside = next((block for block in blocks if block.startswith(f"{name}.")), None)
+        inside = first_inside(name, blocks)
         if inside is not None:
             raise bad(
                 f"recompute:{plan.recompute}, which recomputes {name}, with activations:"
@@ -68,6 +68,11 @@ def on_host(
                 f"recompute:{inside}",
             )
     return tuple(blocks)
+
+
+def first_inside(name: str, names: Iterable[str]) -> str | None:
+    """The first of `names` that is a module inside of the module `name`, or None."""
+    return next((inside for inside in names if inside.startswith(f"{name}.")), None)
 
 
 def _named(model: nn.Module, patterns: list[str], what: str) -> Iterator[str]:
