@@ -7,10 +7,11 @@ import torch
 from shardwise.core.model_spec import ModelShape, ParamShape, UnitShape
 from shardwise.core.plan import Plan
 from shardwise.core.pool_size import pool_bytes
-from shardwise.engine.spec import buffer_shapes, dtype_name
+from shardwise.engine.optimizer_spec import OptimizerSpec
+from shardwise.engine.spec import buffer_shapes, dtype_name, optimizer_shape
 from shardwise.engine.training import DTYPES
 from shardwise.models.decoder import Sizes, build
-from shardwise.prediction.memory import held_bytes
+from shardwise.prediction.memory import ADAM, held_bytes
 from shardwise.prediction.traffic import by_kind, step_bytes
 
 
@@ -22,8 +23,10 @@ class Baseline:
     sent: dict[str, int]
 
 
-def ddp_baseline(sizes: Sizes, plan: Plan) -> Baseline | None:
-    """The cost of `ddp` on as many ranks as `plan` has, in its precision, with AdamW.
+def ddp_baseline(
+    sizes: Sizes, plan: Plan, optimizer: OptimizerSpec | None = None
+) -> Baseline | None:
+    """The cost of `ddp` on as many ranks as `plan` has, in its precision; None: with AdamW.
 
     None if the plan is `ddp` already, or has one rank.
     """
@@ -32,8 +35,13 @@ def ddp_baseline(sizes: Sizes, plan: Plan) -> Baseline | None:
         return None
     with torch.device("meta"):
         model = build(sizes)
-    dtype = dtype_name(DTYPES[plan.precision] or torch.float32)
-    params = tuple(ParamShape(n, tuple(p.shape), dtype) for n, p in model.named_parameters())
+    dtype = DTYPES[plan.precision] or torch.float32
+    kept = ADAM if optimizer is None else optimizer_shape(optimizer, dtype)
+    params = tuple(
+        ParamShape(n, tuple(p.shape), dtype_name(dtype)) for n, p in model.named_parameters()
+    )
     shape = ModelShape((UnitShape("", params),), buffer_shapes(model))
     pool = pool_bytes(ddp, shape.stored_bytes)
-    return Baseline(held_bytes(ddp, shape, pool=pool), by_kind(step_bytes(ddp, shape, norm=True)))
+    return Baseline(
+        held_bytes(ddp, shape, kept, pool=pool), by_kind(step_bytes(ddp, shape, norm=True))
+    )

@@ -80,13 +80,13 @@ class DataSection(BaseModel):
 class TrainSection(BaseModel):
     """[train]: steps, batch and optimizer.
 
+    optimizer     with `lr`, `weight_decay` and, but for adafactor, `betas`
     batch         the global batch in sequences, independent of the number of ranks
     warmup        steps; at most `steps`
     final         the fraction of `lr` at the end of the decay
     clip          the largest norm of the gradient; 0: no clipping
     on_nonfinite  what to do with a step whose loss or gradient is not finite
-    eval_every, save_every
-                  steps; 0: only at the end
+    eval_every    as save_every: steps; 0: only at the end
     keep          the number of checkpoints to keep
     """
 
@@ -94,13 +94,13 @@ class TrainSection(BaseModel):
 
     steps: Size = 1000
     batch: Size = 16
+    optimizer: Literal["adamw", "lion", "adafactor"] = "adamw"
     lr: float = Field(default=1e-3, gt=0)
     warmup: Count = WARMUP
     decay: Literal["cosine", "linear", "constant"] = "cosine"
     final: float = Field(default=0.1, ge=0, le=1)
     weight_decay: float = Field(default=0.1, ge=0)
-    # TOML has lists and no tuples
-    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)
+    betas: Annotated[tuple[Beta, Beta], Field(strict=False)] = (0.9, 0.95)  # TOML has no tuples
     clip: float = Field(default=1.0, ge=0)
     on_nonfinite: Literal["raise", "skip"] = "raise"
     seed: int = Field(default=0, ge=0, lt=2**63)

@@ -38,7 +38,7 @@ from shardwise.train.config import Config
 from shardwise.train.data import Index, block, unigram_entropy
 from shardwise.train.learning import learning_rate
 from shardwise.train.metrics import Metrics, Record
-from shardwise.train.model import Batch, batch, build, prediction_of, predictor
+from shardwise.train.model import Batch, batch, build, optimizer_of, prediction_of, predictor
 from shardwise.train.peak import Peak, measured_peak
 from shardwise.train.prepare import Prepared, Start, prepare
 from shardwise.train.progress import Progress
@@ -319,7 +319,7 @@ def finish(run: Run, began: Position, stopped: bool, console: Console | None) ->
         began=began.step,
         peak_flops=run.peak.flops,
         costs=costs,
-        baseline=ddp_baseline(prepared.sizes, prepared.plan),
+        baseline=ddp_baseline(prepared.sizes, prepared.plan, optimizer_of(prepared.config.train)),
         sample=text,
         stopped=stopped,
         recorded=recorded,

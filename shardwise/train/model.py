@@ -14,7 +14,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.suggest import suggest
 from shardwise.engine.engine import Engine
-from shardwise.engine.optimizer_spec import AdamW
+from shardwise.engine.optimizer_spec import Adafactor, AdamW, Lion, OptimizerSpec
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.partition import balance_by_time
 from shardwise.engine.prediction import Predictor, predict
@@ -24,6 +24,7 @@ from shardwise.models import decoder, gpt
 from shardwise.models.initial import initial
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.timeline import Event
+from shardwise.train.config import TrainSection
 from shardwise.train.data import Rows, padded
 from shardwise.train.prepare import Prepared
 from shardwise.train.progress import size_text
@@ -84,11 +85,19 @@ def predicted_step(prepared: Prepared, engine: Engine, share: Batch) -> Sequence
     return predict_events(model, engine.plan, share, rank=rank, **named)[1]
 
 
+def optimizer_of(train: TrainSection) -> OptimizerSpec:
+    """The optimizer that [train] names. Adafactor has no betas of its own."""
+    options: dict[str, Any] = {"lr": train.lr, "weight_decay": train.weight_decay}
+    if train.optimizer == "adafactor":
+        return Adafactor(**options)
+    return (Lion if train.optimizer == "lion" else AdamW)(**options, betas=train.betas)
+
+
 def _training(prepared: Prepared) -> dict[str, Any]:
     """The options of parallelize that do not depend on the plan."""
     train = prepared.config.train
     return {
-        "optimizer": AdamW(lr=train.lr, betas=train.betas, weight_decay=train.weight_decay),
+        "optimizer": optimizer_of(train),
         "loss": decoder.loss_of(
             prepared.sizes
         ),  # of a part without targets no number: it counts for nothing

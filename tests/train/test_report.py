@@ -15,6 +15,8 @@ from shardwise.models.gpt import GPT, SIZES, loss
 from shardwise.models.registry import random_text
 from shardwise.train import config, plots, report
 from shardwise.train.baseline import Baseline, ddp_baseline
+from shardwise.train.config import TrainSection
+from shardwise.train.model import optimizer_of
 from shardwise.train.packed import Packed
 from shardwise.train.tokens import ByteVocabulary
 from tests.pool import run_threads
@@ -156,3 +158,12 @@ def one_step(world: World, plan: str) -> tuple[dict[str, int], dict[str, int]]:
 def test_ddp_itself_has_no_baseline(plan: str) -> None:
     """Nor has a run on one rank."""
     assert ddp_baseline(SIZES["tiny"], Plan.parse(plan)) is None
+
+
+@pytest.mark.parametrize(("name", "states"), [("adamw", 2), ("lion", 1)])
+def test_the_baseline_has_the_optimizer_of_the_run(name: str, states: int) -> None:
+    """Under ddp each rank keeps the states of the optimizer that [train] names."""
+    kind = optimizer_of(TrainSection.model_validate({"optimizer": name}))
+    baseline = ddp_baseline(SIZES["tiny"], Plan.parse("dp2 zero3 fp32"), kind)
+    assert baseline is not None
+    assert baseline.memory["optimizer"] // baseline.memory["parameters"] == states
