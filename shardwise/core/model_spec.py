@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from shardwise.core.expert_moves import ExpertLayer, LayerMove
 from shardwise.core.param_layout import AxisLayout, Layout
 from shardwise.core.styles import ModuleShape, Style
 from shardwise.core.tape import Tape
@@ -149,7 +150,8 @@ class ModelPass(NamedTuple):
     `tape` records what autograd keeps from forward to backward. `losses` are the cross-entropies of
     logits sharded over tensor ranks. `joins` has the shapes and types of logits that are gathered;
     they are `trained` if backward gathers them. `saves` are the numbers of calls after which
-    autograd saved a tensor. `note` states what depends on the values of the batch.
+    autograd saved a tensor. `moves` are those of layers of experts. `note` states what depends on
+    the values of the batch.
     """
 
     calls: tuple[Call, ...]
@@ -158,6 +160,7 @@ class ModelPass(NamedTuple):
     losses: tuple[CutLoss, ...] = ()
     joins: tuple[Value, ...] = ()
     saves: tuple[int, ...] = ()
+    moves: tuple[LayerMove, ...] = ()
     note: str = ""
 
 
@@ -238,7 +241,8 @@ class ModelSpec:
     without a tensor axis. `recomputed` maps the names of recomputed modules to "full" or
     "selective". `on_host` names the blocks, in order, whose activations rest in host memory; for
     these there are the `tapes` of all microbatches. `experts` has the layouts on the axis `ep`, by
-    the names of the parameters that it cuts.
+    the names of the parameters that it cuts; `expert_layers` are by name, `expert_moves` those of
+    each microbatch.
     """
 
     shape: ModelShape
@@ -250,3 +254,5 @@ class ModelSpec:
     experts: Mapping[str, AxisLayout] = field(default_factory=dict[str, AxisLayout])
     on_host: tuple[str, ...] = ()
     tapes: tuple[Tape, ...] = ()
+    expert_layers: Mapping[str, ExpertLayer] = field(default_factory=dict[str, ExpertLayer])
+    expert_moves: tuple[tuple[LayerMove, ...], ...] = ()

@@ -143,7 +143,6 @@ class Engine:
         self.recompute.begin(batch)
         before = self.ledger.copy()
         self.tensors.begin()
-        self.sharded.experts.begin()
         if self.broken:  # the step before raised
             self.data.abandon()
             self.consensus.rounds += 1  # if not on all ranks, this one is a step ahead
@@ -158,7 +157,6 @@ class Engine:
         sum_scale = self.scale.value / power_of_two(self.expected)
         summed = self.passes.run(parts, counts, sum_scale)
         self.tensors.end()
-        self.sharded.experts.end()
         with self.ledger.phase("update"):
             loss = summed / max(1, sum(counts))
             arriving = self.consistency.compare_gradients(self._arrivals(), loss, self.flats)

@@ -11,7 +11,8 @@ else follows the row on the data axes. Without `ep` the layers still learn of th
 capacity and losses are of the global batch.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from shardwise.comm.move import broadcast, part
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import bad
-from shardwise.core.expert_moves import ExpertMove
+from shardwise.core.expert_moves import ExpertLayer, LayerMove
 from shardwise.core.param_layout import AxisLayout
 from shardwise.core.plan import Plan
 from shardwise.core.uneven import even
@@ -41,7 +42,6 @@ class ExpertLayout:
     replicate  the axis on which they are replicated
     layers     by name
     layouts    on `axis`, by the names of the stacked weights
-    moves      of the layers in the step so far, while `counting`
     """
 
     axis: Axis
@@ -49,8 +49,6 @@ class ExpertLayout:
     replicate: Axis
     layers: dict[str, MoE] = field(default_factory=dict)
     layouts: dict[str, AxisLayout] = field(default_factory=dict)
-    moves: list[ExpertMove] = field(default_factory=list)
-    counting: bool = False
     stand_ins: list[Any] = field(default_factory=list)
     absent: bool = False  # whether the batch that is computed stands in for one without rows
 
@@ -73,20 +71,6 @@ class ExpertLayout:
         whole = tensor.new_empty(layout.cut.whole_shape(tensor.shape))
         fill(name, whole)
         tensor.copy_(part(whole, layout.cut, self.axis.rank))
-
-    def record(self, move: ExpertMove) -> None:
-        """A layer moves something between ranks."""
-        if self.counting:
-            self.moves.append(move)
-
-    def begin(self) -> None:
-        """A step begins: its moves are counted."""
-        self.counting = True
-        self.moves.clear()
-
-    def end(self) -> None:
-        """The last backward pass of the step is over."""
-        self.counting = False
 
 
 def fitting(model: nn.Module, plan: Plan) -> None:
@@ -133,6 +117,36 @@ def layouts_of(model: nn.Module, ranks: int) -> dict[str, AxisLayout]:
     }
 
 
+def shapes_of(model: nn.Module) -> dict[str, ExpertLayer]:
+    """The layers of experts as numbers, by name."""
+    return {
+        name: ExpertLayer(
+            experts=layer.gate.experts,
+            least=1 if layer.gate.name == "gshard" else layer.gate.k,
+            choices=layer.gate.k,
+            width=layer.experts.gate.shape[-1],
+            capacity=layer.gate.capacity,
+            takes=layer.gate.name == "expert-choice",
+        )
+        for name, layer in layers_of(model).items()
+    }
+
+
+@contextmanager
+def recorded(model: nn.Module, record: Callable[[LayerMove], None]) -> Iterator[None]:
+    """Call `record` with each move of the layers of experts of a model in one process."""
+    layers = layers_of(model)
+    before = {name: layer.place for name, layer in layers.items()}
+    for name, layer in layers.items():
+        batch = GlobalBatch((), lambda move, name=name: record(LayerMove(name, move)))
+        layer.place = replace(layer.place, batch=batch)
+    try:
+        yield
+    finally:
+        for name, layer in layers.items():
+            layer.place = before[name]
+
+
 def lay_out(model: nn.Module, world: World, plan: Plan, data: tuple[Axis, Axis]) -> ExpertLayout:
     """Shard the experts of `model` along `ep`, in place, and give the layers their axes.
 
@@ -149,7 +163,7 @@ def lay_out(model: nn.Module, world: World, plan: Plan, data: tuple[Axis, Axis])
         replicate = rest if replicate.name == inner else replicate
     layouts = layouts_of(model, n)
     layout = ExpertLayout(axis, shard, replicate, layers_of(model), layouts)
-    batch = GlobalBatch((data[1], data[0]), layout.record)
+    batch = GlobalBatch((data[1], data[0]))
     first = batch.rank - axis.rank
     for name, layer in layout.layers.items():
         peers = tuple(range(first, first + n))

@@ -24,8 +24,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.comm.world import Axis
+from shardwise.core.expert_moves import LayerMove
 from shardwise.core.model_spec import Call, CutLoss, ModelPass, Value
 from shardwise.core.uneven import Cut
+from shardwise.engine.expert_parallel import recorded
 from shardwise.engine.tape import TapeRecorder
 from shardwise.parallel.data.outputs import tensors_in
 from shardwise.parallel.tensor.logits import Logits
@@ -101,6 +103,7 @@ def _recorded(
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(record.watching(model, heads))
+        stack.enter_context(recorded(model, record.moves.append))
         stack.enter_context(saved_tensors_hooks(record.save, lambda x: x))
         stack.enter_context(as_on_processor(record))
         loss = call(model, batch)
@@ -122,6 +125,7 @@ class _Record:
         self.returned: set[int] = set()  # values that a gradient reached
         self.losses: list[CutLoss] = []
         self.joins: list[Value] = []
+        self.moves: list[LayerMove] = []
         self.saves: set[int] = set()  # so many calls had been made when autograd saved a tensor
         self.rank = 0  # on the axis over which logits are cut
 
@@ -148,7 +152,7 @@ class _Record:
             Value(tuple(x.shape), str(x.dtype).removeprefix("torch."), n in self.returned)
             for n, x in enumerate(self.tensors)
         )
-        more = tuple(self.losses), tuple(self.joins), tuple(sorted(self.saves))
+        more = tuple(self.losses), tuple(self.joins), tuple(sorted(self.saves)), tuple(self.moves)
         found = ModelPass(tuple(self.calls), values, self.tape.done(), *more)
         self.tensors.clear()  # whose hooks refer to this record
         return found

@@ -81,7 +81,6 @@ def model_spec(
         return copied
 
     expert_parallel.fitting(plain, plan)
-    experts = expert_parallel.layouts_of(plain, plan.ep)
     table = tensor_parallel.fitting(plain, plan, options["table"])
     beside = validate.beside(options["beside"])
     begin = stage_module.fitting(plain, plan, options["stages"], beside)
@@ -101,11 +100,11 @@ def model_spec(
         stages = StageSpec(at, known, bundles, staged.outside)
     kinds = recomputation.fitting(plain, plan, options["units"], begin)
     hosted = recomputation.on_host(plain, plan, options["units"], kinds, begin)
-    how = {"stages": stages, "experts": experts, "on_host": tuple(hosted)}
+    how = {"stages": stages, "on_host": tuple(hosted), **_experts(plain, plan)}
     if table is None:
-        every = parts if hosted else parts[:1]
-        runs = by_shape(every, lambda part: meta_pass.run(plain, real, call, part))
-        how |= {"tapes": tuple(run.tape for run in runs)}
+        runs = by_shape(parts, lambda part: meta_pass.run(plain, real, call, part))
+        how |= {"expert_moves": tuple(run.moves for run in runs)}
+        how |= {"tapes": tuple(run.tape for run in runs) if hosted else ()}
         spec = ModelSpec(shape, _modules(plain, specs), runs[0], **how)
         return replace(spec, recomputed=_chosen(spec, plan, kinds))
     heads = _heads(tensors := _tensors(plain, plan, table), world.axis(TENSOR))
@@ -116,10 +115,17 @@ def model_spec(
         return meta_pass.with_tape(runs[0], laid_out, call, part)
 
     tensors, run = replace(tensors, runs=runs), on(rank)
+    how |= {"expert_moves": tuple(run.moves for run in runs)}
     how |= {"tapes": by_shape(parts, lambda part: on(rank, part).tape) if hosted else ()}
     spec = ModelSpec(shape, _modules(plain, specs), run, tensors=tensors, **how)
     widest = replace(spec, run=on(0)) if recompute_budget(plan.recompute) else spec
     return replace(spec, recomputed=_chosen(widest, plan, kinds))
+
+
+def _experts(plain: nn.Module, plan: Plan) -> dict[str, Any]:
+    """What a ModelSpec says of layers of experts, but their moves."""
+    layouts = expert_parallel.layouts_of(plain, plan.ep)
+    return {"experts": layouts, "expert_layers": expert_parallel.shapes_of(plain)}
 
 
 def _heads(tensors: TensorSpec, axis: Axis) -> dict[str, tuple[Axis, Cut]]:

@@ -4,7 +4,6 @@ A prediction depends on the shapes of the batch. `Predictor` makes one for each 
 reuses those of batches with the same shapes, unless the model reads values.
 """
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,18 +14,15 @@ from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
 from shardwise.engine import validate
 from shardwise.engine.elementwise import require_whole
-from shardwise.engine.expert_parallel import layers_of
 from shardwise.engine.model_spec import model_spec, shapes_of
 from shardwise.engine.parallelize import own_loss, plan_of, recipe_of, settled_options
 from shardwise.engine.spec import optimizer_shape
 from shardwise.engine.training import Loss
+from shardwise.prediction.experts import EVEN
 from shardwise.prediction.host import fetched_bytes, kept_bytes
 from shardwise.prediction.memory import PLAIN
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.rank_shape import shape_on
-
-#: The note on a model with experts.
-EXPERTS = "what layers of experts tell each other of their tokens is not among the bytes"
 
 
 def predict(
@@ -48,27 +44,18 @@ def predict(
 
     Raises:
         InputError: for a plan that cannot work, a rank that it does not have, options that
-            `parallelize` refuses, a model that does not run on the meta device, and a plan with
-            `ep`, whose bytes depend on where the tokens go.
+            `parallelize` refuses, and a model that does not run on the meta device.
     """
     made = Predictor(model, plan, rank=rank, optimizer=optimizer, loss=loss, **options)
-    if made.plan.ep > 1:
-        raise bad(
-            f"a prediction of '{made.plan}', whose bytes depend on where the tokens go",
-            "a plan without ep; with it a run, in which the tokens are counted",
-            f'shardwise verify "{made.plan}", which starts the ranks',
-        )
-    found = made.of(batch)
-    apart = made.plan.size > 1 and layers_of(model)
-    return replace(found, notes=(*found.notes, EXPERTS)) if apart else found
+    return made.of(batch)
 
 
 class Predictor:
     """The predictions of one rank for batches of any shape; the arguments are those of `predict`.
 
     `model` must stay as it is: give `parallelize`, which changes its model, another copy. The plan
-    is completed for a world of `ranks`. The bytes of layers of experts and their activations depend
-    on the tokens: the former are added by the `moves` of `Prediction.in_step`.
+    is completed for a world of `ranks`. The bytes of layers of experts on the axis `ep` and their
+    activations depend on the tokens: `Prediction.in_step` takes the loads of the experts.
     """
 
     def __init__(
@@ -122,8 +109,8 @@ class Predictor:
             optimizer=optimizer_shape(self.recipe, dtypes[0]) if dtypes else PLAIN,
             norm=self.options["clip"] is not None,
             check_every=self.options["check_every"],
-            activations=0 if plan.ep > 1 else kept_bytes(spec, plan, rank, on_host=False),
-            host_activations=0 if plan.ep > 1 else kept_bytes(spec, plan, rank, on_host=True),
-            fetched=0 if plan.ep > 1 else fetched_bytes(spec, plan, rank),
-            notes=(spec.run.note,) if spec.run.note else (),
+            activations=kept_bytes(spec, plan, rank, on_host=False),
+            host_activations=kept_bytes(spec, plan, rank, on_host=True),
+            fetched=fetched_bytes(spec, plan, rank),
+            notes=tuple(filter(None, (spec.run.note, EVEN if plan.ep > 1 else ""))),
         )

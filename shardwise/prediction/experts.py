@@ -1,4 +1,4 @@
-"""The bytes that layers of experts send in a step, given the counts of their tokens.
+"""The bytes that layers of experts send in a step, given the loads of the experts.
 
 Of an exchange of rows, rank r of n sends all but its own rows, and as many bytes come back in the
 backward pass as came in the forward pass:
@@ -7,33 +7,174 @@ backward pass as came in the forward pass:
     backward    dispatch: received - received[r] combine: sent - sent[r]
 
 With an even load of N tokens with k choices of width D, each of the four is N k D (n-1)/n.
+
+The loads depend on the values of the batch. Without them all ranks have as many tokens as this one,
+and `exchanged_between` says how much more or less than under an even load may be sent:
+
+    rows to other ranks      N max(0, k - E/n)       to  min(N min(k, E - E/n), (E - E/n) C)
+    rows from other ranks    (n-1) N max(0, k - (E - E/n))  to  min((n-1) N min(k, E/n), (E/n) C)
+
+A token's choices are different experts, E/n of which are on its own rank; an expert computes at
+most C choices, its capacity. With a capacity, choices may be dropped, so nothing need be sent.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import product
+from typing import Final
 
-from shardwise.core.expert_moves import ExpertMove
+from shardwise.core.expert_moves import ExpertLayer, ExpertMove, LayerMove, Loads
 from shardwise.core.layout import P, R, S
-from shardwise.core.moves import counts_price
+from shardwise.core.model_spec import ModelSpec
 from shardwise.core.plan import Plan
 from shardwise.prediction.traffic import Line, Tariff
 
+AXIS = "ep"
+#: The note on a prediction without loads.
+EVEN: Final = (
+    "the bytes on the axis ep and the activations are those of an even load of the experts: they "
+    "depend on where the tokens go"
+)
+#: Rows to other ranks of the axis, and rows from them.
+Away = tuple[int, int]
+#: A bound on them in a layer, given the tokens of the rank.
+Bound = Callable[[ExpertLayer, int, Plan], Away]
 
-def expert_bytes(plan: Plan, rank: int, moves: Sequence[ExpertMove]) -> dict[Line, int]:
-    """The bytes `rank` sends for these moves, by axis, kind and phase."""
-    tariff, data = Tariff(plan, rank), list(plan.data_axes)
-    for one in moves:
-        numel, size = one.numel, one.element_bytes
-        if one.kind == "gather":
-            for axis in reversed(data):
-                numel *= tariff.size(axis)
-                tariff.move(axis, S(0), R, numel, size, one.phase)
-        elif one.kind == "sum":
-            for axis in data:
-                tariff.move(axis, P, R, numel, size, one.phase)
-            for axis in data * one.returns:
-                tariff.move(axis, P, R, numel, size, "backward")
-        else:
-            sent, received = (counts_price(c, one.rank) for c in (one.sent, one.received))
-            tariff.add(Line("ep", "all_to_all", one.phase), sent * size)
-            tariff.add(Line("ep", "all_to_all", "backward"), received * size * one.returns)
+
+def expert_bytes(
+    plan: Plan, spec: ModelSpec, rank: int, loads: Sequence[Loads] = ()
+) -> dict[Line, int]:
+    """The bytes `rank` sends for layers of experts, by axis, kind and phase.
+
+    `loads` are those of each microbatch; without them all experts have an even load.
+    """
+    tariff = Tariff(plan, rank)
+    for number, moves in enumerate(spec.expert_moves):
+        own = loads[number] if loads else even_loads(plan, spec, moves)
+        for name, move in _with_recomputed(spec, moves):
+            layer = spec.expert_layers[name]
+            if move.kind in ("dispatch", "combine"):
+                _exchange(tariff, move, layer, _away(plan, rank, own.choices[name]))
+            else:
+                _on_data_axes(tariff, move, max(own.tokens) * layer.experts)
     return tariff.sent_bytes
+
+
+def exchanged_between(plan: Plan, spec: ModelSpec, rank: int) -> dict[str, tuple[int, int]]:
+    """The least and the most bytes that `rank` may send in a step, by axis and kind.
+
+    Of the lines that depend on where the tokens go.
+    """
+    if plan.ep == 1 or not spec.expert_moves:
+        return {}
+    least, most = (_exchanged_bytes(plan, spec, rank, bound) for bound in (_least, _most))
+    return {f"{AXIS} all_to_all": (least, most)}
+
+
+def _exchanged_bytes(plan: Plan, spec: ModelSpec, rank: int, bound: Bound) -> int:
+    """What `rank` sends in all exchanges of a step with a bound on their rows."""
+    tariff = Tariff(plan, rank)
+    for moves in spec.expert_moves:
+        for name, move in _with_recomputed(spec, moves):
+            layer = spec.expert_layers[name]
+            if move.kind in ("dispatch", "combine"):
+                _exchange(tariff, move, layer, bound(layer, tokens_of(moves, name), plan))
+    return sum(tariff.sent_bytes.values())
+
+
+def even_loads(plan: Plan, spec: ModelSpec, moves: Iterable[LayerMove]) -> Loads:
+    """The loads of a microbatch if all data ranks have as many tokens, and all experts too."""
+    ranks, found = plan.data_size, dict[str, tuple[tuple[int, ...], ...]]()
+    tokens, every = 0, list(moves)
+    for name in dict.fromkeys(name for name, _ in every):
+        layer = spec.expert_layers[name]
+        tokens = tokens_of(every, name)
+        if layer.takes:
+            own = _spread(min(_capacity(layer, ranks * tokens), ranks * tokens), ranks)
+            found[name] = tuple((share,) * layer.experts for share in own)
+        else:
+            found[name] = (_spread(tokens * layer.choices, layer.experts),) * ranks
+    return Loads((tokens,) * ranks, found)
+
+
+def tokens_of(moves: Iterable[LayerMove], name: str) -> int:
+    """The tokens of a rank in a layer."""
+    return next(move.tokens for layer, move in moves if layer == name and move.kind == "dispatch")
+
+
+def _with_recomputed(spec: ModelSpec, moves: Sequence[LayerMove]) -> Iterator[LayerMove]:
+    """`moves`, and again those of layers in recomputed modules, with no gradient back."""
+    yield from moves
+    for name, move in moves:
+        inside = any(name == own or name.startswith(f"{own}.") for own in spec.recomputed)
+        if inside and move.phase == "forward":
+            again = ExpertMove(move.kind, move.numel, move.element_bytes, "backward")
+            yield LayerMove(name, again)
+
+
+def _on_data_axes(tariff: Tariff, move: ExpertMove, scores: int) -> None:
+    """A gather or a sum; `scores` are those of the rank with most tokens."""
+    axes, numel, size = list(tariff.plan.data_axes), move.numel, move.element_bytes
+    if move.kind == "sum":
+        for phase, axis in product((move.phase, *["backward"] * move.returns), axes):
+            tariff.move(axis, P, R, numel, size, phase)
+        return
+    numel = scores if move.kind == "gather_padded" else numel
+    for axis in reversed(axes):
+        numel *= tariff.size(axis)
+        tariff.move(axis, S(0), R, numel, size, move.phase)
+
+
+def _exchange(tariff: Tariff, move: ExpertMove, layer: ExpertLayer, away: Away) -> None:
+    sent, received = away if move.kind == "dispatch" else away[::-1]
+    add = partial(_add, tariff, layer.width * move.element_bytes)
+    add(sent, move.phase)
+    add(received * move.returns, "backward")
+
+
+def _add(tariff: Tariff, row_bytes: int, rows: int, phase: str) -> None:
+    tariff.add(Line(AXIS, "all_to_all", phase), rows * row_bytes)
+
+
+def _away(plan: Plan, rank: int, choices: Sequence[Sequence[int]]) -> Away:
+    """The rows that the rank sends to others of its axis, and those that it receives."""
+    place, here = plan.coordinate(rank), 0
+    for axis in plan.data_axes:
+        here = here * plan.size_of(axis) + place[axis]
+    own = place[AXIS]
+    experts = len(choices[here]) // plan.ep
+    mine = slice(own * experts, (own + 1) * experts)
+    peers = range(here - own, here - own + plan.ep)
+    sent = sum(choices[here]) - sum(choices[here][mine])
+    return sent, sum(sum(choices[peer][mine]) for peer in peers if peer != here)
+
+
+def _least(layer: ExpertLayer, tokens: int, plan: Plan) -> Away:
+    if layer.takes or layer.capacity is not None:
+        return 0, 0
+    own = layer.experts // plan.ep
+    sent = tokens * max(0, layer.least - own)
+    return sent, (plan.ep - 1) * tokens * max(0, layer.least - (layer.experts - own))
+
+
+def _most(layer: ExpertLayer, tokens: int, plan: Plan) -> Away:
+    own = layer.experts // plan.ep
+    others, choices = layer.experts - own, layer.experts if layer.takes else layer.choices
+    sent = tokens * min(choices, others)
+    received = (plan.ep - 1) * tokens * min(choices, own)
+    if layer.takes or layer.capacity is not None:
+        most = _capacity(layer, plan.data_size * tokens)
+        sent, received = min(sent, others * most), min(received, own * most)
+    return sent, received
+
+
+def _capacity(layer: ExpertLayer, tokens: int) -> int:
+    """How many choices an expert computes at most of so many tokens of the global batch."""
+    factor = 1.0 if layer.capacity is None else layer.capacity
+    return math.ceil(factor * (tokens * layer.choices) / layer.experts)
+
+
+def _spread(number: int, parts: int) -> tuple[int, ...]:
+    """`number` in so many parts, the first of which have one more."""
+    return tuple((number + parts - 1 - part) // parts for part in range(parts))

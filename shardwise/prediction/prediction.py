@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shardwise.core.expert_moves import ExpertMove
+from shardwise.core.expert_moves import Loads
 from shardwise.core.model_spec import ModelShape, ModelSpec
 from shardwise.core.plan import Plan
 from shardwise.core.pool_size import pool_bytes
-from shardwise.prediction.experts import expert_bytes
+from shardwise.prediction.experts import exchanged_between, expert_bytes
 from shardwise.prediction.host import copied_bytes
 from shardwise.prediction.memory import ADAM, OptimizerShape, held_bytes
 from shardwise.prediction.rank_shape import added_flops_on
@@ -77,9 +77,14 @@ class Prediction:
         """Bytes sent in a step, by axis and kind, such as "dp all_gather".
 
         Copies between tiers are on the axis "tier". The first steps of a run send a little more:
-        ranks compare batches and gradients.
+        ranks compare batches and gradients. Experts have an even load (`bytes_between`).
         """
         return by_kind(self.sent())
+
+    @property
+    def bytes_between(self) -> dict[str, tuple[int, int]]:
+        """The least and the most bytes of the lines of `bytes` that depend on values."""
+        return exchanged_between(self.plan, self.spec, self.rank)
 
     def in_step(
         self,
@@ -87,19 +92,19 @@ class Prediction:
         *,
         loaded: bool = False,
         skipped: int = 0,
-        moves: Sequence[ExpertMove] = (),
+        loads: Sequence[Loads] = (),
     ) -> dict[Line, int]:
         """Bytes sent in an engine's step number `step`, from 0, by axis, kind and phase.
 
         `loaded`: the engine has loaded a checkpoint, which has the number of tokens of a step.
         `skipped`: so many steps before this one were skipped, because fp16 had overflowed.
-        `moves` are those of the layers of experts, whose sizes are numbers of tokens.
+        `loads` are those of the experts in each microbatch, even ones if not given.
         """
         again = self.check_every > 0 and step % self.check_every == 0
         compares = "each" if step - skipped < CHECKED_STEPS else "sums" if again else ""
         first = step == 0 and not loaded
         meets = again or step == 0
-        return self.sent(first=first, meets=meets, compares=compares, moves=moves)
+        return self.sent(first=first, meets=meets, compares=compares, loads=loads)
 
     def sent(
         self,
@@ -107,11 +112,11 @@ class Prediction:
         first: bool = False,
         meets: bool = False,
         compares: str = "",
-        moves: Sequence[ExpertMove] = (),
+        loads: Sequence[Loads] = (),
     ) -> dict[Line, int]:
         """Bytes sent in a step, by axis, kind and phase; the options are those of `step_bytes`.
 
-        `moves` as in `in_step`.
+        `loads` as in `in_step`.
         """
         options: Mapping[str, bool] = {"norm": self.norm, "first": first, "meets": meets}
         every = (
@@ -120,7 +125,7 @@ class Prediction:
             tensor_bytes(self.plan, self.spec, self.rank),
             part_bytes(self.plan, self.spec, self.rank),
             copied_bytes(self.plan, self.spec, self.rank),
-            expert_bytes(self.plan, self.rank, moves),
+            expert_bytes(self.plan, self.spec, self.rank, loads),
         )
         lines = {line for one in every for line in one}
         return {line: sum(one.get(line, 0) for one in every) for line in lines}

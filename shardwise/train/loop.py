@@ -293,7 +293,9 @@ def own_cost(run: Run, *, loaded: bool) -> Cost:
     except InputError:
         return measured
     sent = found.in_step(engine.steps_run - 1, loaded=loaded, skipped=last.skipped_before)
-    return replace(measured, predicted_memory=found.memory, predicted_sent=by_kind(sent))
+    known = {kind: n for kind, n in by_kind(sent).items() if kind not in found.bytes_between}
+    between = found.bytes_between
+    return replace(measured, predicted_memory=found.memory, predicted_sent=known, between=between)
 
 
 def finish(run: Run, began: Position, stopped: bool, console: Console | None) -> Summary | None:

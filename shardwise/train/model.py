@@ -57,10 +57,7 @@ def predictor(prepared: Prepared, share: Batch) -> Callable[[Plan], Prediction]:
 
 
 def prediction_of(prepared: Prepared, engine: Engine, share: Batch) -> Prediction:
-    """The prediction for this rank of the run, whose part of the batch is `share`.
-
-    Raises InputError for a model with experts, whose forward reads values.
-    """
+    """The prediction for this rank of the run, whose part of the batch is `share`."""
     with torch.device("meta"):
         model = decoder.build(prepared.sizes)
     return Predictor(

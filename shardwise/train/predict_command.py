@@ -48,6 +48,7 @@ def predict_command(
         "rank": found.rank,
         "memory": found.memory,
         "bytes": found.bytes,
+        "bytes_between": found.bytes_between,
         "activations": found.activations,
         "host_activations": found.host_activations,
         "fetched": found.fetched,
@@ -150,6 +151,8 @@ def show(numbers: dict[str, Any], console: Console) -> None:
         table.add_row("operations added in a step", f"{numbers['recomputed_flops']:,}")
     table.add_section()
     for kind, count in numbers["bytes"].items():
-        table.add_row(f"sent in a step: {kind}", f"{count:,}")
+        least, most = numbers["bytes_between"].get(kind, (count, count))
+        text = f"{count:,}" if least == most else f"{count:,} ({least:,} to {most:,})"
+        table.add_row(f"sent in a step: {kind}", text)
     console.print(table)
     console.print(f"computed in {numbers['time_ms']:,} ms, without starting a rank")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -24,13 +24,15 @@ from shardwise.train.tracing import Recorded
 class Cost:
     """A rank's memory by category and traffic per step by kind: measured and predicted.
 
-    What is predicted is empty where no prediction can be made.
+    What is predicted is empty where no prediction can be made. `between` has the least and the most
+    bytes of the kinds that depend on values.
     """
 
     memory: dict[str, int]
     predicted_memory: dict[str, int]
     sent: dict[str, int]
     predicted_sent: dict[str, int]
+    between: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,8 @@ def text(summary: Summary) -> str:
     lines += step_memory.lines(summary.step)
     lines += ["## Bytes", "", "![bytes](plots/bytes.png)", ""]
     lines += [*_beside(sender, sent.sent, sent.predicted_sent, ddp.sent), ""]
+    for kind, (least, most) in sent.between.items():
+        lines += [f"{kind} depends on where the tokens go: {least:,} to {most:,} bytes.", ""]
     lines += tracing.lines(summary.recorded)
     if summary.sample:
         quoted = "\n".join(f"    {line}" for line in summary.sample.splitlines())

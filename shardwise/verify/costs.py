@@ -1,17 +1,22 @@
 """What a rank sends in its steps, as counted, beside the prediction from the plain model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardwise.core.expert_moves import Loads
 from shardwise.engine.engine import Engine
+from shardwise.prediction.experts import EVEN
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.traffic import Line, by_kind
 
 #: The prediction for a step on this rank's share of a batch.
 Theory = Callable[[Any], Prediction]
 #: The note on layers of experts.
-LOADS = "the bytes of experts are computed from the numbers of tokens that the run routed to each"
+LOADS = (
+    "the predicted bytes on the axis ep are computed from where one process routes the tokens of "
+    "the same batches"
+)
 
 
 @dataclass(frozen=True)
@@ -29,13 +34,36 @@ class Costs:
     activations: int = 0
     notes: tuple[str, ...] = ()
 
-    def after(self, engine: Engine, told: Prediction, *, loaded: bool = False) -> "Costs":
-        """With the step that `engine` has just made; `loaded`: after it loaded a checkpoint."""
+    def after(
+        self,
+        engine: Engine,
+        told: Prediction,
+        *,
+        loaded: bool = False,
+        loads: Sequence[Loads] = (),
+    ) -> "Costs":
+        """With the step that `engine` has just made; `loaded`: after it loaded a checkpoint.
+
+        `loads` are those of the experts, by the oracle.
+        """
         if not self.hold:
             return self
         counted = {Line(*key): t.sent_bytes for key, t in engine.last.items() if t.sent_bytes}
-        moves = engine.sharded.experts.moves
-        theory = told.in_step(engine.steps_run - 1, loaded=loaded, moves=moves)
-        notes = (*told.notes, LOADS) if moves else told.notes
-        same = theory == counted
+        theory = told.in_step(engine.steps_run - 1, loaded=loaded, loads=loads)
+        notes = tuple(LOADS if note == EVEN else note for note in told.notes)
+        between = told.bytes_between if told.plan.precision in ("bf16", "fp16") else {}
+        notes += tuple(
+            f"{name}: {by_kind(counted).get(name, 0):,} bytes counted, "
+            f"{by_kind(theory).get(name, 0):,} by the loads of one process, {least:,} to {most:,} "
+            "possible. In 16 bits the two may round the scores of a token differently"
+            for name, (least, most) in between.items()
+        )
+        same = all(a <= by_kind(counted).get(name, 0) <= b for name, (a, b) in between.items())
+        theory, counted = (_without(lines, between) for lines in (theory, counted))
+        same = same and theory == counted
         return Costs(by_kind(theory), by_kind(counted), same, told.activations, notes)
+
+
+def _without(lines: dict[Line, int], names: Collection[str]) -> dict[Line, int]:
+    """The lines of other names than these, such as "ep all_to_all"."""
+    return {line: n for line, n in lines.items() if f"{line.axis} {line.kind}" not in names}

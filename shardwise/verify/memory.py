@@ -14,13 +14,14 @@ import gc
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
 from torch import Tensor, nn
 
 from shardwise.comm.hang_detector import HANG_DETECTOR
+from shardwise.core.expert_moves import Loads
 from shardwise.engine.engine import Engine
 from shardwise.engine.live import Live, Stray
 from shardwise.verify.costs import Costs, Theory
@@ -59,11 +60,13 @@ def over_steps(
     batch: Callable[[int], Any],
     predicted: Theory,
     own: Collection[tuple[str, str]] = (),
+    loads: Callable[[int], Sequence[Loads]] = lambda _: (),
 ) -> Memory:
     """Train `engine`, which was built under `live`, on `batch(step)`; called by all ranks.
 
     `predicted(batch(step))` is the prediction for the step. `own` are the attributes that the same
-    model has in one process.  A category is shown where it is not what theory says.
+    model has in one process; `loads(step)` are those of its experts.
+    A category is shown where it is not what theory says.
     """
     built = attributes(engine.model)
     read: dict[str, int] = {}
@@ -71,10 +74,10 @@ def over_steps(
     strays, costs = "", Costs()
     for step in range(1, READ_AFTER[-1] + 1):
         share = batch(step)
-        told = predicted(share)
+        told, routed = predicted(share), loads(step)
         with live:
             engine.step(share)
-            costs = costs.after(engine, told)
+            costs = costs.after(engine, told, loads=routed)
             if step == 1:
                 engine.evaluate(share)
         if step in READ_AFTER:

@@ -21,7 +21,7 @@ so large that nothing is clipped.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from threading import Lock
@@ -33,10 +33,10 @@ from torch.utils import _pytree as pytree
 
 from shardwise.comm.ledger import Key, Tally
 from shardwise.comm.world import World
+from shardwise.core.expert_moves import Loads
 from shardwise.core.plan import BUCKET_BYTES, Plan
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
-from shardwise.engine.expert_parallel import layers_of
 from shardwise.engine.live import Live
 from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec
 from shardwise.engine.parallelize import parallelize
@@ -49,6 +49,7 @@ from shardwise.verify.costs import Costs, Theory
 from shardwise.verify.difference import Expected, compared, scalar
 from shardwise.verify.finding import NEVER, Errors, Finding, Parts, Piece
 from shardwise.verify.limits import without_dropout
+from shardwise.verify.loads import Choices, Routed
 from shardwise.verify.memory import attributes, over_steps
 from shardwise.verify.options import Options
 from shardwise.verify.oracle import Oracle
@@ -90,7 +91,13 @@ def prove(
         return share(trainable.batch(rows, SEED + step, world.device), engine)
 
     own = attributes(oracles.exact.model).keys()
-    return found.with_costs(over_steps(engine, live, batch, theory, own))
+    with BUILDING:
+        routed = Routed(alone_of(trainable, plan, world.device).every[-1], plan, clip)
+
+    def loads(step: int) -> Sequence[Loads]:
+        return routed.step(trainable.batch(rows, SEED + step, world.device), SEED + step)
+
+    return found.with_costs(over_steps(engine, live, batch, theory, own, loads))
 
 
 def theory_of(
@@ -104,8 +111,6 @@ def theory_of(
     chosen = asked(trainable, plan, options or Options())
     with BUILDING:
         model = trainable.build("cpu" if trainable.initial is None else "meta")
-        if layers_of(model):  # its forward reads values
-            model = trainable.build("cpu")
     predictor = Predictor(model, plan, rank=rank, ranks=plan.size, clip=clip, **chosen)
 
     def of(batch: Any) -> Prediction:
@@ -186,6 +191,9 @@ class Comparison:
     costs: Costs = field(default_factory=Costs)
     sent: dict[Key, Tally] = field(default_factory=dict)  # in the steps so far
 
+    def __post_init__(self) -> None:
+        self.choices = Choices(self.oracles.every[-1].model)  # in the precision of the run
+
     def step(self, engine: Engine, step: int, *, loaded: bool = False) -> None:
         """Train all on a new batch; in every second step ranks have unequal numbers of rows."""
         whole = self.rows_for(engine, step)
@@ -193,7 +201,8 @@ class Comparison:
         mine = _drawn(step, lambda: engine.step(own))
         losses = [_drawn(step, lambda o=o: o.step(whole, clip)) for o in self.oracles.every]
         self.number("loss", f"loss of step {step + 1}", mine.loss, losses)
-        self.costs = self.costs.after(engine, self.theory(own), loaded=loaded)
+        loads = self.choices.loads(whole, engine.plan)
+        self.costs = self.costs.after(engine, self.theory(own), loaded=loaded, loads=loads)
         for key, tally in engine.last.items():
             self.sent[key] = self.sent.get(key, Tally()) + tally
         if mine.skipped:

@@ -36,7 +36,8 @@ from shardwise.core.errors import InputError, RankError, RunError, bad
 from shardwise.core.plan import Plan
 from shardwise.models.registry import find
 from shardwise.prediction.prediction import CHECKED_STEPS
-from shardwise.verify.parity import engine_of, share, theory_of
+from shardwise.verify.loads import Routed
+from shardwise.verify.parity import alone_of, engine_of, share, theory_of
 
 MAIN: Final = "from shardwise.verify.wire import main; main()"
 HEADER_BYTES: Final = 66
@@ -130,14 +131,15 @@ def _on_rank(plan: Plan, model: str, *options: Any) -> _Measured:
     trainable = find(model)
     engine = engine_of(trainable, plan, world, *options)
     predicted = theory_of(trainable, plan, world.rank, *options)
+    routed = Routed(alone_of(trainable, plan, world.device).every[-1], plan)
 
     def step(number: int) -> int:
         """Train, and return the predicted bytes."""
         whole = trainable.batch(2 * engine.data_ranks * engine.microbatches, number, world.device)
         own = share(whole, engine)
-        told = predicted(own)
+        told, loads = predicted(own), routed.step(whole, number)
         engine.step(own)
-        lines = told.in_step(number, moves=engine.sharded.experts.moves)
+        lines = told.in_step(number, loads=loads)
         return sum(count for line, count in lines.items() if line.axis != TIER)
 
     for number in range(CHECKED_STEPS):  # these compare more than later ones

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_map
 import shardwise as sw
 from shardwise.comm.move import all_gather
 from shardwise.comm.world import World
+from shardwise.core.expert_moves import Loads
 from shardwise.core.plan import Plan
 from shardwise.engine.batch import rows
 from shardwise.engine.engine import Engine
@@ -21,6 +22,7 @@ from shardwise.engine.prediction import Predictor
 from shardwise.engine.state_dict import whole
 from shardwise.models import gpt
 from shardwise.models.initial import fill
+from shardwise.verify.loads import Choices
 
 ROWS = ["ddp", "zero1", "zero2", "zero3"]
 HYBRID = [f"dp_replicate2 dp_shard2 {row}" for row in ROWS[1:]]
@@ -108,6 +110,7 @@ class Run:
     grads: list[dict[str, Tensor | None]] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
+    loads: list[tuple[Loads, ...]] = field(default_factory=list)  # of experts, in every step
 
 
 def share(batch: Any, rank: int, ranks: int) -> Any:
@@ -187,7 +190,7 @@ def oracle(task: Task, case: Case, dtype: torch.dtype | None = torch.float64) ->
     """The same in one process and plain PyTorch, the global batch in one piece."""
     model, run = task.make().to(dtype), Run()
     model.train()
-    optimizer = case.kind(model.parameters(), **case.options)
+    optimizer, choices = case.kind(model.parameters(), **case.options), Choices(model)
     for step in range(case.steps):
         batch = tree_map(
             lambda x: x.to(dtype) if x.is_floating_point() and dtype else x, task.batch(step)
@@ -195,6 +198,7 @@ def oracle(task: Task, case: Case, dtype: torch.dtype | None = torch.float64) ->
         optimizer.zero_grad()
         loss = task.loss(model, batch)
         tokens = task.tokens(batch) if task.tokens else rows(batch)
+        run.loads.append(choices.loads(batch, Plan.parse(case.plan).completed(None)))
         (loss * tokens).backward()  # of the sum: dividing first would round what is fp32 inside
         for p in model.parameters():  # torch does not clip sparse gradients
             p.grad = None if p.grad is None else p.grad.to_dense() / tokens

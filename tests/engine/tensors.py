@@ -97,14 +97,16 @@ def mine(engine: Engine, batch: Any) -> Any:
 def train(world: World, task: Task, case: Case) -> Held:
     """The case on this world, step by step."""
     engine, held, theory = build(world, task, case), Held(), foreseen(world, task, case)
+    experts = engine.sharded.experts.layers
+    loads = oracle(task, case).loads if experts else [()] * case.steps
     for step in range(case.steps):
         own = mine(engine, task.batch(step))
         metrics = engine.step(own)
         held.losses.append(metrics.loss)
         held.norms.append(metrics.grad_norm)
         held.grads.append(pieces(engine.gradients(), "grad/"))
-        moves = engine.sharded.experts.moves
-        held.bytes.append((sent(engine), theory.of(own).in_step(step, moves=moves)))
+        told = theory.of(own).in_step(step, loads=loads[step])
+        held.bytes.append((sent(engine), told))
     held.lines = dict(engine.last)
     held.memory = engine.memory(), theory.of(own).memory
     held.weights = pieces(engine.boxes(), "model/")

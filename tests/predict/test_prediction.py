@@ -8,12 +8,16 @@ from torch import Tensor, nn
 
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
+from shardwise.core.expert_moves import Loads
 from shardwise.core.plan import Plan
-from shardwise.engine.prediction import EXPERTS, predict
+from shardwise.engine.prediction import predict
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.gpt import loss as gpt_loss
 from shardwise.models.moe import loss as moe_loss
+from shardwise.parallel.expert.gate import GATES
+from shardwise.prediction.experts import EVEN
 from shardwise.prediction.prediction import Prediction
+from shardwise.prediction.traffic import by_kind
 from shardwise.train.cli import main
 from tests.engine.cases import Case, build, share, vectors
 from tests.engine.tensors import sent
@@ -106,13 +110,38 @@ def test_what_depends_on_values_is_said():
         predict(model, "dp2 zero3", torch.ones(2, 4), loss=loss)
 
 
-def test_bytes_of_tokens_are_not_predicted():
-    """Of a model with experts a note says what is left out; a plan with ep is refused."""
+@pytest.mark.parametrize("capacity", [None, 1.25])
+@pytest.mark.parametrize("name", GATES)
+def test_bytes_of_tokens_are_between_bounds(name: str, capacity: float | None):
+    """Without values an even load is assumed, within what is possible, and a note says so."""
+    model, rows = moe.model(name, capacity).to("meta"), moe.batch(name, 2, 0)
+    alone = predict(model, "dp2 zero3", rows, loss=moe_loss)
+    assert not alone.notes and not alone.bytes_between
+    found = predict(model, "dp4 ep2 zero3", rows, loss=moe_loss, rank=3)
+    ((kind, (least, most)),) = found.bytes_between.items()
+    assert least <= found.bytes[kind] <= most
+    assert found.notes == (EVEN,) and found.activations > 0
+
+
+def test_the_bounds_are_reached():
+    """Tokens that all stay on their rank send nothing, and tokens that all leave the most."""
     model, rows = moe.model("topk"), moe.batch("topk", 2, 0)
-    found = predict(model, "dp2 zero3", rows, loss=moe_loss)
-    assert found.notes[-1] == EXPERTS
-    with pytest.raises(InputError, match="depend on where the tokens go"):
-        predict(model, "dp2 ep2", rows, loss=moe_loss)
+    found = predict(model, "dp2 ep2", rows, loss=moe_loss)
+    tokens, layers = rows["inputs"].numel(), found.spec.expert_layers
+    own, other = (tokens, tokens, 0, 0), (0, 0, tokens, tokens)
+    bounds = found.bytes_between["ep all_to_all"]
+    for choices, bound in zip(((own, other), (other, own)), bounds, strict=True):
+        loads = Loads((tokens, tokens), dict.fromkeys(layers, choices))
+        sent = by_kind(found.in_step(5, loads=(loads,)))
+        assert sent.get("ep all_to_all", 0) == bound
+
+
+def test_bytes_that_the_gate_fixes():
+    """Where every token goes to every expert, there is one number."""
+    model, rows = moe.model("topk", experts=2), moe.batch("topk", 2, 0)
+    found = predict(model, "dp2 ep2", rows, loss=moe_loss)
+    exact = found.bytes["ep all_to_all"]
+    assert found.bytes_between == {"ep all_to_all": (exact, exact)}
 
 
 def test_the_model_stays_as_it_is():
@@ -157,8 +186,8 @@ def test_the_command_has_one_object(capsys: pytest.CaptureFixture[str]):
     code, out, _ = command(capsys, "dp64 zero3 bf16", "--rank", "63", "--json")
     found = json.loads(out)
     assert code == 0 and list(found) == [
-        *("plan", "model", "world", "rank", "memory", "bytes", "activations", "recomputed"),
-        *("recomputed_flops", "time_ms"),
+        *("plan", "model", "world", "rank", "memory", "bytes", "bytes_between", "activations"),
+        *("host_activations", "fetched", "recomputed", "recomputed_flops", "time_ms"),
     ]
     assert (found["plan"], found["world"], found["rank"]) == ("dp64 zero3 bf16", 64, 63)
     assert list(found["bytes"]) == ["dp all_gather", "dp reduce_scatter"]

@@ -12,6 +12,7 @@ The counts are known from the routing, on all ranks. A rank without rows takes p
 """
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ class Exchange:
     choices  of the N*K choices of this rank the computed ones, by expert
     sent     rows for each rank
     blocks   [n, E / n] the rows received, by rank and then by expert
+    tokens   of this rank
     record   is called with each move before it is made
     """
 
@@ -37,6 +39,7 @@ class Exchange:
     choices: Tensor
     sent: list[int]
     blocks: Tensor
+    tokens: int = 0
     record: Record = unrecorded
 
     @classmethod
@@ -50,7 +53,8 @@ class Exchange:
         choices = torch.argsort(key, stable=True)[: int(loads_RE[rank].sum())]
         by_rank = loads_RE[list(peers)].view(ep.size, ep.size, -1)  # from, to, expert
         sent = loads_RE[rank].view(ep.size, -1).sum(1).tolist()
-        return cls(ep, choices, sent, by_rank[:, ep.rank], batch.record)
+        tokens = len(routing.experts)
+        return cls(ep, choices, sent, by_rank[:, ep.rank], tokens, batch.record)
 
     @property
     def received(self) -> list[int]:
@@ -64,29 +68,26 @@ class Exchange:
 
     def dispatch(self, rows: Tensor) -> Tensor:
         """From rows by expert to the rows of this rank's experts, by expert."""
-        got = self._moved(rows, self.received, self.sent)
+        got = self._moved("dispatch", rows, self.received, self.sent)
         return got if self.ep.size == 1 else got.index_select(0, self._order(rows.device))
 
     def combine(self, rows: Tensor) -> Tensor:
         """The inverse of `dispatch`."""
         if self.ep.size > 1:
             rows = rows.index_select(0, self._order(rows.device).argsort())
-        return self._moved(rows, self.sent, self.received)
+        return self._moved("combine", rows, self.sent, self.received)
 
-    def _moved(self, rows: Tensor, received: list[int], sent: list[int]) -> Tensor:
-        width, now = rows.shape[-1], phase()
-        self.record(
-            ExpertMove(
-                "exchange",
-                rows.numel(),
-                rows.element_size(),
-                now,
-                int(rows.requires_grad and now == "forward"),
-                tuple(width * n for n in sent),
-                tuple(width * n for n in received),
-                self.ep.rank,
-            )
-        )
+    def _moved(
+        self,
+        kind: Literal["dispatch", "combine"],
+        rows: Tensor,
+        received: list[int],
+        sent: list[int],
+    ) -> Tensor:
+        now = phase()
+        returns = int(rows.requires_grad and now == "forward")
+        size = rows.element_size()
+        self.record(ExpertMove(kind, rows.numel(), size, now, returns, self.tokens))
         return all_to_all(rows, self.ep, received, sent)
 
     def _order(self, device: torch.device) -> Tensor:

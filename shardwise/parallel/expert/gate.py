@@ -26,7 +26,7 @@ from shardwise.parallel.expert import gates, hard
 from shardwise.parallel.expert.gates import Choice
 from shardwise.parallel.expert.global_batch import GlobalBatch
 from shardwise.parallel.expert.losses import GateOutput, losses_of
-from shardwise.parallel.expert.routing import Routing, capacity_of, queues, told
+from shardwise.parallel.expert.routing import Routing, capacity_of, even_counts, facts, queues
 
 #: The gates, and how many experts a token has where the gate determines it.
 GATES: Final[dict[str, int | None]] = {
@@ -177,18 +177,21 @@ class Gate:
 
     def _by_experts(self, logits: Tensor, batch: GlobalBatch, *, losses: bool) -> Routing:
         """Each expert takes its share of the tokens of the global batch, which ranks gather."""
-        sizes, finite = batch.gather(told(logits)).t().tolist()
+        sizes, finite = facts(logits, batch)
         scores = logits.softmax(-1)
         padded = scores.new_zeros(max(sizes), self.experts)
         padded[: len(scores)] = scores.detach()
-        every = [x[:size] for x, size in zip(batch.gather(padded), sizes, strict=True)]
+        every = [x[:size] for x, size in zip(batch.gather(padded, padded=True), sizes, strict=True)]
         tokens = sum(sizes)
         capacity = capacity_of(self.capacity or 1.0, tokens * self.k, self.experts)
         assert capacity is not None
-        places = gates.expert_choice(torch.cat(every), min(capacity, tokens))
-        parts = [(part >= 0).sum(0) for part in places.split(sizes)]
+        taken = min(capacity, tokens)
+        places = gates.expert_choice(torch.cat(every), taken)
         mine = places.split(sizes)[batch.rank]
-        loads = torch.stack(parts).cpu()
+        if logits.is_meta:
+            loads = even_counts(taken, batch.ranks).view(-1, 1).expand(-1, self.experts)
+        else:
+            loads = torch.stack([(part >= 0).sum(0) for part in places.split(sizes)]).cpu()
         weights = scores * (mine >= 0)
         found = GateOutput(logits, scores, weights, loads.sum(0).to(logits.device), tokens)
         return Routing(

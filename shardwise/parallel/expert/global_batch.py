@@ -63,10 +63,14 @@ class GlobalBatch:
             x = move(x, axis, P, R)
         return x
 
-    def gather(self, x: Tensor) -> Tensor:
-        """Every data rank's `x`, of one shape, as [ranks, *x.shape]. Not differentiable."""
+    def gather(self, x: Tensor, *, padded: bool = False) -> Tensor:
+        """Every data rank's `x`, of one shape, as [ranks, *x.shape]. Not differentiable.
+
+        `padded`: `x` has a row for each token of the rank with most tokens.
+        """
         x = x.detach()
-        self.record(ExpertMove("gather", x.numel(), x.element_size(), phase()))
+        kind = "gather_padded" if padded else "gather"
+        self.record(ExpertMove(kind, x.numel(), x.element_size(), phase()))
         for axis in reversed(self.axes):
             x = torch.stack(all_gather(x, axis))
         return x.reshape(self.ranks, *x.shape[len(self.axes) :])

@@ -17,7 +17,8 @@ from shardwise.parallel.expert.global_batch import GlobalBatch
 def assigned(assignment: Tensor, experts: int) -> Choice:
     """The expert of each token from outside: `assignment` [N], from 0 to experts - 1."""
     weights = torch.ones(len(assignment), 1, dtype=torch.float64, device=assignment.device)
-    probabilities = functional.one_hot(assignment, experts).to(weights)
+    zeros = weights.new_zeros(len(assignment), experts)
+    probabilities = zeros.scatter(1, assignment.view(-1, 1), 1.0)
     return Choice(assignment.view(-1, 1), weights, probabilities)
 
 

@@ -21,12 +21,17 @@ from shardwise.parallel.expert.global_batch import GlobalBatch, phase
 from shardwise.parallel.expert.routing import Routing
 
 
+def unseen(_: Routing) -> None:
+    """Nobody looks at the routings."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a layer is: the data ranks, the axis of its experts, and the layer's name.
 
     peers are the data ranks along `ep`. absent() says that the tokens of this forward pass stand in
-    for a batch without rows: the layer takes part without a token.
+    for a batch without rows: the layer takes part without a token. routed() is called with the
+    routing of each forward pass.
     """
 
     batch: GlobalBatch = field(default_factory=GlobalBatch)
@@ -34,6 +39,7 @@ class Place:
     peers: tuple[int, ...] = (0,)
     name: str = ""
     absent: Callable[[], bool] = lambda: False
+    routed: Callable[[Routing], None] = unseen
 
 
 class Load(NamedTuple):
@@ -167,7 +173,7 @@ class MoE(nn.Module):
                 return Extra(target=hard.hashed(target_N, self.gate.experts))
             case "cluster":
                 centroids = self.get_buffer("centroids")
-                if centroids.isnan().any():
+                if not centroids.is_meta and centroids.isnan().any():
                     given = f'the gate "cluster" of {self._name} without centroids'
                     raise bad(given, "centroids fitted on a first pass", "layer.fit(features)")
                 return Extra(target=hard.nearest(x_ND.detach(), centroids.to(x_ND)))
@@ -217,6 +223,7 @@ class MoE(nn.Module):
     def _remember(self, routing: Routing) -> None:
         if phase() == "backward":  # activations are recomputed
             return
+        self.place.routed(routing)
         computed = routing.loads.sum(0).tolist()
         self.load = Load(tuple(computed), tuple(routing.wanted.tolist()), routing.dropped)
         if self.training and self.gate.name == "sigmoid":

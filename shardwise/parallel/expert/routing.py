@@ -7,6 +7,8 @@ Each of a token's K choices takes the next place in the queue of its expert, ove
 all first choices in the order of the tokens, then all second ones (GShard, arXiv 2006.16668,
 section 2.2). An expert of capacity C computes the choices in its places 0 to C-1; the others are
 dropped, and the token has only the residual stream for them. Without a capacity none is dropped.
+
+On the meta device, where nobody knows the choices, all experts have an even load.
 """
 
 import math
@@ -73,6 +75,9 @@ def queues(
     """
     (experts_NK, wanted_NK), (_, experts) = choices, logits_NE.shape
     n, k = experts_NK.shape
+    if logits_NE.is_meta:
+        batch.gather(logits_NE.new_empty(k * experts + 2, dtype=torch.int64))
+        return _even(experts_NK, experts, batch.ranks)
     key = (torch.arange(k, device=experts_NK.device) * experts + experts_NK).t().flatten()
     key = torch.where(wanted_NK.t().flatten(), key, k * experts)  # those not wanted: the last queue
     counts = torch.bincount(key, minlength=k * experts + 1)
@@ -105,6 +110,29 @@ def told(logits_NE: Tensor) -> Tensor:
     """What a data rank tells the others of its logits: how many tokens, and whether all finite."""
     rows = torch.tensor(len(logits_NE), device=logits_NE.device)
     return torch.stack([rows, torch.isfinite(logits_NE.detach()).all().long()])
+
+
+def facts(logits_NE: Tensor, batch: GlobalBatch) -> tuple[list[int], list[int]]:
+    """By data rank, how many tokens it has and whether their logits are finite."""
+    if logits_NE.is_meta:
+        batch.gather(logits_NE.new_empty(2, dtype=torch.int64))
+        return [len(logits_NE)] * batch.ranks, [1] * batch.ranks
+    sizes, finite = batch.gather(told(logits_NE)).t().tolist()
+    return sizes, finite
+
+
+def even_counts(choices: int, experts: int) -> Tensor:
+    """So many choices, spread over the experts: [E], the first have one more."""
+    return (choices + torch.arange(experts).flip(0)) // experts
+
+
+def _even(experts_NK: Tensor, experts: int, ranks: int) -> Queues:
+    """The queues of choices on the meta device: every data rank has as many, and none is lost."""
+    n, k = experts_NK.shape
+    own = even_counts(n * k, experts)
+    asked = torch.stack([even_counts(ranks * n, experts) for _ in range(k)])
+    positions = torch.empty_like(experts_NK, device="meta")
+    return Queues(positions, own.expand(ranks, -1), asked, 0, (True,) * ranks, ranks * n)
 
 
 def _before(counts: Tensor) -> Tensor:

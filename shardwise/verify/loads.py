@@ -1,0 +1,81 @@
+"""The loads of experts as one process routes the tokens, by the rows of its batch.
+
+    rows of the global batch    0 1 2 3 | 4 5 6        7 rows on 2 data ranks
+    microbatch                  0 0 1 1 | 0 0 1        accumulate:2
+
+Predicted bytes of experts are computed from these loads, never from what the ranks have routed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from shardwise.core.expert_moves import Loads
+from shardwise.core.plan import Plan
+from shardwise.engine.batch import rows, split
+from shardwise.engine.expert_parallel import layers_of
+from shardwise.parallel.expert.routing import Routing
+from shardwise.verify.async_oracle import AsyncOracle
+from shardwise.verify.oracle import Oracle
+
+
+class Choices:
+    """How many choices of each token every expert computes, in the last training pass of `model`.
+
+    `model` is in one process; its layers of experts report their routings from now on.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.seen: dict[str, Tensor] = {}  # [N, E] by layer
+        for name, layer in layers_of(model).items():
+            layer.place = replace(layer.place, routed=partial(self._see, name, layer.gate.experts))
+
+    def _see(self, name: str, experts: int, routing: Routing) -> None:
+        if not torch.is_grad_enabled():  # evaluation
+            return
+        computed = (routing.positions >= 0).unsqueeze(-1)
+        self.seen[name] = (functional.one_hot(routing.experts, experts) * computed).sum(1).cpu()
+
+    def loads(self, batch: Any, plan: Plan) -> tuple[Loads, ...]:
+        """The loads of each microbatch on the ranks of `plan`; `batch` is the one of that pass."""
+        if not self.seen:
+            return ()
+        every, ranks = torch.arange(rows(batch)), plan.data_size
+        shares = [split(own, plan.microbatches, plan.cut) for own in every.tensor_split(ranks)]
+        return tuple(
+            _loads([share[part] for share in shares], len(every), self.seen)
+            for part in range(plan.microbatches)
+        )
+
+
+def _loads(shares: list[Tensor], every: int, seen: Mapping[str, Tensor]) -> Loads:
+    """The loads of a microbatch that has `shares` of `every` row, by data rank."""
+    by_row = {name: found.view(every, -1, found.shape[-1]) for name, found in seen.items()}
+    choices = {
+        name: tuple(tuple(found[own].sum((0, 1)).tolist()) for own in shares)
+        for name, found in by_row.items()
+    }
+    positions = next(iter(by_row.values())).shape[1]
+    return Loads(tuple(len(own) * positions for own in shares), choices)
+
+
+class Routed:
+    """The loads of each step of a run, by an oracle that trains beside it on the same batches."""
+
+    def __init__(self, oracle: Oracle | AsyncOracle, plan: Plan, clip: float | None = None) -> None:
+        self.oracle, self.plan, self.clip = oracle, plan, clip
+        self.choices = Choices(oracle.model)
+
+    def step(self, batch: Any, seed: int) -> tuple[Loads, ...]:
+        """Train the oracle on a global batch; the run draws the same random numbers after it."""
+        if not layers_of(self.oracle.model):
+            return ()
+        torch.manual_seed(seed)
+        self.oracle.step(batch, self.clip)
+        torch.manual_seed(seed)
+        return self.choices.loads(batch, self.plan)
