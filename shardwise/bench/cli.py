@@ -19,7 +19,7 @@ def bench_command(
         list[str],
         typer.Argument(
             metavar="SUITE",
-            help="data, tensor, pipeline, memory, dataparallel; after it contenders.",
+            help="data, tensor, pipeline, memory, offload, dataparallel; after it contenders.",
         ),
     ],
     size: Annotated[list[str] | None, typer.Option(help="small, tiny; both by default.")] = None,

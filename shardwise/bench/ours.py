@@ -101,6 +101,10 @@ MEMORY = (
         whole_batch=True,
     ),
 )
+OFFLOAD = tuple(
+    Contender(f"{row} offload:optim", row, planned(f"dp{{n}} {row} offload:optim"), against=row)
+    for row in ("zero2", "zero3")
+)
 TENSOR = (
     Contender("tp", "tp", planned("tp{n}"), whole_batch=True),
     Contender("tp sp", "tp sp", planned("tp{n} sp"), whole_batch=True),

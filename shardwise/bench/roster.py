@@ -30,6 +30,11 @@ _MEMORY: Final = (
     *(each for each in torch_peers.PEERS if each.name in ("torch DDP", "FSDP2")),
     *torch_memory.PEERS,
 )
+_OFFLOAD: Final = (
+    *(each for each in ours.DATA if each.name in ("zero2", "zero3")),
+    *ours.OFFLOAD,
+    torch_peers.OFFLOAD,
+)
 _PIPELINE: Final = tuple(
     contender
     for pair in zip(torch_pipeline.PEERS, ours.PIPELINE, strict=True)
@@ -37,7 +42,7 @@ _PIPELINE: Final = tuple(
 )
 
 ROSTER: Final[dict[str, Contender]] = {
-    each.name: each for each in (*_DATA, *_TENSOR, *_PIPELINE, *_MEMORY, *_REPLICAS)
+    each.name: each for each in (*_DATA, *_TENSOR, *_PIPELINE, *_MEMORY, *_OFFLOAD, *_REPLICAS)
 }
 
 #: The contenders of each suite, in the order of its table. Ratios refer to the first contender,
@@ -47,6 +52,7 @@ SUITES: Final[dict[str, tuple[str, ...]]] = {
     "tensor": tuple(each.name for each in _TENSOR),
     "pipeline": tuple(each.name for each in _PIPELINE),
     "memory": tuple(each.name for each in _MEMORY),
+    "offload": tuple(each.name for each in _OFFLOAD),
     "dataparallel": tuple(each.name for each in _REPLICAS),
 }
 

@@ -5,7 +5,13 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FullyShardedDataParallel,
+    OffloadPolicy,
+    ShardingStrategy,
+    fully_shard,
+)
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -48,16 +54,22 @@ def fsdp1(strategy: ShardingStrategy) -> Callable[[nn.Module, Setup], Loop]:
     return build
 
 
-def fsdp2(reshard: bool) -> Callable[[nn.Module, Setup], Loop]:
-    """fully_shard, one unit per block; `reshard` frees a unit between forward and backward."""
+def fsdp2(reshard: bool, offload: bool = False) -> Callable[[nn.Module, Setup], Loop]:
+    """fully_shard, one unit per block; `reshard` frees a unit between forward and backward.
+
+    `offload`: parameters, gradients and optimizer states rest in host memory.
+    """
 
     def build(model: nn.Module, setup: Setup) -> Loop:
         """The model with every block, and then itself, sharded in place."""
         mesh = init_device_mesh(setup.device.type, (setup.ranks,))
+        pinned = setup.device.type != "cpu"
+        policy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
+        options = {"mesh": mesh, "reshard_after_forward": reshard, "offload_policy": policy}
         for module in model.modules():
             if isinstance(module, setup.block):
-                fully_shard(module, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+                fully_shard(module, **options)
+        fully_shard(model, **options)
         return plain_loop(model, adamw(model.parameters()), setup)
 
     return build
@@ -71,4 +83,11 @@ PEERS = (
     Contender("FSDP1 FULL_SHARD", "zero3", fsdp1(ShardingStrategy.FULL_SHARD)),
     Contender("FSDP2 without reshard", "zero2", fsdp2(reshard=False)),
     Contender("FSDP2", "zero3", fsdp2(reshard=True)),
+)
+OFFLOAD = Contender(
+    "FSDP2 CPUOffloadPolicy",
+    "zero3",
+    fsdp2(reshard=True, offload=True),
+    note="its parameters rest in host memory too; on processors it copies nothing",
+    against="zero3",
 )

@@ -16,7 +16,7 @@ from shardwise.core.errors import bad
 from shardwise.core.mesh import AXES, Mesh
 from shardwise.core.plan_parser import WORDS, Word, read, size_text, words_table
 from shardwise.core.schedule.library import allowed
-from shardwise.core.zero import ALIASES, row_of
+from shardwise.core.zero import ALIASES, Row, row_of
 
 __all__ = ["WORDS", "Plan", "Word", "words_table"]
 
@@ -161,6 +161,12 @@ class Plan:
         """The plan words that split a rank's batch into microbatches; "" if none does."""
         words = [self.pipeline] if self.pipeline else []
         return " ".join(words + [f"accumulate:{self.accumulate}"] * (self.accumulate > 1))
+
+    @property
+    def states(self) -> Row:
+        """The row of the states table, with the tiers on which `offload` lets states rest."""
+        row = row_of(self.row)
+        return row if self.offload is None else replace(row, optim_tier="host")
 
     @property
     def shard_axis(self) -> str | None:

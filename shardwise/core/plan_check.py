@@ -90,6 +90,9 @@ def _stale(plan: Plan) -> list[Problem]:
     if row_of(plan.row).param.kind == "S":
         given = f"{plan.row} with {schedule} and keeps full versions of the weights"
         found.append((given, "ddp, zero1 or zero2, or a schedule that updates at the end"))
+    if plan.offload is not None:
+        given = f"offload:{plan.offload} with {schedule} during the pass"
+        found.append((given, "no offload, or a schedule that updates at the end"))
     return [Problem(given, allowed, f"'{_runnable(plan)}'") for given, allowed in found]
 
 
@@ -205,6 +208,7 @@ def _runnable(plan: Plan) -> Plan:
         bucket_bytes=plan.bucket_bytes,
         recompute="full" if alone and plan.recompute in PARTITIONED_WORDS else plan.recompute,
         activations=None if _bounded(plan) else plan.activations,
+        offload=plan.offload,
     )
     if plan.buffers_bytes is not None:
         near = replace(near, buffers_bytes=max(plan.buffers_bytes, smallest_pool_bytes(near)))
@@ -212,7 +216,7 @@ def _runnable(plan: Plan) -> Plan:
         return near
     precision = _STALE.get(near.precision, near.precision)
     row = "zero2" if row_of(near.row).param.kind == "S" else near.row
-    return replace(near, precision=precision, row=row, accumulate=1)
+    return replace(near, precision=precision, row=row, accumulate=1, offload=None)
 
 
 def _experts_on(ranks: int, most: int) -> tuple[tuple[str, int], ...]:

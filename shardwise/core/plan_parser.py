@@ -35,6 +35,9 @@ SCHEDULES: dict[str, str] = {
 #: Values of `recompute` that partition inputs over the tensor axis.
 PARTITIONED_WORDS: Final = ("partitioned", "partitioned-host")
 
+#: What `offload` keeps in host memory.
+OFFLOADS = ("optim",)
+
 #: Units of a SIZE, largest first.
 UNITS: dict[str, int] = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 
@@ -93,10 +96,7 @@ WORDS: tuple[Word, ...] = (
     ),
     Word("activations:host", "activations:host", "keep the activations of blocks in host memory"),
     Word(
-        "offload:WHAT",
-        "offload:optim",
-        "keep states in host memory or on disk",
-        "offload is",
+        "offload:optim", "offload:optim", "keep the optimizer's state in host memory, update there"
     ),
     Word("buffers:SIZE", "buffers:64MiB", "communication buffers of SIZE (the default: 2 buckets)"),
 )
@@ -263,11 +263,11 @@ def _read_row(key: str, value: str) -> Found | Problem:
         return error.problems[0]
 
 
-def _read_text(key: str, value: str) -> Found | Problem:
-    if value:
+def _read_offload(key: str, value: str) -> Found | Problem:
+    if value in OFFLOADS:
         return key, value
-    example = next(w.example for w in WORDS if w.example.startswith(f"{key}:"))
-    return Problem(f"the plan word '{key}:' with nothing after it", f"{key}:WHAT", example)
+    allowed = f"offload: and the states that rest in host memory: {' or '.join(OFFLOADS)}"
+    return Problem(f"the plan word '{key}:{value}'", allowed, f"offload:{OFFLOADS[0]}")
 
 
 _EVERY = re.compile("every([0-9]+)")
@@ -319,7 +319,7 @@ _VALUES: dict[str, Callable[[str, str], Found | Problem]] = {
     "buffers": _read_size,
     "recompute": _read_recompute,
     "activations": _read_activations,
-    "offload": _read_text,
+    "offload": _read_offload,
 }
 
 

@@ -15,6 +15,10 @@ moment at which it belongs; parallel/data carries them out and prediction/ adds 
     before update    grad    grad  -> optim       reduce_scatter  -               -
     after update     param   optim -> param       all_gather      all_gather      -
 
+Each state also has a tier. Where the tier of the optimizer's state is the host's memory (offload),
+two copies are among the moves: of the rank's block of the gradient, to the host before the update,
+and of the updated block of the parameter, to the device after it and before it is gathered.
+
 A row that is not in the table trains in the same way. As a plan word it is written with the three
 columns in this order: `row:R,R,S` replicates gradients and shards the optimizer's state.
 
@@ -31,7 +35,12 @@ from shardwise.core.moves import Move, price
 
 #: Where a state rests between two uses: the device that computes, its host's memory, or a disk.
 Tier = Literal["device", "host", "disk"]
-TIERS: Final[tuple[Tier, ...]] = ("device",)  # those that this version moves states between
+#: The tiers on which this version lets each state rest.
+TIERS: Final[dict[str, tuple[Tier, ...]]] = {
+    "parameter": ("device",),
+    "gradient": ("device",),
+    "optimizer state": ("device", "host"),
+}
 
 
 class Moment(Enum):
@@ -47,8 +56,9 @@ class Moment(Enum):
 class RowMove:
     """One move of a step: `state` goes from `src` on `src_tier` to `dst` on `dst_tier`.
 
-    `axis` is the axis that the row shards states over, or the one over which they are replicated.
-    With `block`, the moved tensor is the block of each rank of the shard axis.
+    A move changes the placement or the tier, not both. `axis` is the axis that the row shards
+    states over, or the one over which they are replicated. With `block`, the moved tensor is the
+    block of each rank of the shard axis.
     """
 
     moment: Moment
@@ -91,11 +101,11 @@ class Row:
                 f"the whole {state} on every rank, so sharding the {state} saves nothing"
             )
             raise bad(given, allowed, _word(self, "S"))
-        for tier in (self.param_tier, self.grad_tier, self.optim_tier):
-            if tier not in TIERS:
-                raise bad(
-                    f"{given} with a state on the tier {tier!r}", " or ".join(TIERS), "device"
-                )
+        tiers = self.param_tier, self.grad_tier, self.optim_tier
+        for (state, allowed), tier in zip(TIERS.items(), tiers, strict=True):
+            if tier not in allowed:
+                what = f"{given} with the {state} on the tier {tier!r}"
+                raise bad(what, " or ".join(allowed), "device")
 
     def __str__(self) -> str:
         word = _word(self)
@@ -114,18 +124,21 @@ class Row:
         """
         axis = "shard" if self.sharded else "replicate"
         param, grad, optim = self.param_tier, self.grad_tier, self.optim_tier
+        own = self.optim
         found = (
             RowMove(Moment.USE, "param", axis, self.param, R, param, "device"),
             RowMove(Moment.BACKWARD, "grad", axis, P, self.grad, "device", grad),
-            RowMove(Moment.BEFORE_UPDATE, "grad", axis, self.grad, self.optim, grad, optim),
-            RowMove(Moment.BEFORE_UPDATE, "grad", "replicate", P, R, optim, optim, block=True),
-            RowMove(Moment.AFTER_UPDATE, "param", axis, self.optim, self.param, optim, param),
+            RowMove(Moment.BEFORE_UPDATE, "grad", axis, self.grad, self.optim, grad, grad),
+            RowMove(Moment.BEFORE_UPDATE, "grad", "replicate", P, R, grad, grad, block=True),
+            RowMove(Moment.BEFORE_UPDATE, "grad", axis, own, own, grad, optim, block=True),
+            RowMove(Moment.AFTER_UPDATE, "param", axis, own, own, optim, param, block=True),
+            RowMove(Moment.AFTER_UPDATE, "param", axis, own, self.param, param, param),
         )
         return tuple(
             move
             for move in found
             if (move.src, move.src_tier) != (move.dst, move.dst_tier)
-            and (self.sharded or not move.block)
+            and (self.sharded or move.src == move.dst or not move.block)
         )
 
 

@@ -12,7 +12,6 @@ from torch import nn
 
 from shardwise.comm.world import Axis
 from shardwise.core.hook import Hook, nothing
-from shardwise.core.zero import row_of
 from shardwise.engine import expert_parallel, stage_module, tensor_parallel
 from shardwise.engine.expert_parallel import ExpertLayout
 from shardwise.engine.shard import (
@@ -63,7 +62,7 @@ def lay_out(model: nn.Module, build: Build) -> ShardedModel:
     world, plan = build.world, build.plan
     kernels = kernels_of(build.kernels, world.device)
     how = Sharding(
-        row=row_of(plan.row),
+        row=plan.states,
         shard=world.axis(plan.shard_axis or "none"),
         replicate=world.axis(plan.replicate_axis or "none"),
         units=build.units,
@@ -72,6 +71,7 @@ def lay_out(model: nn.Module, build: Build) -> ShardedModel:
         device=world.device,
         products=kernels.products,
         least_unit_bytes=build.least_unit_bytes,
+        tiers=world.tiers,
     )
     schedule, tensor_ranks = stage_module.schedule_of(plan), world.axis(tensor_parallel.AXIS).size
     if schedule is None:

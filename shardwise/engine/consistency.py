@@ -198,8 +198,10 @@ class ConsistencyCheck:
                 if self.tensors.of(name).cut is None:
                     piece = None if flat.gshard is None else flat.gshard[low:high]
                     names.append(name)
-                    sums.append(none if piece is None else _checksum(piece))
-                    sizes.append(none if piece is None else squared_norm(piece).sqrt())
+                    sums.append(none if piece is None else _checksum(piece).to(self.device))
+                    sizes.append(
+                        none if piece is None else squared_norm(piece).sqrt().to(self.device)
+                    )
         return names, torch.stack([*sums, *sizes]) if names else none.new_zeros(0)
 
     def _other_losses(self, losses: Sequence[float]) -> Exception:

@@ -65,7 +65,8 @@ class Engine:
         pipeline, every = self.staging and self.staging.axis, training.check_every
         self.consistency = ConsistencyCheck(self.tensors, pipeline, self.world.device, every)
         self.passes = self._passes()
-        self.optimizer = ShardedOptimizer(training.optimizer, self.flats)
+        with self.ledger.phase("start"):
+            self.optimizer = ShardedOptimizer(training.optimizer, self.flats, self.world.tiers)
         self.scale = LossScale(on=self.plan.precision == "fp16")
         self.guard, self.updates = self._guarded()
         self.steps = 0  # of the run

@@ -40,9 +40,14 @@ def owned(
     optimizer.map_state(kept.append)
     for flat in flats:
         yield from (("parameters", t) for t in (flat.full, flat.shard))
-        yield from (("gradients", t) for t in (flat.grad, flat.gshard) if t is not None)
+        yield from (("gradients", t) for t in gradients_of(flat))
     yield from (("optimizer", t) for t in kept)
     yield from (("buffers", t) for t in (*model.buffers(), world.pool.memory) if t is not None)
+
+
+def gradients_of(flat: Flat) -> list[Tensor]:
+    """The memory of a flat parameter's gradients, on all tiers."""
+    return [t for t in (flat.grad, flat.gshard, flat.host_grad) if t is not None]
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:

@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.zero import Tier
 from shardwise.engine.engine import Engine
+from shardwise.engine.memory import gradients_of
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "buffers", "activations")
 
@@ -189,8 +190,7 @@ class Meter(TorchDispatchMode):
         for flat in engine.flats:
             unit = unit_of[id(flat)]
             yield from ((Place("parameters", unit), t) for t in (flat.full, flat.shard))
-            grads = [t for t in (flat.grad, flat.gshard) if t is not None]
-            yield from ((Place("gradients", unit), t) for t in grads)
+            yield from ((Place("gradients", unit), t) for t in gradients_of(flat))
         for k, master in engine.optimizer.masters.items():
             yield Place("optimizer", unit_of[id(engine.optimizer.flats[k])]), master
         for flat, _, _, value in engine.optimizer.tensors():

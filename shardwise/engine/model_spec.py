@@ -34,7 +34,6 @@ from shardwise.core.plan import Plan
 from shardwise.core.plan_parser import PARTITIONED_WORDS, recompute_budget
 from shardwise.core.tensor_plan import Table, assign, cuts
 from shardwise.core.uneven import Cut
-from shardwise.core.zero import row_of
 from shardwise.engine import (
     expert_parallel,
     meta_pass,
@@ -250,7 +249,7 @@ def _valueless(model: nn.Module) -> Exception:
 def _sharding(plan: Plan, options: dict[str, Any]) -> Sharding:
     """What the choice of units depends on; the axes take no part in it."""
     return Sharding(
-        row=row_of(plan.row),
+        row=plan.states,
         shard=Axis("none"),
         replicate=Axis("none"),
         units=options["units"],

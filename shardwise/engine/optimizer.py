@@ -5,6 +5,9 @@
                       master.grad = p.grad in fp32;  step;  p = master in 16 bits
                   so that a parameter costs 2 (weight) + 2 (gradient) + 12 (master, two moments)
                   bytes, and 4 more for one unit at a time
+    offload       masters, in 32 bits or in those of the weight, their gradients and their states
+                  are in host memory, where the class steps on them; then `publish` copies the
+                  updated masters to the device, in the precision of the weight
 
 A parameter that had no gradient on any rank has none here, and is left alone, its step count too,
 exactly as one process would.
@@ -25,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.comm.tiers import Tiers, begin_copy
 from shardwise.core.errors import bad
 from shardwise.engine.norm import counted_elsewhere, counts, squared_norm
 from shardwise.engine.optimizer_spec import OptimizerSpec
@@ -54,10 +58,15 @@ NAMING = ("params", "param_names", "name")
 class ShardedOptimizer(Optimizer):
     """One torch optimizer over the pieces this rank updates; `engine.step` drives it."""
 
-    def __init__(self, recipe: OptimizerSpec, flats: Sequence[Flat]) -> None:
+    def __init__(
+        self, recipe: OptimizerSpec, flats: Sequence[Flat], tiers: Tiers | None = None
+    ) -> None:
         self.flats = [flat for flat in flats if flat.trained]
+        self.tiers = tiers or Tiers()
         self.masters: dict[int, Tensor] = {
-            k: flat.shard.float() for k, flat in enumerate(self.flats) if flat.dtype in HALF
+            k: self._master(flat)
+            for k, flat in enumerate(self.flats)
+            if flat.dtype in HALF or flat.moves.host_update
         }
         self.targets = [self._targets(k, flat) for k, flat in enumerate(self.flats)]
         named = [
@@ -79,6 +88,15 @@ class ShardedOptimizer(Optimizer):
         self.idle: set[str] = set()  # names whose state was made for a checkpoint, by no gradient
         self.base_lr = [group["lr"] for group in self.param_groups]
 
+    def _master(self, flat: Flat) -> Tensor:
+        """A copy of the shard on the tier of the update, with 32 bits or more."""
+        if not flat.moves.host_update:
+            return flat.shard.float()
+        copied = begin_copy(flat.shard, self.tiers, "device", "host").wait()
+        if flat.dtype not in HALF:
+            return copied
+        return self.tiers.empty(copied.numel(), torch.float32).copy_(copied)
+
     def _targets(self, k: int, flat: Flat) -> list[nn.Parameter]:
         if k not in self.masters:
             return flat.params
@@ -89,6 +107,8 @@ class ShardedOptimizer(Optimizer):
 
     def step(self, flats: Sequence[Flat] | None = None, factor: float = 1.0) -> None:
         """Update `flats` from the gradients on their parameters at rest, each times `factor`.
+
+        Masters in host memory are updated there; `publish` brings them to the device.
 
         Raises InputError where a user's loop calls it: `engine.step(batch)` updates.
         """
@@ -104,9 +124,9 @@ class ShardedOptimizer(Optimizer):
         self._wake(chosen)
         self._even_out()
         plain = [k for k in chosen if k not in self.masters]
-        for k in plain:
-            gshard = self.flats[k].gshard
-            if factor != 1.0 and gshard is not None:
+        for k in chosen:
+            gshard, half = self.flats[k].gshard, self.flats[k].dtype in HALF
+            if factor != 1.0 and gshard is not None and not half:
                 gshard.mul_(factor)
         if plain:
             self._step_only(plain)
@@ -127,8 +147,8 @@ class ShardedOptimizer(Optimizer):
         """Reset the state of parameters that get their first gradient after `prepare`."""
         for k in chosen if self.idle else []:
             flat, targets = self.flats[k], self.targets[k]
-            for name, p, target in zip(flat.names, flat.params, targets, strict=True):
-                if name in self.idle and p.grad is not None:
+            for i, (name, target) in enumerate(zip(flat.names, targets, strict=True)):
+                if name in self.idle and flat.gradient(i) is not None:
                     self.torch.state.pop(target, None)
                     self.idle.discard(name)
 
@@ -148,14 +168,36 @@ class ShardedOptimizer(Optimizer):
 
     def _step_masters(self, k: int, factor: float) -> None:
         flat, targets = self.flats[k], self.targets[k]
-        shown = [p.grad for p in flat.params]
-        for p, target, gradient in zip(flat.params, targets, shown, strict=True):
-            target.grad = None if gradient is None else gradient.float().mul_(factor)
-            p.grad = None
+        half = flat.dtype in HALF
+        self.tiers.settle(self.masters[k])
+        for i, (p, target) in enumerate(zip(flat.params, targets, strict=True)):
+            gradient, p.grad = flat.gradient(i), None
+            if half and gradient is not None:  # others are multiplied already
+                gradient = gradient.float().mul_(factor)
+            target.grad = gradient
         self._step_only([k])
         for target in targets:
             target.grad = None
-        flat.shard.copy_(self.masters[k])
+        if not flat.moves.host_update:
+            flat.shard.copy_(self.masters[k])
+
+    @torch.no_grad()
+    def publish(self, flats: Sequence[Flat] | None = None) -> None:
+        """Copy the masters of `flats` (None: of all) that are in host memory to the device."""
+        for k, flat in enumerate(self.flats):
+            if flat.moves.host_update and (flats is None or flat in flats):
+                self._own(k)
+                source = self.masters[k]
+                if flat.dtype in HALF:
+                    source = self.tiers.empty(source.numel(), flat.dtype).copy_(source)
+                begin_copy(source, self.tiers, "host", "device", flat.shard).wait()
+
+    def _own(self, k: int) -> None:
+        """Count the states that torch has made for masters in host memory as memory there."""
+        for target in self.targets[k]:
+            for value in list(self.torch.state.get(target, {}).values()):
+                if isinstance(value, Tensor):
+                    self.tiers.own(value)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing is left to clear: `engine.step` clears each gradient after its update."""
@@ -268,6 +310,9 @@ class ShardedOptimizer(Optimizer):
         self.idle |= {n for n, t in zip(self.names, everything, strict=True) if id(t) in fresh}
         for group, lr in zip(self.torch.param_groups, rates, strict=True):
             group["lr"] = lr
+        for k in (k for k, flat in enumerate(self.flats) if flat.moves.host_update):
+            self.tiers.settle(self.masters[k])  # it is about to be loaded into
+            self._own(k)
 
     def unprepare(self, names: set[str]) -> None:
         """Drop the state that `prepare` has made for these parameters, which are idle by it."""
@@ -299,7 +344,8 @@ class ShardedOptimizer(Optimizer):
         """Every state tensor: its flat group, the parameter's index in it, its key, the tensor."""
         for flat, targets in zip(self.flats, self.targets, strict=True):
             for index, target in enumerate(targets):
-                state = self.torch.state.get(target, {}).items()
+                # a copy: a thread of the host may be making the state
+                state = list(self.torch.state.get(target, {}).items())
                 yield from ((flat, index, k, v) for k, v in state if isinstance(v, Tensor))
 
     def map_state(self, act: Callable[[Tensor], None]) -> None:

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -10,6 +10,7 @@ from zlib import crc32
 import torch
 from torch import nn
 
+from shardwise.comm.tiers import Tiers
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.hook import Hook
@@ -24,9 +25,10 @@ from shardwise.engine.tensor_layout import Tensors, nowhere
 from shardwise.kernels.matmul import BY_TORCH, Products
 from shardwise.parallel.data.buffers import Buffers
 from shardwise.parallel.data.consensus import Consensus
-from shardwise.parallel.data.flat_parameter import Flat, LocalLayout
+from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.hooks import Data, Pace
 from shardwise.parallel.data.initial_weights import Fill
+from shardwise.parallel.data.local_layout import LocalLayout
 from shardwise.parallel.data.reducer import Reductions
 from shardwise.parallel.data.units import Unit, Units
 from shardwise.parallel.data.wrap_policy import Rule, UnitSpec, choose
@@ -41,6 +43,7 @@ class Sharding:
 
     device: where they are kept; None leaves them where they are.
     broadcast_buffers: whether buffers are rank 0's in every training forward, or at first only.
+    tiers: of this rank, where the row keeps states in host memory.
     Neighbours smaller than `least_unit_bytes` (None: LEAST_BYTES) are one unit.
     fill(name, tensor) writes the initial weights of parameters on the meta device, unit by unit.
     """
@@ -55,6 +58,7 @@ class Sharding:
     products: Products = BY_TORCH
     broadcast_buffers: bool = True
     least_unit_bytes: int | None = None
+    tiers: Tiers = field(default_factory=Tiers)
 
     @property
     def axes(self) -> tuple[Axis, Axis]:
@@ -110,6 +114,7 @@ def shard(
                 *data,
                 [axis for axis in sums if axis is not None and axis.size > 1],
                 _here(tensors, staged, experts),
+                how.tiers,
             )
             device = how.device or group[0][1].device
             groups.append(Flat(group, local, fill, device, how.products.add))
@@ -156,7 +161,10 @@ def agreed(model: nn.Module, how: Sharding, units: Sequence[Unit]) -> Consensus:
 
 def sums_of(units: Sequence[Unit], in_flight: int) -> Reductions:
     """The sums of the units' gradients, of which at most `in_flight` hold buffers at once."""
-    return Reductions(in_flight, any(flat.further for flat in flats_of(units)))
+    flats = flats_of(units)
+    repeated = any(flat.further for flat in flats)
+    offload = any(flat.moves.host_update for flat in flats)
+    return Reductions(in_flight, repeated=repeated, offload=offload)
 
 
 def hooked(model: nn.Module, how: Sharding, units: Sequence[Unit], pace: Pace) -> Data:

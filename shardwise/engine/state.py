@@ -18,7 +18,7 @@ from shardwise.core.boxes import boxes as cut
 from shardwise.core.param_layout import AxisLayout
 from shardwise.engine.box import Box
 from shardwise.engine.build import ShardedModel
-from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.optimizer import HALF, ShardedOptimizer
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.units import Units
 
@@ -73,11 +73,11 @@ def buffers(model: nn.Module, sharded: ShardedModel) -> list[Box]:
 def gradients(optimizer: ShardedOptimizer) -> list[Box]:
     """This rank's pieces of the gradients, named "grad/NAME", as the last update used them."""
     found: list[Box] = []
-    for k, flat in enumerate(optimizer.flats):
+    for flat in optimizer.flats:
         if flat.gshard is None:
             continue
         # 16-bit gradients are multiplied on their way to the master, others in place
-        factor = optimizer.factor if k in optimizer.masters else 1.0
+        factor = optimizer.factor if flat.dtype in HALF else 1.0
         used = flat.gshard.float() * factor if factor != 1.0 else flat.gshard
         found += boxes_of(flat, "grad", used)
     return found
@@ -122,9 +122,10 @@ def _spread(
 
 @torch.no_grad()
 def refresh(optimizer: ShardedOptimizer, units: Units) -> None:
-    """After loading: 16-bit weights follow their masters, gathered copies follow the pieces."""
+    """After loading: weights follow their masters, gathered copies follow the pieces."""
     for k, flat in enumerate(optimizer.flats):
-        if k in optimizer.masters:
+        if k in optimizer.masters and not flat.moves.host_update:
             flat.shard.copy_(optimizer.masters[k])
+    optimizer.publish()
     units.to_sharded()
     units.begin_unshard()

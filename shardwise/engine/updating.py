@@ -3,11 +3,14 @@
 early       without clipping: each unit as soon as its gradients are summed
 by_norm     with clipping or fp16: all units, after the norm of all gradients is known
 leave_out   gradients are not finite: dropped; weights and optimizer state stay (guard.py)
+
+With offload, updates run on a thread of the host, while other units arrive and return.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -21,6 +24,7 @@ from shardwise.engine.scale import LossScale
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.hooks import Data
 from shardwise.parallel.data.units import Unit
+from shardwise.parallel.offload.host_thread import HostThread, InPlace
 
 #: Units of at least this size together are updated in one call.
 EARLY_BYTES = 2**21
@@ -52,13 +56,14 @@ class Updates:
         Small units are updated together: the overhead of a call exceeds its work on few elements.
         """
         ready: list[Flat] = []
-        for unit in arriving:
-            unit.attach_grads()
-            ready += [flat for flat in self.flats if flat in unit.trained]
-            if sum(flat.shard.nbytes for flat in ready) >= EARLY_BYTES:
-                self._update(ready, correction)
-                ready = []
-        self._update(ready, correction)
+        with self._thread() as thread:
+            for unit in arriving:
+                unit.attach_grads()
+                ready += [flat for flat in self.flats if flat in unit.trained]
+                if sum(flat.shard.nbytes for flat in ready) >= EARLY_BYTES:
+                    self._update(thread, ready, correction)
+                    ready = []
+            self._update(thread, ready, correction)
         self.guard.passed()
 
     def by_norm(self, correction: float, *, update: bool) -> float:
@@ -71,7 +76,10 @@ class Updates:
         norm = self._norm(correction)
         if update and math.isfinite(norm):
             self.data.units.attach_grads()
-            self._update(self.flats, self._factor(norm) * correction)
+            factor = self._factor(norm) * correction
+            with self._thread() as thread:
+                for flats in self._parts():
+                    self._update(thread, flats, factor)
             self.scale.update(overflow=False)
             self.guard.passed()
         return norm
@@ -93,9 +101,27 @@ class Updates:
             flat.clear()
         return error
 
-    def _update(self, flats: Sequence[Flat], factor: float) -> None:
+    @property
+    def _on_host(self) -> bool:
+        """Whether updates are made in host memory."""
+        return any(flat.moves.host_update for flat in self.flats)
+
+    def _thread(self) -> HostThread | InPlace:
+        return HostThread() if self._on_host else InPlace()
+
+    def _parts(self) -> list[Sequence[Flat]]:
+        """What is updated at once when all gradients are there: all, or on the host a unit."""
+        if not self._on_host:
+            return [self.flats]
+        return [unit.trained for unit in self.data.units.order if unit.trained]
+
+    def _update(self, thread: HostThread | InPlace, flats: Sequence[Flat], factor: float) -> None:
         if flats:
-            self.optimizer.step(flats, factor)
+            step = partial(self.optimizer.step, flats, factor)
+            thread.run(step, partial(self._publish, flats))
+
+    def _publish(self, flats: Sequence[Flat]) -> None:
+        self.optimizer.publish(flats)
         for flat in flats:
             flat.clear()
 

@@ -11,7 +11,7 @@ from shardwise.core.flatten import Flattening, flatten
 from shardwise.core.model_spec import ModelShape, ParamShape, UnitShape
 from shardwise.core.param_layout import Layout
 from shardwise.core.plan import Plan
-from shardwise.core.zero import Row, row_of
+from shardwise.core.zero import Row
 
 
 @dataclass(frozen=True)
@@ -70,4 +70,4 @@ def groups(plan: Plan, model: ModelShape) -> list[Group]:
 def layout_of(plan: Plan, param: ParamShape) -> Layout:
     """How the ranks hold a parameter: as its layout says, or as the plan's row does."""
     axes = plan.shard_axis or "none", plan.replicate_axis or "none"
-    return param.layout or Layout(row_of(plan.row), *axes)
+    return param.layout or Layout(plan.states, *axes)

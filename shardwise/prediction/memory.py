@@ -14,10 +14,16 @@ Adam, of a group with K elements in pieces here and B in the block:
 
     fp32    4 B + 4 B + 8 K              bf16, fp16    2 B + 2 B + (4 B + 8 K)
 
+With `offload:optim` gradients and optimizer are in host memory, masters of all precisions among
+them, and the gradient there is one block; the device keeps parameters and buffers. With Adam:
+
+    fp32    4 B + (4 B + 8 K)            bf16, fp16    2 B + (4 B + 8 K)
+
 and a step count of 4 bytes for each parameter. (ZeRO, arXiv 1910.02054, section 3.1: 2 + 2 + 12.)
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardwise.core.model_spec import ModelShape
@@ -48,21 +54,41 @@ MOMENTUM = OptimizerShape(states=1, scalar_bytes=0)
 PLAIN = OptimizerShape(states=0, scalar_bytes=0)
 
 
+def host_bytes(
+    plan: Plan, model: ModelShape, optimizer: OptimizerShape = ADAM, rank: int = 0
+) -> dict[str, int]:
+    """The bytes of host memory that `rank` holds after such a step (see `held_bytes`).
+
+    Of each group that is updated there: its gradient, the masters and the optimizer's state.
+    """
+    here = plan.coordinate(rank)
+    found = [group for group in groups(plan, model) if group.trained and _updated_on_host(group)]
+    return {
+        "parameters": 0,
+        "gradients": sum(_block_bytes(group, group.row.sharded) for group in found),
+        "optimizer": sum(
+            _optimizer_bytes(group, optimizer, here.get(group.layout.shard, 0)) for group in found
+        ),
+        "buffers": 0,
+    }
+
+
 def held_bytes(
     plan: Plan, model: ModelShape, optimizer: OptimizerShape = ADAM, rank: int = 0, pool: int = 0
 ) -> dict[str, int]:
-    """The bytes `rank` holds after a step in which every trained parameter had a gradient.
+    """The bytes `rank` holds on its device after a step with gradients of all trained parameters.
 
     `pool` is the size of its communication buffers, from the whole model (core/pool_size.py).
     """
     here = plan.coordinate(rank)
     found = groups(plan, model)
     trained = [group for group in found if group.trained]
+    updated = [group for group in trained if not _updated_on_host(group)]
     held = {
         "parameters": sum(_block_bytes(group, group.row.param.kind == "S") for group in found),
-        "gradients": sum(_block_bytes(group, group.row.grad.kind == "S") for group in trained),
+        "gradients": sum(_block_bytes(group, group.row.grad.kind == "S") for group in updated),
         "optimizer": sum(
-            _optimizer_bytes(group, optimizer, here.get(group.layout.shard, 0)) for group in trained
+            _optimizer_bytes(group, optimizer, here.get(group.layout.shard, 0)) for group in updated
         ),
         "buffers": sum(buffer.stored_bytes for buffer in model.buffers) + pool,
     }
@@ -74,19 +100,28 @@ def held_bytes(
     return held
 
 
+def by_tier(device: Mapping[str, int], host: Mapping[str, int]) -> dict[str, int]:
+    """Bytes by category on the device, and in host memory those that are not zero."""
+    return {**device} | {f"{name} on the host": count for name, count in host.items() if count}
+
+
+def _updated_on_host(group: Group) -> bool:
+    return group.row.optim_tier == "host"
+
+
 def _block_bytes(group: Group, sharded: bool) -> int:
     flat = group.flat
     return group.element_bytes * (flat.share if sharded else flat.padded)
 
 
 def _optimizer_bytes(group: Group, optimizer: OptimizerShape, place: int) -> int:
-    """Masters of the block, where weights have 16 bits; states of the pieces; scalars."""
+    """Masters of the block, where weights have 16 bits or are elsewhere; states; scalars."""
     flat, half = group.flat, group.params[0].dtype in HALF
     element_bytes = MASTER_BYTES if half else group.element_bytes
     rank = place if group.shard > 1 else 0
     pieces = [flat.piece(index, rank) for index in range(len(group.params))]
     kept = sum(stop - start for start, stop in pieces)
-    masters = MASTER_BYTES * flat.share if half else 0
+    masters = element_bytes * flat.share if half or _updated_on_host(group) else 0
     states = optimizer.states * kept
     if optimizer.factored:
         states += sum(_means(param.shape) for param in group.params)

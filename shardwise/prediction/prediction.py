@@ -9,7 +9,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.pool_size import pool_bytes
 from shardwise.prediction.experts import exchanged_between, expert_bytes
 from shardwise.prediction.host import copied_bytes
-from shardwise.prediction.memory import ADAM, OptimizerShape, held_bytes
+from shardwise.prediction.memory import ADAM, OptimizerShape, by_tier, held_bytes, host_bytes
 from shardwise.prediction.rank_shape import added_flops_on
 from shardwise.prediction.traffic import (
     Line,
@@ -68,9 +68,19 @@ class Prediction:
 
     @property
     def memory(self) -> dict[str, int]:
-        """Bytes held between steps, by category."""
+        """Bytes of the device held between steps, by category."""
         pool = pool_bytes(self.plan, self.spec.shape.stored_bytes)
         return held_bytes(self.plan, self.model, self.optimizer, self.rank, pool)
+
+    @property
+    def host_memory(self) -> dict[str, int]:
+        """Bytes of host memory held between steps, by category."""
+        return host_bytes(self.plan, self.model, self.optimizer, self.rank)
+
+    @property
+    def memory_by_tier(self) -> dict[str, int]:
+        """Both: bytes of host memory under names such as "optimizer on the host"."""
+        return by_tier(self.memory, self.host_memory)
 
     @property
     def bytes(self) -> dict[str, int]:

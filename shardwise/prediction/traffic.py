@@ -40,7 +40,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.schedule.action import Transfer
 from shardwise.core.schedule.library import updates
-from shardwise.core.zero import Moment, Tier, row_of
+from shardwise.core.zero import Moment, RowMove, Tier, row_of
 from shardwise.prediction.group import Group, groups, layout_of
 from shardwise.prediction.rank_shape import stage_of, stages_on
 from shardwise.prediction.recompute import parts
@@ -78,6 +78,13 @@ class Tariff:
         """One move of a tensor of `numel` elements in the whole."""
         step = price(src, dst, numel, self.size(axis))
         self.add(Line(axis, step.what, phase), round(step.sent) * element_bytes)
+
+    def carry(self, move: RowMove, axis: str, numel: int, element_bytes: int, phase: str) -> None:
+        """One move of a row: between ranks, or between the tiers of this one."""
+        if move.src_tier == move.dst_tier:
+            self.move(axis, move.src, move.dst, numel, element_bytes, phase)
+        else:
+            self.copy(move.src_tier, move.dst_tier, numel * element_bytes, phase)
 
     def group(self, axis: str, on: AxisLayout) -> int:
         """Over how many ranks of the axis a gradient of this rank is summed."""
@@ -229,13 +236,18 @@ def stage_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
 
 
 def start_bytes(plan: Plan, model: ModelShape, rank: int = 0) -> dict[Line, int]:
-    """The bytes `rank` sends along the data axes before the first step: rank 0's are everyone's.
+    """The bytes `rank` sends before the first step, on the data axes and between tiers.
+
+    Rank 0's weights are everyone's, and those that are updated on another tier are copied there.
 
     Of a model made on the meta device only the buffers are sent: its weights follow from the seed.
     """
     tariff = Tariff(plan, rank)
     for group in groups(plan, model):
         tariff.broadcast(group.flat.padded * group.element_bytes, "start")
+        if group.trained and group.row.optim_tier != "device":
+            stored_bytes = group.flat.share * group.element_bytes
+            tariff.copy("device", group.row.optim_tier, stored_bytes, "start")  # the masters
     tariff.broadcast(sum(buffer.stored_bytes for buffer in model.buffers), "start")
     return tariff.sent_bytes
 
@@ -269,7 +281,7 @@ def _row(tariff: Tariff, group: Group, updates: int) -> None:
         numel = share if move.block else group.flat.padded
         for phase, count in times[move.moment].items():
             for _ in range(count):
-                tariff.move(axis, move.src, move.dst, numel, size, phase)
+                tariff.carry(move, axis, numel, size, phase)
     for axis, on in group.layout.axes if group.trained else ():
         for _ in range(updates):
             tariff.sum_parts(axis, share, tariff.group(axis, on), size)

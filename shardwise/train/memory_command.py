@@ -175,7 +175,7 @@ def _as_json(
         for one in series
     }
     head = {"plan": str(found.plan), "model": model, "world": found.world, "rank": found.rank}
-    return {**head, "between_steps": found.memory, **steps, "notes": notes}
+    return {**head, "between_steps": found.memory_by_tier, **steps, "notes": notes}
 
 
 def _show(
@@ -186,7 +186,7 @@ def _show(
     console = Console(emoji=False, highlight=False)
     console.print(f"{found.plan} on {model}: rank {found.rank} of {found.world}")
     table = Table("between steps", "bytes")
-    for category, count in found.memory.items():
+    for category, count in found.memory_by_tier.items():
         table.add_row(category, f"{count:,}")
     console.print(table)
     if series:

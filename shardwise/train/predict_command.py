@@ -46,7 +46,7 @@ def predict_command(
         "model": model,
         "world": found.world,
         "rank": found.rank,
-        "memory": found.memory,
+        "memory": found.memory_by_tier,
         "bytes": found.bytes,
         "bytes_between": found.bytes_between,
         "activations": found.activations,

@@ -24,6 +24,7 @@ from shardwise.comm.hang_detector import HANG_DETECTOR
 from shardwise.core.expert_moves import Loads
 from shardwise.engine.engine import Engine
 from shardwise.engine.live import Live, Stray
+from shardwise.prediction.memory import by_tier
 from shardwise.verify.costs import Costs, Theory
 
 READ_AFTER: Final = (3, 10)
@@ -85,8 +86,10 @@ def over_steps(
             engine.world.barrier()  # ranks in threads read each other's tensors until here
             _restore(engine.model, built, own)
             left = _left(engine, live)
-            found, expected = engine.memory(), told.memory
-            off = {name: found[name] for name in found if found[name] != expected.get(name)}
+            found = by_tier(engine.memory(), engine.host_memory())
+            expected = told.memory_by_tier
+            names = [*found, *(name for name in expected if name not in found)]
+            off = {n: found.get(n, 0) for n in names if found.get(n, 0) != expected.get(n, 0)}
             when = f"after step {step}"
             read |= {f"{name}, {when}": n for name, n in off.items()}
             theory |= {f"{name}, {when}": expected.get(name, 0) for name in off}

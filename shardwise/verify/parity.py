@@ -43,6 +43,7 @@ from shardwise.engine.parallelize import parallelize
 from shardwise.engine.prediction import Predictor
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
+from shardwise.prediction.memory import by_tier
 from shardwise.prediction.prediction import Prediction
 from shardwise.verify.async_oracle import AsyncOracle
 from shardwise.verify.costs import Costs, Theory
@@ -291,7 +292,8 @@ def compare(
         so_far.costs = replace(so_far.costs, hold=False)
     so_far.state(ours)
     told = theory(share(so_far.rows_for(ours, steps - 1), ours))
-    finding = Finding(ours.world.rank, (), so_far.costs, ours.memory(), told.memory)
+    held = by_tier(ours.memory(), ours.host_memory())
+    finding = Finding(ours.world.rank, (), so_far.costs, held, told.memory_by_tier)
     so_far.looks(ours, steps)
     if fresh is not None:
         again = reload_engine(ours, fresh())

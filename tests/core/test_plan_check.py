@@ -89,7 +89,8 @@ def test_plans_that_run(text: str, world: int | None):
         ("pp4 2bw:2", None, "2 microbatches a batch for 2BW on 4 ranks", "2bw:4"),
         ("dp2 sp zero1", None, "'sp' without tensor parallelism", "'dp2 zero1', or tp2 beside it"),
         ("tp1 sp", None, "'sp' without tensor parallelism", "'tp1', or tp2 beside it"),
-        ("dp2 offload:optim", None, "'offload:optim', but offload is not", "'dp2'"),
+        ("dp2 cp2", None, "'cp2', but context parallelism is not", "'dp2'"),
+        ("pp2 2bw:4 offload:optim", None, "offload:optim with 2bw:4", "'pp2 2bw:4'"),
         ("dp2 buffers:1KiB", None, "'buffers:1KiB' with 2 ranks on an axis", "buffers:1536B"),
         ("zero1 buffers:2KiB", 4, "'buffers:2KiB' with 4 ranks on an axis", "buffers:2560B"),
     ],
@@ -103,7 +104,7 @@ def test_one_problem(text: str, world: int | None, given: str, instead: str):
         require(Plan.parse(text), world)
 
 
-@pytest.mark.parametrize("wrong", ["hello", "dp2 offload:optim"])
+@pytest.mark.parametrize("wrong", ["hello", "dp2 cp2"])
 def test_only_words_that_run_are_offered(wrong: str):
     """Whether a word is unknown or for later, what is allowed is what has no problem of its own."""
     with pytest.raises(InputError) as caught:
@@ -113,17 +114,17 @@ def test_only_words_that_run_are_offered(wrong: str):
         said = [problem.given for problem in problems(Plan.parse(word.example))]
         assert (word.form in offered) != any("not in this version" in given for given in said)
     assert {"dpN", "zero3", "bucket:SIZE"} <= set(offered)
-    assert "offload:WHAT" not in offered
+    assert "cpN" not in offered
 
 
 def test_every_problem_at_once():
     """All problems are told together; the remedy of each is a plan without any of them."""
-    plan = Plan.parse("dp2 tp2 pp2 zero1 1f1b:8 bf16 sp offload:optim")
+    plan = Plan.parse("dp2 tp2 pp2 zero1 1f1b:8 bf16 sp cp2")
     found = problems(plan, 4)
-    words = ["'offload:optim'", "the plan"]
+    words = ["'cp2'", "the plan"]
     assert [problem.given.partition(",")[0].partition(" 'pp")[0] for problem in found] == words
     assert found[-1].instead == "'pp2 tp2 sp zero1 1f1b:8 bf16'"
-    with pytest.raises(InputError, match="2 things are wrong with the plan 'pp2 dp2 tp2"):
+    with pytest.raises(InputError, match="2 things are wrong with the plan 'pp2 dp2 cp2 tp2"):
         require(plan, 4)
 
 

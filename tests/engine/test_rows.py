@@ -1,5 +1,6 @@
 """Rows that are not in the table: written down, and trained without another line of code."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,7 +118,16 @@ def test_words_that_are_no_row(word: str):
 
 
 def test_tiers():
-    """Every state rests on the device; other tiers are refused until there are moves for them."""
+    """States rest on the device; the optimizer's may rest on the host: two copies of a block."""
     assert {move.src_tier for move in INVENTED.moves()} == {"device"}
-    with pytest.raises(InputError, match="the tier 'host'"):
-        Row(R, P, S(0), optim_tier="host")
+    for row in ROWS.values():
+        offloaded = replace(row, optim_tier="host")
+        more = [move for move in offloaded.moves() if move not in row.moves()]
+        tiers = [(move.state, move.src_tier, move.dst_tier) for move in more]
+        assert tiers == [("grad", "device", "host"), ("param", "host", "device")]
+        assert all(move.block and move.src == move.dst == row.optim for move in more)
+        assert [move for move in offloaded.moves() if move not in more] == list(row.moves())
+    with pytest.raises(InputError, match=r"optimizer state on the tier 'disk'.*device or host"):
+        Row(R, P, S(0), optim_tier="disk")
+    with pytest.raises(InputError, match="parameter on the tier 'host'"):
+        Row(S(0), S(0), S(0), param_tier="host")

@@ -224,7 +224,7 @@ def test_json_has_exactly_these_keys():
         ("dp2 zero9", "gpt", 3, "no plan word"),
         ("dp2", "hf:lama", 3, "hf:llama"),
         ("dp2", "gpt", 0, "one step or more"),
-        ("dp2 offload:optim", "gpt", 3, "not in this version"),
+        ("dp2 cp2", "gpt", 3, "not in this version"),
         ("dp99999999", "gpt", 3, "99999999 processes on this machine"),
         ("accumulate:99999999", "gpt", 3, "at most 512 microbatches"),
         ("pp2 dp2 interleaved:600x2", "gpt", 3, "'pp2 dp2 interleaved:4x2 fp64', which proves"),

@@ -27,6 +27,8 @@ Under zero3 `full` has memory only while UNSHARDED; `reshard` gives it back.
 
 The moves are those of the row (row_moves.py): `begin_unshard` carries out `gather`, `begin_reduce`
 `reduce`, and `begin_further` the sums over `replicas` and over the axes of `sums` (LocalLayout).
+Where the update is made in host memory, `begin_offload` copies `gshard` there when all sums are
+complete, and frees the gradients on the device: from then on `gshard` is `host_grad`.
 
 `full` keeps one storage (its size goes to 0 and back), because autograd remembers views of it
 between forward and backward; where weights have several versions at once, each has its own
@@ -34,40 +36,25 @@ between forward and backward; where weights have several versions at once, each 
 shape; that is a row that shards nothing (`ddp`), and any row on one rank.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from enum import Enum
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.comm.move import start
+from shardwise.comm.tiers import begin_copy
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
 from shardwise.core.flatten import flatten
 from shardwise.core.layout import P, Placement, R
-from shardwise.core.param_layout import Layout
 from shardwise.parallel.data.initial_weights import Fill, initialize
+from shardwise.parallel.data.local_layout import LocalLayout
 from shardwise.parallel.data.mean import mean_with_graph
 from shardwise.parallel.data.row_moves import row_moves
 
 #: out, left, right, beta, alpha: out becomes beta out + alpha left right; of beta 0 it is not read.
 AddProduct = Callable[[Tensor, Tensor, Tensor, float, float], object]  # matmul.py
-
-
-@dataclass(frozen=True)
-class LocalLayout:
-    """The layouts of a flat parameter's parameters, which are of one kind, and this rank's part.
-
-    sums    axes other than the data's over which the gradient is summed
-    here    this rank's coordinate on the axes other than the data's
-    """
-
-    layouts: Sequence[Layout]
-    shard: Axis
-    replicate: Axis
-    sums: Sequence[Axis]
-    here: Mapping[str, int]
 
 
 class State(Enum):
@@ -89,7 +76,7 @@ class Flat:
         device: torch.device,
         add_to: AddProduct,
     ) -> None:
-        self.layouts, self.here = list(local.layouts), local.here
+        self.layouts, self.here, self.tiers = list(local.layouts), local.here, local.tiers
         row, shard, replicate = self.layouts[0].row, local.shard, local.replicate
         self.add_to = add_to
         self.names = [name for name, _ in params]
@@ -115,6 +102,7 @@ class Flat:
         self.grad_views: list[Tensor] = []
         self.gsum: Tensor | None = None
         self.gshard: Tensor | None = None
+        self.host_grad: Tensor | None = None
         none = [False] * len(self.params)
         self.filled = list(none)  # grad holds something of parameter i
         self.valid = list(none)  # gsum holds something of parameter i
@@ -346,10 +334,23 @@ class Flat:
         going = start(self.gshard, first, P, R, self.gshard, behind=True)
         return Pending([going.wait, lambda: self._sum_over(others).wait()]) if others else going
 
+    def begin_offload(self) -> None:
+        """Start to copy `gshard` to the host, where the update is made, and free it here."""
+        if not self.moves.host_update or self.gshard is None:
+            return
+        if self.host_grad is None:
+            self.host_grad = self.tiers.empty_like(self.gshard, "host")
+        self.going = begin_copy(self.gshard, self.tiers, "device", "host", self.host_grad)
+        self.grad, self.grad_views, self.gsum, self.gshard = None, [], None, self.host_grad
+
+    def gradient(self, index: int) -> Tensor | None:
+        """The piece of `gshard` for parameter `index`; None if no rank had a gradient for it."""
+        return self._sharded_grad(index) if self.used[index] else None
+
     def attach_grads(self) -> None:
-        """Set each p.grad to its piece of `gshard`; None where no rank had a gradient for it."""
-        for i, p in enumerate(self.params):
-            p.grad = self._sharded_grad(i) if self.used[i] else None
+        """Set each p.grad to its piece of `gshard`, unless that is not where p is."""
+        for i, p in enumerate(self.params if not self.moves.host_update else ()):
+            p.grad = self.gradient(i)
             if i in self.graphs and p.grad is not None:
                 p.grad = mean_with_graph(self.graphs.pop(i), p.grad)
         self.grads_attached = True

@@ -6,6 +6,10 @@
 
 At most `in_flight` sums hold buffers at once.  Where it takes further sums (over the replicas, in
 hybrid sharding; over tensor ranks that each have a part) they begin when the first is complete.
+
+Where updates are made in host memory (`offload`), at most `in_flight` units at a time are in either
+of the two phases, also under rows that reduce once a step.  Then they are copied to the host and
+freed on the device, while the backward pass goes on.
 """
 
 from collections import deque
@@ -18,12 +22,13 @@ from shardwise.parallel.data.units import Unit
 class Reductions:
     """The sums of one model's gradients."""
 
-    def __init__(self, in_flight: int, repeated: bool) -> None:
-        self.in_flight, self.repeated = in_flight, repeated
+    def __init__(self, in_flight: int, *, repeated: bool, offload: bool) -> None:
+        self.in_flight, self.repeated, self.offload = in_flight, repeated, offload
         self.sync = True  # whether the gradients of this backward pass are the last of the step
         self.next = 0  # how many units, counted from the last, have had their turn
         self.flying: deque[tuple[Unit, bool]] = deque()  # and whether the update waits for it
         self.landed: deque[Unit] = deque()
+        self.left: deque[Unit] = deque()  # on their way to the tier of the update
         self.see: Callable[[Flat], None] = lambda _: None  # before the sum of a group begins
 
     def begin(self) -> None:
@@ -55,8 +60,10 @@ class Reductions:
             self.see(group)
             group.begin_reduce()
         self.flying.append((unit, self.sync))
-        while each_backward and len(self.flying) > self.in_flight:
+        while (each_backward or self.offload) and len(self.flying) > self.in_flight:
             self._land()
+        while self.offload and len(self.landed) > self.repeated * self.in_flight:
+            self._leave()
 
     def _land(self) -> None:
         unit, sync = self.flying.popleft()
@@ -67,13 +74,22 @@ class Reductions:
         if sync:
             self.landed.append(unit)
 
+    def _leave(self) -> None:
+        unit = self.landed.popleft()
+        for group in unit.trained:
+            group.end_reduce()
+            group.begin_offload()
+        self.left.append(unit)
+
     def arrivals(self) -> Iterator[Unit]:
         """Each unit whose gradients the update waits for, once they are summed."""
-        while self.flying or self.landed:
-            while self.flying and (self.repeated or not self.landed):
+        while self.flying or self.landed or self.left:
+            while self.flying and (self.repeated or not (self.landed or self.left)):
                 self._land()  # all of them where a second sum is to begin
             if self.landed:
-                unit = self.landed.popleft()
+                self._leave()
+            if self.left:
+                unit = self.left.popleft()
                 for group in unit.trained:
                     group.end_reduce()
                 yield unit

@@ -3,6 +3,7 @@
 gather       the move of the parameter to R: before use (zero3) or after the update (zero1, zero2)
 reduce       the move of the gradient from P: after each backward pass, or once before the update
 replicas     the axes over which the reduced block is then summed, once before the update
+host_update  whether it is then copied to the host's memory, where the update is made
 """
 
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ class RowMoves:
     reduce: AxisMove | None
     each_backward: bool  # whether `reduce` is made after each backward pass
     replicas: tuple[Axis, ...]
+    host_update: bool
 
 
 def row_moves(row: Row, shard: Axis, replicate: Axis, *, trained: bool) -> RowMoves:
@@ -42,6 +44,7 @@ def row_moves(row: Row, shard: Axis, replicate: Axis, *, trained: bool) -> RowMo
         move
         for move in row.moves()
         if here(move).axis.size > 1
+        and move.src_tier == move.dst_tier
         and what(move.src, move.dst) != "take_block"
         and (trained or move.moment is Moment.USE)
     ]
@@ -52,4 +55,5 @@ def row_moves(row: Row, shard: Axis, replicate: Axis, *, trained: bool) -> RowMo
         here(sums[0]) if sums else None,
         any(move.moment is Moment.BACKWARD for move in sums),
         tuple(here(move).axis for move in sums[1:]),
+        trained and row.optim_tier == "host",
     )

@@ -1,0 +1,25 @@
+"""The layouts of a flat parameter, and where this rank is in them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.comm.tiers import Tiers
+from shardwise.comm.world import Axis
+from shardwise.core.param_layout import Layout
+
+
+@dataclass(frozen=True)
+class LocalLayout:
+    """The layouts of a flat parameter's parameters, which are of one kind, and this rank's part.
+
+    sums    axes other than the data's over which the gradient is summed
+    here    this rank's coordinate on the axes other than the data's
+    tiers   between which this rank copies what the row moves
+    """
+
+    layouts: Sequence[Layout]
+    shard: Axis
+    replicate: Axis
+    sums: Sequence[Axis]
+    here: Mapping[str, int]
+    tiers: Tiers

@@ -1,0 +1,213 @@
+"""`offload:optim`: gradients, masters and optimizer state rest and are updated in host memory."""
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.comm.world import World
+from shardwise.core.plan import Plan
+from shardwise.engine.meter import Meter
+from shardwise.engine.state_dict import whole
+from shardwise.parallel.offload.host_thread import HostThread
+from tests.engine.cases import (
+    PLANS,
+    Case,
+    Run,
+    Task,
+    build,
+    difference,
+    expected_near,
+    foreseen,
+    oracle,
+    share,
+    tied_gpt,
+)
+from tests.engine.tensors import sent
+from tests.engine.test_state import assembled, resumed, saved
+from tests.pool import run_gloo, run_threads
+
+TASK, TIED = Task(), Task(tied_gpt)
+WITH = [
+    "dp2 zero1 accumulate:3",
+    "dp2 zero3 accumulate:2 recompute:full",
+    "dp_replicate2 dp_shard2 zero2 accumulate:2",
+    "dp2 row:R,R,S",
+    "dp2 tp2 sp zero2",
+    "tp2",
+    "dp2 pp2 1f1b:2 zero1",
+    "pp2 gpipe:2",
+    "dp2 pp2 zb-h1:2 zero3",
+]
+
+
+def trained(world: World, task: Task, case: Case) -> tuple[Run, list[Any]]:
+    """The training, and of each step the gradients it used and what was sent and held.
+
+    Gradients are this rank's pieces: offsets, sizes, values.
+    """
+    engine, theory, run, costs = build(world, task, case), foreseen(world, task, case), Run(), []
+    for step in range(case.steps):
+        own = share(task.batch(step), engine.data_rank, engine.data_ranks)
+        metrics = engine.step(own)
+        run.losses.append(metrics.loss)
+        run.norms.append(metrics.grad_norm)
+        boxes = [(b.name, b.offsets, b.sizes, b.tensor.clone()) for b in engine.gradients()]
+        run.grads.append({"boxes": boxes})  # type: ignore[dict-item]
+        told = theory.of(own)
+        memory = (engine.memory(), engine.host_memory()), (told.memory, told.host_memory)
+        costs.append(((sent(engine), told.in_step(step)), memory))
+    if "pp" not in case.plan and "tp" not in case.plan:
+        run.weights = whole(engine.flats)
+    return run, costs
+
+
+def assert_parity(results: list[Any], wanted: Run, tolerance: float) -> None:
+    """Losses, norms, every piece of a gradient, and weights are those of one process."""
+    for run, _ in results:
+        assert run.losses == expected_near(wanted.losses, tolerance)
+        assert run.norms == expected_near(wanted.norms, tolerance)
+        for found, grads in zip(run.grads, wanted.grads, strict=True):
+            for name, offsets, sizes, piece in found["boxes"]:
+                full = grads[name.removeprefix("grad/")]
+                assert full is not None
+                part = full[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+                error = (piece.to(full) - part).abs().max() if part.numel() else 0.0
+                assert error <= tolerance * full.abs().max(), name
+        for name, weight in run.weights.items():
+            assert difference(weight, wanted.weights[name]) <= tolerance, name
+
+
+def assert_costs(results: list[Any]) -> None:
+    """What was sent and held in each step is what was predicted from the plain model."""
+    for _, costs in results:
+        for (counted, predicted), (held, formula) in costs:
+            assert counted == predicted
+            assert held == formula
+            (device, host), _ = held, formula
+            assert device["gradients"] == device["optimizer"] == 0
+            assert host["gradients"] > 0 < host["optimizer"]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_parity_and_costs(plan: str):
+    """fp64, clipped, ranks that begin with different weights: 3 steps on real processes."""
+    case = Case(f"{plan} fp64 offload:optim", clip=0.5, seeds=True)
+    results = run_gloo(Plan.parse(plan).size, trained, TASK, case)
+    assert_parity(results, oracle(TASK, case), 1e-10)
+    assert_costs(results)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_updates_beside_arrivals(plan: str):
+    """fp32 without clipping, where each unit is updated as it arrives: parity within 1e-5."""
+    case = Case(f"{plan} fp32 offload:optim", kind=torch.optim.SGD, options={"lr": 0.1})
+    results = run_gloo(Plan.parse(plan).size, trained, TASK, case)
+    assert_parity(results, oracle(TASK, case, torch.float32), 1e-5)
+    assert_costs(results)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("words", WITH)
+def test_with_other_techniques(words: str, clip: float | None):
+    """Together with accumulation, recomputation, hybrid sharding, tensor ranks and pipelines."""
+    case = Case(f"{words} fp64 offload:optim", clip=clip)
+    results = run_threads(Plan.parse(words).size, trained, TIED, case)
+    assert_parity(results, oracle(TIED, case), 1e-10)
+    assert_costs(results)
+
+
+@pytest.mark.parametrize("plan", ["dp2", "dp2 zero1", "dp2 zero2 accumulate:2", "dp2 zero3"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_no_bit_changes_in_16_bits(plan: str, precision: str):
+    """Over masters in host memory: the numbers of the plan without offload, overflows included."""
+    plain, offloaded = (
+        run_threads(2, trained, TASK, Case(f"{plan} {precision} {words}", clip=clip, steps=4))
+        for clip in [0.5]
+        for words in ("", "offload:optim")
+    )
+    for (run, _), (other, _) in zip(plain, offloaded, strict=True):
+        assert run.losses == other.losses
+        assert run.norms == other.norms
+        for name, weight in run.weights.items():
+            assert torch.equal(weight, other.weights[name]), name
+
+
+def measured(world: World, plan: str) -> tuple[int, int, list[Any], list[int]]:
+    """Of the last of three steps: the most bytes of gradients on the device, the leaks."""
+    case = Case(plan)
+    engine = build(world, TASK, case)
+    meter = Meter(engine)
+    for step in range(3):
+        with meter:
+            engine.step(share(TASK.batch(step), engine.data_rank, engine.data_ranks))
+    units = [
+        sum(group.plan.padded * group.shard.element_size() for group in unit.trained)
+        for unit in engine.data.units.order
+    ]
+    held = engine.host_memory()["optimizer"]
+    return meter.most["gradients"], meter.host_peak["optimizer"] - held, meter.leaks(), units
+
+
+@pytest.mark.parametrize("row", ["ddp", "zero1", "zero2", "zero3"])
+def test_the_device_has_few_gradients_at_once(row: str):
+    """Of a rank's gradients the device has those of at most four units; a step leaves nothing."""
+    for most, growth, leaks, units in run_threads(2, measured, f"dp2 {row} fp32 offload:optim"):
+        assert 0 < most <= sum(sorted(units)[-4:]) < sum(units)
+        assert growth == 0
+        assert leaks == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("dp2 zero2 offload:optim", "ddp"),
+        ("dp2 zero3", "dp2 zero1 offload:optim"),
+        ("dp2 offload:optim", "dp_replicate2 dp_shard2 zero3 offload:optim"),
+    ],
+)
+def test_checkpoints_of_any_tier(before: str, after: str):
+    """Saved after two steps under one plan and resumed under another: a run without a stop."""
+    one, other = (Case(f"{plan} fp64") for plan in (before, after))
+    size, later = Plan.parse(before).size, Plan.parse(after).size
+    states = run_threads(size, saved, TASK, one, 2)
+    runs = run_threads(later, resumed, TASK, other, assembled(states), states[0][1], range(2, 4))
+    wanted = oracle(TASK, Case("ddp", steps=4))
+    for losses, weights, _ in runs:
+        assert losses == pytest.approx(wanted.losses[2:], rel=1e-10)
+        for name, weight in weights.items():
+            assert difference(weight, wanted.weights[name]) <= 1e-10, name
+
+
+def test_updates_run_in_order_and_are_published_by_the_caller():
+    """Updates run one after the other on another thread; what follows each runs on this one."""
+    seen: list[tuple[str, int, bool]] = []
+    here = threading.get_ident()
+
+    def note(what: str, k: int) -> None:
+        seen.append((what, k, threading.get_ident() == here))
+
+    with HostThread() as thread:
+        for k in range(3):
+            thread.run(lambda k=k: note("update", k), lambda k=k: note("publish", k))
+    for what, at_home in (("update", False), ("publish", True)):
+        assert [one for one in seen if one[0] == what] == [(what, k, at_home) for k in range(3)]
+
+
+def test_an_error_of_an_update_is_raised():
+    """An error on the host's thread ends the step; updates that wait behind it are dropped."""
+    published: list[Tensor] = []
+
+    def fail() -> None:
+        raise ValueError("no such state")
+
+    def run() -> None:
+        with HostThread() as thread:
+            thread.run(fail, lambda: None)
+            thread.run(lambda: None, lambda: published.append(torch.zeros(1)))
+
+    with pytest.raises(ValueError, match="no such state"):
+        run()
+    assert published == []
