@@ -208,7 +208,11 @@ def _sent(summary: Summary) -> str:
     if summary.ranks == 1:
         return "nothing: there is one rank"
     whose = _whose(rank, [sum(of.sent.values()) for of in summary.costs])
-    return f"{_against(cost.sent, cost.predicted_sent)} by {whose}"
+    exchanged = "".join(
+        f", and {size_text(cost.sent.get(kind, 0))} of {kind}, which depends on where the tokens go"
+        for kind in cost.between
+    )
+    return f"{_against(cost.sent, cost.predicted_sent)} by {whose}{exchanged}"
 
 
 def _held(summary: Summary) -> str:
