@@ -9,13 +9,10 @@ from tests.pool import run_gloo
 
 
 def test_offload_trains_the_same_model() -> None:
-    """All contenders end with one loss; offload sends nothing more to other ranks."""
+    """All contenders end with one loss."""
     task = replace(TASK, contenders=SUITES["offload"])
     rows = {row.contender: row for row in table.lines(task, run_gloo(2, measured, task))}
     assert tuple(rows) == SUITES["offload"]
     for row in rows.values():
         assert row.loss == pytest.approx(rows["zero2"].loss, rel=1e-5), row.note
         assert row.ratio is not None
-    for row in ("zero2", "zero3"):
-        plain, offloaded = rows[row], rows[f"{row} offload:optim"]
-        assert offloaded.wire_ratio == pytest.approx(plain.wire_ratio, rel=0.2)
