@@ -20,8 +20,8 @@ _FUSED: Final = torch.ops.aten._scaled_dot_product_flash_attention
 class TapeRecorder:
     """The tape so far. It keeps tensors alive, so that no new tensor gets the storage of one."""
 
-    def __init__(self, given: Iterable[Any]) -> None:
-        self.given = {_storage(x) for x in given if isinstance(x, Tensor)}
+    def __init__(self, external: Iterable[Any]) -> None:
+        self.external = {_storage(x) for x in external if isinstance(x, Tensor)}
         self.numbers: dict[int, int] = {}
         self.storage_bytes: list[int] = []
         self.alive: list[Tensor] = []
@@ -94,7 +94,7 @@ class TapeRecorder:
 
     def _number(self, x: Tensor) -> int | None:
         key = _storage(x)
-        if key in self.given:
+        if key in self.external:
             return None
         if key not in self.numbers:
             self.numbers[key] = len(self.storage_bytes)

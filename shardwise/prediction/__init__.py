@@ -1,1 +1,1 @@
-"""What a plan will send and hold, from formulas alone: it reads core, not torch."""
+"""Predictions of the bytes a plan sends and stores, by formulas: imports core, not torch."""

@@ -22,7 +22,7 @@ from shardwise.core.model_spec import ModelPass, UnitModules
 
 @dataclass
 class _Pass:
-    """Where a forward pass is: which units are whole, and the units gathered so far."""
+    """The state of a forward pass: which units are unsharded, and the units gathered so far."""
 
     units: Sequence[UnitModules]
     whole: set[int] = field(default_factory=set[int])

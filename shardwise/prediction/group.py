@@ -1,4 +1,4 @@
-"""Flat parameters as numbers: how the ranks of a plan keep parameters that are laid end to end.
+"""Flat parameters as numbers: how the ranks of a plan keep parameters that are stored end to end.
 
 A unit holds one group for each pair of element type and trainability. What is neither trained nor
 kept sharded is the same on every rank for good, so it is not split.
@@ -18,7 +18,7 @@ from shardwise.core.zero import Row
 class Group:
     """Parameters of one element type, all trained or all frozen, under a row of the table.
 
-    Tensor ranks hold all of them in one way, too.
+    All of them have the same layout on the tensor axis, too.
 
     `shard` is the number of ranks over which they are split: 1 where they are not.
     """
@@ -35,7 +35,7 @@ class Group:
 
     @property
     def trained(self) -> bool:
-        """Whether there are gradients for it."""
+        """Whether the group has gradients."""
         return self.params[0].trainable
 
     @property
@@ -45,7 +45,7 @@ class Group:
 
     @property
     def flat(self) -> Flattening:
-        """Where each parameter lies, padding included."""
+        """The offset of each parameter, padding included."""
         return flatten([param.numel for param in self.params], self.element_bytes, self.shard)
 
 

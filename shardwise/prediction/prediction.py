@@ -1,4 +1,4 @@
-"""What a rank will hold and send under a plan: computed from numbers, before any rank starts."""
+"""The memory and the bytes sent of one rank of a plan, computed before any rank starts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ class Prediction:
 
     @property
     def world(self) -> int:
-        """How many ranks the plan has."""
+        """The number of ranks of the plan."""
         return self.plan.size
 
     @property
@@ -62,7 +62,7 @@ class Prediction:
     def recomputed_flops(self) -> int:
         """The operations that recomputation adds to a step, as torch's FlopCounterMode counts.
 
-        Of microbatches of one size, with torch's own kernels.
+        For microbatches of one size, with torch's own kernels.
         """
         return added_flops_on(self.spec, self.plan, self.rank)
 

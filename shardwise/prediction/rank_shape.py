@@ -1,4 +1,4 @@
-"""What one rank of a plan holds of a model, from the whole model as numbers.
+"""The part of a model that one rank of a plan holds, computed from the full model's shapes.
 
 axis tp    its parts of the parameters that a style cuts
 axis ep    its experts, on the data ranks that hold the same ones
@@ -94,7 +94,7 @@ def _on_expert_axis(spec: ModelSpec, plan: Plan, rank: int) -> ModelSpec:
 def _staged(
     unit: UnitShape, plan: Plan, stages: StageSpec, schedule: Schedule, place: int
 ) -> UnitShape:
-    """What the rank at `place` of the pipeline holds of a unit."""
+    """The part of a unit that the rank at `place` of the pipeline holds."""
     mine = set(schedule.stages(place))
     params = tuple(
         _held(plan, param, {schedule.home[stage] for stage in stages.params[param.name]})

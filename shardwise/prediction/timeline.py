@@ -96,7 +96,7 @@ class _Unit:
 
     @property
     def full_bytes(self) -> int:
-        """What gathering takes: all of each group of which the row keeps a shard."""
+        """Bytes of the gathered unit: all of each group that the row keeps sharded."""
         return sum(_padded(g) for g in self.groups if g.shard > 1 and g.row.param.kind == "S")
 
     @property
@@ -105,7 +105,7 @@ class _Unit:
 
     @property
     def sent_bytes(self) -> int:
-        """What a gradient on its way takes."""
+        """Bytes of a gradient whose reduction is in flight."""
         return sum(_padded(group) for group in self.groups if _each_backward(group))
 
     @property
@@ -363,5 +363,5 @@ def predicted_timeline(
 
 
 def _forward(marks: Sequence[Mark]) -> Sequence[Mark]:
-    """Those before the backward pass."""
+    """The marks before the backward pass."""
     return marks[: next(k for k, mark in enumerate(marks) if mark.kind == "loss")]

@@ -10,10 +10,10 @@ sums of its gradient over tensor and pipeline ranks. And, whatever the model's s
                hold, whether any of them had a gradient
     forward    all buffers, from the first rank of each axis
 
-In the first step the data ranks tell their numbers of tokens beforehand, the ranks of the other
-axes three doubles of their batch, and those of the tensor axis one of the loss and two of each
-trained parameter that they hold whole (engine/consistency.py). In later steps that compare they
-tell the batch again, and of the loss and the gradients three doubles in all.
+In the first step, the data ranks exchange their numbers of tokens beforehand, the ranks of other
+axes exchange three doubles for their batch, and those of the tensor axis one for the loss and two
+for each trained parameter that they replicate (engine/consistency.py). In later steps that compare,
+they exchange the batch's again, and three doubles for the loss and all gradients.
 
 A schedule that updates by itself does what is said to be done once, and sums the consensus but the
 loss, with each of its updates.
@@ -53,7 +53,7 @@ COUNT_BYTES = 4  # the first step asks for its number of tokens beforehand
 
 
 class Line(NamedTuple):
-    """What bytes are counted by; the same three words as in the ledger."""
+    """The key of a count of bytes; the same three fields as in the ledger."""
 
     axis: str
     kind: str
@@ -69,13 +69,13 @@ class Tariff:
         self.here = plan.coordinate(rank)
 
     def size(self, axis: str) -> int:
-        """How many ranks the axis has."""
+        """The number of ranks of the axis."""
         return self.plan.size_of(axis)
 
     def move(
         self, axis: str, src: Placement, dst: Placement, numel: int, element_bytes: int, phase: str
     ) -> None:
-        """One move of a tensor of `numel` elements in the whole."""
+        """One move of a tensor that has `numel` elements in full."""
         step = price(src, dst, numel, self.size(axis))
         self.add(Line(axis, step.what, phase), round(step.sent) * element_bytes)
 
@@ -87,7 +87,7 @@ class Tariff:
             self.copy(move.src_tier, move.dst_tier, numel * element_bytes, phase)
 
     def group(self, axis: str, on: AxisLayout) -> int:
-        """Over how many ranks of the axis a gradient of this rank is summed."""
+        """The number of ranks of the axis over which a gradient of this rank is summed."""
         return len(on.group(self.here.get(axis, 0)))
 
     def sum_parts(self, axis: str, numel: int, ranks: int, element_bytes: int) -> None:
@@ -96,7 +96,7 @@ class Tariff:
         self.add(Line(axis, step.what, "backward"), round(step.sent) * element_bytes)
 
     def ask(self, axis: str, ranks: int) -> None:
-        """A number that so many ranks of the axis tell one another."""
+        """One number from each of `ranks` ranks of the axis, gathered by all of them."""
         step = price(S(0), R, ranks, ranks)
         self.add(Line(axis, step.what, "check"), round(step.sent) * CONSENSUS_BYTES)
 
@@ -253,7 +253,7 @@ def start_bytes(plan: Plan, model: ModelShape, rank: int = 0) -> dict[Line, int]
 
 
 def by_kind(sent_bytes: dict[Line, int]) -> dict[str, int]:
-    """The same by axis and kind, as "dp all_gather", phases added up; none of nothing."""
+    """The bytes by axis and kind, such as "dp all_gather", summed over phases, without zeros."""
     total: dict[str, int] = {}
     for line, count in ((line, count) for line, count in sent_bytes.items() if count):
         name = f"{line.axis} {line.kind}"

@@ -1,1 +1,1 @@
-"""The proof of a plan: its run beside one process, beside theory and beside what was counted."""
+"""Proves a plan: compares its run with one process, and with the predicted bytes and memory."""

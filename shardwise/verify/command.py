@@ -6,7 +6,7 @@ A plan without a precision runs in fp64. It holds when, on every rank,
     bytes     every step sent what the formulas say, to the byte, by axis, kind and phase
     memory    after the last step each category holds what the formulas say, to the byte
 
-and all ranks together have shown every element of every tensor (coverage.py).
+and the ranks together compare every element of every tensor (coverage.py).
 """
 
 import sys
@@ -45,7 +45,7 @@ def verify(
     *,
     wire: bool = False,
 ) -> Report:
-    """Prove `plan` on `model`: on the ranks that torchrun or Slurm started, else on new ones.
+    """Prove `plan` on `model`, on the ranks that torchrun or Slurm started or else on new ones.
 
     A plan that names no data axis is completed for the ranks that were started, else for the fewest
     on which each of its words has an effect: `zero3` is proved as `dp2 zero3`, `tp2` as `tp2`.
@@ -68,7 +68,7 @@ def verify(
     _require_small(plan)
     if not started:
         require_local(plan.size)
-    # a bad name or model is answered here, before anything starts
+    # a wrong name or model raises here, before any rank starts
     made, options = smoke_test(model, plan, options)
     note = batch_norm_note(made, plan)
     if not started:
@@ -85,7 +85,7 @@ def verify(
 
 
 def _require_own_ranks(*, started: bool) -> None:
-    """Raise InputError where the interface of this machine cannot tell what the ranks send."""
+    """Raise InputError if this machine's interface counters cannot measure the ranks' bytes."""
     if started:
         raise bad(
             "--wire under torchrun or Slurm, whose ranks may be on several hosts and whose "
@@ -97,7 +97,7 @@ def _require_own_ranks(*, started: bool) -> None:
 
 
 def _require_small(plan: Plan) -> None:
-    """Raise InputError where the one process beside the plan would need a huge batch."""
+    """Raise InputError if the process that the plan is compared with would need a huge batch."""
     most = MOST_MICROBATCHES // plan.data_size
     if plan.microbatches > max(1, most):
         raise bad(
@@ -108,7 +108,7 @@ def _require_small(plan: Plan) -> None:
 
 
 def _smaller(plan: Plan, most: int) -> Plan:
-    """The plan with few microbatches: every schedule has one of twice as many as it has ranks."""
+    """The plan with fewer microbatches: twice as many as ranks, which every schedule accepts."""
     schedule, ranks = plan.schedule, plan.mesh.size_of("pp")
     if schedule is not None and ":" in schedule:
         name, _, numbers = schedule.partition(":")

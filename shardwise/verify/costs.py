@@ -1,4 +1,4 @@
-"""What a rank sends in its steps, as counted, beside the prediction from the plain model."""
+"""The bytes a rank sends in its steps: those counted, and those predicted from the plain model."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +21,9 @@ LOADS = (
 
 @dataclass(frozen=True)
 class Costs:
-    """The bytes of one step, by axis and kind: of the first that differs, else of the last.
+    """The bytes of one step, by axis and kind: the first step that differs, else the last.
 
-    `hold`: in every step so far each line of the ledger, phases apart, was as predicted.
+    `hold`: in every step so far, each line of the ledger equals its prediction, in each phase.
     `activations` are the predicted bytes that autograd keeps. `notes` name what the prediction
     cannot know because it depends on values.
     """
@@ -42,7 +42,7 @@ class Costs:
         loaded: bool = False,
         loads: Sequence[Loads] = (),
     ) -> "Costs":
-        """With the step that `engine` has just made; `loaded`: after it loaded a checkpoint.
+        """The costs with the last step of `engine`; `loaded`: it had loaded a checkpoint before.
 
         `loads` are those of the experts, by the oracle.
         """

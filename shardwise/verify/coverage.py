@@ -26,7 +26,7 @@ Place = tuple[tuple[int, ...], int, int]
 def uncovered(
     plan: Plan, whole: Mapping[str, tuple[int, ...]], by_rank: Sequence[Iterable[Piece]]
 ) -> str:
-    """What is wrong with the first tensor of `whole` that the pieces do not cover, or ""."""
+    """The error of the first tensor in `whole` that the pieces do not cover, or ""."""
     places = [_place(plan, rank) for rank in range(len(by_rank))]
     found: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
     for rank, pieces in enumerate(by_rank):
@@ -76,7 +76,7 @@ def _problem(
 
 
 def _unlike(masks: Mapping[Place, Tensor], places: Sequence[Place]) -> str:
-    """Whether some data replica, or some tensor rank of one that is not cut, lacks anything."""
+    """An element that a data replica lacks, or a tensor rank of an unsharded tensor; "" if none."""
     tensor_ranks = sorted({tp for _, tp, _ in places})
     for data in sorted({data for data, _, _ in places}):
         held = {
@@ -94,7 +94,7 @@ def _unlike(masks: Mapping[Place, Tensor], places: Sequence[Place]) -> str:
 
 
 def _counted(shape: tuple[int, ...], pieces: Iterable[Piece]) -> Tensor:
-    """How often each element is shown."""
+    """How many pieces contain each element."""
     count = torch.zeros(shape, dtype=torch.int16)
     for piece in pieces:
         block(count, piece.offsets, piece.sizes).add_(1)

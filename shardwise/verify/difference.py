@@ -3,9 +3,9 @@
     fp64, fp32    max |a - b| / max |b|, of the whole tensor b: every element counts
     bf16, fp16    sums of squares, which rounding.py judges
 
-In fp64 and fp32, where a tensor is smaller than a thousandth of the largest one of its kind (the
-bias of attention keys, whose gradient is zero but for rounding), that thousandth stands for it:
-relative to noise, noise is 1. Squared gradients have the square of it.
+In fp64 and fp32, if a tensor is smaller than a thousandth of the largest tensor of its kind (the
+bias of attention keys, whose gradient is zero except for rounding), the error is divided by that
+thousandth instead: noise relative to noise would be 1. For squared gradients it is the square.
 """
 
 import math
@@ -38,7 +38,7 @@ class Expected:
 def compared(kind: str, boxes: Sequence[Box], expected: Expected, unit: float) -> Errors | Parts:
     """The errors of `boxes`, whose names end in a name of `expected` after their first word.
 
-    `unit` is the unit roundoff of a 16-bit precision, and not looked at otherwise.
+    `unit` is the unit roundoff of a 16-bit precision; other precisions ignore it.
     """
     if expected.alone is None:
         return _relative(kind, boxes, expected.exact)
@@ -102,7 +102,7 @@ def scalar(
 
 
 def ratio(difference: float, scale: float) -> float:
-    """`difference` over `scale`: 0 where there is none, NEVER where it is not a number."""
+    """`difference` over `scale`: 0 if the difference is 0, NEVER if it is not a number."""
     if difference == 0.0:
         return 0.0
     found = difference / scale if scale else NEVER
@@ -114,7 +114,7 @@ def _name(box: Box) -> str:
 
 
 def _key(name: str) -> str:
-    """What of the optimizer's state a tensor is; of weights and gradients there is one kind."""
+    """The key of an optimizer's state tensor; weights and gradients have a single kind."""
     return name.rpartition("/")[0]
 
 

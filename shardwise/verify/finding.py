@@ -7,7 +7,7 @@ from shardwise.engine.box import Box
 from shardwise.verify.costs import Costs
 from shardwise.verify.memory import Memory
 
-#: The error of what is not a number.
+#: The error of a value that is not a number.
 NEVER = 1e300
 
 
@@ -21,7 +21,7 @@ class Errors:
 
     @property
     def largest(self) -> float:
-        """The largest of them."""
+        """The largest error."""
         return max(self.errors, default=0.0)
 
 
@@ -54,7 +54,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Piece:
-    """Where a rank's box of a tensor lies; of ranks that hold the same one has `replica` 0."""
+    """The place of a rank's box in its tensor; one of the ranks that hold it has `replica` 0."""
 
     name: str
     shape: tuple[int, ...]
@@ -70,11 +70,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Finding:
-    """What one rank found: errors by kind; what it sent and held, by theory and as it was.
+    """The results of one rank: errors by kind; bytes sent and stored, predicted and measured.
 
-    Gradients have their errors for each step. `pieces` are what the rank showed each time that
-    tensors were compared; `whole` has the shapes of the tensors that all ranks together must show.
-    `strays` says what is alive after steps and in no category of memory (memory.py).
+    Gradients have errors for each step. `pieces` are those the rank compared, each time; `whole`
+    has the shapes of the tensors that all ranks together must compare. `strays` describes storages
+    that are live after steps and in no category of memory (memory.py).
     """
 
     rank: int
@@ -92,7 +92,7 @@ class Finding:
         return self.costs.hold
 
     def with_costs(self, more: Memory) -> "Finding":
-        """With what another engine held and sent; the bytes shown are those that differ."""
+        """These results with the costs of another engine; the bytes shown are those that differ."""
         return replace(
             self,
             costs=more.costs if self.costs.hold else self.costs,

@@ -24,7 +24,7 @@ NAMED = 3  # modules of each kind that are named
 def batch_norm_note(model: nn.Module, plan: Plan) -> str:
     """Why the model under `plan` cannot match one process, and what to prove instead; "" if it can.
 
-    Plans that divide the batch into shares of data ranks or microbatches are meant.
+    This concerns plans that divide the batch among data ranks or into microbatches.
     """
     norms = [name for name, m in model.named_modules() if isinstance(m, _BatchNorm) and m.training]
     if not norms or plan.data_size * plan.microbatches == 1:
@@ -39,7 +39,7 @@ def batch_norm_note(model: nn.Module, plan: Plan) -> str:
 
 
 def dropout_note(model: nn.Module) -> str:
-    """What a proof changed of the model; "" where nothing."""
+    """What a proof changes in the model; "" if nothing."""
     drops = [name for name, m in model.named_modules() if m.training and any(_rates(m))]
     if not drops:
         return ""

@@ -33,7 +33,7 @@ _DETECTOR_S: Final = 10.0  # time in which the hang detector releases frames, on
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by what they are, as read and by theory; the largest strays in words; what was sent."""
+    """Bytes by category, measured and predicted; the largest strays in words; the bytes sent."""
 
     read: dict[str, int]
     theory: dict[str, int]
@@ -67,7 +67,7 @@ def over_steps(
 
     `predicted(batch(step))` is the prediction for the step. `own` are the attributes that the same
     model has in one process; `loads(step)` are those of its experts.
-    A category is shown where it is not what theory says.
+    Only categories that differ from the prediction are shown.
     """
     built = attributes(engine.model)
     read: dict[str, int] = {}
@@ -100,7 +100,7 @@ def over_steps(
 
 
 def _restore(model: nn.Module, built: Attributes, own: Collection[tuple[str, str]]) -> None:
-    """Of the attributes in `own`: those that the model was built with, and no others."""
+    """Keep only the attributes in `own` that the model was built with."""
     for name, key in attributes(model).keys() & set(own):
         vars(model.get_submodule(name)).pop(key)
         if (name, key) in built:
@@ -115,7 +115,7 @@ def _left(engine: Engine, live: Live) -> list[Stray]:
     """
     ends = time.monotonic() + _DETECTOR_S
     while True:
-        gc.collect()  # what only a cycle keeps is not kept
+        gc.collect()  # storages that only a reference cycle keeps alive do not count
         left = live.unaccounted(engine)
         watched = any(thread.name == HANG_DETECTOR for thread in threading.enumerate())
         if not left or not watched or time.monotonic() > ends:

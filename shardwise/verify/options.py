@@ -19,7 +19,7 @@ EXAMPLE: Final = '"blocks.*.up" = "colwise" and "blocks.*.down" = "rowwise", one
 
 @dataclass(frozen=True)
 class Options:
-    """What parallelize takes beside the plan: `units`, and the `table` of the tensor axis.
+    """The options of parallelize besides the plan: `units`, and the `table` of the tensor axis.
 
     Blocks are units however small, unless the plan has a bucket.
     """

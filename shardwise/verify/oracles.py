@@ -96,7 +96,7 @@ def staleness_of(model: nn.Module, plan: Plan, starts: tuple[str, ...] | None) -
 
 
 def optimizer_of(recipe: OptimizerSpec) -> Callable[[Mapping[str, nn.Parameter]], Optimizer]:
-    """Torch's optimizer of that class and options; the first group pattern that fits wins."""
+    """Torch's optimizer of that class and options; the first group pattern that matches applies."""
 
     def build(params: Mapping[str, nn.Parameter]) -> Optimizer:
         """The optimizer over parameters by name."""
@@ -111,5 +111,5 @@ def optimizer_of(recipe: OptimizerSpec) -> Callable[[Mapping[str, nn.Parameter]]
 
 
 def _rows(batch: Any) -> int:
-    """How many rows a batch has."""
+    """The number of rows in a batch."""
     return next(len(x) for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim())

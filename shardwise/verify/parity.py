@@ -60,7 +60,7 @@ from shardwise.verify.reloading import reload_engine
 SEED: Final = 20260
 RECIPE: Final = AdamW(lr=1e-3, betas=(0.8, 0.95), eps=1e-4, weight_decay=0.1)
 RECIPE_16: Final = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-2, weight_decay=0.1)
-#: Rows of a microbatch; in 16 bits, where it takes more to be sure, of all those of a rank.
+#: Rows of a microbatch; in 16 bits, which needs more of them, rows of all a rank's microbatches.
 ROWS, ROWS_16 = 2, 8
 #: A loss scale at which every gradient in fp16 overflows, and the loss in fp32 does not.
 OVERFLOW: Final = 2.0**100
@@ -147,7 +147,7 @@ def engine_of(
 
 
 def asked(trainable: Trainable, plan: Plan, options: Options) -> dict[str, Any]:
-    """What a proof asks of parallelize, and a prediction of the proof of `predict`."""
+    """The options that a proof passes to parallelize, and to the predictor."""
     return {
         "optimizer": recipe_of(plan),
         "loss": trainable.loss,

@@ -37,7 +37,7 @@ def reload_engine(saved: Engine, fresh: Engine) -> Engine:
 
 
 def _through_threads(saved: Engine, fresh: Engine, folder: Path) -> None:
-    """The same where ranks are threads, which torch.distributed.checkpoint knows nothing of.
+    """The same for ranks in threads, which torch.distributed.checkpoint does not support.
 
     The first rank writes everyone's boxes; then each rank reads its own, one after the other.
     """

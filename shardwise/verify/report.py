@@ -35,7 +35,7 @@ Columns = dict[str, dict[str, int]]
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that differs by more than the bound: of which kind, its name, on which rank."""
+    """A tensor whose error is above the bound: its kind, its name, and the rank."""
 
     kind: str
     name: str
@@ -45,7 +45,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """What all ranks found.
+    """The results of all ranks.
 
     Bytes and memory are of the first rank whose numbers disagree with theory, or of rank 0.
     `uncovered` names a tensor that the ranks together do not show once, or is empty. `note` is why
@@ -73,7 +73,7 @@ class Report:
 
     @property
     def bound(self) -> float:
-        """The largest error that holds."""
+        """The bound on the errors."""
         return BOUNDS[Plan.parse(self.plan).precision or "fp64"]
 
     @property
@@ -105,7 +105,7 @@ class Report:
 
 
 def report(plan: Plan, model: str, findings: Sequence[Finding]) -> Report:
-    """What the ranks found, as one; a rank that differs is named."""
+    """Combine the ranks' results, and name a rank whose results differ."""
     bound = BOUNDS[plan.precision or "fp64"]
     parity: dict[str, float] = {}
     differences: list[Difference] = []
@@ -155,7 +155,7 @@ def _first(errors: Errors, rank: int, bound: float) -> list[Difference]:
 
 
 def _uncovered(plan: Plan, findings: Sequence[Finding]) -> str:
-    """The first tensor that the ranks did not show once, of any time that tensors were compared."""
+    """The first tensor that the ranks did not compare exactly once, in any comparison."""
     kinds = {"gradients": "grad/", "weights": "model/", "optimizer": "optim/"}
     seen = set()
     for by_rank in zip(*(finding.pieces for finding in findings), strict=True):

@@ -10,8 +10,8 @@ it, else on the host's, where the traffic of other programs counts too.  Of the 
     envelopes    what gloo adds to a message, found by sending messages of one element
 
 are subtracted.  What is left must be within 2 % of what the ledgers of all ranks have counted.
-Barriers and what the ranks' launcher says are in the rest, so a step has to send something: steps
-are repeated up to 32 MiB, or fifty times.
+The rest includes barriers and the launcher's messages, so a step has to send enough: steps are
+repeated until they send 32 MiB, or fifty times.
 """
 
 import json
@@ -67,7 +67,7 @@ class Wire:
 
     @property
     def holds(self) -> bool:
-        """Whether theory is what was counted, and the interface's bytes are within 2 % of it."""
+        """Whether the bytes counted are those predicted, and the interface's within 2 % of them."""
         near = abs(self.read_bytes - self.counted_bytes) <= TOLERANCE * self.counted_bytes
         return near and self.theory_bytes == self.counted_bytes
 
@@ -114,7 +114,7 @@ def main() -> None:
 
 @dataclass(frozen=True)
 class _Measured:
-    """Of one rank: bytes of its own, and the interface's, which all ranks have in common."""
+    """The bytes of one rank, and those of the interface that all ranks share."""
 
     steps: int
     theory_bytes: int

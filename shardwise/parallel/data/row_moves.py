@@ -1,4 +1,4 @@
-"""The moves of a row as one flat parameter carries them out: on which axes of this rank.
+"""The moves of a row for one flat parameter, with this rank's axes.
 
 gather       the move of the parameter to R: before use (zero3) or after the update (zero1, zero2)
 reduce       the move of the gradient from P: after each backward pass, or once before the update
@@ -25,17 +25,17 @@ class AxisMove:
 
 @dataclass(frozen=True)
 class RowMoves:
-    """What a step moves of one flat parameter; None where nothing is sent."""
+    """The moves of one flat parameter in a step; None where nothing is sent."""
 
     gather: AxisMove | None
     reduce: AxisMove | None
-    each_backward: bool  # whether `reduce` is made after each backward pass
+    each_backward: bool  # whether `reduce` runs after each backward pass
     replicas: tuple[Axis, ...]
     host_update: bool
 
 
 def row_moves(row: Row, shard: Axis, replicate: Axis, *, trained: bool) -> RowMoves:
-    """The moves of `row` on its two axes, for parameters that are trained or frozen."""
+    """The moves of `row` on its two axes, for trained or for frozen parameters."""
 
     def here(move: RowMove) -> AxisMove:
         return AxisMove(shard if move.axis == "shard" else replicate, move.src, move.dst)

@@ -1,7 +1,7 @@
-"""What a pipeline adds to the units of a rank: their stages, and when their gradients are complete.
+"""The units of a pipeline rank: their stages, and when the reduction of their gradients begins.
 
     F B I W s     hooks gather and free the units that stage s uses, one by one (hooks.py)
-    W s           products that I has put off are added to the gradients
+    W s           the weight gradients that I deferred are computed and added
     REDUCE s      all microbatches are done: the reduction of the stage's gradients begins
 
 A parameter that several stages use is in one unit.  On a rank that has all of these stages, its
@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from shardwise.parallel.data.reducer import Reductions
 from shardwise.parallel.data.units import Unit
 
-#: Of each a weight, and what left^T right is to be added to its gradient (fused_linear.py).
+#: Of each: a weight, and the factors of left^T right, added to its gradient (fused_linear.py).
 PutOff = list[tuple[nn.Parameter, Tensor, Tensor]]
 
 
 class StagedUnits:
     """The units of the stages that this rank owns.
 
-    units    by stage, those that it uses
-    last     those whose gradients are reduced last, in this order
+    units    by stage, the units that the stage uses
+    last     the units whose gradients are reduced last, in this order
     inside   modules that only layers call: their hooks see every use of their parameters
     """
 
@@ -44,13 +44,13 @@ class StagedUnits:
         self.reduced = set()
 
     def reduce(self, stage: int) -> None:
-        """Begin to reduce a stage's gradients, but of units that a later reduction takes."""
+        """Begin to reduce a stage's gradients, except of units that are reduced later."""
         self.reduced.add(stage)
         if self.sums.sync:
             self._reduce([unit for unit in self.units[stage] if unit not in self.last])
 
     def end(self) -> None:
-        """The last row of the step is done: begin the reductions that are left."""
+        """Begin the remaining reductions, after the last run of the step."""
         if self.sums.sync:
             self._reduce(self.last)
 
@@ -63,6 +63,6 @@ class StagedUnits:
         return {stage for stage, units in self.units.items() if unit in units}
 
     def later(self) -> PutOff:
-        """The products that were put off since the last time."""
+        """The weight-gradient products deferred since the last call."""
         waiting, self.waiting = self.waiting, []
         return waiting
