@@ -161,8 +161,8 @@ def balance_by_time(
     runs = [_timed(model, found, len(cuts), call) for _ in range(repeats + 1)]
     weights = [min(times) for times in zip(*runs[1:], strict=True)]
     if world is not None:
-        told = torch.tensor(weights, dtype=torch.float64, device=world.device)
-        weights = broadcast(told, world.everyone).tolist()
+        local = torch.tensor(weights, dtype=torch.float64, device=world.device)
+        weights = broadcast(local, world.everyone).tolist()
     return tuple(cuts[i] for i in balanced(weights, stages))
 
 

@@ -53,13 +53,13 @@ def groups(plan: Plan, model: ModelShape) -> list[Group]:
     """The groups of every unit, in order."""
     found: list[Group] = []
     for unit in model.units:
-        alike: dict[Hashable, list[ParamShape]] = {}
+        by_layout: dict[Hashable, list[ParamShape]] = {}
         for param in unit.params:
             layout = layout_of(plan, param)
             alone = param.name if layout.tied else ""
             key = param.dtype, param.trainable, layout.kind, alone
-            alike.setdefault(key, []).append(param)
-        for params in alike.values():
+            by_layout.setdefault(key, []).append(param)
+        for params in by_layout.values():
             layout = layout_of(plan, params[0])
             split = params[0].trainable or layout.row.param.kind == "S"
             shard = plan.size_of(layout.shard) if split else 1

@@ -37,7 +37,7 @@ class Costs:
     def after(
         self,
         engine: Engine,
-        told: Prediction,
+        prediction: Prediction,
         *,
         loaded: bool = False,
         loads: Sequence[Loads] = (),
@@ -49,9 +49,9 @@ class Costs:
         if not self.hold:
             return self
         counted = {Line(*key): t.sent_bytes for key, t in engine.last.items() if t.sent_bytes}
-        theory = told.in_step(engine.steps_run - 1, loaded=loaded, loads=loads)
-        notes = tuple(LOADS if note == EVEN else note for note in told.notes)
-        between = told.bytes_between if told.plan.precision in ("bf16", "fp16") else {}
+        theory = prediction.in_step(engine.steps_run - 1, loaded=loaded, loads=loads)
+        notes = tuple(LOADS if note == EVEN else note for note in prediction.notes)
+        between = prediction.bytes_between if prediction.plan.precision in ("bf16", "fp16") else {}
         notes += tuple(
             f"{name}: {by_kind(counted).get(name, 0):,} bytes counted, "
             f"{by_kind(theory).get(name, 0):,} by the loads of one process, {least:,} to {most:,} "
@@ -61,7 +61,7 @@ class Costs:
         same = all(a <= by_kind(counted).get(name, 0) <= b for name, (a, b) in between.items())
         theory, counted = (_without(lines, between) for lines in (theory, counted))
         same = same and theory == counted
-        return Costs(by_kind(theory), by_kind(counted), same, told.activations, notes)
+        return Costs(by_kind(theory), by_kind(counted), same, prediction.activations, notes)
 
 
 def _without(lines: dict[Line, int], names: Collection[str]) -> dict[Line, int]:

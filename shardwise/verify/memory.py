@@ -75,10 +75,10 @@ def over_steps(
     strays, costs = "", Costs()
     for step in range(1, READ_AFTER[-1] + 1):
         share = batch(step)
-        told, routed = predicted(share), loads(step)
+        prediction, routed = predicted(share), loads(step)
         with live:
             engine.step(share)
-            costs = costs.after(engine, told, loads=routed)
+            costs = costs.after(engine, prediction, loads=routed)
             if step == 1:
                 engine.evaluate(share)
         if step in READ_AFTER:
@@ -87,7 +87,7 @@ def over_steps(
             _restore(engine.model, built, own)
             left = _left(engine, live)
             found = by_tier(engine.memory(), engine.host_memory())
-            expected = told.memory_by_tier
+            expected = prediction.memory_by_tier
             names = [*found, *(name for name in expected if name not in found)]
             off = {n: found.get(n, 0) for n in names if found.get(n, 0) != expected.get(n, 0)}
             when = f"after step {step}"

@@ -291,9 +291,9 @@ def compare(
     if ours.ledger.since(before) != so_far.sent:  # something between steps
         so_far.costs = replace(so_far.costs, hold=False)
     so_far.state(ours)
-    told = theory(share(so_far.rows_for(ours, steps - 1), ours))
+    prediction = theory(share(so_far.rows_for(ours, steps - 1), ours))
     held = by_tier(ours.memory(), ours.host_memory())
-    finding = Finding(ours.world.rank, (), so_far.costs, held, told.memory_by_tier)
+    finding = Finding(ours.world.rank, (), so_far.costs, held, prediction.memory_by_tier)
     so_far.looks(ours, steps)
     if fresh is not None:
         again = reload_engine(ours, fresh())

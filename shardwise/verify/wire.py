@@ -137,9 +137,9 @@ def _on_rank(plan: Plan, model: str, *options: Any) -> _Measured:
         """Train, and return the predicted bytes."""
         whole = trainable.batch(2 * engine.data_ranks * engine.microbatches, number, world.device)
         own = share(whole, engine)
-        told, loads = predicted(own), routed.step(whole, number)
+        prediction, loads = predicted(own), routed.step(whole, number)
         engine.step(own)
-        lines = told.in_step(number, loads=loads)
+        lines = prediction.in_step(number, loads=loads)
         return sum(count for line, count in lines.items() if line.axis != TIER)
 
     for number in range(CHECKED_STEPS):  # these compare more than later ones
