@@ -5,7 +5,7 @@
 
 from typing import Any, Final
 
-from shardwise.migrate.deepspeed import CONTEXT, OFFLOAD, STAGES
+from shardwise.migrate.deepspeed import CONTEXT, OFFLOAD, STAGES, offloaded
 from shardwise.migrate.draft import (
     ALWAYS,
     LAUNCH,
@@ -85,8 +85,10 @@ def _recompute(what: str) -> Any:
     return rule
 
 
-_ON = only_if(bool, OFFLOAD)
-_DEVICE = only_if(lambda value: str(value) != "none", OFFLOAD)
+def _activations(draft: Draft, value: Any) -> str:
+    draft.activations = bool(value)
+    return ""
+
 
 RULES: Final[Rules] = {
     "num_processes": _processes,
@@ -99,8 +101,8 @@ RULES: Final[Rules] = {
     "fsdp_config.fsdp_sharding_strategy": _strategy,
     "fsdp_config.fsdp_reshard_after_forward": _reshard,
     "fsdp_config.fsdp_activation_checkpointing": _recompute("full"),
-    "fsdp_config.fsdp_offload_params": _ON,
-    "fsdp_config.fsdp_activation_checkpointing_offload": _ON,
+    "fsdp_config.fsdp_offload_params": only_if(bool, OFFLOAD),
+    "fsdp_config.fsdp_activation_checkpointing_offload": _activations,
     "fsdp_config.fsdp_version": UNNEEDED,
     "fsdp_config.fsdp_auto_wrap_policy": why("blocks are found: units='auto' of sw.parallelize"),
     "fsdp_config.fsdp_transformer_layer_cls_to_wrap": why(
@@ -118,8 +120,8 @@ RULES: Final[Rules] = {
     "deepspeed_config.zero_stage": word("row", STAGES, "no stage of ZeRO"),
     "deepspeed_config.gradient_accumulation_steps": _accumulate,
     "deepspeed_config.gradient_clipping": key("train.clip"),
-    "deepspeed_config.offload_optimizer_device": _DEVICE,
-    "deepspeed_config.offload_param_device": _DEVICE,
+    "deepspeed_config.offload_optimizer_device": offloaded,
+    "deepspeed_config.offload_param_device": only_if(lambda value: str(value) != "none", OFFLOAD),
     "deepspeed_config.offload_optimizer_nvme_path": why(OFFLOAD),
     "deepspeed_config.offload_param_nvme_path": why(OFFLOAD),
     "deepspeed_config.zero3_init_flag": why("build the model on meta, and pass fill="),
@@ -145,7 +147,7 @@ RULES: Final[Rules] = {
     "megatron_lm_config.megatron_lm_context_parallel_size": only_if(
         lambda value: value != 1, CONTEXT
     ),
-    "megatron_lm_config.megatron_lm_optimizer_cpu_offload": _ON,
+    "megatron_lm_config.megatron_lm_optimizer_cpu_offload": offloaded,
     "megatron_lm_config.*": why("an option of Megatron's own model or optimizer"),
     "parallelism_config.parallelism_config_dp_replicate_size": axis("dp_replicate"),
     "parallelism_config.parallelism_config_dp_shard_size": axis("dp_shard"),

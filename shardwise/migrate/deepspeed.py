@@ -2,12 +2,27 @@
 
 from typing import Any, Final
 
-from shardwise.migrate.draft import ALWAYS, AUTO, UNNEEDED, Draft, Rule, Rules, axis, key, why, word
+from shardwise.migrate.draft import (
+    ALWAYS,
+    AUTO,
+    UNNEEDED,
+    Draft,
+    Rule,
+    Rules,
+    axis,
+    key,
+    only_if,
+    why,
+    word,
+)
 
 PROJECT: Final = "DeepSpeed"
 STAGES: Final = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 CONTEXT: Final = "write cpN in the plan, if `shardwise plan --words` has it"
-OFFLOAD: Final = "write offload:WHAT in the plan, if `shardwise plan --words` has it"
+OFFLOAD: Final = (
+    "offload:optim has the optimizer state in host memory; parameters stay on the device, and "
+    "nothing is written to disks"
+)
 
 
 def _enabled(precision: str) -> Rule:
@@ -46,8 +61,10 @@ def _scheduler(draft: Draft, value: Any) -> str:
     return draft.set("train.final", 0.0) if value == "WarmupDecayLR" else ""
 
 
-def _offloaded(_draft: Draft, value: Any) -> str:
-    return OFFLOAD if value not in ("none", None, False) else ""
+def offloaded(draft: Draft, value: Any) -> str:
+    """The optimizer state in host memory; disks are listed."""
+    draft.offload = value in ("cpu", True)
+    return "" if draft.offload or value in ("none", None, False) else OFFLOAD
 
 
 def _batch(_draft: Draft, value: Any) -> str:
@@ -80,12 +97,13 @@ RULES: Final[Rules] = {
     "tensor_parallel.autotp_size": axis("tp"),
     "tensor_parallel.*": why("styles of layers are a table: docs/tensor-tables.md"),
     "sequence_parallel_size": why(CONTEXT),
-    "zero_optimization.offload_optimizer.device": _offloaded,
-    "zero_optimization.offload_param.device": _offloaded,
+    "zero_optimization.offload_optimizer.device": offloaded,
+    "zero_optimization.offload_param.device": only_if(lambda value: value != "none", OFFLOAD),
+    "zero_optimization.offload_optimizer.pin_memory": ALWAYS,
     "zero_optimization.offload_optimizer.*": why(OFFLOAD),
     "zero_optimization.offload_param.*": why(OFFLOAD),
-    "zero_optimization.cpu_offload": _offloaded,
-    "zero_optimization.cpu_offload_params": _offloaded,
+    "zero_optimization.cpu_offload": offloaded,
+    "zero_optimization.cpu_offload_params": only_if(bool, OFFLOAD),
     "zero_optimization.overlap_comm": ALWAYS,
     "zero_optimization.contiguous_gradients": ALWAYS,
     "zero_optimization.reduce_scatter": ALWAYS,

@@ -24,6 +24,8 @@ class Draft:
     schedule: str | None = None
     microbatches: int | None = None
     sequence: bool = False
+    offload: bool = False  # of the optimizer state to host memory
+    activations: bool = False  # the same of activations
     axes: dict[str, int] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     left: list[tuple[str, Any, str]] = field(default_factory=list)
@@ -56,6 +58,7 @@ class Draft:
         elif self.accumulate and self.accumulate > 1:
             found.append(f"accumulate:{self.accumulate}")
         found += [f"recompute:{self.recompute}"] if self.recompute else []
+        found += ["activations:host"] * self.activations + ["offload:optim"] * self.offload
         return [*found, *([self.precision] if self.precision else [])]
 
     @property
