@@ -126,7 +126,7 @@ def written(folder: Path, values: dict[str, Any], ending: str) -> Path:
 
 ZERO3 = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
-    "ZeRO-3 template": ("json", DEEPSPEED, "zero3 accumulate:4 fp16"),
+    "ZeRO-3 template": ("json", DEEPSPEED, "zero3 accumulate:4 fp16 offload:optim"),
     "ZeRO-3 in bf16": ("json", ZERO3, "zero3 bf16"),
     "ZeRO-1 and AutoTP": (
         "json",
