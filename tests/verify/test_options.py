@@ -63,18 +63,17 @@ def test_units_are_a_pattern_or_a_size():
     assert units_in("²") == "²"  # a digit that is no number
 
 
-def test_the_command_follows_the_advice_of_an_error(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """A model without a table is refused; with the file of one, and units of its own, it holds."""
+def test_a_table_is_derived_or_read_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Under sp, where none is derived, a model without a table is refused."""
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "table.json").write_text('{"0": "colwise", "2": "rowwise"}')
-    command = ["verify", "tp2", "--model", f"{tmp_path / 'model.py'}:build", "--steps", "1"]
+    options = ["--model", f"{tmp_path / 'model.py'}:build", "--steps", "1"]
+    own = ["--table", str(tmp_path / "table.json"), "--units", "2"]
     ends = []
-    for more in ([], ["--table", str(tmp_path / "table.json"), "--units", "2"]):
+    for command in (["tp2 sp"], ["tp2"], ["tp2", *own]):
         with pytest.raises(SystemExit) as leaving:
-            main([*command, *more])
+            main(["verify", *command, *options])
         ends.append(leaving.value.code)
     said = capsys.readouterr()
-    assert ends == [2, 0], said.err
-    assert "table={" in said.err and "It holds." in said.out
+    assert ends == [2, 0, 0], said.err
+    assert "sequence=" in said.err and said.out.count("It holds.") == 2
