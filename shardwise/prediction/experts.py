@@ -141,7 +141,7 @@ def _away(plan: Plan, rank: int, choices: Sequence[Sequence[int]]) -> Away:
     """The rows that the rank sends to others of its axis, and those that it receives."""
     place, here = plan.coordinate(rank), 0
     for axis in plan.data_axes:
-        here = here * plan.size_of(axis) + place[axis]
+        here = here * plan.size_of(axis) + place.get(axis, 0)
     own = place[AXIS]
     experts = len(choices[here]) // plan.ep
     mine = slice(own * experts, (own + 1) * experts)

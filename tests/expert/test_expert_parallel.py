@@ -13,6 +13,7 @@ from shardwise.comm.world import World, traced
 from shardwise.core.errors import InputError, NonFiniteError
 from shardwise.parallel.expert.gate import GATES
 from shardwise.parallel.expert.hard import hashed
+from shardwise.verify.command import verify
 from tests.engine.cases import CONFIG, Case, Task, ranks_of, small_gpt
 from tests.engine.tensors import (
     Held,
@@ -167,3 +168,11 @@ def test_bytes_follow_from_the_loads():
         assert {phase: sent[phase] for phase in rows} == {
             phase: count * 2 * CONFIG.width * 8 for phase, count in rows.items()
         }
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("plan", ["tp2", "dp2 tp2 ep2", "dp2 tp2 ep2 zero3"])
+def test_experts_beside_a_tensor_axis(plan: str):
+    """The tensor ranks share the other layers; each of them holds the experts of its data rank."""
+    found = verify(plan, "moe", steps=1)
+    assert found.holds
