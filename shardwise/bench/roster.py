@@ -62,6 +62,14 @@ def reference(suite: str, name: str) -> str:
     return ROSTER[name].against or SUITES[suite][0]
 
 
+def references(suite: str, name: str) -> list[str]:
+    """`name`, its reference, the reference of that, and so on."""
+    found = [name]
+    while (further := reference(suite, found[-1])) != found[-1]:
+        found.append(further)
+    return found
+
+
 def choose(suite: str, words: list[str]) -> tuple[str, ...]:
     """The contenders of the suite named by `words` (none: all), together with their references.
 
@@ -77,7 +85,7 @@ def choose(suite: str, words: list[str]) -> tuple[str, ...]:
         if not fits:
             instead = f'shardwise bench {suite} "{suggest(word, names)}"'
             raise bad(f'the contender "{word}"', ", ".join(names), instead)
-        chosen.update(fits, (reference(suite, name) for name in fits))
+        chosen.update(*(references(suite, name) for name in fits))
     return tuple(name for name in names if name in chosen)
 
 

@@ -16,7 +16,7 @@ from shardwise.bench.contender import Task
 from shardwise.bench.halves import fits
 from shardwise.bench.link import between_hosts
 from shardwise.bench.measure import Record, measure
-from shardwise.bench.roster import ROSTER, choose, reference
+from shardwise.bench.roster import ROSTER, choose, references
 from shardwise.bench.table import Line, as_text, lines
 from shardwise.comm.launch import spawn
 from shardwise.core.arguments import choice, integer
@@ -66,12 +66,12 @@ def _piped(task: Task, ranks: int, named: bool) -> None:
 def heats(suite: str, chosen: Sequence[str]) -> list[tuple[str, ...]]:
     """The contenders that run in the same processes: each reference with those compared to it.
 
-    With one reference that is everyone; the pairs of `pipeline` run one after another, so that no
-    more than two models are in memory.
+    With one reference that is everyone, also where a reference has one itself; the pairs of
+    `pipeline` run one after another, so that no more than two models are in memory.
     """
     found: dict[str, list[str]] = {}
     for name in chosen:
-        found.setdefault(reference(suite, name), []).append(name)
+        found.setdefault(references(suite, name)[-1], []).append(name)
     return [tuple(names) for names in found.values()]
 
 

@@ -3,7 +3,8 @@
 import pytest
 
 from shardwise.bench import table
-from shardwise.bench.roster import SUITES
+from shardwise.bench.roster import SUITES, choose, reference
+from shardwise.bench.suite import heats
 from tests.bench.test_bench import TASK, measured, replace
 from tests.pool import run_gloo
 
@@ -16,3 +17,11 @@ def test_offload_trains_the_same_model() -> None:
     for row in rows.values():
         assert row.loss == pytest.approx(rows["zero2"].loss, rel=1e-5), row.note
         assert row.ratio is not None
+
+
+@pytest.mark.parametrize("suite", SUITES)
+def test_a_reference_runs_beside_those_compared_to_it(suite: str):
+    """Of a whole suite, and of each contender alone."""
+    for words in ([], *([name] for name in SUITES[suite])):
+        for names in heats(suite, choose(suite, words)):
+            assert {reference(suite, name) for name in names} <= set(names)

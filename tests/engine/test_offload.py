@@ -102,7 +102,7 @@ def test_parity_and_costs(plan: str):
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_updates_beside_arrivals(plan: str):
-    """fp32 without clipping, where each unit is updated as it arrives: parity within 1e-5."""
+    """fp32 without clipping, where updates wait for no norm: parity within 1e-5."""
     case = Case(f"{plan} fp32 offload:optim", kind=torch.optim.SGD, options={"lr": 0.1})
     results = run_gloo(Plan.parse(plan).size, trained, TASK, case)
     assert_parity(results, oracle(TASK, case, torch.float32), 1e-5)
@@ -122,7 +122,7 @@ def test_with_other_techniques(words: str, clip: float | None):
 @pytest.mark.parametrize("plan", ["dp2", "dp2 zero1", "dp2 zero2 accumulate:2", "dp2 zero3"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_no_bit_changes_in_16_bits(plan: str, precision: str):
-    """Over masters in host memory: the numbers of the plan without offload, overflows included."""
+    """Over masters in host memory: the numbers of the plan without offload."""
     plain, offloaded = (
         run_threads(2, trained, TASK, Case(f"{plan} {precision} {words}", clip=clip, steps=4))
         for clip in [0.5]
