@@ -1,5 +1,6 @@
 """`offload:optim`: gradients, masters and optimizer state rest and are updated in host memory."""
 
+import gc
 import threading
 from typing import Any
 
@@ -148,6 +149,8 @@ def measured(world: World, plan: str) -> tuple[int, int, list[Any], list[int]]:
         for unit in engine.data.units.order
     ]
     held = engine.host_memory()["optimizer"]
+    world.barrier()  # until then the other thread may hold a message of this one
+    gc.collect()
     return meter.most["gradients"], meter.host_peak["optimizer"] - held, meter.leaks(), units
 
 
