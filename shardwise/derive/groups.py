@@ -194,8 +194,8 @@ def _column(layer: Layer, group: Group, heads: Heads) -> str | None:
         return "colwise:qkv"
     if parts == 1:
         own = sizes[0] // width
-        alike = heads.heads == heads.kv_heads  # then a head may pack its query, key and value
-        return "colwise:heads" if own == heads.heads or alike else "colwise:kv_heads"
+        same_counts = heads.heads == heads.kv_heads  # a head may pack its query, key and value
+        return "colwise:heads" if own == heads.heads or same_counts else "colwise:kv_heads"
     if parts == 3 and heads.heads == heads.kv_heads:
         return "colwise:qkv"
     return None

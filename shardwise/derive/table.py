@@ -61,7 +61,7 @@ class Derived:
 def derive_table(model: nn.Module, batch: Any, ranks: int, loss: Loss | None = None) -> Derived:
     """The table of styles for `model` on `ranks` tensor ranks, from one pass on `batch`.
 
-    `model` stays as it is.  It runs on the meta device, or on the processor if its forward reads
+    `model` is not changed.  It runs on the meta device, or on the processor if its forward reads
     values.
 
     Raises InputError if nothing can be sharded, with what stays whole and why, or if the forward
@@ -224,8 +224,8 @@ def _patterns(given: Mapping[str, str], known: Mapping[str, ModuleShape]) -> dic
     found: dict[str, str] = {}
     for name, style in given.items():
         pattern = general(name)
-        alike = fnmatch.filter(known, pattern)
-        found[pattern if all(given.get(n) == style for n in alike) else name] = style
+        matching = fnmatch.filter(known, pattern)
+        found[pattern if all(given.get(n) == style for n in matching) else name] = style
     return found
 
 

@@ -37,7 +37,7 @@ def predict(
 ) -> Prediction:
     """The memory and the traffic of `rank` under `plan`; no process is started.
 
-    `model` may be on the meta device; it stays as it is. `batch` is what this rank gives
+    `model` may be on the meta device; it is not changed. `batch` is what this rank gives
     `engine.step`: its values are not looked at, unless the model's order of calls depends on them.
     The options are those of `parallelize`. A plan without a data axis is completed for the fewest
     ranks on which each of its words has an effect.
@@ -53,7 +53,7 @@ def predict(
 class Predictor:
     """The predictions of one rank for batches of any shape; the arguments are those of `predict`.
 
-    `model` must stay as it is: give `parallelize`, which changes its model, another copy. The plan
+    `model` must not change: give `parallelize`, which changes its model, another copy. The plan
     is completed for a world of `ranks`. The bytes of layers of experts on the axis `ep` and their
     activations depend on the tokens: `Prediction.in_step` takes the loads of the experts.
     """

@@ -23,7 +23,7 @@ from shardwise.parallel.recompute.host import HostActivations
 
 
 class _Kept(NamedTuple):
-    """A tensor as it is kept.
+    """What is kept of a tensor.
 
     `held` is a tensor, or what stands for it in host memory; of a `shape`, it has this rank's
     elements of a tensor of this shape, padded to the same number on each rank.
