@@ -48,9 +48,9 @@ class CommunicationBytes(TorchDispatchMode):
     ) -> Any:
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented  # the subclass then calls operations on plain tensors
-        self._follow((args, kwargs), counts=False)
+        self._track((args, kwargs), counts=False)
         made = func(*args, **(kwargs or {}))
-        self._follow(made, counts=True)
+        self._track(made, counts=True)
         self.peak_bytes = max(self.peak_bytes, self.bytes())
         return made
 
@@ -58,7 +58,7 @@ class CommunicationBytes(TorchDispatchMode):
         """The bytes of communication that are live now."""
         return live_bytes(self.counted)
 
-    def _follow(self, tensors: Any, *, counts: bool) -> None:
+    def _track(self, tensors: Any, *, counts: bool) -> None:
         """See storages for the first time; with `counts`, those that communication has made."""
         for leaf in pytree.tree_leaves(tensors):
             for tensor in plain(leaf):

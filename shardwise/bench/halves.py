@@ -45,7 +45,7 @@ def place(start: str, config: GPTConfig) -> int:
     return next(i for i, half in enumerate(halves(config)) if half.start == start)
 
 
-def cut(model: GPT, stages: int) -> tuple[str, ...]:
+def stage_starts(model: GPT, stages: int) -> tuple[str, ...]:
     """The modules that begin stages 1 to `stages` - 1.
 
     Balanced by parameters at blocks (engine/partition.py), or by number of halves if there are more

@@ -14,7 +14,7 @@ from shardwise.bench.contender import (
     Loop,
     Setup,
 )
-from shardwise.bench.halves import cut
+from shardwise.bench.halves import stage_starts
 from shardwise.comm.torch_links import TorchLinks
 from shardwise.core.schedule.library import build as schedule_of
 from shardwise.core.zero import ROWS
@@ -53,7 +53,7 @@ def piped(word: str) -> Callable[[nn.Module, Setup], Loop]:
     def build(model: nn.Module, setup: Setup) -> Loop:
         """This rank's stages of the model."""
         assert isinstance(model, gpt.GPT)
-        begin = cut(model, len(schedule_of(word, setup.ranks).home))
+        begin = stage_starts(model, len(schedule_of(word, setup.ranks).home))
         return looped(engine_of(model, f"pp{{n}} {word}", setup, stages=begin))
 
     return build

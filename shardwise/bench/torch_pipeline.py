@@ -20,7 +20,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.nn import functional
 
 from shardwise.bench.contender import Batch, Contender, Loop, Setup, adamw
-from shardwise.bench.halves import Half, cut, halves, place
+from shardwise.bench.halves import Half, halves, place, stage_starts
 from shardwise.bench.ours import SCHEDULES
 from shardwise.core.schedule.library import build as schedule_of
 from shardwise.models.gpt import GPT, rotation
@@ -94,7 +94,7 @@ def scheduled(word: str) -> Callable[[nn.Module, Setup], Loop]:
 def part(model: GPT, stage: int, stages: int) -> Part:
     """Stage `stage` of `stages`, with the same partition as ours."""
     every = halves(model.config)
-    starts = [0, *(place(start, model.config) for start in cut(model, stages)), len(every)]
+    starts = [0, *(place(start, model.config) for start in stage_starts(model, stages)), len(every)]
     first, last = stage == 0, stage == stages - 1
     return Part(model, every[starts[stage] : starts[stage + 1]], first, last)
 

@@ -47,7 +47,7 @@ _NAMED = 6
 Block = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes in the full tensor
 
 
-def cut(offsets: tuple[int, ...], sizes: tuple[int, ...], numel: int) -> Iterator[Block]:
+def split_block(offsets: tuple[int, ...], sizes: tuple[int, ...], numel: int) -> Iterator[Block]:
     """Split a block into blocks of at most `numel` elements.
 
     A block is split along its first dim longer than one, recursively.
@@ -60,7 +60,7 @@ def cut(offsets: tuple[int, ...], sizes: tuple[int, ...], numel: int) -> Iterato
     for start in range(0, sizes[dim], length):
         begin = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
         size = (*sizes[:dim], min(length, sizes[dim] - start), *sizes[dim + 1 :])
-        yield from cut(begin, size, numel)
+        yield from split_block(begin, size, numel)
 
 
 def overlap(a: Block, b: Block) -> Block | None:
@@ -103,7 +103,7 @@ class BoxSavePlanner(SavePlanner):
             if 0 in box.sizes and 0 not in box.shape:
                 continue  # this rank has no part of the tensor
             limit = max(1, self.piece_bytes // box.tensor.element_size())
-            for offsets, sizes in cut(box.offsets, box.sizes, limit):
+            for offsets, sizes in split_block(box.offsets, box.sizes, limit):
                 begin = tuple(o - b for o, b in zip(offsets, box.offsets, strict=True))
                 items.append(_write_item(box, offsets, sizes))
                 replicas.append(box.replica)

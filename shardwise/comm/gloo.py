@@ -78,14 +78,14 @@ class Gloo(Transport):
 
     def _send(self, x: Tensor, peer: int, line: Line, tag: int = 0) -> list[Wait]:
         """Send `x`, of any strides; call the result before changing it."""
-        mailboxes = self.memory.fitting(x)
+        mailboxes = self.memory.mailboxes_for(x)
         if mailboxes is not None:
             return mailboxes.send(x, peer, line)
         line.add(x, x.numel())
         return by_gloo(self.group, x, peer, tag)
 
     def _receive(self, x: Tensor, peer: int, tag: int = 0) -> Wait:
-        mailboxes = self.memory.fitting(x)
+        mailboxes = self.memory.mailboxes_for(x)
         if mailboxes is not None:
             return mailboxes.receive(x, peer)
         return self.group.recv([x.view(-1)], peer, tag).wait
@@ -219,7 +219,7 @@ class Gloo(Transport):
     def _pair(self, x: Tensor, add: Add, line: Line) -> list[Wait]:
         """Between two ranks: send `x`, and add the received tensor to it."""
         (peer,) = self.peers
-        mailboxes = self.memory.fitting(x)
+        mailboxes = self.memory.mailboxes_for(x)
         if mailboxes is None or x.nbytes > self.pool.most_bytes:
             return [self._sum(x, [x], x, line, add).wait]
         leaving = mailboxes.send(x, peer, line)

@@ -84,7 +84,7 @@ class SharedMemory:
             self.mailboxes = open_mailboxes(self.group, wanted=self.wanted)
         return self.mailboxes
 
-    def fitting(self, x: Tensor) -> "Mailboxes | None":
+    def mailboxes_for(self, x: Tensor) -> "Mailboxes | None":
         """The mailboxes if they are open and fit a message like `x`; both ends get the same answer.
 
         Large messages are left to gloo.

@@ -60,7 +60,7 @@ class Transport(ABC):
     ledger: Ledger
     pool: Pool
 
-    def counted(self, axis: str, ledger: Ledger, pool: Pool | None = None) -> Self:
+    def with_ledger(self, axis: str, ledger: Ledger, pool: Pool | None = None) -> Self:
         """The same group of ranks, counting what it sends in `ledger` as sent on `axis`.
 
         Its buffers come from `pool`.

@@ -72,7 +72,7 @@ def counted_axis(
 ) -> Axis:
     """The axis over `queues` (none or two), which count their bytes in `ledger`."""
     pool = Pool() if pool is None else pool
-    opened = [queue.counted(name, ledger, pool) for queue in queues]
+    opened = [queue.with_ledger(name, ledger, pool) for queue in queues]
     return Axis(name, *opened, ledger=ledger, pool=pool)
 
 

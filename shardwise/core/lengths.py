@@ -24,7 +24,7 @@ class Lengths:
             size += 1
         return size
 
-    def whole(self, shard: int) -> int:
+    def full(self, shard: int) -> int:
         """The number of positions of the sequence whose shards have this size.
 
         Raises InputError for a size that no shard in this pass has.

@@ -37,7 +37,7 @@ __all__ = [
     "Table",
     "assign",
     "bias_cut",
-    "counted",
+    "counted_attributes",
     "cuts",
     "matches",
     "numbers",
@@ -253,13 +253,13 @@ def numbers(
         if shape.transposed and by_outputs and "nf" in dict(shape.numbers):
             cut = cuts(style, shape, table, ranks)
             found[name] = {} if cut is None else {"nf": cut.size(rank)}
-    for name, attribute, number in counted(table, modules):
+    for name, attribute, number in counted_attributes(table, modules):
         whole = dict(modules[name].numbers)[attribute]
         found.setdefault(name, {})[attribute] = _number(table, number, whole, rank, ranks)
     return found
 
 
-def counted(table: Table, modules: Iterable[str]) -> Iterator[tuple[str, str, str]]:
+def counted_attributes(table: Table, modules: Iterable[str]) -> Iterator[tuple[str, str, str]]:
     """Module, attribute and the number it counts, for all entries of `table.sets`."""
     for key, attributes in table.sets:
         for name in filter(_pattern(key).match, modules):

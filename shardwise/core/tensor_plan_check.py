@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from shardwise.core.errors import Problem
 from shardwise.core.styles import ModuleShape, Style, general, last, parent
 from shardwise.core.suggest import suggest
-from shardwise.core.tensor_plan import Table, counted, cuts, matches, unmatched
+from shardwise.core.tensor_plan import Table, counted_attributes, cuts, matches, unmatched
 from shardwise.core.uneven import Cut, Range, even, wide
 
 __all__ = ["check"]
@@ -57,7 +57,7 @@ class _Placed:
     ranks: int
     styles: Mapping[str, Style]
 
-    def cut(self, name: str) -> Cut | None:
+    def cut_of(self, name: str) -> Cut | None:
         """The shards of the weight of a module."""
         return cuts(self.style(name), self.modules[name], self.table, self.ranks)
 
@@ -143,7 +143,7 @@ def _sizes(placed: _Placed) -> Iterator[_Fault]:
         size = shape.in_features if by_inputs else shape.out_features
         what = "rows" if rows else "input features" if by_inputs else "output features"
         try:
-            cut = placed.cut(name)
+            cut = placed.cut_of(name)
         except ValueError:
             counts = f" with heads={placed.table.heads}, kv_heads={placed.table.keys}"
             given = f'which has {size} {what}, as "{style}"{counts if style.by_heads else ""}'
@@ -167,7 +167,7 @@ def _results(placed: _Placed) -> Iterator[_Fault]:
     for name in (name for name in placed.styles if placed.style(name).name == "rowwise"):
         beside = [k for k in placed.styles if parent(k) == parent(name)]
         columns = [k for k in beside if placed.style(k).name == "colwise"]
-        cut, style = placed.cut(name), placed.style(name)
+        cut, style = placed.cut_of(name), placed.style(name)
         by_heads = any(placed.style(key).by in ("heads", "qkv") for key in columns)
         if cut is None or not columns or (by_heads and style.by):
             continue
@@ -206,7 +206,7 @@ def _fitting(placed: _Placed, columns: list[str], size: int, by_heads: bool) -> 
 def _ties(placed: _Placed) -> Iterator[_Fault]:
     """Modules that share a weight but have different styles."""
     for name, shape in placed.modules.items():
-        if shape.tied and placed.cut(name) != placed.cut(shape.tied):
+        if shape.tied and placed.cut_of(name) != placed.cut_of(shape.tied):
             mine, other = placed.style(name), placed.style(shape.tied)
             what = f'which is "{mine}" and shares its weight with {shape.tied}, "{other}"'
             instead = f'"{general(shape.tied)}": "vocabulary", "{{name}}": "vocabulary"'
@@ -217,7 +217,7 @@ def _sets(placed: _Placed) -> Iterator[_Fault]:
     """Attributes in `sets` that a module does not have, or whose value does not match."""
     queries, keys = (c.whole for c in placed.table.head_cuts(1)) if placed.table.sets else (1, 1)
     right = {"heads": queries, "kv_heads": keys, "groups": queries // keys}
-    for name, attribute, number in counted(placed.table, placed.modules):
+    for name, attribute, number in counted_attributes(placed.table, placed.modules):
         known = dict(placed.modules[name].numbers)
         value = known.get(attribute)
         if value is None:

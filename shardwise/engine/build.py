@@ -91,7 +91,7 @@ def lay_out(model: nn.Module, build: Build) -> ShardedModel:
     tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table, kernels.products)
     build.recompute.apply(model, world, tensors)
     staged = stage_module.lay_out(model, twins, world, schedule, build.starts, build.beside)
-    units = shard(how, staged.here(specs), tensors, staged)
+    units = shard(how, staged.own_units(specs), tensors, staged)
     data = _driven(model, how, units, staged, Pace(ahead=build.prefetch, by_hand=False))
     kernels.install(model, data, sizes(units), several=True)
     model.register_forward_pre_hook(Hook(data, nothing))  # no copy of a part passes for the model
@@ -104,8 +104,8 @@ def _driven(
     """The units by the stages that use them; those with tied parameters are reduced last."""
     names = [[name for group in unit.groups for name in group.names] for unit in units]
     stages = {
-        stage: [u for u, own in zip(units, names, strict=True) if stage in staged.used(own)]
-        for stage in staged.mine
+        stage: [u for u, own in zip(units, names, strict=True) if stage in staged.stages_using(own)]
+        for stage in staged.own_stages
     }
     tied = [
         (min(own), unit)

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
-from shardwise.parallel.data.wrap_policy import plain
+from shardwise.parallel.data.wrap_policy import uncompiled
 
 
 def require_plain(model: nn.Module, plan: Plan, loss: Any = None) -> None:
@@ -44,5 +44,8 @@ _ALLOWED = (
 def _compiled(model: nn.Module) -> Iterator[str]:
     """The names of compiled modules; none if torch's compiler was never loaded."""
     for name, module in model.named_modules() if "torch._dynamo" in sys.modules else ():
-        if plain(module) is not module or getattr(module, "_compiled_call_impl", None) is not None:
-            yield f"the module {name}" if name else f"a {type(plain(module)).__name__}"
+        if (
+            uncompiled(module) is not module
+            or getattr(module, "_compiled_call_impl", None) is not None
+        ):
+            yield f"the module {name}" if name else f"a {type(uncompiled(module)).__name__}"

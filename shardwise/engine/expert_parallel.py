@@ -73,7 +73,7 @@ class ExpertLayout:
         tensor.copy_(part(whole, layout.cut, self.axis.rank))
 
 
-def fitting(model: nn.Module, plan: Plan) -> None:
+def check_experts(model: nn.Module, plan: Plan) -> None:
     """Raise InputError if `plan` cannot distribute the experts of `model`."""
     layers = layers_of(model)
     if plan.ep > 1 and not layers:

@@ -26,7 +26,7 @@ from shardwise.engine.pipe import Piped
 from shardwise.engine.shard import driver_of, flats_of
 from shardwise.engine.unwrap import pipe_of
 from shardwise.parallel.data.hooks import Data
-from shardwise.parallel.data.wrap_policy import COMPILED, plain
+from shardwise.parallel.data.wrap_policy import COMPILED, uncompiled
 from shardwise.parallel.pipeline.placeholders import StandIn
 
 
@@ -51,7 +51,7 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
         ]
         return _full(plain_of(engine), boxes, engine.world.everyone, engine.world.device)
     validate.module(module_or_engine, "sw.full_state_dict")
-    for module in (module_or_engine, plain(module_or_engine)):
+    for module in (module_or_engine, uncompiled(module_or_engine)):
         piped = pipe_of(module)
         if piped is not None:
             stages = piped.staged.stages

@@ -48,7 +48,7 @@ class Live(TorchDispatchMode):
         """Track the model's current parameters, which sharding replaces."""
         for p in model.parameters():
             if not p.is_meta:
-                self._follow(p, "the model before parallelize")
+                self._track(p, "the model before parallelize")
         return self
 
     @classmethod
@@ -66,10 +66,10 @@ class Live(TorchDispatchMode):
         with torch._C.DisableTorchFunction():  # function modes (rng.py) have seen this call
             made = func(*args, **(kwargs or {}))
         for tensor in _tensors(made):
-            self._follow(tensor, str(func))
+            self._track(tensor, str(func))
         return made
 
-    def _follow(self, tensor: Tensor, made_by: str) -> None:
+    def _track(self, tensor: Tensor, made_by: str) -> None:
         storage = tensor.untyped_storage()
         if storage._cdata not in self.made and storage._cdata not in self.elsewhere:
             self.made[storage._cdata] = StorageWeakRef(storage), made_by

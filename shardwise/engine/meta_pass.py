@@ -115,8 +115,8 @@ def _recorded(
 class _Record:
     """The record so far. It keeps tensors alive, so that no new tensor gets the id of one."""
 
-    def __init__(self, given: list[Any]) -> None:
-        self.tape = TapeRecorder(given)
+    def __init__(self, inputs: list[Any]) -> None:
+        self.tape = TapeRecorder(inputs)
         self.inside = [""]  # modules that are running, innermost last
         self.begun: list[int] = []  # their calls
         self.calls: list[Call] = []
@@ -169,10 +169,10 @@ class _Record:
         if not _in_backward():
             self.tape.operation(self.inside[-1], func, args, kwargs, out)
 
-    def attention(self, given: Sequence[Tensor], out: Tensor, saves: int) -> None:
+    def attention(self, inputs: Sequence[Tensor], out: Tensor, saves: int) -> None:
         """Record a fused attention with output `out`, before which autograd had saved `saves`."""
         if not _in_backward():
-            self.tape.attention(self.inside[-1], (given[0], given[1], given[2]), out, saves)
+            self.tape.attention(self.inside[-1], (inputs[0], inputs[1], inputs[2]), out, saves)
 
     def _begin(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
         self.inside.append(name)
@@ -220,8 +220,8 @@ class _Record:
         """A cross-entropy of logits that stay cut."""
         self.losses.append(CutLoss(positions, smoothing, element_bytes))
 
-    def _values(self, given: Any) -> tuple[int, ...]:
-        return tuple(self._number(x) for x in tensors_in(given))
+    def _values(self, inputs: Any) -> tuple[int, ...]:
+        return tuple(self._number(x) for x in tensors_in(inputs))
 
     def _number(self, x: Tensor) -> int:
         """A tensor that was changed in place is another value from then on."""
@@ -244,7 +244,7 @@ class Recorder(Protocol):
     def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """An operation below autograd."""
 
-    def attention(self, given: Sequence[Tensor], out: Tensor, saves: int, /) -> None:
+    def attention(self, inputs: Sequence[Tensor], out: Tensor, saves: int, /) -> None:
         """A fused attention on the meta device of query, key, value and perhaps a mask."""
 
 
@@ -304,8 +304,8 @@ class _AsOnProcessor(TorchFunctionMode):
         saves = self.record.tape.saves
         out = _Attention.apply(query, key, value)
         mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-        given = [query, key, value, *([] if mask is None else [mask])]
-        self.record.attention(given, out, saves)
+        inputs = [query, key, value, *([] if mask is None else [mask])]
+        self.record.attention(inputs, out, saves)
         return out
 
 

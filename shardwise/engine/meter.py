@@ -96,7 +96,7 @@ class Meter(TorchDispatchMode):
         place = Place("activations", self._running(), self._tier(args, made))
         for leaf in pytree.tree_leaves(made):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-                self._follow(leaf, place, str(func))
+                self._track(leaf, place, str(func))
         self._look()
         return made
 
@@ -153,7 +153,7 @@ class Meter(TorchDispatchMode):
         for category in (key for key in CATEGORIES if now[key] > self.most.get(key, 0)):
             self.most[category] = now[category]
 
-    def _follow(self, tensor: Tensor, place: Place, made_by: str) -> None:
+    def _track(self, tensor: Tensor, place: Place, made_by: str) -> None:
         storage = tensor.untyped_storage()
         if storage.device.type != "meta" and storage._cdata not in self.storages:
             if self.engine.world.tiers.of(tensor) == "host":
@@ -178,7 +178,7 @@ class Meter(TorchDispatchMode):
             place = place._replace(tier=tiers.of(tensor))
             tracked = self.storages.get(key)
             if tracked is None:
-                self._follow(tensor, place, "the engine")
+                self._track(tensor, place, "the engine")
             elif tracked.place.category == "activations" or tracked.place.tier != place.tier:
                 tracked.place = place
 

@@ -79,16 +79,16 @@ def model_spec(
         cast_whole(copied, dtype, torch.device("cpu"))
         return copied
 
-    expert_parallel.fitting(plain, plan)
-    table = tensor_parallel.fitting(plain, plan, options["table"])
+    expert_parallel.check_experts(plain, plan)
+    table = tensor_parallel.table_for(plain, plan, options["table"])
     beside = validate.beside(options["beside"])
-    begin = stage_module.fitting(plain, plan, options["stages"], beside)
+    begin = stage_module.stage_starts(plain, plan, options["stages"], beside)
     at = stage_module.stages_of(plain, begin, beside) if plan.pipeline else {}
 
-    def apart(spec: UnitSpec) -> object:
+    def unit_key(spec: UnitSpec) -> object:
         return {at.get(name) for name, _ in spec.params}
 
-    specs = units_of(plain, _sharding(plan, options), plan.mesh.size_of(TENSOR), apart)
+    specs = units_of(plain, _sharding(plan, options), plan.mesh.size_of(TENSOR), unit_key)
     shape = ModelShape(tuple(map(_unit_shape, specs)), buffer_shapes(plain))
     world, stages = _tensor_world(plan, rank), None
     if plan.pipeline:
@@ -97,7 +97,7 @@ def model_spec(
         staged = _Staged(plain, world, plan.sp, table, begin, beside)
         bundles = by_shape(parts, lambda part: staged.bundles(call, part))
         stages = StageSpec(at, known, bundles, staged.outside)
-    kinds = recomputation.fitting(plain, plan, options["units"], begin)
+    kinds = recomputation.recomputed_modules(plain, plan, options["units"], begin)
     hosted = recomputation.on_host(plain, plan, options["units"], kinds, begin)
     how = {"stages": stages, "on_host": tuple(hosted), **_experts(plain, plan)}
     if table is None:
@@ -198,7 +198,7 @@ class _Staged:
     def bundles(self, call: Call, part: Any) -> Bundles:
         """What crosses each cut for one microbatch."""
         self.stream.begin()
-        trace = self.stages.follow(lambda model: call(model, part))
+        trace = self.stages.trace(lambda model: call(model, part))
         own = self.stages.layers.own
         self.outside = tuple(
             frozenset(self.names[id(p)] for number, p in own[stage].items() if number in read)

@@ -24,7 +24,7 @@ from shardwise.engine.elementwise import require_whole
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec
 from shardwise.engine.shard import default_fill, layable
-from shardwise.engine.tensor_parallel import fitting
+from shardwise.engine.tensor_parallel import table_for
 from shardwise.engine.training import Build, Loss, Training
 from shardwise.engine.unwrap import no_pipe
 from shardwise.kernels.choice import CHOICES
@@ -75,9 +75,9 @@ def parallelize(
     validate.no_max_norm(model, plan.data_size * (1 + mixed))
     no_pipe(model)
     layable(model, options["units"], plan)
-    table = fitting(model, plan, options["table"])
+    table = table_for(model, plan, options["table"])
     beside = validate.beside(options["beside"])
-    begin = stage_module.fitting(model, plan, options["stages"], beside)
+    begin = stage_module.stage_starts(model, plan, options["stages"], beside)
     recomputed = recompute_budget.recomputation(model, plan, world.rank, objective, options, begin)
     on_nonfinite = options["on_nonfinite"]
     clip = weight_stashing.require(model, plan, begin, options["clip"], beside, on_nonfinite)

@@ -64,13 +64,13 @@ NAMED: Final = 6  # modules named in an error
 def starts(
     model: nn.Module,
     stages: int,
-    given: Sequence[str] | None = None,
+    names: Sequence[str] | None = None,
     beside: Mapping[str, str] | None = None,
     fewer: Callable[[int], str] = "pp{}".format,
 ) -> tuple[str, ...]:
     """The names of the modules that begin stages 1 to `stages` - 1.
 
-    `given` names them; None balances the stages by parameters (of equally good partitions the
+    `names` lists them; None balances the stages by parameters (of equally good partitions the
     earliest, so that every rank finds the same).  `beside`: see staged_model.py.  `fewer(n)` is the
     remedy in the error for a model of only n layers.
 
@@ -79,10 +79,10 @@ def starts(
     """
     beside = _beside(model, beside)
     _layered(model)
-    validate.stage_names(given, lambda: starts(model, stages, None, beside))
-    if given is not None:
-        if len(given) != stages - 1:
-            named = f"{len(given)} starts ({', '.join(given) or 'none'})"
+    validate.stage_names(names, lambda: starts(model, stages, None, beside))
+    if names is not None:
+        if len(names) != stages - 1:
+            named = f"{len(names)} starts ({', '.join(names) or 'none'})"
             if stages == 1:
                 allowed = "none: a pipeline of one stage begins with the model"
                 raise bad(f"{named} for one stage", allowed, "stages=[], or more ranks")
@@ -91,8 +91,8 @@ def starts(
                 f"{stages - 1}: the first module of each stage but the first",
                 ", ".join(starts(model, stages, None, beside)),
             )
-        layers(model, given, beside)
-        return tuple(given)
+        layers(model, names, beside)
+        return tuple(names)
     cuts = candidates(model, stages, beside, fewer)
     weights = [0] * len(cuts)
     seen: set[tuple[int, int]] = set()
@@ -268,8 +268,8 @@ def _chain(model: nn.Module) -> list[str]:
     return [f"{prefix}{key}" for key in plan if f"{prefix}{key}" in known]
 
 
-def _beside(model: nn.Module, given: Mapping[str, str] | None) -> dict[str, str]:
-    return {**misplaced(model), **(given or {})}
+def _beside(model: nn.Module, beside: Mapping[str, str] | None) -> dict[str, str]:
+    return {**misplaced(model), **(beside or {})}
 
 
 def misplaced(model: nn.Module) -> dict[str, str]:

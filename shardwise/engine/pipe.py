@@ -174,11 +174,11 @@ class Piped:
 
     def _learnt(self, part: Any) -> _Known:
         modes = torch.is_grad_enabled(), self.module.training
-        return self.known.get(part, modes, lambda: self._follow(part))
+        return self.known.get(part, modes, lambda: self._trace(part))
 
-    def _follow(self, part: Any) -> _Known:
+    def _trace(self, part: Any) -> _Known:
         found: list[Any] = []
-        trace = self.staged.stages.follow(lambda model: found.append(self.call(model, part)))
+        trace = self.staged.stages.trace(lambda model: found.append(self.call(model, part)))
         out, structure = tree_flatten(found[0])
         out = [_on_meta(x) if isinstance(x, Tensor) else x for x in out]
         _whole(out, _rows(part))

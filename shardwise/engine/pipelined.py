@@ -109,7 +109,7 @@ class Pipelined:
         """Forward only, one microbatch through all stages; the result where the last stage is."""
         result = Result()
         units = ScheduledUnits(self.data, self.tensors, self.staging)
-        microbatches = [Microbatch(0, None, 0, *self._follow(call))]
+        microbatches = [Microbatch(0, None, 0, *self._trace(call))]
         work = StageWork(
             self.staging.stages, units, result, lambda m, _: call(m), microbatches, trains=False
         )
@@ -122,14 +122,14 @@ class Pipelined:
         """What crosses for a microbatch of these shapes; learnt when they are first seen."""
 
         def make() -> _Known:
-            return self._follow(lambda model: self.objective(model, part))
+            return self._trace(lambda model: self.objective(model, part))
 
         return self.known.get(part, self.model.training, make)
 
-    def _follow(self, call: Callable[[nn.Module], Any]) -> "_Known":
+    def _trace(self, call: Callable[[nn.Module], Any]) -> "_Known":
         stream = self.staging.beside.stream
         stream.begin()
-        trace = self.staging.stages.follow(call)
+        trace = self.staging.stages.trace(call)
         for stage, own in self.staging.stages.layers.own.items():
             self.data.read_outside(p for n, p in own.items() if n in trace.read[stage])
         return _Known(trace, stream.lengths.known)

@@ -20,7 +20,7 @@ from shardwise.parallel.recompute.host import HostActivations
 Choose = Callable[[Any], Mapping[str, str]]
 
 
-def fitting(
+def recomputed_modules(
     model: nn.Module, plan: Plan, units: Rule = "auto", starts: Sequence[str] = ()
 ) -> dict[str, str]:
     """The modules that the plan recomputes, by name; `starts` begin the stages of a pipeline.
@@ -45,8 +45,8 @@ def on_host(
 ) -> dict[str, tuple[int, int]]:
     """The blocks whose activations rest in host memory, each with its stage and its place in it.
 
-    `kinds` as `fitting` gives them. Raises InputError where there are none, or a block begins in
-    one stage and ends in another.
+    `kinds`: of `recomputed_modules`. Raises InputError where there are none, or a block begins
+    in one stage and ends in another.
     """
     found = (
         choice.on_host(model, plan, blocks(model, units), kinds) if plan.activations_on_host else ()

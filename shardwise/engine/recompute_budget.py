@@ -13,7 +13,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.plan_parser import recompute_budget
 from shardwise.engine import meta_pass
 from shardwise.engine.model_spec import model_spec
-from shardwise.engine.recomputation import Recomputation, fitting, on_host
+from shardwise.engine.recomputation import Recomputation, on_host, recomputed_modules
 from shardwise.engine.training import Loss
 
 
@@ -29,7 +29,7 @@ def recomputation(
 
     Raises InputError if the plan names no module, or one that lies in several stages.
     """
-    kinds = fitting(model, plan, options["units"], starts)
+    kinds = recomputed_modules(model, plan, options["units"], starts)
     if not recompute_budget(plan.recompute):
         hosted = on_host(model, plan, options["units"], kinds, starts)
         return Recomputation(kinds, hosted=hosted, everything=plan.activations is not None)

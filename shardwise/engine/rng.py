@@ -124,8 +124,8 @@ class ShardedRandom(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.backward or func is torch.autograd.backward:
             return self._backward(*args, **kwargs)
-        given = _tensors((*args, *kwargs.values()))
-        device = next((x.device for x in given if self.sharded.get(x)), None)
+        inputs = _tensors((*args, *kwargs.values()))
+        device = next((x.device for x in inputs if self.sharded.get(x)), None)
         if device is None:
             return func(*args, **kwargs)
         if func in _RANDOM and _RANDOM[func](*args, **kwargs) > 0:
@@ -178,8 +178,8 @@ class ShardedRandom(TorchFunctionMode):
 
     def _mark(self, sharded: bool, _: nn.Module, args: Any, last: Any) -> None:
         """A forward hook, of its output; a forward pre-hook, of its first tensor argument."""
-        given = (*args[:1], *last.values()) if isinstance(last, dict) else (last,)
-        for x in list(_tensors(given))[:1]:
+        inputs = (*args[:1], *last.values()) if isinstance(last, dict) else (last,)
+        for x in list(_tensors(inputs))[:1]:
             self.sharded[x] = sharded
 
 

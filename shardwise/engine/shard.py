@@ -19,7 +19,7 @@ from shardwise.core.param_layout import AxisLayout, Layout
 from shardwise.core.plan import Plan
 from shardwise.core.zero import Row
 from shardwise.engine import validate
-from shardwise.engine.expert_parallel import ExpertLayout, fitting
+from shardwise.engine.expert_parallel import ExpertLayout, check_experts
 from shardwise.engine.stage_module import Staging
 from shardwise.engine.tensor_layout import Tensors, nowhere
 from shardwise.kernels.matmul import BY_TORCH, Products
@@ -70,17 +70,17 @@ def units_of(
     model: nn.Module,
     how: Sharding,
     parts: int = 1,
-    apart: Callable[[UnitSpec], object] = lambda _: None,
+    unit_key: Callable[[UnitSpec], object] = lambda _: None,
 ) -> list[UnitSpec]:
     """The units of a model whose parameters will be sharded in about `parts` parts.
 
     Chosen by the whole sizes: ranks whose parts differ a little must not choose differently.
-    Neighbours of which `apart` says different things are not merged.
+    Neighbours of which `unit_key` says different things are not merged.
     """
     # what is gathered for use stays small; what is only reduced may fill a bucket
     most = 2 * LEAST_BYTES if how.row.param.kind == "S" else how.bucket_bytes
     least = LEAST_BYTES if how.least_unit_bytes is None else how.least_unit_bytes
-    return choose(model, how.units, least * parts, most * parts, apart)
+    return choose(model, how.units, least * parts, most * parts, unit_key)
 
 
 def shard(
@@ -113,7 +113,7 @@ def shard(
                 [layouts[name] for name, _ in group],
                 *data,
                 [axis for axis in sums if axis is not None and axis.size > 1],
-                _here(tensors, staged, experts),
+                _coordinates(tensors, staged, experts),
                 how.tiers,
             )
             device = how.device or group[0][1].device
@@ -141,10 +141,10 @@ def layout_of(
     return Layout(how.row, how.shard.name, how.replicate.name, axes)
 
 
-def _here(tensors: Tensors, staged: Staging | None, experts: ExpertLayout) -> dict[str, int]:
+def _coordinates(tensors: Tensors, staged: Staging | None, experts: ExpertLayout) -> dict[str, int]:
     """This rank's coordinate on the axes other than the data's."""
-    here = {tensors.axis.name: tensors.axis.rank, experts.axis.name: experts.axis.rank}
-    return here if staged is None else here | {staged.axis.name: staged.axis.rank}
+    found = {tensors.axis.name: tensors.axis.rank, experts.axis.name: experts.axis.rank}
+    return found if staged is None else found | {staged.axis.name: staged.axis.rank}
 
 
 def flats_of(units: Sequence[Unit]) -> list[Flat]:
@@ -188,7 +188,7 @@ def layable(model: nn.Module, rule: Rule, plan: Plan | None = None) -> None:
         raise validate.already_wrapped(model)
     choose(model, rule)
     if plan is not None:
-        fitting(model, plan)
+        check_experts(model, plan)
 
 
 def drivers(module: nn.Module) -> list[Data]:

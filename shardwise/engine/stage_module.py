@@ -53,7 +53,7 @@ class Staging:
     ties: Mapping[str, Axis] = field(default_factory=dict)
 
     @property
-    def mine(self) -> tuple[int, ...]:
+    def own_stages(self) -> tuple[int, ...]:
         """The stages of this rank, along the model."""
         return self.schedule.stages(self.axis.rank)
 
@@ -68,19 +68,19 @@ class Staging:
         """The ranks that own any of these stages."""
         return tuple(sorted({self.schedule.home[stage] for stage in stages}))
 
-    def here(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
+    def own_units(self, specs: Sequence[UnitSpec]) -> list[UnitSpec]:
         """The units of this rank's stages, without the parameters that it does not hold."""
         for spec in specs:
-            spec.params = [(name, p) for name, p in spec.params if self.used([name])]
+            spec.params = [(name, p) for name, p in spec.params if self.stages_using([name])]
         return [spec for spec in specs if spec.params]
 
     def layout(self, name: str) -> AxisLayout:
         """How ranks of the axis hold a parameter: those whose stages use it."""
         return AxisLayout(R, self.axis.size, holders=self.owners(self.at[name]))
 
-    def used(self, names: Iterable[str]) -> set[int]:
+    def stages_using(self, names: Iterable[str]) -> set[int]:
         """The stages of this rank that use any of these parameters."""
-        return {stage for name in names for stage in self.at[name]} & set(self.mine)
+        return {stage for name in names for stage in self.at[name]} & set(self.own_stages)
 
     def copy(self, buffer: str) -> int:
         """The index of this rank among those that hold the buffer of that name."""
@@ -118,15 +118,15 @@ class Staging:
         return used
 
 
-def fitting(
+def stage_starts(
     model: nn.Module,
     plan: Plan,
-    given: Sequence[str] | None,
+    names: Sequence[str] | None,
     beside: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
     """The modules that begin the stages of a pipeline but the first; none without a pipeline.
 
-    What is given for a pipeline is looked at without one too: a slip would wait for the next plan.
+    `names` and `beside` are checked without a pipeline too, so that a mistake is found at once.
     `beside` is that of Stages (staged_model.py): modules that are not called where they are
     defined.
 
@@ -134,10 +134,10 @@ def fitting(
     """
     schedule = schedule_of(plan)
     if schedule is None:
-        validate.stage_names(given, tuple)
-        known(model, [*(given or ()), *(beside or {}), *(beside or {}).values()])
+        validate.stage_names(names, tuple)
+        known(model, [*(names or ()), *(beside or {}), *(beside or {}).values()])
         return ()
-    return starts(model, len(schedule.home), given, beside, partial(_of_layers, plan))
+    return starts(model, len(schedule.home), names, beside, partial(_of_layers, plan))
 
 
 def _of_layers(plan: Plan, layers: int) -> str:

@@ -65,10 +65,10 @@ class WholeModel:
         self.model, self.device = model, device
 
     def run(
-        self, stage: int, trace: Trace, given: Sequence[Tensor], call: Callable[[nn.Module], Any]
+        self, stage: int, trace: Trace, inputs: Sequence[Tensor], call: Callable[[nn.Module], Any]
     ) -> Ran:
         """The forward of the model."""
-        assert not (stage or trace.bundles or given)
+        assert not (stage or trace.bundles or inputs)
         return Ran(result=call(self.model))
 
 
@@ -127,18 +127,20 @@ class StageWork:
         return specs(self.microbatches[token.microbatch].trace, token)
 
     def forward(
-        self, stage: int, microbatch: int, given: list[Tensor]
+        self, stage: int, microbatch: int, inputs: list[Tensor]
     ) -> tuple[list[Tensor], Tape | None]:
         """F."""
         own = self.microbatches[microbatch]
         if self.trains:
-            require_grads(given, own.trace, stage)
+            require_grads(inputs, own.trace, stage)
         with self.units.around("F", stage, own):
-            ran = self.stages.run(stage, own.trace, given, lambda model: self.call(model, own.part))
+            ran = self.stages.run(
+                stage, own.trace, inputs, lambda model: self.call(model, own.part)
+            )
         roots = [x for x in ran.outputs if x.requires_grad]
         if self._is_last(stage):
             roots = self.last.outputs(own, ran.result)
-        return ran.outputs, Tape(given, roots) if self.trains else None
+        return ran.outputs, Tape(inputs, roots) if self.trains else None
 
     def backward(
         self, stage: int, microbatch: int, tape: Tape, grads: list[Tensor]

@@ -1,8 +1,8 @@
 """A model cut into stages: followed once for each shape, then run stage by stage.
 
 stages = Stages(model, twin(model), starts, mine={1}, device=device)
-trace = stages.follow(lambda model: loss(model, microbatch))
-ran = stages.run(1, trace, given, lambda model: loss(model, microbatch))
+trace = stages.trace(lambda model: loss(model, microbatch))
+ran = stages.run(1, trace, inputs, lambda model: loss(model, microbatch))
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -18,7 +18,7 @@ from shardwise.engine.partition import misplaced
 from shardwise.parallel.pipeline.interceptor import Glue, Seen
 from shardwise.parallel.pipeline.placeholders import Layers
 from shardwise.parallel.pipeline.stage import Over, Ran, Stage
-from shardwise.parallel.pipeline.tracer import Follow
+from shardwise.parallel.pipeline.tracer import Tracer
 
 
 class Stages:
@@ -51,7 +51,7 @@ class Stages:
         """The stages of every parameter of the whole model, by its name; tied ones have several."""
         return {name: stages for name, stages, _ in self.layers.parameters}
 
-    def follow(self, call: Callable[[nn.Module], Any]) -> Trace:
+    def trace(self, call: Callable[[nn.Module], Any]) -> Trace:
         """What `call` does for this microbatch, learnt on meta, in the grad mode of the moment.
 
         Good for every microbatch of the same shapes. No random number is drawn from the default
@@ -62,8 +62,8 @@ class Stages:
             (parallel/pipeline/tracer.py).
         """
         layers, seen = self.layers, Seen(self.layers.numbers)
-        layers.known(seen.put)
-        follow = Follow(layers.held(), layers.count, seen, self.device)
+        layers.number_buffers(seen.put)
+        follow = Tracer(layers.known_values(), layers.count, seen, self.device)
         glue = Glue(follow, seen, self.device)
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices), layers.following(glue) as twin, glue:
@@ -77,10 +77,10 @@ class Stages:
         self,
         stage: int,
         trace: Trace,
-        given: Sequence[Tensor],
+        inputs: Sequence[Tensor],
         call: Callable[[nn.Module], Any],
     ) -> Ran:
-        """Compute one stage: from `given`, the leaves of bundle stage - 1, the tensors of its own.
+        """Compute one stage: from `inputs`, the leaves of bundle stage - 1, the tensors of its own.
 
         The model's buffers change as in any forward, and glue that draws draws. With several
         stages on a rank, `call` runs for each, so it must not write to the batch.
@@ -89,13 +89,13 @@ class Stages:
             InputError: the forward does not do what the trace says.
         """
         layers = self.layers
-        if stage not in layers.mine:
-            mine = ", ".join(map(str, sorted(layers.mine)))
+        if stage not in layers.own_stages:
+            mine = ", ".join(map(str, sorted(layers.own_stages)))
             raise bad(f"a run of stage {stage}", f"the stages of this rank: {mine}", mine)
         seen = Seen(layers.numbers)
-        layers.known(seen.put)
+        layers.number_buffers(seen.put)
         player = Stage(stage, trace, seen, layers.holding(stage))
-        player.take(given)
+        player.take(inputs)
         glue, ran = Glue(player, seen, self.device), Ran()
         with suppress(Over), layers.playing(glue) as model, glue:
             ran.result = call(model)

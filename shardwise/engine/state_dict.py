@@ -52,7 +52,7 @@ def _after_load(data: Data, flats: Sequence[Flat], *_: Any) -> None:
     data.units.to_sharded()
 
 
-def whole(flats: Sequence[Flat]) -> dict[str, Tensor]:
+def full_parameters(flats: Sequence[Flat]) -> dict[str, Tensor]:
     """Every full parameter by name, as new tensors; gathers one flat parameter at a time."""
     found: dict[str, Tensor] = {}
     for flat in flats:

@@ -32,15 +32,15 @@ from shardwise.parallel.tensor.shared_weights import sum_spans
 AXIS = "tp"
 
 
-def fitting(model: nn.Module, plan: Plan, given: Table | Mapping[str, str] | None) -> Table | None:
+def table_for(model: nn.Module, plan: Plan, own: Table | Mapping[str, str] | None) -> Table | None:
     """The table of styles of `model` for `plan`; None if the plan has no tensor axis.
 
     Raises InputError if there is no table or it does not fit, with every problem and its remedy.
     """
     ranks = plan.mesh.size_of(AXIS)
-    if ranks == 1 and given is None:
+    if ranks == 1 and own is None:
         return None
-    table = table_of(model, given)  # also checks a table that the plan does not use
+    table = table_of(model, own)  # also checks a table that the plan does not use
     if ranks == 1:
         return None
     if not table.styles:
@@ -76,7 +76,7 @@ def lay_out(
     for name, changed in numbers(table, styles, known, axis.rank, axis.size).items():
         for attribute, number in changed.items():
             setattr(model.get_submodule(name), attribute, number)
-    layout.cut()
+    layout.shard_parameters()
     random.mark_inputs(model, styles, sp)
     rng.synchronize(axis, world.device)
     for stream in (layout.stream, layout.whole):
@@ -133,10 +133,10 @@ class _Layout:
                 sequence.gather_output(module, stream, cut)
                 linear.columns(module, stream, shape.transposed, entered)
             case "rowwise", _:
-                sequence.rows(module, stream, linear.plain(module))
+                sequence.rows(module, stream, linear.is_linear(module))
             case "rowwise_split_input", Cut():
                 sequence.split_input(module, stream, cut)
-                sequence.rows(module, stream, linear.plain(module))
+                sequence.rows(module, stream, linear.is_linear(module))
             case "gather", _:
                 sequence.gather_input(module, stream)
             case "split", _:
@@ -173,7 +173,7 @@ class _Layout:
                 self.tensors.layouts[full] = AxisLayout(R, self.axis.size)
                 self.tensors.sums[full] = self.axis
 
-    def cut(self) -> None:
+    def shard_parameters(self) -> None:
         """Shard the parameters, and open the groups that sum the gradients of shared parts."""
         rank = self.axis.rank
         lines: dict[Groups, Axis] = {(): Axis(AXIS)}

@@ -21,21 +21,21 @@ from shardwise.engine.hf_plans import own_plan
 _EXAMPLE = '{"blocks.*.mlp.up": "colwise", "blocks.*.mlp.down": "rowwise"}'
 
 
-def table_of(model: nn.Module, given: Table | Mapping[str, str] | None = None) -> Table:
-    """The table of `model`: the argument `given`, or the model's own.
+def table_of(model: nn.Module, table: Table | Mapping[str, str] | None = None) -> Table:
+    """The table of `model`: the argument `table`, or the model's own.
 
     A dict of styles uses the numbers of heads of the model's own table, if it has one.
     Raises InputError for a wrong type, and for a model without a table.
     """
-    if isinstance(given, Table):
-        return given
-    if given is not None and not isinstance(given, Mapping):
+    if isinstance(table, Table):
+        return table
+    if table is not None and not isinstance(table, Mapping):
         allowed = "a dict from patterns of module names to styles, or a sw.Table"
-        raise bad(f"table={short_repr(given)}", allowed, f"table={_EXAMPLE}")
+        raise bad(f"table={short_repr(table)}", allowed, f"table={_EXAMPLE}")
     own = own_table(model)
-    if given is not None:
+    if table is not None:
         heads = (own.heads, own.kv_heads) if own else (None, None)
-        return Table.of(given, *heads)
+        return Table.of(table, *heads)
     if own is None:
         raise without(model, "has no table of styles")
     return own

@@ -33,7 +33,7 @@ from shardwise.engine.model_spec import by_shape, on_tensor_axis, plain_copy
 from shardwise.engine.parallelize import DEFAULTS, own_loss
 from shardwise.engine.pipelined import Pipelined
 from shardwise.engine.prediction import predict
-from shardwise.engine.tensor_parallel import fitting
+from shardwise.engine.tensor_parallel import table_for
 from shardwise.engine.trace import EVENT, Live, Recorder
 from shardwise.engine.training import DTYPES, Loss
 from shardwise.parallel.data.outputs import tensors_in
@@ -107,7 +107,7 @@ class StepMeter(TorchDispatchMode):
         self.meter.now()  # follows what the engine has made since
         whole = {f.full.untyped_storage()._cdata for f in self.engine.flats if f.reshards}
         recomputed = self.engine.recompute.modules.values()
-        inputs = {x.untyped_storage()._cdata for one in recomputed for x in one.kept()}
+        inputs = {x.untyped_storage()._cdata for one in recomputed for x in one.kept_tensors()}
         saved = self.saved.keys() | inputs
         found: list[Live] = []
         for key, storage in self.meter.storages.items():
@@ -210,7 +210,7 @@ def predict_events(
     require_predicted(plan)
     if plan.pipeline is not None:
         return found, staged_timeline(found)
-    table = fitting(plain, plan, options.get("table"))
+    table = table_for(plain, plan, options.get("table"))
     twin = plain if table is None else on_tensor_axis(plain, plan, rank, table)
     _require_whole_units(found)
     objective, dtype = own_loss if loss is None else loss, DTYPES[plan.precision]

@@ -102,7 +102,7 @@ class Stale:
         self.staged, self.device = staged, staged.stages.device
         trained = {
             stage: [group for unit in self.units.units[stage] for group in unit.trained]
-            for stage in staged.mine
+            for stage in staged.own_stages
         }
         self.flats: dict[int, list[Flat]] = trained
         self.uses = Counter(

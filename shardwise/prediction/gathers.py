@@ -25,7 +25,7 @@ class _Pass:
     """The state of a forward pass: which units are unsharded, and the units gathered so far."""
 
     units: Sequence[UnitModules]
-    whole: set[int] = field(default_factory=set[int])
+    unsharded: set[int] = field(default_factory=set[int])
     depth: dict[int, int] = field(default_factory=dict[int, int])
     latest: int | None = None
     path: list[int] = field(default_factory=list[int])
@@ -33,9 +33,9 @@ class _Pass:
 
     def begin(self, unit: int) -> None:
         """A module of the unit is called."""
-        if unit not in self.whole:
+        if unit not in self.unsharded:
             self._free_latest(unit)
-            self.whole.add(unit)
+            self.unsharded.add(unit)
             self.path.append(unit)
         self.calls.append(unit)
         self.depth[unit] = self.depth.get(unit, 0) + 1
@@ -51,7 +51,7 @@ class _Pass:
     def _free_latest(self, now: int) -> None:
         before, self.latest = self.latest, None
         if before is not None and before != now:
-            self.whole.discard(before)
+            self.unsharded.discard(before)
 
 
 class Order(NamedTuple):

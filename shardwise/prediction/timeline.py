@@ -4,8 +4,8 @@
     forward embed       embed, block 0      -                          shards
     forward block 0     block 0, block 1    of embed                   .
     loss                head                of all, and of the loss    .
-    backward block 1    block 1, block 0    of blocks 0 and 1          shards, and head whole
-    backward block 0    block 0             of block 0                 shards, and block 1 whole
+    backward block 1    block 1, block 0    of blocks 0 and 1          shards, all of head
+    backward block 0    block 0             of block 0                 shards, all of block 1
     update, end         -                   -                          shards
 
 `parameters`, `optimizer` and `buffers` are those between steps. A unit is gathered when it is used
@@ -54,20 +54,20 @@ class Mark(NamedTuple):
 class Event(NamedTuple):
     """A moment of a step: `kind` is forward, loss, backward, update, end or a pipeline action.
 
-    `held` are bytes by category at the moment; `peak` is the largest sum since the event before,
-    which only a measurement has.
+    `by_category` has the live bytes of each category; `peak` is the largest sum since the previous
+    event, which only a measurement has.
     """
 
     kind: str
     unit: str
     microbatch: int
-    held: dict[str, int]
+    by_category: dict[str, int]
     peak: int = 0
 
     @property
     def total(self) -> int:
         """All categories."""
-        return sum(self.held.values())
+        return sum(self.by_category.values())
 
     def __str__(self) -> str:
         return f"{self.kind} {self.unit}".strip()
@@ -82,7 +82,7 @@ class _Unit:
     encloses: bool
     looks_up: bool
     groups: list[Group]
-    whole: bool = False
+    unsharded: bool = False
     used: bool = False
     depth: int = 0
     reached: bool = False
@@ -112,8 +112,8 @@ class _Unit:
     def shard_bytes(self) -> int:
         return sum(group.flat.share * group.element_bytes for group in self.trained)
 
-    def free(self) -> None:
-        self.used = self.whole = False
+    def reshard(self) -> None:
+        self.used = self.unsharded = False
 
 
 def _padded(group: Group) -> int:
@@ -145,7 +145,7 @@ class _Step:
             for param in group.params
             if group.trained
         }
-        self.held = dict(found.memory)
+        self.memory = dict(found.memory)
         self.path: list[_Unit] = []  # of the step before
         self.uses: list[_Unit] = []
         self.calls: list[_Unit] = []
@@ -178,7 +178,7 @@ class _Step:
         if begins:
             self._free_latest(unit)
         unit.depth += 1
-        unit.whole = True
+        unit.unsharded = True
         if unit.reshards:
             self.calls.append(unit)
         if begins:
@@ -187,7 +187,7 @@ class _Step:
             place = len(self.uses)
             if self.path[place - 1 : place] == [unit]:
                 for following in self.path[place : place + self.ahead]:
-                    following.whole = True
+                    following.unsharded = True
 
     def _return(self, unit: _Unit, mark: Mark) -> None:
         unit.depth -= 1
@@ -200,7 +200,7 @@ class _Step:
     def _free_latest(self, now: _Unit) -> None:
         before, self.latest = self.latest, None
         if before is not None and before is not now:
-            before.free()
+            before.reshard()
 
     def backward(self, marks: Sequence[Mark]) -> None:
         """A backward pass: units are gathered again, freed, and their gradients reduced."""
@@ -220,21 +220,21 @@ class _Step:
         for unit in order[::-1][self.next :]:
             self._reduce(unit)
         for unit in self.units:
-            unit.free()
+            unit.reshard()
 
     def _reach(self, unit: _Unit, count: int) -> None:
         to_come = self.calls[:count]
         for later in set(self.calls[count:]).difference(to_come):
             if (later.complete or not later.trained) and not later.encloses:
-                later.free()
+                later.reshard()
         if unit.complete or unit.looks_up:
             return
-        unit.whole = True
+        unit.unsharded = True
         if to_come[-1] is unit:
             to_come.pop()
         for earlier in to_come[::-1][: self.ahead]:
             if not earlier.looks_up and earlier.reached and not earlier.complete:
-                earlier.whole = True
+                earlier.unsharded = True
 
     def _complete(self, name: str, order: list[_Unit]) -> None:
         unit, k = self.of_param[name]
@@ -244,7 +244,7 @@ class _Step:
         unit.complete = not unit.missing
         if unit.complete:
             if len(unit.trained) == len(unit.groups):
-                unit.free()
+                unit.reshard()
             turns = order[::-1]
             while self.next < len(turns) and (
                 turns[self.next].complete or not turns[self.next].trained
@@ -272,21 +272,23 @@ class _Step:
         self.see("update", "", 0)
         self.flying.clear()
 
-    # --- what is held -----------------------------------------------------------------------------
+    # --- live bytes -------------------------------------------------------------------------------
 
     def see(self, kind: str, unit: str, kept_bytes: int) -> None:
         """Note an event."""
         filling = sum(_padded(u.groups[k]) for u in self.units for k in u.filling)
         flying = sum(unit.sent_bytes for unit in self.flying)
-        held = {
-            "parameters": self.held["parameters"],
-            "gathered": sum(unit.full_bytes for unit in self.units if unit.whole),
-            "gradients": self.held["gradients"] + filling + flying,
-            "optimizer": self.held["optimizer"],
-            "buffers": self.held["buffers"],
+        by_category = {
+            "parameters": self.memory["parameters"],
+            "gathered": sum(unit.full_bytes for unit in self.units if unit.unsharded),
+            "gradients": self.memory["gradients"] + filling + flying,
+            "optimizer": self.memory["optimizer"],
+            "buffers": self.memory["buffers"],
             "kept": kept_bytes,
         }
-        self.events.append(Event(kind, unit, self.microbatch, held, sum(held.values())))
+        self.events.append(
+            Event(kind, unit, self.microbatch, by_category, sum(by_category.values()))
+        )
 
 
 def unpredicted(plan: Plan) -> str:
@@ -350,7 +352,7 @@ def predicted_timeline(
     step.forward(_forward(marks[0]))  # so that the order of uses is known
     step.path, step.events = step.uses, []
     for unit in step.units:
-        unit.free()
+        unit.reshard()
     for microbatch, own in enumerate(marks):
         step.microbatch = microbatch
         before = _forward(own)

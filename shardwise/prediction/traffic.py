@@ -66,7 +66,7 @@ class Tariff:
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.sent_bytes = plan, dict[Line, int]()
         self.shard, self.replicate = plan.shard_axis or "none", plan.replicate_axis or "none"
-        self.here = plan.coordinate(rank)
+        self.coordinates = plan.coordinate(rank)
 
     def size(self, axis: str) -> int:
         """The number of ranks of the axis."""
@@ -88,7 +88,7 @@ class Tariff:
 
     def group(self, axis: str, on: AxisLayout) -> int:
         """The number of ranks of the axis over which a gradient of this rank is summed."""
-        return len(on.group(self.here.get(axis, 0)))
+        return len(on.group(self.coordinates.get(axis, 0)))
 
     def sum_parts(self, axis: str, numel: int, ranks: int, element_bytes: int) -> None:
         """The sum of gradients of which so many ranks of the axis each have a part."""
@@ -114,7 +114,7 @@ class Tariff:
     def broadcast(self, stored_bytes: int, phase: str) -> None:
         """The first rank of each data axis hands so many bytes to each of the others."""
         for axis in (self.shard, self.replicate):
-            others = self.size(axis) - 1 if self.here.get(axis, 0) == 0 else 0
+            others = self.size(axis) - 1 if self.coordinates.get(axis, 0) == 0 else 0
             self.add(Line(axis, "broadcast", phase), stored_bytes * others)
 
     def agree(self, numbers: int, number_bytes: int) -> None:
@@ -188,7 +188,7 @@ def tensor_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
         return {}
     spec, size, mine = model.tensors, tariff.size(TENSOR), set[int]()
     if schedule is not None:
-        mine = {*schedule.stages(tariff.here.get(PIPELINE, 0))}
+        mine = {*schedule.stages(tariff.coordinates.get(PIPELINE, 0))}
 
     def here(module: str) -> bool:
         return model.stages is None or bool(mine & {*model.stages.of(module)})
@@ -224,7 +224,7 @@ def stage_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
     """
     bundles = model.stages.bundles if model.stages else ()
     tariff, schedule = Tariff(plan, rank), schedule_of(plan)
-    steps = () if schedule is None else schedule.rows[tariff.here.get(PIPELINE, 0)]
+    steps = () if schedule is None else schedule.rows[tariff.coordinates.get(PIPELINE, 0)]
     sends = [step.token for step in steps if isinstance(step, Transfer) and step.op == "SEND"]
     runs = range(0, len(bundles), 1 if schedule is None else schedule.microbatches)
     for first, (kind, stage, microbatch) in product(runs, sends):
@@ -291,7 +291,7 @@ def _shared(tariff: Tariff, param: ParamShape) -> None:
     """Gradients of what a rank has in common with others, which are summed as they are made."""
     layout = layout_of(tariff.plan, param)
     for axis, on in layout.axes:
-        shared = on.shared(tariff.here.get(axis, 0))
-        numel = layout.shared_numel(axis, tariff.here, param.shape)
+        shared = on.shared(tariff.coordinates.get(axis, 0))
+        numel = layout.shared_numel(axis, tariff.coordinates, param.shape)
         for _ in range(tariff.plan.microbatches if shared else 0):
             tariff.sum_parts(axis, numel, len(shared.ranks) if shared else 1, param.element_bytes)

@@ -54,7 +54,7 @@ class Corpus:
 
     def rows(self, numbers: Index) -> Rows:
         """The sequences with these numbers."""
-        return cut(self.packed.stream, numbers, self.sequence)
+        return sequences(self.packed.stream, numbers, self.sequence)
 
 
 def split(packed: Packed, sequence: int, validation: float) -> Corpus:
@@ -75,7 +75,7 @@ def split(packed: Packed, sequence: int, validation: float) -> Corpus:
     return Corpus(packed, sequence, numbers[~out], numbers[out])
 
 
-def cut(stream: Stream, numbers: Index, sequence: int) -> Rows:
+def sequences(stream: Stream, numbers: Index, sequence: int) -> Rows:
     """The sequences with these numbers, as [rows, sequence] inputs and targets."""
     at = numbers[:, None] * sequence + np.arange(sequence)
     last = len(stream) - 1

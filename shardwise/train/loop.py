@@ -61,7 +61,7 @@ class LastStep:
     skipped_before: int = 0
     skipped: bool = False
 
-    def follow(self, share: Batch, skipped: bool) -> None:
+    def add(self, share: Batch, skipped: bool) -> None:
         """A step has been made."""
         self.skipped_before += self.skipped
         self.share, self.skipped = share, skipped
@@ -169,13 +169,13 @@ def steps(run: Run, at: Position) -> bool:
             seconds = time.perf_counter() - began
         at = Position(at.step + 1, at.consumed + len(numbers))
         last = at.step == config.steps
-        validation = evaluate(run) if last or due(at.step, config.eval_every) else None
+        validation = evaluate(run) if last or is_due(at.step, config.eval_every) else None
         entry = record(run, done, at, seconds)
         if entry.memory_bytes is not None:
             entry = replace(entry, memory_bytes=entry.memory_bytes | run.memory.activations)
         tell(run, replace(entry, validation=validation))
         stop = any_rank(run.stop.received, run.engine.world)
-        if last or stop or due(at.step, config.save_every):
+        if last or stop or is_due(at.step, config.save_every):
             save_run(run.prepared, run.engine, at)
         if stop and not last:
             run.progress.note(f"stopped by a signal after step {at.step}; the checkpoint is saved")
@@ -190,7 +190,7 @@ def share(run: Run, numbers: Index) -> Batch:
     return batch(rows, run.engine.microbatches, run.engine.world.device)
 
 
-def due(step: int, every: int) -> bool:
+def is_due(step: int, every: int) -> bool:
     """Whether `step` is a multiple of `every` (0: never)."""
     return every > 0 and step % every == 0
 
@@ -199,7 +199,7 @@ def trained(run: Run, mine: Batch) -> StepMetrics:
     """Run a step. Raises NonFiniteError, on every rank, and InputError without memory: advice."""
     try:
         done = run.engine.step(mine)
-        run.last.follow(mine, done.skipped)
+        run.last.add(mine, done.skipped)
         return done
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, NonFiniteError):

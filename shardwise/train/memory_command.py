@@ -18,7 +18,7 @@ from rich.table import Table
 
 from shardwise.core.errors import bad
 from shardwise.core.optimizers import SIDE, STAGES, gigabytes, k_bytes, zero_table
-from shardwise.train.predict_command import Asked, asked
+from shardwise.train.predict_command import PredictRequest, predict_request
 
 if TYPE_CHECKING:
     from shardwise.prediction.first_fit import Placement
@@ -91,7 +91,7 @@ def print_step(request: Request, plan: str) -> None:
     Raises InputError for what cannot be predicted or started, RankError when a rank fails.
     """
     given = plan, request.model, request.batch, request.sequence, request.rank
-    wanted = asked(*given)
+    wanted = predict_request(*given)
     found, events = predicted(wanted, request.rank)
     measured, placements = (
         _measured_on_ranks(wanted, given)[request.rank] if request.measure else ([], {})
@@ -119,7 +119,7 @@ def print_step(request: Request, plan: str) -> None:
             print_placements(placements)
 
 
-def predicted(wanted: Asked, rank: int) -> "tuple[Prediction, Sequence[Event]]":
+def predicted(wanted: PredictRequest, rank: int) -> "tuple[Prediction, Sequence[Event]]":
     """The prediction, and the events of a step; none where they are not predicted."""
     from shardwise.engine.prediction import predict
     from shardwise.engine.timeline import predict_events
@@ -131,7 +131,7 @@ def predicted(wanted: Asked, rank: int) -> "tuple[Prediction, Sequence[Event]]":
     return predict_events(wanted.plain, wanted.plan, wanted.batch, **named)
 
 
-def _measured_on_ranks(wanted: Asked, given: tuple[Any, ...]) -> "list[Measured]":
+def _measured_on_ranks(wanted: PredictRequest, given: tuple[Any, ...]) -> "list[Measured]":
     """The events of a step, and how an allocator places it, on each of new local ranks."""
     from shardwise.comm.launch import spawn
     from shardwise.comm.local import require_local
@@ -150,7 +150,7 @@ def _measured(*given: Any) -> "Measured":
     from shardwise.engine.trace import Recorder
     from shardwise.prediction.first_fit import LONG, placed
 
-    world, wanted = init("cpu"), asked(*given)
+    world, wanted = init("cpu"), predict_request(*given)
     options: dict[str, Any] = wanted.options | {"tokens": wanted.trainable.tokens}
     engine = parallelize(wanted.trainable.build(), wanted.plan, world, **options)
     for _ in range(STEPS - 1):

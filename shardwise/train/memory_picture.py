@@ -65,7 +65,7 @@ def peaks_in_markdown(series: Sequence[Series]) -> Sequence[str]:
 def _rows(series: Sequence[Series]) -> Sequence[tuple[str, ...]]:
     highest = [max(one.events, key=lambda event: event.peak) for one in series]
     between = (
-        f"{event.peak:,} before {event}" if TEMPORARY in event.held else NOT_PREDICTED
+        f"{event.peak:,} before {event}" if TEMPORARY in event.by_category else NOT_PREDICTED
         for event in highest
     )
     return [
@@ -77,10 +77,10 @@ def _rows(series: Sequence[Series]) -> Sequence[tuple[str, ...]]:
 
 
 def _most(series: Series, category: str) -> str:
-    most = max(series.events, key=lambda event: event.held.get(category, 0))
-    if category not in most.held:
+    most = max(series.events, key=lambda event: event.by_category.get(category, 0))
+    if category not in most.by_category:
         return NOT_PREDICTED
-    return f"{most.held[category]:,} {most if most.held[category] else ''}".strip()
+    return f"{most.by_category[category]:,} {most if most.by_category[category] else ''}".strip()
 
 
 def on_screen(series: Series, scale_bytes: int) -> Table:
@@ -89,7 +89,10 @@ def on_screen(series: Series, scale_bytes: int) -> Table:
     for event in _fewer(series.events):
         bar, used = Text(), 0.0
         for category, (colour, character) in LOOK.items():
-            before, used = used, used + WIDTH * event.held.get(category, 0) / max(1, scale_bytes)
+            before, used = (
+                used,
+                used + WIDTH * event.by_category.get(category, 0) / max(1, scale_bytes),
+            )
             bar.append(character * (round(used) - round(before)), style=colour)
         table.add_row(Text(str(event)), Text(size_text(event.total), justify="right"), bar)
     return table
@@ -118,9 +121,11 @@ def draw(path: Path, series: Sequence[Series]) -> None:
     unit, unit_bytes = unit_of(most)
     figure = new_figure(9, 0.6 + 3.4 * len(series))
     for axes, one in zip(figure.subplots(len(series), squeeze=False)[:, 0], series, strict=True):
-        shown = [c for c in (*PREDICTED, TEMPORARY) if any(e.held.get(c) for e in one.events)]
+        shown = [
+            c for c in (*PREDICTED, TEMPORARY) if any(e.by_category.get(c) for e in one.events)
+        ]
         at = range(len(one.events))
-        sizes = [[event.held.get(c, 0) / unit_bytes for event in one.events] for c in shown]
+        sizes = [[event.by_category.get(c, 0) / unit_bytes for event in one.events] for c in shown]
         axes.stackplot(at, sizes, labels=shown, colors=[LOOK[c][0] for c in shown], step="mid")
         if TEMPORARY in shown:
             highest = [event.peak / unit_bytes for event in one.events]

@@ -18,7 +18,7 @@ from shardwise.engine.optimizer_spec import Adafactor, AdamW, Lion, OptimizerSpe
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.partition import balance_by_time
 from shardwise.engine.prediction import Predictor, predict
-from shardwise.engine.stage_module import fitting
+from shardwise.engine.stage_module import stage_starts
 from shardwise.engine.timeline import predict_events
 from shardwise.models import decoder, gpt
 from shardwise.models.initial import initial
@@ -133,7 +133,7 @@ def starts(prepared: Prepared, world: World) -> list[str] | None:
         model = decoder.build(prepared.sizes)
     if given != "time":
         return _named(model, given)
-    fitting(model, prepared.plan, None)  # raises for too few layers, before measuring
+    stage_starts(model, prepared.plan, None)  # raises for too few layers, before measuring
     measured = _measured(prepared, world.device) if world.rank == 0 else []
     return all_gather_object(measured, world)[0]
 

@@ -64,7 +64,7 @@ def predict_command(
         print(f"Note: {note}.", file=sys.stderr)
 
 
-class Asked(NamedTuple):
+class PredictRequest(NamedTuple):
     """What a command line asks: a plan, a model, the batch of each rank, options of parallelize."""
 
     plan: Plan
@@ -82,13 +82,15 @@ def prediction(
     text: str, name: str, batch: int | None, sequence: int | None, rank: int
 ) -> "Prediction":
     """The prediction for a command line. Raises InputError for what cannot be predicted."""
-    found = asked(text, name, batch, sequence, rank)
+    found = predict_request(text, name, batch, sequence, rank)
     from shardwise.engine.prediction import predict
 
     return predict(found.plain, found.plan, found.batch, rank=rank, **found.options)
 
 
-def asked(text: str, name: str, batch: int | None, sequence: int | None, rank: int) -> Asked:
+def predict_request(
+    text: str, name: str, batch: int | None, sequence: int | None, rank: int
+) -> PredictRequest:
     """The values of a command line. Raises InputError for those that cannot be predicted."""
     plan = Plan.parse(text)
     require(plan)
@@ -106,8 +108,8 @@ def asked(text: str, name: str, batch: int | None, sequence: int | None, rank: i
     rows = batch or ROWS * plan.microbatches
     made = _resized(trainable.make_batch(rows, parity.SEED), sequence, name)
     clip = None if is_asynchronous(plan) else 1.0
-    options = parity.asked(trainable, plan, Options())
-    return Asked(plan, trainable, made, {"clip": clip, **options})
+    options = parity.build_options(trainable, plan, Options())
+    return PredictRequest(plan, trainable, made, {"clip": clip, **options})
 
 
 def _resized(batch: Any, sequence: int | None, name: str) -> Any:

@@ -95,5 +95,5 @@ def require_fit(sizes: Sizes, plan: Plan) -> None:
         single = replace(sizes, gpt=replace(sizes.gpt, layers=1))
     with torch.device("meta"):
         model = build(single)
-    tensor_parallel.fitting(model, plan, None)
-    expert_parallel.fitting(model, plan)
+    tensor_parallel.table_for(model, plan, None)
+    expert_parallel.check_experts(model, plan)

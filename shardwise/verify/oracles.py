@@ -40,7 +40,7 @@ class Oracles:
     start: Mapping[str, Tensor] | None = None
 
     @property
-    def every(self) -> tuple[Oracle | AsyncOracle, ...]:
+    def all(self) -> tuple[Oracle | AsyncOracle, ...]:
         """All oracles, the exact one first."""
         return (self.exact,) if self.alone is None else (self.exact, self.alone)
 
@@ -63,7 +63,7 @@ def oracles_of(
     `starts` begin its stages, as in parallelize.
     """
 
-    def made(dtype: torch.dtype, rounded: torch.dtype | None = None) -> Oracle | AsyncOracle:
+    def build(dtype: torch.dtype, rounded: torch.dtype | None = None) -> Oracle | AsyncOracle:
         model, task = build(), Task(loss, tokens or _rows, optimizer_of(recipe), rounded)
         if is_asynchronous(plan):
             return AsyncOracle(model, task, dtype, staleness_of(model, plan, starts))
@@ -73,10 +73,10 @@ def oracles_of(
     if dtype is None:
         dtype = next(p.dtype for p in build().parameters() if p.is_floating_point())
     if dtype not in HALF:
-        return Oracles(made(dtype))
-    exact = made(torch.float64, dtype)
+        return Oracles(build(dtype))
+    exact = build(torch.float64, dtype)
     start = {name: value.clone() for name, value in exact.weights.values().items()}
-    return Oracles(exact, made(dtype), start)
+    return Oracles(exact, build(dtype), start)
 
 
 def is_asynchronous(plan: Plan) -> bool:
@@ -88,7 +88,7 @@ def staleness_of(model: nn.Module, plan: Plan, starts: tuple[str, ...] | None) -
     """The staleness of an asynchronous plan, by the rule of its paper."""
     ranks = plan.mesh.size_of("pp")
     name, numbers = allowed(plan.pipeline or "", ranks)
-    at = stage_module.stages_of(model, stage_module.fitting(model, plan, starts))
+    at = stage_module.stages_of(model, stage_module.stage_starts(model, plan, starts))
     stage = {name: stages[0] for name, stages in at.items()}
     m = numbers.m
     update, rule = (1, pipedream(ranks)) if name == "pipedream" else (m, two_buffered(m))

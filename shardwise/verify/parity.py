@@ -93,7 +93,7 @@ def prove(
 
     own = attributes(oracles.exact.model).keys()
     with BUILDING:
-        routed = Routed(alone_of(trainable, plan, world.device).every[-1], plan, clip)
+        routed = Routed(alone_of(trainable, plan, world.device).all[-1], plan, clip)
 
     def loads(step: int) -> Sequence[Loads]:
         return routed.step(trainable.batch(rows, SEED + step, world.device), SEED + step)
@@ -109,7 +109,7 @@ def theory_of(
     options: Options | None = None,
 ) -> Theory:
     """The prediction for each batch of a proof, from a plain model that stays as it is."""
-    chosen = asked(trainable, plan, options or Options())
+    chosen = build_options(trainable, plan, options or Options())
     with BUILDING:
         model = trainable.build("cpu" if trainable.initial is None else "meta")
     predictor = Predictor(model, plan, rank=rank, ranks=plan.size, clip=clip, **chosen)
@@ -140,13 +140,13 @@ def engine_of(
             world,
             tokens=trainable.tokens,
             clip=clip,
-            **asked(trainable, plan, options),
+            **build_options(trainable, plan, options),
         )
     engine.load_scalars(engine.scalars() | {"loss_scale": LOSS_SCALE})
     return engine
 
 
-def asked(trainable: Trainable, plan: Plan, options: Options) -> dict[str, Any]:
+def build_options(trainable: Trainable, plan: Plan, options: Options) -> dict[str, Any]:
     """The options that a proof passes to parallelize, and to the predictor."""
     return {
         "optimizer": recipe_of(plan),
@@ -193,14 +193,14 @@ class Comparison:
     sent: dict[Key, Tally] = field(default_factory=dict)  # in the steps so far
 
     def __post_init__(self) -> None:
-        self.choices = Choices(self.oracles.every[-1].model)  # in the precision of the run
+        self.choices = Choices(self.oracles.all[-1].model)  # in the precision of the run
 
     def step(self, engine: Engine, step: int, *, loaded: bool = False) -> None:
         """Train all on a new batch; in every second step ranks have unequal numbers of rows."""
         whole = self.rows_for(engine, step)
         own, clip = share(whole, engine), engine.training.clip
         mine = _drawn(step, lambda: engine.step(own))
-        losses = [_drawn(step, lambda o=o: o.step(whole, clip)) for o in self.oracles.every]
+        losses = [_drawn(step, lambda o=o: o.step(whole, clip)) for o in self.oracles.all]
         self.number("loss", f"loss of step {step + 1}", mine.loss, losses)
         loads = self.choices.loads(whole, engine.plan)
         self.costs = self.costs.after(engine, self.theory(own), loaded=loaded, loads=loads)
@@ -234,7 +234,7 @@ class Comparison:
 
     def tensors(self, kind: str, boxes: list[Box], of: Callable[[Any], Any]) -> None:
         """Compare boxes with the tensors `of(oracle)` of each oracle."""
-        exact, *more = [of(oracle) for oracle in self.oracles.every]
+        exact, *more = [of(oracle) for oracle in self.oracles.all]
         start = self.oracles.start if kind == "weights" else None
         expected = Expected(exact, more[0] if more else None, start)
         self.errors.append(compared(kind, boxes, expected, self.oracles.unit))
@@ -260,15 +260,15 @@ class Comparison:
             task = oracle.task
             return float(oracle.evaluate(lambda m: task.loss(m, task.batch(whole, oracle.dtype))))
 
-        losses = [_drawn(step, lambda o=o: evaluated(o)) for o in self.oracles.every]
+        losses = [_drawn(step, lambda o=o: evaluated(o)) for o in self.oracles.all]
         self.number("evaluation", "loss", loss, losses)
         few = self.batch(ROWS, SEED + step, engine.world.device)
-        wanted = [o.evaluate(lambda m, o=o: returned(o, m, few)) for o in self.oracles.every]
-        nearest = self.oracles.every[-1]
+        wanted = [o.evaluate(lambda m, o=o: returned(o, m, few)) for o in self.oracles.all]
+        nearest = self.oracles.all[-1]
         found = engine.outputs(lambda m: returned(nearest, m, few), torch.zeros_like(wanted[-1]))
         shape = tuple(found.shape)
         box = Box("outputs/outputs", shape, (0,) * found.dim(), shape, found)
-        values = dict(zip(map(id, self.oracles.every), wanted, strict=True))
+        values = dict(zip(map(id, self.oracles.all), wanted, strict=True))
         self.tensors("outputs", [box], lambda o: {"outputs": values[id(o)]})
 
 

@@ -34,9 +34,9 @@ def smoke_test(model: str, plan: Plan, options: Options | None = None) -> tuple[
     """
     found, options = _trained(model, plan), with_table(model, plan, options or Options())
     choose(found, options.units)
-    tensor_parallel.fitting(found, plan, options.table)
-    starts = stage_module.fitting(found, plan, None)
-    kinds = recomputation.fitting(found, plan, options.units, starts)
+    tensor_parallel.table_for(found, plan, options.table)
+    starts = stage_module.stage_starts(found, plan, None)
+    kinds = recomputation.recomputed_modules(found, plan, options.units, starts)
     recomputation.on_host(found, plan, options.units, kinds, starts)
     weight_stashing.require(found, plan, starts, None)
     return found, options

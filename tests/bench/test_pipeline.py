@@ -7,7 +7,7 @@ import torch
 
 from shardwise.bench import suite, table
 from shardwise.bench.contender import Task
-from shardwise.bench.halves import cut, halves
+from shardwise.bench.halves import halves, stage_starts
 from shardwise.bench.least import least_bytes
 from shardwise.bench.measure import Record, measure
 from shardwise.bench.ours import SCHEDULES
@@ -72,11 +72,11 @@ def test_more_stages_than_layers_cut_layers_in_half() -> None:
     """Two stages begin with whole blocks, four with halves, five are refused."""
     model = of_gpt("micro", MICRO).build()
     assert isinstance(model, GPT)
-    assert cut(model, 2) == ("blocks.1",)
-    assert cut(model, 4) == ("blocks.0.mlp_norm", "blocks.1", "blocks.1.mlp_norm")
+    assert stage_starts(model, 2) == ("blocks.1",)
+    assert stage_starts(model, 4) == ("blocks.0.mlp_norm", "blocks.1", "blocks.1.mlp_norm")
     assert len(halves(MICRO)) == 4
     with pytest.raises(InputError, match="at most 4, half a layer each"):
-        cut(model, 5)
+        stage_starts(model, 5)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.checkpoint.load import load
-from shardwise.checkpoint.plans import BoxSavePlanner, cut
+from shardwise.checkpoint.plans import BoxSavePlanner, split_block
 from shardwise.checkpoint.save import save
 from shardwise.comm.launch import spawn
 from shardwise.comm.world import World, alone, init
@@ -54,7 +54,7 @@ def test_boxes_cut_in_any_way_load_into_boxes_cut_in_any_other(examples: int):
 def test_pieces_are_small_and_cover_their_box_once(sizes: list[int], limit: int):
     """A box is cut into pieces within the limit that hold each of its elements once."""
     count = torch.zeros(sizes, dtype=torch.int64)
-    for offsets, lengths in cut((0,) * len(sizes), tuple(sizes), limit):
+    for offsets, lengths in split_block((0,) * len(sizes), tuple(sizes), limit):
         assert math.prod(lengths) <= limit
         count[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))] += 1
     assert count.eq(1).all()

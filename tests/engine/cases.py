@@ -19,7 +19,7 @@ from shardwise.core.plan import Plan
 from shardwise.engine.batch import rows
 from shardwise.engine.engine import Engine
 from shardwise.engine.prediction import Predictor
-from shardwise.engine.state_dict import whole
+from shardwise.engine.state_dict import full_parameters
 from shardwise.models import gpt
 from shardwise.models.initial import fill
 from shardwise.verify.loads import Choices
@@ -181,7 +181,7 @@ def train(world: World, task: Task, case: Case) -> Run:
         metrics = engine.step(batch)
         run.losses.append(metrics.loss)
         run.norms.append(metrics.grad_norm)
-    run.weights = whole(engine.flats)
+    run.weights = full_parameters(engine.flats)
     run.buffers = {name: b.clone() for name, b in engine.model.named_buffers()}
     return run
 

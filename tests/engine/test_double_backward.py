@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RankError
-from shardwise.engine.state_dict import whole
+from shardwise.engine.state_dict import full_parameters
 from tests.engine.cases import difference
 from tests.engine.loops import rows, wrap
 from tests.pool import run_gloo, run_threads
@@ -225,7 +225,7 @@ def of_engine(world: World, plan: str) -> dict[str, Tensor]:
     engine = sw.parallelize(model, plan, world, loss=penalised, optimizer=sw.SGD(lr=0.1))
     for step in range(3):
         engine.step(rows(step, world.rank))
-    return whole(engine.flats)
+    return full_parameters(engine.flats)
 
 
 @pytest.mark.parametrize("plan", ["dp2 fp64", "dp2 zero1 fp64", "dp2 zero2 fp64"])

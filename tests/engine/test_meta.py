@@ -9,7 +9,7 @@ import shardwise as sw
 from shardwise.comm.world import World, alone, traced
 from shardwise.core.errors import InputError
 from shardwise.engine.engine import Engine
-from shardwise.engine.state_dict import whole
+from shardwise.engine.state_dict import full_parameters
 from shardwise.models import gpt
 from shardwise.models.initial import fill, initial
 from tests.engine.cases import CONFIG, PLANS, Case, Task, oracle, share, text
@@ -29,7 +29,7 @@ def on_meta(plan: str, world: World, **options: object) -> Engine:
 
 
 def filled_weights(world: World, plan: str, units: object) -> dict[str, Tensor]:
-    return whole(on_meta(plan, world, fill=partial(initial, seed=5), units=units).flats)
+    return full_parameters(on_meta(plan, world, fill=partial(initial, seed=5), units=units).flats)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
@@ -89,7 +89,7 @@ def own_weights(world: World, plan: str, seed: int) -> tuple[dict[str, Tensor], 
     engine = sw.parallelize(model, plan, world, seed=seed)
     same = world.size > 1 or torch.equal(state, torch.random.get_rng_state())
     assert same
-    return whole(engine.flats), dict(model.named_buffers())
+    return full_parameters(engine.flats), dict(model.named_buffers())
 
 
 def test_modules_make_their_own_weights_the_same_on_any_layout():

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwise.comm.world import World
 from shardwise.core.plan import Plan
 from shardwise.engine.meter import Meter
-from shardwise.engine.state_dict import whole
+from shardwise.engine.state_dict import full_parameters
 from shardwise.parallel.offload.host_thread import HostThread
 from tests.engine.cases import (
     PLANS,
@@ -61,7 +61,7 @@ def trained(world: World, task: Task, case: Case) -> tuple[Run, list[Any]]:
         memory = (engine.memory(), engine.host_memory()), (told.memory, told.host_memory)
         costs.append(((sent(engine), told.in_step(step)), memory))
     if "pp" not in case.plan and "tp" not in case.plan:
-        run.weights = whole(engine.flats)
+        run.weights = full_parameters(engine.flats)
     return run, costs
 
 

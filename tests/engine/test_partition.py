@@ -9,7 +9,7 @@ from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
 from shardwise.engine.partition import balance_by_time, misplaced, starts
-from shardwise.engine.stage_module import fitting
+from shardwise.engine.stage_module import stage_starts
 from shardwise.models import gpt
 from shardwise.models.registry import find
 from tests.pool import run_threads
@@ -93,9 +93,9 @@ def test_fewer_layers_than_stages_are_refused():
 def test_a_plan_for_more_layers_is_told_the_nearest_that_fits(plan: str, layers: int, instead: str):
     """The schedule stays with the chunks that there are layers for, or else on fewer ranks."""
     with pytest.raises(InputError, match=r"at most: embed, blocks\.0") as error:
-        fitting(small(layers), Plan.parse(plan), None)
+        stage_starts(small(layers), Plan.parse(plan), None)
     assert str(error.value).endswith(f"Write instead: {instead}.")
-    fitting(small(layers), Plan.parse(instead.strip("'")), None)
+    stage_starts(small(layers), Plan.parse(instead.strip("'")), None)
 
 
 def test_layers_beyond_those_that_are_named_are_counted():

@@ -9,7 +9,7 @@ import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.engine.norm import ROW, squared_norm
 from shardwise.engine.scale import LossScale
-from shardwise.engine.state_dict import whole
+from shardwise.engine.state_dict import full_parameters
 from tests.engine.cases import (
     ROWS,
     Case,
@@ -125,11 +125,11 @@ def overflowing(world: World, plan: str) -> Log:
         if step == 2:
             x, y = x.clone(), y.clone()
             y[-1] = 6e4
-        before = whole(engine.flats)
+        before = full_parameters(engine.flats)
         m = engine.step(share((x, y), engine.data_rank, engine.data_ranks))
         log.skipped.append(m.skipped)
         assert (m.grad_norm is None) == m.skipped
-        after = whole(engine.flats)
+        after = full_parameters(engine.flats)
         log.moved.append(any(not torch.equal(before[n], after[n]) for n in before))
         log.scales.append(engine.scale.value)
         log.losses.append(m.loss)

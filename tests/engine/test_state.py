@@ -7,7 +7,7 @@ import torch
 
 from shardwise.comm.world import World
 from shardwise.engine.engine import Engine
-from shardwise.engine.state_dict import whole
+from shardwise.engine.state_dict import full_parameters
 from tests.engine.cases import Case, Task, build, difference, ranks_of, rows_task, settled, share
 from tests.engine.test_zoo import gated
 from tests.engine.zoo import Gated, make
@@ -74,12 +74,12 @@ def resumed(
     engine.load_scalars(scalars)
     engine.loaded()
     losses = steps(engine, task, span.start, span.stop)
-    return losses, whole(engine.flats), engine.steps
+    return losses, full_parameters(engine.flats), engine.steps
 
 
 def straight(world: World, task: Task, case: Case, until: int) -> tuple[Any, ...]:
     engine = build(world, task, case)
-    return steps(engine, task, 0, until), whole(engine.flats)
+    return steps(engine, task, 0, until), full_parameters(engine.flats)
 
 
 PAIRS = [
@@ -149,7 +149,7 @@ def prepared(world: World, plan: str) -> tuple[Any, ...]:
     losses = steps(engine, task, 0, 2)
     engine.prepare()
     engine.boxes()
-    return losses + steps(engine, task, 2, 4), whole(engine.flats)
+    return losses + steps(engine, task, 2, 4), full_parameters(engine.flats)
 
 
 @pytest.mark.parametrize("plan", ["dp2 fp64", "dp2 zero1 fp64", "dp2 zero3 fp64"])

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RankError
-from shardwise.engine.state_dict import whole
+from shardwise.engine.state_dict import full_parameters
 from shardwise.parallel.data.flat_parameter import Flat, State
 from tests.engine.cases import (
     ROWS,
@@ -55,7 +55,7 @@ def with_looks_in_between(world: World, task: Task, case: Case) -> Run:
         assert metrics.loss == pytest.approx(before[0])
         run.losses.append(metrics.loss)
         run.norms.append(metrics.grad_norm)
-    run.weights = whole(engine.flats)
+    run.weights = full_parameters(engine.flats)
     return run
 
 
@@ -111,7 +111,7 @@ def with_failures(world: World, task: Task, case: Case, where: str, microbatch: 
         metrics = engine.step(share(task.batch(step), engine.data_rank, engine.data_ranks))
         run.losses.append(metrics.loss)
         run.norms.append(metrics.grad_norm)
-    run.weights = whole(engine.flats)
+    run.weights = full_parameters(engine.flats)
     return run
 
 

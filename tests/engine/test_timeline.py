@@ -64,11 +64,11 @@ def both(world: World, plan: str, name: str, options: dict[str, Any]) -> Both:
 def check(ranks: list[Both]) -> None:
     """Every event of every rank, in the same order, with the same bytes."""
     for measured, predicted in ranks:
-        assert [(*e[:3], {c: e.held[c] for c in PREDICTED}) for e in measured] == [
+        assert [(*e[:3], {c: e.by_category[c] for c in PREDICTED}) for e in measured] == [
             e[:4] for e in predicted
         ]
-        assert all(e.peak >= e.total >= sum(e.held[c] for c in PREDICTED) for e in measured)
-        assert all(TEMPORARY not in e.held for e in predicted)
+        assert all(e.peak >= e.total >= sum(e.by_category[c] for c in PREDICTED) for e in measured)
+        assert all(TEMPORARY not in e.by_category for e in predicted)
 
 
 PLANS = [
@@ -144,10 +144,10 @@ def test_the_actions_of_a_pipeline_are_events():
     """1F1B: the first stage keeps two microbatches' activations, the last one's none after B."""
     first, last = run_threads(2, pipelined, "pp2 1f1b:4 fp64")
     assert [e.kind for e in first[:4]] == ["F0.0", "F0.1", "B0.0", "F0.2"]
-    kept = [e.held["kept"] for e in first if e.kind[0] in "FB"]
+    kept = [e.by_category["kept"] for e in first if e.kind[0] in "FB"]
     one = kept[0]
     assert one > 0 and kept == [one, 2 * one, one, 2 * one, one, 2 * one, one, 0]
-    assert [e.held["kept"] for e in last if e.kind[0] == "B"] == [0, 0, 0, 0]
+    assert [e.by_category["kept"] for e in last if e.kind[0] == "B"] == [0, 0, 0, 0]
 
 
 PIPELINES = [

@@ -93,7 +93,7 @@ def forward(
     def call(model: nn.Module) -> Tensor:
         return loss(model, batch)
 
-    traces = {id(part): part.follow(call) for part in owner.values()}
+    traces = {id(part): part.trace(call) for part in owner.values()}
     assert len({trace.bundles for trace in traces.values()}) == 1  # all ranks know the same
     tape: list[tuple[list[Tensor], Ran]] = []
     given: list[Tensor] = []

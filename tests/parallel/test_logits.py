@@ -229,8 +229,8 @@ def test_whatever_is_done_in_place_changes_the_logits(name):
         local, logits = held(world, x.detach())
         expected = IN_PLACE[name](x * 1)
         assert IN_PLACE[name](logits) is logits
-        torch.testing.assert_close(logits.whole(), expected, rtol=1e-13, atol=0.0)
-        logits.whole().cos().sum().backward()
+        torch.testing.assert_close(logits.full(), expected, rtol=1e-13, atol=0.0)
+        logits.full().cos().sum().backward()
         expected.cos().sum().backward()
         assert x.grad is not None
         columns = part(x.grad, even(2, V, world.size), world.rank)
@@ -294,8 +294,8 @@ def test_gathered_logits_have_the_plain_loss():
     def lost(world: World) -> list[Tensor]:
         logits = held(world, x)[1]
         plain = logits + torch.zeros(V)
-        assert type(plain) is Tensor and type(logits.whole()) is Tensor
-        return [F.cross_entropy(plain, targets), cross_entropy(logits.whole(), targets)]
+        assert type(plain) is Tensor and type(logits.full()) is Tensor
+        return [F.cross_entropy(plain, targets), cross_entropy(logits.full(), targets)]
 
     for losses in run_threads(4, lost):
         for loss in losses:

@@ -132,7 +132,7 @@ def test_a_rank_has_its_stages_parameters_and_no_others() -> None:
     whole_names = [name for name, _ in model.named_parameters()]
     stages = Stages(model, twin(model), THREE, [0, 2], CPU)
     right = [name for name in whole_names if not name.startswith(("blocks.1", "blocks.2"))]
-    trace = stages.follow(lambda m: regression(m, rows(2)))
+    trace = stages.trace(lambda m: regression(m, rows(2)))
     stages.run(0, trace, [], lambda m: regression(m, rows(2)))
     assert [name for name, _ in model.named_parameters()] == right
     assert list(model.state_dict()) == right
@@ -167,7 +167,7 @@ def test_following_computes_nothing_and_leaves_nothing() -> None:
     gc.collect()
     before = storages()
     with Largest() as largest:
-        trace = stages.follow(lambda m: regression(m, batch))
+        trace = stages.trace(lambda m: regression(m, batch))
     assert largest.size < batch[0].nbytes
     gc.collect()
     assert storages().items() <= before.items()
@@ -178,7 +178,7 @@ def test_a_stage_leaves_nothing_alive() -> None:
     """Its tensors go with its outputs, at once: nothing waits for the garbage collector."""
     model, batch = settled(between.Writes()), rows(50)
     stages = Stages(model, twin(model), THREE, [1], CPU)
-    trace = stages.follow(lambda m: regression(m, batch))
+    trace = stages.trace(lambda m: regression(m, batch))
 
     def run() -> None:
         given = [torch.zeros(spec.shape, dtype=spec.dtype) for spec in trace.bundles[0]]
@@ -206,7 +206,7 @@ def test_following_moves_no_generator() -> None:
     model = settled(Draws())
     stages = Stages(model, twin(model), TWO, [0], CPU)
     state = torch.get_rng_state()
-    stages.follow(lambda m: regression(m, rows(2)))
+    stages.trace(lambda m: regression(m, rows(2)))
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -214,7 +214,7 @@ def test_a_trace_says_what_crosses() -> None:
     """What stage 0 made for stage 2 is handed on by stage 1; a mask has no gradient."""
     model = settled(between.Masks())
     stages = Stages(model, twin(model), THREE, [1], CPU)
-    trace = stages.follow(lambda m: regression(m, rows(2)))
+    trace = stages.trace(lambda m: regression(m, rows(2)))
     shape = (2, LENGTH, WIDTH)
     assert [[(s.shape, s.dtype, s.requires_grad) for s in b] for b in trace.bundles] == [
         [(shape, torch.bool, False), (shape, torch.float64, True)]
@@ -226,7 +226,7 @@ def test_without_gradients_nothing_that_crosses_needs_one() -> None:
     model = settled(Stack())
     stages = Stages(model, twin(model), TWO, [0], CPU)
     with torch.no_grad():
-        trace = stages.follow(lambda m: regression(m, rows(2)))
+        trace = stages.trace(lambda m: regression(m, rows(2)))
         ran = stages.run(0, trace, [], lambda m: regression(m, rows(2)))
     assert [spec.requires_grad for spec in trace.bundles[0]] == [False]
     assert not ran.outputs[0].requires_grad
@@ -240,7 +240,7 @@ def test_a_users_hooks_run_where_the_layer_is() -> None:
         twins = twin(model)
         model.blocks[0].register_forward_hook(lambda *_, s=stage: seen.append(f"rank {s}"))
         stages = Stages(model, twins, TWO, [stage], CPU)
-        trace = stages.follow(lambda m: regression(m, rows(2)))
+        trace = stages.trace(lambda m: regression(m, rows(2)))
         given = [torch.zeros(s.shape, dtype=s.dtype) for s in trace.bundles[0]] if stage else []
         given = [x.requires_grad_() for x in given]
         stages.run(stage, trace, given, lambda m: regression(m, rows(2)))
@@ -265,7 +265,7 @@ def test_a_users_modes_go_on_inside_of_layers() -> None:
 
     model = settled(Stack())
     stages = Stages(model, twin(model), TWO, [0], CPU)
-    trace = stages.follow(lambda m: loss(m, rows(2)))
+    trace = stages.trace(lambda m: loss(m, rows(2)))
     mode.met = 0
     stages.run(0, trace, [], lambda m: loss(m, rows(2)))
     assert mode.met == 2

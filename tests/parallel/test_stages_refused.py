@@ -153,7 +153,7 @@ def test_a_forward_that_cannot_be_followed_is_refused(model: str) -> None:
     made = settled(make())
     stages = Stages(made, twin(made), TWO, [0], CPU)
     with pytest.raises(InputError, match=text):
-        stages.follow(lambda m: regression(m, rows(2)))
+        stages.trace(lambda m: regression(m, rows(2)))
 
 
 class Wider(nn.Module):
@@ -185,7 +185,7 @@ def test_a_forward_that_does_not_do_what_was_foreseen_is_refused(model: str) -> 
     make, stage, text = RUN[model]
     made = settled(make())
     stages = Stages(made, twin(made), TWO, [stage], CPU)
-    trace = stages.follow(lambda m: regression(m, rows(2)))
+    trace = stages.trace(lambda m: regression(m, rows(2)))
     given = [torch.zeros(s.shape, dtype=s.dtype) for s in trace.bundles[0]] if stage else []
     made.eval()
     with pytest.raises(InputError, match=text):
@@ -246,7 +246,7 @@ def test_a_stage_of_another_rank_cannot_be_run() -> None:
     """The stages that can be are named."""
     model = settled(Stack())
     stages = Stages(model, twin(model), FOUR, [0, 2], CPU)
-    trace = stages.follow(lambda m: regression(m, rows(2)))
+    trace = stages.trace(lambda m: regression(m, rows(2)))
     with pytest.raises(InputError, match=r"a run of stage 1.*stages of this rank: 0, 2"):
         stages.run(1, trace, [], lambda m: regression(m, rows(2)))
 

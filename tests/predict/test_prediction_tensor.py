@@ -7,7 +7,7 @@ from shardwise.core.plan import Plan
 from shardwise.engine.prediction import predict
 from shardwise.models.registry import find
 from shardwise.verify.options import Options
-from shardwise.verify.parity import SEED, asked, engine_of
+from shardwise.verify.parity import SEED, build_options, engine_of
 from tests.engine.cases import Case, build, foreseen, share, text
 from tests.engine.tensors import gpt_task, sent
 from tests.pool import run_threads
@@ -47,7 +47,7 @@ def proved(world: World, plan: str, model: str) -> list[bool]:
     rows = trainable.batch(2 * ours.microbatches, SEED)
     for _ in range(4):
         ours.step(rows)
-    options = asked(trainable, read, Options())
+    options = build_options(trainable, read, Options())
     told = predict(trainable.build(), read, rows, rank=world.rank, clip=1.0, **options)
     return [sent(ours) == told.sent(), ours.memory() == told.memory]
 

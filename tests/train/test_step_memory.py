@@ -29,7 +29,7 @@ def test_the_step_of_a_run_is_as_predicted(tmp_path: Path) -> None:
         "step 2, rank 0, measured",
     )
     for event in measured.events:
-        del event.held[TEMPORARY]
+        del event.by_category[TEMPORARY]
     assert [e[:4] for e in measured.events] == [e[:4] for e in predicted.events]
     text = (given.folder / "report.md").read_text()
     assert "| bytes at the most | step 2, rank 0, predicted | step 2, rank 0, measured |" in text

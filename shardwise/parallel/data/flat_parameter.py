@@ -76,7 +76,11 @@ class Flat:
         device: torch.device,
         add_to: AddProduct,
     ) -> None:
-        self.layouts, self.here, self.tiers = list(local.layouts), local.here, local.tiers
+        self.layouts, self.coordinates, self.tiers = (
+            list(local.layouts),
+            local.coordinates,
+            local.tiers,
+        )
         row, shard, replicate = self.layouts[0].row, local.shard, local.replicate
         self.add_to = add_to
         self.names = [name for name, _ in params]

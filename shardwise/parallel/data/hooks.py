@@ -103,8 +103,8 @@ class Data:
         acts = partial(self._before, unit), partial(self._after, unit)
         divided = any(group.split for group in unit.groups)  # else whole at all times
         if self.staged is not None:
-            unit.keep |= any(module not in self.staged.inside for module in unit.modules)
-            if unit.keep or not divided:
+            unit.stays_unsharded |= any(module not in self.staged.inside for module in unit.modules)
+            if unit.stays_unsharded or not divided:
                 return
         before, after = map(graph_break, acts) if divided else (nothing, nothing)
         for module in unit.modules:  # hooks of the user's may read weights, so ours come first
@@ -153,7 +153,7 @@ class Data:
         """Keep units of `params` whole during their stage: glue reads them, which no hook sees."""
         found = set(params)
         for unit in self.units.order:
-            unit.keep |= any(p in found for group in unit.groups for p in group.params)
+            unit.stays_unsharded |= any(p in found for group in unit.groups for p in group.params)
 
     def enter(self, stage: int, op: str, *, reads: bool = True) -> None:
         """Begin an F, B, I or W of `stage`; `reads` says whether it reads weights."""
@@ -164,7 +164,7 @@ class Data:
                 unit.reshard()
         self.stage, self.in_backward, self.reads = stage, op != "F", reads
         self.way.over = True
-        around = [unit for unit in own if unit.keep]
+        around = [unit for unit in own if unit.stays_unsharded]
         for unit in around:
             unit.begin_unshard()
         for unit in around:
@@ -185,7 +185,7 @@ class Data:
         self.in_backward = False
         for unit in self.staged.units[self.stage]:
             unit.depth, unit.used = 0, False
-            if unit is not self.latest and not unit.keep:
+            if unit is not self.latest and not unit.stays_unsharded:
                 unit.reshard()
 
     # --- forward ------------------------------------------------------------------------------
@@ -225,7 +225,7 @@ class Data:
 
     def _around(self, unit: Unit) -> bool:
         """Whether the unit stays whole while its stage runs."""
-        return self.staged is not None and unit.keep
+        return self.staged is not None and unit.stays_unsharded
 
     def _reshard_latest(self, now: Unit | None) -> None:
         """Free the unit that was used last, unless it is `now`."""
@@ -244,7 +244,7 @@ class Data:
         over = unit.depth == 0 and module is unit.modules[-1] and not self.in_backward
         if over and not recording:
             unit.reshard()
-        elif over and not unit.keep:
+        elif over and not unit.stays_unsharded:
             self._reshard_latest(unit)
             self.latest = unit
 
@@ -320,7 +320,7 @@ class Data:
         self._begin_backward()
         to_come = list(calls[:count])
         for later in set(calls[count:]).difference(to_come):
-            if not later.keep and later.depth == 0:
+            if not later.stays_unsharded and later.depth == 0:
                 later.reshard_before_gradients()
         if self.staged is not None:
             self.latest = unit

@@ -12,14 +12,14 @@ from shardwise.core.param_layout import Layout
 class LocalLayout:
     """The layouts of a flat parameter's parameters, which are of one kind, and this rank's part.
 
-    sums    axes other than the data's over which the gradient is summed
-    here    this rank's coordinate on the axes other than the data's
-    tiers   between which this rank copies what the row moves
+    sums         axes other than the data's over which the gradient is summed
+    coordinates  this rank's coordinate on the axes other than the data's
+    tiers        between which this rank copies what the row moves
     """
 
     layouts: Sequence[Layout]
     shard: Axis
     replicate: Axis
     sums: Sequence[Axis]
-    here: Mapping[str, int]
+    coordinates: Mapping[str, int]
     tiers: Tiers

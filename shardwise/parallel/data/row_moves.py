@@ -37,23 +37,23 @@ class RowMoves:
 def row_moves(row: Row, shard: Axis, replicate: Axis, *, trained: bool) -> RowMoves:
     """The moves of `row` on its two axes, for trained or for frozen parameters."""
 
-    def here(move: RowMove) -> AxisMove:
+    def axis_move(move: RowMove) -> AxisMove:
         return AxisMove(shard if move.axis == "shard" else replicate, move.src, move.dst)
 
     moves = [
         move
         for move in row.moves()
-        if here(move).axis.size > 1
+        if axis_move(move).axis.size > 1
         and move.src_tier == move.dst_tier
         and what(move.src, move.dst) != "take_block"
         and (trained or move.moment is Moment.USE)
     ]
-    gather = next((here(move) for move in moves if move.state == "param"), None)
+    gather = next((axis_move(move) for move in moves if move.state == "param"), None)
     sums = [move for move in moves if move.src == P]
     return RowMoves(
         gather,
-        here(sums[0]) if sums else None,
+        axis_move(sums[0]) if sums else None,
         any(move.moment is Moment.BACKWARD for move in sums),
-        tuple(here(move).axis for move in sums[1:]),
+        tuple(axis_move(move).axis for move in sums[1:]),
         trained and row.optim_tier == "host",
     )

@@ -25,7 +25,7 @@ class Unit:
         # looking a row up in a table needs the table only forward
         self.wanted_backward = not all(type(m) is nn.Embedding for m in modules)
         self.reached = True  # gradients arrive at what it gave
-        self.keep = False
+        self.stays_unsharded = False
         self.depth = 0  # forward passes of its modules that are running
         self.used = False  # in a forward pass since it was freed
         self.missing = self.expected = sum(len(group.params) for group in self.trained)
@@ -125,4 +125,4 @@ def mark_kept(order: Sequence[Unit]) -> None:
     for unit in order:
         mine = {m for module in unit.modules for m in module.modules()}
         others = [m for other in order if other is not unit for m in other.modules]
-        unit.keep = any(m in mine for m in others)
+        unit.stays_unsharded = any(m in mine for m in others)

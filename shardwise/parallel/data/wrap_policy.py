@@ -108,13 +108,13 @@ def _fits(root: nn.Module, rule: Rule) -> Callable[[str, nn.Module], bool]:
     """The rule as a function (name, module) -> bool."""
     if rule == "auto":
         kind = _block_class(root)
-        return lambda _, module: type(plain(module)) is kind
+        return lambda _, module: type(uncompiled(module)) is kind
     if isinstance(rule, str):
         return lambda name, _: fnmatch(name, rule)
     if isinstance(rule, type):
-        return lambda _, module: isinstance(plain(module), rule)
+        return lambda _, module: isinstance(uncompiled(module), rule)
     if isinstance(rule, tuple) and all(isinstance(kind, type) for kind in rule):
-        return lambda _, module: isinstance(plain(module), rule)
+        return lambda _, module: isinstance(uncompiled(module), rule)
     if isinstance(rule, int | tuple) or not callable(rule):
         raise _no_rule(rule)
     return _asked(rule)
@@ -155,19 +155,19 @@ def _block_class(root: nn.Module) -> type[nn.Module] | None:
     weight: dict[type[nn.Module], int] = defaultdict(int)
     lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
     for held in [list(m.children()) for m in root.modules() if isinstance(m, lists)]:
-        kinds = [type(plain(child)) for child in held]
-        for child in [c for c in held if _runs(c) and kinds.count(type(plain(c))) > 1]:
-            weight[type(plain(child))] += sum(p.numel() for p in child.parameters())
+        kinds = [type(uncompiled(child)) for child in held]
+        for child in [c for c in held if _runs(c) and kinds.count(type(uncompiled(c))) > 1]:
+            weight[type(uncompiled(child))] += sum(p.numel() for p in child.parameters())
     heaviest = max(weight, key=lambda kind: weight[kind], default=None)
     return heaviest if heaviest and weight[heaviest] else None
 
 
 def _runs(module: nn.Module) -> bool:
     """Whether its class defines a forward: lists of modules or parameters are never called."""
-    return type(plain(module)).forward is not nn.Module.forward
+    return type(uncompiled(module)).forward is not nn.Module.forward
 
 
-def plain(module: nn.Module) -> nn.Module:
+def uncompiled(module: nn.Module) -> nn.Module:
     """The module itself, or the one inside of what `torch.compile(module)` gave.
 
     A unit begins at the outer one: its hooks run outside of the compiled graph.
@@ -194,7 +194,7 @@ def _walk(
     (nn.MultiheadAttention reads out_proj.weight), so it is not looked into any further, unless
     there are blocks in it.
     """
-    owns = next(_read(plain(module)), None) is not None and _runs(module)
+    owns = next(_read(uncompiled(module)), None) is not None and _runs(module)
     holds = any(top.startswith(f"{name}." if name else "") for top in tops)
     if name in tops or (owns and not holds):
         yield name, module

@@ -47,56 +47,56 @@ PRODUCTS = ("AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0")
 class Tape:
     """The autograd graph of a stage's forward pass, for one B or one I.
 
-    `given` are the input leaves of the stage; `outputs` are its outputs that require gradients, of
+    `inputs` are the input leaves of the stage; `outputs` are its outputs that require gradients, of
     any shapes.  The tape keeps only the outputs' graph edges, not the tensors.
     """
 
-    def __init__(self, given: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        assert all(x.is_leaf for x in given)
-        self.given = list(given)
+    def __init__(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        assert all(x.is_leaf for x in inputs)
+        self.input_leaves = list(inputs)
         self.outputs = [get_gradient_edge(y) for y in outputs]
 
     def backward(self, grads: Sequence[Tensor]) -> list[Tensor | None]:
-        """B: returns the gradients of `given`, from those of the outputs; accumulates parameters'.
+        """B: returns the gradients of `inputs`, from those of the outputs; accumulates parameters'.
 
         None for an input that requires no gradient or receives none.
         """
-        given, outputs = self._played()
+        inputs, outputs = self._played()
         if outputs:
             torch.autograd.backward(outputs, list(grads))
-        found = [x.grad for x in given]
-        for x in given:
+        found = [x.grad for x in inputs]
+        for x in inputs:
             x.grad = None
         return found
 
     def inputs(
         self, grads: Sequence[Tensor], freed: bool = False
     ) -> tuple[list[Tensor | None], "Rest"]:
-        """I: the gradients of `given`, and what W needs to compute those of the parameters.
+        """I: the gradients of `inputs`, and what W needs to compute those of the parameters.
 
         If no input requires a gradient (the first stage), I does nothing and W does all of B.
         """
-        ends = {get_gradient_edge(x).node for x in self.given if x.requires_grad}
+        ends = {get_gradient_edge(x).node for x in self.input_leaves if x.requires_grad}
         graph = _Graph(self.outputs, ends)
         if graph.way and not (graph.can_be_halved and not (freed and graph.branches_read)):
             return self.backward(grads), Rest((), (), ())
         for node in graph.apart:
             setattr(node, "puts_off", True)  # noqa: B010  # a node of fused_linear.py, which reads it
-        given, outputs = self._played()
+        inputs, outputs = self._played()
         arrivals = list(zip(outputs, grads, strict=True))
         along = [(edge, grad) for edge, grad in arrivals if edge.node in graph.way]
         ready = [(edge, grad) for edge, grad in arrivals if edge.node not in graph.way]
         forks = graph.forks(freed)
-        found: list[Tensor | None] = [None] * len(given)
+        found: list[Tensor | None] = [None] * len(inputs)
         if along:
-            found, kept = _along_the_way(along, given, forks)
+            found, kept = _along_the_way(along, inputs, forks)
             ready += kept
         return found, Rest([fork for fork in forks if fork.arrived], ready, outputs)
 
     def _played(self) -> tuple[list[Tensor], list[GradientEdge]]:
-        given, self.given = self.given, []
+        inputs, self.input_leaves = self.input_leaves, []
         outputs, self.outputs = self.outputs, []
-        return given, outputs
+        return inputs, outputs
 
 
 class Rest:
@@ -257,15 +257,15 @@ def _parents_first(roots: Iterable[Node]) -> dict[Node, Edges]:
 
 
 def _along_the_way(
-    arrivals: Sequence[Arrival], given: Sequence[Tensor], forks: Sequence[_Fork]
+    arrivals: Sequence[Arrival], inputs: Sequence[Tensor], forks: Sequence[_Fork]
 ) -> tuple[list[Tensor | None], list[Arrival]]:
-    """Run from the outputs to `given`: their gradients, and those of branches that are ready.
+    """Run from the outputs to `inputs`: their gradients, and those of branches that are ready.
 
     Sets `arrived` of the forks that W runs again.
     """
     again = [fork for fork in forks if fork.again]
     once = [fork for fork in forks if not fork.again]
-    leaves = [get_gradient_edge(x) for x in given if x.requires_grad]
+    leaves = [get_gradient_edge(x) for x in inputs if x.requires_grad]
     entries = [edge for fork in again for edge in fork.entries]
     asked = [edge for fork in once for edge in fork.branches.values()]
     kept: dict[int, Sequence[Tensor | None]] = {}
@@ -288,7 +288,7 @@ def _along_the_way(
         for arrival in _arrived(once[k].branches.values(), [grads[j] for j in once[k].branches])
     ]
     order = iter(leaves)
-    return [came[next(order)] if x.requires_grad else None for x in given], ready
+    return [came[next(order)] if x.requires_grad else None for x in inputs], ready
 
 
 def _keep(

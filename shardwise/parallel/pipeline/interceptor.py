@@ -27,7 +27,7 @@ from torch.overrides import (
 class Player(Protocol):
     """Carries out the operations and calls of layers that `Glue` intercepts."""
 
-    def common(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any: ...
+    def without_values(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any: ...
     def op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any: ...
     def layer(self, of: Any, args: Any, kwargs: dict[str, Any]) -> Any: ...
 
@@ -98,7 +98,7 @@ class Glue(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if not (self.seen.any(args) or (kwargs and self.seen.any(kwargs.values()))):
-            return self.player.common(func, args, kwargs)
+            return self.player.without_values(func, args, kwargs)
         if func in _LENT and self._lends(args):
             return _LENT[func](*args, **kwargs)
         if func in _ANSWERS and args[0].is_meta:

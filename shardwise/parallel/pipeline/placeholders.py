@@ -241,7 +241,7 @@ Slot = tuple[dict[str, Any], str]
 
 
 class Layers:
-    """The layers of one model on a rank that owns the stages `mine`; changes the model in place.
+    """The layers of one model on a rank with `own_stages`; changes the model in place.
 
     count        stages
     parameters   (name, stages, the twin's parameter) of each, one that is tied once
@@ -257,10 +257,10 @@ class Layers:
         model: nn.Module,
         twin: nn.Module,
         starts: Sequence[str],
-        mine: Collection[int],
+        own_stages: Collection[int],
         beside: Mapping[str, str] | None = None,
     ) -> None:
-        self.model, self.twin, self.mine = model, twin, frozenset(mine)
+        self.model, self.twin, self.own_stages = model, twin, frozenset(own_stages)
         self.count = len(starts) + 1
         self.found = found = layers(model, starts, beside)
         outside = {name: m for name, m, is_layer in _walk(model, "", starts) if not is_layer}
@@ -288,9 +288,9 @@ class Layers:
         self.parameters = [(name, tuple(sorted(at)), p) for (name, p), at in pairs]
         #: by id, the number of a parameter: of our own, and of the twin's
         self.numbers = {id(p): n for n, (_, _, p) in enumerate(self.parameters)}
-        self.own: dict[int, dict[int, Tensor]] = {stage: {} for stage in self.mine}
+        self.own: dict[int, dict[int, Tensor]] = {stage: {} for stage in self.own_stages}
         for number, (p, at) in enumerate(stages.items()):
-            for stage in self.mine & at:
+            for stage in self.own_stages & at:
                 self.own[stage][number] = p
                 self.numbers[id(p)] = number
 
@@ -308,7 +308,7 @@ class Layers:
         """The layers of this rank."""
         return [of.real for of in self.standing if of.real is not None]
 
-    def held(self) -> Sequence[tuple[str, tuple[int, ...], Tensor]]:
+    def known_values(self) -> Sequence[tuple[str, tuple[int, ...], Tensor]]:
         """Name, stages and the twin's tensor of every value that is held, in their order."""
         buffers = [(f"the buffer {n}", at, table[k]) for n, at, (table, k), _ in self.buffers]
         return [*((f"the parameter {n}", at, p) for n, at, p in self.parameters), *buffers]
@@ -323,7 +323,7 @@ class Layers:
         }
         return self.own[stage] | buffers
 
-    def known(self, put: Callable[[Tensor, int], None]) -> None:
+    def number_buffers(self, put: Callable[[Tensor, int], None]) -> None:
         """Tell `put` the number of each buffer in a layer, ours and the twin's."""
         for number, (_, _, (table, key), ours) in enumerate(self.buffers, len(self.parameters)):
             put(table[key], number)
@@ -333,7 +333,7 @@ class Layers:
     def _stand_in(self, name: str, layer: Layer) -> None:
         """Put a stand-in where the twin's layer stands, and ours if it is another rank's."""
         theirs, ours = self.twin.get_submodule(name), self.model.get_submodule(name)
-        of = Of(name, layer.stages, theirs, ours if self.mine & set(layer.stages) else None)
+        of = Of(name, layer.stages, theirs, ours if self.own_stages & set(layer.stages) else None)
         stand_in = StandIn(of)
         self.standing.append(of)
         self._own_buffers(of)
@@ -345,7 +345,7 @@ class Layers:
     def _take_parameters(self, ours: nn.Module, theirs: nn.Module) -> None:
         """Remove what a container holds for other ranks; the twin lends its own to a run."""
         for key, p in theirs._parameters.items():
-            if p is not None and not self.mine & set(self.parameters[self.numbers[id(p)]][1]):
+            if p is not None and not self.own_stages & set(self.parameters[self.numbers[id(p)]][1]):
                 del ours._parameters[key]
                 self.lent.append(((ours._parameters, key), p))
 

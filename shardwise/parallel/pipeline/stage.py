@@ -2,7 +2,7 @@
 
     rank of stage 1     embed  blocks.0 | blocks.1  blocks.2 | head  loss
                         skipped         | computed           | never reached
-                                 given -^           outputs -^
+                                 received -^           outputs -^
 
 Every rank runs the user's `call(model)` on the whole microbatch.  *Layers* (placeholders.py) are
 computed by their owners.  All else is *glue* (interceptor.py): the operations between them, which
@@ -60,28 +60,28 @@ class Stage:
         self.stage, self.trace, self.seen, self.own = stage, trace, seen, own
         self.at = self.index = 0  # the stage that the glue belongs to; the next event
         self.here = set(own)  # values of this stage
-        self.given: dict[int, Tensor] = {}  # the real tensors of earlier stages' values
+        self.received: dict[int, Tensor] = {}  # the real tensors of earlier stages' values
         self.last = len(trace.written) - 1
         self.crossing: Sequence[int] = () if stage == self.last else trace.crossing[stage]
         self.leaving = set(self.crossing)
         self.made: dict[int, Tensor] = {}  # of those that leave, what was made
         self.over = False  # whether a layer of a later stage was called
 
-    def take(self, given: Sequence[Tensor]) -> None:
+    def take(self, received: Sequence[Tensor]) -> None:
         """Take the received tensors for the values that cross to this stage."""
         numbers = self.trace.crossing[self.stage - 1] if self.stage else ()
-        for number, x in zip(numbers, given, strict=True):
+        for number, x in zip(numbers, received, strict=True):
             order = self.trace.orders.get(number)
             if order is not None:  # it came as it lies in memory
                 x = x.permute([order.index(dim) for dim in range(x.dim())])
             if number in self.trace.written[self.stage]:
                 x = x.clone()  # a leaf cannot be written to, and the sender may still read it
-            self.given[number] = x
+            self.received[number] = x
             self.seen.put(x, number)
 
     # --- operations and layers ----------------------------------------------------------------
 
-    def common(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def without_values(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         return func(*args, **kwargs)
 
     def op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -154,8 +154,8 @@ class Stage:
         """The tensor in place of a value of an earlier stage: the received one, or one on meta."""
         trained = number in self.trace.trained
         inside = trained and not torch.is_grad_enabled()  # of an autograd.Function, which marks
-        if number in self.given and not inside:  # what it gives as its own: ours stays a leaf
-            return self.given[number]
+        if number in self.received and not inside:  # what it gives as its own: ours stays a leaf
+            return self.received[number]
         x = like.detach()
         if trained:
             x.requires_grad_()
@@ -186,9 +186,9 @@ class Stage:
         number = self.seen.number(x)
         if number is None:
             return x
-        given = self.given.get(number)
-        if given is not None:
-            return given
+        received = self.received.get(number)
+        if received is not None:
+            return received
         if number not in self.here:
             raise self._other_way("a value of an earlier stage")
         return self.own.get(number, x)
@@ -206,7 +206,7 @@ class Stage:
                 self._have(after[i], number)
                 self.seen.put(before[i], number)
                 if before[i] is not after[i]:  # the user's variable is still the absent one
-                    self.given[number] = after[i]
+                    self.received[number] = after[i]
         return out
 
     def _have(self, x: Tensor, number: int) -> None:
@@ -240,7 +240,7 @@ class Stage:
         for number, spec in zip(self.crossing, specs, strict=True):
             x = self.made.get(number)
             if x is None:  # handed on, or a parameter: as a result of this stage
-                x = self.given[number] if number in self.given else self.own[number]
+                x = self.received[number] if number in self.received else self.own[number]
                 x = x.view_as(x)
             if x.requires_grad != spec.requires_grad:
                 raise self._other_way(f"requires_grad={x.requires_grad} of value {number}")

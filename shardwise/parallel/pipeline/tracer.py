@@ -49,7 +49,7 @@ class Value:
     trained: bool = False
 
 
-class Follow:
+class Tracer:
     """The tracer of one run: the events so far, the values, and the stage reached."""
 
     def __init__(
@@ -77,7 +77,7 @@ class Follow:
 
     # --- operations and layers ----------------------------------------------------------------
 
-    def common(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    def without_values(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operation that takes no value; it computes real tensors."""
         for x in leaves((args, kwargs), Tensor):
             self._check_common(x, func)
@@ -104,16 +104,16 @@ class Follow:
 
     def op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operation on values, on meta."""
-        given, metas, args, kwargs = self._on_meta(func, args, kwargs)
+        inputs, metas, args, kwargs = self._on_meta(func, args, kwargs)
         act, args = _staying(func, args)
         versions = [x._version for x in metas]
         try:
             out = act(*args, **kwargs)
         except (RuntimeError, TypeError) as error:
             if _name(func) in _READS or "meta" in str(error).lower():
-                raise self._unknown(func, given) from error
+                raise self._unknown(func, inputs) from error
             raise
-        return self._note(func, out, given, metas, versions)
+        return self._note(func, out, inputs, metas, versions)
 
     def layer(self, of: Of, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a layer: the twin's layer runs, on meta."""
@@ -138,25 +138,25 @@ class Follow:
             self._close()
             self.stage, self.entered = stage, (of.name, self.last)
         self.last = of.name
-        given, metas, args, kwargs = self._on_meta(of.name, args, kwargs)
+        inputs, metas, args, kwargs = self._on_meta(of.name, args, kwargs)
         versions = [x._version for x in metas]
         out = _run(of.twin, args, kwargs)
         if "forward" in vars(of.twin):
             self.assumed.append(of.name)
-        return self._note(of.name, out, given, metas, versions)
+        return self._note(of.name, out, inputs, metas, versions)
 
     def _on_meta(
         self, what: Any, args: Any, kwargs: Any
     ) -> tuple[list[Tensor], list[Tensor], Any, Any]:
         """The tensors among the arguments, the same on meta, and the arguments on meta."""
-        given = leaves((args, kwargs), Tensor)
-        metas = [self._meta(x, what) for x in given]
+        inputs = leaves((args, kwargs), Tensor)
+        metas = [self._meta(x, what) for x in inputs]
         left = iter(metas)
         args, kwargs = mapped(lambda _: next(left), (args, kwargs), Tensor)
         args, kwargs = mapped(lambda _: META, (args, kwargs), torch.device)
         if isinstance(kwargs.get("device"), str | int):
             kwargs = kwargs | {"device": META}
-        return given, metas, args, kwargs
+        return inputs, metas, args, kwargs
 
     def _meta(self, x: Tensor, what: Any) -> Tensor:
         number = self.seen.number(x)
@@ -171,7 +171,7 @@ class Follow:
         self,
         what: Any,
         out: Any,
-        given: Sequence[Tensor],
+        inputs: Sequence[Tensor],
         metas: Sequence[Tensor],
         versions: Sequence[int],
     ) -> Any:
@@ -181,7 +181,7 @@ class Follow:
             made = leaves(out, Tensor)
             if not made and not changed and not isinstance(what, str):
                 return out
-            numbers = self._used(what, given, metas, changed)
+            numbers = self._used(what, inputs, metas, changed)
             origin = what if isinstance(what, str) else f"{_name(what)} after {self.last}"
             numbers |= {id(metas[i]): self._add(metas[i], origin) for i in changed}
             for x in (x for x in made if id(x) not in numbers):
@@ -190,8 +190,8 @@ class Follow:
                     number = self._add(x, origin)
                 numbers[id(x)] = number
             for i in changed:
-                self.seen.put(given[i], numbers[id(metas[i])])
-                self._write(given[i], metas[i], numbers[id(metas[i])])
+                self.seen.put(inputs[i], numbers[id(metas[i])])
+                self._write(inputs[i], metas[i], numbers[id(metas[i])])
             shapes = mapped(Tensor.detach, out, Tensor)
             writes = tuple((i, numbers[id(metas[i])]) for i in changed)
             here = tuple(numbers[id(x)] for x in made)
@@ -199,11 +199,11 @@ class Follow:
         return out
 
     def _used(
-        self, what: Any, given: Sequence[Tensor], metas: Sequence[Tensor], changed: Sequence[int]
+        self, what: Any, inputs: Sequence[Tensor], metas: Sequence[Tensor], changed: Sequence[int]
     ) -> dict[int, int]:
         """Record the values that are used; return, by id, those that are not written to."""
         numbers: dict[int, int] = {}
-        for i, x in enumerate(given):
+        for i, x in enumerate(inputs):
             number = self.seen.number(x)
             if number is not None:
                 self._use(number, what)
@@ -238,12 +238,12 @@ class Follow:
                 "x = x + y, without the underscore",
             )
 
-    def _write(self, given: Tensor, x: Tensor, number: int) -> None:
+    def _write(self, inputs: Tensor, x: Tensor, number: int) -> None:
         storage = _storage(x)
         self.wrote[storage] = (number, self.stage)
-        if not given.is_meta:  # of the batch, say: the tensor is a value from now on
-            self.wrote[_storage(given)] = (number, self.stage)
-            self.kept.append(given)  # so that no other gets its memory
+        if not inputs.is_meta:  # of the batch, say: the tensor is a value from now on
+            self.wrote[_storage(inputs)] = (number, self.stage)
+            self.kept.append(inputs)  # so that no other gets its memory
         self.written[self.stage] |= {
             n for n in self.sharing[storage] if self.values[n].stages[-1] < self.stage
         }
@@ -297,8 +297,8 @@ class Follow:
             "pp1, or a layer that returns one tensor of the shape of its input",
         )
 
-    def _unknown(self, func: Any, given: Sequence[Tensor]) -> InputError:
-        known = [n for x in given if (n := self.seen.number(x)) is not None]
+    def _unknown(self, func: Any, inputs: Sequence[Tensor]) -> InputError:
+        known = [n for x in inputs if (n := self.seen.number(x)) is not None]
         origin = self.values[known[0]].origin
         return bad(
             f"{_name(func)} of a tensor that comes from {origin}: it asks for numbers, which the "
@@ -341,10 +341,10 @@ def _settle(module: nn.Module) -> None:
         try:
             return forward(*args, **kwargs)
         except (RuntimeError, ValueError, TypeError, IndexError):  # of a part's assumed shape
-            given = leaves((args, kwargs), Tensor)
-            if not given:
+            inputs = leaves((args, kwargs), Tensor)
+            if not inputs:
                 raise
-        out, trained = torch.empty_like(given[0]), [*given, *module.parameters()]
+        out, trained = torch.empty_like(inputs[0]), [*inputs, *module.parameters()]
         if torch.is_grad_enabled() and out.is_floating_point():
             # cloned: an output is not a leaf, and may be written to
             return out.requires_grad_(any(x.requires_grad for x in trained)).clone()

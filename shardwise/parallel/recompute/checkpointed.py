@@ -105,7 +105,7 @@ class Recomputed:
                 products.replace(self.host.keep)
         return out
 
-    def kept(self) -> Iterator[Tensor]:
+    def kept_tensors(self) -> Iterator[Tensor]:
         """What is kept of the passes whose backward is to come: inputs, and outputs of products."""
         for first in list(self.alive):
             inputs = first.inputs.kept if isinstance(first.inputs, Inputs) else first.inputs

@@ -91,7 +91,7 @@ class Stream:
         if not self.split:
             return x
         dim = x.dim() - 2
-        length = self.lengths.whole(x.shape[dim])
+        length = self.lengths.full(x.shape[dim])
         return _first(move(x, self.axis, S(dim), dst), dim, length)
 
     def scatter(self, x: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ class _Enter(torch.autograd.Function):
         if not stream.split:
             return x.view_as(x)
         dim = x.dim() - 2
-        length = stream.lengths.whole(x.shape[dim])
+        length = stream.lengths.full(x.shape[dim])
         return _first(all_gather_along(x, stream.axis, dim), dim, length)
 
     @staticmethod
@@ -297,13 +297,13 @@ def columns(module: nn.Module, stream: Stream, transposed: bool, entered: bool) 
     """
     if entered:
         return
-    alone = plain(module)
+    alone = is_linear(module)
     module.register_forward_pre_hook(partial(_before_columns, stream, alone), with_kwargs=True)
     if alone:
         module.register_forward_hook(partial(_after_columns, stream, transposed), prepend=True)
 
 
-def plain(module: nn.Module) -> bool:
+def is_linear(module: nn.Module) -> bool:
     """Whether the module only multiplies by its weight: torch's Linear, transformers' Conv1D."""
     return type(module) is nn.Linear or type(module).__name__ == "Conv1D"
 

@@ -47,7 +47,7 @@ class Columns(Protocol):
 class Logits(Tensor):
     """Logits [..., V] of which this rank holds the columns that `cut` assigns it: S(-1) on `axis`.
 
-    Made by `Logits.of`.  `local` is this rank's shard, with the gradient of the shard; `whole()`
+    Made by `Logits.of`.  `local` is this rank's shard, with the gradient of the shard; `full()`
     gathers all columns (I on the axis).  Columns taken out (`x[..., 5]`, `x.T`) are a copy; writing
     to the logits themselves (`x[..., 5] = 0`) changes them.
     """
@@ -83,7 +83,7 @@ class Logits(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(Tensor)
 
-    def whole(self) -> Tensor:
+    def full(self) -> Tensor:
         """All columns [..., V] as a plain tensor, equal on all ranks: an all-gather."""
         return self.stream.join(self.local, self.cut)
 
@@ -108,7 +108,7 @@ def _gathered(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """`x`, with plain tensors for all Logits in it."""
         if isinstance(x, Logits):
             if id(x) not in plain:
-                plain[id(x)] = x.whole()
+                plain[id(x)] = x.full()
             return plain[id(x)]
         if isinstance(x, (tuple, list)):
             items = [gather(item) for item in x]
