@@ -26,7 +26,7 @@ def squared_norm(x: Tensor) -> Tensor:
 
 def counts(flat: Flat) -> bool:
     """Whether this rank counts the squares of its block: one of those that hold the same does."""
-    return flat.layouts[0].replica(flat.coordinates) == 0
+    return flat.layouts[0].replica(flat.local.coordinates) == 0
 
 
 def counted_elsewhere(flat: Flat) -> Iterator[Tensor]:
@@ -36,8 +36,8 @@ def counted_elsewhere(flat: Flat) -> Iterator[Tensor]:
         elsewhere = [
             shared
             for axis, on in layout.axes
-            if (shared := on.shared(flat.coordinates[axis]))
-            and shared.ranks[0] != flat.coordinates[axis]
+            if (shared := on.shared(flat.local.coordinates[axis]))
+            and shared.ranks[0] != flat.local.coordinates[axis]
         ]
         for dim, spans, _ in elsewhere:
             for first, length in spans:

@@ -52,7 +52,7 @@ def _optimizer(optimizer: ShardedOptimizer) -> list[Box]:
         shape = tuple(value.shape)
         if value.dim() == 0 or (not flat.split and shape != tuple(flat.shapes[index])):
             first = flat.plan.offsets[index] // max(1, flat.plan.share)  # has its first element
-            copy = _data_copy(flat, first) + flat.layouts[index].holder(flat.coordinates)
+            copy = _data_copy(flat, first) + flat.layouts[index].holder(flat.local.coordinates)
             found.append(Box(name, shape, (0,) * len(shape), shape, value, copy))
         else:
             found += _pieces(flat, index, name, value.view(-1))
@@ -94,14 +94,16 @@ def _pieces(flat: Flat, index: int, name: str, piece: Tensor) -> Iterator[Box]:
     here, layout = tuple(flat.shapes[index]), flat.layouts[index]
     whole = layout.whole_shape(here)
     copy = flat.replicate_axis.rank if flat.split else _data_copy(flat)
-    copy += layout.replica(flat.coordinates)
+    copy += layout.replica(flat.local.coordinates)
     origin = flat.plan.origin(index, flat.rank)
     for box in blocks_of(here, origin, origin + piece.numel()):
         low = box.start - origin
         values = piece[low : low + box.numel].view(box.sizes)
         parts: Iterable[Part] = [(box.offsets, values, copy)]
         for axis, on in layout.axes:
-            parts = [part for each in parts for part in _spread(on, flat.coordinates[axis], *each)]
+            parts = [
+                part for each in parts for part in _spread(on, flat.local.coordinates[axis], *each)
+            ]
         for offsets, part, replica in parts:
             yield Box(name, whole, offsets, tuple(part.shape), part, replica)
 

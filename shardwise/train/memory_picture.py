@@ -89,10 +89,8 @@ def on_screen(series: Series, scale_bytes: int) -> Table:
     for event in _fewer(series.events):
         bar, used = Text(), 0.0
         for category, (colour, character) in LOOK.items():
-            before, used = (
-                used,
-                used + WIDTH * event.by_category.get(category, 0) / max(1, scale_bytes),
-            )
+            before = used
+            used += WIDTH * event.by_category.get(category, 0) / max(1, scale_bytes)
             bar.append(character * (round(used) - round(before)), style=colour)
         table.add_row(Text(str(event)), Text(size_text(event.total), justify="right"), bar)
     return table
@@ -121,11 +119,10 @@ def draw(path: Path, series: Sequence[Series]) -> None:
     unit, unit_bytes = unit_of(most)
     figure = new_figure(9, 0.6 + 3.4 * len(series))
     for axes, one in zip(figure.subplots(len(series), squeeze=False)[:, 0], series, strict=True):
-        shown = [
-            c for c in (*PREDICTED, TEMPORARY) if any(e.by_category.get(c) for e in one.events)
-        ]
+        stored = [event.by_category for event in one.events]
+        shown = [c for c in (*PREDICTED, TEMPORARY) if any(found.get(c) for found in stored)]
         at = range(len(one.events))
-        sizes = [[event.by_category.get(c, 0) / unit_bytes for event in one.events] for c in shown]
+        sizes = [[found.get(c, 0) / unit_bytes for found in stored] for c in shown]
         axes.stackplot(at, sizes, labels=shown, colors=[LOOK[c][0] for c in shown], step="mid")
         if TEMPORARY in shown:
             highest = [event.peak / unit_bytes for event in one.events]

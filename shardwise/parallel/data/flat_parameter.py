@@ -76,11 +76,7 @@ class Flat:
         device: torch.device,
         add_to: AddProduct,
     ) -> None:
-        self.layouts, self.coordinates, self.tiers = (
-            list(local.layouts),
-            local.coordinates,
-            local.tiers,
-        )
+        self.local, self.tiers, self.layouts = local, local.tiers, list(local.layouts)
         row, shard, replicate = self.layouts[0].row, local.shard, local.replicate
         self.add_to = add_to
         self.names = [name for name, _ in params]
