@@ -1,10 +1,10 @@
 """Matrices of tests: `make test` runs a fixed sample of each, `make test-all` the rest as well.
 
-A test with more than `CASES` parameter sets is a matrix. Its sample is the same in every run: the
-cases are shuffled with a seed made from the test's name, and those that show a parameter value not
-seen yet come first. Tests marked `full` belong to the rest: long ones, of facts that another test
-shows on fewer processes. `pytest --matrix=full` runs everything, `--matrix=rest` what the sample
-leaves out.
+A test with more than `CASES` parameter sets is a matrix; the marker `cases(n)` sets another limit.
+Its sample is the same in every run: the cases are shuffled with a seed made from the test's name,
+and those that show a parameter value not seen yet come first. Tests marked `full` belong to the
+rest: long ones, of facts that another test shows on fewer processes. `pytest --matrix=full` runs
+everything, `--matrix=rest` what the sample leaves out.
 """
 
 import gc
@@ -24,7 +24,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 CASES = 3
 #: Files of which every case runs: it costs next to nothing, or is a fact of its own.
-WHOLE = ("tests/test_house.py", "tests/core/", "tests/verify/test_mutations.py")
+WHOLE = ("tests/test_house.py", "tests/core/")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -77,14 +77,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def sample(name: str, cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
-    """`CASES` of the cases of one test, which show as many different parameter values as can be."""
-    if len(cases) <= CASES or name.startswith(WHOLE):
+    """A few of the cases of one test, which show as many different parameter values as can be."""
+    marker = cases[0].get_closest_marker("cases")
+    size = CASES if marker is None else marker.args[0]
+    if len(cases) <= size or name.startswith(WHOLE):
         return cases
     left = list(cases)
     random.Random(zlib.crc32(name.encode())).shuffle(left)
     seen: set[tuple[str, str]] = set()
     found: list[pytest.Item] = []
-    while len(found) < CASES:
+    while len(found) < size:
         best = max(left, key=lambda case: len(_values(case) - seen))  # the first of the best
         left.remove(best)
         found.append(best)

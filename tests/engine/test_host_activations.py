@@ -137,6 +137,7 @@ def test_host_bytes_of_stages(plan: str, words: str):
         assert (host, fetched) == (told, ahead)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("words", [*WORDS[:3], "recompute:partitioned-host"])
 @pytest.mark.parametrize("plan", ["dp2 zero3", "tp2", "tp2 sp"])
 def test_a_step_leaves_nothing_behind(plan: str, words: str):

@@ -174,6 +174,7 @@ LEFT = ["dp2 zero3 recompute:full", "tp2 sp recompute:selective", "dp2 zero3 rec
 LEFT += ["tp2 recompute:partitioned"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", LEFT)
 def test_a_step_leaves_nothing_behind(plan: str):
     """No input, product or random state of a recomputed block outlives its step."""

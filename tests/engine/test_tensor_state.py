@@ -75,6 +75,7 @@ LEFT = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("plan", "name"), LEFT)
 def test_a_step_leaves_nothing_behind(plan: str, name: str):
     """From the second step on no storage outlives its step; both ways of reading agree."""

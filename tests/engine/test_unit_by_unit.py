@@ -141,6 +141,7 @@ def peaks_of_siblings(world: World, plan: str) -> list[tuple[int, int]]:
     return peaks_of(build(world, task, case), foreseen(world, task, case), task.batch)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("word", ["1f1b:4", "zb-h1:4", "zb-v:4"])
 def test_units_that_read_one_input(word: str):
     """A unit is freed after its last use in a backward pass or in a half of one, and not before:

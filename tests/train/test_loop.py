@@ -63,6 +63,7 @@ def test_the_run_reads_the_text_more_than_once_and_learns(whole: list[Record]) -
     assert [record.step for record in whole if record.validation is not None] == [3, 6, 7]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("plan", "ranks"), [("fp64", 1), ("dp4 zero1 fp64", 4), ("pp2 1f1b:2 fp64", 2)]
 )

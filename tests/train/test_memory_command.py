@@ -51,11 +51,12 @@ def test_the_moments_of_a_step(tmp_path: Path) -> None:
     *_, end = said["predicted"]["events"]
     assert said["rank"] == 1 and "measured" not in said
     assert end["held"] == said["between_steps"] | {"gathered": 0, "kept": 0}
-    totals = [sum(event["held"].values()) for event in said["predicted"]["events"]]
+    totals = [sum(event["by_category"].values()) for event in said["predicted"]["events"]]
     assert said["predicted"]["peak"]["bytes"] == max(totals)
     assert "<svg" in file.read_text() and "parameters" in shown("dp2 zero3")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", ["dp2 zero3", "pp2 zb-h1:2 recompute:full fp32"])
 def test_a_measurement_beside_the_prediction(plan: str) -> None:
     """Local ranks measure each event; only temporary bytes are not in the prediction."""
@@ -71,7 +72,7 @@ def test_a_measurement_beside_the_prediction(plan: str) -> None:
         assert said["notes"] == ["the moments of a step with pp are not predicted"]
         return
     for event in measured:
-        del event["held"]["temporary"], event["peak"]
+        del event["by_category"]["temporary"], event["peak"]
     assert measured == [_without(e) for e in said["predicted"]["events"]]
 
 

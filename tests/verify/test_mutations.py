@@ -75,6 +75,7 @@ def proved(model: str, plan: str) -> dict[str, str]:
         return {"error": str(error)}
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(("model", "plan"), PROVED)
 def test_the_package_holds(model: str, plan: str, monkeypatch: pytest.MonkeyPatch):
     """Without a mutation each of these plans holds."""
@@ -83,6 +84,7 @@ def test_the_package_holds(model: str, plan: str, monkeypatch: pytest.MonkeyPatc
     assert proved(model, plan) == {}
 
 
+@pytest.mark.cases(12)
 @pytest.mark.parametrize("mutation", CATALOGUE, ids=lambda mutation: mutation.id)
 def test_a_mutation_is_refused(mutation: Mutation, monkeypatch: pytest.MonkeyPatch):
     """The part of the proof that is to find it finds it."""
