@@ -109,7 +109,7 @@ class Pipelined:
         """Forward only, one microbatch through all stages; the result where the last stage is."""
         result = Result()
         units = ScheduledUnits(self.data, self.tensors, self.staging)
-        microbatches = [Microbatch(0, None, 0, *self._trace(call))]
+        microbatches = [Microbatch(0, None, 0, *self._trace_call(call))]
         work = StageWork(
             self.staging.stages, units, result, lambda m, _: call(m), microbatches, trains=False
         )
@@ -122,11 +122,11 @@ class Pipelined:
         """What crosses for a microbatch of these shapes; learnt when they are first seen."""
 
         def make() -> _Known:
-            return self._trace(lambda model: self.objective(model, part))
+            return self._trace_call(lambda model: self.objective(model, part))
 
         return self.known.get(part, self.model.training, make)
 
-    def _trace(self, call: Callable[[nn.Module], Any]) -> "_Known":
+    def _trace_call(self, call: Callable[[nn.Module], Any]) -> "_Known":
         stream = self.staging.beside.stream
         stream.begin()
         trace = self.staging.stages.trace(call)

@@ -63,7 +63,7 @@ def oracles_of(
     `starts` begin its stages, as in parallelize.
     """
 
-    def build(dtype: torch.dtype, rounded: torch.dtype | None = None) -> Oracle | AsyncOracle:
+    def oracle(dtype: torch.dtype, rounded: torch.dtype | None = None) -> Oracle | AsyncOracle:
         model, task = build(), Task(loss, tokens or _rows, optimizer_of(recipe), rounded)
         if is_asynchronous(plan):
             return AsyncOracle(model, task, dtype, staleness_of(model, plan, starts))
@@ -73,10 +73,10 @@ def oracles_of(
     if dtype is None:
         dtype = next(p.dtype for p in build().parameters() if p.is_floating_point())
     if dtype not in HALF:
-        return Oracles(build(dtype))
-    exact = build(torch.float64, dtype)
+        return Oracles(oracle(dtype))
+    exact = oracle(torch.float64, dtype)
     start = {name: value.clone() for name, value in exact.weights.values().items()}
-    return Oracles(exact, build(dtype), start)
+    return Oracles(exact, oracle(dtype), start)
 
 
 def is_asynchronous(plan: Plan) -> bool:

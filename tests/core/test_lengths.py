@@ -14,7 +14,7 @@ def test_a_size_tells_the_length(ranks: int, lengths: list[int]):
     known = Lengths(ranks)
     sizes = {whole: known.shard(whole) for whole in lengths}
     assert all(size * ranks >= whole for whole, size in sizes.items())
-    assert {known.whole(size): size for size in sizes.values()} == sizes
+    assert {known.full(size): size for size in sizes.values()} == sizes
     assert all(known.shard(whole) == size for whole, size in sizes.items())
 
 
@@ -31,4 +31,4 @@ def test_what_is_no_shard_is_told():
     with pytest.raises(
         InputError, match=r"of 9 positions that is no shard .* in this pass: 5 of 9"
     ):
-        known.whole(9)
+        known.full(9)

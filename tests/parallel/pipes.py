@@ -112,14 +112,16 @@ class Layers:
         mask = Spec((rows, 1), torch.int64, requires_grad=False)
         return [vector, mask] if token.kind == "act" else [vector]
 
-    def forward(self, stage: int, microbatch: int, given: list[Tensor]) -> tuple[list[Tensor], Any]:
+    def forward(
+        self, stage: int, microbatch: int, inputs: list[Tensor]
+    ) -> tuple[list[Tensor], Any]:
         x, mask, target = batch(microbatch, self.size)
         leaves = []
         if stage:
-            x, mask = given
+            x, mask = inputs
             leaves = [x.requires_grad_()]
         y = through(self.whole[stage], x, mask)
-        self._note(*leaves, y, *given)
+        self._note(*leaves, y, *inputs)
         if stage == self.schedule.last_stage:
             y = loss_of(y, target, self.schedule.microbatches)
             self.losses[microbatch] = y.item()

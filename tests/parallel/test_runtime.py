@@ -235,10 +235,10 @@ class Failing:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.layers, name)
 
-    def forward(self, stage: int, microbatch: int, given: list[Tensor]) -> Any:
+    def forward(self, stage: int, microbatch: int, inputs: list[Tensor]) -> Any:
         if (stage, microbatch) == (1, 2):
             raise self.error
-        return self.layers.forward(stage, microbatch, given)
+        return self.layers.forward(stage, microbatch, inputs)
 
 
 def failing(world: World, error: Exception) -> None:

@@ -43,7 +43,9 @@ class Work(Protocol):
         """The specs of the tensors in the bundle `token`, an act or a grad."""
         ...
 
-    def forward(self, stage: int, microbatch: int, given: list[Tensor]) -> tuple[list[Tensor], Any]:
+    def forward(
+        self, stage: int, microbatch: int, inputs: list[Tensor]
+    ) -> tuple[list[Tensor], Any]:
         """F: takes the previous stage's bundle; returns this stage's bundle and a tape."""
         ...
 
