@@ -50,7 +50,7 @@ def test_the_moments_of_a_step(tmp_path: Path) -> None:
     said = json.loads(shown("dp2 zero3", "--rank", "1", "--svg", str(file), "--json"))
     *_, end = said["predicted"]["events"]
     assert said["rank"] == 1 and "measured" not in said
-    assert end["held"] == said["between_steps"] | {"gathered": 0, "kept": 0}
+    assert end["by_category"] == said["between_steps"] | {"gathered": 0, "kept": 0}
     totals = [sum(event["by_category"].values()) for event in said["predicted"]["events"]]
     assert said["predicted"]["peak"]["bytes"] == max(totals)
     assert "<svg" in file.read_text() and "parameters" in shown("dp2 zero3")
@@ -62,7 +62,7 @@ def test_a_measurement_beside_the_prediction(plan: str) -> None:
     """Local ranks measure each event; only temporary bytes are not in the prediction."""
     said = json.loads(shown(plan, "--measure", "--json"))
     measured = said["measured"]["events"]
-    assert measured[-1]["held"]["parameters"] == said["between_steps"]["parameters"]
+    assert measured[-1]["by_category"]["parameters"] == said["between_steps"]["parameters"]
     peak = max(event["peak"] for event in measured)
     assert len(said["first_fit"]) == 2
     for one in said["first_fit"].values():
