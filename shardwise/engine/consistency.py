@@ -196,7 +196,7 @@ class ConsistencyCheck:
         for flat in (flat for flat in flats if flat.trained):
             for name, (low, high) in zip(flat.names, flat.pieces, strict=True):
                 if self.tensors.of(name).cut is None:
-                    piece = None if flat.gshard is None else flat.gshard[low:high]
+                    piece = None if flat.grads.gshard is None else flat.grads.gshard[low:high]
                     names.append(name)
                     sums.append(none if piece is None else _checksum(piece).to(self.device))
                     sizes.append(
@@ -233,7 +233,7 @@ def _close(values: Tensor, size: Tensor, close: float) -> bool:
 
 
 def _is_32_bit(flat: Flat) -> bool:
-    return flat.gshard is None or flat.gshard.dtype in (torch.float32, torch.float64)
+    return flat.grads.gshard is None or flat.grads.gshard.dtype in (torch.float32, torch.float64)
 
 
 def _batch_checksum(batch: Any, device: torch.device) -> Tensor:

@@ -63,10 +63,12 @@ class Guard:
     @torch.no_grad()
     def see(self, flat: Flat) -> None:
         """Check this rank's own gradients of a unit, before they are reduced."""
-        if flat.grad is None:  # this rank's stages do not use the unit
+        if flat.grads.grad is None:  # this rank's stages do not use the unit
             return
-        views = [v for v, filled in zip(flat.grad_views, flat.filled, strict=True) if filled]
-        for part in [flat.grad] if len(views) == len(flat.params) else views:
+        views = [
+            v for v, filled in zip(flat.grads.grad_views, flat.grads.filled, strict=True) if filled
+        ]
+        for part in [flat.grads.grad] if len(views) == len(flat.params) else views:
             self.made.append(0 * _sum(part))
 
     def reported_loss(self, summed: Tensor) -> Tensor:
@@ -82,7 +84,7 @@ class Guard:
     @torch.no_grad()
     def spoils(self, flats: Sequence[Flat]) -> bool:
         """Whether reduced gradients of an asynchronous update are not finite."""
-        sums = [_sum(flat.gshard) for flat in flats if flat.gshard is not None]
+        sums = [_sum(flat.grads.gshard) for flat in flats if flat.grads.gshard is not None]
         if not sums or math.isfinite(torch.stack(sums).sum().item()):
             return False
         self.made.append(torch.full_like(sums[0], math.nan))
@@ -148,7 +150,9 @@ def _sum(x: Tensor) -> Tensor:
 
 def _first(flats: Sequence[Flat]) -> str:
     """The first parameter whose reduced gradient on this rank is not finite; "" if none."""
-    return first_not_finite((flat, flat.gshard) for flat in flats if flat.gshard is not None)
+    return first_not_finite(
+        (flat, flat.grads.gshard) for flat in flats if flat.grads.gshard is not None
+    )
 
 
 @torch.no_grad()

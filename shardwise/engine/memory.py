@@ -47,7 +47,7 @@ def owned(
 
 def gradients_of(flat: Flat) -> list[Tensor]:
     """The memory of a flat parameter's gradients, on all tiers."""
-    return [t for t in (flat.grad, flat.gshard, flat.host_grad) if t is not None]
+    return [t for t in (flat.grads.grad, flat.grads.gshard, flat.grads.host_grad) if t is not None]
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:

@@ -31,7 +31,7 @@ def counts(flat: Flat) -> bool:
 
 def counted_elsewhere(flat: Flat) -> Iterator[Tensor]:
     """The parts of a flat parameter's gradient whose squares another rank counts."""
-    assert flat.gshard is not None
+    assert flat.grads.gshard is not None
     for index, layout in enumerate(flat.layouts):
         elsewhere = [
             shared
@@ -46,11 +46,11 @@ def counted_elsewhere(flat: Flat) -> Iterator[Tensor]:
 
 def _span(flat: Flat, index: int, dim: int, first: int, last: int) -> Iterator[Tensor]:
     """What this rank's block has of [first, last) of a dim of a parameter's gradient."""
-    assert flat.gshard is not None
+    assert flat.grads.gshard is not None
     (low, high), origin = flat.pieces[index], flat.plan.origin(index, flat.rank)
     for box in boxes(tuple(flat.shapes[index]), origin, origin + high - low):
         begin = low + box.start - origin
-        values = flat.gshard[begin : begin + box.numel].view(box.sizes)
+        values = flat.grads.gshard[begin : begin + box.numel].view(box.sizes)
         start = max(0, first - box.offsets[dim])
         stop = min(box.sizes[dim], last - box.offsets[dim])
         if start < stop:

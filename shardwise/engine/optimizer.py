@@ -43,7 +43,7 @@ def _pieces(flats: Sequence[Flat]) -> Iterator[None]:
     shown = [(p, p.data) for flat in flats for p in flat.params]
     for flat in (flat for flat in flats if flat.split):
         for i, p in enumerate(flat.params):
-            p.data = flat.piece(i, flat.shard)
+            p.data = flat.views.piece(i, flat.shard)
     try:
         yield
     finally:
@@ -102,8 +102,8 @@ class ShardedOptimizer(Optimizer):
             return flat.params
         master = self.masters[k]
         if flat.split:
-            return [nn.Parameter(flat.piece(i, master)) for i in range(len(flat.params))]
-        return [nn.Parameter(view) for view in flat.views(master)]
+            return [nn.Parameter(flat.views.piece(i, master)) for i in range(len(flat.params))]
+        return [nn.Parameter(view) for view in flat.views.every(master)]
 
     def step(self, flats: Sequence[Flat] | None = None, factor: float = 1.0) -> None:
         """Update `flats` from the gradients on their parameters at rest, each times `factor`.
@@ -125,7 +125,7 @@ class ShardedOptimizer(Optimizer):
         self._even_out()
         plain = [k for k in chosen if k not in self.masters]
         for k in chosen:
-            gshard, half = self.flats[k].gshard, self.flats[k].dtype in HALF
+            gshard, half = self.flats[k].grads.gshard, self.flats[k].dtype in HALF
             if factor != 1.0 and gshard is not None and not half:
                 gshard.mul_(factor)
         if plain:
@@ -137,18 +137,20 @@ class ShardedOptimizer(Optimizer):
     def _step_only(self, chosen: Sequence[int]) -> None:
         """Torch's own step over the parameters of some flat groups."""
         everyone = [group["params"] for group in self.torch.param_groups]
-        for g, group in enumerate(self.torch.param_groups):
-            group["params"] = [p for k in chosen for p in self.members[k][g]]
-        self.torch.step()
-        for group, params in zip(self.torch.param_groups, everyone, strict=True):
-            group["params"] = params
+        try:
+            for g, group in enumerate(self.torch.param_groups):
+                group["params"] = [p for k in chosen for p in self.members[k][g]]
+            self.torch.step()
+        finally:
+            for group, params in zip(self.torch.param_groups, everyone, strict=True):
+                group["params"] = params
 
     def _wake(self, chosen: Sequence[int]) -> None:
         """Reset the state of parameters that get their first gradient after `prepare`."""
         for k in chosen if self.idle else []:
             flat, targets = self.flats[k], self.targets[k]
             for i, (name, target) in enumerate(zip(flat.names, targets, strict=True)):
-                if name in self.idle and flat.gradient(i) is not None:
+                if name in self.idle and flat.grads.piece(i) is not None:
                     self.torch.state.pop(target, None)
                     self.idle.discard(name)
 
@@ -171,7 +173,7 @@ class ShardedOptimizer(Optimizer):
         half = flat.dtype in HALF
         self.tiers.settle(self.masters[k])
         for i, (p, target) in enumerate(zip(flat.params, targets, strict=True)):
-            gradient, p.grad = flat.gradient(i), None
+            gradient, p.grad = flat.grads.piece(i), None
             if half and gradient is not None:  # others are multiplied already
                 gradient = gradient.float().mul_(factor)
             target.grad = gradient
@@ -281,10 +283,12 @@ class ShardedOptimizer(Optimizer):
 
         Of ranks that hold the same on another axis than the data's, one counts it.
         """
-        mine = [flat for flat in self.flats if flat.gshard is not None and counts(flat)]
+        mine = [flat for flat in self.flats if flat.grads.gshard is not None and counts(flat)]
         if not mine:
             return torch.zeros((), dtype=torch.float64)
-        squares = [squared_norm(flat.gshard) for flat in mine if flat.gshard is not None]
+        squares = [
+            squared_norm(flat.grads.gshard) for flat in mine if flat.grads.gshard is not None
+        ]
         for flat in mine:
             squares += [-squared_norm(part.flatten()) for part in counted_elsewhere(flat)]
         return torch.stack(squares).sum()

@@ -162,7 +162,7 @@ def agreed(model: nn.Module, how: Sharding, units: Sequence[Unit]) -> Consensus:
 def sums_of(units: Sequence[Unit], in_flight: int) -> Reductions:
     """The sums of the units' gradients, of which at most `in_flight` hold buffers at once."""
     flats = flats_of(units)
-    repeated = any(flat.further for flat in flats)
+    repeated = any(flat.grads.further for flat in flats)
     offload = any(flat.moves.host_update for flat in flats)
     return Reductions(in_flight, repeated=repeated, offload=offload)
 

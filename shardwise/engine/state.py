@@ -74,11 +74,11 @@ def gradients(optimizer: ShardedOptimizer) -> list[Box]:
     """This rank's pieces of the gradients, named "grad/NAME", as the last update used them."""
     found: list[Box] = []
     for flat in optimizer.flats:
-        if flat.gshard is None:
+        if flat.grads.gshard is None:
             continue
         # 16-bit gradients are multiplied on their way to the master, others in place
         factor = optimizer.factor if flat.dtype in HALF else 1.0
-        used = flat.gshard.float() * factor if factor != 1.0 else flat.gshard
+        used = flat.grads.gshard.float() * factor if factor != 1.0 else flat.grads.gshard
         found += boxes_of(flat, "grad", used)
     return found
 

@@ -98,7 +98,7 @@ class Updates:
         self.scale.update(overflow=True)
         self.optimizer.skip()
         for flat in self.flats:
-            flat.clear()
+            flat.grads.clear()
         return error
 
     @property
@@ -123,7 +123,7 @@ class Updates:
     def _publish(self, flats: Sequence[Flat]) -> None:
         self.optimizer.publish(flats)
         for flat in flats:
-            flat.clear()
+            flat.grads.clear()
 
     def _norm(self, correction: float) -> float:
         """The norm of the global gradient, without the loss scale."""

@@ -169,7 +169,7 @@ class Stale:
             with _uncounted(params):
                 self.optimizer.step(flats, 1 / (sum_scale * max(1, total)))
         for flat in flats:
-            flat.clear()
+            flat.grads.clear()
         for unit in self.units.units[stage]:
             unit.unshard()
         self.kept[stage][version + 1] = [flat.full for flat in flats]
@@ -178,13 +178,13 @@ class Stale:
 
     def _agree(self, flats: Sequence[Flat], count: int) -> int:
         """Sum the tokens over the data ranks, and set which parameters have a gradient on any."""
-        own = [float(count), *(float(flag) for flat in flats for flag in flat.has_grad)]
+        own = [float(count), *(float(flag) for flat in flats for flag in flat.grads.has_grad)]
         local = torch.tensor(own, dtype=torch.float64, device=self.device)
         agreed = self.data.consensus.agree(local)
         names = [name for flat in flats for name in flat.names]
         flags = iter(self.staged.shared(names, agreed[1:]).tolist())
         for flat in flats:
-            flat.used = [next(flags) > 0 for _ in flat.used]
+            flat.grads.used = [next(flags) > 0 for _ in flat.grads.used]
         return round(agreed[0].item())
 
     def _show(self, stage: int, version: int) -> None:

@@ -160,11 +160,11 @@ def foreseen(world: World, task: Task, case: Case) -> Predictor:
 def gradients(engine: Engine) -> dict[str, Tensor | None]:
     """The gradients the optimizer is about to use, whole, by name; None where there is none."""
     found: dict[str, Tensor | None] = {}
-    for flat in [flat for flat in engine.optimizer.flats if flat.grads_attached]:
-        assert flat.gshard is not None
-        block = flat.gshard.detach()
+    for flat in [flat for flat in engine.optimizer.flats if flat.grads.attached]:
+        assert flat.grads.gshard is not None
+        block = flat.grads.gshard.detach()
         full = torch.cat(all_gather(block, flat.shard_axis)) if flat.split else block
-        for name, view, p in zip(flat.names, flat.views(full), flat.params, strict=True):
+        for name, view, p in zip(flat.names, flat.views.every(full), flat.params, strict=True):
             found[name] = view.clone() if p.grad is not None else None
     return found
 

@@ -282,7 +282,7 @@ class Made:
     def __init__(self, rank: int, off: float, noise: float) -> None:
         draw = torch.Generator().manual_seed(0)
         large = torch.randn(1000, generator=draw) * (1 + off * rank)
-        self.gshard = torch.cat([large, torch.full((10,), noise * (-1) ** rank)])
+        self.grads, self.gshard = self, torch.cat([large, torch.full((10,), noise * (-1) ** rank)])
 
 
 def compared(world: World, off: float, noise: float) -> bool:

@@ -36,11 +36,11 @@ def dtypes(world: World, plan: str) -> list[tuple[torch.dtype, ...]]:
     engine.step(share(text(0), engine.data_rank, engine.data_ranks))
     found = []
     for k, flat in enumerate(engine.optimizer.flats):
-        assert flat.gshard is not None
+        assert flat.grads.gshard is not None
         master = engine.optimizer.masters[k]
         state = engine.optimizer.torch.state[engine.optimizer.targets[k][0]]
         moments = state["exp_avg"].dtype, state["exp_avg_sq"].dtype
-        found.append((flat.shard.dtype, flat.gshard.dtype, master.dtype, *moments))
+        found.append((flat.shard.dtype, flat.grads.gshard.dtype, master.dtype, *moments))
         assert torch.equal(flat.shard, master.to(flat.dtype))
         assert master.numel() == flat.plan.share
     return found

@@ -17,7 +17,7 @@ from shardwise.engine.shard import drivers
 from shardwise.kernels import choice
 from shardwise.kernels.fused_linear import take_over
 from shardwise.kernels.matmul import BY_TORCH, Products
-from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.parallel.data.flat_gradient import FlatGradient
 from tests.engine.cases import Case, build, difference, regression, rows_task, settled
 from tests.engine.tensors import mine
 from tests.pool import run_threads
@@ -135,15 +135,15 @@ def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def noted(monkeypatch: pytest.MonkeyPatch, method: str) -> list[str]:
-    """The parameters for which this method of Flat is called, as they come."""
+    """The parameters for which this method of FlatGradient is called, as they come."""
     names: list[str] = []
-    plain = getattr(Flat, method)
+    plain = getattr(FlatGradient, method)
 
-    def call(self: Flat, index: int, *args: Any) -> None:
+    def call(self: FlatGradient, index: int, *args: Any) -> None:
         names.append(self.names[index])
         plain(self, index, *args)
 
-    monkeypatch.setattr(Flat, method, call)
+    monkeypatch.setattr(FlatGradient, method, call)
     return names
 
 
@@ -255,7 +255,7 @@ def trained(world: World, plan: str) -> tuple[list[float], int]:
     engine = build(world, rows_task(in_a_row, batch), Case(f"{plan} fp64"))
     losses, count = [], [0]
     for flat in engine.flats:
-        vars(flat)["add_product"] = partial(counted, flat, count)
+        vars(flat.grads)["add_product"] = partial(counted, flat.grads, count)
     for step in range(2):
         count[0] = 0
         losses.append(engine.step(mine(engine, batch(step))).loss)
@@ -267,9 +267,9 @@ def in_a_row() -> nn.Module:
     return settled(nn.Sequential(first, nn.Tanh(), second, nn.Linear(WIDE, 3)))
 
 
-def counted(flat: Flat, count: list[int], *args: Any) -> None:
+def counted(grads: FlatGradient, count: list[int], *args: Any) -> None:
     count[0] += 1
-    Flat.add_product(flat, *args)
+    FlatGradient.add_product(grads, *args)
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.kernels.fused_linear import LEAST
-from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.parallel.data.flat_gradient import FlatGradient
 from tests.engine.cases import difference, settled
 from tests.engine.tensors import mine
 from tests.parallel.test_linear import assert_gradients, noted, there
@@ -232,15 +232,15 @@ def trained(world: World, plan: str) -> tuple[list[float], int]:
     engine = sw.parallelize(model, plan, world, optimizer=optimizer, loss=loss, table=table)
     count = [0]
     for flat in engine.flats:
-        vars(flat)["add_rows"] = partial(counted, flat, count)
+        vars(flat.grads)["add_rows"] = partial(counted, flat.grads, count)
     rows = [ids_of(step, 0).view(4, 15) for step in range(3)]
     losses = [engine.step(mine(engine, ids)).loss for ids in rows]
     return losses, count[0]
 
 
-def counted(flat: Flat, count: list[int], *args: Any) -> None:
+def counted(grads: FlatGradient, count: list[int], *args: Any) -> None:
     count[0] += 1
-    Flat.add_rows(flat, *args)
+    FlatGradient.add_rows(grads, *args)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from shardwise.comm.transport import Pending
 from shardwise.core.moves import price
 from shardwise.core.plan import Plan
 from shardwise.engine.engine import Engine
+from shardwise.parallel.data.flat_gradient import FlatGradient
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.verify import parity
 from shardwise.verify.report import Report, report
@@ -58,13 +59,14 @@ def gathered_twice() -> Iterator[None]:
 @contextmanager
 def one_more_sum() -> Iterator[None]:
     """A step has an all-reduce that is in no plan."""
-    collect = Flat.begin_reduce
+    collect = FlatGradient.begin_reduce
 
-    def more(self: Flat) -> None:
-        self.shard_axis.transport.all_reduce(torch.zeros(1000))
+    def more(self: FlatGradient) -> None:
+        assert self.moves.reduce is not None
+        self.moves.reduce.axis.transport.all_reduce(torch.zeros(1000))
         collect(self)
 
-    with patch.object(Flat, "begin_reduce", more):
+    with patch.object(FlatGradient, "begin_reduce", more):
         yield
 
 

@@ -44,7 +44,7 @@ class Consensus:
         """
         self.rounds += 1
         self.mark, self.gathered = (self.gathered + 7 * self.rounds) % MARKS, 0
-        flags = [float(flag) for group in self.trained for flag in group.has_grad]
+        flags = [float(flag) for group in self.trained for flag in group.grads.has_grad]
         return torch.tensor([*flags, float(self.mark)])
 
     def begin_agree(self, x: Tensor) -> Pending[Tensor]:
@@ -81,7 +81,7 @@ class Consensus:
             )
         flags = iter(each > 0 for each in found)
         for group in self.trained:
-            group.used = [next(flags) for _ in group.used]
+            group.grads.used = [next(flags) for _ in group.grads.used]
 
     def phase(self, name: str) -> None:
         """Count messages from now on under this phase of the step."""

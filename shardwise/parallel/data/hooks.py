@@ -303,7 +303,7 @@ class Data:
             if not unit.reshards:
                 unit.unshard()  # sharded only where this graph is gone through a second time
             for group in unit.trained:
-                group.detach_grads()
+                group.grads.detach()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _before_backward(self, unit: Unit, calls: Sequence[Unit], count: int) -> None:
@@ -342,14 +342,14 @@ class Data:
         _, group, index = self.places[p]
         self._begin_backward()
         if not self.mute:
-            group.add_product(index, left, right, self.pace.scale)
+            group.grads.add_product(index, left, right, self.pace.scale)
 
     def rows(self, p: nn.Parameter, ids: Tensor, grad: Tensor) -> None:
         """Add `grad` to the rows `ids` of the gradient of `p` (fused_linear.py)."""
         _, group, index = self.places[p]
         self._begin_backward()
         if not self.mute:
-            group.add_rows(index, ids, grad, self.pace.scale)
+            group.grads.add_rows(index, ids, grad, self.pace.scale)
 
     def put_off(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
         """In I: postpone a product to W, in which `multiply` adds it."""
@@ -370,7 +370,7 @@ class Data:
         if unit.complete:  # checkpointed reentrantly
             raise bad(f"two gradients of {unit.name} in one pass", "one", "use_reentrant=False")
         p.grad = None if self.mute else p.grad
-        group.collect(index, self.pace.scale)
+        group.grads.collect(index, self.pace.scale)
         if self.staged is not None:
             return
         unit.missing -= 1

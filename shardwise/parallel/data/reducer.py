@@ -58,7 +58,7 @@ class Reductions:
             self._land()  # its sum of the microbatch before
         for group in unit.trained:
             self.see(group)
-            group.begin_reduce()
+            group.grads.begin_reduce()
         self.flying.append((unit, self.sync))
         while (each_backward or self.offload) and len(self.flying) > self.in_flight:
             self._land()
@@ -68,17 +68,17 @@ class Reductions:
     def _land(self) -> None:
         unit, sync = self.flying.popleft()
         for group in unit.trained:
-            group.end_reduce()
+            group.grads.end_reduce()
             if sync:
-                group.begin_further()
+                group.grads.begin_further()
         if sync:
             self.landed.append(unit)
 
     def _leave(self) -> None:
         unit = self.landed.popleft()
         for group in unit.trained:
-            group.end_reduce()
-            group.begin_offload()
+            group.grads.end_reduce()
+            group.grads.begin_offload()
         self.left.append(unit)
 
     def arrivals(self) -> Iterator[Unit]:
@@ -91,7 +91,7 @@ class Reductions:
             if self.left:
                 unit = self.left.popleft()
                 for group in unit.trained:
-                    group.end_reduce()
+                    group.grads.end_reduce()
                 yield unit
 
     def finish(self) -> None:

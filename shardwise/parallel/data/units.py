@@ -58,7 +58,7 @@ class Unit:
         for group in self.groups:
             group.to_sharded()
             if group.trained:
-                group.attach_grads()
+                group.grads.attach()
 
 
 class Units:
@@ -89,7 +89,7 @@ class Units:
         self.reshard()
         for unit in self.order:
             for group in unit.trained:
-                group.clear()
+                group.grads.clear()
 
     def wait(self) -> None:
         """Wait for the gathers that `begin_unshard` started."""

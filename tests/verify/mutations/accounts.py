@@ -10,7 +10,8 @@ from shardwise.comm import transport
 from shardwise.core.layout import P, R
 from shardwise.engine import state
 from shardwise.engine.engine import Engine
-from shardwise.parallel.data import flat_parameter as flat_file
+from shardwise.parallel.data import flat_parameter
+from shardwise.parallel.data.flat_gradient import FlatGradient
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.pipeline.runtime import _Post
 from shardwise.prediction import traffic
@@ -41,7 +42,7 @@ def gathers_sent_twice(patch: Patch) -> None:
             real(x, axis, src, dst, torch.empty_like(out), **how).wait()
         return real(x, axis, src, dst, out, **how)
 
-    around(patch, flat_file, "start", start)
+    around(patch, flat_parameter, "start", start)
 
 
 def one_more_all_reduce(patch: Patch) -> None:
@@ -107,11 +108,11 @@ def units_not_freed(patch: Patch) -> None:
 
 
 def sent_gradients_kept(patch: Patch) -> None:
-    def arrived(real: Any, flat: Flat, out: Tensor, sent: Tensor) -> None:
-        real(flat, out, sent)
-        flat.__dict__["kept_alive"] = sent
+    def arrived(real: Any, grads: FlatGradient, out: Tensor, sent: Tensor) -> None:
+        real(grads, out, sent)
+        grads.__dict__["kept_alive"] = sent
 
-    around(patch, Flat, "_arrived", arrived)
+    around(patch, FlatGradient, "_arrived", arrived)
 
 
 def messages_kept(patch: Patch) -> None:

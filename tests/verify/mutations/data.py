@@ -11,8 +11,9 @@ from shardwise.engine.one_stage import OneStage
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.updating import Updates
-from shardwise.parallel.data import flat_parameter as flat_file
+from shardwise.parallel.data import flat_gradient, flat_parameter
 from shardwise.parallel.data.buffers import Buffers
+from shardwise.parallel.data.flat_gradient import FlatGradient
 from shardwise.parallel.data.flat_parameter import Flat, State
 from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
 
@@ -94,7 +95,7 @@ def _after_sums(patch: Patch, act: Any, before: Any = nothing) -> None:
         pending = real(x, axis, src, dst, out, **how)
         return Pending([pending.wait, lambda: act(axis, x, out)])
 
-    around(patch, flat_file, "start", start)
+    around(patch, flat_gradient, "start", start)
 
 
 def a_mean_of_ranks(patch: Patch) -> None:
@@ -106,42 +107,45 @@ def summed_in_fp32(patch: Patch) -> None:
 
 
 def sum_left_out(patch: Patch) -> None:
-    def reduce(real: Any, flat: Flat) -> None:
-        if not any("blocks.0" in name for name in flat.names):
-            real(flat)
+    def reduce(real: Any, grads: FlatGradient) -> None:
+        if not any("blocks.0" in name for name in grads.names):
+            real(grads)
             return
-        if flat.grad is None:
-            flat.begin_grad()
-        flat._zero_unfilled()
+        if grads.grad is None:
+            grads.begin()
+        grads._zero_unfilled()
 
-    around(patch, Flat, "begin_reduce", reduce)
+    around(patch, FlatGradient, "begin_reduce", reduce)
 
 
 def padding_is_not_zero(patch: Patch) -> None:
-    def begin(real: Any, flat: Flat) -> None:
-        real(flat)
-        assert flat.grad is not None
-        flat.grad[flat.plan.offsets[-1] + flat.plan.numels[-1] :].fill_(1.0)
+    def begin(real: Any, grads: FlatGradient) -> None:
+        real(grads)
+        assert grads.grad is not None
+        plan = grads.views.plan
+        grads.grad[plan.offsets[-1] + plan.numels[-1] :].fill_(1.0)
 
-    around(patch, Flat, "begin_grad", begin)
+    around(patch, FlatGradient, "begin", begin)
 
 
 def replicas_not_summed(patch: Patch) -> None:
-    patch.setattr(Flat, "begin_further", nothing)
+    patch.setattr(FlatGradient, "begin_further", nothing)
 
 
 def summed_over_the_wrong_axis(patch: Patch) -> None:
-    around(
-        patch, Flat, "_sum_over", lambda real, flat, axes: real(flat, axes and [flat.shard_axis])
-    )
+    def wrong(real: Any, grads: FlatGradient, axes: Any) -> Any:
+        assert grads.moves.reduce is not None
+        return real(grads, axes and [grads.moves.reduce.axis])
+
+    around(patch, FlatGradient, "_sum_over", wrong)
 
 
 def an_earlier_microbatch_lost(patch: Patch) -> None:
-    def arrived(real: Any, flat: Flat, out: Tensor, sent: Tensor) -> None:
-        flat.valid = [False] * len(flat.valid)
-        real(flat, out, sent)
+    def arrived(real: Any, grads: FlatGradient, out: Tensor, sent: Tensor) -> None:
+        grads.valid = [False] * len(grads.valid)
+        real(grads, out, sent)
 
-    around(patch, Flat, "_arrived", arrived)
+    around(patch, FlatGradient, "_arrived", arrived)
 
 
 def a_microbatch_left_out(patch: Patch) -> None:
@@ -158,7 +162,7 @@ def only_the_last_microbatch(patch: Patch) -> None:
         def forget(*_: Any) -> None:
             for unit in straight.data.units.order:
                 for group in unit.trained:
-                    group.filled = [False] * len(group.filled)
+                    group.grads.filled = [False] * len(group.grads.filled)
 
         handle = straight.model.register_forward_pre_hook(forget)
         try:
@@ -208,7 +212,7 @@ def _after_gathers(patch: Patch, act: Any) -> None:
             return pending
         return Pending([pending.wait, lambda: act(out.view(axis.size, -1))])
 
-    around(patch, flat_file, "start", start)
+    around(patch, flat_parameter, "start", start)
 
 
 def a_lost_block(patch: Patch) -> None:
@@ -228,7 +232,7 @@ def a_gather_left_out(patch: Patch) -> None:
             return
         flat.full.untyped_storage().resize_(flat.plan.padded * flat.full.element_size())
         flat.full.zero_()
-        flat._block(flat.full).copy_(flat.shard)
+        flat.views.block(flat.full).copy_(flat.shard)
         flat.coming, flat.state = Pending(), State.UNSHARDING
 
     around(patch, Flat, "begin_unshard", begin)

@@ -12,6 +12,7 @@ from shardwise.engine.pipelined import ScheduledUnits
 from shardwise.engine.stage_work import StageWork
 from shardwise.engine.updating import Updates
 from shardwise.engine.weight_stashing import Stale
+from shardwise.parallel.data.flat_gradient import FlatGradient
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.hooks import Data
 from shardwise.parallel.data.staged_hooks import StagedUnits
@@ -102,7 +103,7 @@ def a_stage_not_reduced(patch: Patch) -> None:
 
 
 def ties_not_summed(patch: Patch) -> None:
-    patch.setattr(Flat, "begin_further", nothing)
+    patch.setattr(FlatGradient, "begin_further", nothing)
 
 
 def norm_of_own_stages(patch: Patch) -> None:

@@ -10,7 +10,7 @@ from shardwise.comm.transport import Pending
 from shardwise.core.uneven import Cut
 from shardwise.engine import optimizer as optimizer_file
 from shardwise.engine import tensor_parallel as layout_file
-from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.parallel.data.flat_gradient import FlatGradient
 from shardwise.parallel.tensor import cross_entropy as loss_file
 from shardwise.parallel.tensor import linear as tensor_file
 from shardwise.parallel.tensor.linear import Entry, Stream, _Leave
@@ -98,7 +98,7 @@ def sequence_not_gathered_backward(patch: Patch) -> None:
 
 
 def norms_not_summed_over_shards(patch: Patch) -> None:
-    patch.setattr(Flat, "begin_further", nothing)
+    patch.setattr(FlatGradient, "begin_further", nothing)
 
 
 def a_shard_of_another_rank(patch: Patch) -> None:

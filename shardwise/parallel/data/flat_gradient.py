@@ -1,0 +1,259 @@
+"""The gradient of a flat parameter: collected in the backward pass, then reduced over the ranks.
+
+    grad    the gradients that this rank has made, in the layout of the whole flat parameter
+    gsum    their sum over the ranks, where the row reduces after each backward pass: all of it (R)
+            or this rank's block (S)
+    gshard  this rank's block of the sum, from which the update is made: of `grad` or of `gsum`
+
+    p.grad --collect--> grad --reduce--> gshard --P -> R on replicate--> gshard --attach--> p.grad
+
+The moves are those of the row (row_moves.py): `begin_reduce` carries out `reduce`, and
+`begin_further` the sums over `replicas` and over the axes of `sums` (LocalLayout).  Where the
+update is made in host memory, `begin_offload` copies `gshard` there when all sums are complete, and
+frees the gradients on the device: from then on `gshard` is `host_grad`.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.move import start
+from shardwise.comm.tiers import begin_copy
+from shardwise.comm.transport import Pending
+from shardwise.comm.world import Axis
+from shardwise.core.layout import P, Placement, R
+from shardwise.parallel.data.flat_views import FlatViews
+from shardwise.parallel.data.local_layout import LocalLayout
+from shardwise.parallel.data.mean import mean_with_graph
+from shardwise.parallel.data.row_moves import RowMoves
+
+#: out, left, right, beta, alpha: out becomes beta out + alpha left right; of beta 0 it is not read.
+AddProduct = Callable[[Tensor, Tensor, Tensor, float, float], object]  # matmul.py
+
+
+class FlatGradient:
+    """The gradients of parameters that are reduced at once; `like` is a tensor of their dtype."""
+
+    def __init__(
+        self,
+        params: Sequence[tuple[str, nn.Parameter]],
+        views: FlatViews,
+        moves: RowMoves,
+        local: LocalLayout,
+        like: Tensor,
+        add_to: AddProduct,
+    ) -> None:
+        self.names, self.params = [name for name, _ in params], [p for _, p in params]
+        self.views, self.moves = views, moves
+        self.replicate_axis, self.tiers, self.like = local.replicate, local.tiers, like
+        self.further = [*moves.replicas, *local.sums]
+        self.add_to = add_to
+        self.grad: Tensor | None = None
+        self.grad_views: list[Tensor] = []
+        self.gsum: Tensor | None = None
+        self.gshard: Tensor | None = None
+        self.host_grad: Tensor | None = None
+        none = [False] * len(params)
+        self.filled = list(none)  # grad holds something of parameter i
+        self.valid = list(none)  # gsum holds something of parameter i
+        self.has_grad = list(none)  # this rank has had a gradient for parameter i since `clear`
+        self.used = list(none)  # and so has any rank, as far as has been heard
+        self.attached = False  # the pieces of gshard are on the parameters
+        self.graphs: dict[int, Tensor] = {}  # gradients with a graph (create_graph)
+        self.going = Pending()
+
+    # --- in the backward pass -----------------------------------------------------------------
+
+    def collect(self, index: int, scale: float) -> None:
+        """Take the gradient autograd has just left on parameter `index`, times `scale`."""
+        p = self.params[index]
+        if p.grad is None:
+            return
+        view, filled = self._fill(index)
+        gradient, p.grad = p.grad, None
+        if gradient.requires_grad:  # under create_graph=True
+            before = self.graphs.get(index)
+            self.graphs[index] = gradient if before is None else before + gradient
+            gradient = gradient.detach()
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if filled:
+            view.add_(gradient, alpha=scale)
+        elif scale == 1.0:
+            view.copy_(gradient)
+        else:
+            torch.mul(gradient, scale, out=view)
+
+    def add_product(self, index: int, left: Tensor, right: Tensor, scale: float) -> None:
+        """Add left^T right, of left [N, out] and right [N, in], to the gradient of a weight."""
+        view, filled = self._fill(index)
+        self.add_to(view, left.t(), right, float(filled), scale)  # times 0: not read at all
+
+    def add_rows(self, index: int, ids: Tensor, grad: Tensor, scale: float) -> None:
+        """Add grad [N, D] to the rows `ids` of the gradient of a table."""
+        view, filled = self._fill(index)
+        if not filled:
+            view.zero_()
+        view.index_add_(0, ids, grad, alpha=scale)
+
+    def _fill(self, index: int) -> tuple[Tensor, bool]:
+        """The place of a gradient about to be written, and whether it holds something already."""
+        if self.grad is None:
+            self.begin()
+        filled = self.filled[index]
+        self.filled[index] = self.has_grad[index] = True
+        return self.grad_views[index], filled
+
+    def begin(self) -> None:
+        """Make room for gradients in the layout of the whole flat parameter."""
+        plan = self.views.plan
+        again = self.gsum is not None and self.gsum.numel() == plan.padded
+        if again and not any(self.valid):  # memory of the step before
+            self.grad = self.gsum
+        else:
+            self.grad = self.like.new_empty(plan.padded)
+        assert self.grad is not None
+        self.grad_views = self.views.every(self.grad)
+        used = 0
+        for offset, numel in zip(plan.offsets, plan.numels, strict=True):
+            self.grad[used:offset].zero_()  # padding is summed like the rest: it must be a number
+            used = offset + numel
+        self.grad[used:].zero_()
+        if not self.moves.each_backward:
+            self.gshard = self.views.block(self.grad)
+
+    # --- between ranks and tiers --------------------------------------------------------------
+
+    def begin_reduce(self) -> None:
+        """Start the sum of `grad` over the row's axis; a missing gradient counts as zero."""
+        if self.grad is None:
+            self.begin()
+        assert self.grad is not None
+        self._zero_unfilled()
+        move = self.moves.reduce
+        if move is None:
+            return
+        if not self.moves.each_backward:
+            assert self.gshard is not None
+            self.going = start(self.grad, move.axis, P, move.dst, self.gshard, behind=True)
+            return
+        sent, self.grad, self.grad_views = self.grad, None, []
+        self.filled = [False] * len(self.params)
+        out = self._room(sent, move.dst)
+        arriving = start(sent, move.axis, P, move.dst, out, behind=True)
+        self.going = Pending([arriving.wait, lambda: self._arrived(out, sent)])
+
+    def _room(self, sent: Tensor, dst: Placement) -> Tensor:
+        """Where the sum of `sent` is written: to `gsum` if that holds nothing yet, or in place."""
+        fresh = not any(self.valid)
+        if dst == R or not fresh:
+            out = sent if dst == R else self.views.block(sent)
+        else:
+            out = sent.new_empty(self.views.plan.share) if self.gsum is None else self.gsum
+        if fresh:
+            self.gsum, self.valid = out, [True] * len(self.params)
+            self.gshard = out if dst != R else self.views.block(out)
+        return out
+
+    def _zero_unfilled(self) -> None:
+        for view, filled in zip(self.grad_views, self.filled, strict=True):
+            if not filled:
+                view.zero_()
+
+    def _arrived(self, out: Tensor, sent: Tensor) -> None:
+        """The sum is in `out`: add it where gsum holds something.  `sent` lived until now."""
+        gsum = self.gsum
+        assert gsum is not None
+        if out is not gsum:
+            whole = gsum.numel() == self.views.plan.padded
+            pieces = self.views.pieces
+            parts = self.views.every(gsum) if whole else [gsum[low:high] for low, high in pieces]
+            for part, valid in zip(parts, self.valid, strict=True):
+                if not valid:
+                    part.zero_()
+            gsum.add_(out)
+        self.valid = [True] * len(self.params)
+
+    def end_reduce(self) -> None:
+        """Wait for the sum that `begin_reduce` or `begin_further` started."""
+        self.going.wait()
+
+    def begin_further(self) -> None:
+        """Start the sum of `gshard` over replicas of this shard, then where it is still partial."""
+        self.going = self._sum_over(self.further)
+
+    def _sum_over(self, axes: Sequence[Axis]) -> Pending:
+        if not axes or self.gshard is None:
+            return Pending()
+        first, *others = axes
+        going = start(self.gshard, first, P, R, self.gshard, behind=True)
+        return Pending([going.wait, lambda: self._sum_over(others).wait()]) if others else going
+
+    def begin_offload(self) -> None:
+        """Start to copy `gshard` to the host, where the update is made, and free it here."""
+        if not self.moves.host_update or self.gshard is None:
+            return
+        if self.host_grad is None:
+            self.host_grad = self.tiers.empty_like(self.gshard, "host")
+        self.going = begin_copy(self.gshard, self.tiers, "device", "host", self.host_grad)
+        self.grad, self.grad_views, self.gsum, self.gshard = None, [], None, self.host_grad
+
+    # --- on the parameters --------------------------------------------------------------------
+
+    def piece(self, index: int) -> Tensor | None:
+        """The piece of `gshard` for parameter `index`; None if no rank had a gradient for it."""
+        return self._own(index) if self.used[index] else None
+
+    def attach(self) -> None:
+        """Set each p.grad to its piece of `gshard`, unless that is not where p is."""
+        for i, p in enumerate(self.params if not self.moves.host_update else ()):
+            p.grad = self.piece(i)
+            if i in self.graphs and p.grad is not None:
+                p.grad = mean_with_graph(self.graphs.pop(i), p.grad)
+        self.attached = True
+
+    def _own(self, index: int) -> Tensor:
+        """The piece of `gshard` that is the gradient of parameter `index`."""
+        assert self.gshard is not None
+        return self.views.part(index, self.gshard)
+
+    def detach(self) -> None:
+        """Before a backward pass: take each p.grad back, unless the user has set it to None.
+
+        Autograd would add to p.grad in place, which has the shape of a piece and not of p.
+        Gradients already summed over the replicas are divided: the next sum counts them once.
+        """
+        if not self.attached:
+            return
+        self.attached = False
+        kept = [p.grad is not None for p in self.params]
+        for i, p in enumerate(self.params):
+            piece = self._own(i)
+            if p.grad is not None and p.grad.data_ptr() != piece.data_ptr():
+                piece.copy_(p.grad.detach())  # the user has put another there
+            if p.grad is not None and p.grad.requires_grad and torch.is_grad_enabled():
+                self.graphs[i] = p.grad
+            p.grad = None
+        self.has_grad = list(kept)
+        assert self.gshard is not None
+        if any(kept) and self.replicate_axis.size > 1:
+            self.gshard.div_(self.replicate_axis.size)
+        if self.moves.each_backward:
+            self.valid = kept
+            return
+        self.filled = kept
+        # beyond the block lie remains of what was sent
+        if self.views.plan.ranks > 1 and self.grad is not None:
+            block = self.gshard.clone()
+            self.grad.zero_()
+            self.gshard.copy_(block)
+
+    def clear(self) -> None:
+        """Drop the gradients; their memory stays for the next step."""
+        none = [False] * len(self.params)
+        self.filled, self.valid, self.has_grad = list(none), list(none), list(none)
+        self.attached = False
+        self.graphs.clear()
+        for p in self.params:
+            p.grad = None
