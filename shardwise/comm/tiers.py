@@ -19,6 +19,8 @@ until the host may read it; on a copy to the device it makes the current stream 
 freed at once, but not written before `wait`.  On a CPU the copy is made when it is begun.
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -82,6 +84,11 @@ class Tiers:
             )
             self.own(made)
         return made.view(dtype)
+
+    def following(self, dst: Tier) -> AbstractContextManager[None]:
+        """Inside, work follows the copies to `dst` begun so far, and nothing waits for it here."""
+        stream = self._streams.get(dst)
+        return nullcontext() if stream is None else torch.cuda.stream(stream)
 
     def settle(self, x: Tensor) -> None:
         """Return when no copy from or to the host tensor `x` is under way."""

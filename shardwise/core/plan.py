@@ -14,6 +14,8 @@ from typing import Any
 
 from shardwise.core.errors import bad
 from shardwise.core.mesh import AXES, Mesh
+from shardwise.core.offload import Offload
+from shardwise.core.offload import parse as parse_offload
 from shardwise.core.plan_parser import WORDS, Word, read, size_text, words_table
 from shardwise.core.schedule.library import allowed
 from shardwise.core.zero import ALIASES, Row, row_of
@@ -165,8 +167,15 @@ class Plan:
     @property
     def states(self) -> Row:
         """The row of the states table, with the tiers on which `offload` lets states rest."""
-        row = row_of(self.row)
-        return row if self.offload is None else replace(row, optim_tier="host")
+        row, offload = row_of(self.row), self.offloaded
+        if offload is None:
+            return row
+        return replace(row, param_tier=offload.param_tier, optim_tier=offload.optim_tier)
+
+    @property
+    def offloaded(self) -> Offload | None:
+        """The word `offload` with its parts; None without it."""
+        return None if self.offload is None else parse_offload(self.offload)
 
     @property
     def shard_axis(self) -> str | None:

@@ -118,12 +118,28 @@ def _bounded(plan: Plan) -> bool:
 
 
 def _tiers(plan: Plan) -> list[Problem]:
-    """A budget of activations that do not rest on the device."""
+    """A budget of activations that do not rest on the device; parameters that cannot leave it."""
     if not _bounded(plan):
-        return []
+        return _rests(plan)
     given = f"'recompute:{plan.recompute}', a budget of device memory, with 'activations:host'"
     allowed = "a budget alone; or activations:host with recompute:full, selective, everyN or names"
     return [Problem(given, allowed, f"'{_runnable(plan)}'")]
+
+
+def _rests(plan: Plan) -> list[Problem]:
+    """Parameters in host memory under a row whose update makes only a block of them."""
+    if plan.offloaded is None or plan.offloaded.param_tier == "device" or _updates_whole(plan):
+        return []
+    given = f"'offload:{plan.offload}' with {plan.row}, which keeps all parameters on every rank "
+    given += "and updates a block on each: the blocks would be gathered in host memory"
+    allowed = "zero3, which keeps a block of them; ddp, which updates all; or offload:optim"
+    return [Problem(given, allowed, f"'{_runnable(plan)}'")]
+
+
+def _updates_whole(plan: Plan) -> bool:
+    """Whether a rank updates what it keeps of the parameters."""
+    row = row_of(plan.row)
+    return row.param == row.optim
 
 
 def _buffers(plan: Plan) -> list[Problem]:
@@ -210,6 +226,9 @@ def _runnable(plan: Plan) -> Plan:
         activations=None if _bounded(plan) else plan.activations,
         offload=plan.offload,
     )
+    offload = near.offloaded
+    if offload is not None and offload.param_tier != "device" and not _updates_whole(near):
+        near = replace(near, row="zero3")
     if plan.buffers_bytes is not None:
         near = replace(near, buffers_bytes=max(plan.buffers_bytes, smallest_pool_bytes(near)))
     if not _is_stale(near):

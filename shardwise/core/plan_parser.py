@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from shardwise.core.errors import InputError, Problem, bad, refusal
 from shardwise.core.mesh import AXES
+from shardwise.core.offload import parse as parse_offload
 from shardwise.core.suggest import suggest
 from shardwise.core.zero import ALIASES, ROWS, row_of
 
@@ -34,9 +35,6 @@ SCHEDULES: dict[str, str] = {
 
 #: Values of `recompute` that partition inputs over the tensor axis.
 PARTITIONED_WORDS: Final = ("partitioned", "partitioned-host")
-
-#: What `offload` keeps in host memory.
-OFFLOADS = ("optim",)
 
 #: Units of a SIZE, largest first.
 UNITS: dict[str, int] = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
@@ -96,7 +94,9 @@ WORDS: tuple[Word, ...] = (
     ),
     Word("activations:host", "activations:host", "keep the activations of blocks in host memory"),
     Word(
-        "offload:optim", "offload:optim", "keep the optimizer's state in host memory, update there"
+        "offload:WHAT",
+        "offload:optim",
+        "states that rest in host memory: optim, updated there, or param, parameters too",
     ),
     Word("buffers:SIZE", "buffers:64MiB", "communication buffers of SIZE (the default: 2 buckets)"),
 )
@@ -264,10 +264,10 @@ def _read_row(key: str, value: str) -> Found | Problem:
 
 
 def _read_offload(key: str, value: str) -> Found | Problem:
-    if value in OFFLOADS:
-        return key, value
-    allowed = f"offload: and the states that rest in host memory: {' or '.join(OFFLOADS)}"
-    return Problem(f"the plan word '{key}:{value}'", allowed, f"offload:{OFFLOADS[0]}")
+    try:
+        return key, str(parse_offload(value))
+    except InputError as error:
+        return error.problems[0]
 
 
 _EVERY = re.compile("every([0-9]+)")

@@ -17,7 +17,8 @@ moment at which it belongs; parallel/data carries them out and prediction/ adds 
 
 Each state also has a tier. Where the tier of the optimizer's state is the host's memory (offload),
 two copies are among the moves: of the rank's block of the gradient, to the host before the update,
-and of the updated block of the parameter, to the device after it and before it is gathered.
+and of the updated block of the parameter, to the device after it and before it is gathered. Where
+parameters rest in host memory too, the second copy is made before each use, ahead of the gather.
 
 A row that is not in the table trains in the same way. As a plan word it is written with the three
 columns in this order: `row:R,R,S` replicates gradients and shards the optimizer's state.
@@ -37,7 +38,7 @@ from shardwise.core.moves import Move, price
 Tier = Literal["device", "host", "disk"]
 #: The tiers on which this version lets each state rest.
 TIERS: Final[dict[str, tuple[Tier, ...]]] = {
-    "parameter": ("device",),
+    "parameter": ("device", "host"),
     "gradient": ("device",),
     "optimizer state": ("device", "host"),
 }
@@ -106,6 +107,13 @@ class Row:
             if tier not in allowed:
                 what = f"{given} with the {state} on the tier {tier!r}"
                 raise bad(what, " or ".join(allowed), "device")
+        if self.param_tier != "device" and (self.optim_tier, self.param) != (
+            self.param_tier,
+            self.optim,
+        ):
+            what = f"{given} with the parameter on the tier {self.param_tier!r}"
+            allowed = "a parameter and an optimizer state of one placement on one tier"
+            raise bad(what, allowed, "zero3, or ddp")
 
     def __str__(self) -> str:
         word = _word(self)
@@ -126,7 +134,8 @@ class Row:
         param, grad, optim = self.param_tier, self.grad_tier, self.optim_tier
         own = self.optim
         found = (
-            RowMove(Moment.USE, "param", axis, self.param, R, param, "device"),
+            RowMove(Moment.USE, "param", axis, self.param, self.param, param, "device", block=True),
+            RowMove(Moment.USE, "param", axis, self.param, R),
             RowMove(Moment.BACKWARD, "grad", axis, P, self.grad, "device", grad),
             RowMove(Moment.BEFORE_UPDATE, "grad", axis, self.grad, self.optim, grad, grad),
             RowMove(Moment.BEFORE_UPDATE, "grad", "replicate", P, R, grad, grad, block=True),

@@ -59,7 +59,7 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
             return _full(stages.layers.twin, boxes, piped.staged.axis, stages.device)
         data = driver_of(module)
         if data is not None:
-            device = flats_of(data.units.order)[0].shard.device
+            device = flats_of(data.units.order)[0].full.device
             shard, replicate = data.consensus.axes
             if replicate.rank:  # only the first replica sends
                 return {}
@@ -184,7 +184,7 @@ def _send_all(boxes: Sequence[Box], axis: Axis, device: torch.device) -> None:
     send(torch.tensor([text.numel()], device=device), axis, 0)
     send(text.to(device), axis, 0)
     for box in boxes:
-        send(_bytes(box.tensor.contiguous()), axis, 0)
+        send(_bytes(box.tensor.to(device).contiguous()), axis, 0)  # it may be on the host
 
 
 def _bytes(x: Tensor) -> Tensor:

@@ -7,7 +7,8 @@
                   bytes, and 4 more for one unit at a time
     offload       masters, in 32 bits or in those of the weight, their gradients and their states
                   are in host memory, where the class steps on them; then `publish` copies the
-                  updated masters to the device, in the precision of the weight
+                  updated masters to the device, in the precision of the weight.  Where parameters
+                  rest in host memory too, they are updated there, as above
 
 A parameter that had no gradient on any rank has none here, and is left alone, its step count too,
 exactly as one process would.
@@ -66,7 +67,7 @@ class ShardedOptimizer(Optimizer):
         self.masters: dict[int, Tensor] = {
             k: self._master(flat)
             for k, flat in enumerate(self.flats)
-            if flat.dtype in HALF or flat.moves.host_update
+            if flat.dtype in HALF or _apart(flat)
         }
         self.targets = [self._targets(k, flat) for k, flat in enumerate(self.flats)]
         named = [
@@ -92,6 +93,8 @@ class ShardedOptimizer(Optimizer):
         """A copy of the shard on the tier of the update, with 32 bits or more."""
         if not flat.moves.host_update:
             return flat.shard.float()
+        if flat.moves.fetch:
+            return self.tiers.empty(flat.shard.numel(), torch.float32).copy_(flat.shard)
         copied = begin_copy(flat.shard, self.tiers, "device", "host").wait()
         if flat.dtype not in HALF:
             return copied
@@ -180,15 +183,18 @@ class ShardedOptimizer(Optimizer):
         self._step_only([k])
         for target in targets:
             target.grad = None
-        if not flat.moves.host_update:
+        if not _apart(flat):
+            self.tiers.settle(flat.shard)
             flat.shard.copy_(self.masters[k])
 
     @torch.no_grad()
     def publish(self, flats: Sequence[Flat] | None = None) -> None:
         """Copy the masters of `flats` (None: of all) that are in host memory to the device."""
         for k, flat in enumerate(self.flats):
-            if flat.moves.host_update and (flats is None or flat in flats):
-                self._own(k)
+            if not flat.moves.host_update or (flats is not None and flat not in flats):
+                continue
+            self._own(k)
+            if _apart(flat):
                 source = self.masters[k]
                 if flat.dtype in HALF:
                     source = self.tiers.empty(source.numel(), flat.dtype).copy_(source)
@@ -314,9 +320,10 @@ class ShardedOptimizer(Optimizer):
         self.idle |= {n for n, t in zip(self.names, everything, strict=True) if id(t) in fresh}
         for group, lr in zip(self.torch.param_groups, rates, strict=True):
             group["lr"] = lr
-        for k in (k for k, flat in enumerate(self.flats) if flat.moves.host_update):
-            self.tiers.settle(self.masters[k])  # it is about to be loaded into
-            self._own(k)
+        for k, flat in enumerate(self.flats):
+            if flat.moves.host_update:
+                self.tiers.settle(self.masters.get(k, flat.shard))  # it is about to be loaded into
+                self._own(k)
 
     def unprepare(self, names: set[str]) -> None:
         """Drop the state that `prepare` has made for these parameters, which are idle by it."""
@@ -358,6 +365,11 @@ class ShardedOptimizer(Optimizer):
             act(master)
         for _, _, _, value in self.tensors():
             act(value)
+
+
+def _apart(flat: Flat) -> bool:
+    """Whether updated masters are copied to another tier, on which the parameters rest."""
+    return flat.moves.host_update and not flat.moves.fetch
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

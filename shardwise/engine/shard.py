@@ -78,7 +78,8 @@ def units_of(
     Neighbours of which `unit_key` says different things are not merged.
     """
     # what is gathered for use stays small; what is only reduced may fill a bucket
-    most = 2 * LEAST_BYTES if how.row.param.kind == "S" else how.bucket_bytes
+    gathered = how.row.param.kind == "S" or how.row.param_tier != "device"
+    most = 2 * LEAST_BYTES if gathered else how.bucket_bytes
     least = LEAST_BYTES if how.least_unit_bytes is None else how.least_unit_bytes
     return choose(model, how.units, least * parts, most * parts, unit_key)
 

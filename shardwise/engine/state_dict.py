@@ -18,7 +18,7 @@ def keep_keys(module: nn.Module, data: Data, flats: Sequence[Flat]) -> list[Remo
     If parameters are sharded, both are collective: all ranks call them.  Removing the returned
     handles undoes this.
     """
-    if not any(flat.split for flat in flats):
+    if not any(flat.split for flat in flats):  # p is whole between steps
         return []
     return [
         module.register_state_dict_pre_hook(partial(_gather_all, flats)),

@@ -85,7 +85,7 @@ def _release(flat: Flat) -> None:
         p.grad = None  # torch compares its shape with that of the data
         p.data = p.data.clone()
         if grad is not None and not flat.split:
-            p.grad = grad.clone()
+            p.grad = grad.to(p.device, copy=True)
 
 
 @torch.no_grad()

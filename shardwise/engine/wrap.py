@@ -87,31 +87,55 @@ def FSDP(  # noqa: N802
     units: Rule = "auto",
     world: World | None = None,
     shard_size: int | None = None,
+    cpu_offload: Any = False,
 ) -> nn.Module:
     """Shard `module` over the ranks of `world` (Zhao et al., "PyTorch FSDP", arXiv 2304.11277).
 
     sharding_strategy: "FULL_SHARD" (zero3), "SHARD_GRAD_OP" (zero2), "NO_SHARD" (ddp), or
     "HYBRID_SHARD" with groups of `shard_size` ranks.  torch's enum is accepted too.
     units: the wrap policy; see parallel/data/wrap_policy.py.
+    cpu_offload: True, or torch's CPUOffload(offload_params=True): shards of parameters and
+    gradients rest in host memory, where the optimizer updates them; a unit is on the device while
+    it is used.
 
     Raises:
-        InputError: an unknown strategy; a shard_size that does not divide the world.
+        InputError: an unknown strategy; a shard_size that does not divide the world; `cpu_offload`
+            with a strategy that keeps full parameters.
     """
     validate.model(module, "sw.FSDP")
     no_pipe(module)
     layable(module, units)
     name = getattr(sharding_strategy, "name", sharding_strategy)
     choice("sharding_strategy", name, STRATEGIES)
+    row = ROWS[STRATEGIES[name]]
+    if _offloads(cpu_offload):
+        if row.param.kind != "S":
+            raise bad(
+                f"cpu_offload=True with {name}, which keeps full parameters on the device",
+                "FULL_SHARD or HYBRID_SHARD; on one rank FULL_SHARD keeps all in host memory",
+                "sw.FSDP(module, cpu_offload=True)",
+            )
+        row = replace(row, param_tier="host", optim_tier="host")
     world = _world(world)
     inner = _shard_size(name, shard_size, world.size)
     if name == "NO_SHARD":
         return DDP(module, world)
     validate.no_max_norm(module, world.size)
     asked = {"the strategy": name, "shard_size": inner, "units": units}
+    asked |= {"cpu_offload": row.param_tier}
     consistency.require_same(world, {"the module": consistency.model_signature(module)} | asked)
     world = world.on(Mesh((("dp_replicate", world.size // inner), ("dp_shard", inner))))
     axes = world.axis("dp_shard"), world.axis("dp_replicate")
-    return _wrap(module, Sharding(ROWS[STRATEGIES[name]], *axes, units), world)
+    return _wrap(module, Sharding(row, *axes, units), world)
+
+
+def _offloads(asked: Any) -> bool:
+    """Whether parameters rest in host memory. Raises InputError for what says neither."""
+    given = getattr(asked, "offload_params", asked)
+    if not isinstance(given, bool):
+        allowed = "True or False, or torch's CPUOffload(offload_params=True)"
+        raise bad(f"cpu_offload={short_repr(asked)}", allowed, "cpu_offload=True")
+    return given
 
 
 def _world(world: World | None) -> World:
@@ -141,7 +165,7 @@ def _shard_size(name: str, asked: int | None, ranks: int) -> int:
 def _wrap(module: nn.Module, how: Sharding, world: World) -> nn.Module:
     materialise(module, world.device)
     for p in module.parameters():
-        if not p.is_meta:
+        if not p.is_meta and how.row.param_tier == "device":  # else unit by unit
             p.data = p.data.to(world.device)
     for b in module.buffers():
         b.data = b.data.to(world.device)
@@ -150,12 +174,13 @@ def _wrap(module: nn.Module, how: Sharding, world: World) -> nn.Module:
     world.pool.reserve(room, world.device)
     kernels, fill = kernels_of("auto", world.device), default_fill(module, 0)
     how = replace(how, fill=fill, device=world.device, products=kernels.products)
+    how = replace(how, tiers=world.tiers)
     pace = Pace(scale=1 / world.size)
     sharded_units = shard(how, units_of(module, how))
     data = hooked(module, how, sharded_units, pace)
     data.handles += kernels.install(module, data, sizes(sharded_units))
     data.handles += keep_keys(module, data, flats_of(sharded_units))
-    if how.shard.size > 1:
+    if data.split:
         data.units.to_sharded()
     return module
 
@@ -195,8 +220,9 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
     grads = [p.grad for p in module.parameters() if p.grad is not None]
     squares = [squared_norm(g.reshape(-1)) for g in grads]
     total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+    total = total.to(flats_of(data.units.order)[0].full.device)  # gradients may be on the host
     norm = begin_sum(total.view(1), data.consensus.axes[0]).wait().sqrt()
     factor = (max_norm / (norm[0] + 1e-6)).clamp(max=1.0)
     for g in grads:
-        g.mul_(factor.to(g.dtype))
+        g.mul_(factor.to(g))
     return norm[0]

@@ -44,6 +44,11 @@ class Group:
         return self.params[0].element_bytes
 
     @property
+    def reshards(self) -> bool:
+        """Whether its parameters are whole on the device only while they are used."""
+        return self.row.param_tier != "device" or (self.row.param.kind == "S" and self.shard > 1)
+
+    @property
     def flat(self) -> Flattening:
         """The offset of each parameter, padding included."""
         return flatten([param.numel for param in self.params], self.element_bytes, self.shard)

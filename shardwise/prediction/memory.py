@@ -19,7 +19,10 @@ them, and the gradient there is one block; the device keeps parameters and buffe
 
     fp32    4 B + (4 B + 8 K)            bf16, fp16    2 B + (4 B + 8 K)
 
-and a step count of 4 bytes for each parameter. (ZeRO, arXiv 1910.02054, section 3.1: 2 + 2 + 12.)
+With `offload:param` parameters are there too. In 32 bits and more they are their own masters.
+
+Adam has a step count of 4 bytes for each parameter. (ZeRO, arXiv 1910.02054, section 3.1, where
+16-bit states take 2 + 2 + 12 bytes.)
 """
 
 import math
@@ -59,12 +62,14 @@ def host_bytes(
 ) -> dict[str, int]:
     """The bytes of host memory that `rank` holds after such a step (see `held_bytes`).
 
-    Of each group that is updated there: its gradient, the masters and the optimizer's state.
+    Of each group that is updated there: its gradient, the masters and the optimizer's state. With
+    `offload:param` also all parameters.
     """
     here = plan.coordinate(rank)
     found = [group for group in groups(plan, model) if group.trained and _updated_on_host(group)]
+    resting = [group for group in groups(plan, model) if group.row.param_tier == "host"]
     return {
-        "parameters": 0,
+        "parameters": sum(_block_bytes(group, group.row.param.kind == "S") for group in resting),
         "gradients": sum(_block_bytes(group, group.row.sharded) for group in found),
         "optimizer": sum(
             _optimizer_bytes(group, optimizer, here.get(group.layout.shard, 0)) for group in found
@@ -84,8 +89,9 @@ def held_bytes(
     found = groups(plan, model)
     trained = [group for group in found if group.trained]
     updated = [group for group in trained if not _updated_on_host(group)]
+    resting = [group for group in found if group.row.param_tier == "device"]
     held = {
-        "parameters": sum(_block_bytes(group, group.row.param.kind == "S") for group in found),
+        "parameters": sum(_block_bytes(group, group.row.param.kind == "S") for group in resting),
         "gradients": sum(_block_bytes(group, group.row.grad.kind == "S") for group in updated),
         "optimizer": sum(
             _optimizer_bytes(group, optimizer, here.get(group.layout.shard, 0)) for group in updated
@@ -121,7 +127,8 @@ def _optimizer_bytes(group: Group, optimizer: OptimizerShape, place: int) -> int
     rank = place if group.shard > 1 else 0
     pieces = [flat.piece(index, rank) for index in range(len(group.params))]
     kept = sum(stop - start for start, stop in pieces)
-    masters = element_bytes * flat.share if half or _updated_on_host(group) else 0
+    elsewhere = group.row.param_tier != group.row.optim_tier
+    masters = element_bytes * flat.share if half or elsewhere else 0
     states = optimizer.states * kept
     if optimizer.factored:
         states += sum(_means(param.shape) for param in group.params)

@@ -113,7 +113,7 @@ def gathered_bytes_on(spec: ModelSpec, plan: Plan, rank: int, ahead: int = 1) ->
     if schedule is None or stages is None:
         return 0
     for group in groups(plan, shape_on(spec, plan, rank)):
-        if group.row.param.kind == "S" and group.shard > 1:
+        if group.reshards:
             name = group.unit.name
             stored[name] = stored.get(name, 0) + group.element_bytes * group.flat.padded
     by_unit: dict[Hashable, int] = {

@@ -96,8 +96,8 @@ class _Unit:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the gathered unit: all of each group that the row keeps sharded."""
-        return sum(_padded(g) for g in self.groups if g.shard > 1 and g.row.param.kind == "S")
+        """Bytes of the gathered unit: all of each group that is freed between uses."""
+        return sum(_padded(group) for group in self.groups if group.reshards)
 
     @property
     def trained(self) -> list[Group]:

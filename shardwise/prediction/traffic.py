@@ -238,16 +238,17 @@ def stage_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
 def start_bytes(plan: Plan, model: ModelShape, rank: int = 0) -> dict[Line, int]:
     """The bytes `rank` sends before the first step, on the data axes and between tiers.
 
-    Rank 0's weights are everyone's, and those that are updated on another tier are copied there.
+    Rank 0's weights are everyone's. Those that rest, or are updated, on another tier are copied
+    there.
 
     Of a model made on the meta device only the buffers are sent: its weights follow from the seed.
     """
     tariff = Tariff(plan, rank)
     for group in groups(plan, model):
         tariff.broadcast(group.flat.padded * group.element_bytes, "start")
-        if group.trained and group.row.optim_tier != "device":
-            stored_bytes = group.flat.share * group.element_bytes
-            tariff.copy("device", group.row.optim_tier, stored_bytes, "start")  # the masters
+        tier = group.row.optim_tier if group.trained else group.row.param_tier
+        if tier != "device":
+            tariff.copy("device", tier, group.flat.share * group.element_bytes, "start")
     tariff.broadcast(sum(buffer.stored_bytes for buffer in model.buffers), "start")
     return tariff.sent_bytes
 

@@ -6,8 +6,9 @@ from hypothesis import strategies as st
 
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import AXES
+from shardwise.core.offload import WHAT
 from shardwise.core.plan import WORDS, Plan, words_table
-from shardwise.core.plan_parser import OFFLOADS, PRECISIONS, SCHEDULES, size_text
+from shardwise.core.plan_parser import PRECISIONS, SCHEDULES, size_text
 from shardwise.core.zero import ROWS
 
 COUNTS = st.integers(1, 10**6)
@@ -25,7 +26,7 @@ PLANS = st.builds(
     schedule=st.none() | SCHEDULE_TEXTS,
     sp=st.booleans(),
     recompute=st.none() | RECOMPUTED,
-    offload=st.none() | st.sampled_from(OFFLOADS),
+    offload=st.none() | st.sampled_from(WHAT),
     buffers_bytes=st.none() | COUNTS,
 )
 

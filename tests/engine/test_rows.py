@@ -9,7 +9,7 @@ from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.layout import P, Placement, R, S
 from shardwise.core.plan import Plan
-from shardwise.core.zero import ROWS, Row
+from shardwise.core.zero import ROWS, Moment, Row
 from tests.engine.cases import (
     Case,
     Run,
@@ -131,3 +131,18 @@ def test_tiers():
         Row(R, P, S(0), optim_tier="disk")
     with pytest.raises(InputError, match="parameter on the tier 'host'"):
         Row(S(0), S(0), S(0), param_tier="host")
+    with pytest.raises(InputError, match="parameter on the tier 'host'"):
+        Row(R, S(0), S(0), param_tier="host", optim_tier="host")
+
+
+def test_tiers_of_parameters():
+    """Parameters on the host are copied before each use, and not after the update."""
+    for row in (ROWS["ddp"], ROWS["zero3"]):
+        offloaded = replace(row, param_tier="host", optim_tier="host")
+        more = [move for move in offloaded.moves() if move not in row.moves()]
+        tiers = [(move.moment, move.state, move.src_tier, move.dst_tier) for move in more]
+        assert tiers == [
+            (Moment.USE, "param", "host", "device"),
+            (Moment.BEFORE_UPDATE, "grad", "device", "host"),
+        ]
+        assert offloaded.moves()[0] == more[0]

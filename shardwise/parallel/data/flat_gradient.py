@@ -10,7 +10,8 @@
 The moves are those of the row (row_moves.py): `begin_reduce` carries out `reduce`, and
 `begin_further` the sums over `replicas` and over the axes of `sums` (LocalLayout).  Where the
 update is made in host memory, `begin_offload` copies `gshard` there when all sums are complete, and
-frees the gradients on the device: from then on `gshard` is `host_grad`.
+frees the gradients on the device: from then on `gshard` is `host_grad`.  If that still holds
+gradients of an earlier backward pass, which a user's loop has not dropped, the copy is added.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,6 +58,7 @@ class FlatGradient:
         none = [False] * len(params)
         self.filled = list(none)  # grad holds something of parameter i
         self.valid = list(none)  # gsum holds something of parameter i
+        self.resting = list(none)  # host_grad holds something of an earlier backward pass
         self.has_grad = list(none)  # this rank has had a gradient for parameter i since `clear`
         self.used = list(none)  # and so has any rank, as far as has been heard
         self.attached = False  # the pieces of gshard are on the parameters
@@ -196,8 +198,21 @@ class FlatGradient:
             return
         if self.host_grad is None:
             self.host_grad = self.tiers.empty_like(self.gshard, "host")
-        self.going = begin_copy(self.gshard, self.tiers, "device", "host", self.host_grad)
+        if any(self.resting):
+            arriving = begin_copy(self.gshard, self.tiers, "device", "host")
+            self.going = Pending([lambda: self._add(arriving.wait())])
+        else:
+            self.going = begin_copy(self.gshard, self.tiers, "device", "host", self.host_grad)
         self.grad, self.grad_views, self.gsum, self.gshard = None, [], None, self.host_grad
+        self.filled, self.valid = ([False] * len(self.params) for _ in range(2))
+
+    def _add(self, arrived: Tensor) -> None:
+        """Add a copy of `gshard` to what rests on the host."""
+        assert self.host_grad is not None
+        for (low, high), rests in zip(self.views.pieces, self.resting, strict=True):
+            if not rests:
+                self.host_grad[low:high].zero_()
+        self.host_grad.add_(arrived)
 
     # --- on the parameters --------------------------------------------------------------------
 
@@ -207,7 +222,8 @@ class FlatGradient:
 
     def attach(self) -> None:
         """Set each p.grad to its piece of `gshard`, unless that is not where p is."""
-        for i, p in enumerate(self.params if not self.moves.host_update else ()):
+        apart = self.moves.host_update and not self.moves.fetch
+        for i, p in enumerate(() if apart else self.params):
             p.grad = self.piece(i)
             if i in self.graphs and p.grad is not None:
                 p.grad = mean_with_graph(self.graphs.pop(i), p.grad)
@@ -236,6 +252,9 @@ class FlatGradient:
                 self.graphs[i] = p.grad
             p.grad = None
         self.has_grad = list(kept)
+        if self.moves.host_update:
+            self.resting, self.gshard = kept, None
+            return
         assert self.gshard is not None
         if any(kept) and self.replicate_axis.size > 1:
             self.gshard.div_(self.replicate_axis.size)
@@ -253,6 +272,7 @@ class FlatGradient:
         """Drop the gradients; their memory stays for the next step."""
         none = [False] * len(self.params)
         self.filled, self.valid, self.has_grad = list(none), list(none), list(none)
+        self.resting = list(none)
         self.attached = False
         self.graphs.clear()
         for p in self.params:

@@ -16,15 +16,18 @@ and the equations between them:
                 unshard               reshard / to_sharded
     SHARDED ---------------> UNSHARDED -------------------> SHARDED
 
-Under zero3 `full` has memory only while UNSHARDED; `reshard` gives it back.
+Under zero3 `full` has memory only while UNSHARDED; `reshard` gives it back.  So it has where
+parameters rest in host memory: there `shard` is, and an update is made in place; `begin_unshard`
+copies it into its block of `full`, on the device, and gathers the other blocks.
 
-The moves are those of the row (row_moves.py): `begin_unshard` carries out `gather`.  Those of the
-gradients are in `grads` (flat_gradient.py).
+The moves are those of the row (row_moves.py): `begin_unshard` carries out `fetch` and `gather`.
+Those of the gradients are in `grads` (flat_gradient.py).
 
 `full` keeps one storage (its size goes to 0 and back), because autograd remembers views of it
 between forward and backward; where weights have several versions at once, each has its own
 (`renew`).  With n = 1 every block is the whole: nothing is ever gathered, and p.data keeps its
-shape; that is a row that shards nothing (`ddp`), and any row on one rank.
+shape; that is a row that shards nothing (`ddp`), and any row on one rank.  Only on the host it is
+then in another memory while SHARDED.
 """
 
 from collections.abc import Sequence
@@ -34,6 +37,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.move import start
+from shardwise.comm.tiers import begin_copy
 from shardwise.comm.transport import Pending
 from shardwise.parallel.data.flat_gradient import AddProduct, FlatGradient
 from shardwise.parallel.data.flat_views import FlatViews
@@ -70,17 +74,18 @@ class Flat:
         self.trained, self.dtype = first.requires_grad, first.dtype
         # what is neither trained nor kept S is the same everywhere, for good
         self.split = shard.size > 1 and (self.trained or row.param.kind == "S")
-        self.reshards = self.split and row.param.kind == "S"  # `full` has no memory between uses
         self.rank, ranks = (shard.rank, shard.size) if self.split else (0, 1)
         self.moves = row_moves(row, shard, replicate, trained=self.trained)
+        # `full` has no memory between uses
+        self.reshards = self.moves.fetch or (self.split and row.param.kind == "S")
         shapes = [p.shape for p in self.params]
         self.views = FlatViews(shapes, first.element_size(), ranks, self.rank)
         self.shapes, self.plan, self.pieces = shapes, self.views.plan, self.views.pieces
         self.full = torch.zeros(self.plan.padded, dtype=self.dtype, device=device)
         named = zip(self.names, self.params, strict=True)
         initialize(self.full, list(named), self.views.every(self.full), fill, (shard, replicate))
-        block = self.views.block(self.full)
-        self.shard = block.clone() if self.reshards else block
+        self.tiers = local.tiers
+        self.shard = self._rest()
         self.full_views = self.views.every(self.full)
         like = self.full.new_empty(0)  # not `full` itself, which `renew` replaces
         self.grads = FlatGradient(params, self.views, self.moves, local, like, add_to)
@@ -89,6 +94,13 @@ class Flat:
         self.point_at(self.full)
         if self.reshards:
             self.reshard()
+
+    def _rest(self) -> Tensor:
+        """This rank's block of `full`, where it rests between uses."""
+        block = self.views.block(self.full)
+        if self.moves.fetch:
+            return begin_copy(block, self.tiers, "device", "host").wait()
+        return block.clone() if self.reshards else block
 
     def point_at(self, full: Tensor) -> None:
         """Make the parameters views of `full`, a tensor with the offsets of `self.full`."""
@@ -113,10 +125,22 @@ class Flat:
             return
         if self.reshards:
             self.full.untyped_storage().resize_(self.plan.padded * self.full.element_size())
-        move = self.moves.gather
-        assert move is not None
-        self.coming = start(self.shard, move.axis, move.src, move.dst, self.full)
+        self.coming = self._gather()
         self.state = State.UNSHARDING
+
+    def _gather(self) -> Pending:
+        """Start to write `full`, after a copy of this rank's block from the host if it is there."""
+        move, block = self.moves.gather, self.shard
+        if self.moves.fetch:
+            block = self.views.block(self.full)
+            fetched = begin_copy(self.shard, self.tiers, "host", "device", block)
+            if move is None:
+                return fetched
+            with self.tiers.following("device"):
+                fetched.wait()
+                return start(block, move.axis, move.src, move.dst, self.full)
+        assert move is not None
+        return start(block, move.axis, move.src, move.dst, self.full)
 
     def unshard(self) -> None:
         """Gather `full`, and let the parameters be its views."""
@@ -129,12 +153,12 @@ class Flat:
 
     def to_sharded(self) -> None:
         """Let the parameters be this rank's pieces, on which the optimizer works."""
-        if not self.split:
+        if not (self.split or self.reshards):
             return
         if self.state is State.UNSHARDING:
             self.coming.wait()
         for i, p in enumerate(self.params):
-            p.data = self.views.piece(i, self.shard)
+            p.data = self.views.part(i, self.shard)
         self.state = State.SHARDED
 
     def reshard(self) -> None:
@@ -146,12 +170,15 @@ class Flat:
     def set_placeholders(self) -> None:
         """Give p.data its own shape without memory: a gradient arrives, but no node reads p."""
         if self.state is State.SHARDED:
-            for p, shape in zip(self.params, self.shapes, strict=True):
-                p.data = self.shard[:1].expand(shape)
+            for p, view, shape in zip(self.params, self.full_views, self.shapes, strict=True):
+                # on the device, where the gradient is: `shard` may be on the host
+                p.data = view if self.moves.fetch else self.shard[:1].expand(shape)
 
     def keep_block(self) -> None:
         """Copy this rank's block from `full`, after a write to `full`."""
-        if self.reshards:
+        if self.moves.fetch:
+            begin_copy(self.views.block(self.full), self.tiers, "device", "host", self.shard).wait()
+        elif self.reshards:
             self.shard.copy_(self.views.block(self.full))
 
     @property

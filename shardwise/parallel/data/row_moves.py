@@ -4,6 +4,7 @@ gather       the move of the parameter to R: before use (zero3) or after the upd
 reduce       the move of the gradient from P: after each backward pass, or once before the update
 replicas     the axes over which the reduced block is then summed, once before the update
 host_update  whether it is then copied to the host's memory, where the update is made
+fetch        whether the parameter rests in host memory, from where it is copied before use
 """
 
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ class RowMoves:
     each_backward: bool  # whether `reduce` runs after each backward pass
     replicas: tuple[Axis, ...]
     host_update: bool
+    fetch: bool = False
 
 
 def row_moves(row: Row, shard: Axis, replicate: Axis, *, trained: bool) -> RowMoves:
@@ -55,5 +57,6 @@ def row_moves(row: Row, shard: Axis, replicate: Axis, *, trained: bool) -> RowMo
         axis_move(sums[0]) if sums else None,
         any(move.moment is Moment.BACKWARD for move in sums),
         tuple(axis_move(move).axis for move in sums[1:]),
-        trained and row.optim_tier == "host",
+        host_update=trained and row.optim_tier == "host",
+        fetch=row.param_tier == "host",
     )

@@ -1,0 +1,204 @@
+"""`offload:param` and `sw.FSDP(cpu_offload=True)`: parameters rest in host memory too."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffload
+
+import shardwise as sw
+from shardwise.comm.tiers import Tiers
+from shardwise.comm.world import World
+from shardwise.core.errors import InputError
+from shardwise.core.plan import Plan
+from shardwise.core.plan_check import problems
+from shardwise.engine.meter import Meter
+from shardwise.engine.shard import driver_of, flats_of
+from tests.engine.cases import Case, Task, build, difference, oracle, share, tied_gpt
+from tests.engine.test_offload import assert_costs, assert_parity, trained
+from tests.engine.test_state import assembled, resumed, saved
+from tests.pool import run_gloo, run_threads
+
+TASK, TIED = Task(), Task(tied_gpt)
+PLANS = [
+    *("dp1", "dp1 zero3", "dp2", "dp2 zero3", "dp4 zero3"),
+    "dp_replicate2 dp_shard2 zero3",
+]
+WITH = [
+    "dp2 zero3 accumulate:2 recompute:full",
+    "dp2 accumulate:3",
+    "dp_replicate2 dp_shard2 zero3 accumulate:2",
+    "dp2 tp2 sp zero3",
+    "tp2",
+    "pp2 gpipe:2",
+    "dp2 pp2 1f1b:2 zero3",
+    "dp2 pp2 zb-h1:2 zero3",
+]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_parity_and_costs(plan: str):
+    """fp64, clipped, ranks that begin with different weights: 3 steps on real processes."""
+    case = Case(f"{plan} fp64 offload:param", clip=0.5, seeds=True)
+    results = run_gloo(Plan.parse(plan).size, trained, TASK, case)
+    assert_parity(results, oracle(TASK, case), 1e-10)
+    assert_costs(results)
+
+
+@pytest.mark.parametrize("plan", ["dp1", "dp2", "dp2 zero3"])
+def test_updates_beside_arrivals(plan: str):
+    """fp32 without clipping, where updates wait for no norm: parity within 1e-5."""
+    momentum = {"lr": 0.1, "momentum": 0.5}
+    case = Case(f"{plan} fp32 offload:param", kind=torch.optim.SGD, options=momentum)
+    results = run_gloo(Plan.parse(plan).size, trained, TASK, case)
+    assert_parity(results, oracle(TASK, case, torch.float32), 1e-5)
+    assert_costs(results)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("words", WITH)
+def test_with_other_techniques(words: str, clip: float | None):
+    """Together with accumulation, recomputation, hybrid sharding, tensor ranks and pipelines."""
+    case = Case(f"{words} fp64 offload:param", clip=clip)
+    results = run_threads(Plan.parse(words).size, trained, TIED, case)
+    assert_parity(results, oracle(TIED, case), 1e-10)
+    assert_costs(results)
+
+
+@pytest.mark.parametrize("plan", ["dp2", "dp2 zero3"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_no_bit_changes_in_16_bits(plan: str, precision: str):
+    """Over masters and weights in host memory: the numbers of the plan without offload."""
+    plain, offloaded = (
+        run_threads(2, trained, TASK, Case(f"{plan} {precision} {words}", clip=0.5, steps=4))
+        for words in ("", "offload:param")
+    )
+    for (run, _), (other, _) in zip(plain, offloaded, strict=True):
+        assert run.losses == other.losses
+        assert run.norms == other.norms
+        for name, weight in run.weights.items():
+            assert torch.equal(weight, other.weights[name]), name
+
+
+def measured(world: World, plan: str) -> tuple[int, int, list[Any], list[int]]:
+    """Of the last of three steps: the most bytes of parameters on the device, the leaks."""
+    engine = build(world, TASK, Case(plan))
+    meter = Meter(engine)
+    for step in range(3):
+        with meter:
+            engine.step(share(TASK.batch(step), engine.data_rank, engine.data_ranks))
+    units = [
+        sum(group.plan.padded * group.full.element_size() for group in unit.groups)
+        for unit in engine.data.units.order
+    ]
+    device = engine.memory()
+    world.barrier()  # until then the other thread may hold a message of this one
+    gc.collect()
+    return meter.most["parameters"], device["parameters"], meter.leaks(), units
+
+
+@pytest.mark.parametrize("plan", ["dp1", "dp2 zero3"])
+def test_the_device_has_few_parameters_at_once(plan: str):
+    """At most three units are on the device in a step, none between steps; nothing leaks."""
+    ranks = Plan.parse(plan).size
+    for most, between, leaks, units in run_threads(ranks, measured, f"{plan} fp32 offload:param"):
+        assert 0 < most <= sum(sorted(units)[-3:]) < sum(units)
+        assert between == 0
+        assert leaks == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("dp2 zero3 offload:param", "ddp"),
+        ("dp2 zero1 offload:optim", "dp2 zero3 offload:param"),
+        ("dp1 offload:param", "dp_replicate2 dp_shard2 zero3 offload:param"),
+        ("dp2 zero3 offload:param bf16", "dp1 offload:param bf16"),
+    ],
+)
+def test_checkpoints_of_any_tier(before: str, after: str):
+    """Saved after two steps under one plan and resumed under another: a run without a stop."""
+    half = "bf16" in before
+    one, other = (Case(plan if half else f"{plan} fp64") for plan in (before, after))
+    size, later = Plan.parse(before).size, Plan.parse(after).size
+    states = run_threads(size, saved, TASK, one, 2)
+    runs = run_threads(later, resumed, TASK, other, assembled(states), states[0][1], range(2, 4))
+    wanted = oracle(TASK, Case("ddp", steps=4))
+    for losses, weights, _ in runs:
+        assert losses == pytest.approx(wanted.losses[2:], rel=2e-2 if half else 1e-10)
+        for name, weight in weights.items() if not half else ():
+            assert difference(weight, wanted.weights[name]) <= 1e-10, name
+
+
+@pytest.mark.parametrize("row", ["zero1", "zero2", "row:R,R,S"])
+def test_rows_that_keep_all_parameters_are_refused(row: str):
+    """Each rank would update a block of what it keeps whole: the error names zero3 and ddp."""
+    (problem,) = problems(Plan.parse(f"dp2 {row} offload:param"))
+    assert "zero3" in str(problem)
+    assert "ddp" in str(problem)
+    assert problem.instead == "'dp2 zero3 offload:param'"
+
+
+# --- a plain loop -----------------------------------------------------------------------------
+
+
+def perceptron() -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def rows(step: int, rank: int, ranks: int) -> Tensor:
+    drawn = torch.randn(12, 6, generator=torch.Generator().manual_seed(step)).double()
+    return drawn.tensor_split(ranks)[rank]
+
+
+def plain_loop(world: World, backwards: int, how: dict[str, Any]) -> tuple[Any, ...]:
+    """Four steps of `backwards` backward passes each: weights, norms, tiers, bytes gathered."""
+    model = perceptron().double()
+    if how:
+        sw.FSDP(model, world=world, units=1, **how)
+    data = driver_of(model)
+    flats = flats_of(data.units.order) if data else []
+    tiers = flats[0].tiers if flats else Tiers()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    places, norms = set[str](), list[float]()
+    for step in range(4):
+        for k in range(backwards):
+            x = rows(4 * step + k, world.rank, world.size)
+            model(x).square().sum(1).mean().backward()
+        norms.append(float(sw.clip_grad_norm(model, 0.3)))
+        for p in model.parameters():
+            assert p.grad is not None
+            places |= {tiers.of(p.detach()), tiers.of(p.grad)}
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=step % 2 == 0)
+    whole = sum(flat.full.untyped_storage().nbytes() for flat in flats)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    return state, norms, places, whole, {key.kind for key in tiers.ledger.copy()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("asked", [True, CPUOffload(offload_params=True)])
+def test_fsdp_in_a_plain_loop(ranks: int, backwards: int, asked: Any):
+    """Adam in a user's loop updates shards in host memory, also of accumulated gradients."""
+    ((wanted, norms, *_),) = run_threads(1, plain_loop, backwards, {})
+    runs = run_threads(ranks, plain_loop, backwards, {"cpu_offload": asked})
+    for state, found, places, whole, kinds in runs:
+        for name, value in wanted.items():
+            assert difference(state[name], value) <= 1e-10, name
+        assert found == pytest.approx(norms, rel=1e-10)
+        assert places == {"host"}
+        assert whole == 0
+        assert {"device_to_host", "host_to_device"} <= kinds
+
+
+def test_fsdp_refuses_what_it_cannot_offload():
+    """A strategy with full parameters, and a value that says neither yes nor no."""
+    asked: list[dict[str, Any]] = [{"cpu_offload": "y"}]
+    asked.append({"sharding_strategy": "SHARD_GRAD_OP", "cpu_offload": True})
+    for how in asked:
+        with pytest.raises(InputError, match="cpu_offload=True"):
+            sw.FSDP(perceptron(), **how)
