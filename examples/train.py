@@ -5,7 +5,7 @@ python examples/train.py                                       starts two ranks 
 python examples/train.py "pp2 1f1b:4"                          under another plan
 python examples/train.py "tp2" --resume                        five epochs more, from the last one
 torchrun --nproc_per_node 2 --max-restarts 3 examples/train.py --resume auto
-                                                               begun, and continued if restarted
+                                                               starts, or continues after a restart
 """
 
 import os
@@ -50,7 +50,7 @@ class Model(nn.Module):
         return self.leave(self.blocks(self.enter(points)))
 
 
-#: What tensor parallelism cuts; other plans do not read it.
+#: The layers that tensor parallelism shards; other plans do not read it.
 TABLE = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
 
 
@@ -78,7 +78,7 @@ def train(plan: str, resume: str) -> float:
     last = first + 5 if resume == "always" else 5
 
     data = squares(4096)
-    # Ranks of one tensor or pipeline line have one data rank, and so are given the same rows.
+    # Ranks that differ only along tp or pp have the same data rank, so they get the same rows.
     sampler = DistributedSampler(data, engine.data_ranks, engine.data_rank, seed=0)
     loader = DataLoader(data, batch_size=256 // engine.data_ranks, sampler=sampler, drop_last=True)
     loss = float("nan")

@@ -1,1 +1,1 @@
-"""What passes between ranks: worlds, the door, transports, the ledger."""
+"""Communication between ranks: worlds, moves, transports, the ledger."""

@@ -1,8 +1,8 @@
 """The fake transport: no other process is there, and only the ledger is written.
 
 It serves a world of one, where nothing is sent, and a traced rank of a world of any size, which
-shows what that rank would send.  The other ranks are taken to send what this one sends, or zeros:
-values are finite where they were, and mean nothing; shapes and the order of calls are real.
+records what that rank would send.  It assumes that the other ranks send the same as this one, or
+zeros.  Shapes and the order of calls are real; values stay finite but have no meaning.
 """
 
 from collections.abc import Sequence

@@ -12,7 +12,7 @@ receives, one message per pair of ranks, and the receiver adds:
 
 Two ranks, 16.8 MB, one thread each: reduce-scatter 7.6 ms (gloo's own 24), all-gather 6.3 (12.5).
 Terms of a sum arrive in the pool of communication buffers (pool.py), in pieces if they are larger
-than a room of the pool.  A large all-reduce is gloo's own, which proceeds during the backward pass;
+than a slot of the pool.  A large all-reduce is gloo's own, which proceeds during the backward pass;
 a small one consists of the two halves above, with half the latency; between two ranks each sends
 its whole tensor and adds.  On one host, messages of up to a few MiB go through shared memory
 instead (shared.py).
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from shardwise.comm.ledger import Line
 from shardwise.comm.nccl import OPS, pending
-from shardwise.comm.pool import Room, aligned, parts
+from shardwise.comm.pool import Slot, aligned, parts
 from shardwise.comm.shared import SharedMemory, by_gloo
 from shardwise.comm.transport import Pending, Transport
 from shardwise.core.pool_size import piece_bytes
@@ -93,8 +93,8 @@ class Gloo(Transport):
     def _meet(self, outgoing: Sequence[Tensor], make: Make, line: Line) -> Pending[Tensor]:
         """Send one message to each peer, of any strides, and receive one of its shape from each.
 
-        For messages that fit a mailbox.  The result is what `make` makes of those, in the order of
-        `peers`; it must keep no view of them.  Until then what is sent must not change.
+        For messages that fit a mailbox.  The result is that of `make`, which gets the messages in
+        the order of `peers` and must keep no view of them.  `outgoing` must not change until then.
         """
         if not outgoing[0].numel():  # nothing is sent
             return Pending([lambda: make(list(outgoing))])
@@ -119,10 +119,10 @@ class Gloo(Transport):
     def _sum(
         self, own: Tensor, outgoing: Sequence[Tensor], out: Tensor, line: Line, add: Add = torch.add
     ) -> Pending[Tensor]:
-        """Write `own` plus what every peer sends in `out`, piece by piece.
+        """Write in `out` the sum of `own` and every peer's message, piece by piece.
 
-        `outgoing` has what each peer is sent.  All are of one shape, flat or of any strides; until
-        then they must not change.
+        `outgoing` has the message for each peer.  All have one shape, flat or of any strides, and
+        must not change until the result is waited for.
         """
         most = self._most(own, len(outgoing), _wide(own, outgoing))
         ends = [
@@ -135,23 +135,23 @@ class Gloo(Transport):
         self, own: Tensor, outgoing: Sequence[Tensor], out: Tensor, line: Line, add: Add
     ) -> Wait:
         wide = _wide(own, outgoing)
-        room = self._room(own, len(outgoing), wide)
-        met = [room.tensor(own.shape, own.dtype) for _ in outgoing]
-        sent = [_contiguous(x, room) for x in outgoing]
-        ends = self._exchange(sent, met, line)
-        sums = [room.tensor(own.shape, torch.float32) for _ in range(2 * wide)]
+        slot = self._slot(own, len(outgoing), wide)
+        received = [slot.tensor(own.shape, own.dtype) for _ in outgoing]
+        sent = [_contiguous(x, slot) for x in outgoing]
+        ends = self._exchange(sent, received, line)
+        sums = [slot.tensor(own.shape, torch.float32) for _ in range(2 * wide)]
 
         def finish(_: Sequence[Tensor] = sent) -> None:  # alive until they are sent
             for end in ends:
                 end()
-            add_all(own, met, out, sums, add)
+            add_all(own, received, out, sums, add)
 
-        return room.until(finish)
+        return slot.until(finish)
 
     def _spread(
         self, outgoing: Sequence[Tensor], places: Sequence[Tensor], line: Line
     ) -> Pending[Any]:
-        """Write what every peer sends in its place, of any strides, piece by piece."""
+        """Write every peer's message in its place, of any strides, piece by piece."""
         if all(place.is_contiguous() for place in places):  # on all ranks, as strides may not be
             return Pending(self._exchange(outgoing, places, line))
         most = self._most(outgoing[0], len(outgoing), wide=False)
@@ -165,30 +165,30 @@ class Gloo(Transport):
     def _spread_piece(
         self, outgoing: Sequence[Tensor], places: Sequence[Tensor], line: Line
     ) -> Wait:
-        room = self._room(outgoing[0], len(outgoing), wide=False)
-        met = [room.tensor(x.shape, x.dtype) for x in places]
-        sent = [_contiguous(x, room) for x in outgoing]
-        ends = self._exchange(sent, met, line)
+        slot = self._slot(outgoing[0], len(outgoing), wide=False)
+        received = [slot.tensor(x.shape, x.dtype) for x in places]
+        sent = [_contiguous(x, slot) for x in outgoing]
+        ends = self._exchange(sent, received, line)
 
         def finish(_: Sequence[Tensor] = sent) -> None:
             for end in ends:
                 end()
-            for place, x in zip(places, met, strict=True):
+            for place, x in zip(places, received, strict=True):
                 place.copy_(x)
 
-        return room.until(finish)
+        return slot.until(finish)
 
-    def _room(self, x: Tensor, messages: int, wide: bool) -> Room:
-        """A room for so many pieces like `x`; with `wide`, for two sums in fp32 too.
+    def _slot(self, x: Tensor, messages: int, wide: bool) -> Slot:
+        """A slot for `messages` pieces like `x`; with `wide`, for two sums in fp32 too.
 
-        Pieces of flat tensors are sent from where they are, others may have to be copied first.
+        Pieces of flat tensors are sent directly; others may need a contiguous copy.
         """
         copies = messages * (1 if x.dim() == 1 else 2)
         nbytes = copies * aligned(x.nbytes) + 2 * wide * aligned(4 * x.numel())
-        return self.pool.room(nbytes, x.device)
+        return self.pool.slot(nbytes, x.device)
 
     def _most(self, x: Tensor, messages: int, wide: bool) -> int:
-        """The most elements of a piece of `x` in such a room."""
+        """The most elements of a piece of `x` in such a slot."""
         copies = messages * (1 if x.dim() == 1 else 2)
         return piece_bytes(self.pool.most_bytes, copies, sums=wide) // x.element_size()
 
@@ -226,10 +226,10 @@ class Gloo(Transport):
         if not leaving:
             arriving = mailboxes.read(x, peer, lambda theirs: add(x, theirs, out=x))
             return [self.pool.in_turn(arriving)]
-        room = self.pool.room(x.nbytes, x.device)  # on its way, `x` must not change
-        arrived = room.tensor(x.shape, x.dtype)
+        slot = self.pool.slot(x.nbytes, x.device)  # `x` must not change while it is sent
+        arrived = slot.tensor(x.shape, x.dtype)
         ends = [mailboxes.receive(arrived, peer), *leaving, lambda: add(x, arrived, out=x)]
-        return [room.until(Pending(ends).wait)]
+        return [slot.until(Pending(ends).wait)]
 
     def broadcast(self, x: Tensor, root: int) -> Pending[Any]:
         self.count("broadcast", x, root)
@@ -350,6 +350,6 @@ def _wide(own: Tensor, others: Sequence[Tensor]) -> bool:
     return len(others) > 1 and own.dtype in HALF
 
 
-def _contiguous(x: Tensor, room: Room) -> Tensor:
-    """`x` itself, or a contiguous copy in the room, as gloo sends it."""
-    return x if x.is_contiguous() else room.tensor(x.shape, x.dtype).copy_(x)
+def _contiguous(x: Tensor, slot: Slot) -> Tensor:
+    """`x` itself, or a contiguous copy in the slot, as gloo sends it."""
+    return x if x.is_contiguous() else slot.tensor(x.shape, x.dtype).copy_(x)

@@ -3,11 +3,11 @@
     axis     the mesh axis ("dp", "tp", ...), or "tier": between the rank's device and its host
     kind     the collective (all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, send),
              or the copy (device_to_host, host_to_device)
-    phase    when it was begun (open, start, forward, backward, update, check), set by the engine
+    phase    when it began (open, start, forward, backward, update, check), set by the engine
 
 A transport writes it, at the last point before a tensor goes to torch.distributed or into memory
-that a peer reads, with the numbers of that tensor.  Neither move.py, which chooses the collective,
-nor the prediction takes part: see volume.py.
+that a peer reads, from that tensor.  Neither move.py, which chooses the collective, nor the
+prediction writes it: see volume.py.
 """
 
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ class Key(NamedTuple):
 class Tally:
     """The totals of one line: calls; elements and bytes this rank sent; peers.
 
-    `peers` are the ranks that received something in a call, added up over the calls.
+    `peers` is the number of receiving ranks, added up over the calls.
     """
 
     calls: int = 0
@@ -49,7 +49,7 @@ class Tally:
 
 
 class Line:
-    """The running totals of one line.  A Tally made for each message would cost more than it."""
+    """The running totals of one line.  Creating a Tally for each message would cost more."""
 
     __slots__ = ("calls", "elements", "peers", "sent_bytes")
 
@@ -57,9 +57,9 @@ class Line:
         self.calls = self.elements = self.sent_bytes = self.peers = 0
 
     def add(self, x: Tensor, numel: int, peers: int = 1) -> None:
-        """Count `numel` elements of the dtype of `x`, sent to so many peers; of none, nothing.
+        """Count `numel` elements of the dtype of `x`, sent to `peers` peers.
 
-        The one place where the ledger is written.
+        No other function writes the ledger.
         """
         if numel:
             self.elements += numel
@@ -86,7 +86,7 @@ class Ledger:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Write everything that is begun inside this block under phase `name`."""
+        """Count everything that begins inside this block under phase `name`."""
         before, self.now = self.now, name
         try:
             yield
@@ -103,11 +103,11 @@ class Ledger:
         return line
 
     def copy(self) -> dict[Key, Tally]:
-        """The totals so far, to be given to `since` later."""
+        """A copy of the totals so far, for `since`."""
         return self.lines
 
     def since(self, before: dict[Key, Tally]) -> dict[Key, Tally]:
-        """What was written after `before = ledger.copy()`, without lines that did not change."""
+        """The totals since `before = ledger.copy()`, without lines that did not change."""
         gone = {key: tally - before.get(key, Tally()) for key, tally in self.lines.items()}
         return {key: tally for key, tally in gone.items() if tally != Tally()}
 

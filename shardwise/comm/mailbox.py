@@ -1,12 +1,12 @@
 """A mailbox: messages from one rank to another through memory that both map.
 
-    | 7 | 8 |     free     | 5 | 6 |      messages 5 to 8 are on their way
-    written = 9   put in so far, by the sender
-    taken = 5     taken out so far, by the receiver
-    places        of message k where it begins and its size, in one number, at k % PLACES
+    | 7 | 8 |     free     | 5 | 6 |      messages 5 to 8 are in flight
+    written = 9   the number of messages that the sender has put in
+    taken = 5     the number that the receiver has taken out
+    places        the offset and size of message k, in one number, at k % PLACES
 
-A message lies in one piece, behind the one before it or at the front again.  A message that finds
-no room goes through gloo, and its place says so.
+A message is contiguous, behind the previous one or at the front again.  A message that does not fit
+goes through gloo, and its place says so.
 """
 
 import ctypes
@@ -22,10 +22,10 @@ from torch import Tensor
 PLACES, BY_GLOO = 4096, -1
 LINE = 8  # numbers of a cache line, so that two counters never share one
 HEAD = 2 * LINE + PLACES  # numbers of a mailbox: written, taken, places
-VIEWS = 256  # of messages, that a mailbox keeps
+VIEWS = 256  # the number of message views that a mailbox caches
 
 
-class Hold:
+class MailboxMemory:
     """The memory of one mailbox's messages: `size_bytes` from byte `first`."""
 
     def __init__(self, memory: mmap.mmap, first: int, size_bytes: int) -> None:
@@ -36,11 +36,11 @@ class Hold:
     def tensor(self, begin: int, like: Tensor) -> Tensor:
         """A view of a contiguous message of the shape of `like`.
 
-        Views are kept: training sends the same again and again, from the same few places.
+        Views are cached: training sends messages of the same shapes at the same few offsets.
         """
         key = begin, like.dtype, like.shape
         if torch._C._len_torch_dispatch_stack():
-            return self._view(*key)  # a mode that follows storages would count what is kept
+            return self._view(*key)  # a mode that tracks storages would count cached views
         view = self.views.get(key)
         if view is None:
             if len(self.views) == VIEWS:
@@ -77,9 +77,9 @@ def _plain(x: Tensor) -> bool:
 class Outbox:
     """The sender's side of a mailbox: the messages in it, oldest first."""
 
-    def __init__(self, numbers: memoryview, hold: Hold) -> None:
-        self.numbers, self.hold = numbers, hold
-        self.inside: deque[tuple[int, int, int]] = deque()  # message, where it begins and ends
+    def __init__(self, numbers: memoryview, store: MailboxMemory) -> None:
+        self.numbers, self.store = numbers, store
+        self.inside: deque[tuple[int, int, int]] = deque()  # message, its begin and end
         self.written = self.put_bytes = 0
 
     def put(self, x: Tensor) -> bool:
@@ -88,7 +88,7 @@ class Outbox:
         begin = self._free(size_bytes)
         if begin != BY_GLOO:
             self.inside.append((self.written, begin, begin + size_bytes))
-            self.hold.write(begin, x)
+            self.store.write(begin, x)
             self.put_bytes += size_bytes
         while self.written - self.numbers[LINE] == PLACES:
             os.sched_yield()
@@ -105,7 +105,7 @@ class Outbox:
         if not self.inside:
             return 0
         oldest, newest = self.inside[0][1], -(-self.inside[-1][2] // 64) * 64
-        end = self.hold.size_bytes if newest > oldest else oldest
+        end = self.store.size_bytes if newest > oldest else oldest
         if newest + size_bytes <= end:
             return newest
         return 0 if newest > oldest and size_bytes <= oldest else BY_GLOO
@@ -113,15 +113,15 @@ class Outbox:
 
 @dataclass(eq=False, slots=True)
 class Arrival:
-    """An expected message with the shape of `like`, for `place`, or to be used in the mailbox.
+    """An expected message with the shape of `like`: copied to `place`, or used in the mailbox.
 
-    Who is overtaken by a later message's wait is given a place.
+    If the wait for a later message overtakes it, it gets a new tensor as `place`.
     """
 
     like: Tensor
     place: Tensor | None
     use: Callable[[Tensor], Tensor] | None = None
-    made: Tensor | None = None  # what came of its use
+    made: Tensor | None = None  # the result of `use`
     here: bool = False
 
 
@@ -129,9 +129,9 @@ class Inbox:
     """The receiver's side of a mailbox: the expected messages, in order."""
 
     def __init__(
-        self, numbers: memoryview, hold: Hold, by_gloo: Callable[[Tensor], object]
+        self, numbers: memoryview, store: MailboxMemory, by_gloo: Callable[[Tensor], object]
     ) -> None:
-        self.numbers, self.hold, self.by_gloo = numbers, hold, by_gloo
+        self.numbers, self.store, self.by_gloo = numbers, store, by_gloo
         self.expected: deque[Arrival] = deque()
         self.taken = 0
 
@@ -141,7 +141,7 @@ class Inbox:
             one = self.expected[0]
             begin = self._next(one.like)
             if one is wanted and one.place is None and one.use is not None and begin != BY_GLOO:
-                one.made = one.use(self.hold.tensor(begin, one.like))
+                one.made = one.use(self.store.tensor(begin, one.like))
                 one.use = None
             else:
                 self._place(one, begin)
@@ -156,7 +156,7 @@ class Inbox:
         sent_bytes = place & 0xFFFFFFFF
         if sent_bytes != like.nbytes:
             raise RuntimeError(
-                f"a message of {sent_bytes} bytes came where one of {like.nbytes} is expected: all "
+                f"received a message of {sent_bytes} bytes instead of {like.nbytes}: all "
                 "ranks must make the same calls with tensors of the same shapes, and the counts of "
                 "an all_to_all must agree"
             )
@@ -178,7 +178,7 @@ class Inbox:
             self.by_gloo(place)
             made = make([place])
         else:
-            made = make([self.hold.tensor(begin, like)])
+            made = make([self.store.tensor(begin, like)])
         self.taken += 1
         self.numbers[LINE] = self.taken
         return made
@@ -189,4 +189,4 @@ class Inbox:
         if begin == BY_GLOO:
             self.by_gloo(one.place)
         else:
-            self.hold.read(begin, one.place)
+            self.store.read(begin, one.place)

@@ -11,7 +11,8 @@
 
 Copies between a rank's device and its host are the axis "tier" of the door: tiers.py.
 
-Functions named `begin...`, and `start`, return a `Pending`.  `root`, `to`, `source`: ranks on it.
+Functions named `begin...`, and `start`, return a `Pending`.  `root`, `to` and `source` are ranks on
+the axis.
 
 The backward of `src -> dst` is `dst.dual -> src.dual`, so one autograd function serves all moves.
 On an axis of one rank nothing is sent and nothing is counted, so callers need not ask whether a
@@ -100,8 +101,8 @@ def all_to_all(
 ) -> Tensor:
     """Send `in_counts[r]` rows of `x` to rank r; return the rows received, in the order of ranks.
 
-    `out_counts[r]` rows come from rank r, and must be what rank r sends here.  Ranks that do not
-    know it exchange it first:
+    `out_counts[r]` rows come from rank r, which must send as many.  Ranks that do not know these
+    counts exchange them first:
 
         out_counts = all_to_all(torch.tensor(in_counts), axis, [1] * n, [1] * n).tolist()
 
@@ -109,8 +110,8 @@ def all_to_all(
 
     Raises:
         InputError: the counts do not fit the axis, the rows of `x`, or each other.
-        RuntimeError: another rank sends a different number of rows, where that can be noticed (see
-            Transport.all_to_all).
+        RuntimeError: another rank sends a different number of rows, if the transport detects it
+            (see Transport.all_to_all).
     """
     _check_counts(x, axis, out_counts, in_counts)
     if axis.size == 1:
@@ -196,7 +197,7 @@ def _joined(x: Tensor, axis: Axis, cut: Cut) -> Tensor:
     widest = max(cut.size(rank) for rank in range(axis.size))
     block = x.new_zeros((*x.shape[: cut.dim], widest, *x.shape[cut.dim + 1 :]))
     block.narrow(cut.dim, 0, x.shape[cut.dim]).copy_(x)
-    whole = x.new_empty(cut.whole_shape(x.shape))
+    whole = x.new_empty(cut.full_shape(x.shape))
     for rank, padded in enumerate(all_gather(block, axis)):
         for here, there, length in cut.spans(rank, 0, cut.size(rank)):
             whole.narrow(cut.dim, there, length).copy_(padded.narrow(cut.dim, here, length))
@@ -244,18 +245,18 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 
 def begin_sum(x: Tensor, axis: Axis) -> Pending[Tensor]:
-    """Begin to sum a few numbers: gathered and added, half the messages of an all-reduce."""
+    """Begin to sum a few numbers: gather and add, with half the messages of an all-reduce."""
     if axis.size == 1:
         return Pending([lambda: x])
     most = max(1, axis.pool.most_bytes // (axis.size * x.element_size()))
     if len(x) > most:
         sums = [begin_sum(part, axis) for part in x.split(most)]
         return Pending([lambda: torch.cat([each.wait() for each in sums])])
-    room = axis.pool.room(axis.size * x.nbytes, x.device)
-    everyone = room.tensor((axis.size * len(x),), x.dtype)
-    arriving = axis.transport.all_gather(everyone, x)
-    ends = [arriving.wait, lambda: everyone.view(axis.size, -1).sum(0)]
-    return Pending([room.until(Pending(ends).wait)])
+    slot = axis.pool.slot(axis.size * x.nbytes, x.device)
+    gathered = slot.tensor((axis.size * len(x),), x.dtype)
+    arriving = axis.transport.all_gather(gathered, x)
+    ends = [arriving.wait, lambda: gathered.view(axis.size, -1).sum(0)]
+    return Pending([slot.until(Pending(ends).wait)])
 
 
 def all_gather(x: Tensor, axis: Axis) -> list[Tensor]:
@@ -327,7 +328,7 @@ def scatter(xs: Sequence[Tensor] | None, out: Tensor, axis: Axis, root: int = 0)
     if axis.rank != root:
         return receive(out, axis, root)
     if xs is None or len(xs) != axis.size:
-        raise ValueError(f"scatter from rank {root} takes {axis.size} tensors there, one a rank")
+        raise ValueError(f"scatter on rank {root}, the root, takes {axis.size} tensors, one a rank")
     for r, x in enumerate(xs):
         if r != root:
             send(x, axis, r)
@@ -373,10 +374,10 @@ def begin_receive(out: Tensor, axis: Axis, source: int) -> Pending[Any]:
 
 
 def open_ways(axis: Axis, ways: Iterable[tuple[int, int]], device: torch.device) -> None:
-    """Prepare for `begin_send` along these ways, each from a rank to another; called by all ranks.
+    """Prepare `begin_send` for these pairs (source, destination); called by all ranks.
 
-    NCCL connects two ranks at their first message, and both must take part: here one of one element
-    goes each way, in the same order on all ranks.  The ledger has them under phase "open".
+    NCCL connects two ranks at their first message, and both must take part: here each pair sends
+    one element, in the same order on all ranks.  The ledger counts them under phase "open".
     """
     for transport in (axis.transport, axis.behind):
         transport.ready()

@@ -1,8 +1,8 @@
-"""The NCCL transport: the library's own collectives, queued beside the computation.
+"""The NCCL transport: the library's own collectives, which overlap with computation.
 
-Each call is put on NCCL's stream after what the current stream has done so far; `wait` makes the
-current stream wait for it, not the processor.  Nothing here blocks.  What the library sends cannot
-be seen, so each collective counts by its definition (volume.py).
+NCCL's stream runs each call after the work that the current stream has so far; `wait` makes the
+current stream wait for it, not the CPU.  No call blocks.  The library's messages are not visible,
+so each collective counts by its definition (volume.py).
 """
 
 from collections.abc import Sequence

@@ -18,5 +18,5 @@ def all_gather_object(value: Any, world: World) -> list[Any]:
     padded = packed.new_zeros(max(lengths))
     padded[: len(packed)] = packed
     parts = zip(all_gather(padded, world.everyone), lengths, strict=True)
-    # from the ranks of this very command
+    # pickles come only from the ranks of this command
     return [pickle.loads(bytes(part[:n].tolist())) for part, n in parts]  # noqa: S301

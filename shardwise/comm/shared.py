@@ -33,7 +33,7 @@ from torch import Tensor
 from shardwise.comm.host import host_number
 from shardwise.comm.ledger import Line
 from shardwise.comm.limits import read_limits
-from shardwise.comm.mailbox import HEAD, Arrival, Hold, Inbox, Outbox
+from shardwise.comm.mailbox import HEAD, Arrival, Inbox, MailboxMemory, Outbox
 from shardwise.core.errors import bad
 
 #: The size of all mailboxes of a group, and of the largest message.
@@ -99,8 +99,8 @@ class Mailboxes:
     def __init__(self, memory: mmap.mmap, group: dist.ProcessGroup, pids: Sequence[int]) -> None:
         self.group, self.pids, ranks = group, list(pids), len(pids)
         self.memory = memory  # kept mapped
-        self.patience_s = read_limits().patience_s + 60.0  # a rank that hangs is found before
-        self.most_bytes = min(MESSAGE_BYTES, room_bytes(ranks) // 2)
+        self.patience_s = read_limits().patience_s + 60.0  # after the hang detector
+        self.most_bytes = min(MESSAGE_BYTES, mailbox_bytes(ranks) // 2)
         me = group.rank()
         others = [rank for rank in range(ranks) if rank != me]
         self.out = {to: Outbox(*self._way(me, to)) for to in others}
@@ -112,13 +112,15 @@ class Mailboxes:
         crowded = ranks > len(os.sched_getaffinity(0))
         self.looks = 0 if crowded else LOOKS
 
-    def _way(self, source: int, to: int) -> tuple[memoryview, Hold]:
+    def _way(self, source: int, to: int) -> tuple[memoryview, MailboxMemory]:
         """The counters of a mailbox, and the memory of its messages."""
         ranks = len(self.pids)
         number = source * (ranks - 1) + to - (to > source)
         numbers = memoryview(self.memory).cast("q")[number * HEAD : (number + 1) * HEAD]
-        size_bytes = room_bytes(ranks)
-        return numbers, Hold(self.memory, _head_bytes(ranks) + number * size_bytes, size_bytes)
+        size_bytes = mailbox_bytes(ranks)
+        return numbers, MailboxMemory(
+            self.memory, _head_bytes(ranks) + number * size_bytes, size_bytes
+        )
 
     @property
     def put_bytes(self) -> int:
@@ -155,7 +157,7 @@ class Mailboxes:
 
         def use(x: Tensor) -> Tensor:
             met.append(x)
-            # a message is used where it lies, so the wait for the next is within its use
+            # a message is used inside its mailbox, so the wait for the next one is nested in `use`
             return make(met) if len(met) == len(waits) else waits[len(met)]()
 
         leaving: list[Callable[[], object]] = []
@@ -220,17 +222,17 @@ class Mailboxes:
         inbox = self.into[source]
         if inbox.numbers[OVER] and inbox.numbers[0] == inbox.taken:
             raise RuntimeError(
-                f"rank {source} of the group has left, and is waited for here: "
+                f"rank {source} of the group has left, but this rank waits for its message: "
                 "all ranks must make the same steps"
             )
         slept = looks - self.looks - TURNS
         time.sleep(SLEEP_S * min(1 + slept // LONGER, 20))
         if looks % 1000 == 0 and not _lives(self.pids[source]):
             raise RuntimeError(f"rank {source} of the group is gone: process {self.pids[source]}")
-        if slept * 20 * SLEEP_S > self.patience_s:  # no less has passed by far
+        if slept * 20 * SLEEP_S > self.patience_s:  # much more time than this has passed
             raise RuntimeError(
-                f"rank {source} of the group has not come for {self.patience_s:.0f} s, and is "
-                "waited for here"
+                f"rank {source} of the group has sent no message for {self.patience_s:.0f} s, and "
+                "this rank waits for one"
             )
 
 
@@ -238,7 +240,7 @@ def by_gloo(group: dist.ProcessGroup, x: Tensor, to: int, tag: int) -> list[Call
     """Begin to send `x`, of any strides, through gloo; call the result to wait for it."""
     sent = x.contiguous().view(-1)
     work = group.send([sent], to, tag)
-    return [work.wait, lambda: sent]  # alive until then
+    return [work.wait, lambda: sent]  # `sent` must live until then
 
 
 def leave() -> None:
@@ -247,10 +249,10 @@ def leave() -> None:
         mailboxes.leave()
 
 
-def room_bytes(ranks: int) -> int:
+def mailbox_bytes(ranks: int) -> int:
     """The size of one mailbox in a group of `size` ranks, in whole pages."""
-    room = SHARED_BYTES // (ranks * (ranks - 1))
-    return room - room % mmap.PAGESIZE
+    size_bytes = SHARED_BYTES // (ranks * (ranks - 1))
+    return size_bytes - size_bytes % mmap.PAGESIZE
 
 
 def open_mailboxes(group: dist.ProcessGroup, *, wanted: bool = True) -> Mailboxes | None:
@@ -263,7 +265,7 @@ def open_mailboxes(group: dist.ProcessGroup, *, wanted: bool = True) -> Mailboxe
     everyone = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(everyone, mine, group)
     hosts = {int(host) for host, _ in everyone}
-    if len(hosts) > 1 or 0 in hosts or not room_bytes(size):
+    if len(hosts) > 1 or 0 in hosts or not mailbox_bytes(size):
         return None
     pids = [int(pid) for _, pid in everyone]
     handle = _create(size) if rank == 0 else -1
@@ -275,7 +277,7 @@ def open_mailboxes(group: dist.ProcessGroup, *, wanted: bool = True) -> Mailboxe
         dist.all_reduce(attached, dist.ReduceOp.MIN, group)
     finally:
         if handle != -1:
-            os.close(handle)  # it lives for as long as somebody has it mapped
+            os.close(handle)  # the memory lives while any process has it mapped
     return None if memory is None or not attached.item() else Mailboxes(memory, group, pids)
 
 
@@ -324,5 +326,5 @@ def _lives(pid: int) -> bool:
     except (ProcessLookupError, FileNotFoundError):
         return False
     except OSError:
-        return True  # somebody else's, and there
+        return True  # it exists and belongs to another user
     return state != "Z"

@@ -6,9 +6,8 @@ Ranks meet at a board: each shows its tensor, all wait, each reads what it needs
         rank 1   show   | gate read  | gate   write
         rank 2   show   |      read  |        write
 
-A collective counts by its definition (volume.py), as it does where a library carries it out.  Tests
-on threads prove logic, not transports.  A rank that fails breaks every gate, so the others stop at
-once.
+A collective counts by its definition (volume.py), as in a library.  Tests on threads prove logic,
+not transports.  A rank that fails breaks every gate, so the others stop at once.
 """
 
 import queue
@@ -23,7 +22,7 @@ from torch import Tensor
 from shardwise.comm.transport import Links, Pending, Transport
 from shardwise.core.errors import RankError
 
-PATIENCE_S = 60.0  # no thread of a healthy test is ever this late; a hang becomes an error
+PATIENCE_S = 60.0  # after this time a wait is a hang, and raises
 
 COMBINE = {"sum": torch.sum, "max": torch.amax, "min": torch.amin}
 
@@ -31,7 +30,7 @@ GLANCE_S = 0.1  # how soon a rank that waits for a message sees that its sender 
 
 
 class Board:
-    """Where the ranks of one line meet."""
+    """The memory in which the ranks of one line show tensors to each other."""
 
     def __init__(self, size: int) -> None:
         self.slots: list[Any] = [None] * size
@@ -42,7 +41,7 @@ class Board:
 
 
 class Hub:
-    """The boards of one world of threads, made by whichever rank asks first."""
+    """The boards of one world of threads; the first rank that needs a board creates it."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -57,7 +56,7 @@ class Hub:
             return board
 
     def abort(self) -> None:
-        """Release every rank that waits: somebody failed."""
+        """Release every waiting rank, because a rank failed."""
         with self.lock:
             self.broken = True
             for board in self.boards.values():
@@ -71,16 +70,16 @@ class Threads(Transport):
         self.rank, self.size, self.board = rank, len(board.slots), board
 
     def _meet(self, mine: Any, read: Callable[[list[Any]], Tensor], out: Tensor) -> Pending[Any]:
-        """Show `mine`; write in `out` what `read` makes, as a new tensor, of what all ranks show.
+        """Show `mine`; write in `out` the new tensor that `read` computes from all shown tensors.
 
-        `out` may be what this rank shows: nobody writes before everybody has read.
+        `out` may be the tensor that this rank shows: no rank writes before all have read.
         """
         slots, gate = self.board.slots, self.board.gate
         slots[self.rank] = mine
         gate.wait(PATIENCE_S)
         made = read(list(slots))
         gate.wait(PATIENCE_S)
-        slots[self.rank] = None  # what was shown is not kept
+        slots[self.rank] = None  # do not keep the shown tensor alive
         out.copy_(made)
         return Pending()
 
@@ -105,7 +104,7 @@ class Threads(Transport):
     def all_to_all(
         self, out: Tensor, x: Tensor, out_counts: Sequence[int], in_counts: Sequence[int]
     ) -> Pending[Any]:
-        """Each rank reads its own part of what the others show."""
+        """Each rank reads its own part of the tensors that the others show."""
         self.count("all_to_all", x, counts=in_counts)
         return self._meet((x, in_counts), lambda shown: self._received(shown, out_counts), out)
 
@@ -127,7 +126,7 @@ class Threads(Transport):
         return Pending([lambda: x.copy_(self._taken(source))])
 
     def _taken(self, source: int) -> Tensor:
-        """The next message from `source`; checks now and then whether a rank has failed."""
+        """The next message from `source`; checks periodically whether a rank has failed."""
         for _ in range(round(PATIENCE_S / GLANCE_S)):
             if self.board.gate.broken:
                 raise threading.BrokenBarrierError
@@ -140,7 +139,7 @@ class Threads(Transport):
 
 
 class ThreadLinks(Links):
-    """Opens boards on the hub all threads share."""
+    """Opens boards on the hub that all threads share."""
 
     def __init__(self, hub: Hub) -> None:
         self.hub = hub
@@ -149,7 +148,7 @@ class ThreadLinks(Links):
     def transport(
         self, axis: str, lines: Sequence[Sequence[int]], rank: int, queue: str = "now"
     ) -> Transport:
-        """A board of its own for this queue of the line."""
+        """A separate board for this queue of the line."""
         line = next(line for line in lines if rank in line)
         self.opened += 1
         board = self.hub.board((self.opened, axis, tuple(line)), len(line))

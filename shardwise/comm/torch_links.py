@@ -19,13 +19,13 @@ from shardwise.core.mesh import Mesh
 class TorchLinks(Links):
     """Opens a process group for every queue of every line, once; `close` destroys them.
 
-    A group of gloo holds threads and sockets for as long as it lives.  `ours` says that
-    torch.distributed itself was started here, and ends here.  The groups have the backend that
-    the user's has; of one with a backend for each type of device, that of `device_type`.  Without
-    `shared_memory` (None: as the environment says) all messages go through the process groups.
+    A group of gloo holds threads and sockets while it lives.  With `ours`, torch.distributed itself
+    was initialised here, and `close` ends it.  The groups have the backend of the user's group; if
+    that has one backend for each type of device, the one of `device_type`.  Without `shared_memory`
+    (None: read the environment) all messages go through the process groups.
     """
 
-    left = False  # whether this process has been in a world of ours, and has left it
+    left = False  # whether this process has closed a world that it initialised
 
     def __init__(
         self, *, ours: bool, device_type: str = "cpu", shared_memory: bool | None = None
@@ -38,15 +38,15 @@ class TorchLinks(Links):
     def transport(
         self, axis: str, lines: Sequence[Sequence[int]], rank: int, queue: str = "now"
     ) -> Transport:
-        """Open a process group for each line, gloo or NCCL as the world is; return that of `rank`.
+        """Open a process group for each line, with the world's backend; return that of `rank`.
 
-        Every rank asks for the same lines in the same order, and so finds the same ones opened.
+        Every rank asks for the same lines in the same order, so all ranks open the same groups.
         """
         key = (tuple(map(tuple, lines)), queue)
         if key in self.opened:
             return self.opened[key]
         mine, backend, timeout = None, self._backend(), group_timeout(read_limits())
-        for line in lines:  # every rank makes every group, in one order: torch asks for it
+        for line in lines:  # torch requires that every rank creates every group in one order
             group = dist.new_group(list(line), timeout, backend, group_desc=axis)
             mine = group if rank in line else mine
         if not isinstance(mine, dist.ProcessGroup):
@@ -56,7 +56,7 @@ class TorchLinks(Links):
         return self.opened[key]
 
     def _backend(self) -> str:
-        """The name of the user's backend; several have the name "undefined", or are listed."""
+        """The name of the user's backend; for several it is "undefined" or a list."""
         name = dist.get_backend()
         if name != "undefined" and ":" not in name:
             return name
@@ -72,9 +72,9 @@ class TorchLinks(Links):
         return [one.memory.mailboxes for one in gloo if one.memory.mailboxes is not None]
 
     def close(self) -> None:
-        """Destroy what was opened, after the last use of it on all ranks.
+        """Destroy the open groups, after their last use on all ranks.
 
-        A rank that still waits for this one gets an error there.
+        A rank that still waits for this one gets an error.
         """
         self.closed = True
         peers, self.peers = self.peers, None
@@ -93,14 +93,14 @@ class TorchLinks(Links):
 
 
 def group_timeout(limits: Limits) -> timedelta:
-    """How long torch waits in a collective: longer than a rank that hangs is looked for."""
+    """How long torch waits in a collective: longer than the hang detector."""
     return timedelta(seconds=limits.patience_s + 60.0)
 
 
 def device_mesh(mesh: Mesh, transports: Sequence[Transport], device_type: str) -> DeviceMesh:
-    """Torch's own mesh over the process groups of ours, for what else speaks it (DTensor, FSDP2).
+    """Torch's own mesh over our process groups, for other users of it (DTensor, FSDP2).
 
-    `transports` are one an axis of `mesh`, in its order.
+    `transports` has one for each axis of `mesh`, in its order.
 
     Raises:
         ValueError: a transport that has no process group (threads, traces).

@@ -1,10 +1,10 @@
 """The interface of a transport: the collectives of one group of ranks, asynchronous and counted.
 
-Tensors are one-dimensional and contiguous, but for the functions that work along a dim, which
+Tensors are one-dimensional and contiguous, except in the functions that work along a dim, which
 take any shape and strides.  Only the functions of move.py call a transport.
 
-Every transport counts what it sends, in the ledger of the axis it works for, at the last point
-before it is sent: `begin` gives the line of the ledger for one call.
+Every transport counts what it sends in the ledger of its axis, just before sending: `begin` returns
+the line of the ledger for one call.
 
     Nobody    no other process: a world of one, or a traced rank of a world of any size
     Threads   ranks are threads of this process (tests, and a first look on a laptop)
@@ -33,11 +33,11 @@ class Pending(Generic[T]):
     __slots__ = ("_ends",)
 
     def __init__(self, ends: Sequence[Callable[[], Any]] = ()) -> None:
-        """`ends` are called in order by `wait`; the last one gives the result."""
+        """`wait` calls `ends` in order; the last one returns the result."""
         self._ends = ends
 
     def wait(self) -> T:
-        """Return the result when it is there (on CUDA: make the current stream wait for it).
+        """Wait for the result and return it (on CUDA: make the current stream wait for it).
 
         A second call returns None at once: the result is not kept.
         """
@@ -51,7 +51,7 @@ class Pending(Generic[T]):
 class Transport(ABC):
     """The collectives of one group of ranks; `rank` is this rank's place in it.
 
-    Only a transport that `counted` returned can send.
+    Only a transport returned by `with_ledger` can send.
     """
 
     rank: int
@@ -61,10 +61,7 @@ class Transport(ABC):
     pool: Pool
 
     def with_ledger(self, axis: str, ledger: Ledger, pool: Pool | None = None) -> Self:
-        """The same group of ranks, counting what it sends in `ledger` as sent on `axis`.
-
-        Its buffers come from `pool`.
-        """
+        """The same group of ranks; it counts on `axis` in `ledger`, with buffers of `pool`."""
         one = copy.copy(self)
         one.axis, one.ledger, one.pool = axis, ledger, Pool() if pool is None else pool
         return one
@@ -74,7 +71,7 @@ class Transport(ABC):
         return self.ledger.begin(self.axis, kind)
 
     def count(self, kind: str, x: Tensor, root: int = 0, counts: Sequence[int] = ()) -> None:
-        """Count one collective that is carried out by others, by its definition (volume.py)."""
+        """Count one collective that a library executes, by its definition (volume.py)."""
         numel, peers = volume(kind, x.numel(), self.size, self.rank, root, counts)
         self.begin(kind).add(x, numel, peers)
 
@@ -101,8 +98,8 @@ class Transport(ABC):
         """Send `in_counts[r]` elements of `x` to rank r; receive `out_counts[r]` from it.
 
         Raises:
-            RuntimeError: another rank sends a different count.  Always noticed on threads, and
-                between ranks that share memory where both counts fit a mailbox.
+            RuntimeError: another rank sends a different count.  Threads always detect it; ranks
+                that share memory detect it if both counts fit a mailbox.
         """
 
     @abstractmethod
@@ -118,7 +115,7 @@ class Transport(ABC):
         """Return when every rank has called it."""
 
     def ready(self) -> None:
-        """Called by all ranks: prepare for `send` and `receive`, which only two ranks call."""
+        """Prepare for `send` and `receive`, which only two ranks call.  Called by all ranks."""
         return
 
     def all_gather_along(self, x: Tensor, dim: int) -> Tensor:
@@ -140,16 +137,16 @@ class Transport(ABC):
         out = torch.empty_like(blocks[0])
         arriving = self.reduce_scatter(out.view(-1), blocks.view(-1))
 
-        def end(_: Tensor = blocks) -> Tensor:  # alive until they are sent
+        def end(_: Tensor = blocks) -> Tensor:  # keeps `blocks` alive until they are sent
             return out
 
         return Pending([arriving.wait, end])
 
 
 class Links(ABC):
-    """The way to open a transport for any group of ranks of this world."""
+    """Opens transports for groups of ranks of this world."""
 
-    closed = False  # whether what was opened has been closed
+    closed = False  # whether `close` has been called
 
     @abstractmethod
     def transport(
@@ -157,11 +154,10 @@ class Links(ABC):
     ) -> Transport:
         """The transport of the line that contains `rank`.  Called by all ranks in the same order.
 
-        `lines` are all groups of the axis, each a list of ranks of the world.  Work on one
-        queue of a line never waits for work on another; a queue that is asked for again may be the
-        same.
+        `lines` are all groups of the axis, each a list of ranks of the world.  Work on one queue of
+        a line never waits for work on another; a repeated request may return the same queue.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Close what was opened."""
+        """Close all transports."""

@@ -1,4 +1,4 @@
-"""The launcher's watch over its ranks: it finds the first failure, then kills the ranks left."""
+"""The launcher's watch over its ranks: it finds the first failure, then kills the other ranks."""
 
 import os
 import signal

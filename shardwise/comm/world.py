@@ -260,7 +260,7 @@ def _device(asked: str | None, local_rank: int) -> torch.device:
     if asked == "cuda" and gpus <= local_rank:
         raise bad(
             f"device cuda for local rank {local_rank}, with {gpus} GPUs available",
-            "as many local ranks as GPUs, or the processor",
+            "as many local ranks as GPUs, or the CPU",
             'device = "cpu"',
         )
     if asked == "cuda" or (asked is None and gpus > local_rank):

@@ -1,1 +1,1 @@
-"""The values everything else is built from: meshes, layouts, moves, states, plans. No torch."""
+"""The values of the design: meshes, layouts, moves, states, plans, schedules. No torch."""

@@ -1,4 +1,4 @@
-"""Layers of experts as numbers: what they move between ranks, and the loads that this depends on.
+"""Layers of experts as numbers: what they move between ranks, and the loads that determine it.
 
 gather         the data ranks gather `numel` numbers of each: counts or sizes
 gather_padded  the same of scores of every token, padded to the rank with most tokens

@@ -108,7 +108,7 @@ class ModelShape:
 
     @property
     def params(self) -> tuple[ParamShape, ...]:
-        """Every parameter, in the order of the units."""
+        """All parameters, in the order of the units."""
         return tuple(param for unit in self.units for param in unit.params)
 
     @property

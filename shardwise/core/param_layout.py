@@ -81,7 +81,7 @@ class AxisLayout:
     def shared(self, rank: int) -> Shared | None:
         """The spans that `rank` shares with ranks whose other spans differ; None without any."""
         found = self.cut.common(rank) if self.cut else {}
-        for ranks, spans in found.items():  # one group at most
+        for ranks, spans in found.items():  # at most one group
             return Shared(self.cut.dim if self.cut else 0, tuple(spans), ranks)
         return None
 
@@ -126,11 +126,11 @@ class Layout:
         """0 on one of the ranks (of the other axes) that hold any part, else above 0."""
         return sum(on.holder(here.get(axis, 0)) for axis, on in self.axes)
 
-    def whole_shape(self, local: Sequence[int]) -> tuple[int, ...]:
+    def full_shape(self, local: Sequence[int]) -> tuple[int, ...]:
         """The full shape of a parameter whose part on a rank has the shape `local`."""
         shape = tuple(local)
         for _, on in self.axes:
-            shape = on.cut.whole_shape(shape) if on.cut else shape
+            shape = on.cut.full_shape(shape) if on.cut else shape
         return shape
 
     def shared_numel(self, axis: str, here: Mapping[str, int], local: Sequence[int]) -> int:

@@ -1,8 +1,8 @@
 """The size of each rank's pool of communication buffers, which the plan fixes.
 
-Messages that a rank receives beside its own copy of the data, and sums of 16-bit numbers in fp32,
-lie in one pool (comm/pool.py). A message that would take more than a quarter of it is sent in
-pieces, so neither a larger model nor a larger world takes more memory. (Constant-size buffers,
+Received messages that a rank adds to its own data, and sums of 16-bit numbers in fp32, are in one
+pool (comm/pool.py). A message that would take more than a quarter of it is sent in pieces, so the
+memory does not grow with the model or the world. (Constant-size buffers,
 C_B: Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 6.2.)
 """
 
@@ -10,25 +10,24 @@ from typing import Final
 
 from shardwise.core.plan import Plan
 
-#: A room of the pool, the memory of one piece, is at most one of so many parts of it.
-ROOMS: Final = 4
-#: The smallest message of a piece; every tensor in the pool begins at a multiple of it.
+#: A slot, the memory of one piece, takes at most 1/SLOTS of the pool.
+SLOTS: Final = 4
+#: The size of the smallest message; every tensor in the pool begins at a multiple of it.
 PIECE_BYTES: Final = 64
-#: In units of a message in 16 bits: two sums of it in fp32.
+#: The size of two fp32 sums of a 16-bit message, in units of the message.
 SUMS: Final = 4
-#: Without a plan word: so many buckets, which hold two full ones in flight; or what the model has.
+#: The size of the default pool, in buckets, unless the model's parameters are smaller.
 BUCKETS: Final = 2
 
 
 def pool_bytes(plan: Plan, model_bytes: int) -> int:
     """The bytes of each rank's pool; 0 for a plan of one rank, which sends nothing.
 
-    `model_bytes` are those of the whole model's parameters. A small model needs no larger pool; a
-    model of two buckets or more has no part in it.
+    `model_bytes` are those of the full model's parameters: the default pool is not larger.
     """
     if plan.size == 1:
         return 0
-    model_bytes += -model_bytes % (ROOMS * PIECE_BYTES)
+    model_bytes += -model_bytes % (SLOTS * PIECE_BYTES)
     usual = min(BUCKETS * plan.bucket_bytes, model_bytes)
     return plan.buffers_bytes or max(usual, smallest_pool_bytes(plan))
 
@@ -36,17 +35,17 @@ def pool_bytes(plan: Plan, model_bytes: int) -> int:
 def smallest_pool_bytes(plan: Plan) -> int:
     """The smallest pool with which the ranks of the plan's longest axis can sum a piece.
 
-    A piece has a message from each other rank, perhaps a copy of what each is sent, and the sums.
+    A piece needs a message from each other rank, perhaps a copy of each sent one, and the sums.
     """
     longest = max((size for _, size in plan.axes), default=1)
-    return ROOMS * PIECE_BYTES * (2 * (longest - 1) + SUMS)
+    return SLOTS * PIECE_BYTES * (2 * (longest - 1) + SUMS)
 
 
-def room_bytes(pool: int) -> int:
-    """The bytes of the largest room of a pool of `pool` bytes."""
-    return pool // ROOMS // PIECE_BYTES * PIECE_BYTES
+def slot_bytes(pool: int) -> int:
+    """The bytes of the largest slot of a pool of `pool` bytes."""
+    return pool // SLOTS // PIECE_BYTES * PIECE_BYTES
 
 
-def piece_bytes(room: int, messages: int, *, sums: bool) -> int:
-    """The largest size of `messages` messages (and, with `sums`, two fp32 sums) in one room."""
-    return room // PIECE_BYTES // (messages + SUMS * sums) * PIECE_BYTES
+def piece_bytes(slot: int, messages: int, *, sums: bool) -> int:
+    """The largest size of `messages` messages (and, with `sums`, two fp32 sums) in one slot."""
+    return slot // PIECE_BYTES // (messages + SUMS * sums) * PIECE_BYTES

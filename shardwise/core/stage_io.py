@@ -64,7 +64,7 @@ class Trace:
 
 
 def maker(made: Sequence[int], use: int) -> int | None:
-    """The stage in `made` whose value stage `use` gets; None if all of them are later."""
+    """The stage in `made` that provides the value to stage `use`; None if all are later."""
     return max((stage for stage in made if stage <= use), default=None)
 
 
@@ -73,8 +73,8 @@ def crossing(
 ) -> tuple[tuple[int, ...], ...]:
     """For each stage but the last, the numbers of the values that cross from it to the next.
 
-    made[n], used[n]: the stages that make value n (several: a parameter held by several) and that
-    use it. A value is made no later than used.
+    made[n], used[n]: the stages that make value n (several stages may hold a parameter) and those
+    that use it. No value is used before it is made.
     """
     found: list[list[int]] = [[] for _ in range(stages - 1)]
     for number, (at, uses) in enumerate(zip(made, used, strict=True)):

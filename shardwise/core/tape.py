@@ -10,7 +10,7 @@ the batch have no number: they stay in memory in any case.
 
 from typing import Final, NamedTuple
 
-#: Storages of fewer bytes stay on the device where activations rest in host memory.
+#: With activations in host memory, storages of fewer bytes stay on the device.
 SMALL_BYTES: Final = 1024
 
 

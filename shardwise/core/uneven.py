@@ -64,7 +64,7 @@ class Cut:
         """The shape on `rank` of a tensor whose full shape is `whole`."""
         return (*whole[: self.dim], self.size(rank), *whole[self.dim + 1 :])
 
-    def whole_shape(self, local: Sequence[int]) -> tuple[int, ...]:
+    def full_shape(self, local: Sequence[int]) -> tuple[int, ...]:
         """The full shape of a tensor whose shape on some rank is `local`."""
         return (*local[: self.dim], self.whole, *local[self.dim + 1 :])
 

@@ -1,8 +1,8 @@
 """The order in which units are used, pass after pass.
 
-pass before     0 1 2 3 2          its path
-way             0 1 2 3            each unit once
-this pass       0 1 .              2 follows 1 if this pass takes the same path
+previous pass   0 1 2 3 2
+distinct        0 1 2 3            each unit once
+this pass       0 1 .              2 comes next if this pass repeats the previous one
 
 A use of a unit may be several calls of its modules.  The backward pass reverses the calls.
 """
@@ -15,43 +15,43 @@ LONGEST = 2**16
 U = TypeVar("U")
 
 
-class Way(Generic[U]):
+class UseOrder(Generic[U]):
     """The order of uses, and the position of the current pass in it.
 
-    used    each use of a unit since the last backward pass
-    calls   the unit of each call of a module, in the same passes
-    over    whether the next use is the first one again
-    path    the uses before the last backward pass
-    once    the same, each unit once
-    back    the calls before the last backward pass, in the order of that backward pass
+    used             each use of a unit since the last backward pass
+    calls            the unit of each call of a module, in the same passes
+    ended            whether the next use begins a new pass
+    previous         the uses before the last backward pass
+    distinct         the same, each unit once
+    backward_calls   the calls before the last backward pass, in reverse
     """
 
     def __init__(self) -> None:
         self.used: list[U] = []
         self.calls: list[U] = []
-        self.over = False
-        self.path: list[U] = []
-        self.once: list[U] = []
-        self.back: list[U] = []
+        self.ended = False
+        self.previous: list[U] = []
+        self.distinct: list[U] = []
+        self.backward_calls: list[U] = []
 
     def use(self, unit: U) -> None:
         """Record a use, which begins with a call."""
-        if self.over or len(self.used) == LONGEST:
-            self.used, self.calls, self.over = [], [], False
+        if self.ended or len(self.used) == LONGEST:
+            self.used, self.calls, self.ended = [], [], False
         self.used.append(unit)
         self.calls.append(unit)
 
     def following(self, ahead: int) -> list[U]:
-        """The next `ahead` units if this pass follows the previous path, else none."""
+        """The next `ahead` units if this pass repeats the previous one, else none."""
         place = len(self.used)
-        follows = self.path[place - 1 : place] == self.used[-1:]
-        return self.path[place : place + ahead] if follows else []
+        follows = self.previous[place - 1 : place] == self.used[-1:]
+        return self.previous[place : place + ahead] if follows else []
 
-    def learn(self) -> bool:
-        """Begin a backward pass and store the path; returns whether the path is new."""
-        self.over = True
-        self.back = self.calls[::-1]
-        if self.used == self.path:
+    def begin_backward(self) -> bool:
+        """Begin a backward pass and store the order; returns whether it is new."""
+        self.ended = True
+        self.backward_calls = self.calls[::-1]
+        if self.used == self.previous:
             return False
-        self.path, self.once = list(self.used), list(dict.fromkeys(self.used))
+        self.previous, self.distinct = list(self.used), list(dict.fromkeys(self.used))
         return True

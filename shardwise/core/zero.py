@@ -15,13 +15,13 @@ moment at which it belongs; parallel/data carries them out and prediction/ adds 
     before update    grad    grad  -> optim       reduce_scatter  -               -
     after update     param   optim -> param       all_gather      all_gather      -
 
-Each state also has a tier. Where the tier of the optimizer's state is the host's memory (offload),
-two copies are among the moves: of the rank's block of the gradient, to the host before the update,
-and of the updated block of the parameter, to the device after it and before it is gathered. Where
-parameters rest in host memory too, the second copy is made before each use, ahead of the gather.
+Each state also has a tier. If the optimizer's state rests in host memory (offload), the moves
+include two copies: the rank's block of the gradient goes to the host before the update, and the
+updated block of the parameter to the device after it, before it is gathered. If parameters rest in
+host memory too, the second copy comes before each use, ahead of the gather.
 
-A row that is not in the table trains in the same way. As a plan word it is written with the three
-columns in this order: `row:R,R,S` replicates gradients and shards the optimizer's state.
+A row that is not in the table trains in the same way. Its plan word lists the three columns in this
+order: `row:R,R,S` replicates gradients and shards the optimizer's state.
 
 Source: Rajbhandari et al., "ZeRO", arXiv 1910.02054, figure 1 and section 7.
 """
@@ -34,7 +34,7 @@ from shardwise.core.errors import bad
 from shardwise.core.layout import P, Placement, R, S
 from shardwise.core.moves import Move, price
 
-#: Where a state rests between two uses: the device that computes, its host's memory, or a disk.
+#: Where a state rests between two uses: on the device, in its host's memory, or on a disk.
 Tier = Literal["device", "host", "disk"]
 #: The tiers on which this version lets each state rest.
 TIERS: Final[dict[str, tuple[Tier, ...]]] = {
@@ -175,15 +175,15 @@ def row_of(word: str) -> Row:
     if word.startswith("row:") and len(columns) == 3 and set(columns) <= {"R", "P", "S", "I"}:
         param, grad, optim = (S(0) if c == "S" else Placement.parse(c) for c in columns)
         return Row(param, grad, optim)
-    allowed = "row: and where the parameter, the gradient and the optimizer state are, R, P or S"
+    allowed = "row: and the placements of parameter, gradient and optimizer state, R, P or S"
     raise bad(f"the plan word '{word}'", allowed, "row:R,P,S")
 
 
 def step_moves(row: Row, numel: int, n: int, microbatches: int = 1) -> list[Move]:
     """Every move that one step makes for one parameter of `numel` elements on an axis of n ranks.
 
-    In the order of the step, for `microbatches` backward passes. Moves that send nothing because
-    there is one rank are left out, and so are those between replicas of the shards.
+    In the order of the step, for `microbatches` backward passes. Moves on an axis of one rank and
+    moves between replicas of the shards are left out.
     """
     own = [move for move in row.moves() if not move.block]
 

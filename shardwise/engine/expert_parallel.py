@@ -68,7 +68,7 @@ class ExpertLayout:
         if layout is None or layout.cut is None:
             fill(name, tensor)
             return
-        whole = tensor.new_empty(layout.cut.whole_shape(tensor.shape))
+        whole = tensor.new_empty(layout.cut.full_shape(tensor.shape))
         fill(name, whole)
         tensor.copy_(part(whole, layout.cut, self.axis.rank))
 

@@ -92,7 +92,7 @@ def _data_copy(flat: Flat, first: int = 0) -> int:
 def _pieces(flat: Flat, index: int, name: str, piece: Tensor) -> Iterator[Box]:
     """One parameter's piece in this rank's block, cut into boxes of the whole parameter."""
     here, layout = tuple(flat.shapes[index]), flat.layouts[index]
-    whole = layout.whole_shape(here)
+    whole = layout.full_shape(here)
     copy = flat.replicate_axis.rank if flat.split else _data_copy(flat)
     copy += layout.replica(flat.local.coordinates)
     origin = flat.plan.origin(index, flat.rank)

@@ -39,7 +39,7 @@ class Tensors:
         if cut is None:
             fill(name, tensor)
             return
-        whole = tensor.new_empty(cut.whole_shape(tensor.shape))
+        whole = tensor.new_empty(cut.full_shape(tensor.shape))
         fill(name, whole)
         tensor.copy_(part(whole, cut, self.axis.rank))
 

@@ -170,8 +170,8 @@ def _wrap(module: nn.Module, how: Sharding, world: World) -> nn.Module:
     for b in module.buffers():
         b.data = b.data.to(world.device)
     plan = Plan(axes=(("dp", world.size),), bucket_bytes=how.bucket_bytes)
-    room = pool_bytes(plan, sum(p.nbytes for p in module.parameters()))
-    world.pool.reserve(room, world.device)
+    size_bytes = pool_bytes(plan, sum(p.nbytes for p in module.parameters()))
+    world.pool.reserve(size_bytes, world.device)
     kernels, fill = kernels_of("auto", world.device), default_fill(module, 0)
     how = replace(how, fill=fill, device=world.device, products=kernels.products)
     how = replace(how, tiers=world.tiers)

@@ -167,5 +167,5 @@ def test_counts_that_disagree_are_an_error_on_processes_and_no_hang(sent: int, e
     """Where ranks share memory the message's size is noticed, none at all included."""
     sender, receiver = run_gloo(2, said, sent, expected)
     assert sender == ""
-    assert f"{8 * sent} bytes came where one of {8 * expected}" in receiver
+    assert f"{8 * sent} bytes instead of {8 * expected}" in receiver
     assert "the counts of an all_to_all must agree" in receiver

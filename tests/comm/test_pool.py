@@ -1,4 +1,4 @@
-"""The pool of communication buffers: rooms in a ring, pieces, and how much memory a step takes."""
+"""The pool of communication buffers: slots in a ring, pieces, and how much memory a step takes."""
 
 from typing import Any
 
@@ -41,24 +41,24 @@ def test_parts_make_up_the_whole(shape: list[int], most: int):
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 1024), st.booleans()), max_size=40))
 def test_no_two_rooms_that_are_kept_overlap(asked: list[tuple[int, bool]]):
-    """A room keeps its bytes until its piece has ended, and pieces end in order or when asked."""
+    """A slot keeps its bytes until its piece has ended, and pieces end in order or when asked."""
     pool, ended = Pool(), list[int]()
     pool.reserve(4096, CPU)
-    rooms: dict[int, Tensor] = {}
+    slots: dict[int, Tensor] = {}
     for number, (nbytes, now) in enumerate(asked):
-        room = pool.room(nbytes, CPU)
-        rooms[number] = room.tensor((nbytes,), torch.uint8).fill_(number)
+        slot = pool.slot(nbytes, CPU)
+        slots[number] = slot.tensor((nbytes,), torch.uint8).fill_(number)
 
         def finish(number: int = number) -> int:
-            assert (rooms.pop(number) == number).all()  # nobody else has written there
+            assert (slots.pop(number) == number).all()  # nobody else has written there
             ended.append(number)
             return number
 
-        take = room.until(finish)
+        take = slot.until(finish)
         assert not now or (take(), take()) == (number, None)
     assert len(set(ended)) == len(ended)
-    while pool.rooms:
-        pool.rooms.popleft().end()
+    while pool.slots:
+        pool.slots.popleft().end()
     assert sorted(ended) == list(range(len(asked)))
 
 
@@ -66,8 +66,8 @@ def test_a_room_larger_than_a_quarter_of_the_pool():
     """It is refused: whoever asks must send pieces."""
     pool = Pool()
     pool.reserve(4096, CPU)
-    with pytest.raises(ValueError, match="a room of 1025 bytes in a pool of 4096"):
-        pool.room(1025, CPU)
+    with pytest.raises(ValueError, match="a slot of 1025 bytes in a pool of 4096"):
+        pool.slot(1025, CPU)
 
 
 def moved(world: World, pool_bytes: int, dtype: torch.dtype, shared: bool) -> list[Any]:

@@ -19,7 +19,7 @@ from shardwise.comm import mailbox, shared
 from shardwise.comm.gloo import Gloo
 from shardwise.comm.ledger import Ledger, Line
 from shardwise.comm.mailbox import HEAD
-from shardwise.comm.shared import SWITCH, Mailboxes, room_bytes, shared_memory_wanted
+from shardwise.comm.shared import SWITCH, Mailboxes, mailbox_bytes, shared_memory_wanted
 from shardwise.comm.torch_links import TorchLinks
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
@@ -95,10 +95,10 @@ def test_no_message_is_lost_or_changed_whatever_their_sizes(acts: list[tuple[int
 def test_what_finds_no_room_goes_through_gloo_in_its_turn():
     """A sender far ahead never waits: the mailbox fills, the rest goes by gloo, the order stays."""
     a, b, queues = pair()
-    size, count = 2**20, 3 * room_bytes(2) // 2**20
+    size, count = 2**20, 3 * mailbox_bytes(2) // 2**20
     for k in range(count):
         a.send(torch.full((size,), k, dtype=torch.uint8), 1, Line())
-    assert len(queues[1]) == count - room_bytes(2) // size
+    assert len(queues[1]) == count - mailbox_bytes(2) // size
     for k in range(count):
         x = torch.empty(size, dtype=torch.uint8)
         b.receive(x, 0)()
@@ -114,7 +114,7 @@ def test_a_message_is_used_once_in_its_wait(overtaken: bool, full: bool):
     In every case it is taken out: what comes next has its place.
     """
     a, b, queues = pair()
-    for _ in range(room_bytes(2) // 2**20 if full else 0):
+    for _ in range(mailbox_bytes(2) // 2**20 if full else 0):
         a.send(torch.zeros(2**20, dtype=torch.uint8), 1, Line())
         b.receive(torch.empty(2**20, dtype=torch.uint8), 0)
     for k in (1, 2):
@@ -160,8 +160,8 @@ def test_all_mailboxes_of_a_group_lie_apart():
     boxes = Mailboxes(memory, wire, [1, 2, 3])
     ways = [boxes._way(a, b) for a in range(3) for b in range(3) if a != b]
     starts = sorted(hold.first for _, hold in ways)
-    assert all(y - x == room_bytes(3) for x, y in pairwise(starts))
-    assert starts[-1] + room_bytes(3) - starts[0] <= shared.SHARED_BYTES
+    assert all(y - x == mailbox_bytes(3) for x, y in pairwise(starts))
+    assert starts[-1] + mailbox_bytes(3) - starts[0] <= shared.SHARED_BYTES
     for number, (numbers, _) in enumerate(ways):
         numbers[0] = numbers[HEAD - 1] = number + 1
     assert [way[0][0] for way in ways] == [way[0][HEAD - 1] for way in ways] == [1, 2, 3, 4, 5, 6]
@@ -199,7 +199,7 @@ def test_views_of_messages_are_kept_but_not_without_end(monkeypatch: pytest.Monk
                 a.send(x, 1, Line())
                 seen = b.read(x, 0, Tensor.clone)()
             assert torch.equal(seen, x)
-    holds = a.out[1].hold, b.into[0].hold
+    holds = a.out[1].store, b.into[0].store
     assert [0 < len(hold.views) <= 3 for hold in holds] == [True] * 2
     x = torch.arange(8.0).view(2, 4)[:, ::2]
     kept = [hold.tensor(0, x) for hold in holds]
@@ -213,14 +213,14 @@ def test_ranks_that_expect_other_sizes_are_told():
     """Not given whatever lies behind the message."""
     a, b, _ = pair()
     a.send(torch.ones(3), 1, Line())
-    with pytest.raises(RuntimeError, match="of 12 bytes came where one of 16 is expected"):
+    with pytest.raises(RuntimeError, match="of 12 bytes instead of 16"):
         b.receive(torch.zeros(4), 0)()
 
 
 def test_a_message_without_room_goes_as_it_lies_too():
     """Through gloo, in its order, and used by who reads it."""
     a, b, _ = pair()
-    full = torch.zeros(room_bytes(2) // 4)
+    full = torch.zeros(mailbox_bytes(2) // 4)
     x, seen = torch.arange(24.0).view(2, 3, 4)[:, 1:, ::2], list[Tensor]()
     first = b.receive(torch.empty_like(full), 0)
     last = b.read(x, 0, lambda y: seen.append(y.clone()) or y)

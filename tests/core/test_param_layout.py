@@ -47,7 +47,7 @@ def test_what_is_shared_in_part():
     assert shared.includes(2)
     assert not shared.includes(1)
     assert layout.shared_numel("tp", {"tp": 3}, (4, 5)) == 10
-    assert layout.whole_shape((4, 5)) == (12, 5)
+    assert layout.full_shape((4, 5)) == (12, 5)
     assert layout.on("tp").groups == ()
 
 
@@ -90,7 +90,7 @@ def test_an_expert():
     assert str(layout) == "ep=S0 zero1 over dp"
     assert layout.on("ep").placement == S(0)
     assert layout.on("ep").groups == ()  # each rank has all of its experts' gradient
-    assert layout.whole_shape((2, 3, 5)) == (8, 3, 5)
+    assert layout.full_shape((2, 3, 5)) == (8, 3, 5)
     assert [layout.replica({"ep": rank}) for rank in range(4)] == [0, 0, 0, 0]
     unit = UnitShape("experts", (ParamShape("w", (2, 64), layout=layout),))
     plan = Plan.parse("dp2 zero1")

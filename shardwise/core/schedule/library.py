@@ -233,7 +233,7 @@ def written(name: str, n: Size) -> Schedule:
             fewer = f"{name}:{m}{f'x{v}' * (one.chunks is None)} on {p} ranks ({fewer})"
         given = f"{name} on {n.p} ranks with {n.m} microbatches"
         given += f", {n.v} chunks a rank" * (n.v > 1) + f", {n.batches} batches" * (n.batches > 1)
-        allowed = f"{MOST_FORWARDS} forwards at most: of all ranks, chunks and microbatches"
+        allowed = f"at most {MOST_FORWARDS} forwards over all ranks, chunks and microbatches"
         raise bad(f"{given}: {forwards} forwards", allowed, fewer)
     return one.build(n)
 

@@ -68,7 +68,7 @@ class Measured:
 
     @property
     def hop(self) -> float:
-        """The mean time from the sending of a message to its arrival, in seconds; 0 if unknown.
+        """The mean time from a message's send to its arrival, in seconds; 0 if unknown.
 
         Counts only messages that the receiver was already waiting for, since the arrival time of
         others is not known.

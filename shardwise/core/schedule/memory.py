@@ -34,9 +34,9 @@ def peaks(schedule: Schedule, size: Callable[[Token], float] = activations) -> t
 
 
 def most_alive(schedule: Schedule, rank: int) -> list[dict[int, int]]:
-    """How many microbatches each stage of `rank` keeps activations of, at its fullest moments.
+    """The number of live activations of each stage of `rank`, at the rank's maximal moments.
 
-    The peak of the bytes is at one of them, whatever the bytes of a microbatch in each stage.
+    The peak in bytes is at one of them, for any bytes per activation of each stage.
     """
     whole = lower(schedule)
     alive = dict.fromkeys(whole.stages(rank), 0)

@@ -59,7 +59,7 @@ def _pieces(sizes: Sequence[int], most: int) -> Iterator[list[tuple[int, int, in
 
 def _broadcast(piece: Sequence[tuple[Tensor, int, int]], axis: Axis) -> None:
     nbytes = sum(stop - start for _, start, stop in piece)
-    together = axis.pool.room(nbytes, piece[0][0].device).tensor((nbytes,), torch.uint8)
+    together = axis.pool.slot(nbytes, piece[0][0].device).tensor((nbytes,), torch.uint8)
     parts = together.split([stop - start for _, start, stop in piece])
     for (b, start, stop), part in zip(piece, parts, strict=True):
         part.copy_(b.detach().reshape(-1).view(torch.uint8)[start:stop])

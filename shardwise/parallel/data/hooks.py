@@ -31,7 +31,7 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.core.errors import bad
 from shardwise.core.graph_break import graph_break
 from shardwise.core.hook import Hook, no_copy, nothing
-from shardwise.core.use_order import Way
+from shardwise.core.use_order import UseOrder
 from shardwise.core.weak import weakly
 from shardwise.parallel.data.consensus import Consensus
 from shardwise.parallel.data.flat_parameter import Flat
@@ -79,8 +79,8 @@ class Data:
         for number, unit in enumerate(units.order):
             unit.number = number
         self.places: dict[nn.Parameter, tuple[Unit, Flat, int]] = {}
-        self.ways = {stage: Way[Unit]() for stage in (staged.units if staged else (0,))}
-        self.stage = next(iter(self.ways))  # the one that is computed
+        self.use_orders = {stage: UseOrder[Unit]() for stage in (staged.units if staged else (0,))}
+        self.stage = next(iter(self.use_orders))  # the one that is computed
         self.reads = True  # whether this backward pass reads weights
         self.latest: Unit | None = None  # that was used: whole until another is
         self.in_backward = False
@@ -119,9 +119,9 @@ class Data:
         self.handles.append(self.root.register_forward_hook(end))
 
     @property
-    def way(self) -> Way[Unit]:
+    def use_order(self) -> UseOrder[Unit]:
         """The order in which the current stage uses its units."""
-        return self.ways[self.stage]
+        return self.use_orders[self.stage]
 
     def require_copyable(self) -> None:
         """Raise InputError if this rank has only a part of the values (core/hook.py)."""
@@ -164,7 +164,7 @@ class Data:
             if unit not in own:
                 unit.reshard()
         self.stage, self.in_backward, self.reads = stage, op != "F", reads
-        self.way.over = True
+        self.use_order.ended = True
         around = [unit for unit in own if unit.stays_unsharded]
         for unit in around:
             unit.begin_unshard()
@@ -173,7 +173,7 @@ class Data:
         if op == "F":
             return
         if reads:
-            last = next(iter(self.way.back), None)
+            last = next(iter(self.use_order.backward_calls), None)
             self._reshard_latest(last if last is not None and last.wanted_backward else None)
         for group in (group for unit in own if not reads for group in unit.groups):
             group.set_placeholders()  # gradients are coming for it
@@ -182,7 +182,7 @@ class Data:
         """End the action; of the units that its layers used, only the last stays whole."""
         assert self.staged is not None
         if not self.in_backward and torch.is_grad_enabled():
-            self.way.learn()
+            self.use_order.begin_backward()
         self.in_backward = False
         for unit in self.staged.units[self.stage]:
             unit.depth, unit.used = 0, False
@@ -202,7 +202,7 @@ class Data:
                 "requires_grad_(True) before the wrapping, and lr=0 for a group until it is wanted",
             )
         self.consensus.phase("forward")
-        self.way.over |= not torch.is_grad_enabled()
+        self.use_order.ended |= not torch.is_grad_enabled()
         self.units.begin_unshard()  # where somebody else has updated them
         if module.training and torch.is_grad_enabled():
             self.consensus.buffers.refresh()
@@ -217,12 +217,12 @@ class Data:
         unit.unshard()
         if begins:
             unit.used = True
-            self.way.use(unit)
+            self.use_order.use(unit)
             self.consensus.gathers(unit.number)
-            for following in self.way.following(self.pace.ahead):
+            for following in self.use_order.following(self.pace.ahead):
                 following.begin_unshard()
         elif unit.reshards and not self.in_backward:
-            self.way.calls.append(unit)
+            self.use_order.calls.append(unit)
 
     def _around(self, unit: Unit) -> bool:
         """Whether the unit stays whole while its stage runs."""
@@ -240,7 +240,7 @@ class Data:
         unit.depth -= 1
         recording = torch.is_grad_enabled()
         if recording and unit.reshards and not self.in_backward:
-            calls = self.way.calls
+            calls = self.use_order.calls
             unit.reached = self._watch(out, partial(self._before_backward, unit, calls, len(calls)))
         over = unit.depth == 0 and module is unit.modules[-1] and not self.in_backward
         if over and not recording:
@@ -255,14 +255,16 @@ class Data:
         if torch.is_grad_enabled():
             self._watch(out, self._begin_backward)
             return
-        self.way.over = True
+        self.use_order.ended = True
         if self.pace.by_hand:
             self.units.to_sharded()
 
     def _learn(self) -> None:
         """Store the path of this forward at the begin of backward, for the next forward."""
-        if self.way.learn() and len(self.way.once) == len(self.units.order):
-            self.units.order = self.way.once
+        if self.use_order.begin_backward() and len(self.use_order.distinct) == len(
+            self.units.order
+        ):
+            self.units.order = self.use_order.distinct
 
     def _watch(self, out: Any, act: Callable[[], None]) -> bool:
         """Call `act` when a gradient of `out` arrives; returns whether `out` requires one."""
