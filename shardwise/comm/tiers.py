@@ -20,6 +20,7 @@ freed at once, but not written before `wait`.  On a CPU the copy is made when it
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -50,6 +51,7 @@ class Tiers:
         self.device = torch.device("cpu") if device is None else device
         self._host: dict[int, _HostMemory] = {}
         self._sweep_at = _SWEEP_AT
+        self._lock = Lock()  # a thread that updates owns states that it makes
         self._streams: dict[Tier, torch.cuda.Stream] = {}
 
     @property
@@ -64,9 +66,10 @@ class Tiers:
     def own(self, x: Tensor) -> Tensor:
         """Count the storage of `x` as memory of the host from now on; returns `x`."""
         storage = x.untyped_storage()
-        if self._memory(x) is None:
-            self._sweep()
-            self._host[storage._cdata] = _HostMemory(StorageWeakRef(storage))
+        with self._lock:
+            if self._memory(x) is None:
+                self._sweep()
+                self._host[storage._cdata] = _HostMemory(StorageWeakRef(storage))
         return x
 
     def empty_like(self, x: Tensor, tier: Tier) -> Tensor:

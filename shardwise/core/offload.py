@@ -1,8 +1,13 @@
 """The plan word `offload`: which states rest in host memory, and when they are updated there.
 
-offload:optim             the optimizer's state and masters; gradients go there, the update is
-                          made there, and the updated parameters come back
-offload:param             parameters too: each unit is copied to the device before it is used
+    offload:optim             the optimizer's state and masters; gradients go there, the update is
+                              made there, and the updated parameters come back
+    offload:param             parameters too: each unit is copied to the device before it is used
+    offload:optim-delayed     as optim, but an update is made beside the next step, and its
+                              parameters are used one step later; not in the first steps
+    offload:optim-delayed=N   the first N steps are not delayed (the default: 40)
+
+(Delayed parameter update: ZeRO-Offload, arXiv 2101.06840, section 5.2, with 40 steps before it.)
 """
 
 from dataclasses import dataclass
@@ -12,17 +17,22 @@ from shardwise.core.errors import bad
 from shardwise.core.zero import Tier
 
 #: What may rest in host memory.
-WHAT: Final = ("optim", "param")
+WHAT: Final = ("optim", "param", "optim-delayed")
+#: Steps before updates are delayed.
+UNDELAYED_STEPS: Final = 40
+MOST_STEPS: Final = 10**9
 
 
 @dataclass(frozen=True)
 class Offload:
     """A parsed value of the word.
 
-    what    "optim" or "param": parameters never rest further away than their optimizer's state
+    what        "optim" or "param": parameters never rest further away than their optimizer's state
+    undelayed   the number of steps before updates are made one step late; None: never
     """
 
     what: str
+    undelayed: int | None = None
 
     @property
     def param_tier(self) -> Tier:
@@ -34,13 +44,33 @@ class Offload:
         """The tier of the optimizer's state, where the update is made."""
         return "host"
 
+    def delays(self, step: int) -> bool:
+        """Whether the update of step number `step`, from 0, is used one step later."""
+        return self.undelayed is not None and step >= self.undelayed
+
     def __str__(self) -> str:
-        return self.what
+        if self.undelayed is None:
+            return self.what
+        number = "" if self.undelayed == UNDELAYED_STEPS else f"={self.undelayed}"
+        return f"{self.what}-delayed{number}"
 
 
 def parse(text: str) -> Offload:
     """The value of `offload:` as written. Raises InputError for any other."""
-    if text in WHAT:
+    what, equals, number = text.partition("=")
+    if text in ("optim", "param"):
         return Offload(text)
+    if what == "optim-delayed":
+        return Offload("optim", _steps(number) if equals else UNDELAYED_STEPS)
     allowed = f"offload: and the states that rest in host memory: {' or '.join(WHAT)}"
     raise bad(f"the plan word 'offload:{text}'", allowed, f"offload:{WHAT[0]}")
+
+
+def _steps(text: str) -> int:
+    if text.isdecimal() and len(text) < 11 and int(text) <= MOST_STEPS:
+        return int(text)
+    raise bad(
+        f"the plan word 'offload:optim-delayed={text}'",
+        f"a number of steps from 0 to {MOST_STEPS}, after which updates are delayed",
+        f"offload:optim-delayed={UNDELAYED_STEPS}",
+    )

@@ -72,6 +72,7 @@ def lay_out(model: nn.Module, build: Build) -> ShardedModel:
         products=kernels.products,
         least_unit_bytes=build.least_unit_bytes,
         tiers=world.tiers,
+        late=plan.offloaded is not None and plan.offloaded.undelayed is not None,
     )
     schedule, tensor_ranks = stage_module.schedule_of(plan), world.axis(tensor_parallel.AXIS).size
     if schedule is None:

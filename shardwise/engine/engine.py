@@ -92,7 +92,13 @@ class Engine:
             over_stages=self._over_stages,
             clip=training.clip,
             by_schedule=by_schedule,
+            delays=self._delays,
         )
+
+    def _delays(self) -> bool:
+        """Whether the update of the step that runs is made beside the next."""
+        offload = self.plan.offloaded
+        return offload is not None and offload.delays(self.steps)
 
     def _passes(self) -> OneStage | Pipelined:
         model, tensors, objective = self.model, self.tensors, self._objective
@@ -274,6 +280,7 @@ class Engine:
     def _made(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
         """What `call` makes of the model in eval mode; None where another stage has it."""
         self.world.require_open()
+        self.flush()
         was_training = self.model.training
         self.model.eval()
         with self.ledger.phase("check"):
@@ -286,6 +293,18 @@ class Engine:
     def wait(self) -> None:
         """Return when parameters that are kept whole have come (they come beside the next step)."""
         self.data.units.wait()
+
+    def flush(self) -> None:
+        """Finish the update that `offload:optim-delayed` makes beside the next step.
+
+        Called by all ranks; the step after it computes with the parameters of all updates. To
+        evaluate and to save a checkpoint does so.
+        """
+        if self.updates.next_step.pending:
+            self.data.units.to_sharded()
+            with self.ledger.phase("update"):
+                self.updates.next_step.finish()
+            self.data.units.begin_unshard()
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the steps to come. Raises InputError for what is none."""
@@ -301,6 +320,7 @@ class Engine:
         Called by all ranks.
         """
         self.world.require_open()
+        self.flush()
         begun, missing = self.optimizer.begun, not self.optimizer.complete
         if self.staging:
             begun, missing = self.staging.anywhere([begun, missing])

@@ -45,6 +45,7 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
     if isinstance(module_or_engine, Engine):
         engine = module_or_engine
         engine.world.require_open()
+        engine.flush()
         boxes = [
             *state.weights(engine.flats, engine.optimizer),
             *state.buffers(engine.model, engine.sharded),

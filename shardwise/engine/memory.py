@@ -47,7 +47,9 @@ def owned(
 
 def gradients_of(flat: Flat) -> list[Tensor]:
     """The memory of a flat parameter's gradients, on all tiers."""
-    return [t for t in (flat.grads.grad, flat.grads.gshard, flat.grads.host_grad) if t is not None]
+    of = flat.grads
+    every = of.grad, of.gshard, of.host_grad, of.other_host_grad
+    return [t for t in every if t is not None]
 
 
 def _bytes(tensors: Iterable[Tensor], seen: set[int]) -> int:

@@ -20,8 +20,7 @@ torch's own optimizer, and the rates a scheduler writes there are used by the ne
     group k       "name" is the recipe's pattern k; the same groups on every rank, some maybe empty
 """
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +30,7 @@ from torch.optim import Optimizer
 
 from shardwise.comm.tiers import Tiers, begin_copy
 from shardwise.core.errors import bad
+from shardwise.engine import optimizer_groups as groups
 from shardwise.engine.norm import counted_elsewhere, counts, squared_norm
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.parallel.data.flat_parameter import Flat
@@ -50,10 +50,6 @@ def _pieces(flats: Sequence[Flat]) -> Iterator[None]:
     finally:
         for p, data in shown:
             p.data = data
-
-
-#: What a group has besides its options.
-NAMING = ("params", "param_names", "name")
 
 
 class ShardedOptimizer(Optimizer):
@@ -80,7 +76,7 @@ class ShardedOptimizer(Optimizer):
             self.torch = recipe.build(named)
             super().__init__(self.torch.param_groups, self.torch.defaults)
         self.param_groups, self.state = self.torch.param_groups, self.torch.state  # shared
-        self.recipe_options = [_options(group) for group in self.param_groups]
+        self.recipe_options = [groups.options(group) for group in self.param_groups]
         places = [{id(p) for p in group["params"]} for group in self.torch.param_groups]
         self.members = [  # of each flat group in each group of the optimizer
             [[t for t in targets if id(t) in place] for place in places] for targets in self.targets
@@ -127,18 +123,58 @@ class ShardedOptimizer(Optimizer):
         self._wake(chosen)
         self._even_out()
         plain = [k for k in chosen if k not in self.masters]
-        for k in chosen:
-            gshard, half = self.flats[k].grads.gshard, self.flats[k].dtype in HALF
-            if factor != 1.0 and gshard is not None and not half:
-                gshard.mul_(factor)
+        gradients = {k: self._gradients(k, factor) for k in chosen}
         if plain:
             self._step_only(plain)
         for k in chosen:
             if k in self.masters:
-                self._step_masters(k, factor)
+                self._step_masters(k, gradients[k], factor)
 
-    def _step_only(self, chosen: Sequence[int]) -> None:
-        """Torch's own step over the parameters of some flat groups."""
+    def later(self, flats: Sequence[Flat], factor: float) -> Callable[[], None]:
+        """The update of `flats`, all in host memory, as a function that may run beside a step.
+
+        It uses the gradients and the options of the groups as they are now; the gradients must
+        stay where they are until it has run.
+        """
+        self.factor = factor
+        chosen = [k for k, flat in enumerate(self.flats) if flat in flats]
+        self._wake(chosen)
+        self._even_out()
+        options = [dict(group) for group in self.param_groups]
+        every = {k: self._gradients(k, factor) for k in chosen}
+
+        def update() -> None:
+            for k, gradients in every.items():
+                self._step_masters(k, gradients, factor, options)
+                self._own(k)
+
+        return update
+
+    def _gradients(self, k: int, factor: float) -> list[Tensor | None]:
+        """The gradient of each parameter for the update; in 32 bits and more it is multiplied."""
+        flat = self.flats[k]
+        if factor != 1.0 and flat.grads.gshard is not None and flat.dtype not in HALF:
+            flat.grads.gshard.mul_(factor)
+        return [flat.grads.piece(index) for index in range(len(flat.params))]
+
+    def _step_only(
+        self, chosen: Sequence[int], options: Sequence[dict[str, Any]] | None = None
+    ) -> None:
+        """Torch's own step over the parameters of some flat groups.
+
+        `options` are those of the groups at an earlier moment; the main thread may meanwhile change
+        those of now.
+        """
+        if options is not None:
+            self.torch.param_groups = [
+                {**group, "params": [p for k in chosen for p in self.members[k][g]]}
+                for g, group in enumerate(options)
+            ]
+            try:
+                self.torch.step()
+            finally:
+                self.torch.param_groups = self.param_groups
+            return
         everyone = [group["params"] for group in self.torch.param_groups]
         try:
             for g, group in enumerate(self.torch.param_groups):
@@ -171,16 +207,24 @@ class ShardedOptimizer(Optimizer):
                 if state.get("momentum_buffer") is None:
                     state["momentum_buffer"] = torch.zeros_like(p)
 
-    def _step_masters(self, k: int, factor: float) -> None:
+    def _step_masters(
+        self,
+        k: int,
+        gradients: Sequence[Tensor | None],
+        factor: float,
+        options: Sequence[dict[str, Any]] | None = None,
+    ) -> None:
         flat, targets = self.flats[k], self.targets[k]
         half = flat.dtype in HALF
         self.tiers.settle(self.masters[k])
-        for i, (p, target) in enumerate(zip(flat.params, targets, strict=True)):
-            gradient, p.grad = flat.grads.piece(i), None
-            if half and gradient is not None:  # others are multiplied already
-                gradient = gradient.float().mul_(factor)
-            target.grad = gradient
-        self._step_only([k])
+        for p in flat.params if options is None else ():  # else they are in another step
+            p.grad = None
+        for target, gradient in zip(targets, gradients, strict=True):
+            wide = half and gradient is not None  # others are multiplied already
+            target.grad = (
+                gradient.float().mul_(factor) if wide and gradient is not None else gradient
+            )
+        self._step_only([k], options)
         for target in targets:
             target.grad = None
         if not _apart(flat):
@@ -229,54 +273,38 @@ class ShardedOptimizer(Optimizer):
 
         `sw.save` keeps these options too; this is for schedulers and for a program's own use.
         """
-        named = [{"name": group["name"]} | _options(group) for group in self.param_groups]
+        named = [{"name": group["name"]} | groups.options(group) for group in self.param_groups]
         return {"state": {}, "param_groups": [{**group, "params": []} for group in named]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the options of the groups back. Raises InputError for groups of another recipe."""
-        groups = state_dict.get("param_groups", ())
-        names, own = ([group.get("name") for group in gs] for gs in (groups, self.param_groups))
+        saved_groups = state_dict.get("param_groups", ())
+        both = saved_groups, self.param_groups
+        names, own = ([group.get("name") for group in one] for one in both)
         if names != own:
             raise bad(
                 f"engine.optimizer.load_state_dict with the groups {names}",
                 f"the state_dict() of an engine's optimizer with the groups {own}",
                 "the same recipe, or sw.load(engine, folder), which takes what fits",
             )
-        for group, saved in zip(self.param_groups, groups, strict=True):
-            _take(group, _options(saved))
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            groups.take(group, groups.options(saved))
 
     def changed(self) -> dict[str, dict[str, Any]]:
         """By group and option what differs from the recipe, as [the recipe's value, this one]."""
-        found: dict[str, dict[str, Any]] = {}
-        for group, recipe in zip(self.param_groups, self.recipe_options, strict=True):
-            now = _options(group)
-            pairs = {k: [recipe.get(k), v] for k, v in now.items() if recipe.get(k) != v}
-            found |= {group["name"]: pairs} if pairs else {}
-        return found
+        return groups.changed(self.param_groups, self.recipe_options)
 
     def load_changed(self, saved: dict[str, dict[str, Any]]) -> None:
-        """Take back what `changed` gave, where this recipe has the value that was changed then.
-
-        So a schedule goes on where it was, and a recipe with another rate begins with that one.
-        """
-        for group, recipe in zip(self.param_groups, self.recipe_options, strict=True):
-            pairs = saved.get(group["name"], {}).items()
-            _take(group, {k: now for k, (was, now) in pairs if _listed(recipe.get(k)) == was})
+        """Take back what `changed` gave (optimizer_groups.py)."""
+        groups.take_changed(self.param_groups, self.recipe_options, saved)
 
     def require_finite_rates(self) -> None:
         """Raise InputError for a learning rate, of a scheduler or a program, that is no number."""
-        for group in self.param_groups:
-            lr = group["lr"]
-            if not isinstance(lr, int | float | Tensor) or not math.isfinite(lr):
-                raise bad(
-                    f"a learning rate of {lr!r} in the group {group['name']!r} of engine.optimizer",
-                    "a finite number",
-                    "engine.set_lr(3e-4), or a scheduler whose rates are finite",
-                )
+        groups.require_finite_rates(self.param_groups)
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate; groups with a rate of their own keep its proportion."""
-        for group, base in zip(self.torch.param_groups, self.base_lr, strict=True):
+        for group, base in zip(self.param_groups, self.base_lr, strict=True):
             group["lr"] = lr * base / self.torch.defaults["lr"] if self.torch.defaults["lr"] else lr
 
     @property
@@ -370,30 +398,3 @@ class ShardedOptimizer(Optimizer):
 def _apart(flat: Flat) -> bool:
     """Whether updated masters are copied to another tier, on which the parameters rest."""
     return flat.moves.host_update and not flat.moves.fetch
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of a group that are numbers or tuples of them, as JSON holds them."""
-    found = {key: _listed(value) for key, value in group.items() if key not in NAMING}
-    return {key: value for key, value in found.items() if _numeric(value)}
-
-
-def _listed(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.dim() == 0:
-        return value.item()
-    return [_listed(x) for x in value] if isinstance(value, tuple | list) else value
-
-
-def _numeric(value: Any) -> bool:
-    if isinstance(value, list):
-        return all(map(_numeric, value))
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _take(group: dict[str, Any], options: Mapping[str, Any]) -> None:
-    """Set options of a group: a tensor in place, a list as the tuple that it was."""
-    for key, value in options.items():
-        if isinstance(group.get(key), Tensor):
-            group[key].fill_(value)
-        else:
-            group[key] = tuple(value) if isinstance(value, list) else value

@@ -44,6 +44,7 @@ class Sharding:
     device: where they are kept; None leaves them where they are.
     broadcast_buffers: whether buffers are rank 0's in every training forward, or at first only.
     tiers: of this rank, where the row keeps states in host memory.
+    late: whether updates there are made beside the next step.
     Neighbours smaller than `least_unit_bytes` (None: LEAST_BYTES) are one unit.
     fill(name, tensor) writes the initial weights of parameters on the meta device, unit by unit.
     """
@@ -59,6 +60,7 @@ class Sharding:
     broadcast_buffers: bool = True
     least_unit_bytes: int | None = None
     tiers: Tiers = field(default_factory=Tiers)
+    late: bool = False
 
     @property
     def axes(self) -> tuple[Axis, Axis]:
@@ -116,6 +118,7 @@ def shard(
                 [axis for axis in sums if axis is not None and axis.size > 1],
                 _coordinates(tensors, staged, experts),
                 how.tiers,
+                how.late,
             )
             device = how.device or group[0][1].device
             groups.append(Flat(group, local, fill, device, how.products.add))

@@ -4,12 +4,13 @@ early       without clipping: each unit as soon as its gradients are summed
 by_norm     with clipping or fp16: all units, after the norm of all gradients is known
 leave_out   gradients are not finite: dropped; weights and optimizer state stay (guard.py)
 
-With offload, updates run on a thread of the host, while other units arrive and return.
+With offload, updates run on a thread of the host, while other units arrive and return, or while the
+next step computes (`later`): then they are finished at its end, before its own update begins.
 """
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from torch import Tensor
@@ -24,6 +25,7 @@ from shardwise.engine.scale import LossScale
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.hooks import Data
 from shardwise.parallel.data.units import Unit
+from shardwise.parallel.offload.delayed import NextStep
 from shardwise.parallel.offload.host_thread import HostThread, InPlace
 
 #: Units of at least this size together are updated in one call.
@@ -37,6 +39,8 @@ class Updates:
     axes         squares of gradients are summed over these axes, then by `over_stages`
     clip         the bound on the norm of all gradients
     by_schedule  whether the schedule updates each stage itself, so that nothing remains to do here
+    delays       whether the update of this step is made beside the next
+    next_step    what runs such updates
     """
 
     optimizer: ShardedOptimizer
@@ -49,12 +53,20 @@ class Updates:
     over_stages: Callable[[Tensor], Tensor]
     clip: float | None
     by_schedule: bool
+    delays: Callable[[], bool]
+    next_step: NextStep = field(default_factory=NextStep)
 
     def early(self, arriving: Iterable[Unit], correction: float) -> None:
         """Update units as soon as their gradients are summed, while other sums are under way.
 
         Small units are updated together: the overhead of a call exceeds its work on few elements.
         """
+        if self.delays():
+            for unit in arriving:
+                unit.attach_grads()
+            self._later(correction)
+            return
+        self.next_step.finish()
         ready: list[Flat] = []
         with self._thread() as thread:
             for unit in arriving:
@@ -74,14 +86,18 @@ class Updates:
         with self.ledger.phase("backward"):
             self.data.sums.finish()
         norm = self._norm(correction)
-        if update and math.isfinite(norm):
-            self.data.units.attach_grads()
-            factor = self._factor(norm) * correction
+        if not (update and math.isfinite(norm)):
+            return norm
+        self.data.units.attach_grads()
+        factor = self._factor(norm) * correction
+        if self.delays():
+            self._later(factor)
+        else:
             with self._thread() as thread:
                 for flats in self._parts():
                     self._update(thread, flats, factor)
-            self.scale.update(overflow=False)
             self.guard.passed()
+        self.scale.update(overflow=False)
         return norm
 
     def leave_out(self, step: int, summed: Tensor, norm: float | None) -> NonFiniteError | None:
@@ -94,6 +110,7 @@ class Updates:
             self.data.sums.finish()
         if not self.by_schedule:
             self.data.units.attach_grads()
+        self.next_step.finish()
         error = self.guard.record_skip(step, summed, self.flats, norm, self.scale.on)
         self.scale.update(overflow=True)
         self.optimizer.skip()
@@ -119,6 +136,19 @@ class Updates:
         if flats:
             step = partial(self.optimizer.step, flats, factor)
             thread.run(step, partial(self._publish, flats))
+
+    def _later(self, factor: float) -> None:
+        """Finish the updates of the step before, and begin those of this one beside the next."""
+        self.next_step.finish()
+        updates = [
+            (self.optimizer.later(flats, factor), partial(self.optimizer.publish, flats))
+            for flats in self._parts()
+        ]
+        for flat in self.optimizer.flats:
+            flat.grads.clear()
+            flat.grads.swap()
+        self.next_step.begin(updates)
+        self.guard.passed()
 
     def _publish(self, flats: Sequence[Flat]) -> None:
         self.optimizer.publish(flats)

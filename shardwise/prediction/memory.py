@@ -63,14 +63,16 @@ def host_bytes(
     """The bytes of host memory that `rank` holds after such a step (see `held_bytes`).
 
     Of each group that is updated there: its gradient, the masters and the optimizer's state. With
-    `offload:param` also all parameters.
+    `offload:param` also all parameters; with `offload:optim-delayed` two gradients.
     """
     here = plan.coordinate(rank)
     found = [group for group in groups(plan, model) if group.trained and _updated_on_host(group)]
     resting = [group for group in groups(plan, model) if group.row.param_tier == "host"]
+    delayed = plan.offloaded is not None and plan.offloaded.undelayed is not None
+    buffers = 1 + delayed  # an update reads one while gradients of the next step arrive in another
     return {
         "parameters": sum(_block_bytes(group, group.row.param.kind == "S") for group in resting),
-        "gradients": sum(_block_bytes(group, group.row.sharded) for group in found),
+        "gradients": buffers * sum(_block_bytes(group, group.row.sharded) for group in found),
         "optimizer": sum(
             _optimizer_bytes(group, optimizer, here.get(group.layout.shard, 0)) for group in found
         ),

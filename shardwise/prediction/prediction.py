@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from shardwise.core.expert_moves import Loads
 from shardwise.core.model_spec import ModelShape, ModelSpec
+from shardwise.core.moves import between
 from shardwise.core.plan import Plan
 from shardwise.core.pool_size import pool_bytes
 from shardwise.prediction.experts import exchanged_between, expert_bytes
@@ -101,12 +102,14 @@ class Prediction:
         step: int,
         *,
         loaded: bool = False,
+        done: int = 0,
         skipped: int = 0,
         loads: Sequence[Loads] = (),
     ) -> dict[Line, int]:
         """Bytes sent in an engine's step number `step`, from 0, by axis, kind and phase.
 
-        `loaded`: the engine has loaded a checkpoint, which has the number of tokens of a step.
+        `loaded`: the engine has loaded a checkpoint, which has the number of tokens of a step, and
+        was saved after `done` steps.
         `skipped`: so many steps before this one were skipped, because fp16 had overflowed.
         `loads` are those of the experts in each microbatch, even ones if not given.
         """
@@ -114,7 +117,13 @@ class Prediction:
         compares = "each" if step - skipped < CHECKED_STEPS else "sums" if again else ""
         first = step == 0 and not loaded
         meets = again or step == 0
-        return self.sent(first=first, meets=meets, compares=compares, loads=loads)
+        found = self.sent(first=first, meets=meets, compares=compares, loads=loads)
+        offload = self.plan.offloaded
+        late = offload is not None and offload.delays(step + done)
+        if offload is not None and late and (step == 0 or not offload.delays(step + done - 1)):
+            # its update is made beside the next step, and there is none before it
+            found.pop(Line("tier", between("host", "device"), "update"), None)
+        return found
 
     def sent(
         self,

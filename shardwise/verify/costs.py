@@ -49,7 +49,8 @@ class Costs:
         if not self.hold:
             return self
         counted = {Line(*key): t.sent_bytes for key, t in engine.last.items() if t.sent_bytes}
-        theory = prediction.in_step(engine.steps_run - 1, loaded=loaded, loads=loads)
+        done = engine.steps - engine.steps_run
+        theory = prediction.in_step(engine.steps_run - 1, loaded=loaded, done=done, loads=loads)
         notes = tuple(LOADS if note == EVEN else note for note in prediction.notes)
         between = prediction.bytes_between if prediction.plan.precision in ("bf16", "fp16") else {}
         notes += tuple(

@@ -112,13 +112,23 @@ def _wide(p: nn.Parameter) -> torch.dtype:
 
 
 class Oracle:
-    """The training of `model`, in place, in one process."""
+    """The training of `model`, in place, in one process.
+
+    After `undelayed` steps (None: never) the model computes each step with the weights from before
+    the last update; `evaluate` shows it the newest (ZeRO-Offload, arXiv 2101.06840, section 5.2).
+    """
 
     def __init__(
-        self, model: nn.Module, task: Task, dtype: torch.dtype, loss_scale: float = 1.0
+        self,
+        model: nn.Module,
+        task: Task,
+        dtype: torch.dtype,
+        loss_scale: float = 1.0,
+        undelayed: int | None = None,
     ) -> None:
         self.model, self.task, self.dtype, self.loss_scale = model, task, dtype, loss_scale
-        self.weights = Weights(model, task, dtype)
+        self.undelayed, self.steps = undelayed, 0
+        self.weights = Weights(model, task, dtype, old=undelayed is not None)
 
     def gradients(self, batch: Any) -> tuple[float, dict[str, Tensor | None]]:
         """The mean loss of a global batch, and its gradients by name; nothing is updated."""
@@ -135,11 +145,22 @@ class Oracle:
     def step(self, batch: Any, clip: float | None = None) -> float:
         """Train on a global batch; its mean loss before the update."""
         loss, gradients = self.gradients(batch)
+        delayed = self.undelayed is not None and self.steps >= self.undelayed
+        before = {n: m.detach().clone() for n, m in self.weights.masters.items() if delayed}
         self.weights.update(gradients, clip)
+        self._show(before)
+        self.steps += 1
         return loss
+
+    def _show(self, weights: Mapping[str, Tensor]) -> None:
+        for name, weight in weights.items():
+            p = self.weights.params[name]
+            p.data = weight.detach().to(p.dtype)
 
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor:
         """What `call` returns for the model in eval mode."""
+        if self.undelayed is not None:
+            self._show({n: m.clone() for n, m in self.weights.masters.items()})
         return in_eval_mode(self.model, call)
 
 

@@ -67,7 +67,8 @@ def oracles_of(
         model, task = build(), Task(loss, tokens or _rows, optimizer_of(recipe), rounded)
         if is_asynchronous(plan):
             return AsyncOracle(model, task, dtype, staleness_of(model, plan, starts))
-        return Oracle(model, task, dtype, LOSS_SCALE if dtype is torch.float16 else 1.0)
+        scale, offload = LOSS_SCALE if dtype is torch.float16 else 1.0, plan.offloaded
+        return Oracle(model, task, dtype, scale, None if offload is None else offload.undelayed)
 
     dtype = DTYPES[plan.precision]
     if dtype is None:

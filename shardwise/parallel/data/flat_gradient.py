@@ -12,6 +12,7 @@ The moves are those of the row (row_moves.py): `begin_reduce` carries out `reduc
 update is made in host memory, `begin_offload` copies `gshard` there when all sums are complete, and
 frees the gradients on the device: from then on `gshard` is `host_grad`.  If that still holds
 gradients of an earlier backward pass, which a user's loop has not dropped, the copy is added.
+Where updates are made one step late, two take turns: `swap` after a step.
 """
 
 from collections.abc import Callable, Sequence
@@ -55,6 +56,7 @@ class FlatGradient:
         self.gsum: Tensor | None = None
         self.gshard: Tensor | None = None
         self.host_grad: Tensor | None = None
+        self.late, self.other_host_grad = local.late, self.host_grad
         none = [False] * len(params)
         self.filled = list(none)  # grad holds something of parameter i
         self.valid = list(none)  # gsum holds something of parameter i
@@ -198,6 +200,8 @@ class FlatGradient:
             return
         if self.host_grad is None:
             self.host_grad = self.tiers.empty_like(self.gshard, "host")
+            if self.late:
+                self.other_host_grad = self.tiers.empty_like(self.gshard, "host")
         if any(self.resting):
             arriving = begin_copy(self.gshard, self.tiers, "device", "host")
             self.going = Pending([lambda: self._add(arriving.wait())])
@@ -205,6 +209,10 @@ class FlatGradient:
             self.going = begin_copy(self.gshard, self.tiers, "device", "host", self.host_grad)
         self.grad, self.grad_views, self.gsum, self.gshard = None, [], None, self.host_grad
         self.filled, self.valid = ([False] * len(self.params) for _ in range(2))
+
+    def swap(self) -> None:
+        """Let the gradients of the next step arrive beside those of this one."""
+        self.host_grad, self.other_host_grad = self.other_host_grad, self.host_grad
 
     def _add(self, arrived: Tensor) -> None:
         """Add a copy of `gshard` to what rests on the host."""

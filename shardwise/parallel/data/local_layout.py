@@ -15,6 +15,7 @@ class LocalLayout:
     sums         axes other than the data's over which the gradient is summed
     coordinates  this rank's coordinate on the axes other than the data's
     tiers        between which this rank copies what the row moves
+    late         whether updates read gradients on the host while others arrive there
     """
 
     layouts: Sequence[Layout]
@@ -23,3 +24,4 @@ class LocalLayout:
     sums: Sequence[Axis]
     coordinates: Mapping[str, int]
     tiers: Tiers
+    late: bool = False

@@ -256,9 +256,9 @@ def buffers_not_sent(patch: Patch) -> None:
 
 
 def _before_masters(patch: Patch, act: Any) -> None:
-    def step(real: Any, optimizer: ShardedOptimizer, k: int, factor: float) -> None:
+    def step(real: Any, optimizer: ShardedOptimizer, k: int, *args: Any) -> None:
         act(optimizer.flats[k])
-        real(optimizer, k, factor)
+        real(optimizer, k, *args)
 
     around(patch, ShardedOptimizer, "_step_masters", step)
 
@@ -274,8 +274,8 @@ def three_percent(patch: Patch) -> None:
 
 
 def masters_in_16_bits(patch: Patch) -> None:
-    def step(real: Any, optimizer: ShardedOptimizer, k: int, factor: float) -> None:
-        real(optimizer, k, factor)
+    def step(real: Any, optimizer: ShardedOptimizer, k: int, *args: Any) -> None:
+        real(optimizer, k, *args)
         optimizer.masters[k].copy_(optimizer.flats[k].shard)
 
     around(patch, ShardedOptimizer, "_step_masters", step)

@@ -1,0 +1,265 @@
+"""`offload:optim-delayed`: updates are made beside the next step, and used one step late."""
+
+import gc
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.world import World
+from shardwise.core.plan import Plan
+from shardwise.engine.engine import Engine
+from shardwise.engine.meter import Meter
+from shardwise.engine.state_dict import full_parameters
+from shardwise.parallel.offload.delayed import NextStep
+from tests.engine.cases import Case, Task, build, difference, foreseen, share, tied_gpt
+from tests.engine.tensors import sent
+from tests.pool import run_gloo, run_threads
+
+TASK, TIED = Task(), Task(tied_gpt)
+STEPS = 7
+
+
+def simulated(
+    task: Task,
+    case: Case,
+    undelayed: int,
+    flushed: tuple[int, ...] = (),
+    dtype: Any = torch.float64,
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of one process that keeps each gradient for one step before it uses it.
+
+    Before each step of `flushed` the gradient that waits is used.
+    """
+    model = task.make().to(dtype)
+    optimizer = case.kind(model.parameters(), **case.options)
+    waiting: list[Tensor] | None = None
+    losses = list[float]()
+
+    def use(gradients: list[Tensor]) -> None:
+        for p, gradient in zip(model.parameters(), gradients, strict=True):
+            p.grad = gradient
+        optimizer.step()
+
+    for step in range(case.steps):
+        if step in flushed and waiting is not None:
+            use(waiting)
+            waiting = None
+        model.zero_grad(set_to_none=True)
+        loss = task.loss(model, task.batch(step))
+        loss.backward()
+        if case.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+        found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        losses.append(loss.item())
+        if waiting is not None:
+            use(waiting)
+        waiting = found
+        if step < undelayed:
+            use(waiting)
+            waiting = None
+    if waiting is not None:
+        use(waiting)
+    return losses, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def step_of(engine: Engine, task: Task, step: int) -> Any:
+    """One step on this rank's rows."""
+    return engine.step(share(task.batch(step), engine.data_rank, engine.data_ranks))
+
+
+def trained(
+    world: World, task: Task, case: Case, flushed: tuple[int, ...] = ()
+) -> tuple[list[float], dict[str, Tensor], list[Any]]:
+    """Losses, weights, and of each step what was sent and held beside what was predicted."""
+    engine, theory, losses, costs = build(world, task, case), foreseen(world, task, case), [], []
+    for step in range(case.steps):
+        if step in flushed:
+            engine.boxes()
+        losses.append(step_of(engine, task, step).loss)
+        told = theory.of(share(task.batch(step), engine.data_rank, engine.data_ranks))
+        held = (engine.memory(), engine.host_memory()), (told.memory, told.host_memory)
+        costs.append(((sent(engine), told.in_step(step)), held))
+    engine.flush()
+    plain = "pp" not in case.plan and "tp" not in case.plan
+    return losses, full_parameters(engine.flats) if plain else {}, costs
+
+
+def assert_same(results: list[Any], wanted: tuple[list[float], dict[str, Tensor]]) -> None:
+    """Losses and weights are those of the simulation."""
+    for losses, weights, _ in results:
+        assert losses == pytest.approx(wanted[0], rel=1e-10)
+        for name, weight in weights.items():
+            assert difference(weight, wanted[1][name]) <= 1e-10, name
+
+
+@pytest.mark.parametrize("undelayed", [0, 3])
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("plan", ["dp1", "dp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "dp4 zero2"])
+def test_parity_with_a_simulated_delay(plan: str, clip: float | None, undelayed: int):
+    """fp64 on real processes: losses, weights, bytes and both tiers in each of 7 steps."""
+    case = Case(f"{plan} fp64 offload:optim-delayed={undelayed}", clip=clip, steps=STEPS)
+    results = run_gloo(Plan.parse(plan).size, trained, TASK, case)
+    assert_same(results, simulated(TASK, case, undelayed))
+    for _, _, costs in results:
+        for step, ((counted, predicted), (held, formula)) in enumerate(costs):
+            assert counted == predicted
+            assert held == formula or (step, undelayed) == (0, 0)  # states are being made
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "dp2 zero1 accumulate:3",
+        "dp2 zero3 accumulate:2 recompute:full",
+        "dp_replicate2 dp_shard2 zero2",
+        "dp2 tp2 sp zero2",
+        "dp2 pp2 1f1b:2 zero1",
+        "pp2 gpipe:2",
+    ],
+)
+def test_with_other_techniques(words: str, clip: float | None):
+    """Together with accumulation, recomputation, hybrid sharding, tensor ranks and pipelines."""
+    case = Case(f"{words} fp64 offload:optim-delayed=1", clip=clip, steps=5)
+    results = run_threads(Plan.parse(words).size, trained, TIED, case)
+    assert_same(results, simulated(TIED, case, 1))
+
+
+def test_a_checkpoint_applies_the_update_that_waits():
+    """A run that saves in the middle is a simulation that uses the waiting gradient there."""
+    case = Case("dp2 zero2 fp64 offload:optim-delayed=1", steps=STEPS)
+    results = run_threads(2, trained, TASK, case, (3, 5))
+    assert_same(results, simulated(TASK, case, 1, (3, 5)))
+
+
+def rates(world: World, case: Case) -> dict[str, Tensor]:
+    """The weights of a run whose rate changes between steps."""
+    engine = build(world, TASK, case)
+    for step in range(4):
+        engine.set_lr(0.02 / (step + 1))
+        step_of(engine, TASK, step)
+        engine.set_lr(5.0)  # must be no rate of any update
+    engine.flush()
+    return full_parameters(engine.flats)
+
+
+def test_an_update_has_the_rate_of_its_own_step():
+    """What a scheduler sets after a step is not what the update of that step uses."""
+    weights = run_threads(1, rates, Case("dp1 fp64 offload:optim-delayed=0"))[0]
+    model = TASK.make().double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    waiting: list[Any] = []
+    for step in range(4):
+        TASK.loss(model, TASK.batch(step)).backward()
+        waiting.append(([p.grad for p in model.parameters()], 0.02 / (step + 1)))
+        for p in model.parameters():
+            p.grad = None
+        while len(waiting) > (step < 3):
+            gradients, rate = waiting.pop(0)
+            optimizer.param_groups[0]["lr"] = rate
+            for p, gradient in zip(model.parameters(), gradients, strict=True):
+                p.grad = gradient
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, p in model.named_parameters():
+        assert difference(weights[name], p.detach()) <= 1e-10, name
+
+
+def overflowing(world: World, words: str) -> tuple[list[bool], list[float], dict[str, Tensor]]:
+    """Steps of which the third overflows."""
+    engine = build(world, TASK, Case(f"{words} fp16", options={"lr": 0.01, "eps": 1e-4}))
+    skipped = list[bool]()
+    for step in range(5):
+        if step == 2:
+            engine.scale.value = 2.0**60
+        skipped.append(step_of(engine, TASK, step).skipped)
+        if step == 2:
+            engine.scale.value = 2.0**10
+    engine.flush()
+    engine.scale.value = 1.0
+    return skipped, [], full_parameters(engine.flats)
+
+
+@pytest.mark.parametrize("what", ["optim", "param", "optim-delayed=9"])
+def test_an_overflow_is_skipped_on_every_rank(what: str):
+    """fp16 whose scaled loss overflows: nothing is updated, and the rest has the same bits."""
+    plain = run_threads(2, overflowing, "dp2 zero3")
+    offloaded = run_threads(2, overflowing, f"dp2 zero3 offload:{what}")
+    for (skipped, _, weights), (wanted, _, expected) in zip(offloaded, plain, strict=True):
+        assert skipped == wanted == [False, False, True, False, False]
+        for name, weight in weights.items():
+            assert torch.equal(weight, expected[name]), name
+
+
+def late_overflow(world: World) -> tuple[list[bool], list[bool]]:
+    """Of five delayed steps, which were skipped, and after which an update was pending."""
+    words = "dp2 zero2 fp16 offload:optim-delayed=0"
+    engine = build(world, TASK, Case(words, options={"lr": 0.01, "eps": 1e-4}))
+    skipped, pending = list[bool](), list[bool]()
+    for step in range(5):
+        before = [box.tensor.clone() for box in engine.boxes()] if step == 2 else []
+        if step == 2:
+            engine.scale.value = 2.0**60
+        skipped.append(step_of(engine, TASK, step).skipped)
+        pending.append(engine.updates.next_step.pending)
+        if step == 2:
+            engine.scale.value = 2.0**10
+            after = [box.tensor for box in engine.boxes()]
+            assert all(map(torch.equal, before, after))
+    return skipped, pending
+
+
+def test_an_overflow_of_a_delayed_step_is_skipped():
+    """The update of an overflowing step is never made, neither then nor one step later."""
+    for skipped, pending in run_threads(2, late_overflow):
+        assert skipped == [False, False, True, False, False]
+        assert pending == [True, True, False, True, True]
+
+
+def measured(world: World) -> list[Any]:
+    """What a delayed step leaves that was not there before."""
+    engine = build(world, TASK, Case("dp2 zero2 offload:optim-delayed=0"))
+    meter = Meter(engine)
+    for step in range(4):
+        with meter:
+            step_of(engine, TASK, step)
+    world.barrier()
+    gc.collect()
+    return meter.leaks()
+
+
+def test_nothing_leaks():
+    """Gradients take turns in two buffers: a step leaves no new memory."""
+    assert run_threads(2, measured) == [[], []]
+
+
+def test_updates_are_published_in_order_when_finished():
+    """Updates run on another thread; none is published before `finish`, which raises errors."""
+    seen: list[tuple[str, bool]] = []
+    here = threading.get_ident()
+
+    def note(what: str) -> None:
+        seen.append((what, threading.get_ident() == here))
+
+    step = NextStep()
+    step.begin([(lambda k=k: note(f"update {k}"), lambda k=k: note(f"show {k}")) for k in (0, 1)])
+    assert step.pending
+    step.finish()
+    assert not step.pending
+    assert sorted(seen) == [
+        ("show 0", True),
+        ("show 1", True),
+        ("update 0", False),
+        ("update 1", False),
+    ]
+
+    def fail() -> None:
+        raise ValueError("no such state")
+
+    step.begin([(fail, lambda: note("never"))])
+    with pytest.raises(ValueError, match="no such state"):
+        step.finish()
+    assert not step.pending
