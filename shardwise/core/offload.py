@@ -2,6 +2,8 @@
 
     offload:optim             the optimizer's state and masters; gradients go there, the update is
                               made there, and the updated parameters come back
+    offload:optim=0.6         the same for some units: the fewest at the end of the model, whose
+                              gradients come first, that have this fraction of its parameters
     offload:param             parameters too: each unit is copied to the device before it is used
     offload:optim-delayed     as optim, but an update is made beside the next step, and its
                               parameters are used one step later; not in the first steps
@@ -10,6 +12,8 @@
 (Delayed parameter update: ZeRO-Offload, arXiv 2101.06840, section 5.2, with 40 steps before it.)
 """
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -29,10 +33,12 @@ class Offload:
 
     what        "optim" or "param": parameters never rest further away than their optimizer's state
     undelayed   the number of steps before updates are made one step late; None: never
+    share       the fraction of the trained parameters, at least, whose states leave the device
     """
 
     what: str
     undelayed: int | None = None
+    share: float = 1.0
 
     @property
     def param_tier(self) -> Tier:
@@ -48,7 +54,20 @@ class Offload:
         """Whether the update of step number `step`, from 0, is used one step later."""
         return self.undelayed is not None and step >= self.undelayed
 
+    def first_unit(self, numels: Sequence[int]) -> int:
+        """The place of the first of the units whose states leave the device.
+
+        `numels` are the units' trained parameters on this rank, in the order of the model.
+        """
+        wanted, found, first = self.share * sum(numels), 0, len(numels)
+        while first and found < wanted:
+            first -= 1
+            found += numels[first]
+        return first
+
     def __str__(self) -> str:
+        if self.share < 1:
+            return f"{self.what}={self.share!r}"
         if self.undelayed is None:
             return self.what
         number = "" if self.undelayed == UNDELAYED_STEPS else f"={self.undelayed}"
@@ -62,8 +81,20 @@ def parse(text: str) -> Offload:
         return Offload(text)
     if what == "optim-delayed":
         return Offload("optim", _steps(number) if equals else UNDELAYED_STEPS)
+    if what == "optim" and equals:
+        return Offload("optim", share=_share(number))
     allowed = f"offload: and the states that rest in host memory: {' or '.join(WHAT)}"
     raise bad(f"the plan word 'offload:{text}'", allowed, f"offload:{WHAT[0]}")
+
+
+def _share(text: str) -> float:
+    if re.fullmatch(r"[01]|[01]?\.[0-9]{1,15}", text) and 0 < float(text) <= 1:
+        return float(text)
+    raise bad(
+        f"the plan word 'offload:optim={text}'",
+        "a fraction of the parameters, above 0 and at most 1; without the word all stay",
+        "offload:optim=0.5",
+    )
 
 
 def _steps(text: str) -> int:

@@ -96,8 +96,9 @@ WORDS: tuple[Word, ...] = (
     Word(
         "offload:WHAT",
         "offload:optim",
-        "states that rest in host memory: optim, updated there, or param, parameters too; "
-        "optim-delayed, updated beside the next step after the first 40 (optim-delayed=N)",
+        "states that rest in host memory: optim, updated there (optim=0.6: of a fraction of the "
+        "parameters), or param, parameters too; optim-delayed, updated beside the next step after "
+        "the first 40 (optim-delayed=N)",
     ),
     Word("buffers:SIZE", "buffers:64MiB", "communication buffers of SIZE (the default: 2 buckets)"),
 )

@@ -59,7 +59,7 @@ class ShardedModel:
 
 def lay_out(model: nn.Module, build: Build) -> ShardedModel:
     """Shard `model` in place.  All ranks of the world call it."""
-    world, plan = build.world, build.plan
+    world, plan, offload = build.world, build.plan, build.plan.offloaded
     kernels = kernels_of(build.kernels, world.device)
     how = Sharding(
         row=plan.states,
@@ -72,7 +72,9 @@ def lay_out(model: nn.Module, build: Build) -> ShardedModel:
         products=kernels.products,
         least_unit_bytes=build.least_unit_bytes,
         tiers=world.tiers,
-        late=plan.offloaded is not None and plan.offloaded.undelayed is not None,
+        late=offload is not None and offload.undelayed is not None,
+        offload=offload if offload is not None and offload.share < 1 else None,
+        offloaded_row=plan.offloaded_states,
     )
     schedule, tensor_ranks = stage_module.schedule_of(plan), world.axis(tensor_parallel.AXIS).size
     if schedule is None:

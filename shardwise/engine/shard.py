@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from zlib import crc32
@@ -15,6 +15,7 @@ from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.hook import Hook
 from shardwise.core.layout import I
+from shardwise.core.offload import Offload
 from shardwise.core.param_layout import AxisLayout, Layout
 from shardwise.core.plan import Plan
 from shardwise.core.zero import Row
@@ -45,6 +46,7 @@ class Sharding:
     broadcast_buffers: whether buffers are rank 0's in every training forward, or at first only.
     tiers: of this rank, where the row keeps states in host memory.
     late: whether updates there are made beside the next step.
+    offload: which of the units are under `offloaded_row`; None where `row` is that of all.
     Neighbours smaller than `least_unit_bytes` (None: LEAST_BYTES) are one unit.
     fill(name, tensor) writes the initial weights of parameters on the meta device, unit by unit.
     """
@@ -61,6 +63,8 @@ class Sharding:
     least_unit_bytes: int | None = None
     tiers: Tiers = field(default_factory=Tiers)
     late: bool = False
+    offload: Offload | None = None
+    offloaded_row: Row | None = None
 
     @property
     def axes(self) -> tuple[Axis, Axis]:
@@ -105,9 +109,14 @@ def shard(
     fill = None if how.fill is None else partial(tensors.part, how.fill)
     fill = None if fill is None else partial(experts.part, fill)
     units: list[Unit] = []
-    for spec in specs:
+    by_unit = [
+        {name: layout_of(name, how, tensors, staged, experts) for name, _ in spec.params}
+        for spec in specs
+    ]
+    if how.offload is not None and how.offloaded_row is not None:
+        by_unit = _partly(how.offload, how.offloaded_row, specs, by_unit)
+    for spec, layouts in zip(specs, by_unit, strict=True):
         groups: list[Flat] = []
-        layouts = {name: layout_of(name, how, tensors, staged, experts) for name, _ in spec.params}
         for group in _groups(spec, layouts):
             name = group[0][0]
             sums = [tensors.sums.get(name), staged.ties.get(name) if staged else None]
@@ -124,6 +133,21 @@ def shard(
             groups.append(Flat(group, local, fill, device, how.products.add))
         units.append(Unit(spec.name, spec.modules, groups))
     return units
+
+
+def _partly(
+    offload: Offload,
+    row: Row,
+    specs: Sequence[UnitSpec],
+    by_unit: Sequence[dict[str, Layout]],
+) -> list[dict[str, Layout]]:
+    """The layouts of each unit: under `row` in those whose states leave the device."""
+    numels = [sum(p.numel() for _, p in spec.params if p.requires_grad) for spec in specs]
+    first = offload.first_unit(numels)
+    return [
+        layouts if at < first else {name: replace(one, row=row) for name, one in layouts.items()}
+        for at, layouts in enumerate(by_unit)
+    ]
 
 
 def layout_of(

@@ -37,6 +37,23 @@ EXPERTS, REST = "ep", "edp"
 
 def shape_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelShape:
     """The units as `rank` holds them, and how often it gathers each."""
+    shape, offload = _shape_on(spec, plan, rank), plan.offloaded
+    if offload is None or offload.share == 1:
+        return shape
+    numels = [sum(p.numel for p in unit.params if p.trainable) for unit in shape.units]
+    first = offload.first_unit(numels)
+    kept, leaving = shape.units[:first], shape.units[first:]
+    return replace(shape, units=(*kept, *(_offloaded(unit, plan) for unit in leaving)))
+
+
+def _offloaded(unit: UnitShape, plan: Plan) -> UnitShape:
+    """The unit with its states on the tiers of `offload`."""
+    row = plan.offloaded_states
+    params = [replace(p, layout=replace(layout_of(plan, p), row=row)) for p in unit.params]
+    return replace(unit, params=tuple(params))
+
+
+def _shape_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelShape:
     spec = _on_expert_axis(_on_tensor_axis(spec, plan, rank), plan, rank)
     schedule, stages = schedule_of(plan), spec.stages
     if schedule is None or stages is None:

@@ -26,7 +26,7 @@ PLANS = st.builds(
     schedule=st.none() | SCHEDULE_TEXTS,
     sp=st.booleans(),
     recompute=st.none() | RECOMPUTED,
-    offload=st.none() | st.sampled_from(WHAT),
+    offload=st.none() | st.sampled_from([*WHAT, "optim=0.6", "optim-delayed=3"]),
     buffers_bytes=st.none() | COUNTS,
 )
 
@@ -158,6 +158,10 @@ def test_every_word_of_the_table_is_read(word):
         ("offload:", "offload:optim"),
         ("offload:optimizer", "offload:optim"),
         ("offload:optim@tape", "offload:optim"),
+        ("offload:optim=0", "offload:optim=0.5"),
+        ("offload:optim=1.5", "offload:optim=0.5"),
+        ("offload:optim=half", "offload:optim=0.5"),
+        ("offload:optim-delayed=soon", "offload:optim-delayed=40"),
         ("dp2 dp2", "dp2 once"),
         ("dp2 dp4", "dp2 alone or dp4 alone"),
         ("zero1 zero3", "zero1 alone or zero3 alone"),

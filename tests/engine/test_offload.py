@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.world import World
+from shardwise.core.offload import parse
 from shardwise.core.plan import Plan
 from shardwise.engine.meter import Meter
 from shardwise.engine.state_dict import full_parameters
@@ -134,6 +135,42 @@ def test_no_bit_changes_in_16_bits(plan: str, precision: str):
         assert run.norms == other.norms
         for name, weight in run.weights.items():
             assert torch.equal(weight, other.weights[name]), name
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "dp1 offload:optim=0.6",
+        "dp2 zero1 offload:optim=0.3",
+        "dp2 zero3 accumulate:2 offload:optim=0.5",
+        "dp2 offload:optim=0.5",
+        "dp2 pp2 1f1b:2 zero1 offload:optim=0.5",
+        "dp2 tp2 sp zero2 offload:optim=0.5",
+        "dp_replicate2 dp_shard2 zero2 offload:optim=0.4",
+    ],
+)
+def test_some_units(words: str, clip: float | None):
+    """The last units that have the fraction of the parameters leave the device, and no more."""
+    case = Case(f"{words} fp64", clip=clip)
+    results = run_threads(Plan.parse(words).size, trained, TASK, case)
+    assert_parity(results, oracle(TASK, case), 1e-10)
+    for _, costs in results:
+        for (counted, predicted), (held, formula) in costs:
+            assert counted == predicted
+            assert held == formula
+            device, host = held
+            assert all(of["gradients"] > 0 < of["optimizer"] for of in (device, host))
+
+
+def test_the_fewest_units_with_the_fraction():
+    """Units are taken from the last on, until they have at least the fraction."""
+    numels = [40, 10, 0, 30, 20]
+    first = {
+        text: parse(text).first_unit(numels)
+        for text in ("optim=0.1", "optim=0.2", "optim=0.21", "optim=0.5", "optim=0.61", "optim=1")
+    }
+    assert list(first.values()) == [4, 4, 3, 3, 0, 0]
 
 
 def measured(world: World, plan: str) -> tuple[int, int, list[Any], list[int]]:

@@ -16,7 +16,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.plan_check import problems
 from shardwise.engine.meter import Meter
 from shardwise.engine.shard import driver_of, flats_of
-from tests.engine.cases import Case, Task, build, difference, oracle, share, tied_gpt
+from tests.engine.cases import Case, Task, build, difference, oracle, settled, share, tied_gpt
 from tests.engine.test_offload import assert_costs, assert_parity, trained
 from tests.engine.test_state import assembled, resumed, saved
 from tests.pool import run_gloo, run_threads
@@ -144,9 +144,9 @@ def test_rows_that_keep_all_parameters_are_refused(row: str):
 # --- a plain loop -----------------------------------------------------------------------------
 
 
-def perceptron() -> nn.Sequential:
-    torch.manual_seed(5)
-    return nn.Sequential(nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 5), nn.Tanh(), nn.Linear(5, 3))
+def perceptron() -> nn.Module:
+    layers = nn.Linear(6, 17), nn.Tanh(), nn.Linear(17, 5), nn.Tanh(), nn.Linear(5, 3)
+    return settled(nn.Sequential(*layers))
 
 
 def rows(step: int, rank: int, ranks: int) -> Tensor:
