@@ -86,19 +86,19 @@ def lay_out(model: nn.Module, build: Build) -> ShardedModel:
         data = hooked(model, how, units, Pace(ahead=build.prefetch, by_hand=False))
         kernels.install(model, data, sizes(units), several=plan.accumulate > 1)
         return ShardedModel(how.axes, tensors, experts, None, data, flats_of(units))
-    none = expert_parallel.ExpertLayout(Axis("ep"), *how.axes)
     at = stage_module.stages_of(model, build.starts, build.beside)
     specs = units_of(model, how, tensor_ranks, lambda spec: {at[name] for name, _ in spec.params})
     twins = stage_module.twin(model, world, plan, build.table)
     stage_module.agree(model, world.axis(stage_module.AXIS), world.device)
     tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table, kernels.products)
+    experts = expert_parallel.lay_out(model, world, plan, how.axes)
     build.recompute.apply(model, world, tensors)
     staged = stage_module.lay_out(model, twins, world, schedule, build.starts, build.beside)
-    units = shard(how, staged.own_units(specs), tensors, staged)
+    units = shard(how, staged.own_units(specs), tensors, staged, experts)
     data = _driven(model, how, units, staged, Pace(ahead=build.prefetch, by_hand=False))
     kernels.install(model, data, sizes(units), several=True)
     model.register_forward_pre_hook(Hook(data, nothing))  # no copy of a part passes for the model
-    return ShardedModel(how.axes, tensors, none, staged, data, flats_of(units))
+    return ShardedModel(how.axes, tensors, experts, staged, data, flats_of(units))
 
 
 def _driven(

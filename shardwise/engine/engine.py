@@ -102,9 +102,9 @@ class Engine:
 
     def _passes(self) -> OneStage | Pipelined:
         model, tensors, objective = self.model, self.tensors, self._objective
+        apart = not self.sharded.experts.routes
         if self.staging is not None:
-            return Pipelined(model, self.staging, self.data, tensors, objective)
-        apart = not self.sharded.experts.layers
+            return Pipelined(model, self.staging, self.data, tensors, objective, apart=apart)
         return OneStage(model, self.data, tensors, objective, self.world.device, apart=apart)
 
     def _objective(self, model: nn.Module, part: Any) -> Tensor:

@@ -40,14 +40,14 @@ class ExpertLayout:
     axis       of the ranks among which experts are distributed
     shard      the axis on which states of experts are sharded, in place of the data axis
     replicate  the axis on which they are replicated
-    layers     by name
+    routes     whether the model has layers of experts, in any stage of a pipeline
     layouts    on `axis`, by the names of the stacked weights
     """
 
     axis: Axis
     shard: Axis
     replicate: Axis
-    layers: dict[str, MoE] = field(default_factory=dict)
+    routes: bool = False
     layouts: dict[str, AxisLayout] = field(default_factory=dict)
     stand_ins: list[Any] = field(default_factory=list)
     absent: bool = False  # whether the batch that is computed stands in for one without rows
@@ -82,11 +82,10 @@ def check_experts(model: nn.Module, plan: Plan) -> None:
             "epN for a model with sw.MoE layers",
             f"'{replace(plan, axes=plan.mesh.axes)}'",
         )
-    if layers and (plan.pipeline is not None or plan.sp):
-        word = plan.pipeline if plan.pipeline is not None else "sp"
+    if layers and plan.sp:
         raise bad(
-            f"'{word}' for a {type(model).__name__} with layers of experts",
-            "data axes, ep and tp: not a pipeline and not sp, in this version",
+            f"'sp' for a {type(model).__name__} with layers of experts",
+            "data axes, ep, tp and pp: not sp, in this version",
             "'dp2 ep2', for example",
         )
     for name, layer in layers.items():
@@ -162,10 +161,11 @@ def lay_out(model: nn.Module, world: World, plan: Plan, data: tuple[Axis, Axis])
         shard = rest if shard.name == inner else shard
         replicate = rest if replicate.name == inner else replicate
     layouts = layouts_of(model, n)
-    layout = ExpertLayout(axis, shard, replicate, layers_of(model), layouts)
+    layers = layers_of(model)
+    layout = ExpertLayout(axis, shard, replicate, bool(layers), layouts)
     batch = GlobalBatch((data[1], data[0]))
     first = batch.rank - axis.rank
-    for name, layer in layout.layers.items():
+    for name, layer in layers.items():
         peers = tuple(range(first, first + n))
         layer.place = Place(batch, axis, peers, name, lambda: layout.absent)
         for key, p in layer.experts.named_parameters() if n > 1 else ():

@@ -42,7 +42,7 @@ class _Known(NamedTuple):
 
 
 class Pipelined:
-    """The stages of one rank at work."""
+    """The stages of one rank at work; `apart` as in OneStage."""
 
     def __init__(
         self,
@@ -51,8 +51,11 @@ class Pipelined:
         data: Data,
         tensors: Tensors,
         objective: Objective,
+        *,
+        apart: bool = True,
     ) -> None:
         assert data.staged is not None
+        self.apart = apart
         self.model, self.staging, self.data, self.tensors = model, staging, data, tensors
         self.units = data.staged
         self.objective, self.device = objective, staging.stages.device
@@ -77,7 +80,7 @@ class Pipelined:
                 self._microbatch(k - first, parts[k], counts[k], seed + 1_000_003 * k)
                 for k in these
             ]
-            units = ScheduledUnits(self.data, self.tensors, self.staging, sum_scale, self.stale)
+            units = self._units(sum_scale, self.stale)
             work = StageWork(self.staging.stages, units, loss, self.objective, microbatches)
             self.data.sums.sync = these.stop == len(parts)
             self.data.begin_run()
@@ -87,6 +90,10 @@ class Pipelined:
         if self.stale is None:
             self.units.end()
         return loss.summed
+
+    def _units(self, sum_scale: float = 1.0, versions: Stale | None = None) -> "ScheduledUnits":
+        of = self.data, self.tensors, self.staging
+        return ScheduledUnits(*of, sum_scale, versions, apart=self.apart)
 
     def _microbatch(self, index: int, part: Any, tokens: int, seed: int) -> Microbatch:
         return Microbatch(index, part, tokens, *self._trace(part), seed)
@@ -108,7 +115,7 @@ class Pipelined:
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
         """Forward only, one microbatch through all stages; the result where the last stage is."""
         result = Result()
-        units = ScheduledUnits(self.data, self.tensors, self.staging)
+        units = self._units()
         microbatches = [Microbatch(0, None, 0, *self._trace_call(call))]
         work = StageWork(
             self.staging.stages, units, result, lambda m, _: call(m), microbatches, trains=False
@@ -148,8 +155,11 @@ class ScheduledUnits:
         staging: Staging,
         sum_scale: float = 1.0,
         versions: Stale | None = None,
+        *,
+        apart: bool = True,
     ) -> None:
         assert data.staged is not None
+        self.apart = apart
         self.data, self.tensors, self.staging, self.staged = data, tensors, staging, data.staged
         self.sum_scale, self.versions = sum_scale, versions
         self.device, self.frees = staging.stages.device, data.frees
@@ -160,7 +170,7 @@ class ScheduledUnits:
         """Around a forward also random numbers of this step, microbatch and stage."""
         data, stream = self.data, self.tensors.stream
         data.consensus.phase("forward" if op == "F" else "backward")
-        data.mute = microbatch.tokens == 0
+        data.mute = self.apart and microbatch.tokens == 0
         data.enter(stage, op, reads=reads(op, graded(stage, microbatch.trace)))
         with ExitStack() as entered:
             if self.versions is not None:

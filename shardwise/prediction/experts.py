@@ -28,6 +28,7 @@ from shardwise.core.expert_moves import ExpertLayer, ExpertMove, LayerMove, Load
 from shardwise.core.layout import P, R, S
 from shardwise.core.model_spec import ModelSpec
 from shardwise.core.plan import Plan
+from shardwise.prediction.rank_shape import stage_of, stages_on
 from shardwise.prediction.traffic import Line, Tariff
 
 AXIS = "ep"
@@ -52,7 +53,7 @@ def expert_bytes(
     tariff = Tariff(plan, rank)
     for number, moves in enumerate(spec.expert_moves):
         own = loads[number] if loads else even_loads(plan, spec, moves)
-        for name, move in _with_recomputed(spec, moves):
+        for name, move in _moves_on(spec, plan, rank, moves):
             layer = spec.expert_layers[name]
             if move.kind in ("dispatch", "combine"):
                 _exchange(tariff, move, layer, _away(plan, rank, own.choices[name]))
@@ -76,7 +77,7 @@ def _exchanged_bytes(plan: Plan, spec: ModelSpec, rank: int, bound: Bound) -> in
     """What `rank` sends in all exchanges of a step with a bound on their rows."""
     tariff = Tariff(plan, rank)
     for moves in spec.expert_moves:
-        for name, move in _with_recomputed(spec, moves):
+        for name, move in _moves_on(spec, plan, rank, moves):
             layer = spec.expert_layers[name]
             if move.kind in ("dispatch", "combine"):
                 _exchange(tariff, move, layer, bound(layer, tokens_of(moves, name), plan))
@@ -103,10 +104,14 @@ def tokens_of(moves: Iterable[LayerMove], name: str) -> int:
     return next(move.tokens for layer, move in moves if layer == name and move.kind == "dispatch")
 
 
-def _with_recomputed(spec: ModelSpec, moves: Sequence[LayerMove]) -> Iterator[LayerMove]:
-    """`moves`, and again those of layers in recomputed modules, with no gradient back."""
-    yield from moves
-    for name, move in moves:
+def _moves_on(
+    spec: ModelSpec, plan: Plan, rank: int, moves: Sequence[LayerMove]
+) -> Iterator[LayerMove]:
+    """The moves of the rank's stages, and again those of recomputed layers, without a gradient."""
+    stages = stages_on(plan, rank)
+    here = [found for found in moves if stage_of(spec, found.layer) in stages]
+    yield from here
+    for name, move in here:
         inside = any(name == own or name.startswith(f"{own}.") for own in spec.recomputed)
         if inside and move.phase == "forward":
             again = ExpertMove(move.kind, move.numel, move.element_bytes, "backward")

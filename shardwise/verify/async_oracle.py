@@ -19,9 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardwise.verify.oracle import Task, Weights, in_eval_mode
+from shardwise.verify.oracle import Microbatches, Task, Weights, in_eval_mode
 
 #: Which version of stage s microbatch i uses: how many updates its weights have seen.
 Rule = Callable[[int, int], int]
@@ -64,17 +63,16 @@ class AsyncOracle:
         if clip is not None:
             raise ValueError("stages that update at different times know no common norm to clip")
         how, params = self.how, self.weights.params
-        shares = [_split(share, how.microbatches) for share in _split(batch, how.data_ranks)]
+        parts = Microbatches(how.data_ranks, how.microbatches).of(batch)
         versions = [{name: p.detach().clone() for name, p in params.items()}]
         sums: dict[str, Tensor | None] = dict.fromkeys(params)
         summed, tokens, count = 0.0, 0, 0
         for i in range(how.microbatches):
             for name, p in params.items():
                 p.data = versions[how.version(how.stage[name], i)][name].clone()
-            for share in shares:
-                own = self.task.tokens(share[i])
-                summed += self._learn(share[i], own, sums) if own else 0.0
-                count += own
+            own = self.task.tokens(parts[i])
+            summed += self._learn(parts[i], own, sums) if own else 0.0
+            count += own
             if (i + 1) % how.update == 0:
                 self.weights.update(
                     {n: g if g is None else g / count for n, g in sums.items()}, None
@@ -97,14 +95,3 @@ class AsyncOracle:
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor:
         """What `call` returns for the model in eval mode."""
         return in_eval_mode(self.model, call)
-
-
-def _split(batch: Any, parts: int) -> list[Any]:
-    """A batch in parts along dim 0 of its tensors, the first ones larger where it is uneven."""
-    leaves, spec = tree_flatten(batch)
-    cut = [torch.tensor_split(x, parts) if _has_rows(x) else (x,) * parts for x in leaves]
-    return [tree_unflatten([pieces[k] for pieces in cut], spec) for k in range(parts)]
-
-
-def _has_rows(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.dim() > 0

@@ -25,13 +25,13 @@ from shardwise.verify.oracle import Oracle
 
 
 class Choices:
-    """How many choices of each token every expert computes, in the last training pass of `model`.
+    """How many choices of each token every expert computes, in the last training step of `model`.
 
     `model` is in one process; its layers of experts report their routings from now on.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.seen: dict[str, Tensor] = {}  # [N, E] by layer
+        self.seen: dict[str, list[Tensor]] = {}  # by layer: [N, E] of each microbatch
         for name, layer in layers_of(model).items():
             layer.place = replace(layer.place, routed=partial(self._see, name, layer.gate.experts))
 
@@ -39,29 +39,36 @@ class Choices:
         if not torch.is_grad_enabled():  # evaluation
             return
         computed = (routing.positions >= 0).unsqueeze(-1)
-        self.seen[name] = (functional.one_hot(routing.experts, experts) * computed).sum(1).cpu()
+        found = (functional.one_hot(routing.experts, experts) * computed).sum(1).cpu()
+        self.seen.setdefault(name, []).append(found)
 
     def loads(self, batch: Any, plan: Plan) -> tuple[Loads, ...]:
-        """The loads of each microbatch on the ranks of `plan`; `batch` is the one of that pass."""
-        if not self.seen:
+        """The loads of each microbatch on the ranks of `plan`; `batch` is that of the last step."""
+        seen, self.seen = self.seen, {}
+        if not seen:
             return ()
         every, ranks = torch.arange(rows(batch)), plan.data_size
         shares = [split(own, plan.microbatches, plan.cut) for own in every.tensor_split(ranks)]
         return tuple(
-            _loads([share[part] for share in shares], len(every), self.seen)
+            _loads(
+                [len(share[part]) for share in shares],
+                {name: passes[part] for name, passes in seen.items()},
+            )
             for part in range(plan.microbatches)
         )
 
 
-def _loads(shares: list[Tensor], every: int, seen: Mapping[str, Tensor]) -> Loads:
-    """The loads of a microbatch that has `shares` of `every` row, by data rank."""
-    by_row = {name: found.view(every, -1, found.shape[-1]) for name, found in seen.items()}
+def _loads(sizes: list[int], seen: Mapping[str, Tensor]) -> Loads:
+    """The loads of a microbatch with so many rows of each data rank, those of the first first."""
     choices = {
-        name: tuple(tuple(found[own].sum((0, 1)).tolist()) for own in shares)
-        for name, found in by_row.items()
+        name: tuple(
+            tuple(own.sum((0, 1)).tolist())
+            for own in found.view(sum(sizes), -1, found.shape[-1]).split(sizes)
+        )
+        for name, found in seen.items()
     }
-    positions = next(iter(by_row.values())).shape[1]
-    return Loads(tuple(len(own) * positions for own in shares), choices)
+    positions = len(next(iter(seen.values()))) // sum(sizes)
+    return Loads(tuple(number * positions for number in sizes), choices)
 
 
 class Routed:

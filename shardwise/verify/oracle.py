@@ -8,6 +8,10 @@
 
 It imports nothing of the package, so it cannot share a mistake with the engine.
 
+Losses and capacities of a layer of experts are functions of all tokens of a microbatch, on all data
+ranks. A model with such layers is trained on the same microbatches, one after the other, and their
+gradients are summed (`Microbatches`).
+
 fp64 and fp32 models are trained directly. A 16-bit model computes in 16 bits and has fp32 masters:
 gradients are converted to fp32 before they are unscaled and clipped, the optimizer updates the
 masters, and the weights are the masters rounded to 16 bits (Micikevicius et al., arXiv 1710.03740,
@@ -21,13 +25,13 @@ tokens by a power of two makes a token's factor independent of how the batch is 
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -54,6 +58,40 @@ class Task:
             return x.to(self.start or dtype).to(dtype) if x.is_floating_point() else x
 
         return tree_map_only(Tensor, converted, batch)
+
+
+@dataclass(frozen=True)
+class Microbatches:
+    """How a plan divides a global batch.
+
+    rows of the global batch    0 1 2 3 | 4 5 6        7 rows on 2 data ranks
+    microbatch                  0 0 1 1 | 0 0 1        `number` = 2
+    """
+
+    data_ranks: int = 1
+    number: int = 1
+
+    def of(self, batch: Any) -> list[Any]:
+        """The microbatches of a global batch; in each the rows of the first data rank come first.
+
+        What is no tensor with rows goes to all of them.
+        """
+        if self.number == 1:
+            return [batch]
+        leaves, spec = tree_flatten(batch)
+        cut = [self._rows(x) if _has_rows(x) else [x] * self.number for x in leaves]
+        return [tree_unflatten([x[k] for x in cut], spec) for k in range(self.number)]
+
+    def _rows(self, x: Tensor) -> list[Tensor]:
+        shares = [own.tensor_split(self.number) for own in x.tensor_split(self.data_ranks)]
+        return [torch.cat(parts) for parts in zip(*shares, strict=True)]
+
+
+WHOLE_BATCH: Final = Microbatches()
+
+
+def _has_rows(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.dim() > 0
 
 
 class Weights:
@@ -125,22 +163,30 @@ class Oracle:
         dtype: torch.dtype,
         loss_scale: float = 1.0,
         undelayed: int | None = None,
+        microbatches: Microbatches = WHOLE_BATCH,
     ) -> None:
         self.model, self.task, self.dtype, self.loss_scale = model, task, dtype, loss_scale
-        self.undelayed, self.steps = undelayed, 0
+        self.undelayed, self.steps, self.microbatches = undelayed, 0, microbatches
         self.weights = Weights(model, task, dtype, old=undelayed is not None)
 
     def gradients(self, batch: Any) -> tuple[float, dict[str, Tensor | None]]:
         """The mean loss of a global batch, and its gradients by name; nothing is updated."""
-        loss = self.task.loss(self.model, self.task.batch(batch, self.dtype))
-        share, _ = math.frexp(self.task.tokens(batch))
-        (loss * (share * self.loss_scale)).backward()
-        found: dict[str, Tensor | None] = {}
-        for name, p in self.weights.params.items():
-            wide = self.weights.masters[name].dtype
-            found[name] = None if p.grad is None else p.grad.to(wide) / (share * self.loss_scale)
-            p.grad = None
-        return loss.item(), found
+        parts = self.microbatches.of(batch)
+        total = self.task.tokens(batch)
+        share, exponent = math.frexp(total)
+        summed, found = 0.0, dict[str, Tensor | None].fromkeys(self.weights.params)
+        for part in parts:
+            loss = self.task.loss(self.model, self.task.batch(part, self.dtype))
+            tokens = self.task.tokens(part)
+            (loss * (math.ldexp(tokens, -exponent) * self.loss_scale)).backward()
+            summed += loss.item() * (tokens / total if len(parts) > 1 else 1.0)
+            for name, p in self.weights.params.items():
+                if p.grad is not None:
+                    own, before = p.grad.to(self.weights.masters[name].dtype), found[name]
+                    found[name] = own if before is None else before + own
+                p.grad = None
+        scale = share * self.loss_scale
+        return summed, {name: g if g is None else g / scale for name, g in found.items()}
 
     def step(self, batch: Any, clip: float | None = None) -> float:
         """Train on a global batch; its mean loss before the update."""

@@ -18,10 +18,11 @@ from torch.utils._pytree import tree_leaves
 from shardwise.core.plan import Plan
 from shardwise.core.schedule.library import allowed
 from shardwise.engine import stage_module
+from shardwise.engine.expert_parallel import layers_of
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.training import DTYPES, Loss
 from shardwise.verify.async_oracle import AsyncOracle, Staleness, pipedream, two_buffered
-from shardwise.verify.oracle import HALF, Oracle, Task
+from shardwise.verify.oracle import HALF, WHOLE_BATCH, Microbatches, Oracle, Task
 
 #: Small enough that no gradient of these models overflows in fp16 and the update is skipped.
 LOSS_SCALE: Final = 2.0**8
@@ -68,7 +69,8 @@ def oracles_of(
         if is_asynchronous(plan):
             return AsyncOracle(model, task, dtype, staleness_of(model, plan, starts))
         scale, offload = LOSS_SCALE if dtype is torch.float16 else 1.0, plan.offloaded
-        return Oracle(model, task, dtype, scale, None if offload is None else offload.undelayed)
+        undelayed = None if offload is None else offload.undelayed
+        return Oracle(model, task, dtype, scale, undelayed, microbatches_of(model, plan))
 
     dtype = DTYPES[plan.precision]
     if dtype is None:
@@ -78,6 +80,14 @@ def oracles_of(
     exact = oracle(torch.float64, dtype)
     start = {name: value.clone() for name, value in exact.weights.values().items()}
     return Oracles(exact, oracle(dtype), start)
+
+
+def microbatches_of(model: nn.Module, plan: Plan) -> Microbatches:
+    """The microbatches of an oracle: those of the plan for layers of experts, else the whole batch.
+
+    The loss of other models is a mean over tokens, which does not depend on microbatches.
+    """
+    return Microbatches(plan.data_size, plan.microbatches) if layers_of(model) else WHOLE_BATCH
 
 
 def is_asynchronous(plan: Plan) -> bool:

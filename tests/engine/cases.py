@@ -23,6 +23,7 @@ from shardwise.engine.state_dict import full_parameters
 from shardwise.models import gpt
 from shardwise.models.initial import fill
 from shardwise.verify.loads import Choices
+from shardwise.verify.oracles import microbatches_of
 
 ROWS = ["ddp", "zero1", "zero2", "zero3"]
 HYBRID = [f"dp_replicate2 dp_shard2 {row}" for row in ROWS[1:]]
@@ -187,19 +188,25 @@ def train(world: World, task: Task, case: Case) -> Run:
 
 
 def oracle(task: Task, case: Case, dtype: torch.dtype | None = torch.float64) -> Run:
-    """The same in one process and plain PyTorch, the global batch in one piece."""
-    model, run = task.make().to(dtype), Run()
+    """The same in one process and plain PyTorch, the global batch in one piece.
+
+    A model with layers of experts, whose losses are those of a microbatch, in the plan's pieces.
+    """
+    model, run, plan = task.make().to(dtype), Run(), Plan.parse(case.plan).completed(None)
     model.train()
+    microbatches, count = microbatches_of(model, plan), task.tokens or rows
     optimizer, choices = case.kind(model.parameters(), **case.options), Choices(model)
     for step in range(case.steps):
         batch = tree_map(
             lambda x: x.to(dtype) if x.is_floating_point() and dtype else x, task.batch(step)
         )
         optimizer.zero_grad()
-        loss = task.loss(model, batch)
-        tokens = task.tokens(batch) if task.tokens else rows(batch)
-        run.loads.append(choices.loads(batch, Plan.parse(case.plan).completed(None)))
-        (loss * tokens).backward()  # of the sum: dividing first would round what is fp32 inside
+        tokens, summed = count(batch), 0.0
+        for part in microbatches.of(batch):
+            loss = task.loss(model, part) * count(part)
+            loss.backward()  # of the sum: dividing first would round what is fp32 inside
+            summed += loss.item()
+        run.loads.append(choices.loads(batch, plan))
         for p in model.parameters():  # torch does not clip sparse gradients
             p.grad = None if p.grad is None else p.grad.to_dense() / tokens
         norm = None
@@ -208,7 +215,7 @@ def oracle(task: Task, case: Case, dtype: torch.dtype | None = torch.float64) ->
         trained = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
         run.grads.append({n: None if g is None else g.clone() for n, g in trained.items()})
         optimizer.step()
-        run.losses.append(loss.item())
+        run.losses.append(summed / tokens)
         run.norms.append(norm)
     run.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     run.buffers = {name: b.clone() for name, b in model.named_buffers()}

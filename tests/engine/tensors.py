@@ -97,7 +97,7 @@ def mine(engine: Engine, batch: Any) -> Any:
 def train(world: World, task: Task, case: Case) -> Held:
     """The case on this world, step by step."""
     engine, held, theory = build(world, task, case), Held(), foreseen(world, task, case)
-    experts = engine.sharded.experts.layers
+    experts = engine.sharded.experts.routes
     loads = oracle(task, case).loads if experts else [()] * case.steps
     for step in range(case.steps):
         own = mine(engine, task.batch(step))

@@ -16,6 +16,7 @@ from shardwise.parallel.expert.hard import hashed
 from shardwise.verify.command import verify
 from tests.engine.cases import CONFIG, Case, Task, ranks_of, small_gpt
 from tests.engine.tensors import (
+    ADAMW,
     Held,
     assert_parity,
     assert_pieces,
@@ -38,7 +39,7 @@ PLANS = [
 
 def holds(task: Task, plan: str) -> list[Held]:
     """Three steps, ranks begin with different weights, gradients are clipped: as one process."""
-    case = Case(f"{plan} fp64", clip=0.5, seeds=True)
+    case = Case(f"{plan} fp64", clip=0.5, seeds=True, **ADAMW)
     found = run_gloo(ranks_of(plan), train, task, case)
     assert_parity(found, whole_run(task, case), 1e-10)
     for held in found:
@@ -71,9 +72,27 @@ def test_ranks_without_rows(name: str, plan: str):
 
 
 @pytest.mark.parametrize("words", ["accumulate:2", "recompute:full", "recompute:selective"])
-def test_with_other_words(words: str):
-    """Microbatches and recomputation change nothing of a dropless gate; bytes are exact."""
-    holds(moe.task("topk", losses=words != "accumulate:2"), f"dp2 ep2 zero3 {words}")
+@pytest.mark.parametrize("capacity", [None, 1.0])
+def test_with_other_words(words: str, capacity: float | None):
+    """Losses and capacity are those of one process on the same microbatches; bytes are exact."""
+    holds(moe.task("topk", capacity), f"dp2 ep2 zero3 {words}")
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "expert-choice", "hash", "switch"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "dp2 ep2 pp2 1f1b:2",
+        "dp2 ep2 pp2 zero3 1f1b:2 accumulate:2",
+        "pp2 gpipe:2",
+        "dp2 ep2 pp2 zero2 zb-h1:2",
+        "dp2 pp2 interleaved:2x2",
+        "dp2 ep2 pp2 zero3 1f1b:2 recompute:full",
+    ],
+)
+def test_pipelines(name: str, plan: str):
+    """So they are in the stages of a pipeline, whose ranks exchange rows for their own layers."""
+    holds(moe.task(name, 1.0, rows=9), plan)
 
 
 def test_bf16():
@@ -143,7 +162,7 @@ def test_router_that_is_not_finite():
     [
         (partial(moe.model, "switch", experts=6), "dp4 ep4", "'ep4' with 6 experts", "ep1, ep2"),
         (small_gpt, "dp4 ep2", "a GPT without a layer of experts", "sw.MoE"),
-        (partial(moe.model, "switch"), "dp2 ep2 pp2", "'1f1b:4' for a MoEGPT", "not a pipeline"),
+        (partial(moe.model, "switch"), "dp2 ep2 tp2 sp", "'sp' for a MoEGPT", "not sp"),
     ],
 )
 def test_refused(make: Callable[[], nn.Module], plan: str, given: str, allowed: str):

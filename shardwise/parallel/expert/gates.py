@@ -123,7 +123,8 @@ def expert_choice(scores: Tensor, capacity: int) -> Tensor:
     al., arXiv 2202.09368, section 3.2, eq. 1-2. A token's experts depend on later tokens, so a
     model that was trained with it cannot be sampled from token by token as it was trained.
     """
-    order = scores.argsort(dim=0, descending=True, stable=True)[:capacity]
+    # in fp32: equal tokens, whose fp64 scores may be rounded differently, are ties
+    order = scores.float().argsort(dim=0, descending=True, stable=True)[:capacity]
     places = torch.full(scores.shape, -1, dtype=torch.int64, device=scores.device)
     return places.scatter(
         0, order, torch.arange(len(order), device=scores.device).view(-1, 1).expand_as(order)

@@ -197,8 +197,10 @@ class MoE(nn.Module):
         Data rank 0 draws their seed from torch's generator of the processor.
         """
         batch, experts = self.place.batch, self.gate.experts
-        told = torch.stack([torch.tensor(len(x_ND)), torch.randint(2**62, ())])
-        sizes, seeds = batch.gather(told.to(x_ND.device)).t().tolist()
+        own = [torch.tensor(len(x_ND), device="cpu"), torch.randint(2**62, (), device="cpu")]
+        told = torch.stack(own)
+        told = told if x_ND.is_meta else told.to(x_ND.device)  # it is read
+        sizes, seeds = batch.gather(told).t().tolist()
         first = sum(sizes[: batch.rank])
         rows = torch.arange(first, first + len(x_ND), device=x_ND.device)
         if self.spread is None:

@@ -123,7 +123,7 @@ def facts(logits_NE: Tensor, batch: GlobalBatch) -> tuple[list[int], list[int]]:
 
 def even_counts(choices: int, experts: int) -> Tensor:
     """So many choices, spread over the experts: [E], the first have one more."""
-    return (choices + torch.arange(experts).flip(0)) // experts
+    return (choices + torch.arange(experts, device="cpu").flip(0)) // experts
 
 
 def _even(experts_NK: Tensor, experts: int, ranks: int) -> Queues:
