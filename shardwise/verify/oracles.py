@@ -65,6 +65,7 @@ def oracles_of(
     """
 
     def oracle(dtype: torch.dtype, rounded: torch.dtype | None = None) -> Oracle | AsyncOracle:
+        """The oracle in a precision, from weights that were rounded to another one."""
         model, task = build(), Task(loss, tokens or _rows, optimizer_of(recipe), rounded)
         if is_asynchronous(plan):
             return AsyncOracle(model, task, dtype, staleness_of(model, plan, starts))
