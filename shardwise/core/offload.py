@@ -5,6 +5,8 @@
     offload:optim=0.6         the same for some units: the fewest at the end of the model, whose
                               gradients come first, that have this fraction of its parameters
     offload:param             parameters too: each unit is copied to the device before it is used
+    offload:auto              the least of these with which a step is predicted to fit the device
+                              (engine/offload_choice.py), before any of it is made
     offload:optim-delayed     as optim, but an update is made beside the next step, and its
                               parameters are used one step later; not in the first steps
     offload:optim-delayed=N   the first N steps are not delayed (the default: 40)
@@ -21,7 +23,7 @@ from shardwise.core.errors import bad
 from shardwise.core.zero import Tier
 
 #: What may rest in host memory.
-WHAT: Final = ("optim", "param", "optim-delayed")
+WHAT: Final = ("optim", "param", "optim-delayed", "auto")
 #: Steps before updates are delayed.
 UNDELAYED_STEPS: Final = 40
 MOST_STEPS: Final = 10**9
@@ -31,7 +33,8 @@ MOST_STEPS: Final = 10**9
 class Offload:
     """A parsed value of the word.
 
-    what        "optim" or "param": parameters never rest further away than their optimizer's state
+    what        "optim" or "param": parameters never rest further away than their optimizer's state;
+                "auto" is not chosen yet, and leaves all on the device
     undelayed   the number of steps before updates are made one step late; None: never
     share       the fraction of the trained parameters, at least, whose states leave the device
     """
@@ -48,7 +51,7 @@ class Offload:
     @property
     def optim_tier(self) -> Tier:
         """The tier of the optimizer's state, where the update is made."""
-        return "host"
+        return "device" if self.what == "auto" else "host"
 
     def delays(self, step: int) -> bool:
         """Whether the update of step number `step`, from 0, is used one step later."""
@@ -77,7 +80,7 @@ class Offload:
 def parse(text: str) -> Offload:
     """The value of `offload:` as written. Raises InputError for any other."""
     what, equals, number = text.partition("=")
-    if text in ("optim", "param"):
+    if text in ("optim", "param", "auto"):
         return Offload(text)
     if what == "optim-delayed":
         return Offload("optim", _steps(number) if equals else UNDELAYED_STEPS)
