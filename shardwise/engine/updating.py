@@ -39,6 +39,7 @@ class Updates:
     axes         squares of gradients are summed over these axes, then by `over_stages`
     clip         the bound on the norm of all gradients
     by_schedule  whether the schedule updates each stage itself, so that nothing remains to do here
+    early_bytes  units of at least this size together are updated in one call
     delays       whether the update of this step is made beside the next
     next_step    what runs such updates
     """
@@ -55,6 +56,7 @@ class Updates:
     by_schedule: bool
     delays: Callable[[], bool]
     next_step: NextStep = field(default_factory=NextStep)
+    early_bytes: int = EARLY_BYTES
 
     def early(self, arriving: Iterable[Unit], correction: float) -> None:
         """Update units as soon as their gradients are summed, while other sums are under way.
@@ -72,7 +74,7 @@ class Updates:
             for unit in arriving:
                 unit.attach_grads()
                 ready += [flat for flat in self.flats if flat in unit.trained]
-                if sum(flat.shard.nbytes for flat in ready) >= EARLY_BYTES:
+                if sum(flat.shard.nbytes for flat in ready) >= self.early_bytes:
                     self._update(thread, ready, correction)
                     ready = []
             self._update(thread, ready, correction)
