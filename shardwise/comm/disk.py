@@ -97,6 +97,11 @@ class Extent:
         first, last = self.span(chunk)
         return aligned((last - first) * self.dtype.itemsize)
 
+    def sync(self) -> None:
+        """Wait until all that was begun here is written.  Raises DiskError."""
+        for chunk in list(self.writes):
+            self.writes.pop(chunk).result()
+
     def position(self, chunk: int) -> int:
         """Where a chunk begins in the file."""
         return self.offset + chunk * CHUNK_NUMEL * self.dtype.itemsize
@@ -207,8 +212,7 @@ class Disk:
     def sync(self) -> None:
         """Wait until all that was begun is written.  Raises DiskError."""
         for extent in self.extents:
-            for chunk in list(extent.writes):
-                extent.writes.pop(chunk).result()
+            extent.sync()
         self.require()
 
     def check(self) -> None:

@@ -1,13 +1,16 @@
-"""The tier axis of the door: copies of tensors between a rank's device and its host's memory.
+"""The tier axis of the door: copies of tensors between a rank's device, its host and a disk.
 
     begin_copy(x, tiers, src, dst, out)    begin to copy `x` from tier `src` to `dst`: a Pending
     tiers.empty_like(x, tier)              new memory on a tier; on the host pinned for CUDA
     tiers.own(x)                           the memory of `x`, made elsewhere, is the host's
     tiers.of(x)                            the tier of `x`: "host" if its memory is the host's
     tiers.settle(x)                        wait for copies of host tensor `x`, before it is written
+    tiers.on_disk(extent)                  the memory of `extent.tensor` is a disk's (disk.py)
 
 `world.tiers` are those of a rank.  The ledger has the copies under axis "tier" and the kinds
-"device_to_host" and "host_to_device", in the phase in which they are begun.
+"device_to_host" and "host_to_device", in the phase in which they are begun.  A copy from the device
+to a disk goes through the disk's buffers on the host, and is both "device_to_host" and
+"host_to_disk"; what is read from it is "disk_to_host" (disk.py).
 
 The tier of a tensor is that of its storage.  Without an accelerator, device and host are the same
 memory: only the table of `Tiers` tells which storages are the host's.  The meter, engine.memory()
@@ -27,6 +30,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
+from shardwise.comm.disk import Extent
 from shardwise.comm.ledger import TIER, Ledger
 from shardwise.comm.transport import Pending
 from shardwise.core.moves import between
@@ -50,6 +54,7 @@ class Tiers:
         self.ledger = Ledger() if ledger is None else ledger
         self.device = torch.device("cpu") if device is None else device
         self._host: dict[int, _HostMemory] = {}
+        self._disk: dict[int, Extent] = {}
         self._sweep_at = _SWEEP_AT
         self._lock = Lock()  # a thread that updates owns states that it makes
         self._streams: dict[Tier, torch.cuda.Stream] = {}
@@ -61,7 +66,18 @@ class Tiers:
 
     def of(self, x: Tensor) -> Tier:
         """The tier on which `x` is."""
+        if self._disk and self.extent(x) is not None:
+            return "disk"
         return "host" if self._memory(x) is not None else "device"
+
+    def on_disk(self, extent: Extent) -> Tensor:
+        """Count the storage of `extent.tensor` as memory of its disk; returns it."""
+        self._disk[extent.tensor.untyped_storage()._cdata] = extent
+        return extent.tensor
+
+    def extent(self, x: Tensor) -> Extent | None:
+        """The part of a disk's file that `x` is in; None if it is in memory."""
+        return self._disk.get(x.untyped_storage()._cdata)
 
     def own(self, x: Tensor) -> Tensor:
         """Count the storage of `x` as memory of the host from now on; returns `x`."""
@@ -133,13 +149,19 @@ def begin_copy(
 ) -> Pending[Tensor]:
     """Begin to copy `x`, which is on `src`, to `out` on `dst`; None is new memory there.
 
-    `out` has the shape and dtype of `x`, and is the result of `wait`.  Not differentiable.
+    `out` has the shape and dtype of `x`, and is the result of `wait`.  Not differentiable.  A copy
+    to "disk" needs `out`; `x` may be freed or written at once, and `wait` returns when it is
+    written.
 
     Raises:
         ValueError: `x` or `out` is on another tier, or there is no copy from `src` to `dst`.
     """
+    if (src, dst) == ("device", "disk") and out is not None:
+        return _write_behind(x.detach(), tiers, out)
     if {src, dst} != {"device", "host"}:
-        raise ValueError(f"no copy from tier {src} to tier {dst}; allowed: device to host and back")
+        raise ValueError(
+            f"no copy from tier {src} to tier {dst}; allowed: device to host and back, to disk"
+        )
     x = x.detach()
     out = tiers.empty_like(x, dst) if out is None else out.detach()
     for tensor, tier in ((x, src), (out, dst)):
@@ -151,6 +173,20 @@ def begin_copy(
         return Pending([lambda: out])
     over = tiers._copy_beside(out, x, dst)
     return Pending([lambda: _arrived(out, tiers, over)])
+
+
+def _write_behind(x: Tensor, tiers: Tiers, out: Tensor) -> Pending[Tensor]:
+    """Copy flat `x` to a disk, chunk by chunk; it may be freed or written when this returns."""
+    extent = tiers.extent(out)
+    if extent is None:
+        raise ValueError(f"a tensor on tier {tiers.of(out)} in a copy from device to disk")
+    for chunk in range(extent.chunks):
+        first, last = extent.span(chunk)
+        buffer = extent.disk.acquire()
+        part = buffer.tensor(x.dtype, last - first)
+        arriving = begin_copy(x[first:last], tiers, "device", "host", part)
+        extent.disk.begin_write(extent, chunk, buffer, arriving.wait)
+    return Pending([extent.sync, lambda: out])
 
 
 def _arrived(out: Tensor, tiers: Tiers, over: torch.cuda.Event) -> Tensor:

@@ -5,11 +5,11 @@
     offload:optim=0.6         the same for some units: the fewest at the end of the model, whose
                               gradients come first, that have this fraction of its parameters
     offload:param             parameters too: each unit is copied to the device before it is used
-    offload:auto              the least of these with which a step is predicted to fit the device
-                              (engine/offload_choice.py), before any of it is made
     offload:optim-delayed     as optim, but an update is made beside the next step, and its
                               parameters are used one step later; not in the first steps
     offload:optim-delayed=N   the first N steps are not delayed (the default: 40)
+    offload:optim@disk        the optimizer's state, masters and gradients rest on a disk, from
+                              where they are streamed through host memory for the update
 
 (Delayed parameter update: ZeRO-Offload, arXiv 2101.06840, section 5.2, with 40 steps before it.)
 """
@@ -22,8 +22,8 @@ from typing import Final
 from shardwise.core.errors import bad
 from shardwise.core.zero import Tier
 
-#: What may rest in host memory.
-WHAT: Final = ("optim", "param", "optim-delayed", "auto")
+#: What may rest in host memory, or on a disk.
+WHAT: Final = ("optim", "param", "optim-delayed", "optim@disk")
 #: Steps before updates are delayed.
 UNDELAYED_STEPS: Final = 40
 MOST_STEPS: Final = 10**9
@@ -34,7 +34,7 @@ class Offload:
     """A parsed value of the word.
 
     what        "optim" or "param": parameters never rest further away than their optimizer's state;
-                "auto" is not chosen yet, and leaves all on the device
+                or "optim@disk"
     undelayed   the number of steps before updates are made one step late; None: never
     share       the fraction of the trained parameters, at least, whose states leave the device
     """
@@ -50,8 +50,8 @@ class Offload:
 
     @property
     def optim_tier(self) -> Tier:
-        """The tier of the optimizer's state, where the update is made."""
-        return "device" if self.what == "auto" else "host"
+        """The tier of the optimizer's state."""
+        return "disk" if self.what.endswith("@disk") else "host"
 
     def delays(self, step: int) -> bool:
         """Whether the update of step number `step`, from 0, is used one step later."""
@@ -80,13 +80,13 @@ class Offload:
 def parse(text: str) -> Offload:
     """The value of `offload:` as written. Raises InputError for any other."""
     what, equals, number = text.partition("=")
-    if text in ("optim", "param", "auto"):
+    if text in ("optim", "param", "optim@disk"):
         return Offload(text)
     if what == "optim-delayed":
         return Offload("optim", _steps(number) if equals else UNDELAYED_STEPS)
     if what == "optim" and equals:
         return Offload("optim", share=_share(number))
-    allowed = f"offload: and the states that rest in host memory: {' or '.join(WHAT)}"
+    allowed = f"offload: and the states that rest in host memory or on disk: {' or '.join(WHAT)}"
     raise bad(f"the plan word 'offload:{text}'", allowed, f"offload:{WHAT[0]}")
 
 

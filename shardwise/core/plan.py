@@ -35,8 +35,6 @@ class Plan:
     accumulate  microbatches per step
     schedule, recompute, activations, offload
                 as written
-    device_memory_bytes
-                the most that a rank may store on its device
 
     Raises InputError for a value that no plan word can set.
     """
@@ -52,7 +50,6 @@ class Plan:
     activations: str | None = None
     offload: str | None = None
     buffers_bytes: int | None = None
-    device_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         place = {name: place for place, name in enumerate(AXES)}
@@ -86,8 +83,6 @@ class Plan:
         words += [f"offload:{self.offload}"] * (self.offload is not None)
         if self.buffers_bytes is not None:
             words.append(f"buffers:{size_text(self.buffers_bytes)}")
-        if self.device_memory_bytes is not None:
-            words.append(f"device_memory:{size_text(self.device_memory_bytes)}")
         return " ".join(words) or "ddp"
 
     @property

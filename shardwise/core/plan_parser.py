@@ -98,12 +98,9 @@ WORDS: tuple[Word, ...] = (
         "offload:optim",
         "states that rest in host memory: optim, updated there (optim=0.6: of a fraction of the "
         "parameters), or param, parameters too; optim-delayed, updated beside the next step after "
-        "the first 40 (optim-delayed=N); auto, the least of these that fits device_memory",
+        "the first 40 (optim-delayed=N); optim@disk, on a disk",
     ),
     Word("buffers:SIZE", "buffers:64MiB", "communication buffers of SIZE (the default: 2 buckets)"),
-    Word(
-        "device_memory:SIZE", "device_memory:8GiB", "the most that a rank may store on its device"
-    ),
 )
 
 
@@ -180,7 +177,6 @@ _LABELS: dict[str, str] = {
     "activations": "tier of activations",
     "offload": "choice of offload",
     "buffers_bytes": "size of communication buffers",
-    "device_memory_bytes": "bound on device memory",
 }
 
 Found = tuple[str, Any]  # a field and its value
@@ -323,7 +319,6 @@ _VALUES: dict[str, Callable[[str, str], Found | Problem]] = {
     "accumulate": _read_count,
     "bucket": _read_size,
     "buffers": _read_size,
-    "device_memory": _read_size,
     "recompute": _read_recompute,
     "activations": _read_activations,
     "offload": _read_offload,

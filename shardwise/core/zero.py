@@ -18,7 +18,9 @@ moment at which it belongs; parallel/data carries them out and prediction/ adds 
 Each state also has a tier. If the optimizer's state rests in host memory (offload), the moves
 include two copies: the rank's block of the gradient goes to the host before the update, and the
 updated block of the parameter to the device after it, before it is gathered. If parameters rest in
-host memory too, the second copy comes before each use, ahead of the gather.
+host memory too, the second copy comes before each use, ahead of the gather. If the optimizer's
+state rests on a disk, the gradient goes on to the disk; both come to the host for the update, and
+the state goes back after it.
 
 A row that is not in the table trains in the same way. Its plan word lists the three columns in this
 order: `row:R,R,S` replicates gradients and shards the optimizer's state.
@@ -40,7 +42,7 @@ Tier = Literal["device", "host", "disk"]
 TIERS: Final[dict[str, tuple[Tier, ...]]] = {
     "parameter": ("device", "host"),
     "gradient": ("device",),
-    "optimizer state": ("device", "host"),
+    "optimizer state": ("device", "host", "disk"),
 }
 
 
@@ -63,7 +65,7 @@ class RowMove:
     """
 
     moment: Moment
-    state: Literal["param", "grad"]
+    state: Literal["param", "grad", "optim"]
     axis: Literal["shard", "replicate"]
     src: Placement
     dst: Placement
@@ -133,14 +135,19 @@ class Row:
         axis = "shard" if self.sharded else "replicate"
         param, grad, optim = self.param_tier, self.grad_tier, self.optim_tier
         own = self.optim
+        work: Tier = "device" if optim == "device" else "host"  # where the update is made
         found = (
             RowMove(Moment.USE, "param", axis, self.param, self.param, param, "device", block=True),
             RowMove(Moment.USE, "param", axis, self.param, R),
             RowMove(Moment.BACKWARD, "grad", axis, P, self.grad, "device", grad),
             RowMove(Moment.BEFORE_UPDATE, "grad", axis, self.grad, self.optim, grad, grad),
             RowMove(Moment.BEFORE_UPDATE, "grad", "replicate", P, R, grad, grad, block=True),
-            RowMove(Moment.BEFORE_UPDATE, "grad", axis, own, own, grad, optim, block=True),
-            RowMove(Moment.AFTER_UPDATE, "param", axis, own, own, optim, param, block=True),
+            RowMove(Moment.BEFORE_UPDATE, "grad", axis, own, own, grad, work, block=True),
+            RowMove(Moment.BEFORE_UPDATE, "grad", axis, own, own, work, optim, block=True),
+            RowMove(Moment.BEFORE_UPDATE, "grad", axis, own, own, optim, work, block=True),
+            RowMove(Moment.BEFORE_UPDATE, "optim", axis, own, own, optim, work, block=True),
+            RowMove(Moment.AFTER_UPDATE, "optim", axis, own, own, work, optim, block=True),
+            RowMove(Moment.AFTER_UPDATE, "param", axis, own, own, work, param, block=True),
             RowMove(Moment.AFTER_UPDATE, "param", axis, own, self.param, param, param),
         )
         return tuple(

@@ -26,7 +26,7 @@ from shardwise.engine import compiled, hint, memory, state, validate
 from shardwise.engine.batch import cast, enough, rows, split
 from shardwise.engine.build import lay_out
 from shardwise.engine.consistency import ConsistencyCheck
-from shardwise.engine.device_bound import device_bound
+from shardwise.engine.disk_states import open_disk
 from shardwise.engine.guard import Guard
 from shardwise.engine.one_stage import OneStage
 from shardwise.engine.optimizer import ShardedOptimizer
@@ -48,6 +48,7 @@ class Engine:
         self.ledger: Ledger = build.world.ledger
         self.dtype, self.recompute = DTYPES[build.plan.precision], build.recompute
         self.names = [name for name, _ in model.named_parameters()]  # those of all stages
+        disk = open_disk(self.plan, training.offload_folder, self.world)
         cast_whole(model, self.dtype, self.world.device)
         pool = pool_bytes(self.plan, sum(p.nbytes for p in model.parameters()))
         self.world.pool.reserve(pool, self.world.device)
@@ -67,7 +68,9 @@ class Engine:
         self.consistency = ConsistencyCheck(self.tensors, pipeline, self.world.device, every)
         self.passes = self._passes()
         with self.ledger.phase("start"):
-            self.optimizer = ShardedOptimizer(training.optimizer, self.flats, self.world.tiers)
+            self.optimizer = ShardedOptimizer(
+                training.optimizer, self.flats, self.world.tiers, disk
+            )
         self.scale = LossScale(on=self.plan.precision == "fp16")
         self.guard, self.updates = self._guarded()
         self.steps = 0  # of the run
@@ -76,7 +79,6 @@ class Engine:
         self.broken = False  # whether a step has begun and not ended
         self.expected = 0  # tokens of the global batch, of the step before
         self.last: dict[Key, Tally] = {}  # what the last step sent
-        self.bound = device_bound(self)
 
     def _guarded(self) -> tuple[Guard, Updates]:
         training, passes = self.training, self.passes
@@ -84,6 +86,8 @@ class Engine:
         skip = training.on_nonfinite == "skip"
         guard = Guard(self.world, self.tensors.axis, self.names, by_norm=by_norm, skip=skip)
         self.data.sums.see = guard.see
+        if self.optimizer.disk is not None and by_norm:
+            self.data.sums.leave = self.optimizer.disk.see
         by_schedule = False
         if isinstance(passes, Pipelined) and passes.staging.schedule.update:
             passes.stale = Stale(passes.staging, passes.data, self.optimizer, guard)
@@ -143,12 +147,7 @@ class Engine:
             NonFiniteError: on every rank, a loss or gradient that is not finite; nothing was
                 updated.  With `on_nonfinite="skip"`, and where fp16 overflows, only after a
                 hundred such steps in a row.
-            torch.OutOfMemoryError: more is stored on the device than `device_memory` allows.
         """
-        with self.bound:
-            return self._step(batch)
-
-    def _step(self, batch: Any) -> Metrics:
         self.world.require_open()
         compiled.require_plain(self.model, self.plan)
         self.optimizer.require_finite_rates()
@@ -386,6 +385,10 @@ class Engine:
     def host_memory(self) -> dict[str, int]:
         """Live bytes in host memory (comm/tiers.py) by category."""
         return memory.measured(self.model, self.flats, self.optimizer, self.world, "host")
+
+    def disk_memory(self) -> dict[str, int]:
+        """Bytes of this rank on a disk (comm/disk.py) by category."""
+        return memory.measured(self.model, self.flats, self.optimizer, self.world, "disk")
 
     def sent(self) -> dict[Key, Tally]:
         """The ledger so far, by axis, kind and phase."""

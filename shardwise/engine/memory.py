@@ -42,6 +42,7 @@ def owned(
         yield from (("parameters", t) for t in (flat.full, flat.shard))
         yield from (("gradients", t) for t in gradients_of(flat))
     yield from (("optimizer", t) for t in kept)
+    yield from (("buffers", disk.disk.memory) for disk in (optimizer.disk,) if disk)
     yield from (("buffers", t) for t in (*model.buffers(), world.pool.memory) if t is not None)
 
 

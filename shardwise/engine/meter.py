@@ -14,8 +14,6 @@ of live storages (units resize theirs to zero and back).
     activations                                  everything else that was made under the meter:
                                                  what autograd saves, and what messages land in
 
-With `most_bytes` it raises torch.OutOfMemoryError when more is live on the device.
-
 Storages are on the device, or in host memory (comm/tiers.py). The result of an operation is where
 its operands are. `peak_bytes`, `peak` and `most` are of the device.
 
@@ -24,7 +22,7 @@ What a kernel takes and returns inside one operation is not seen.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -33,10 +31,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.zero import Tier
+from shardwise.engine.engine import Engine
 from shardwise.engine.memory import gradients_of
-
-if TYPE_CHECKING:
-    from shardwise.engine.engine import Engine
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "buffers", "activations")
 
@@ -73,9 +69,9 @@ class _Storage:
 class Meter(TorchDispatchMode):
     """Watches one engine while it is entered; it may be entered again for a later step."""
 
-    def __init__(self, engine: "Engine", most_bytes: int | None = None) -> None:
+    def __init__(self, engine: Engine) -> None:
         super().__init__()
-        self.engine, self.most_bytes = engine, most_bytes
+        self.engine = engine
         self.storages: dict[int, _Storage] = {}
         self.before: set[int] = set()
         self.peak_bytes = 0
@@ -144,13 +140,8 @@ class Meter(TorchDispatchMode):
     def _look(self) -> None:
         every = self.now()
         places = {place: count for place, count in every.items() if place.tier == "device"}
-        total, on_host = sum(places.values()), sum(every.values())
-        if self.most_bytes is not None and total > self.most_bytes:
-            raise torch.OutOfMemoryError(
-                f"{total:,} bytes on the device, where device_memory allows {self.most_bytes:,}: "
-                + ", ".join(f"{name} {count:,}" for name, count in _by_category(places).items())
-            )
-        on_host -= total
+        total = sum(places.values())
+        on_host = sum(count for place, count in every.items() if place.tier == "host")
         if on_host > self.host_bytes:
             self.host_bytes = on_host
             self.host_places = {p: count for p, count in every.items() if p.tier == "host"}
@@ -165,8 +156,9 @@ class Meter(TorchDispatchMode):
     def _track(self, tensor: Tensor, place: Place, made_by: str) -> None:
         storage = tensor.untyped_storage()
         if storage.device.type != "meta" and storage._cdata not in self.storages:
-            if self.engine.world.tiers.of(tensor) == "host":
-                place = place._replace(tier="host")
+            tier = self.engine.world.tiers.of(tensor)
+            if tier != "device":
+                place = place._replace(tier=tier)
             self.storages[storage._cdata] = _Storage(storage, place, made_by)
 
     def _tier(self, args: Any, made: Any) -> Tier:
@@ -204,6 +196,8 @@ class Meter(TorchDispatchMode):
             yield Place("optimizer", unit_of[id(engine.optimizer.flats[k])]), master
         for flat, _, _, value in engine.optimizer.tensors():
             yield Place("optimizer", unit_of[id(flat)]), value
+        if engine.optimizer.disk is not None:
+            yield Place("buffers", ""), engine.optimizer.disk.disk.memory
         pool = engine.world.pool.memory
         yield from (
             (Place("buffers", ""), b) for b in (*engine.model.buffers(), pool) if b is not None

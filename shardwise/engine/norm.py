@@ -24,6 +24,15 @@ def squared_norm(x: Tensor) -> Tensor:
     return rows.double().square().sum() + rest.double().square()
 
 
+def squares(flat: Flat) -> Tensor:
+    """The sum of squares of the gradient in this rank's block, without what others count."""
+    assert flat.grads.gshard is not None
+    total = squared_norm(flat.grads.gshard)
+    for part in counted_elsewhere(flat):
+        total = total - squared_norm(part.flatten())
+    return total
+
+
 def counts(flat: Flat) -> bool:
     """Whether this rank counts the squares of its block: one of those that hold the same does."""
     return flat.layouts[0].replica(flat.local.coordinates) == 0

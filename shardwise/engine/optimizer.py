@@ -21,45 +21,38 @@ torch's own optimizer, and the rates a scheduler writes there are used by the ne
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shardwise.comm.disk import Disk
 from shardwise.comm.tiers import Tiers, begin_copy
 from shardwise.core.errors import bad
 from shardwise.engine import optimizer_groups as groups
-from shardwise.engine.norm import counted_elsewhere, counts, squared_norm
+from shardwise.engine.disk_states import DiskStates
+from shardwise.engine.norm import counts, squares
 from shardwise.engine.optimizer_spec import OptimizerSpec
+from shardwise.engine.torch_step import as_pieces, even_out, step_over
 from shardwise.parallel.data.flat_parameter import Flat
 
 HALF = (torch.bfloat16, torch.float16)
-
-
-@contextmanager
-def _pieces(flats: Sequence[Flat]) -> Iterator[None]:
-    """Parameters are this rank's pieces inside: some classes (Adagrad) make their state at once."""
-    shown = [(p, p.data) for flat in flats for p in flat.params]
-    for flat in (flat for flat in flats if flat.split):
-        for i, p in enumerate(flat.params):
-            p.data = flat.views.piece(i, flat.shard)
-    try:
-        yield
-    finally:
-        for p, data in shown:
-            p.data = data
 
 
 class ShardedOptimizer(Optimizer):
     """One torch optimizer over the pieces this rank updates; `engine.step` drives it."""
 
     def __init__(
-        self, recipe: OptimizerSpec, flats: Sequence[Flat], tiers: Tiers | None = None
+        self,
+        recipe: OptimizerSpec,
+        flats: Sequence[Flat],
+        tiers: Tiers | None = None,
+        disk: Disk | None = None,
     ) -> None:
         self.flats = [flat for flat in flats if flat.trained]
         self.tiers = tiers or Tiers()
+        self.disk = disk and DiskStates(recipe, self.flats, self.tiers, disk)
         self.masters: dict[int, Tensor] = {
             k: self._master(flat)
             for k, flat in enumerate(self.flats)
@@ -72,9 +65,11 @@ class ShardedOptimizer(Optimizer):
             for pair in zip(flat.names, targets, strict=True)
         ]
         self.names = [name for name, _ in named]
-        with _pieces(self.flats):
+        with as_pieces(self.flats):
             self.torch = recipe.build(named)
             super().__init__(self.torch.param_groups, self.torch.defaults)
+        if self.disk is not None:
+            self.disk.attach(self.torch, self.targets)
         self.param_groups, self.state = self.torch.param_groups, self.torch.state  # shared
         self.recipe_options = [groups.options(group) for group in self.param_groups]
         places = [{id(p) for p in group["params"]} for group in self.torch.param_groups]
@@ -86,7 +81,9 @@ class ShardedOptimizer(Optimizer):
         self.base_lr = [group["lr"] for group in self.param_groups]
 
     def _master(self, flat: Flat) -> Tensor:
-        """A copy of the shard on the tier of the update, with 32 bits or more."""
+        """A copy of the shard on the tier of its optimizer state, with 32 bits or more."""
+        if self.disk is not None:
+            return self.disk.masters[self.flats.index(flat)].tensor
         if not flat.moves.host_update:
             return flat.shard.float()
         if flat.moves.fetch:
@@ -121,7 +118,10 @@ class ShardedOptimizer(Optimizer):
         self.factor = factor
         chosen = [k for k, flat in enumerate(self.flats) if flat in flats]
         self._wake(chosen)
-        self._even_out()
+        if self.disk is not None:
+            self.disk.update(chosen, factor)
+            return
+        even_out(self.torch)
         plain = [k for k in chosen if k not in self.masters]
         gradients = {k: self._gradients(k, factor) for k in chosen}
         if plain:
@@ -139,7 +139,7 @@ class ShardedOptimizer(Optimizer):
         self.factor = factor
         chosen = [k for k, flat in enumerate(self.flats) if flat in flats]
         self._wake(chosen)
-        self._even_out()
+        even_out(self.torch)
         options = [dict(group) for group in self.param_groups]
         every = {k: self._gradients(k, factor) for k in chosen}
 
@@ -165,24 +165,10 @@ class ShardedOptimizer(Optimizer):
         `options` are those of the groups at an earlier moment; the main thread may meanwhile change
         those of now.
         """
-        if options is not None:
-            self.torch.param_groups = [
-                {**group, "params": [p for k in chosen for p in self.members[k][g]]}
-                for g, group in enumerate(options)
-            ]
-            try:
-                self.torch.step()
-            finally:
-                self.torch.param_groups = self.param_groups
-            return
-        everyone = [group["params"] for group in self.torch.param_groups]
-        try:
-            for g, group in enumerate(self.torch.param_groups):
-                group["params"] = [p for k in chosen for p in self.members[k][g]]
-            self.torch.step()
-        finally:
-            for group, params in zip(self.torch.param_groups, everyone, strict=True):
-                group["params"] = params
+        members = [
+            [p for k in chosen for p in self.members[k][g]] for g in range(len(self.param_groups))
+        ]
+        step_over(self.torch, members, options)
 
     def _wake(self, chosen: Sequence[int]) -> None:
         """Reset the state of parameters that get their first gradient after `prepare`."""
@@ -192,20 +178,6 @@ class ShardedOptimizer(Optimizer):
                 if name in self.idle and flat.grads.piece(i) is not None:
                     self.torch.state.pop(target, None)
                     self.idle.discard(name)
-
-    def _even_out(self) -> None:
-        """Give all momenta of a fused SGD their zeros, which is how they begin in any case.
-
-        The kernel takes a list with all of them or none; which parameters have had a gradient
-        differs.  (With dampening the first momentum is not the damped sum with zero: not fused.)
-        """
-        if not isinstance(self.torch, torch.optim.SGD) or not self.torch.defaults.get("fused"):
-            return
-        for group in self.torch.param_groups:
-            for p in [p for p in group["params"] if group["momentum"]]:
-                state = self.torch.state[p]
-                if state.get("momentum_buffer") is None:
-                    state["momentum_buffer"] = torch.zeros_like(p)
 
     def _step_masters(
         self,
@@ -234,6 +206,8 @@ class ShardedOptimizer(Optimizer):
     @torch.no_grad()
     def publish(self, flats: Sequence[Flat] | None = None) -> None:
         """Copy the masters of `flats` (None: of all) that are in host memory to the device."""
+        if self.disk is not None:  # whose update has copied them, chunk by chunk
+            return
         for k, flat in enumerate(self.flats):
             if not flat.moves.host_update or (flats is not None and flat not in flats):
                 continue
@@ -317,21 +291,21 @@ class ShardedOptimizer(Optimizer):
 
         Of ranks that hold the same on another axis than the data's, one counts it.
         """
+        if self.disk is not None:
+            return self.disk.squared_norm()
         mine = [flat for flat in self.flats if flat.grads.gshard is not None and counts(flat)]
         if not mine:
             return torch.zeros((), dtype=torch.float64)
-        squares = [
-            squared_norm(flat.grads.gshard) for flat in mine if flat.grads.gshard is not None
-        ]
-        for flat in mine:
-            squares += [-squared_norm(part.flatten()) for part in counted_elsewhere(flat)]
-        return torch.stack(squares).sum()
+        return torch.stack([squares(flat) for flat in mine]).sum()
 
     def prepare(self) -> None:
         """Make the state an update needs without updating anything, where there is none yet.
 
         To be loaded into; and so that a checkpoint has one shape whatever has had a gradient.
         """
+        if self.disk is not None:
+            self.idle |= self.disk.prepare()
+            return
         everything = [t for targets in self.targets for t in targets]
         fresh = {id(t): t.detach().clone() for t in everything if not self.torch.state.get(t)}
         gradients = [t.grad for t in everything]
@@ -393,6 +367,9 @@ class ShardedOptimizer(Optimizer):
             act(master)
         for _, _, _, value in self.tensors():
             act(value)
+        if self.disk is not None:
+            for tensor in self.disk.tensors():
+                act(tensor)
 
 
 def _apart(flat: Flat) -> bool:

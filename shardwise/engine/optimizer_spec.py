@@ -100,7 +100,7 @@ class OptimizerSpec:
         """
         options = dict(self.options)
         fusable = "fused" in inspect.signature(self.kind).parameters
-        damped = any(o.get("dampening") for o in (options, *self.groups.values()))  # see _even_out
+        damped = any(o.get("dampening") for o in (options, *self.groups.values()))  # see even_out
         if fusable and not damped and not {"fused", "foreach", "differentiable"} & options.keys():
             options["fused"] = True
         members: dict[str, list[tuple[str, nn.Parameter]]] = {

@@ -22,7 +22,6 @@ from shardwise.engine import (
 )
 from shardwise.engine.elementwise import require_whole
 from shardwise.engine.engine import Engine
-from shardwise.engine.offload_choice import require_chosen
 from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec
 from shardwise.engine.shard import default_fill, layable
 from shardwise.engine.tensor_parallel import table_for
@@ -50,6 +49,7 @@ def parallelize(
         prefetch: the number of units gathered ahead of their use.
         table: the styles of tensor parallelism (docs/tensor-tables.md).
         stages: the names of the modules that begin each stage except the first.
+        offload_folder: the folder of states that rest on a disk (docs/offload.md).
         kernels: "auto", or "torch" for torch's own functions and autograd alone.
         beside: {"norm": "head"} for modules not called where they are defined (docs/stages.md).
 
@@ -69,7 +69,7 @@ def parallelize(
     require_whole(recipe.kind, plan)
     objective = validate.loss(own_loss if loss is None else loss)
     tokens = None if options["tokens"] is None else validate.tokens(options["tokens"])
-    fill = options["fill"]
+    fill, folder = options["fill"], options["offload_folder"]
     fill = default_fill(model, options["seed"]) if fill is None else validate.fill(fill)
     validate.trainable(model)
     mixed = plan.precision in ("bf16", "fp16")
@@ -80,16 +80,15 @@ def parallelize(
     beside = validate.beside(options["beside"])
     begin = stage_module.stage_starts(model, plan, options["stages"], beside)
     recomputed = recompute_budget.recomputation(model, plan, world.rank, objective, options, begin)
-    on_nonfinite = options["on_nonfinite"]
+    on_nonfinite, every = options["on_nonfinite"], options["check_every"]
     clip = weight_stashing.require(model, plan, begin, options["clip"], beside, on_nonfinite)
     if world.rank == 0:
         recipe.warn_unmatched([n for n, _ in model.named_parameters(remove_duplicate=False)])
-    training = Training(recipe, objective, tokens, clip, on_nonfinite, options["check_every"])
+    training = Training(recipe, objective, tokens, clip, on_nonfinite, every, folder)
     consistency.require_same(world, _shared(model, plan, table, recipe, options))
     world = world.on(plan.mesh)
     asked = options["units"], fill, options["prefetch"], table, begin, beside
-    least, kernels = options["least_unit_bytes"], options["kernels"]
-    build = Build(plan, world, *asked, least, recomputed, kernels)
+    build = Build(plan, world, *asked, options["least_unit_bytes"], recomputed, options["kernels"])
     return Engine(model, build, training)
 
 
@@ -108,6 +107,7 @@ DEFAULTS: dict[str, Any] = {
     "on_nonfinite": "raise",
     "check_every": consistency.CHECK_EVERY,
     "kernels": "auto",
+    "offload_folder": None,
 }
 
 #: Options that must be equal on all ranks.  So must the seed, if weights are made from it.
@@ -147,7 +147,6 @@ def plan_of(plan: Any) -> Plan:
 
 def _completed(plan: Plan, world: World) -> Plan:
     """The plan with its open data axis filled in; rank 0 prints the result if it changed."""
-    require_chosen(plan)
     completed = plan.completed(world.size)
     if completed != plan and world.rank == 0:
         print(

@@ -27,7 +27,12 @@ Part = tuple[tuple[int, ...], Tensor, int]
 
 
 def boxes(model: nn.Module, sharded: ShardedModel, optimizer: ShardedOptimizer) -> list[Box]:
-    """All boxes of this rank; `replica` is 0 on exactly one of the ranks that hold the same."""
+    """All boxes of this rank; `replica` is 0 on exactly one of the ranks that hold the same.
+
+    Raises DiskError for states on a disk that are not as they were written.
+    """
+    if optimizer.disk is not None:
+        optimizer.disk.expose()
     return [*weights(sharded.flats, optimizer), *_optimizer(optimizer), *buffers(model, sharded)]
 
 
@@ -73,12 +78,16 @@ def buffers(model: nn.Module, sharded: ShardedModel) -> list[Box]:
 def gradients(optimizer: ShardedOptimizer) -> list[Box]:
     """This rank's pieces of the gradients, named "grad/NAME", as the last update used them."""
     found: list[Box] = []
+    if optimizer.disk is not None:
+        optimizer.disk.expose()
     for flat in optimizer.flats:
         if flat.grads.gshard is None:
             continue
         # 16-bit gradients are multiplied on their way to the master, others in place
-        factor = optimizer.factor if flat.dtype in HALF else 1.0
-        used = flat.grads.gshard.float() * factor if factor != 1.0 else flat.grads.gshard
+        apart = flat.dtype in HALF or optimizer.disk is not None
+        factor = optimizer.factor if apart else 1.0
+        wide = torch.promote_types(flat.dtype, torch.float32)
+        used = flat.grads.gshard.to(wide) * factor if factor != 1.0 else flat.grads.gshard
         found += boxes_of(flat, "grad", used)
     return found
 
@@ -128,6 +137,8 @@ def refresh(optimizer: ShardedOptimizer, units: Units) -> None:
     for k, flat in enumerate(optimizer.flats):
         if k in optimizer.masters and (flat.moves.fetch or not flat.moves.host_update):
             flat.shard.copy_(optimizer.masters[k])
+    if optimizer.disk is not None:
+        optimizer.disk.loaded()
     optimizer.publish()
     units.to_sharded()
     units.begin_unshard()

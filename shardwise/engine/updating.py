@@ -39,7 +39,6 @@ class Updates:
     axes         squares of gradients are summed over these axes, then by `over_stages`
     clip         the bound on the norm of all gradients
     by_schedule  whether the schedule updates each stage itself, so that nothing remains to do here
-    early_bytes  units of at least this size together are updated in one call
     delays       whether the update of this step is made beside the next
     next_step    what runs such updates
     """
@@ -56,7 +55,6 @@ class Updates:
     by_schedule: bool
     delays: Callable[[], bool]
     next_step: NextStep = field(default_factory=NextStep)
-    early_bytes: int = EARLY_BYTES
 
     def early(self, arriving: Iterable[Unit], correction: float) -> None:
         """Update units as soon as their gradients are summed, while other sums are under way.
@@ -70,11 +68,12 @@ class Updates:
             return
         self.next_step.finish()
         ready: list[Flat] = []
+        enough = math.inf if self.optimizer.disk else EARLY_BYTES  # a disk is read in one go
         with self._thread() as thread:
             for unit in arriving:
                 unit.attach_grads()
                 ready += [flat for flat in self.flats if flat in unit.trained]
-                if sum(flat.shard.nbytes for flat in ready) >= self.early_bytes:
+                if sum(flat.shard.nbytes for flat in ready) >= enough:
                     self._update(thread, ready, correction)
                     ready = []
             self._update(thread, ready, correction)
@@ -122,8 +121,11 @@ class Updates:
 
     @property
     def _on_host(self) -> bool:
-        """Whether updates are made in host memory."""
-        return any(flat.moves.host_update for flat in self.flats)
+        """Whether updates are made on states in host memory, by another thread.
+
+        States on a disk are updated by this one, which streams them: the disk's threads are others.
+        """
+        return self.optimizer.disk is None and any(f.moves.host_update for f in self.flats)
 
     def _thread(self) -> HostThread | InPlace:
         return HostThread() if self._on_host else InPlace()

@@ -66,7 +66,9 @@ def host_bytes(
     `offload:param` also all parameters; with `offload:optim-delayed` two gradients.
     """
     here = plan.coordinate(rank)
-    found = [group for group in groups(plan, model) if group.trained and _updated_on_host(group)]
+    every = [group for group in groups(plan, model) if group.trained]
+    found = [group for group in every if group.row.optim_tier == "host"]
+    on_disk = [group for group in every if group.row.optim_tier == "disk"]
     resting = [group for group in groups(plan, model) if group.row.param_tier == "host"]
     delayed = plan.offloaded is not None and plan.offloaded.undelayed is not None
     buffers = 1 + delayed  # an update reads one while gradients of the next step arrive in another
@@ -75,7 +77,8 @@ def host_bytes(
         "gradients": buffers * sum(_block_bytes(group, group.row.sharded) for group in found),
         "optimizer": sum(
             _optimizer_bytes(group, optimizer, here.get(group.layout.shard, 0)) for group in found
-        ),
+        )
+        + sum(optimizer.scalar_bytes * len(group.params) for group in on_disk),
         "buffers": 0,
     }
 
@@ -108,13 +111,16 @@ def held_bytes(
     return held
 
 
-def by_tier(device: Mapping[str, int], host: Mapping[str, int]) -> dict[str, int]:
-    """Bytes by category on the device, and in host memory those that are not zero."""
-    return {**device} | {f"{name} on the host": count for name, count in host.items() if count}
+def by_tier(
+    device: Mapping[str, int], host: Mapping[str, int], disk: Mapping[str, int]
+) -> dict[str, int]:
+    """Bytes by category on the device, and those that are not zero in host memory and on a disk."""
+    found = {**device} | {f"{name} on the host": count for name, count in host.items() if count}
+    return found | {f"{name} on disk": count for name, count in disk.items() if count}
 
 
 def _updated_on_host(group: Group) -> bool:
-    return group.row.optim_tier == "host"
+    return group.row.optim_tier != "device"
 
 
 def _block_bytes(group: Group, sharded: bool) -> int:

@@ -8,6 +8,7 @@ from shardwise.core.model_spec import ModelShape, ModelSpec
 from shardwise.core.moves import between
 from shardwise.core.plan import Plan
 from shardwise.core.pool_size import pool_bytes
+from shardwise.prediction.disk import buffer_bytes, disk_bytes, moved_bytes
 from shardwise.prediction.experts import exchanged_between, expert_bytes
 from shardwise.prediction.host import copied_bytes
 from shardwise.prediction.memory import ADAM, OptimizerShape, by_tier, held_bytes, host_bytes
@@ -76,12 +77,19 @@ class Prediction:
     @property
     def host_memory(self) -> dict[str, int]:
         """Bytes of host memory held between steps, by category."""
-        return host_bytes(self.plan, self.model, self.optimizer, self.rank)
+        found = host_bytes(self.plan, self.model, self.optimizer, self.rank)
+        buffers = buffer_bytes(self.plan, self.model, self.optimizer)
+        return found | {"buffers": found["buffers"] + buffers}
+
+    @property
+    def disk_memory(self) -> dict[str, int]:
+        """Bytes on a disk held between steps, by category."""
+        return disk_bytes(self.plan, self.model, self.optimizer)
 
     @property
     def memory_by_tier(self) -> dict[str, int]:
-        """Both: bytes of host memory under names such as "optimizer on the host"."""
-        return by_tier(self.memory, self.host_memory)
+        """All: under names such as "optimizer on the host" and "optimizer on disk"."""
+        return by_tier(self.memory, self.host_memory, self.disk_memory)
 
     @property
     def bytes(self) -> dict[str, int]:
@@ -144,6 +152,7 @@ class Prediction:
             tensor_bytes(self.plan, self.spec, self.rank),
             part_bytes(self.plan, self.spec, self.rank),
             copied_bytes(self.plan, self.spec, self.rank),
+            moved_bytes(self.plan, self.model, self.optimizer, self.rank),
             expert_bytes(self.plan, self.spec, self.rank, loads),
         )
         lines = {line for one in every for line in one}

@@ -247,8 +247,8 @@ def start_bytes(plan: Plan, model: ModelShape, rank: int = 0) -> dict[Line, int]
     for group in groups(plan, model):
         tariff.broadcast(group.flat.padded * group.element_bytes, "start")
         tier = group.row.optim_tier if group.trained else group.row.param_tier
-        if tier != "device":
-            tariff.copy("device", tier, group.flat.share * group.element_bytes, "start")
+        if tier != "device":  # to a disk through the host (disk.py)
+            tariff.copy("device", "host", group.flat.share * group.element_bytes, "start")
     tariff.broadcast(sum(buffer.stored_bytes for buffer in model.buffers), "start")
     return tariff.sent_bytes
 
@@ -277,6 +277,8 @@ def _row(tariff: Tariff, group: Group, updates: int) -> None:
     }
     for move in group.row.moves():
         if not group.trained and move.moment is not Moment.USE:
+            continue
+        if "disk" in (move.src_tier, move.dst_tier):  # disk.py, with the optimizer's states
             continue
         axis = group.layout.shard if move.axis == "shard" else group.layout.replicate
         numel = share if move.block else group.flat.padded

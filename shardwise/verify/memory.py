@@ -86,7 +86,7 @@ def over_steps(
             engine.world.barrier()  # ranks in threads read each other's tensors until here
             _restore(engine.model, built, own)
             left = _left(engine, live)
-            found = by_tier(engine.memory(), engine.host_memory())
+            found = by_tier(engine.memory(), engine.host_memory(), engine.disk_memory())
             expected = prediction.memory_by_tier
             names = [*found, *(name for name in expected if name not in found)]
             off = {n: found.get(n, 0) for n in names if found.get(n, 0) != expected.get(n, 0)}

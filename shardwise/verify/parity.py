@@ -21,6 +21,7 @@ so large that nothing is clipped.
 """
 
 import math
+import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -140,6 +141,7 @@ def engine_of(
             world,
             tokens=trainable.tokens,
             clip=clip,
+            offload_folder=tempfile.gettempdir(),
             **build_options(trainable, plan, options),
         )
     engine.load_scalars(engine.scalars() | {"loss_scale": LOSS_SCALE})
@@ -292,7 +294,7 @@ def compare(
         so_far.costs = replace(so_far.costs, hold=False)
     so_far.state(ours)
     prediction = theory(share(so_far.rows_for(ours, steps - 1), ours))
-    held = by_tier(ours.memory(), ours.host_memory())
+    held = by_tier(ours.memory(), ours.host_memory(), ours.disk_memory())
     finding = Finding(ours.world.rank, (), so_far.costs, held, prediction.memory_by_tier)
     so_far.looks(ours, steps)
     if fresh is not None:

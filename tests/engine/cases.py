@@ -1,5 +1,6 @@
 """Small models, batches that do not divide, and the oracle: the same training in plain PyTorch."""
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -141,6 +142,7 @@ def build(world: World, task: Task, case: Case) -> Engine:
         clip=case.clip,
         units=case.units,
         prefetch=case.prefetch,
+        offload_folder=tempfile.gettempdir(),
     )
 
 

@@ -127,8 +127,8 @@ def test_tiers():
         assert tiers == [("grad", "device", "host"), ("param", "host", "device")]
         assert all(move.block and move.src == move.dst == row.optim for move in more)
         assert [move for move in offloaded.moves() if move not in more] == list(row.moves())
-    with pytest.raises(InputError, match=r"optimizer state on the tier 'disk'.*device or host"):
-        Row(R, P, S(0), optim_tier="disk")
+    with pytest.raises(InputError, match=r"optimizer state on the tier 'tape'.*host or disk"):
+        Row(R, P, S(0), optim_tier="tape")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="parameter on the tier 'host'"):
         Row(S(0), S(0), S(0), param_tier="host")
     with pytest.raises(InputError, match="parameter on the tier 'host'"):

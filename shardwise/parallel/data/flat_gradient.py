@@ -195,18 +195,22 @@ class FlatGradient:
         return Pending([going.wait, lambda: self._sum_over(others).wait()]) if others else going
 
     def begin_offload(self) -> None:
-        """Start to copy `gshard` to the host, where the update is made, and free it here."""
+        """Start to copy `gshard` to the tier of `host_grad`, and free it here.
+
+        That is the host, where the update is made, or a disk.
+        """
         if not self.moves.host_update or self.gshard is None:
             return
         if self.host_grad is None:
             self.host_grad = self.tiers.empty_like(self.gshard, "host")
             if self.late:
                 self.other_host_grad = self.tiers.empty_like(self.gshard, "host")
+        tier = self.tiers.of(self.host_grad)
         if any(self.resting):
             arriving = begin_copy(self.gshard, self.tiers, "device", "host")
             self.going = Pending([lambda: self._add(arriving.wait())])
         else:
-            self.going = begin_copy(self.gshard, self.tiers, "device", "host", self.host_grad)
+            self.going = begin_copy(self.gshard, self.tiers, "device", tier, self.host_grad)
         self.grad, self.grad_views, self.gsum, self.gshard = None, [], None, self.host_grad
         self.filled, self.valid = ([False] * len(self.params) for _ in range(2))
 

@@ -30,6 +30,7 @@ class Reductions:
         self.landed: deque[Unit] = deque()
         self.left: deque[Unit] = deque()  # on their way to the tier of the update
         self.see: Callable[[Flat], None] = lambda _: None  # before the sum of a group begins
+        self.leave: Callable[[Flat], None] = lambda _: None  # before it is copied to another tier
 
     def begin(self) -> None:
         """A backward pass begins."""
@@ -78,6 +79,7 @@ class Reductions:
         unit = self.landed.popleft()
         for group in unit.trained:
             group.grads.end_reduce()
+            self.leave(group)
             group.grads.begin_offload()
         self.left.append(unit)
 

@@ -57,6 +57,6 @@ def row_moves(row: Row, shard: Axis, replicate: Axis, *, trained: bool) -> RowMo
         axis_move(sums[0]) if sums else None,
         any(move.moment is Moment.BACKWARD for move in sums),
         tuple(axis_move(move).axis for move in sums[1:]),
-        host_update=trained and row.optim_tier == "host",
+        host_update=trained and row.optim_tier != "device",
         fetch=row.param_tier == "host",
     )

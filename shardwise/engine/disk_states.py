@@ -1,0 +1,328 @@
+"""Gradients, masters and optimizer states on a disk, and the update that streams through them.
+
+For each flat parameter the file has a gradient, in the precision of the weight; a master, in 32
+bits or in those of the weight; and each state tensor of the optimizer.  All have the elements of
+this rank's block, so that chunk c of each has the same elements:
+
+    gradient  | 0 | 1 | 2 |        read ahead     0  1  2
+    master    | 0 | 1 | 2 |        update            0  1  2         and copy to the device
+    exp_avg   | 0 | 1 | 2 |        write behind         0  1  2      (not the gradient)
+    ...
+
+The class of torch.optim steps on the pieces of parameters that are in a chunk.  It is elementwise
+(elementwise.py), so that what it makes of pieces is what it makes of the whole.  State tensors
+without dims, such as Adam's step count, stay in host memory: every piece of a parameter steps from
+the same one.
+
+`torch.state` of the optimizer has, under each parameter's master, views of the maps of the file:
+what checkpoints read, and write.  The update replaces only the tensors without dims there.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardwise.comm.disk import Buffer, Disk, Extent
+from shardwise.comm.tiers import Tiers, begin_copy
+from shardwise.comm.world import World
+from shardwise.core.chunks import CHUNK_NUMEL, reserved_bytes
+from shardwise.core.errors import bad
+from shardwise.core.plan import Plan
+from shardwise.engine.norm import counts, squares
+from shardwise.engine.optimizer_spec import OptimizerSpec
+from shardwise.engine.torch_step import even_out, step_over
+from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.parallel.offload.read_ahead import Job, read_ahead
+
+#: The state of one parameter, by key.
+State = dict[str, Any]
+
+
+class DiskStates:
+    """The states of trained flat parameters `flats`, in the file of `disk`."""
+
+    def __init__(
+        self, recipe: OptimizerSpec, flats: Sequence[Flat], tiers: Tiers, disk: Disk
+    ) -> None:
+        self.flats, self.tiers, self.disk = flats, tiers, disk
+        self.first = first_states(recipe)
+        keys = {k: None for state in self.first for k, v in state.items() if _streamed(v)}
+        dtypes = [_master_dtype(flat) for flat in flats]
+        if flats:
+            widest = max(dtype.itemsize for dtype in dtypes)
+            memory = tiers.empty(reserved_bytes(len(keys), widest), torch.uint8)
+            disk.reserve(memory, CHUNK_NUMEL * widest)
+            disk.settle = partial(tiers.settle, memory)
+        self.gradients = [self._room("gradient", flat, flat.dtype) for flat in flats]
+        pairs = list(zip(flats, dtypes, strict=True))
+        self.masters = [self._room("master", flat, dtype) for flat, dtype in pairs]
+        self.states = [{key: self._room(key, flat, d) for key in keys} for flat, d in pairs]
+        self.squares: list[Tensor] = []  # of gradients of this step, before they left the device
+        self.mapped = False  # whether pages of the maps may be in memory
+        for flat, gradient, master in zip(flats, self.gradients, self.masters, strict=True):
+            flat.grads.host_grad = gradient.tensor
+            self._store(flat, master)
+        self.wide = disk.acquire() if flats else None  # gradients of 16 bits, in 32
+
+    def attach(self, optimizer: Optimizer, targets: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Step by `optimizer`, over parameters `targets`, views of the masters."""
+        self.torch, self.targets = optimizer, targets
+        groups = enumerate(optimizer.param_groups)
+        self.group_of = {id(p): g for g, group in groups for p in group["params"]}
+
+    def _room(self, key: str, flat: Flat, dtype: torch.dtype) -> Extent:
+        extent = self.disk.allocate(f"{key} of {flat.names[0]}", flat.shard.numel(), dtype)
+        self.tiers.on_disk(extent)
+        return extent
+
+    def _store(self, flat: Flat, master: Extent) -> None:
+        """Copy this rank's block from the device to its master."""
+        if flat.dtype == master.dtype:
+            begin_copy(flat.shard, self.tiers, "device", "disk", master.tensor)
+            return
+        for chunk in range(master.chunks):
+            first, last = master.span(chunk)
+            narrow, wide = self.disk.acquire(), self.disk.acquire()
+            part = narrow.tensor(flat.dtype, last - first)
+            begin_copy(flat.shard[first:last], self.tiers, "device", "host", part).wait()
+            wide.tensor(master.dtype, last - first).copy_(part)
+            self.disk.release(narrow)
+            self.disk.begin_write(master, chunk, wide)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All masters and states."""
+        for extent in self.masters:
+            yield extent.tensor
+        for states in self.states:
+            yield from (extent.tensor for extent in states.values())
+
+    # --- the update ---------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def update(self, chosen: Sequence[int], factor: float) -> None:
+        """Update flat parameters `chosen` from their gradients, each times `factor`.
+
+        The updated blocks are on the device when this returns; states may still be being written.
+        Raises DiskError.
+        """
+        self._unmap()
+        jobs = [
+            Job(k, chunk, (self.gradients[k], self.masters[k], *self.states[k].values()))
+            for k in chosen
+            for chunk in range(self.masters[k].chunks)
+        ]
+        fresh: dict[Tensor, State] = {}
+        for job, buffers in read_ahead(self.disk, jobs):
+            self._update_chunk(job, buffers, factor, fresh)
+            self._publish_chunk(job, buffers[0], buffers[1])
+            self.disk.release(buffers[0])
+            for extent, buffer in zip(job.extents[1:], buffers[1:], strict=True):
+                self.disk.begin_write(extent, job.chunk, buffer)
+        for target, state in fresh.items():
+            self._keep(target, state)
+
+    def _update_chunk(
+        self, job: Job, buffers: Sequence[Buffer], factor: float, fresh: dict[Tensor, State]
+    ) -> None:
+        k, flat = job.key, self.flats[job.key]
+        first, last = self.masters[k].span(job.chunk)
+        gradient, master, *states = (
+            buffer.tensor(extent.dtype, last - first)
+            for extent, buffer in zip(job.extents, buffers, strict=True)
+        )
+        if gradient.dtype != master.dtype:
+            assert self.wide is not None
+            gradient = self.wide.tensor(master.dtype, last - first).copy_(gradient)
+        gradient.mul_(factor)
+        named = dict(zip(self.states[k], states, strict=True))
+        members: list[tuple[int, nn.Parameter, dict[str, Tensor]]] = []
+        for i, low, high in self._inside(flat, first, last):
+            piece = partial(_piece, low=low, high=high, dims=len(flat.shapes[i]))
+            target = nn.Parameter(piece(master))
+            target.grad = piece(gradient)
+            views = {key: piece(value) for key, value in named.items()}
+            before = self.torch.state.get(self.targets[k][i])
+            if before:
+                self.torch.state[target] = {
+                    key: views[key] if _streamed(value) else _copied(value)
+                    for key, value in before.items()
+                }
+            members.append((i, target, views))
+        self._step([(self.targets[k][i], target) for i, target, _ in members])
+        for i, target, views in members:
+            after = self.torch.state.pop(target, {})
+            fresh[self.targets[k][i]] = self._taken(k, i, after, views)
+
+    @torch.no_grad()
+    def see(self, flat: Flat) -> None:
+        """Take the squares of a gradient on the device, which is about to be copied to the disk."""
+        if flat.grads.gshard is not None and counts(flat):
+            self.squares.append(squares(flat))
+
+    def squared_norm(self) -> Tensor:
+        """The sum of squares of all gradients seen since the last call."""
+        found, self.squares = self.squares, []
+        return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64)
+
+    def _inside(self, flat: Flat, first: int, last: int) -> Iterator[tuple[int, int, int]]:
+        """Parameters with a gradient, and where they are in elements [first, last) of the block."""
+        for i, (low, high) in enumerate(flat.pieces):
+            begin, end = max(low, first) - first, min(high, last) - first
+            if flat.grads.used[i] and begin < end:
+                yield i, begin, end
+            elif flat.grads.used[i] and low == high and first == 0:  # none of it is on this rank
+                yield i, 0, 0
+
+    def _step(self, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
+        """Torch's own step over pieces, each in the group of its parameter."""
+        members = [
+            [p for whole, p in pairs if self.group_of[id(whole)] == g]
+            for g in range(len(self.torch.param_groups))
+        ]
+        even_out(self.torch, members)
+        step_over(self.torch, members)
+
+    def _taken(self, k: int, i: int, after: State, views: dict[str, Tensor]) -> State:
+        """The parameter's new state: values of the piece go to `views`, the rest is kept."""
+        found: State = {}
+        for key, value in after.items():
+            if _streamed(value):
+                if value.data_ptr() != views[key].data_ptr():
+                    views[key].copy_(value)
+                found[key] = self._view(k, i, self.states[k][key])
+            else:
+                found[key] = self._owned(value)
+        return found
+
+    def _keep(self, target: Tensor, state: State) -> None:
+        """Take a parameter's new state; tensors that it has had stay the same objects."""
+        before = self.torch.state.get(target)
+        if not before:
+            self.torch.state[target] = state
+            return
+        for key, value in state.items():
+            if not isinstance(value, Tensor):
+                before[key] = value
+            elif value.dim() == 0:
+                before[key].copy_(value)
+
+    def _view(self, k: int, i: int, extent: Extent) -> Tensor:
+        return self.flats[k].views.part(i, extent.tensor)
+
+    def _publish_chunk(self, job: Job, narrow: Buffer, master: Buffer) -> None:
+        """Copy a chunk of the master to the device, in the precision of the weight."""
+        flat, extent = self.flats[job.key], self.masters[job.key]
+        first, last = extent.span(job.chunk)
+        source = master.tensor(extent.dtype, last - first)
+        if flat.dtype != extent.dtype:
+            source = narrow.tensor(flat.dtype, last - first).copy_(source)
+        begin_copy(source, self.tiers, "host", "device", flat.shard[first:last]).wait()
+
+    # --- checkpoints --------------------------------------------------------------------------
+
+    def prepare(self) -> set[str]:
+        """Give every parameter a state where it has none yet; the names of these."""
+        idle: set[str] = set()
+        for k, flat in enumerate(self.flats):
+            for i, target in enumerate(self.targets[k]):
+                if self.torch.state.get(target):
+                    continue
+                first = self.first[self.group_of[id(target)]]
+                self.torch.state[target] = {
+                    key: self._view(k, i, self.states[k][key])
+                    if _streamed(v)
+                    else self._owned(_copied(v))
+                    for key, v in first.items()
+                }
+                idle.add(flat.names[i])
+        return idle
+
+    def _owned(self, value: Any) -> Any:
+        return self.tiers.own(value) if isinstance(value, Tensor) else value
+
+    def expose(self) -> None:
+        """Before the maps are read: all is written, and every chunk is as it was written."""
+        self.disk.check()
+        self.mapped = True
+
+    @torch.no_grad()
+    def loaded(self) -> None:
+        """After the maps were written: take their values, and copy the masters to the device."""
+        self.disk.accept()
+        jobs = [
+            Job(k, chunk, (master,))
+            for k, master in enumerate(self.masters)
+            for chunk in range(master.chunks)
+        ]
+        assert self.wide is not None or not jobs
+        for job, (buffer,) in read_ahead(self.disk, jobs):
+            assert self.wide is not None
+            self._publish_chunk(job, self.wide, buffer)
+            self.disk.release(buffer)
+
+    def _unmap(self) -> None:
+        if self.mapped:
+            self.disk.drop()
+            self.mapped = False
+
+
+def open_disk(plan: Plan, folder: str | None, world: World) -> Disk | None:
+    """The file for states of `plan` that rest on a disk; None if none do.
+
+    Raises InputError without a folder, and for one that cannot be written.
+    """
+    if plan.states.optim_tier != "disk":
+        return None
+    if folder is None:
+        raise bad(
+            f"offload:{plan.offload} without a folder for the states",
+            "a folder on a local disk, one for each machine",
+            'offload_folder="/mnt/nvme" to sw.parallelize, or --set offload.folder=/mnt/nvme',
+        )
+    return Disk(folder, world.rank, world.ledger)
+
+
+def first_states(recipe: OptimizerSpec) -> list[State]:
+    """For each group of the recipe, the state of a parameter of two elements after one step.
+
+    Raises InputError for a class that makes its state with the optimizer, before any step.
+    """
+    found: list[State] = []
+    for own in ({}, *recipe.groups.values()):
+        probe = nn.Parameter(torch.zeros(2, device="cpu"))
+        optimizer = recipe.kind([{"params": [probe], **own}], **recipe.options)
+        if optimizer.state.get(probe):
+            raise bad(
+                f"offload:optim@disk with {recipe.kind.__name__}, whose state is made before the "
+                "first step, all of it in host memory",
+                "an elementwise class that makes its state in its first step",
+                "sw.AdamW(lr=3e-4), or offload:optim",
+            )
+        probe.grad = torch.zeros_like(probe)
+        optimizer.step()
+        found.append(dict(optimizer.state.get(probe, {})))
+    return found
+
+
+def _master_dtype(flat: Flat) -> torch.dtype:
+    return flat.dtype if flat.dtype.itemsize >= 4 else torch.float32
+
+
+def _streamed(value: Any) -> bool:
+    """Whether a state has an element for each of the parameter's."""
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
+def _copied(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _piece(chunk: Tensor, low: int, high: int, dims: int) -> Tensor:
+    """Elements [low, high) of a chunk with as many dims as their parameter."""
+    if dims == 0 and high > low:
+        return chunk[low]
+    return chunk[low:high].view(high - low, *[1] * (dims - 1))

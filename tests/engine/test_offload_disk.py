@@ -1,0 +1,285 @@
+"""`offload:optim@disk`: gradients, masters and optimizer state rest on a disk, and stream by."""
+
+import gc
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.comm.disk import DiskError
+from shardwise.comm.world import World
+from shardwise.core.chunks import reserved_bytes
+from shardwise.core.errors import InputError
+from shardwise.core.plan import Plan
+from shardwise.engine.meter import Meter
+from shardwise.engine.state_dict import full_parameters
+from tests.engine.cases import (
+    PLANS,
+    Case,
+    Run,
+    Task,
+    build,
+    difference,
+    foreseen,
+    oracle,
+    share,
+    tied_gpt,
+)
+from tests.engine.tensors import sent
+from tests.engine.test_offload import assert_parity
+from tests.engine.test_state import assembled, resumed, saved
+from tests.pool import run_gloo, run_threads
+
+TASK, TIED = Task(), Task(tied_gpt)
+WORD = "offload:optim@disk"
+WITH = [
+    "dp2 zero1 accumulate:3",
+    "dp2 zero3 accumulate:2 recompute:full",
+    "dp_replicate2 dp_shard2 zero2 accumulate:2",
+    "dp2 row:R,R,S",
+    "dp2 tp2 sp zero2",
+    "tp2",
+    "dp2 pp2 1f1b:2 zero1",
+    "pp2 gpipe:2",
+    "dp2 pp2 zb-h1:2 zero3",
+]
+
+
+def trained(world: World, task: Task, case: Case) -> tuple[Run, list[Any]]:
+    """The training; and of each step the bytes sent and held, with the prediction of both."""
+    engine, theory, run, costs = build(world, task, case), foreseen(world, task, case), Run(), []
+    for step in range(case.steps):
+        own = share(task.batch(step), engine.data_rank, engine.data_ranks)
+        metrics = engine.step(own)
+        run.losses.append(metrics.loss)
+        run.norms.append(metrics.grad_norm)
+        told = theory.of(own)
+        held = engine.memory(), engine.host_memory(), engine.disk_memory()
+        memory = held, (told.memory, told.host_memory, told.disk_memory)
+        costs.append(((sent(engine), told.in_step(step)), memory))
+        boxes = [(b.name, b.offsets, b.sizes, b.tensor.clone()) for b in engine.gradients()]
+        run.grads.append({"boxes": boxes})  # type: ignore[dict-item]
+    if "pp" not in case.plan and "tp" not in case.plan:
+        run.weights = full_parameters(engine.flats)
+    return run, costs
+
+
+def assert_costs(results: list[Any]) -> None:
+    """What was sent and held in each step is what was predicted from the plain model."""
+    for _, costs in results:
+        for (counted, predicted), (held, formula) in costs:
+            assert counted == predicted
+            assert held == formula
+            device, host, disk = held
+            assert device["gradients"] == device["optimizer"] == host["gradients"] == 0
+            assert disk["gradients"] > 0 < disk["optimizer"]
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("plan", PLANS)
+def test_parity_and_costs(plan: str, clip: float | None):
+    """fp64, ranks that begin with different weights: 3 steps on real processes."""
+    case = Case(f"{plan} fp64 {WORD}", clip=clip, seeds=True)
+    results = run_gloo(Plan.parse(plan).size, trained, TASK, case)
+    assert_parity(results, oracle(TASK, case), 1e-10)
+    assert_costs(results)
+
+
+@pytest.mark.parametrize("words", WITH)
+def test_with_other_techniques(words: str):
+    """Together with accumulation, recomputation, hybrid sharding, tensor ranks and pipelines."""
+    case = Case(f"{words} fp64 {WORD}", clip=0.5)
+    results = run_threads(Plan.parse(words).size, trained, TIED, case)
+    assert_parity(results, oracle(TIED, case), 1e-10)
+    assert_costs(results)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {"lr": 0.1}),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+        (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
+        (torch.optim.RMSprop, {"lr": 0.01}),
+        (torch.optim.NAdam, {"lr": 0.01}),
+    ],
+)
+def test_with_other_optimizers(kind: Any, options: dict[str, Any]):
+    """Any elementwise class that makes its state in a step, with any number of states."""
+    case = Case(f"dp2 zero2 fp64 {WORD}", kind=kind, options=options)
+    results = run_threads(2, trained, TASK, case)
+    assert_parity(results, oracle(TASK, case), 1e-10)
+    for _, costs in results:
+        for (counted, predicted), (held, formula) in costs:
+            assert (counted, held[1:]) == (predicted, formula[1:])
+
+
+@pytest.mark.parametrize("plan", ["dp2", "dp2 zero1", "dp2 zero2 accumulate:2", "dp2 zero3"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_no_bit_changes_in_16_bits(plan: str, precision: str):
+    """Over masters on a disk, overflows of fp16 skipped: the numbers of the plan without."""
+    plain, offloaded = (
+        run_threads(2, trained, TASK, Case(f"{plan} {precision} {words}", clip=0.5, steps=4))
+        for words in ("", WORD)
+    )
+    for (run, _), (other, _) in zip(plain, offloaded, strict=True):
+        assert run.losses == other.losses
+        assert run.norms == pytest.approx(other.norms, rel=1e-6)
+        for name, weight in run.weights.items():
+            assert torch.allclose(weight, other.weights[name], rtol=1e-2, atol=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (f"dp2 zero2 {WORD}", "ddp"),
+        ("dp2 zero3 offload:optim", f"dp2 zero1 {WORD}"),
+        (f"dp2 {WORD}", f"dp_replicate2 dp_shard2 zero3 {WORD}"),
+    ],
+)
+def test_checkpoints_of_any_tier(before: str, after: str):
+    """Saved after two steps under one plan and resumed under another: a run without a stop."""
+    one, other = (Case(f"{plan} fp64") for plan in (before, after))
+    size, later = Plan.parse(before).size, Plan.parse(after).size
+    states = run_threads(size, saved, TASK, one, 2)
+    runs = run_threads(later, resumed, TASK, other, assembled(states), states[0][1], range(2, 4))
+    wanted = oracle(TASK, Case("ddp", steps=4))
+    for losses, weights, _ in runs:
+        assert losses == pytest.approx(wanted.losses[2:], rel=1e-10)
+        for name, weight in weights.items():
+            assert difference(weight, wanted.weights[name]) <= 1e-10, name
+
+
+# --- memory: a model of any size in the same buffers ----------------------------------------------
+
+
+class Wide(torch.nn.Module):
+    """One linear layer and another, of `width` features."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, width), torch.nn.Linear(width, 8)
+        own = torch.Generator().manual_seed(0)  # ranks are threads, which share torch's generator
+        for p in self.parameters():
+            torch.nn.init.normal_(p, std=0.1, generator=own)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, 8] to [N, 8]."""
+        return self.down(torch.tanh(self.up(x)))
+
+
+def wide_task(width: int) -> Task:
+    def batch(step: int) -> Any:
+        own = torch.Generator().manual_seed(step)
+        x = torch.randn(6, 8, generator=own, dtype=torch.float64)
+        return x, x.flip(1).sin()
+
+    def loss(model: torch.nn.Module, pair: Any) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(model(pair[0]), pair[1])
+
+    return Task(lambda: Wide(width), batch, loss, None)
+
+
+def arena(world: World, width: int) -> tuple[Run, list[int], int, int, list[Any]]:
+    """A training with the host's peaks in each step, the bytes on disk, the predicted buffers."""
+    case, task = Case(f"dp2 zero2 fp64 {WORD}", clip=0.5), wide_task(width)
+    engine, run, peaks = build(world, task, case), Run(), []
+    meter = Meter(engine)
+    for step in range(case.steps):
+        with meter:
+            run.losses.append(engine.step(share(task.batch(step), world.rank, world.size)).loss)
+        peaks.append(sum(meter.host_peak.values()))
+    run.weights = full_parameters(engine.flats)
+    world.barrier()
+    gc.collect()
+    disk = sum(engine.disk_memory().values())
+    return run, peaks, disk, sum(engine.host_memory().values()), meter.leaks()
+
+
+def test_states_larger_than_the_host_memory_they_have(monkeypatch: pytest.MonkeyPatch):
+    """States of 4 times the host's buffers and more; a model of 4 times the size needs no more."""
+    for module in ("comm.disk", "core.chunks", "engine.disk_states"):
+        monkeypatch.setattr(f"shardwise.{module}.CHUNK_NUMEL", 512)
+    counts = 4 * 4  # bytes of the step counts of four parameters, which an update copies
+    found: set[int] = set()
+    for width in (2048, 8192):
+        results = run_threads(2, arena, width)
+        wanted = oracle(wide_task(width), Case("ddp", clip=0.5))
+        for run, peaks, disk, held, leaks in results:
+            assert run.losses == pytest.approx(wanted.losses, rel=1e-10)
+            for name, weight in run.weights.items():
+                assert difference(weight, wanted.weights[name]) <= 1e-10, name
+            assert disk >= 4 * held
+            assert max(peaks[1:]) <= held + 2 * counts  # in the first step torch makes states
+            assert leaks == []
+            found.add(held)
+    assert found == {reserved_bytes(2, 8) + counts}
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def failing(world: World, folder: str, damage: bool) -> tuple[list[str], list[str]]:
+    """Two steps, a checkpoint, then the disk fails; what is said then, and of a fresh engine."""
+    case, said = Case(f"dp2 zero2 fp64 {WORD}"), []
+    engine = build(world, TASK, case)
+
+    def step(k: int) -> None:
+        engine.step(share(TASK.batch(k), engine.data_rank, engine.data_ranks))
+
+    step(0)
+    sw.save(engine, folder)
+    states = engine.optimizer.disk
+    assert states is not None
+    states.disk.sync()
+    if damage:
+        extent = states.states[0]["exp_avg"]
+        extent.tensor[:1].add_(1)
+        extent.map.flush()
+        states.disk.drop()
+    else:
+        os.ftruncate(states.disk.file, 0)
+    for act in (lambda: step(1), lambda: step(1), lambda: sw.save(engine, folder)):
+        try:
+            act()
+        except DiskError as error:
+            said.append(str(error))
+        world.barrier()
+    again = build(world, TASK, case)
+    sw.load(again, folder)
+    loss = again.step(share(TASK.batch(1), again.data_rank, again.data_ranks)).loss
+    return said, [str(loss)]
+
+
+@pytest.mark.parametrize("damage", [True, False])
+def test_a_disk_that_fails(tmp_path: Path, damage: bool):
+    """The step fails, and all later ones; no checkpoint is made of it; the last one is whole."""
+    wanted = oracle(TASK, Case("ddp", steps=2))
+    for rank, (said, losses) in enumerate(run_gloo(2, failing, str(tmp_path), damage)):
+        assert len(said) == 3
+        for text in said:
+            assert f"Rank {rank} cannot read chunk 0 of 1" in text
+            assert ("checksum" if damage else "the file ends") in text
+        assert float(losses[0]) == pytest.approx(wanted.losses[1], rel=1e-10)
+
+
+def test_a_folder_is_needed():
+    """Without a folder, or with one that is not there, nothing is started."""
+    for folder, words in ((None, "without a folder"), ("/none", "which is not there")):
+        with pytest.raises(InputError, match=words):
+            sw.parallelize(torch.nn.Linear(2, 2), WORD, sw.init(), offload_folder=folder)
+
+
+def test_state_that_is_made_with_the_optimizer_is_refused(tmp_path: Path):
+    """Adagrad makes its state at once, all of it in host memory."""
+    with pytest.raises(InputError, match="Adagrad, whose state is made before the first step"):
+        sw.parallelize(
+            torch.nn.Linear(2, 2),
+            WORD,
+            sw.init(),
+            optimizer=sw.Optim(torch.optim.Adagrad, lr=0.1),
+            offload_folder=str(tmp_path),
+        )
