@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.arena import Arenas
 from shardwise.comm.excepthook import install_excepthook
 from shardwise.comm.fake import Fake, FakeLinks
 from shardwise.comm.ledger import Ledger
@@ -89,6 +90,7 @@ class World:
     everyone: Axis = Axis("world")
     ledger: Ledger = field(default_factory=Ledger)
     pool: Pool = field(default_factory=Pool)
+    arenas: Arenas = field(default_factory=Arenas)
     tiers: Tiers = field(default_factory=Tiers)
 
     def axis(self, name: str) -> Axis:
@@ -97,7 +99,7 @@ class World:
         return next((axis for axis in self.axes if axis.name == name), alone)
 
     def on(self, mesh: Mesh) -> "World":
-        """This world with the axes of `mesh`, and a new ledger, pool of buffers and table of tiers.
+        """This world with the axes of `mesh`, and a new ledger, pool, arenas and table of tiers.
 
         All ranks must call it.
 
@@ -122,7 +124,7 @@ class World:
         everyone = counted_axis(here.name, (here.transport, here.behind), ledger, pool)
         axes, tiers = tuple(opened), Tiers(ledger, self.device)
         changed = replace(self, mesh=mesh, axes=axes, everyone=everyone, ledger=ledger, pool=pool)
-        return replace(changed, tiers=tiers)
+        return replace(changed, arenas=Arenas(), tiers=tiers)
 
     def within(self, name: str, groups: Sequence[Sequence[int]], called: str = "") -> Axis:
         """The ranks of axis `name` that are in the same group as this one.  All ranks must call it.

@@ -240,7 +240,8 @@ class ModelSpec:
     unit; `run` records one pass on the meta device. `stages` is None without a pipeline, `tensors`
     without a tensor axis. `recomputed` maps the names of recomputed modules to "full" or
     "selective". `on_host` names the blocks, in order, whose activations rest in host memory; for
-    these there are the `tapes` of all microbatches. `experts` has the layouts on the axis `ep`, by
+    these there are the `tapes` of all microbatches. `arenas`: inputs that recomputation keeps are
+    copied to an arena. `experts` has the layouts on the axis `ep`, by
     the names of the parameters that it cuts; `expert_layers` are by name, `expert_moves` those of
     each microbatch.
     """
@@ -253,6 +254,7 @@ class ModelSpec:
     recomputed: Mapping[str, str] = field(default_factory=dict[str, str])
     experts: Mapping[str, AxisLayout] = field(default_factory=dict[str, AxisLayout])
     on_host: tuple[str, ...] = ()
+    arenas: bool = False
     tapes: tuple[Tape, ...] = ()
     expert_layers: Mapping[str, ExpertLayer] = field(default_factory=dict[str, ExpertLayer])
     expert_moves: tuple[tuple[LayerMove, ...], ...] = ()

@@ -50,6 +50,7 @@ class Plan:
     activations: str | None = None
     offload: str | None = None
     buffers_bytes: int | None = None
+    arenas: bool = False
 
     def __post_init__(self) -> None:
         place = {name: place for place, name in enumerate(AXES)}
@@ -83,6 +84,7 @@ class Plan:
         words += [f"offload:{self.offload}"] * (self.offload is not None)
         if self.buffers_bytes is not None:
             words.append(f"buffers:{size_text(self.buffers_bytes)}")
+        words += ["arenas"] * self.arenas
         return " ".join(words) or "ddp"
 
     @property

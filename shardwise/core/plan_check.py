@@ -32,6 +32,7 @@ def problems(plan: Plan, world_size: int | None = None) -> list[Problem]:
     own += _data_axes(plan)
     own += _experts(plan.completed(world_size))
     own += _buffers(plan.completed(world_size) if world_size else plan)
+    own += _arenas(plan)
     return [*own, *_world(plan, world_size)]
 
 
@@ -142,6 +143,29 @@ def _updates_whole(plan: Plan) -> bool:
     return row.param == row.optim
 
 
+def _arenas(plan: Plan) -> list[Problem]:
+    """Arenas without a tensor to put in them, or of sizes that the plan does not fix."""
+    why = _no_arenas(plan)
+    if not why:
+        return []
+    allowed = "arenas with recompute:full, selective, partitioned, everyN or names; or with zero2 "
+    allowed += "or zero3 and no pipeline"
+    return [Problem(f"'arenas' with {why}", allowed, f"'{_runnable(plan)}'")]
+
+
+def _no_arenas(plan: Plan) -> str:
+    """Why `plan` cannot have arenas; "" if it can, or has none."""
+    if not plan.arenas:
+        return ""
+    if _bounded(replace(plan, activations="host")):
+        return f"recompute:{plan.recompute}, which chooses for each batch what is kept"
+    if plan.activations is not None or plan.recompute == "partitioned-host":
+        return "activations in host memory"
+    if plan.recompute is None and (plan.pipeline or row_of(plan.row).grad.kind != "S"):
+        return f"{plan.row} and no recomputation, where no tensor has a place in them"
+    return ""
+
+
 def _buffers(plan: Plan) -> list[Problem]:
     """A pool of communication buffers in which the ranks cannot sum the smallest piece."""
     least = smallest_pool_bytes(plan)
@@ -231,6 +255,7 @@ def _runnable(plan: Plan) -> Plan:
         near = replace(near, row="zero3")
     if plan.buffers_bytes is not None:
         near = replace(near, buffers_bytes=max(plan.buffers_bytes, smallest_pool_bytes(near)))
+    near = replace(near, arenas=plan.arenas and not _no_arenas(replace(near, arenas=True)))
     if not _is_stale(near):
         return near
     precision = _STALE.get(near.precision, near.precision)

@@ -101,6 +101,11 @@ WORDS: tuple[Word, ...] = (
         "the first 40 (optim-delayed=N); optim@disk, on a disk",
     ),
     Word("buffers:SIZE", "buffers:64MiB", "communication buffers of SIZE (the default: 2 buckets)"),
+    Word(
+        "arenas",
+        "arenas",
+        "kept inputs and gradients in memory that is taken before the first step",
+    ),
 )
 
 
@@ -177,6 +182,7 @@ _LABELS: dict[str, str] = {
     "activations": "tier of activations",
     "offload": "choice of offload",
     "buffers_bytes": "size of communication buffers",
+    "arenas": "word arenas",
 }
 
 Found = tuple[str, Any]  # a field and its value
@@ -197,8 +203,8 @@ def _read(word: str) -> Found | Problem | None:
         return "row", ALIASES.get(word, word)
     if word in PRECISIONS:
         return "precision", word
-    if word == "sp":
-        return "sp", True
+    if word in ("sp", "arenas"):
+        return word, True
     if key in _VALUES:
         return _VALUES[key](key, value)
     return None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwise.comm.world import Axis
+from shardwise.core.arena_slots import Slots, gradient_slots
 from shardwise.core.hook import Hook, nothing
 from shardwise.engine import expert_parallel, stage_module, tensor_parallel
 from shardwise.engine.expert_parallel import ExpertLayout
@@ -75,6 +76,7 @@ def lay_out(model: nn.Module, build: Build) -> ShardedModel:
         late=offload is not None and offload.undelayed is not None,
         offload=offload if offload is not None and offload.share < 1 else None,
         offloaded_row=plan.offloaded_states,
+        arena=world.arenas.gradients,
     )
     schedule, tensor_ranks = stage_module.schedule_of(plan), world.axis(tensor_parallel.AXIS).size
     if schedule is None:
@@ -84,6 +86,8 @@ def lay_out(model: nn.Module, build: Build) -> ShardedModel:
         build.recompute.apply(model, world, tensors)
         units = shard(how, specs, tensors, experts=experts)
         data = hooked(model, how, units, Pace(ahead=build.prefetch, by_hand=False))
+        if plan.arenas:
+            world.arenas.gradients.reserve(_gradient_slots(units, data.pace), world.device)
         kernels.install(model, data, sizes(units), several=plan.accumulate > 1)
         return ShardedModel(how.axes, tensors, experts, None, data, flats_of(units))
     at = stage_module.stages_of(model, build.starts, build.beside)
@@ -99,6 +103,13 @@ def lay_out(model: nn.Module, build: Build) -> ShardedModel:
     kernels.install(model, data, sizes(units), several=True)
     model.register_forward_pre_hook(Hook(data, nothing))  # no copy of a part passes for the model
     return ShardedModel(how.axes, tensors, experts, staged, data, flats_of(units))
+
+
+def _gradient_slots(units: Sequence[Unit], pace: Pace) -> Slots:
+    """The slots for gradients that are freed in each backward pass."""
+    flats = [[flat.grads for flat in unit.trained if flat.moves.each_backward] for unit in units]
+    bytes_of = [[g.views.plan.padded * g.like.element_size() for g in unit] for unit in flats]
+    return gradient_slots(bytes_of, pace.in_flight)
 
 
 def _driven(

@@ -19,7 +19,7 @@ def measured(
     world: World,
     tier: Tier = "device",
 ) -> dict[str, int]:
-    """Live bytes on `tier` by category: parameters, gradients, optimizer, buffers (with the pool).
+    """Live bytes on `tier` by category: parameters, gradients, optimizer, buffers (pool, arenas).
 
     Each storage is counted once and in the first category that holds it, as large as it is now:
     padding and pieces that views do not show are included, freed storages are not.
@@ -44,6 +44,7 @@ def owned(
     yield from (("optimizer", t) for t in kept)
     yield from (("buffers", disk.disk.memory) for disk in (optimizer.disk,) if disk)
     yield from (("buffers", t) for t in (*model.buffers(), world.pool.memory) if t is not None)
+    yield from (("buffers", t) for t in world.arenas.memory)
 
 
 def gradients_of(flat: Flat) -> list[Tensor]:

@@ -155,6 +155,8 @@ class Meter(TorchDispatchMode):
 
     def _track(self, tensor: Tensor, place: Place, made_by: str) -> None:
         storage = tensor.untyped_storage()
+        if self.engine.world.arenas.hold(tensor):
+            return  # counted with the arena
         if storage.device.type != "meta" and storage._cdata not in self.storages:
             tier = self.engine.world.tiers.of(tensor)
             if tier != "device":
@@ -198,10 +200,8 @@ class Meter(TorchDispatchMode):
             yield Place("optimizer", unit_of[id(flat)]), value
         if engine.optimizer.disk is not None:
             yield Place("buffers", ""), engine.optimizer.disk.disk.memory
-        pool = engine.world.pool.memory
-        yield from (
-            (Place("buffers", ""), b) for b in (*engine.model.buffers(), pool) if b is not None
-        )
+        buffers = (*engine.model.buffers(), engine.world.pool.memory, *engine.world.arenas.memory)
+        yield from ((Place("buffers", ""), b) for b in buffers if b is not None)
 
     def _running(self) -> str:
         """The innermost unit whose forward pass is running; "" in the backward pass."""

@@ -99,7 +99,8 @@ def model_spec(
         stages = StageSpec(at, known, bundles, staged.outside)
     kinds = recomputation.recomputed_modules(plain, plan, options["units"], begin)
     hosted = recomputation.on_host(plain, plan, options["units"], kinds, begin)
-    how = {"stages": stages, "on_host": tuple(hosted), **_experts(plain, plan)}
+    how = {"stages": stages, "on_host": tuple(hosted), "arenas": plan.arenas}
+    how |= _experts(plain, plan)
     if table is None:
         runs = by_shape(parts, lambda part: meta_pass.run(plain, real, call, part))
         how |= {"expert_moves": tuple(run.moves for run in runs)}

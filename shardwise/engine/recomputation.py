@@ -3,10 +3,13 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardwise.comm.arena import Arena
 from shardwise.comm.world import World
+from shardwise.core.arena_slots import Slots
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.engine.rng import STATES, generators_of
@@ -18,6 +21,7 @@ from shardwise.parallel.recompute.generators import Generators
 from shardwise.parallel.recompute.host import HostActivations
 
 Choose = Callable[[Any], Mapping[str, str]]
+Sizes = Callable[[Any], Slots]
 
 
 def recomputed_modules(
@@ -69,7 +73,8 @@ def on_host(
 class Recomputation:
     """The modules of an engine that are recomputed; under a budget chosen for each batch's shapes.
 
-    `choose` gives the kinds of the modules for a batch. `hosted` are the blocks of `on_host`; with
+    `choose` gives the kinds of the modules for a batch, `sizes` the slots of the arena for their
+    inputs; there is one or the other. `hosted` are the blocks of `on_host`; with
     `everything` all that they keep rests there, else only what recomputation keeps of them.
     """
 
@@ -80,11 +85,13 @@ class Recomputation:
         hosted: Mapping[str, tuple[int, int]] | None = None,
         *,
         everything: bool = True,
+        sizes: Sizes | None = None,
     ) -> None:
         self.kinds, self.choose = kinds, choose
         self.hosted, self.everything = hosted or {}, everything
+        self.sizes, self.arena, self.device = sizes, Arena(), torch.device("cpu")
         self.modules: dict[str, Recomputed] = {}
-        self.known: dict[object, Mapping[str, str]] = {}
+        self.known: dict[object, Any] = {}
         self.host: HostActivations | None = None
 
     def apply(self, model: nn.Module, world: World, tensors: Tensors) -> None:
@@ -97,7 +104,9 @@ class Recomputation:
         axis = tensors.axis if whole else None
         if self.hosted:
             self.host = HostActivations(model, world.tiers, self.hosted)
-        self.modules = recompute(model, self.kinds, generators, axis, self.host)
+        self.arena, self.device = world.arenas.kept, world.device
+        keep = None if self.sizes is None else self.arena.keep
+        self.modules = recompute(model, self.kinds, generators, axis, self.host, keep)
         if self.host is not None:
             self.host.install(hooks=self.everything)
 
@@ -105,11 +114,15 @@ class Recomputation:
         """A step on `batch` begins. Raises InputError for a budget that cannot be met."""
         if self.host is not None:
             self.host.begin(batch)
-        if self.choose is None:
+        find = self.choose or self.sizes
+        if find is None:
             return
         shapes = tuple((x.shape, x.dtype) for x in tree_leaves(batch) if isinstance(x, Tensor))
         if shapes not in self.known:
-            self.known[shapes] = self.choose(batch)
+            self.known[shapes] = find(batch)
+        if self.choose is None:
+            self.arena.reserve(self.known[shapes], self.device)
+            return
         self.kinds = self.known[shapes]
         for name, module in self.modules.items():
             module.kind = self.kinds.get(name, NONE)

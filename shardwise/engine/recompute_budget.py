@@ -1,20 +1,23 @@
-"""The recomputation of an engine, from its plan; a budget is chosen from predictions.
+"""The recomputation of an engine, from its plan; predictions choose for a budget, and size arenas.
 
 The prediction of a batch needs the model before any rank holds a part of it. A copy without weights
 is kept for it, on the meta device.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
+from shardwise.core.arena_slots import Slots
+from shardwise.core.model_spec import ModelSpec
 from shardwise.core.plan import Plan
 from shardwise.core.plan_parser import recompute_budget
 from shardwise.engine import meta_pass
 from shardwise.engine.model_spec import model_spec
 from shardwise.engine.recomputation import Recomputation, on_host, recomputed_modules
 from shardwise.engine.training import Loss
+from shardwise.prediction.arenas import kept_slots
 
 
 def recomputation(
@@ -30,12 +33,18 @@ def recomputation(
     Raises InputError if the plan names no module, or one that lies in several stages.
     """
     kinds = recomputed_modules(model, plan, options["units"], starts)
-    if not recompute_budget(plan.recompute):
+    budget = recompute_budget(plan.recompute)
+    if not budget and not (plan.arenas and kinds):
         hosted = on_host(model, plan, options["units"], kinds, starts)
         return Recomputation(kinds, hosted=hosted, everything=plan.activations is not None)
     plain = meta_pass.meta_copy(model)
 
-    def choose(batch: Any) -> Mapping[str, str]:
-        return model_spec(plain, plan, rank, batch, objective, options).recomputed
+    def spec(batch: Any) -> ModelSpec:
+        return model_spec(plain, plan, rank, batch, objective, options)
 
-    return Recomputation(kinds, choose)
+    def sizes(batch: Any) -> Slots:
+        return kept_slots(spec(batch), plan, rank)
+
+    if not budget:
+        return Recomputation(kinds, sizes=sizes)
+    return Recomputation(kinds, lambda batch: spec(batch).recomputed)

@@ -10,6 +10,7 @@ from zlib import crc32
 import torch
 from torch import nn
 
+from shardwise.comm.arena import Arena
 from shardwise.comm.tiers import Tiers
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
@@ -47,6 +48,7 @@ class Sharding:
     tiers: of this rank, where the row keeps states in host memory.
     late: whether updates there are made beside the next step.
     offload: which of the units are under `offloaded_row`; None where `row` is that of all.
+    arena: of this rank, for gradients until they are reduced.
     Neighbours smaller than `least_unit_bytes` (None: LEAST_BYTES) are one unit.
     fill(name, tensor) writes the initial weights of parameters on the meta device, unit by unit.
     """
@@ -65,6 +67,7 @@ class Sharding:
     late: bool = False
     offload: Offload | None = None
     offloaded_row: Row | None = None
+    arena: Arena = field(default_factory=Arena)
 
     @property
     def axes(self) -> tuple[Axis, Axis]:
@@ -127,6 +130,7 @@ def shard(
                 [axis for axis in sums if axis is not None and axis.size > 1],
                 _coordinates(tensors, staged, experts),
                 how.tiers,
+                how.arena,
                 how.late,
             )
             device = how.device or group[0][1].device

@@ -72,6 +72,11 @@ def groups(plan: Plan, model: ModelShape) -> list[Group]:
     return found
 
 
+def each_backward(group: Group) -> bool:
+    """Whether its gradient is reduced after each backward pass, out of memory of its own."""
+    return group.trained and group.shard > 1 and group.row.grad.kind == "S"
+
+
 def layout_of(plan: Plan, param: ParamShape) -> Layout:
     """How the ranks hold a parameter: as its layout says, or as the plan's row does."""
     axes = plan.shard_axis or "none", plan.replicate_axis or "none"

@@ -32,11 +32,11 @@ class Piece(NamedTuple):
 def pieces(spec: ModelSpec, tape: Tape, ranks: int) -> Iterator[tuple[Piece, bool]]:
     """What a microbatch keeps, once or more often for each module, and whether on the host."""
     within = Within(spec.on_host)
-    for storage, module in storages(tape, spec.recomputed):
+    for storage, module in storages(tape, spec.recomputed, arenas=spec.arenas):
         piece, block = Piece(storage, tape.storage_bytes[storage], module), within(module)
         moves = block is not None and spec.recomputed.get(block) != PARTITIONED
         yield piece, moves and piece.stored_bytes >= SMALL_BYTES
-    for part in parts(tape, spec.recomputed):
+    for part in () if spec.arenas else parts(tape, spec.recomputed):
         stored_bytes = -(-part.numel // ranks) * part.element_bytes
         moves = within(part.module) is not None and stored_bytes >= SMALL_BYTES
         yield Piece((part.module, part.storage), stored_bytes, part.module), moves

@@ -9,6 +9,7 @@ from shardwise.core.moves import between
 from shardwise.core.plan import Plan
 from shardwise.core.pool_size import pool_bytes
 from shardwise.prediction.disk import buffer_bytes, disk_bytes, moved_bytes
+from shardwise.prediction.arenas import arenas_bytes
 from shardwise.prediction.experts import exchanged_between, expert_bytes
 from shardwise.prediction.host import copied_bytes
 from shardwise.prediction.memory import ADAM, OptimizerShape, by_tier, held_bytes, host_bytes
@@ -72,6 +73,7 @@ class Prediction:
     def memory(self) -> dict[str, int]:
         """Bytes of the device held between steps, by category."""
         pool = pool_bytes(self.plan, self.spec.shape.stored_bytes)
+        pool += arenas_bytes(self.spec, self.plan, self.rank, self.model)
         return held_bytes(self.plan, self.model, self.optimizer, self.rank, pool)
 
     @property

@@ -20,18 +20,21 @@ from shardwise.core.tape import Product, Taken, Tape
 FULL, SELECTIVE, PARTITIONED = "full", "selective", "partitioned"
 
 
-def storages(tape: Tape, kinds: Mapping[str, str]) -> Iterator[tuple[int, str]]:
+def storages(
+    tape: Tape, kinds: Mapping[str, str], *, arenas: bool = False
+) -> Iterator[tuple[int, str]]:
     """The storages that are kept if the modules in `kinds` are recomputed, each in its way.
 
-    Parts of inputs come on top. Each storage comes with the modules that keep it, once or more
-    often with the same one.
+    Parts of inputs come on top; with `arenas`, copies of all inputs that a gradient reaches. Each
+    storage comes with the modules that keep it, once or more often with the same one.
     """
     within, returned = Within(kinds), {*tape.returned}
     yield from ((storage, name) for name, storage in tape.saved if within(name) is None)
     yield from (
         (taken.storage, taken.module)
         for taken in tape.taken
-        if taken.module in kinds and not (taken.trained and kinds[taken.module] == PARTITIONED)
+        if taken.module in kinds
+        and not (taken.trained and (arenas or kinds[taken.module] == PARTITIONED))
     )
     for product in tape.products:
         name = within(product.module)

@@ -27,7 +27,7 @@ from shardwise.core.plan_parser import PARTITIONED_WORDS, recompute_budget
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.schedule.action import Action
 from shardwise.core.zero import row_of
-from shardwise.prediction.group import Group, groups
+from shardwise.prediction.group import Group, each_backward, groups
 from shardwise.prediction.prediction import Prediction
 
 #: What is predicted. A measured timeline has "temporary" too.
@@ -106,7 +106,7 @@ class _Unit:
     @property
     def sent_bytes(self) -> int:
         """Bytes of a gradient whose reduction is in flight."""
-        return sum(_padded(group) for group in self.groups if _each_backward(group))
+        return sum(_padded(group) for group in self.groups if each_backward(group))
 
     @property
     def shard_bytes(self) -> int:
@@ -118,11 +118,6 @@ class _Unit:
 
 def _padded(group: Group) -> int:
     return group.flat.padded * group.element_bytes
-
-
-def _each_backward(group: Group) -> bool:
-    """Whether its gradient is reduced after each backward pass, out of memory of its own."""
-    return group.trained and group.shard > 1 and group.row.grad.kind == "S"
 
 
 class _Step:
@@ -238,7 +233,7 @@ class _Step:
 
     def _complete(self, name: str, order: list[_Unit]) -> None:
         unit, k = self.of_param[name]
-        if _each_backward(unit.groups[k]):
+        if each_backward(unit.groups[k]):
             unit.filling.add(k)
         unit.missing.discard(name)
         unit.complete = not unit.missing
@@ -298,6 +293,7 @@ def unpredicted(plan: Plan) -> str:
         "recompute": None if _keeps_inputs(plan) else f"recompute:{plan.recompute}",
         "activations": plan.activations,
         "offload": plan.offload,
+        "arenas": "arenas" if plan.arenas else None,
     }
     words["row:"] = plan.row if plan.row.startswith("row:") else None
     return next((word for word, given in words.items() if given is not None), "")
@@ -308,8 +304,8 @@ def require_predicted(plan: Plan) -> None:
     if word := unpredicted(plan):
         raise bad(
             f"a timeline of '{plan}' with {word}",
-            "plans without offload, activations:host and row:; recompute:full, everyN or names, "
-            "with tp only under sp; with pp those of ddp and zero1 that update at the end of the "
+            "plans without offload, activations:host, arenas and row:; recompute:full, everyN or "
+            "names, with tp only under sp; with pp those of ddp and zero1 that update at the end of the "
             "step, zero bubble without tp and recompute",
             f'shardwise memory "{plan}" --measure',
         )

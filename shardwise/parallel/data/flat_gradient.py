@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.arena import NO_ARENA
 from shardwise.comm.move import start
 from shardwise.comm.tiers import begin_copy
 from shardwise.comm.transport import Pending
@@ -49,6 +50,7 @@ class FlatGradient:
         self.names, self.params = [name for name, _ in params], [p for _, p in params]
         self.views, self.moves = views, moves
         self.replicate_axis, self.tiers, self.like = local.replicate, local.tiers, like
+        self.arena = local.arena
         self.further = [*moves.replicas, *local.sums]
         self.add_to = add_to
         self.grad: Tensor | None = None
@@ -116,7 +118,8 @@ class FlatGradient:
         if again and not any(self.valid):  # memory of the step before
             self.grad = self.gsum
         else:
-            self.grad = self.like.new_empty(plan.padded)
+            arena = self.arena if self.moves.each_backward else NO_ARENA  # else they stay
+            self.grad = arena.empty((plan.padded,), self.like)
         assert self.grad is not None
         self.grad_views = self.views.every(self.grad)
         used = 0

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from shardwise.comm.arena import Arena
 from shardwise.comm.tiers import Tiers
 from shardwise.comm.world import Axis
 from shardwise.core.param_layout import Layout
@@ -15,6 +16,7 @@ class LocalLayout:
     sums         axes other than the data's over which the gradient is summed
     coordinates  this rank's coordinate on the axes other than the data's
     tiers        between which this rank copies what the row moves
+    arena        where the gradients of a backward pass lie until they are reduced
     late         whether updates read gradients on the host while others arrive there
     """
 
@@ -24,4 +26,5 @@ class LocalLayout:
     sums: Sequence[Axis]
     coordinates: Mapping[str, int]
     tiers: Tiers
+    arena: Arena
     late: bool = False

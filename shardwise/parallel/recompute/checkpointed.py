@@ -35,6 +35,7 @@ from shardwise.parallel.recompute.host import HostActivations
 from shardwise.parallel.recompute.kept import KeptProducts
 from shardwise.parallel.recompute.partitioned import Inputs
 
+Keep = Callable[[Tensor], Tensor]
 FULL, SELECTIVE, PARTITIONED, NONE = "full", "selective", "partitioned", "none"
 
 
@@ -44,16 +45,17 @@ def recompute(
     generators: Generators,
     axis: Axis | None = None,
     host: HostActivations | None = None,
+    keep: Keep | None = None,
 ) -> dict[str, "Recomputed"]:
     """Recompute activations of modules, in place; `kinds` maps their names to kinds.
 
     `axis` has the ranks over which PARTITIONED splits inputs that are the same on all of them.
-    With `host` what is kept rests there.
+    With `host` what is kept rests there. `keep` copies inputs that a gradient reaches to an arena.
     """
     found: dict[str, Recomputed] = {}
     for name, kind in kinds.items():
         module = model.get_submodule(name)
-        module.forward = found[name] = Recomputed(module, kind, generators, axis, host)
+        module.forward = found[name] = Recomputed(module, kind, generators, axis, host, keep)
     return found
 
 
@@ -70,9 +72,10 @@ class Recomputed:
         generators: Generators,
         axis: Axis | None,
         host: HostActivations | None = None,
+        keep: Keep | None = None,
     ) -> None:
         self.forward, self.kind, self.generators = module.forward, kind, generators
-        self.axis, self.host = axis, host
+        self.axis, self.host, self.keep = axis, host, keep
         self.alive: WeakSet[_First] = WeakSet()
         self.norms = [m for m in module.modules() if isinstance(m, _NormBase)]
         self.run = graph_break(self._run)
@@ -87,8 +90,8 @@ class Recomputed:
         products = KeptProducts() if self.kind == SELECTIVE else None
         run, given, inputs = partial(self.forward, **kwargs), args, None
         axis = self.axis if self.kind == PARTITIONED else None
-        if axis is not None or self.host is not None:
-            inputs = Inputs(axis, (args, kwargs), self.host)
+        if axis is not None or self.host is not None or self.keep is not None:
+            inputs = Inputs(axis, (args, kwargs), self.host, self.keep)
             run, given = self._again(inputs), ()
         first = _First(self.generators, products, inputs or tree_map(_detached, (args, kwargs)))
         self.alive.add(first)

@@ -9,6 +9,7 @@ With `recompute:partitioned-host` or `activations:host` the pieces rest in host 
 (P_a and P_a+cpu of Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 6.1.)
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -39,11 +40,17 @@ class Inputs:
 
     With an `axis` tensors that a gradient reaches are kept in pieces, and others whole, since
     several modules may share them.  With `host` what is kept rests there: the pieces, or all
-    tensors where there is no axis.
+    tensors where there is no axis.  With `keep` what a gradient reaches is copied by it.
     """
 
-    def __init__(self, axis: Axis | None, given: Any, host: HostActivations | None = None) -> None:
-        self.axis, self.host = axis, host
+    def __init__(
+        self,
+        axis: Axis | None,
+        given: Any,
+        host: HostActivations | None = None,
+        keep: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        self.axis, self.host, self.keep = axis, host, keep
         self.given: Any = given
         self.kept: Any = None
 
@@ -56,11 +63,11 @@ class Inputs:
         return given
 
     def _keep(self, x: Tensor) -> _Kept:
-        rests = self.host.keep if self.host is not None else _same
+        rests = self.host.keep if self.host is not None else self.keep or _same
+        if not x.requires_grad and (self.axis is not None or self.keep is not None):
+            return _Kept(x, False)
         if self.axis is None:
             return _Kept(rests(x.detach()), x.requires_grad)
-        if not x.requires_grad:
-            return _Kept(x, False)
         flat = x.detach().reshape(-1)
         padded = functional.pad(flat, (0, -len(flat) % self.axis.size))
         return _Kept(rests(move(padded, self.axis, I, S(0))), True, x.shape)

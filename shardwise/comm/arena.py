@@ -1,0 +1,119 @@
+"""Arenas: contiguous memory for tensors that live from one unit to another.
+
+    | slot | slot | slot |   | slot | slot |        temporary tensors lie elsewhere
+      kept inputs              gradients
+
+An allocator puts a tensor that lives long between two that live short. The holes that these leave
+are too small for a large request later, although their sum is not. In an arena every long-lived
+tensor has a slot. The sizes and the number of slots come from the plan, before the first step.
+(M_D of Rajbhandari et al., "ZeRO", arXiv 1910.02054, section 6.3.)
+
+A tensor in a slot has a storage of its own, which shares the arena's memory and keeps it alive. Its
+slot is free again when that storage is freed: when neither a tensor nor autograd refers to it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from shardwise.core.arena_slots import Slots, aligned, arena_bytes
+
+
+class _Slot:
+    """A part of the arena, and the storage that uses it."""
+
+    def __init__(self, memory: Tensor) -> None:
+        self.memory = memory
+        self.user: StorageWeakRef | None = None
+
+    @property
+    def free(self) -> bool:
+        return self.user is None or self.user.expired()
+
+    def tensor(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        nbytes = prod(shape) * dtype.itemsize
+        own = torch.from_dlpack(self.memory[:nbytes])  # a new storage over the same memory
+        self.user = StorageWeakRef(own.untyped_storage())
+        return own.view(dtype).view(shape)
+
+
+class Arena:
+    """Slots of fixed sizes in one piece of memory; nothing until `reserve`.
+
+    `missed` counts the tensors that found no slot and got ordinary memory.
+    """
+
+    def __init__(self) -> None:
+        self.memory: Tensor | None = None
+        self.sizes: Slots = {}
+        self.slots: list[_Slot] = []
+        self.missed = 0
+
+    def reserve(self, sizes: Slots, device: torch.device) -> None:
+        """Take memory for so many slots of each size in bytes, before a step.
+
+        The same sizes as before keep the memory; others replace it.
+        """
+        if self.sizes == sizes:
+            return
+        self.sizes, self.slots = dict(sizes), []
+        self.memory = None  # freed before the new memory is taken
+        if not sizes:
+            return
+        self.memory = torch.empty(arena_bytes(sizes), dtype=torch.uint8, device=device)
+        begin = 0
+        for size in sorted(sizes):
+            for _ in range(sizes[size]):
+                self.slots.append(_Slot(self.memory[begin : begin + aligned(size)]))
+                begin += aligned(size)
+
+    def empty(self, shape: Sequence[int], like: Tensor) -> Tensor:
+        """A contiguous tensor of that shape and of the dtype of `like`, its values undefined.
+
+        It lies in the smallest free slot that is large enough, or elsewhere if there is none.
+        """
+        nbytes = prod(shape) * like.dtype.itemsize
+        for slot in self.slots if nbytes else ():
+            if len(slot.memory) >= nbytes and slot.memory.device == like.device and slot.free:
+                return slot.tensor(shape, like.dtype)
+        self.missed += self.memory is not None
+        return like.new_empty(shape)
+
+    def keep(self, x: Tensor) -> Tensor:
+        """A copy of `x` in a slot."""
+        return self.empty(x.shape, x).copy_(x)
+
+    def holds(self, x: Tensor) -> bool:
+        """Whether `x` lies in a slot."""
+        if self.memory is None or x.device != self.memory.device:
+            return False
+        begin = self.memory.data_ptr()
+        shared = x.untyped_storage()
+        inside = begin <= shared.data_ptr() < begin + len(self.memory)
+        return inside and shared._cdata != self.memory.untyped_storage()._cdata
+
+
+#: Gives ordinary memory.
+NO_ARENA: Final = Arena()
+
+
+@dataclass
+class Arenas:
+    """The arenas of an engine: for kept inputs of recomputed modules, and for gradients."""
+
+    kept: Arena = field(default_factory=Arena)
+    gradients: Arena = field(default_factory=Arena)
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """The memory of each arena that has any."""
+        return [one.memory for one in (self.kept, self.gradients) if one.memory is not None]
+
+    def hold(self, x: Tensor) -> bool:
+        """Whether `x` lies in a slot of one of them."""
+        return self.kept.holds(x) or self.gradients.holds(x)
