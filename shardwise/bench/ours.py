@@ -82,6 +82,7 @@ DATA = tuple(Contender(word, word, planned(f"dp{{n}} {word}")) for word in ROWS)
 MEMORY = (
     Contender("zero3 recompute:selective", "zero3", planned("dp{n} zero3 recompute:selective")),
     Contender("zero3 recompute:full", "zero3", planned("dp{n} zero3 recompute:full")),
+    Contender("zero3 recompute:full arenas", "zero3", planned("dp{n} zero3 recompute:full arenas")),
     Contender("zero3 activations:host", "zero3", planned("dp{n} zero3 activations:host")),
     Contender(
         "zero3 activations:host recompute:full",

@@ -305,7 +305,7 @@ def require_predicted(plan: Plan) -> None:
         raise bad(
             f"a timeline of '{plan}' with {word}",
             "plans without offload, activations:host, arenas and row:; recompute:full, everyN or "
-            "names, with tp only under sp; with pp those of ddp and zero1 that update at the end of the "
+            "names, with tp only under sp; with pp ddp and zero1 that update at the end of the "
             "step, zero bubble without tp and recompute",
             f'shardwise memory "{plan}" --measure',
         )

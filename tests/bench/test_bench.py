@@ -162,7 +162,8 @@ def test_contenders_are_found_by_the_beginning_of_their_names() -> None:
         *("torch DDP", "DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2", "DeepSpeed ZeRO-3", "zero1"),
     )
     assert choose("data", ["fsdp2-without-reshard"]) == ("torch DDP", "FSDP2 without reshard")
-    assert choose("memory", ["zero3-recompute:f"]) == ("zero3", "zero3 recompute:full")
+    full = ("zero3 recompute:full", "zero3 recompute:full arenas")
+    assert choose("memory", ["zero3-recompute:f"]) == ("zero3", *full)
     with pytest.raises(InputError, match='bench data "zero3"'):
         choose("data", ["zero4"])
 
