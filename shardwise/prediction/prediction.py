@@ -8,8 +8,8 @@ from shardwise.core.model_spec import ModelShape, ModelSpec
 from shardwise.core.moves import between
 from shardwise.core.plan import Plan
 from shardwise.core.pool_size import pool_bytes
-from shardwise.prediction.disk import buffer_bytes, disk_bytes, moved_bytes
 from shardwise.prediction.arenas import arenas_bytes
+from shardwise.prediction.disk import buffer_bytes, disk_bytes, moved_bytes
 from shardwise.prediction.experts import exchanged_between, expert_bytes
 from shardwise.prediction.host import copied_bytes
 from shardwise.prediction.memory import ADAM, OptimizerShape, by_tier, held_bytes, host_bytes

@@ -162,7 +162,7 @@ def test_another_shape_gets_another_arena():
     """The arena of a batch has the size that is predicted for it, whatever came before."""
     plain = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(3)))
     options: dict[str, Any] = {"loss": lambda m, x: m(x).square().mean()}
-    plan = "recompute:0,1,2 arenas fp32"
+    plan = "dp1 recompute:0,1,2 arenas fp32"
     engine = sw.parallelize(
         copy.deepcopy(plain), plan, alone(), optimizer=sw.SGD(lr=0.1), **options
     )
