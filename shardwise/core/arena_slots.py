@@ -37,4 +37,4 @@ def gradient_slots(units: Sequence[Sequence[int]], in_flight: int) -> Slots:
     """
     sizes = [Counter(unit) for unit in units if unit]
     windows = (sizes[k : k + in_flight + 1] for k in range(len(sizes)))
-    return most_at_once(sum(window, Counter()) for window in windows)
+    return most_at_once(sum(window, Counter[int]()) for window in windows)

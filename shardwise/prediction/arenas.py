@@ -29,11 +29,13 @@ def kept_slots(spec: ModelSpec, plan: Plan, rank: int) -> Slots:
         kind = spec.recomputed.get(taken.module)
         if kind is not None and taken.trained:
             numel = -(-taken.numel // ranks) if kind == PARTITIONED else taken.numel
-            sizes = by_stage.setdefault(stage_of(spec, taken.module), Counter())
+            sizes = by_stage.setdefault(stage_of(spec, taken.module), Counter[int]())
             sizes[numel * taken.element_bytes] += 1
     every = moments(plan, plan.mesh.coordinate(rank).get(PIPELINE, 0))
     return most_at_once(
-        sum((by_stage.get(stage, Counter()) for stage in Counter(moment).elements()), Counter())
+        sum(
+            (by_stage.get(stage, Counter()) for stage in Counter(moment).elements()), Counter[int]()
+        )
         for moment in every
     )
 
