@@ -99,8 +99,7 @@ def model_spec(
         stages = StageSpec(at, known, bundles, staged.outside)
     kinds = recomputation.recomputed_modules(plain, plan, options["units"], begin)
     hosted = recomputation.on_host(plain, plan, options["units"], kinds, begin)
-    how = {"stages": stages, "on_host": tuple(hosted), "arenas": plan.arenas}
-    how |= _experts(plain, plan)
+    how = {"stages": stages, "on_host": tuple(hosted), **_from_plan(plain, plan)}
     if table is None:
         runs = by_shape(parts, lambda part: meta_pass.run(plain, real, call, part))
         how |= {"expert_moves": tuple(run.moves for run in runs)}
@@ -122,10 +121,14 @@ def model_spec(
     return replace(spec, recomputed=_chosen(widest, plan, kinds))
 
 
-def _experts(plain: nn.Module, plan: Plan) -> dict[str, Any]:
-    """What a ModelSpec says of layers of experts, but their moves."""
+def _from_plan(plain: nn.Module, plan: Plan) -> dict[str, Any]:
+    """What a ModelSpec says of arenas, and of layers of experts but their moves."""
     layouts = expert_parallel.layouts_of(plain, plan.ep)
-    return {"experts": layouts, "expert_layers": expert_parallel.shapes_of(plain)}
+    return {
+        "arenas": plan.arenas,
+        "experts": layouts,
+        "expert_layers": expert_parallel.shapes_of(plain),
+    }
 
 
 def _heads(tensors: TensorSpec, axis: Axis) -> dict[str, tuple[Axis, Cut]]:
