@@ -1,6 +1,7 @@
 """Layers of experts as numbers: what they move between ranks, and the loads that determine it.
 
 gather         the data ranks gather `numel` numbers of each: counts or sizes
+gather_counts  the ranks of the axis `ep` gather `numel` numbers of each
 gather_padded  the same of scores of every token, padded to the rank with most tokens
 sum            the data ranks sum `numel` numbers, and their gradients (`returns` times)
 dispatch       rows go to the ranks of their experts, and their gradients back (`returns` times)
@@ -19,7 +20,7 @@ class ExpertMove:
     `numel` are the elements of one process; `tokens` those of which rows are exchanged.
     """
 
-    kind: Literal["gather", "gather_padded", "sum", "dispatch", "combine"]
+    kind: Literal["gather", "gather_counts", "gather_padded", "sum", "dispatch", "combine"]
     numel: int
     element_bytes: int
     phase: str = "forward"

@@ -162,7 +162,7 @@ class Engine:
         self.broken = True
         parts = split(batch, self.microbatches, self.plan.cut)
         counts = [self._count(part) for part in parts]
-        parts = self.sharded.experts.with_stand_ins(parts)
+        parts = self.sharded.experts.begin(parts)
         self.consistency.begin(self.steps_run, batch)
         if not self.expected:
             self.expected = self._total(sum(counts))

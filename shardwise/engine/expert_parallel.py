@@ -14,6 +14,7 @@ capacity and losses are of the global batch.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +29,16 @@ from shardwise.core.plan import Plan
 from shardwise.core.uneven import even
 from shardwise.engine.batch import filled
 from shardwise.parallel.expert.global_batch import GlobalBatch
-from shardwise.parallel.expert.layer import MoE, Place
+from shardwise.parallel.expert.layer import Load, MoE, Place
+from shardwise.parallel.expert.routing import Routing
+from shardwise.parallel.expert.stacked import (
+    StackedOnRanks,
+    choices_of,
+    experts_of,
+    record_moves,
+    stacked_experts,
+    width_of,
+)
 
 AXIS, REST = "ep", "edp"
 
@@ -41,6 +51,7 @@ class ExpertLayout:
     shard      the axis on which states of experts are sharded, in place of the data axis
     replicate  the axis on which they are replicated
     routes     whether the model has layers of experts, in any stage of a pipeline
+    loads      of this rank's layers in the last training step, by name
     layouts    on `axis`, by the names of the stacked weights
     """
 
@@ -48,9 +59,21 @@ class ExpertLayout:
     shard: Axis
     replicate: Axis
     routes: bool = False
+    loads: dict[str, Load] = field(default_factory=dict[str, Load])
     layouts: dict[str, AxisLayout] = field(default_factory=dict)
     stand_ins: list[Any] = field(default_factory=list)
     absent: bool = False  # whether the batch that is computed stands in for one without rows
+
+    def begin(self, parts: Sequence[Any]) -> list[Any]:
+        """A training step on these parts of a batch begins; returns the parts with stand-ins."""
+        self.loads.clear()
+        return self.with_stand_ins(parts)
+
+    def see(self, name: str, routing: Routing) -> None:
+        """Add the routing of a training pass to the loads of the layer of that name."""
+        if torch.is_grad_enabled():
+            found, before = Load.of(routing), self.loads.get(name)
+            self.loads[name] = found if before is None else before.plus(found)
 
     def with_stand_ins(self, parts: Sequence[Any]) -> list[Any]:
         """The parts of a batch; one without rows is replaced, and its tokens reach no expert."""
@@ -76,10 +99,10 @@ class ExpertLayout:
 def check_experts(model: nn.Module, plan: Plan) -> None:
     """Raise InputError if `plan` cannot distribute the experts of `model`."""
     layers = layers_of(model)
-    if plan.ep > 1 and not layers:
+    if plan.ep > 1 and not experts_in(model):
         raise bad(
             f"'{plan}' for a {type(model).__name__} without a layer of experts",
-            "epN for a model with sw.MoE layers",
+            "epN for a model with sw.MoE layers, or with stacked experts of transformers",
             f"'{replace(plan, axes=plan.mesh.axes)}'",
         )
     if layers and plan.sp:
@@ -88,8 +111,7 @@ def check_experts(model: nn.Module, plan: Plan) -> None:
             "data axes, ep, tp and pp: not sp, in this version",
             "'dp2 ep2', for example",
         )
-    for name, layer in layers.items():
-        experts = layer.gate.experts
+    for name, experts in experts_in(model).items():
         if experts % plan.ep:
             ranks = plan.mesh.size_of(plan.inner_data_axis)
             degrees = [n for n in range(1, ranks + 1) if ranks % n == experts % n == 0]
@@ -106,12 +128,23 @@ def layers_of(model: nn.Module) -> dict[str, MoE]:
     return {name: module for name, module in model.named_modules() if isinstance(module, MoE)}
 
 
+def stacks_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that hold the stacked weights of experts by name, of ours and of transformers."""
+    ours = {f"{name}.experts": layer.experts for name, layer in layers_of(model).items()}
+    return ours | stacked_experts(model)
+
+
+def experts_in(model: nn.Module) -> dict[str, int]:
+    """How many experts there are, by the names of `stacks_of`."""
+    return {name: len(next(module.parameters())) for name, module in stacks_of(model).items()}
+
+
 def layouts_of(model: nn.Module, ranks: int) -> dict[str, AxisLayout]:
     """The layouts of the stacked weights on an axis of so many ranks, by their names."""
     return {
-        f"{name}.experts.{key}": AxisLayout.sharded(even(0, layer.gate.experts, ranks))
-        for name, layer in layers_of(model).items()
-        for key, _ in layer.experts.named_parameters()
+        f"{name}.{key}": AxisLayout.sharded(even(0, len(p), ranks))
+        for name, module in stacks_of(model).items()
+        for key, p in module.named_parameters(recurse=False)
         if ranks > 1
     }
 
@@ -128,6 +161,14 @@ def shapes_of(model: nn.Module) -> dict[str, ExpertLayer]:
             takes=layer.gate.name == "expert-choice",
         )
         for name, layer in layers_of(model).items()
+    } | {
+        name: ExpertLayer(
+            experts=experts_of(module),
+            least=choices_of(module),
+            choices=choices_of(module),
+            width=width_of(module),
+        )
+        for name, module in stacked_experts(model).items()
     }
 
 
@@ -139,9 +180,15 @@ def recorded(model: nn.Module, record: Callable[[LayerMove], None]) -> Iterator[
     for name, layer in layers.items():
         batch = GlobalBatch((), lambda move, name=name: record(LayerMove(name, move)))
         layer.place = replace(layer.place, batch=batch)
+    hooks = [
+        record_moves(module, lambda move, name=name: record(LayerMove(name, move)))
+        for name, module in stacked_experts(model).items()
+    ]
     try:
         yield
     finally:
+        for hook in hooks:
+            hook.remove()
         for name, layer in layers.items():
             layer.place = before[name]
 
@@ -162,17 +209,27 @@ def lay_out(model: nn.Module, world: World, plan: Plan, data: tuple[Axis, Axis])
         replicate = rest if replicate.name == inner else replicate
     layouts = layouts_of(model, n)
     layers = layers_of(model)
-    layout = ExpertLayout(axis, shard, replicate, bool(layers), layouts)
+    layout = ExpertLayout(axis, shard, replicate, bool(layers or layouts), layouts=layouts)
     batch = GlobalBatch((data[1], data[0]))
     first = batch.rank - axis.rank
     for name, layer in layers.items():
         peers = tuple(range(first, first + n))
-        layer.place = Place(batch, axis, peers, name, lambda: layout.absent)
-        for key, p in layer.experts.named_parameters() if n > 1 else ():
-            cut = layouts[f"{name}.experts.{key}"].cut
-            assert cut is not None
-            if p.is_meta:
-                p.data = torch.empty(cut.shape(p.shape, axis.rank), dtype=p.dtype, device="meta")
-            else:
-                p.data = part(broadcast(p.data.contiguous(), axis), cut, axis.rank)
+        see = partial(layout.see, name)
+        layer.place = Place(batch, axis, peers, name, lambda: layout.absent, see)
+    for name, module in stacked_experts(model).items() if n > 1 else ():
+        group = Place(GlobalBatch((axis,)), axis, tuple(range(n)), name, lambda: layout.absent)
+        module.forward = StackedOnRanks(module, group)
+    for name, module in stacks_of(model).items() if n > 1 else ():
+        for key, p in module.named_parameters(recurse=False):
+            _cut(p, layouts[f"{name}.{key}"], axis)
     return layout
+
+
+def _cut(p: nn.Parameter, layout: AxisLayout, axis: Axis) -> None:
+    """Keep this rank's part of a parameter; the first rank's values are everyone's."""
+    assert layout.cut is not None
+    if p.is_meta:
+        shape = layout.cut.shape(p.shape, axis.rank)
+        p.data = torch.empty(shape, dtype=p.dtype, device="meta")
+    else:
+        p.data = part(broadcast(p.data.contiguous(), axis), layout.cut, axis.rank)

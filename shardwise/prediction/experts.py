@@ -57,6 +57,8 @@ def expert_bytes(
             layer = spec.expert_layers[name]
             if move.kind in ("dispatch", "combine"):
                 _exchange(tariff, move, layer, _away(plan, rank, own.choices[name]))
+            elif move.kind == "gather_counts":
+                tariff.move(AXIS, S(0), R, plan.ep * move.numel, move.element_bytes, move.phase)
             else:
                 _on_data_axes(tariff, move, max(own.tokens) * layer.experts)
     return tariff.sent_bytes

@@ -18,8 +18,9 @@ from torch.nn import functional
 from shardwise.core.expert_moves import Loads
 from shardwise.core.plan import Plan
 from shardwise.engine.batch import rows, split
-from shardwise.engine.expert_parallel import layers_of
+from shardwise.engine.expert_parallel import experts_in, layers_of
 from shardwise.parallel.expert.routing import Routing
+from shardwise.parallel.expert.stacked import experts_of, stacked_experts
 from shardwise.verify.async_oracle import AsyncOracle
 from shardwise.verify.oracle import Oracle
 
@@ -34,13 +35,19 @@ class Choices:
         self.seen: dict[str, list[Tensor]] = {}  # by layer: [N, E] of each microbatch
         for name, layer in layers_of(model).items():
             layer.place = replace(layer.place, routed=partial(self._see, name, layer.gate.experts))
+        for name, module in stacked_experts(model).items():
+            module.register_forward_pre_hook(partial(self._see_stacked, name))
 
     def _see(self, name: str, experts: int, routing: Routing) -> None:
-        if not torch.is_grad_enabled():  # evaluation
-            return
         computed = (routing.positions >= 0).unsqueeze(-1)
-        found = (functional.one_hot(routing.experts, experts) * computed).sum(1).cpu()
-        self.seen.setdefault(name, []).append(found)
+        self._add(name, functional.one_hot(routing.experts, experts) * computed)
+
+    def _see_stacked(self, name: str, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._add(name, functional.one_hot(args[1], experts_of(module)))
+
+    def _add(self, name: str, choices_NKE: Tensor) -> None:
+        if torch.is_grad_enabled():  # else it is an evaluation
+            self.seen.setdefault(name, []).append(choices_NKE.sum(1).cpu())
 
     def loads(self, batch: Any, plan: Plan) -> tuple[Loads, ...]:
         """The loads of each microbatch on the ranks of `plan`; `batch` is that of the last step."""
@@ -80,7 +87,7 @@ class Routed:
 
     def step(self, batch: Any, seed: int) -> tuple[Loads, ...]:
         """Train the oracle on a global batch; the run draws the same random numbers after it."""
-        if not layers_of(self.oracle.model):
+        if not experts_in(self.oracle.model):
             return ()
         torch.manual_seed(seed)
         self.oracle.step(batch, self.clip)

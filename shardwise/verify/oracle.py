@@ -94,6 +94,11 @@ def _has_rows(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dim() > 0
 
 
+def _rows(batch: Any) -> int:
+    """The rows of a batch; 1 if it has no tensor with rows."""
+    return min((len(x) for x in tree_flatten(batch)[0] if _has_rows(x)), default=1)
+
+
 class Weights:
     """A model's trained parameters in one dtype, and the optimizer that updates them.
 
@@ -171,7 +176,7 @@ class Oracle:
 
     def gradients(self, batch: Any) -> tuple[float, dict[str, Tensor | None]]:
         """The mean loss of a global batch, and its gradients by name; nothing is updated."""
-        parts = self.microbatches.of(batch)
+        parts = [part for part in self.microbatches.of(batch) if _rows(part)]
         total = self.task.tokens(batch)
         share, exponent = math.frexp(total)
         summed, found = 0.0, dict[str, Tensor | None].fromkeys(self.weights.params)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.core.plan import Plan
 from shardwise.core.schedule.library import allowed
 from shardwise.engine import stage_module
-from shardwise.engine.expert_parallel import layers_of
+from shardwise.engine.expert_parallel import experts_in
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.training import DTYPES, Loss
 from shardwise.verify.async_oracle import AsyncOracle, Staleness, pipedream, two_buffered
@@ -88,7 +88,7 @@ def microbatches_of(model: nn.Module, plan: Plan) -> Microbatches:
 
     The loss of other models is a mean over tokens, which does not depend on microbatches.
     """
-    return Microbatches(plan.data_size, plan.microbatches) if layers_of(model) else WHOLE_BATCH
+    return Microbatches(plan.data_size, plan.microbatches) if experts_in(model) else WHOLE_BATCH
 
 
 def is_asynchronous(plan: Plan) -> bool:

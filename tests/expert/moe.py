@@ -8,7 +8,9 @@ from torch import Tensor, nn
 from shardwise.models import gpt, moe
 from shardwise.models.initial import fill
 from shardwise.parallel.expert.gate import Gate
-from tests.engine.cases import CONFIG, Task, text
+from tests.engine.cases import CONFIG, Case, Task, ranks_of, text
+from tests.engine.tensors import ADAMW, Held, assert_counted, assert_parity, train, whole_run
+from tests.pool import run_gloo
 
 LOSSES = {"balance": 0.3, "importance": 0.2, "z": 0.1}
 
@@ -42,3 +44,12 @@ def task(name: str, capacity: float | None = None, rows: int = 7, losses: bool =
     """The training of a MoE GPT on `rows` rows."""
     make = partial(model, name, capacity, losses=losses)
     return Task(make, partial(batch, name, rows), moe.loss, gpt.tokens)
+
+
+def holds(task: Task, plan: str) -> list[Held]:
+    """Three steps, ranks begin with different weights, gradients are clipped: as one process."""
+    case = Case(f"{plan} fp64", clip=0.5, seeds=True, **ADAMW)
+    found = run_gloo(ranks_of(plan), train, task, case)
+    assert_parity(found, whole_run(task, case), 1e-10)
+    assert_counted(found)
+    return found

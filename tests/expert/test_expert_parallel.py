@@ -16,9 +16,7 @@ from shardwise.parallel.expert.hard import hashed
 from shardwise.verify.command import verify
 from tests.engine.cases import CONFIG, Case, Task, ranks_of, small_gpt
 from tests.engine.tensors import (
-    ADAMW,
     Held,
-    assert_parity,
     assert_pieces,
     build,
     mine,
@@ -37,22 +35,11 @@ PLANS = [
 ]
 
 
-def holds(task: Task, plan: str) -> list[Held]:
-    """Three steps, ranks begin with different weights, gradients are clipped: as one process."""
-    case = Case(f"{plan} fp64", clip=0.5, seeds=True, **ADAMW)
-    found = run_gloo(ranks_of(plan), train, task, case)
-    assert_parity(found, whole_run(task, case), 1e-10)
-    for held in found:
-        assert all(sent == predicted for sent, predicted in held.bytes)
-        assert held.memory[0] == held.memory[1]
-    return found
-
-
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("capacity", [None, 1.0])
 def test_rows(plan: str, capacity: float | None):
     """Losses, norm, gradients and weights are one process's; bytes and memory are as predicted."""
-    holds(moe.task("topk-renormalised", capacity), plan)
+    moe.holds(moe.task("topk-renormalised", capacity), plan)
 
 
 @pytest.mark.parametrize("name", GATES)
@@ -61,21 +48,21 @@ def test_rows(plan: str, capacity: float | None):
 )
 def test_gates(name: str, plan: str, capacity: float | None):
     """So they are under each gate, with and without a capacity."""
-    holds(moe.task(name, capacity), plan)
+    moe.holds(moe.task(name, capacity), plan)
 
 
 @pytest.mark.parametrize("name", ["switch", "expert-choice", "sigmoid", "noisy-topk"])
 @pytest.mark.parametrize("plan", ["dp4 ep2 zero3", "dp4 ep4", "dp4 zero1"])
 def test_ranks_without_rows(name: str, plan: str):
     """Ranks without rows take part without a token; their experts learn from the other ranks."""
-    holds(moe.task(name, 1.0, rows=2), plan)
+    moe.holds(moe.task(name, 1.0, rows=2), plan)
 
 
 @pytest.mark.parametrize("words", ["accumulate:2", "recompute:full", "recompute:selective"])
 @pytest.mark.parametrize("capacity", [None, 1.0])
 def test_with_other_words(words: str, capacity: float | None):
     """Losses and capacity are those of one process on the same microbatches; bytes are exact."""
-    holds(moe.task("topk", capacity), f"dp2 ep2 zero3 {words}")
+    moe.holds(moe.task("topk", capacity), f"dp2 ep2 zero3 {words}")
 
 
 @pytest.mark.parametrize("name", ["sigmoid", "expert-choice", "hash", "switch"])
@@ -92,7 +79,7 @@ def test_with_other_words(words: str, capacity: float | None):
 )
 def test_pipelines(name: str, plan: str):
     """So they are in the stages of a pipeline, whose ranks exchange rows for their own layers."""
-    holds(moe.task(name, 1.0, rows=9), plan)
+    moe.holds(moe.task(name, 1.0, rows=9), plan)
 
 
 def test_bf16():

@@ -64,4 +64,4 @@ def test_an_unknown_type_gets_the_nearest(name: str, nearest: str) -> None:
 def test_a_type_that_cannot_be_shrunk_says_so() -> None:
     """Where the small configuration does not give a model that runs, the reason is told."""
     with pytest.raises(InputError, match=r"whose small configuration gives"):
-        find("hf:deepseek_v3").build()
+        find("hf:deepseek_v2").build()

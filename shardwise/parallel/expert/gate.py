@@ -126,7 +126,7 @@ class Gate:
         weights = choice.weights.to(logits)
         of = torch.zeros_like(logits).scatter(-1, choice.experts, weights * wanted)
         counts = lined.asked[: choice.balanced].sum(0).to(logits.device)
-        found = GateOutput(logits, choice.probabilities, of, counts, lined.tokens)
+        found = GateOutput(logits, choice.probabilities, of, counts, lined.facts.tokens)
         routing = Routing(
             choice.experts,
             weights * self.scale,
@@ -134,11 +134,13 @@ class Gate:
             lined.loads,
             lined.asked.sum(0),
             lined.dropped,
-            lined.finite,
+            lined.facts.finite,
+            lined.facts.tokens,
+            lined.facts.entropy,
             losses_of(found, self._losses(asked=losses), batch),
         )
         if self.name == "argmax" and extra.target is not None and losses:
-            learned = hard.assignment_loss(logits, extra.target, lined.tokens, batch)
+            learned = hard.assignment_loss(logits, extra.target, lined.facts.tokens, batch)
             routing = replace(routing, losses={**routing.losses, "assignment": learned})
         return routing
 
@@ -177,12 +179,12 @@ class Gate:
 
     def _by_experts(self, logits: Tensor, batch: GlobalBatch, *, losses: bool) -> Routing:
         """Each expert takes its share of the tokens of the global batch, which ranks gather."""
-        sizes, finite = facts(logits, batch)
+        known = facts(logits, batch)
+        sizes, tokens = known.sizes, known.tokens
         scores = logits.softmax(-1)
         padded = scores.new_zeros(max(sizes), self.experts)
         padded[: len(scores)] = scores.detach()
         every = [x[:size] for x, size in zip(batch.gather(padded, padded=True), sizes, strict=True)]
-        tokens = sum(sizes)
         capacity = capacity_of(self.capacity or 1.0, tokens * self.k, self.experts)
         assert capacity is not None
         taken = min(capacity, tokens)
@@ -201,6 +203,8 @@ class Gate:
             loads,
             loads.sum(0),
             0,
-            tuple(map(bool, finite)),
+            known.finite,
+            tokens,
+            known.entropy,
             losses_of(found, self._losses(asked=losses), batch),
         )

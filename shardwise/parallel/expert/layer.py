@@ -43,14 +43,36 @@ class Place:
 
 
 class Load(NamedTuple):
-    """What the experts of a layer had of the global batch in a forward pass.
+    """What the experts of a layer had of the global batch in a forward pass, or in several.
 
     computed and wanted are choices by expert; dropped is the number of those beyond the capacity.
+    entropy is that of the softmax of a token's logits, in nats: the mean over the tokens.
     """
 
     computed: tuple[int, ...]
     wanted: tuple[int, ...]
     dropped: int
+    tokens: int = 0
+    entropy: float = 0.0
+
+    @classmethod
+    def of(cls, routing: Routing) -> "Load":
+        """The load of one pass."""
+        computed = tuple(routing.loads.sum(0).tolist())
+        wanted = tuple(routing.wanted.tolist())
+        return cls(computed, wanted, routing.dropped, routing.tokens, routing.entropy)
+
+    def plus(self, other: "Load") -> "Load":
+        """The load of both."""
+        tokens = self.tokens + other.tokens
+        entropies = self.entropy * self.tokens + other.entropy * other.tokens
+        return Load(
+            tuple(map(int.__add__, self.computed, other.computed)),
+            tuple(map(int.__add__, self.wanted, other.wanted)),
+            self.dropped + other.dropped,
+            tokens,
+            entropies / max(1, tokens),
+        )
 
 
 class Experts(nn.Module):
@@ -226,8 +248,7 @@ class MoE(nn.Module):
         if phase() == "backward":  # activations are recomputed
             return
         self.place.routed(routing)
-        computed = routing.loads.sum(0).tolist()
-        self.load = Load(tuple(computed), tuple(routing.wanted.tolist()), routing.dropped)
+        self.load = Load.of(routing)
         if self.training and self.gate.name == "sigmoid":
             self.get_buffer("choices").data.copy_(routing.wanted)
 

@@ -14,11 +14,15 @@ On the meta device, where nobody knows the choices, all experts have an even loa
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from shardwise.parallel.expert.global_batch import GlobalBatch
+
+#: Integers that a data rank tells of its logits, beside the counts of its choices.
+TOLD: Final = 3
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Routing:
     wanted     [E] how many choices of the global batch each expert had before any was dropped
     dropped    choices of the global batch that are not computed because of the capacity
     finite     by data rank, whether its logits are all finite
+    tokens     of the global batch
+    entropy    of the softmax of a token's logits, in nats: the mean over the global batch
     losses     auxiliary losses by name, of the global batch, without their coefficients
     """
 
@@ -42,6 +48,8 @@ class Routing:
     wanted: Tensor
     dropped: int
     finite: tuple[bool, ...]
+    tokens: int = 0
+    entropy: float = 0.0
     losses: Mapping[str, Tensor] = field(default_factory=dict)
 
 
@@ -53,8 +61,7 @@ class Queues:
     loads: Tensor
     asked: Tensor  # [K, E] choices of the global batch, kept or not
     dropped: int
-    finite: tuple[bool, ...]
-    tokens: int  # of the global batch
+    facts: "Facts"
 
 
 def capacity_of(factor: float | None, choices: int, experts: int) -> int | None:
@@ -70,13 +77,13 @@ def queues(
 ) -> Queues:
     """Line up choices: experts [N, K], and which of them are wanted [N, K].
 
-    One all-gather of K*E + 2 numbers, called by all data ranks.
+    One all-gather of K*E + 3 numbers, called by all data ranks.
     factor: the capacity of an expert, in multiples of its share under an even load; None: no bound.
     """
     (experts_NK, wanted_NK), (_, experts) = choices, logits_NE.shape
     n, k = experts_NK.shape
     if logits_NE.is_meta:
-        batch.gather(logits_NE.new_empty(k * experts + 2, dtype=torch.int64))
+        batch.gather(logits_NE.new_empty(k * experts + TOLD, dtype=torch.int64))
         return _even(experts_NK, experts, batch.ranks)
     key = (torch.arange(k, device=experts_NK.device) * experts + experts_NK).t().flatten()
     key = torch.where(wanted_NK.t().flatten(), key, k * experts)  # those not wanted: the last queue
@@ -87,12 +94,12 @@ def queues(
 
     counts = counts[:-1]
     everyone = batch.gather(torch.cat([counts, told(logits_NE)])).cpu()
-    tokens, finite = int(everyone[:, -2].sum()), tuple(everyone[:, -1].bool().tolist())
-    counts_RKE = everyone[:, :-2].view(-1, k, experts)
+    known = Facts.of(everyone[:, -TOLD:])
+    counts_RKE = everyone[:, :-TOLD].view(-1, k, experts)
     slots_KE = counts_RKE.sum(0)
     first_RKE = _before(slots_KE) + _before(counts_RKE)
 
-    capacity = capacity_of(factor, tokens * k, experts)
+    capacity = capacity_of(factor, known.tokens * k, experts)
     kept_RKE = counts_RKE
     if capacity is not None:
         kept_RKE = (capacity - first_RKE).clamp(min=0).minimum(counts_RKE)
@@ -103,22 +110,52 @@ def queues(
         lost |= places >= capacity
     positions_NK = torch.where(lost, -1, places).view(k, n).t()
     dropped = int(counts_RKE.sum() - kept_RKE.sum())
-    return Queues(positions_NK, kept_RKE.sum(1), slots_KE, dropped, finite, tokens)
+    return Queues(positions_NK, kept_RKE.sum(1), slots_KE, dropped, known)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the data ranks tell each other of their logits.
+
+    sizes    tokens by data rank
+    finite   by data rank, whether its logits are all finite
+    entropy  of the softmax of a token's logits, in nats: the mean over the global batch
+    """
+
+    sizes: tuple[int, ...]
+    finite: tuple[bool, ...]
+    entropy: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        """Of the global batch."""
+        return sum(self.sizes)
+
+    @classmethod
+    def of(cls, told_RT: Tensor) -> "Facts":
+        """From what each data rank has `told`."""
+        sizes, finite, _ = told_RT.t().tolist()
+        summed = float(told_RT[:, -1].contiguous().view(torch.float64).sum())
+        return cls(tuple(sizes), tuple(map(bool, finite)), summed / max(1, sum(sizes)))
 
 
 def told(logits_NE: Tensor) -> Tensor:
-    """What a data rank tells the others of its logits: how many tokens, and whether all finite."""
+    """TOLD integers of a data rank: tokens, whether all logits are finite, the bits of a double.
+
+    That is the sum of the tokens' entropies.
+    """
+    logits_NE = logits_NE.detach()
     rows = torch.tensor(len(logits_NE), device=logits_NE.device)
-    return torch.stack([rows, torch.isfinite(logits_NE.detach()).all().long()])
+    entropy = torch.special.entr(logits_NE.double().softmax(-1)).sum()
+    return torch.stack([rows, torch.isfinite(logits_NE).all().long(), entropy.view(torch.int64)])
 
 
-def facts(logits_NE: Tensor, batch: GlobalBatch) -> tuple[list[int], list[int]]:
-    """By data rank, how many tokens it has and whether their logits are finite."""
+def facts(logits_NE: Tensor, batch: GlobalBatch) -> Facts:
+    """What all data ranks tell of their logits. One all-gather of TOLD numbers."""
     if logits_NE.is_meta:
-        batch.gather(logits_NE.new_empty(2, dtype=torch.int64))
-        return [len(logits_NE)] * batch.ranks, [1] * batch.ranks
-    sizes, finite = batch.gather(told(logits_NE)).t().tolist()
-    return sizes, finite
+        batch.gather(logits_NE.new_empty(TOLD, dtype=torch.int64))
+        return Facts((len(logits_NE),) * batch.ranks, (True,) * batch.ranks)
+    return Facts.of(batch.gather(told(logits_NE)).cpu())
 
 
 def even_counts(choices: int, experts: int) -> Tensor:
@@ -132,7 +169,7 @@ def _even(experts_NK: Tensor, experts: int, ranks: int) -> Queues:
     own = even_counts(n * k, experts)
     asked = torch.stack([even_counts(ranks * n, experts) for _ in range(k)])
     positions = torch.empty_like(experts_NK, device="meta")
-    return Queues(positions, own.expand(ranks, -1), asked, 0, (True,) * ranks, ranks * n)
+    return Queues(positions, own.expand(ranks, -1), asked, 0, Facts((n,) * ranks, (True,) * ranks))
 
 
 def _before(counts: Tensor) -> Tensor:

@@ -1,0 +1,115 @@
+"""Experts of transformers on the axis `ep`: the library's own module computes those of one rank.
+
+MixtralExperts and the experts of some seventy other models hold the weights of E experts stacked,
+[E, ...], and share one signature:
+
+    forward(rows [N, D], experts of each row [N, K], their weights [N, K]) -> [N, D]
+
+Router, shared experts and losses are other modules, which stay as they are. Under `ep` a rank holds
+E / n of the experts. It exchanges rows as dispatch.py does, calls the module's own forward for its
+experts with one of weight 1 for each row it received, and applies the weights where the rows are
+from.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.expert_moves import ExpertMove
+from shardwise.parallel.expert.dispatch import Exchange
+from shardwise.parallel.expert.global_batch import Record, phase
+from shardwise.parallel.expert.layer import Place
+from shardwise.parallel.expert.routing import Routing
+
+
+def stacked_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of this signature by name."""
+    return {name: module for name, module in model.named_modules() if _stacks(module)}
+
+
+def _stacks(module: nn.Module) -> bool:
+    experts, params = getattr(module, "num_experts", None), list(module.parameters(recurse=False))
+    arguments = list(inspect.signature(type(module).forward).parameters)
+    return (
+        isinstance(experts, int)
+        and len(params) > 1
+        and all(p.dim() > 1 and len(p) == experts for p in params)
+        and len(arguments) == 4
+        and arguments[1] == "hidden_states"
+        and choices_of(module) > 0
+    )
+
+
+def experts_of(module: nn.Module) -> int:
+    """How many experts there are on all ranks."""
+    return int(getattr(module, "num_experts", 0))
+
+
+def choices_of(module: nn.Module) -> int:
+    """How many experts a token has; 0 if the configuration does not say."""
+    found = getattr(getattr(module, "config", None), "num_experts_per_tok", 0)
+    return found if isinstance(found, int) else 0
+
+
+def width_of(module: nn.Module) -> int:
+    """The width of a row: the configuration's `hidden_size`."""
+    return int(getattr(getattr(module, "config", None), "hidden_size", 0))
+
+
+class StackedOnRanks:
+    """Replaces the forward of such a module, whose weights are those of this rank's experts."""
+
+    def __init__(self, module: nn.Module, place: Place) -> None:
+        self.place, self.experts = place, experts_of(module)
+        own: Any = copy.copy(module)  # which shares its parameters
+        own.num_experts = self.experts // place.ep.size
+        self.own, self.__wrapped__ = own, module.forward
+
+    def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Rows [N, D] to [N, D]. Called by all ranks of the axis."""
+        place, absent = self.place, self.place.absent()
+        x_ND = hidden_states[:0] if absent else hidden_states
+        experts_NK = top_k_index[:0] if absent else top_k_index
+        own = torch.bincount(experts_NK.flatten(), minlength=self.experts)
+        loads = place.batch.gather(own).cpu()
+        routing = Routing(experts_NK, top_k_weights, experts_NK, loads, loads.sum(0), 0, ())
+        exchange = Exchange.of(routing, place.batch, place.ep, place.peers)
+        token = exchange.choices // experts_NK.shape[1]
+        rows = exchange.dispatch(x_ND.index_select(0, token))
+        made = exchange.combine(self._computed(rows, exchange.by_expert))
+        weights = top_k_weights.flatten()[exchange.choices].unsqueeze(-1)
+        made = (made * weights).to(hidden_states.dtype)
+        return torch.zeros_like(hidden_states).index_add(0, token, made)
+
+    def _computed(self, rows: Tensor, counts: list[int]) -> Tensor:
+        """What this rank's experts make of rows by expert.
+
+        Without rows the module's forward uses no weight: other ranks would wait for the backward
+        pass of this one.
+        """
+        if not len(rows):
+            return rows + sum(p[:0].sum() for p in self.own.parameters(recurse=False))
+        expert = torch.arange(len(counts), device=rows.device)
+        expert = expert.repeat_interleave(torch.tensor(counts, device=rows.device)).view(-1, 1)
+        forward: Callable[..., Tensor] = type(self.own).forward
+        return forward(self.own, rows, expert, torch.ones_like(expert, dtype=rows.dtype))
+
+
+def record_moves(module: nn.Module, record: Record) -> Any:
+    """Call `record` with the moves of each forward of a module in one process; returns the hook."""
+    return module.register_forward_pre_hook(partial(_record, record), with_kwargs=False)
+
+
+def _record(record: Record, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+    x_ND, experts_NK, now = args[0], args[1], phase()
+    numel, size = experts_NK.numel() * x_ND.shape[-1], x_ND.element_size()
+    record(ExpertMove("gather_counts", experts_of(module), torch.int64.itemsize, now))
+    forward = now == "forward" and torch.is_grad_enabled()
+    returns = int(forward and x_ND.requires_grad), int(forward)
+    record(ExpertMove("dispatch", numel, size, now, returns[0], len(x_ND)))
+    record(ExpertMove("combine", numel, size, now, returns[1], len(x_ND)))

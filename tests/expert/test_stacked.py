@@ -1,0 +1,50 @@
+"""Experts of transformers over the axis `ep`, against the library's model in one process."""
+
+from functools import partial
+
+import pytest
+from torch import Tensor, nn
+
+from shardwise.models import hf
+from shardwise.models.registry import find
+from shardwise.parallel.expert.stacked import stacked_experts
+from tests.engine.cases import Task, small_gpt
+from tests.expert import moe
+
+pytest.importorskip("transformers")
+
+
+def made(name: str) -> nn.Module:
+    return find(f"hf:{name}").build()
+
+
+def batch(name: str, rows: int, step: int) -> dict[str, Tensor]:
+    return find(f"hf:{name}").batch(rows, step)
+
+
+def task(name: str, rows: int) -> Task:
+    """A small model of the type on uniform random words."""
+    return Task(partial(made, name), partial(batch, name, rows), hf.causal_loss, hf.tokens)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize(
+    ("plan", "rows"),
+    [
+        ("dp2 ep2", 3),
+        ("dp2 ep2 zero3 accumulate:2", 5),
+        ("dp4 ep2 zero2", 5),
+        ("dp4 ep4 zero3", 2),
+    ],
+)
+def test_parity(name: str, plan: str, rows: int):
+    """Losses, gradients, weights and bytes are as foreseen; with 2 rows, two ranks have none."""
+    moe.holds(task(name, rows), plan)
+
+
+def test_found_by_their_signature():
+    """The stacks of a mixture are its modules of experts; a dense model has none."""
+    assert list(stacked_experts(made("mixtral"))) == [
+        f"model.layers.{n}.mlp.experts" for n in (0, 1)
+    ]
+    assert stacked_experts(small_gpt()) == {}
