@@ -5,6 +5,8 @@
     offload:optim=0.6         the same for some units: the fewest at the end of the model, whose
                               gradients come first, that have this fraction of its parameters
     offload:param             parameters too: each unit is copied to the device before it is used
+    offload:auto              the least of these with which a step is predicted to fit the device
+                              (engine/offload_choice.py), before any of it is made
     offload:optim-delayed     as optim, but an update is made beside the next step, and its
                               parameters are used one step later; not in the first steps
     offload:optim-delayed=N   the first N steps are not delayed (the default: 40)
@@ -22,8 +24,8 @@ from typing import Final
 from shardwise.core.errors import bad
 from shardwise.core.zero import Tier
 
-#: What may rest in host memory, or on a disk.
-WHAT: Final = ("optim", "param", "optim-delayed", "optim@disk")
+#: What may rest in host memory, or on a disk; and the choice by prediction.
+WHAT: Final = ("optim", "param", "optim-delayed", "optim@disk", "auto")
 #: Steps before updates are delayed.
 UNDELAYED_STEPS: Final = 40
 MOST_STEPS: Final = 10**9
@@ -34,7 +36,7 @@ class Offload:
     """A parsed value of the word.
 
     what        "optim" or "param": parameters never rest further away than their optimizer's state;
-                or "optim@disk"
+                or "optim@disk"; "auto" is not chosen yet, and leaves all on the device
     undelayed   the number of steps before updates are made one step late; None: never
     share       the fraction of the trained parameters, at least, whose states leave the device
     """
@@ -51,6 +53,8 @@ class Offload:
     @property
     def optim_tier(self) -> Tier:
         """The tier of the optimizer's state."""
+        if self.what == "auto":
+            return "device"
         return "disk" if self.what.endswith("@disk") else "host"
 
     def delays(self, step: int) -> bool:
@@ -80,7 +84,7 @@ class Offload:
 def parse(text: str) -> Offload:
     """The value of `offload:` as written. Raises InputError for any other."""
     what, equals, number = text.partition("=")
-    if text in ("optim", "param", "optim@disk"):
+    if text in ("optim", "param", "optim@disk", "auto"):
         return Offload(text)
     if what == "optim-delayed":
         return Offload("optim", _steps(number) if equals else UNDELAYED_STEPS)

@@ -35,6 +35,8 @@ class Plan:
     accumulate  microbatches per step
     schedule, recompute, activations, offload
                 as written
+    device_memory_bytes
+                the most that a rank may store on its device
 
     Raises InputError for a value that no plan word can set.
     """
@@ -51,6 +53,7 @@ class Plan:
     offload: str | None = None
     buffers_bytes: int | None = None
     arenas: bool = False
+    device_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         place = {name: place for place, name in enumerate(AXES)}
@@ -85,6 +88,8 @@ class Plan:
         if self.buffers_bytes is not None:
             words.append(f"buffers:{size_text(self.buffers_bytes)}")
         words += ["arenas"] * self.arenas
+        if self.device_memory_bytes is not None:
+            words.append(f"device_memory:{size_text(self.device_memory_bytes)}")
         return " ".join(words) or "ddp"
 
     @property

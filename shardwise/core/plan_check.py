@@ -249,6 +249,7 @@ def _runnable(plan: Plan) -> Plan:
         recompute="full" if alone and plan.recompute in PARTITIONED_WORDS else plan.recompute,
         activations=None if _bounded(plan) else plan.activations,
         offload=plan.offload,
+        device_memory_bytes=plan.device_memory_bytes,
     )
     offload = near.offloaded
     if offload is not None and offload.param_tier != "device" and not _updates_whole(near):

@@ -98,13 +98,17 @@ WORDS: tuple[Word, ...] = (
         "offload:optim",
         "states that rest in host memory: optim, updated there (optim=0.6: of a fraction of the "
         "parameters), or param, parameters too; optim-delayed, updated beside the next step after "
-        "the first 40 (optim-delayed=N); optim@disk, on a disk",
+        "the first 40 (optim-delayed=N); optim@disk, on a disk; auto, the least of these in host "
+        "memory that fits device_memory",
     ),
     Word("buffers:SIZE", "buffers:64MiB", "communication buffers of SIZE (the default: 2 buckets)"),
     Word(
         "arenas",
         "arenas",
         "kept inputs and gradients in memory that is taken before the first step",
+    ),
+    Word(
+        "device_memory:SIZE", "device_memory:8GiB", "the most that a rank may store on its device"
     ),
 )
 
@@ -183,6 +187,7 @@ _LABELS: dict[str, str] = {
     "offload": "choice of offload",
     "buffers_bytes": "size of communication buffers",
     "arenas": "word arenas",
+    "device_memory_bytes": "bound on device memory",
 }
 
 Found = tuple[str, Any]  # a field and its value
@@ -325,6 +330,7 @@ _VALUES: dict[str, Callable[[str, str], Found | Problem]] = {
     "accumulate": _read_count,
     "bucket": _read_size,
     "buffers": _read_size,
+    "device_memory": _read_size,
     "recompute": _read_recompute,
     "activations": _read_activations,
     "offload": _read_offload,

@@ -26,6 +26,7 @@ from shardwise.engine import compiled, hint, memory, state, validate
 from shardwise.engine.batch import cast, enough, rows, split
 from shardwise.engine.build import lay_out
 from shardwise.engine.consistency import ConsistencyCheck
+from shardwise.engine.device_bound import device_bound
 from shardwise.engine.disk_states import open_disk
 from shardwise.engine.guard import Guard
 from shardwise.engine.one_stage import OneStage
@@ -53,17 +54,10 @@ class Engine:
         pool = pool_bytes(self.plan, sum(p.nbytes for p in model.parameters()))
         self.world.pool.reserve(pool, self.world.device)
         with self.ledger.phase("start"):
-            self.sharded = lay_out(model, build)
-        self.tensors, self.data, self.flats = (
-            self.sharded.tensors,
-            self.sharded.data,
-            self.sharded.flats,
-        )
-        self.axes, self.consensus, self.staging = (
-            self.sharded.axes,
-            self.data.consensus,
-            self.sharded.staging,
-        )
+            sharded = self.sharded = lay_out(model, build)
+        self.tensors, self.data, self.flats = sharded.tensors, sharded.data, sharded.flats
+        self.axes, self.staging = sharded.axes, sharded.staging
+        self.consensus = self.data.consensus
         pipeline, every = self.staging and self.staging.axis, training.check_every
         self.consistency = ConsistencyCheck(self.tensors, pipeline, self.world.device, every)
         self.passes = self._passes()
@@ -79,6 +73,7 @@ class Engine:
         self.broken = False  # whether a step has begun and not ended
         self.expected = 0  # tokens of the global batch, of the step before
         self.last: dict[Key, Tally] = {}  # what the last step sent
+        self.bound = device_bound(self)
 
     def _guarded(self) -> tuple[Guard, Updates]:
         training, passes = self.training, self.passes
@@ -147,7 +142,12 @@ class Engine:
             NonFiniteError: on every rank, a loss or gradient that is not finite; nothing was
                 updated.  With `on_nonfinite="skip"`, and where fp16 overflows, only after a
                 hundred such steps in a row.
+            torch.OutOfMemoryError: more is stored on the device than `device_memory` allows.
         """
+        with self.bound:
+            return self._step(batch)
+
+    def _step(self, batch: Any) -> Metrics:
         self.world.require_open()
         compiled.require_plain(self.model, self.plan)
         self.optimizer.require_finite_rates()

@@ -14,6 +14,8 @@ of live storages (units resize theirs to zero and back).
     activations                                  everything else that was made under the meter:
                                                  what autograd saves, and what messages land in
 
+With `most_bytes` it raises torch.OutOfMemoryError when more is live on the device.
+
 Storages are on the device, or in host memory (comm/tiers.py). The result of an operation is where
 its operands are. `peak_bytes`, `peak` and `most` are of the device.
 
@@ -22,7 +24,7 @@ What a kernel takes and returns inside one operation is not seen.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -31,8 +33,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.zero import Tier
-from shardwise.engine.engine import Engine
 from shardwise.engine.memory import gradients_of
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "buffers", "activations")
 
@@ -69,9 +73,9 @@ class _Storage:
 class Meter(TorchDispatchMode):
     """Watches one engine while it is entered; it may be entered again for a later step."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: "Engine", most_bytes: int | None = None) -> None:
         super().__init__()
-        self.engine = engine
+        self.engine, self.most_bytes = engine, most_bytes
         self.storages: dict[int, _Storage] = {}
         self.before: set[int] = set()
         self.peak_bytes = 0
@@ -141,6 +145,11 @@ class Meter(TorchDispatchMode):
         every = self.now()
         places = {place: count for place, count in every.items() if place.tier == "device"}
         total = sum(places.values())
+        if self.most_bytes is not None and total > self.most_bytes:
+            raise torch.OutOfMemoryError(
+                f"{total:,} bytes on the device, where device_memory allows {self.most_bytes:,}: "
+                + ", ".join(f"{name} {count:,}" for name, count in _by_category(places).items())
+            )
         on_host = sum(count for place, count in every.items() if place.tier == "host")
         if on_host > self.host_bytes:
             self.host_bytes = on_host

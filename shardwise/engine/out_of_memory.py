@@ -102,6 +102,8 @@ def _changes(plan: Plan) -> Iterator[Plan]:
         yield replace(plan, recompute="full")
     if not plan.activations_on_host:
         yield replace(plan, activations="host")
+    if plan.offload is None:
+        yield from (replace(plan, offload=what) for what in ("optim", "param"))
     yield replace(plan, accumulate=2 * plan.accumulate)
     if plan.precision in (None, "fp32", "fp64"):
         yield replace(plan, precision="bf16")

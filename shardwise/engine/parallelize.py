@@ -22,6 +22,7 @@ from shardwise.engine import (
 )
 from shardwise.engine.elementwise import require_whole
 from shardwise.engine.engine import Engine
+from shardwise.engine.offload_choice import require_chosen
 from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec
 from shardwise.engine.shard import default_fill, layable
 from shardwise.engine.tensor_parallel import table_for
@@ -147,6 +148,7 @@ def plan_of(plan: Any) -> Plan:
 
 def _completed(plan: Plan, world: World) -> Plan:
     """The plan with its open data axis filled in; rank 0 prints the result if it changed."""
+    require_chosen(plan)
     completed = plan.completed(world.size)
     if completed != plan and world.rank == 0:
         print(

@@ -38,7 +38,15 @@ from shardwise.train.config import Config
 from shardwise.train.data import Index, block, unigram_entropy
 from shardwise.train.learning import learning_rate
 from shardwise.train.metrics import Metrics, Record
-from shardwise.train.model import Batch, batch, build, optimizer_of, prediction_of, predictor
+from shardwise.train.model import (
+    Batch,
+    batch,
+    build,
+    optimizer_of,
+    prediction_of,
+    predictor,
+    with_least_offload,
+)
 from shardwise.train.peak import Peak, measured_peak
 from shardwise.train.prepare import Prepared, Start, prepare
 from shardwise.train.progress import Progress
@@ -102,7 +110,7 @@ def train(
     with ExitStack() as stack:
         first = world.rank == 0
         stop = stop or stack.enter_context(StopSignal())
-        prepared = prepare(config, world.size, start)
+        prepared = with_least_offload(prepare(config, world.size, start), world)
         if start.resume and (done := folder.finished(config)):
             return say(done, world, console)
         stop.leaving = False  # from here on, all ranks stop together

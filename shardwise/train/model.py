@@ -1,6 +1,7 @@
 """The model of a run: a GPT of the configured sizes, built for its plan, and its batches."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.suggest import suggest
 from shardwise.engine.engine import Engine
+from shardwise.engine.offload_choice import AUTO, with_offload
 from shardwise.engine.optimizer_spec import Adafactor, AdamW, Lion, OptimizerSpec
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.partition import balance_by_time
@@ -47,6 +49,20 @@ def build(prepared: Prepared, world: World) -> Engine:
             f"rank{'s' * (world.size > 1)} of '{prepared.plan}' ({str(error).splitlines()[0]}). "
             "A smaller model, or a plan that shards over more ranks, may fit."
         ) from error
+
+
+def with_least_offload(prepared: Prepared, world: World) -> Prepared:
+    """The run with the offload that `offload:auto` stands for, by the prediction for rank 0.
+
+    Raises InputError if no offload fits.
+    """
+    plan = prepared.plan
+    if plan.offload != AUTO:
+        return prepared
+    rows = -(-prepared.config.train.batch // plan.data_size)
+    tokens = torch.zeros(rows, prepared.sizes.sequence, dtype=torch.int64)
+    share = {"inputs": tokens, "targets": tokens}
+    return replace(prepared, plan=with_offload(plan, predictor(prepared, share), world.device))
 
 
 def predictor(prepared: Prepared, share: Batch) -> Callable[[Plan], Prediction]:

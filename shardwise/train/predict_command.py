@@ -99,6 +99,8 @@ def predict_request(
         integer(option, 1 if value is None else value, 1, 2)
     integer("--rank", rank, 0, 0, plan.size - 1)
 
+    from shardwise.engine.offload_choice import with_offload
+    from shardwise.engine.prediction import predict
     from shardwise.models.registry import find
     from shardwise.verify import parity
     from shardwise.verify.options import Options
@@ -108,8 +110,10 @@ def predict_request(
     rows = batch or ROWS * plan.microbatches
     made = _resized(trainable.make_batch(rows, parity.SEED), sequence, name)
     clip = None if is_asynchronous(plan) else 1.0
-    options = parity.build_options(trainable, plan, Options())
-    return PredictRequest(plan, trainable, made, {"clip": clip, **options})
+    options = {"clip": clip, **parity.build_options(trainable, plan, Options())}
+    request = PredictRequest(plan, trainable, made, options)
+    chosen = with_offload(plan, lambda plan: predict(request.plain, plan, made, **options))
+    return request._replace(plan=chosen)
 
 
 def _resized(batch: Any, sequence: int | None, name: str) -> Any:

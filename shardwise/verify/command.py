@@ -26,6 +26,7 @@ from shardwise.comm.world import init
 from shardwise.core.errors import RankError, RunError, bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
+from shardwise.engine.offload_choice import require_chosen
 from shardwise.verify.finding import Finding
 from shardwise.verify.limits import batch_norm_note, dropout_note
 from shardwise.verify.options import Options, table_in, units_in
@@ -64,6 +65,7 @@ def verify(
     if wire:
         _require_own_ranks(started=started)
     require(plan)
+    require_chosen(plan)
     plan = plan.completed(start.size if start else None)
     _require_small(plan)
     if not started:

@@ -1,0 +1,95 @@
+"""`device_memory` bounds a rank's device, and `offload:auto` takes the least that fits it."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from shardwise.comm.world import World
+from shardwise.core.errors import InputError, RankError
+from shardwise.core.plan import Plan
+from shardwise.engine.offload_choice import with_offload
+from shardwise.engine.out_of_memory import explained, ran_out
+from shardwise.engine.prediction import predict
+from shardwise.prediction.peak import device_peak_bytes
+from shardwise.prediction.prediction import Prediction
+from tests.engine.cases import Case, Task, build, share
+from tests.pool import run_threads
+
+TASK = Task()
+
+
+def predicted(plan: Plan) -> Prediction:
+    """The prediction of rank 0 for its rows."""
+    rows = share(TASK.batch(0), 0, plan.completed(None).data_size)
+    return predict(TASK.make(), plan, rows, loss=TASK.loss, units=1)
+
+
+def stepped(world: World, plan: str) -> str:
+    """Two steps; the advice if they have too little memory."""
+    engine = build(world, TASK, Case(plan))
+    try:
+        for step in range(2):
+            engine.step(share(TASK.batch(step), engine.data_rank, engine.data_ranks))
+    except RuntimeError as error:
+        if not ran_out(error):
+            raise
+        return str(explained(error, engine, predicted))
+    return ""
+
+
+def test_a_step_beyond_the_bound_says_who_holds_what():
+    """The error has the bytes by category, and plan words that store less, offload among them."""
+    (advice,) = run_threads(1, stepped, "dp1 fp32 device_memory:128KiB")
+    assert "device_memory allows 131,072: parameters 29,440" in advice
+    assert "rank 0 stores, bytes" in advice
+    assert "offload:param" in advice
+
+
+def test_a_step_within_the_bound_runs():
+    """The same plan has room in 512 KiB."""
+    assert run_threads(2, stepped, "dp2 zero3 fp32 device_memory:512KiB") == ["", ""]
+
+
+@pytest.mark.parametrize("row", ["dp1", "dp2", "dp2 zero1", "dp2 zero3"])
+def test_the_least_offload_that_fits(row: str):
+    """A tighter bound takes more: nothing, some units, all of them, parameters; then a refusal."""
+    plain = Plan.parse(f"{row} fp32")
+    peaks = {
+        what: device_peak_bytes(predicted(Plan.parse(f"{row} fp32 {what}".strip())))
+        for what in ("", "offload:optim=0.5", "offload:optim", "offload:param")
+        if not (what == "offload:param" and "zero1" in row)
+    }
+    assert list(peaks.values()) == sorted(peaks.values(), reverse=True)
+    chosen = []
+    for peak in peaks.values():
+        bound = f"offload:auto device_memory:{peak}B"
+        plan = with_offload(Plan.parse(f"{plain} {bound}"), predicted)
+        assert device_peak_bytes(predicted(plan)) <= peak
+        chosen.append(plan.offload)
+    assert chosen[0] is None
+    assert chosen[1] is not None
+    assert 0 < Plan.parse(f"offload:{chosen[1]}").offloaded.share <= 0.6  # type: ignore[union-attr]
+    assert chosen[2].startswith("optim")
+    assert chosen[3:] == ["param"] * len(chosen[3:])
+    least = min(peaks.values())
+    with pytest.raises(InputError, match=f"{least:,} bytes or more"):
+        with_offload(Plan.parse(f"{plain} offload:auto device_memory:{least - 1}B"), predicted)
+
+
+def test_a_chosen_plan_runs_in_its_bound():
+    """With room for temporaries the chosen plan runs; without offload there is too little."""
+    bound = device_peak_bytes(predicted(Plan.parse("dp1 fp32 offload:optim")))
+    plan = with_offload(Plan.parse(f"dp1 fp32 offload:auto device_memory:{bound}B"), predicted)
+    roomy = str(plan).replace(f"{bound}B", f"{bound + 20000}B")
+    assert run_threads(1, stepped, roomy) == [""]
+    (advice,) = run_threads(1, stepped, f"dp1 fp32 device_memory:{bound + 20000}B")
+    assert "has too little memory" in advice
+
+
+def test_auto_needs_a_bound_and_a_batch():
+    """Without a bound, and where the batch is not known, the error says what to write."""
+    with pytest.raises(InputError, match="device_memory:8GiB"):
+        with_offload(Plan.parse("dp2 offload:auto"), predicted, torch.device("cpu"))
+    with pytest.raises(RankError, match="shardwise predict"):
+        run_threads(1, partial(stepped, plan="dp1 offload:auto device_memory:1MiB"))
