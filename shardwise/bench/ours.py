@@ -66,7 +66,8 @@ def looped(engine: sw.Engine) -> Loop:
         return engine.step(batch).loss
 
     def settle() -> None:
-        # gathers of the updated parameters overlap with the next forward pass
+        # a delayed update, and gathers of the updated parameters, overlap with the next step
+        engine.flush()
         engine.wait()
 
     links = engine.world.links
@@ -103,8 +104,14 @@ MEMORY = (
     ),
 )
 OFFLOAD = tuple(
-    Contender(f"{row} offload:optim", row, planned(f"dp{{n}} {row} offload:optim"), against=row)
-    for row in ("zero2", "zero3")
+    Contender(f"{row} offload:{what}", row, planned(f"dp{{n}} {row} offload:{what}"), against=row)
+    for row, what in (
+        ("zero2", "optim"),
+        ("zero2", "optim=0.5"),
+        ("zero2", "optim-delayed=0"),
+        ("zero3", "optim"),
+        ("zero3", "param"),
+    )
 )
 TENSOR = (
     Contender("tp", "tp", planned("tp{n}"), whole_batch=True),

@@ -39,6 +39,7 @@ class Updates:
     axes         squares of gradients are summed over these axes, then by `over_stages`
     clip         the bound on the norm of all gradients
     by_schedule  whether the schedule updates each stage itself, so that nothing remains to do here
+    early_bytes  units of at least this size together are updated in one call; None: EARLY_BYTES
     delays       whether the update of this step is made beside the next
     next_step    what runs such updates
     """
@@ -55,6 +56,7 @@ class Updates:
     by_schedule: bool
     delays: Callable[[], bool]
     next_step: NextStep = field(default_factory=NextStep)
+    early_bytes: int | None = None
 
     def early(self, arriving: Iterable[Unit], correction: float) -> None:
         """Update units as soon as their gradients are summed, while other sums are under way.
@@ -68,7 +70,8 @@ class Updates:
             return
         self.next_step.finish()
         ready: list[Flat] = []
-        enough = math.inf if self.optimizer.disk else EARLY_BYTES  # a disk is read in one go
+        enough = self.early_bytes or EARLY_BYTES
+        enough = math.inf if self.optimizer.disk else enough  # a disk is read in one go
         with self._thread() as thread:
             for unit in arriving:
                 unit.attach_grads()

@@ -10,12 +10,13 @@ from tests.pool import run_gloo
 
 
 def test_offload_trains_the_same_model() -> None:
-    """All contenders end with one loss."""
+    """All contenders end with one loss, but for the one whose updates are a step late."""
     task = replace(TASK, contenders=SUITES["offload"])
     rows = {row.contender: row for row in table.lines(task, run_gloo(2, measured, task))}
     assert tuple(rows) == SUITES["offload"]
     for row in rows.values():
-        assert row.loss == pytest.approx(rows["zero2"].loss, rel=1e-5), row.note
+        near = 1e-2 if "delayed" in row.contender else 1e-5
+        assert row.loss == pytest.approx(rows["zero2"].loss, rel=near), row.note
         assert row.ratio is not None
 
 

@@ -2,6 +2,8 @@
 
 import gc
 import threading
+from dataclasses import replace
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -109,6 +111,39 @@ def test_updates_beside_arrivals(plan: str):
     results = run_gloo(Plan.parse(plan).size, trained, TASK, case)
     assert_parity(results, oracle(TASK, case, torch.float32), 1e-5)
     assert_costs(results)
+
+
+def in_parts(world: World, words: str) -> tuple[list[bool], Run]:
+    """Steps without clipping in which units of 4 KiB are updated at once, and their updates."""
+    engine, run, updates = build(world, TASK, Case(words)), Run(), []
+    engine.updates = replace(engine.updates, early_bytes=4096)
+    step = engine.optimizer.torch.step
+
+    def noted(*args: Any) -> Any:
+        updates.append(get_ident())
+        return step(*args)
+
+    engine.optimizer.torch.step = noted  # type: ignore[method-assign]
+    for k in range(3):
+        run.losses.append(engine.step(share(TASK.batch(k), world.rank, world.size)).loss)
+    run.weights = full_parameters(engine.flats)
+    return [get_ident() == thread for thread in updates], run
+
+
+@pytest.mark.parametrize("words", ["dp2 zero2", "dp2 zero3 accumulate:2"])
+@pytest.mark.parametrize("what", ["optim", "optim=0.5", "param"])
+def test_several_updates_of_a_step_run_beside_arrivals(words: str, what: str):
+    """fp64, unclipped, in parts of 4 KiB: several updates a step on the host's thread; parity."""
+    if what == "param" and "zero3" not in words:
+        words = words.replace("zero2", "zero3")
+    case = Case(f"{words} fp64 offload:{what}")
+    wanted = oracle(TASK, case)
+    for here, run in run_threads(2, in_parts, case.plan):
+        assert len(here) >= 3 * 3
+        assert not any(here)
+        assert run.losses == pytest.approx(wanted.losses, rel=1e-10)
+        for name, weight in run.weights.items():
+            assert difference(weight, wanted.weights[name]) <= 1e-10, name
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
