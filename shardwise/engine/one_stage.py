@@ -20,7 +20,7 @@ from shardwise.core.schedule.schedule import Schedule
 from shardwise.engine.stage_work import Microbatch, ScaledLoss, StageWork, WholeModel
 from shardwise.engine.tensor_layout import Tensors
 from shardwise.parallel.data.hooks import Data
-from shardwise.parallel.pipeline.runtime import run
+from shardwise.parallel.pipeline.runtime import Watch, run
 
 Objective = Callable[[nn.Module, Any], Tensor]
 
@@ -53,6 +53,7 @@ class OneStage:
         self.model, self.data, self.tensors = model, data, tensors
         self.objective, self.device = objective, device
         self.microbatches = 1
+        self.watch: Watch | None = None
 
     def run(self, parts: Sequence[Any], counts: Sequence[int], sum_scale: float) -> Tensor:
         """Take all microbatches forward and backward; the last one sums gradients over the ranks.
@@ -66,7 +67,7 @@ class OneStage:
         units = OneStageUnits(self.data, self.tensors, self.device, len(parts), apart=self.apart)
         whole = WholeModel(self.model, self.device)
         work = StageWork(whole, units, loss, self.objective, microbatches)
-        run(one_stage(len(parts)), Axis("none"), work)
+        run(one_stage(len(parts)), Axis("none"), work, self.watch)
         return loss.summed
 
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:

@@ -27,6 +27,7 @@ from shardwise.parallel.data.hooks import Data
 from shardwise.parallel.data.units import Unit
 from shardwise.parallel.offload.delayed import NextStep
 from shardwise.parallel.offload.host_thread import HostThread, InPlace
+from shardwise.parallel.offload.spans import Spans
 
 #: Units of at least this size together are updated in one call.
 EARLY_BYTES = 2**21
@@ -42,6 +43,7 @@ class Updates:
     early_bytes  units of at least this size together are updated in one call; None: EARLY_BYTES
     delays       whether the update of this step is made beside the next
     next_step    what runs such updates
+    spans        the times of updates, where they are recorded
     """
 
     optimizer: ShardedOptimizer
@@ -57,6 +59,7 @@ class Updates:
     delays: Callable[[], bool]
     next_step: NextStep = field(default_factory=NextStep)
     early_bytes: int | None = None
+    spans: Spans = field(default_factory=Spans)
 
     def early(self, arriving: Iterable[Unit], correction: float) -> None:
         """Update units as soon as their gradients are summed, while other sums are under way.
@@ -142,13 +145,16 @@ class Updates:
     def _update(self, thread: HostThread | InPlace, flats: Sequence[Flat], factor: float) -> None:
         if flats:
             step = partial(self.optimizer.step, flats, factor)
-            thread.run(step, partial(self._publish, flats))
+            thread.run(self.spans.timed(_name(flats), step), partial(self._publish, flats))
 
     def _later(self, factor: float) -> None:
         """Finish the updates of the step before, and begin those of this one beside the next."""
         self.next_step.finish()
         updates = [
-            (self.optimizer.later(flats, factor), partial(self.optimizer.publish, flats))
+            (
+                self.spans.timed(_name(flats), self.optimizer.later(flats, factor)),
+                partial(self.optimizer.publish, flats),
+            )
             for flats in self._parts()
         ]
         for flat in self.optimizer.flats:
@@ -175,3 +181,9 @@ class Updates:
         """The factor of all gradients: removes the loss scale and clips (Pascanu et al., 2013)."""
         shrink = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
         return shrink / self.scale.value
+
+
+def _name(flats: Sequence[Flat]) -> str:
+    """What is updated, by the first and the last parameter."""
+    names = [name for flat in flats for name in flat.names]
+    return f"update {names[0]}" + f" .. {names[-1]}" * (len(names) > 1)

@@ -114,12 +114,14 @@ class Prediction:
         loaded: bool = False,
         done: int = 0,
         skipped: int = 0,
+        flushed: bool = False,
         loads: Sequence[Loads] = (),
     ) -> dict[Line, int]:
         """Bytes sent in an engine's step number `step`, from 0, by axis, kind and phase.
 
         `loaded`: the engine has loaded a checkpoint, which has the number of tokens of a step, and
         was saved after `done` steps.
+        `flushed`: the delayed update of the step before was finished before this one.
         `skipped`: so many steps before this one were skipped, because fp16 had overflowed.
         `loads` are those of the experts in each microbatch, even ones if not given.
         """
@@ -130,7 +132,11 @@ class Prediction:
         found = self.sent(first=first, meets=meets, compares=compares, loads=loads)
         offload = self.plan.offloaded
         late = offload is not None and offload.delays(step + done)
-        if offload is not None and late and (step == 0 or not offload.delays(step + done - 1)):
+        if (
+            offload is not None
+            and late
+            and (flushed or step == 0 or not offload.delays(step + done - 1))
+        ):
             # its update is made beside the next step, and there is none before it
             found.pop(Line("tier", between("host", "device"), "update"), None)
         return found

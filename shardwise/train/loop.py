@@ -47,6 +47,7 @@ from shardwise.train.model import (
     predictor,
     with_least_offload,
 )
+from shardwise.train.offload_trace import OffloadTracing
 from shardwise.train.peak import Peak, measured_peak
 from shardwise.train.prepare import Prepared, Start, prepare
 from shardwise.train.progress import Progress
@@ -87,6 +88,7 @@ class Run:
     metrics: Metrics | None
     stop: StopSignal
     tracing: Tracing
+    updates: OffloadTracing
     memory: StepMemory
     last: LastStep = field(default_factory=LastStep)
 
@@ -131,10 +133,13 @@ def train(
         shown = stack.enter_context(progress.opened(config.train.steps, first, console))
         tracing = Tracing(engine, at.step, config.train.steps, on=config.run.trace)
         memory = StepMemory(engine, at.step, config.train.steps)
-        run = Run(prepared, engine, peak, unigram, shown, kept, stop, tracing, memory)
+        updates = OffloadTracing(engine, tracing.steps, on=config.run.trace)
+        run = Run(prepared, engine, peak, unigram, shown, kept, stop, tracing, updates, memory)
         opening(run, at)
         early = any_rank(stop.received, world)
         stopped = early or steps(run, at)
+        if not early and (said := updates.write(config.folder)):
+            shown.note(said)
     if early:
         return say(NOTHING, world, console)
     return finish(run, at, stopped, console)
@@ -172,7 +177,8 @@ def steps(run: Run, at: Position) -> bool:
         began = time.perf_counter()
         run.engine.set_lr(learning_rate(at.step, config))
         mine = share(run, numbers)
-        with run.tracing.recording(at.step), run.memory.measuring(at.step, mine):
+        recording = run.tracing.recording(at.step), run.updates.recording(at.step)
+        with recording[0], recording[1], run.memory.measuring(at.step, mine):
             done = trained(run, mine)
             seconds = time.perf_counter() - began
         at = Position(at.step + 1, at.consumed + len(numbers))
@@ -300,7 +306,14 @@ def own_cost(run: Run, *, loaded: bool) -> Cost:
         found = prediction_of(run.prepared, engine, last.share)
     except InputError:
         return measured
-    sent = found.in_step(engine.steps_run - 1, loaded=loaded, skipped=last.skipped_before)
+    train, before = run.prepared.config.train, engine.steps - 1
+    sent = found.in_step(
+        engine.steps_run - 1,
+        loaded=loaded,
+        done=engine.steps - engine.steps_run,
+        skipped=last.skipped_before,
+        flushed=is_due(before, train.eval_every) or is_due(before, train.save_every),
+    )
     known = {kind: n for kind, n in by_kind(sent).items() if kind not in found.bytes_between}
     between = found.bytes_between
     return replace(measured, predicted_memory=found.memory, predicted_sent=known, between=between)

@@ -80,10 +80,10 @@ def checked_plan(config: Config, ranks: int) -> Plan:
     plan = Plan.parse(config.plan.text)
     require(plan, ranks)
     plan = plan.completed(ranks)
-    if config.run.trace and plan.pipeline is None:
+    if config.run.trace and plan.pipeline is None and plan.offload is None:
         raise bad(
             f"--trace (run.trace = true) under the plan '{plan}', which has no pipeline",
-            "a plan with a pipeline, whose schedule has a timeline to measure",
+            "a plan with a pipeline, whose schedule has a timeline to measure, or with offload",
             "--plan 'pp2 1f1b:4', for example, or leave --trace out",
         )
     least = plan.microbatches * plan.data_size

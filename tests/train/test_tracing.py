@@ -50,6 +50,26 @@ def test_every_rank_of_every_pipeline_is_recorded(tmp_path: Path) -> None:
     assert drawn.count(", measured: ") == drawn.count(">predicted: ") == 1
 
 
+@pytest.mark.parametrize("what", ["optim", "optim-delayed=0"])
+def test_updates_in_host_memory_are_recorded(tmp_path: Path, what: str) -> None:
+    """Passes of the main thread, and the updates of all parameters on the host's, on each rank."""
+    plan = f"dp2 zero2 fp32 offload:{what}"
+    given = runs.settings(tmp_path / "run", plan, save_every=0, eval_every=0, clip=0.0)
+    run = given.run.model_copy(update={"trace": True})
+    run_gloo(2, runs.trained, given.model_copy(update={"run": run}), None)
+    events = json.loads((given.folder / "trace.json").read_text())["traceEvents"]
+    for rank in (0, 1):
+        seen = [e for e in events if e["pid"] == rank and e["ph"] == "X"]
+        tracks = ("steps", "main thread", "host thread")
+        steps, passes, updates = ([e for e in seen if e["cat"] == track] for track in tracks)
+        assert [e["name"] for e in steps] == [f"step {step}" for step in range(3, 8)]
+        assert [e["name"] for e in passes if e["name"][0] in "FB"] == ["F0.0", "B0.0"] * 5
+        assert len(updates) >= 5
+        assert all(e["name"].startswith("update ") for e in updates)
+        if "delayed" in what:  # the update of a step begins after its passes
+            assert updates[0]["ts"] >= passes[1]["ts"] + passes[1]["dur"]
+
+
 def test_without_a_pipeline_there_is_no_timeline(tmp_path: Path) -> None:
     """Asked for one, the run is refused before anything is written."""
     given = runs.settings(tmp_path / "run", "fp64")

@@ -1,0 +1,100 @@
+"""The measured timeline of a run with updates in host memory and without a pipeline.
+
+    rank 0    main thread    F0.0 B0.0 F0.1 B0.1 ...          trace.json, for chrome://tracing
+              host thread           update head   update blocks.1 ...    or ui.perfetto.dev
+
+A few steps are recorded, as of a pipeline (tracing.py).
+"""
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from shardwise.comm.objects import all_gather_object
+from shardwise.engine.engine import Engine
+from shardwise.engine.one_stage import OneStage
+from shardwise.parallel.offload.spans import Span
+from shardwise.parallel.pipeline.runtime import Recorder
+from shardwise.train.packed import publish
+from shardwise.train.tracing import TRACE
+
+#: Tracks of a rank.
+STEPS, MAIN, HOST = "steps", "main thread", "host thread"
+
+
+class OffloadTracing:
+    """Records the `steps` of a run; nothing unless `on` and updates are made in host memory."""
+
+    def __init__(self, engine: Engine, steps: range, *, on: bool) -> None:
+        self.engine, self.steps = engine, steps
+        passes = engine.passes if on and engine.plan.offload is not None else None
+        self.passes = passes if isinstance(passes, OneStage) else None
+        self.tracks: dict[str, list[Span]] = {STEPS: [], MAIN: [], HOST: []}
+
+    @contextmanager
+    def recording(self, step: int) -> Iterator[None]:
+        """Record the step (from 0) if it is one of `steps`."""
+        if step not in self.steps or self.passes is None:
+            yield
+            return
+        recorder = self.passes.watch = Recorder(self.passes.device)
+        spans, start_s = self.engine.updates.spans, time.perf_counter()
+        spans.on = True
+        try:
+            yield
+        finally:
+            self.passes.watch, spans.on = None, False
+        self.tracks[STEPS].append(Span(f"step {step + 1}", start_s, time.perf_counter()))
+        self.tracks[MAIN] += [Span(str(seen.step), *seen[1:]) for seen in recorder.seen]
+
+    def write(self, folder: Path) -> str:
+        """Write the trace of all ranks on rank 0; what it shows, "" if nothing was recorded.
+
+        All ranks call it.
+        """
+        if self.passes is None or not self.tracks[STEPS]:
+            return ""
+        self.engine.flush()  # a delayed update may be under way
+        self.tracks[HOST] = list(self.engine.updates.spans.seen)
+        every = all_gather_object(self.tracks, self.engine.world)
+        if self.engine.world.rank == 0:
+            text = trace(every)
+            publish(folder / TRACE, lambda beside: beside.write_text(text, encoding="utf-8"))
+        spent, beside = overlap(every[0])
+        return (
+            f"updates in host memory: {spent * 1e3:.0f} ms in {len(self.tracks[STEPS])} steps, "
+            f"{beside / spent if spent else 0:.0%} of it beside forward and backward ({TRACE})"
+        )
+
+
+def overlap(tracks: dict[str, Sequence[Span]]) -> tuple[float, float]:
+    """Seconds of updates, and those of them in which the main thread ran a pass."""
+    both = (
+        min(update.end_s, act.end_s) - max(update.start_s, act.start_s)
+        for update in tracks[HOST]
+        for act in tracks[MAIN]
+    )
+    return sum(one.end_s - one.start_s for one in tracks[HOST]), sum(s for s in both if s > 0)
+
+
+def trace(every: Sequence[dict[str, Sequence[Span]]]) -> str:
+    """The tracks of each rank in the trace event format, each rank from its own first step."""
+    events: list[dict[str, Any]] = []
+    for rank, tracks in enumerate(every):
+        events.append(
+            {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
+        )
+        zero = min(span.start_s for span in tracks[STEPS])
+        for tid, (name, spans) in enumerate(tracks.items()):
+            where = {"pid": rank, "tid": tid}
+            events.append({"name": "thread_name", "ph": "M", "args": {"name": name}} | where)
+            for span in spans:
+                times = {
+                    "ts": (span.start_s - zero) * 1e6,
+                    "dur": (span.end_s - span.start_s) * 1e6,
+                }
+                events.append({"name": span.name, "cat": name, "ph": "X"} | where | times)
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
