@@ -53,6 +53,9 @@ from shardwise.core.moves import between
 THREADS: Final = 4
 
 
+_FOLDER: Final = "offload.folder=/mnt/nvme, a folder on a local disk"
+
+
 class DiskError(RunError):
     """The disk failed while a run used it.  The last checkpoint is not concerned."""
 
@@ -120,9 +123,9 @@ class Disk:
 
     def __init__(self, folder: str | os.PathLike[str], rank: int, ledger: Ledger) -> None:
         self.folder, self.rank, self.ledger = Path(folder), rank, ledger
-        self.file = _opened(self.folder, rank)
+        self.file = open_unnamed(self.folder, rank, _FOLDER)
         weakref.finalize(self, os.close, self.file)
-        self.direct = _set_direct(self.file)
+        self.direct = set_direct(self.file)
         self.extents: list[Extent] = []
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.failed: DiskError | None = None
@@ -334,8 +337,8 @@ class Disk:
         return error
 
 
-def _opened(folder: Path, rank: int) -> int:
-    instead = "offload.folder=/mnt/nvme, a folder on a local disk"
+def open_unnamed(folder: Path, rank: int, instead: str) -> int:
+    """A new file in `folder` that has no name.  Raises InputError; `instead` is for its text."""
     if not folder.is_dir():
         given = f"the folder {folder}, which is {'no folder' if folder.exists() else 'not there'}"
         raise bad(given, "a folder that exists and may be written", instead)
@@ -347,7 +350,7 @@ def _opened(folder: Path, rank: int) -> int:
         raise bad(given, "a folder that exists and may be written", instead) from None
 
 
-def _set_direct(file: int) -> bool:
+def set_direct(file: int) -> bool:
     """Set O_DIRECT if the file system takes it; whether it does."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     block = mmap.mmap(-1, ALIGN_BYTES)

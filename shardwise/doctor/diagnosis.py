@@ -153,6 +153,7 @@ class Diagnosis:
             lines += ["", "[disk]", f"folder = {json.dumps(self.disk.folder)}"]
             lines.append(f"write_bytes_per_s = {self.disk.write_bytes_per_s:.3e}")
             lines.append(f"read_bytes_per_s = {self.disk.read_bytes_per_s:.3e}")
+            lines.append(f"both_bytes_per_s = {self.disk.both_bytes_per_s:.3e}")
         return "\n".join(lines) + "\n"
 
     def text(self) -> str:
@@ -166,10 +167,7 @@ class Diagnosis:
             else f"{count} collectives are right on the textbook example on all ranks"
         )
         if self.disk is not None:
-            rates = self.disk.write_bytes_per_s / 2**20, self.disk.read_bytes_per_s / 2**20
-            blocks.append(
-                f"disk {self.disk.folder}: writes {rates[0]:.0f} MiB/s, reads {rates[1]:.0f} MiB/s"
-            )
+            blocks.append(self.disk.text)
         blocks += [f"warning: {text}" for text in self.warnings]
         return "\n\n".join(block for block in blocks if block)
 

@@ -244,9 +244,14 @@ class DiskStates:
     def _owned(self, value: Any) -> Any:
         return self.tiers.own(value) if isinstance(value, Tensor) else value
 
-    def expose(self) -> None:
-        """Before the maps are read: all is written, and every chunk is as it was written."""
-        self.disk.check()
+    def expose(self, *, check: bool) -> None:
+        """Before the maps are read: all is written, and by `check` each chunk is what was written.
+
+        Raises DiskError.
+        """
+        if check:
+            self.disk.check()
+        self.disk.sync()
         self.mapped = True
 
     @torch.no_grad()
@@ -289,6 +294,8 @@ def open_disk(plan: Plan, folder: str | None, world: World) -> Disk | None:
 def first_states(recipe: OptimizerSpec) -> list[State]:
     """For each group of the recipe, the state of a parameter of two elements after one step.
 
+    What is streamed is on the meta device.
+
     Raises InputError for a class that makes its state with the optimizer, before any step.
     """
     found: list[State] = []
@@ -304,7 +311,8 @@ def first_states(recipe: OptimizerSpec) -> list[State]:
             )
         probe.grad = torch.zeros_like(probe)
         optimizer.step()
-        found.append(dict(optimizer.state.get(probe, {})))
+        made = optimizer.state.get(probe, {}).items()
+        found.append({key: v.to("meta") if _streamed(v) else v for key, v in made})
     return found
 
 

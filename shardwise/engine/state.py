@@ -32,7 +32,7 @@ def boxes(model: nn.Module, sharded: ShardedModel, optimizer: ShardedOptimizer) 
     Raises DiskError for states on a disk that are not as they were written.
     """
     if optimizer.disk is not None:
-        optimizer.disk.expose()
+        optimizer.disk.expose(check=True)
     return [*weights(sharded.flats, optimizer), *_optimizer(optimizer), *buffers(model, sharded)]
 
 
@@ -79,7 +79,7 @@ def gradients(optimizer: ShardedOptimizer) -> list[Box]:
     """This rank's pieces of the gradients, named "grad/NAME", as the last update used them."""
     found: list[Box] = []
     if optimizer.disk is not None:
-        optimizer.disk.expose()
+        optimizer.disk.expose(check=False)
     for flat in optimizer.flats:
         if flat.grads.gshard is None:
             continue

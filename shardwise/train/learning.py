@@ -11,7 +11,7 @@ A function of the step alone, so that a resumed run continues the same curve.
 
 import math
 
-from shardwise.train.config import TrainSection
+from shardwise.train.config_sections import TrainSection
 
 
 def learning_rate(step: int, train: TrainSection) -> float:

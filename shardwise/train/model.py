@@ -26,7 +26,7 @@ from shardwise.models import decoder, gpt
 from shardwise.models.initial import initial
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.timeline import Event
-from shardwise.train.config import TrainSection
+from shardwise.train.config_sections import TrainSection
 from shardwise.train.data import Rows, padded
 from shardwise.train.prepare import Prepared
 from shardwise.train.progress import size_text
@@ -133,6 +133,7 @@ def _built(prepared: Prepared, world: World) -> Engine:
         fill=partial(initial, seed=train.seed),
         stages=starts(prepared, world),
         check_every=prepared.config.run.check_every,
+        offload_folder=prepared.config.offload.folder,
     )
 
 

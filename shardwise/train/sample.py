@@ -13,7 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from shardwise.train.config import SampleSection
+from shardwise.train.config_sections import SampleSection
 from shardwise.train.tokens import Vocabulary
 
 #: The logits of the next token, [V] in fp32, from the previous tokens.

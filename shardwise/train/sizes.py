@@ -15,7 +15,7 @@ from shardwise.models.decoder import Sizes, build, numbers, parameters
 from shardwise.models.gpt import SIZES, GPTConfig
 from shardwise.models.moe import MoEConfig
 from shardwise.parallel.expert.gate import Gate
-from shardwise.train.config import ModelSection
+from shardwise.train.config_sections import ModelSection
 from shardwise.train.progress import size_text
 
 LAYER_BYTES: Final = 2**14  # the least memory of a layer's modules without weights, per process

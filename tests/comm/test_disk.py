@@ -131,7 +131,7 @@ def test_a_killed_process_leaves_nothing(tmp_path: Path):
 def test_a_damaged_chunk_is_named(tmp_path: Path, direct: bool, monkeypatch: pytest.MonkeyPatch):
     """One flipped bit: the error has the rank, the folder, the tensor and the chunk; and stays."""
     if not direct:
-        monkeypatch.setattr(module, "_set_direct", lambda _: False)
+        monkeypatch.setattr(module, "set_direct", lambda _: False)
     disk = opened(tmp_path, rank=3)
     extent = disk.allocate("exp_avg of head", 2 * CHUNK_NUMEL, torch.float32)
     write(disk, extent, torch.randn(extent.numel))

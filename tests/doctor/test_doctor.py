@@ -137,7 +137,8 @@ def test_links_of_gpus_are_read_from_nvml() -> None:
 def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     """Rates above zero, and no file stays."""
     found = disk.measure(tmp_path, 2**16)
-    assert found.write_bytes_per_s > 0 and found.read_bytes_per_s > 0
+    assert min(found.write_bytes_per_s, found.read_bytes_per_s, found.both_bytes_per_s) > 0
+    assert "chunks of 1024 KiB, 4 threads" in found.text
     assert list(tmp_path.iterdir()) == []
 
 
@@ -159,7 +160,7 @@ def test_four_processes_are_examined(four: Diagnosis) -> None:
 
 def test_what_is_saved_can_be_read(four: Diagnosis) -> None:
     """The TOML has each line's numbers; the JSON object says whether all holds."""
-    with_disk = replace(four, disk=disk.Disk("/data", 1e8, 2e9))
+    with_disk = replace(four, disk=disk.Disk("/data", 1e8, 2e9, 3e8))
     read = tomllib.loads(with_disk.toml())
     assert read["mesh"] == "dp2 tp2" and read["ranks"] == 4 and read["disk"]["folder"] == "/data"
     for one in fits(four.timings):

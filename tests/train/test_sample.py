@@ -13,7 +13,7 @@ from torch.nn.functional import one_hot
 from shardwise.comm.world import alone
 from shardwise.train import loop
 from shardwise.train import sample as sampling
-from shardwise.train.config import SampleSection
+from shardwise.train.config_sections import SampleSection
 from shardwise.train.sample import visible
 from shardwise.train.tokens import ByteVocabulary
 from tests.train import runs
