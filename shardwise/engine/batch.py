@@ -78,7 +78,7 @@ def enough(batch: Any, microbatches: int) -> None:
 def filled(batch: Any) -> Any:
     """`batch`, or zeros in its place if it has no rows; they count with weight zero.
 
-    A rank that has run out of data still has to join every collective of the step.
+    A rank without data must still join every collective of the step.
     """
     if not any(_has_rows(x) for x in tree_leaves(batch)) or rows(batch):
         return batch

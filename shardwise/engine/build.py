@@ -101,7 +101,7 @@ def lay_out(model: nn.Module, build: Build) -> ShardedModel:
     units = shard(how, staged.own_units(specs), tensors, staged, experts)
     data = _driven(model, how, units, staged, Pace(ahead=build.prefetch, by_hand=False))
     kernels.install(model, data, sizes(units), several=True)
-    model.register_forward_pre_hook(Hook(data, nothing))  # no copy of a part passes for the model
+    model.register_forward_pre_hook(Hook(data, nothing))  # refuses copies of a sharded model
     return ShardedModel(how.axes, tensors, experts, staged, data, flats_of(units))
 
 
@@ -115,7 +115,7 @@ def _gradient_slots(units: Sequence[Unit], pace: Pace) -> Slots:
 def _driven(
     model: nn.Module, how: Sharding, units: Sequence[Unit], staged: Staging, pace: Pace
 ) -> Data:
-    """The units by the stages that use them; those with tied parameters are reduced last."""
+    """Hook the units, by the stages that use them; units with tied parameters are reduced last."""
     names = [[name for group in unit.groups for name in group.names] for unit in units]
     stages = {
         stage: [u for u, own in zip(units, names, strict=True) if stage in staged.stages_using(own)]

@@ -1,6 +1,6 @@
 """A check that refuses torch.compile under tensor parallelism and pipelines.
 
-Under data parallelism a compiled block sees whole parameters, and hooks run between two graphs
+Under data parallelism a compiled block sees full parameters, and hooks run between two graphs
 (core/graph_break.py).  Tensor parallelism and pipelines intercept single operations of a forward
 pass, which a compiled graph no longer has.
 """

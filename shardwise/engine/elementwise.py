@@ -19,7 +19,7 @@ ELEMENTWISE = (
     *("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adamax"),
     *("ASGD", "Rprop"),
 )
-#: Classes whose update of a tensor needs all of it, and that train where ranks update whole ones.
+#: Classes that need the full tensor, and are supported if each rank updates full parameters.
 BY_TENSOR = ("Adafactor",)
 
 
@@ -30,12 +30,12 @@ def needs_whole_tensors(kind: type) -> bool:
 
 
 def updates_by_tensor(kind: type) -> bool:
-    """Whether it is not elementwise, and trains where each rank updates whole parameters."""
+    """Whether it is not elementwise, but supported if each rank updates full parameters."""
     return _torchs(kind) in BY_TENSOR
 
 
 def _torchs(kind: type) -> str:
-    """The name of the class of torch.optim that it is or derives from; "" for others."""
+    """The name of the class in torch.optim that it is or derives from; "" for others."""
     ours = [
         c for c in kind.__mro__ if c.__module__.startswith("torch.optim") and c is not Optimizer
     ]

@@ -42,7 +42,7 @@ from shardwise.prediction.traffic import Line, by_kind
 
 
 class Engine:
-    """A model laid out as a plan says, and its training step.  Made by `parallelize`."""
+    """A model sharded by a plan, and its training step.  Made by `parallelize`."""
 
     def __init__(self, model: nn.Module, build: Build, training: Training) -> None:
         self.model, self.plan, self.world, self.training = model, build.plan, build.world, training
@@ -68,8 +68,8 @@ class Engine:
         self.scale = LossScale(on=self.plan.precision == "fp16")
         self.guard, self.updates = self._guarded()
         self.steps = 0  # of the run
-        self.steps_run = 0  # of these, by this engine
-        self.idle: list[str] = []  # names that had no gradient before the checkpoint now loaded
+        self.steps_run = 0  # of these, the steps of this engine
+        self.idle: list[str] = []  # parameters without a gradient before the loaded checkpoint
         self.broken = False  # whether a step has begun and not ended
         self.expected = 0  # tokens of the global batch, of the step before
         self.last: dict[Key, Tally] = {}  # what the last step sent
@@ -115,25 +115,25 @@ class Engine:
 
     @property
     def microbatches(self) -> int:
-        """How many microbatches a step has on each rank."""
+        """The number of microbatches of a step on each rank."""
         return self.plan.accumulate * self.passes.microbatches
 
     @property
     def data_ranks(self) -> int:
-        """How many ranks share the global batch."""
+        """The number of ranks that share the global batch."""
         return math.prod(axis.size for axis in self.axes)
 
     @property
     def data_rank(self) -> int:
-        """Which share of the global batch is this rank's."""
+        """The index of this rank's share of the global batch."""
         return self.sharded.data_rank
 
     # --- training -----------------------------------------------------------------------------
 
     def step(self, batch: Any) -> Metrics:
-        """Train on this rank's share of the global batch: tensors in any nesting, rows first.
+        """Train on this rank's share of the global batch: nested tensors whose dim 0 counts rows.
 
-        A share without rows, or without tokens, takes part with weight zero.
+        A share without rows, or without tokens, has weight zero.
 
         Raises:
             InputError: a batch that cannot be split; a learning rate that is not finite; in an
@@ -193,8 +193,8 @@ class Engine:
     def _settle(self, summed: Tensor, count: int, arriving: Iterator[Unit]) -> StepResult:
         """Finish the reductions, agree, update, and begin to gather for the next step.
 
-        Gradients were divided by a power of two next to the number of tokens of the step before,
-        which every rank has without asking; the update makes them the mean.
+        Gradients were divided by a power of two near the previous step's number of tokens, which
+        every rank knows; the update makes them the mean.
         """
         reported = self.guard.reported_loss(summed).view(1)
         own = torch.cat([reported, summed.new_tensor([count]), self.consensus.summary().to(summed)])
@@ -229,7 +229,7 @@ class Engine:
     def _arrivals(self) -> Iterator[Unit]:
         arriving = self.data.sums.arrivals()
         while True:
-            with self.ledger.phase("backward"):  # sums that begin late are still backward's
+            with self.ledger.phase("backward"):  # also for reductions that begin late
                 unit = next(arriving, None)
             if unit is None:
                 return
@@ -241,8 +241,8 @@ class Engine:
         if error is None:
             return
         if isinstance(self.passes, Pipelined) and self.passes.stale:
-            self.passes.torn = True  # some stages have updated, from earlier microbatches
-        else:  # all is as it was before the step
+            self.passes.interrupted = True  # some stages have updated, from earlier microbatches
+        else:  # the step has changed nothing
             self.data.units.begin_unshard()
             self.broken = False
         raise error
@@ -253,9 +253,9 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, batch: Any) -> tuple[float, int]:
-        """The mean loss over the global batch and its tokens; nothing is trained.
+        """The mean loss over the global batch and its number of tokens, in eval mode.
 
-        Called by all ranks; the model is in eval mode for the time.
+        Called by all ranks; nothing is trained.
         """
         count = self._count(batch)
         found = self._made(
@@ -274,9 +274,9 @@ class Engine:
 
     @torch.no_grad()
     def outputs(self, call: Callable[[nn.Module], Tensor], like: Tensor) -> Tensor:
-        """What `call` makes of the model, in eval mode: of the shape and dtype of `like`.
+        """The result of `call(model)` in eval mode, with the shape and dtype of `like`.
 
-        Called by all ranks, each of which gets it, also where stages of the model are elsewhere.
+        Called by all ranks; each gets the result, also ranks without the last stage.
         """
         found = self._made(call)
         own = torch.zeros_like(like) if found is None else validate.outputs(found, like)
@@ -284,7 +284,7 @@ class Engine:
             return self._over_stages(own.flatten()).view_as(own)
 
     def _made(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
-        """What `call` makes of the model in eval mode; None where another stage has it."""
+        """The result of `call(model)` in eval mode; None if another rank has the last stage."""
         self.world.require_open()
         self.flush()
         was_training = self.model.training
@@ -297,7 +297,7 @@ class Engine:
             self.model.train(was_training)
 
     def wait(self) -> None:
-        """Return when parameters that are kept whole have come (they come beside the next step)."""
+        """Wait for the gathers of updated parameters, which overlap with the next step."""
         self.data.units.wait()
 
     def flush(self) -> None:
@@ -313,16 +313,16 @@ class Engine:
             self.data.units.begin_unshard()
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate of the steps to come. Raises InputError for what is none."""
+        """Set the learning rate of the next steps. Raises InputError for a wrong value."""
         validate.rate(lr)
         self.optimizer.set_lr(lr)
 
     # --- state, memory, bytes -----------------------------------------------------------------
 
     def boxes(self) -> list[state.Box]:
-        """Everything a checkpoint holds, as boxes of whole named tensors; live, to load into.
+        """Everything in a checkpoint, as boxes of full named tensors: live, so loading fills them.
 
-        Before loading, call with the optimizer prepared (`engine.prepare()`), then `loaded()`.
+        Before loading, call `engine.prepare()`; after it, `loaded()`.
         Called by all ranks.
         """
         self.world.require_open()
@@ -335,18 +335,18 @@ class Engine:
         return state.boxes(self.model, self.sharded, self.optimizer)
 
     def prepare(self) -> None:
-        """Make the optimizer's state, so that `boxes` has it before the first step."""
+        """Create the optimizer's state, so that `boxes` has it before the first step."""
         self.data.units.to_sharded()
         self.optimizer.prepare()
         self.data.units.begin_unshard()
 
     def loaded(self) -> None:
-        """Boxes were written to from outside: bring every copy in line with them."""
+        """Update every copy after boxes were written to from outside."""
         self.optimizer.idle = set(self.idle)
         state.refresh(self.optimizer, self.data.units)
 
     def scalars(self) -> dict[str, Any]:
-        """What else a checkpoint holds: numbers, as JSON takes them.  Called by all ranks."""
+        """The numbers of a checkpoint, for JSON.  Called by all ranks."""
         begun = self.optimizer.begun
         if self.staging:
             (begun,) = self.staging.anywhere([begun])
@@ -361,16 +361,16 @@ class Engine:
         }
 
     def load_scalars(self, saved: dict[str, Any]) -> None:
-        """Take the numbers of `scalars` back; before `loaded()`. Raises InputError for others."""
+        """Load the numbers of `scalars`, before `loaded()`. Raises InputError for others."""
         validate.scalars(saved)
         self.steps, self.idle = int(saved["step"]), list(saved.get("idle", ()))
-        self.expected = int(saved.get("tokens", 0))  # which sets the power of two
+        self.expected = int(saved.get("tokens", 0))  # determines the power of two
         self.scale.value, self.scale.good = float(saved["loss_scale"]), int(saved["since"])
         self.scale.value = self.scale.value if self.scale.on else 1.0
         self.optimizer.load_changed(saved.get("groups", {}))
 
     def gradients(self) -> list[state.Box]:
-        """The gradients of the last update, as it used them: summed, unscaled, clipped.
+        """The gradients that the last update used: summed, unscaled, clipped.
 
         Boxes of this rank's pieces, valid until the next step; zeros for a parameter without one.
         """

@@ -4,11 +4,11 @@
                ep           0    1    0    1        experts: the first half, the second half
                edp          0    0    1    1        ranks 0 and 2 hold the same experts
 
-`ep` takes neighbours of the innermost data axis. Stacked weights of experts are cut along `ep`. On
-the ranks that hold the same experts (`edp`, and `dp_replicate`) they follow the plan's row, and
-their gradients are summed over these ranks: an expert has the tokens of its whole `ep` group. All
-else follows the row on the data axes. Without `ep` the layers still learn of the data ranks, since
-capacity and losses are of the global batch.
+`ep` groups neighbours of the innermost data axis. Stacked weights of experts are sharded along
+`ep`. On the ranks that hold the same experts (`edp`, and `dp_replicate`) they follow the plan's
+row, and their gradients are summed over these ranks: an expert gets the tokens of its whole `ep`
+group. All other parameters follow the row on the data axes. Without `ep` the layers still get the
+data axes, because capacity and losses refer to the global batch.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -62,7 +62,7 @@ class ExpertLayout:
     loads: dict[str, Load] = field(default_factory=dict[str, Load])
     layouts: dict[str, AxisLayout] = field(default_factory=dict)
     stand_ins: list[Any] = field(default_factory=list)
-    absent: bool = False  # whether the batch that is computed stands in for one without rows
+    absent: bool = False  # whether the current batch is a stand-in for one without rows
 
     def begin(self, parts: Sequence[Any]) -> list[Any]:
         """A training step on these parts of a batch begins; returns the parts with stand-ins."""
@@ -82,11 +82,11 @@ class ExpertLayout:
         return whole
 
     def enter(self, part: Any) -> None:
-        """The model is about to compute this part."""
+        """Called before the model computes this part."""
         self.absent = any(part is each for each in self.stand_ins)
 
     def part(self, fill: Callable[[str, Tensor], None], name: str, tensor: Tensor) -> None:
-        """Fill this rank's part of parameter `name` by a rule for the whole."""
+        """Fill this rank's part of parameter `name` with a function that fills the full tensor."""
         layout = self.layouts.get(name)
         if layout is None or layout.cut is None:
             fill(name, tensor)
@@ -140,7 +140,7 @@ def experts_in(model: nn.Module) -> dict[str, int]:
 
 
 def layouts_of(model: nn.Module, ranks: int) -> dict[str, AxisLayout]:
-    """The layouts of the stacked weights on an axis of so many ranks, by their names."""
+    """The layouts of the stacked weights on an axis of `ranks` ranks, by name."""
     return {
         f"{name}.{key}": AxisLayout.sharded(even(0, len(p), ranks))
         for name, module in stacks_of(model).items()

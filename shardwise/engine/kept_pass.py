@@ -1,4 +1,4 @@
-"""Runs a pass of the plain model on meta, and records the bytes that autograd keeps at each mark.
+"""A pass of the plain model on meta, which records the bytes that autograd keeps at each mark.
 
 Weak references track saved storages: each mark (prediction/timeline.py) adds up the bytes of those
 that are alive. No values are computed.
@@ -40,9 +40,9 @@ class Saved:
         self.inputs: WeakSet[_Inputs] = WeakSet()
 
     def save(self, x: Tensor) -> Tensor:
-        """The hook that autograd calls with each tensor that it saves; the tensor stays.
+        """The hook that autograd calls with each saved tensor.
 
-        Without its node: a node that saves its own output would never be freed.
+        Returns it without its node: a node that saves its own output would never be freed.
         """
         storage = x.untyped_storage()
         if storage._cdata not in self.ignored:
@@ -87,7 +87,7 @@ def marks_of(
 ) -> tuple[Mark, ...]:
     """The marks of `call(twin, batch)`, a loss, and of its backward pass; `twin` is on meta.
 
-    Of the modules named in `recomputed` only the inputs are kept.
+    For the modules named in `recomputed` only the inputs are kept.
 
     Raises torch's error if the model does not run on meta.
     """

@@ -3,7 +3,7 @@
     p = p - lr (sign(beta1 m + (1 - beta1) g) + weight_decay p)
     m = beta2 m + (1 - beta2) g
 
-Each element is updated alone, so it works on shards. One state tensor, where Adam has two.
+The update is elementwise, so it works on shards. It has one state tensor; Adam has two.
 """
 
 from collections.abc import Callable

@@ -21,8 +21,8 @@ def measured(
 ) -> dict[str, int]:
     """Live bytes on `tier` by category: parameters, gradients, optimizer, buffers (pool, arenas).
 
-    Each storage is counted once and in the first category that holds it, as large as it is now:
-    padding and pieces that views do not show are included, freed storages are not.
+    Each storage is counted once, in the first category that holds it, with its current size:
+    padding is included, freed storages are not.
     """
     seen: set[int] = set()
     found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)

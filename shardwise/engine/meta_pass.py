@@ -4,8 +4,8 @@ The pass computes no values and allocates no memory. It records the order in whi
 called, what each call takes and returns, and which tensors a gradient reaches. Predictions are made
 from this record (core/model_spec.py) and from the plan, before any rank starts.
 
-A model whose forward reads values (`if x.max() > 0:`) cannot run on meta. It runs once on the given
-batch instead, on the processor, and the `note` of the record says so.
+A model whose forward reads values (`if x.max() > 0:`) cannot run on meta. It runs once on the CPU
+with the real batch instead, and the `note` of the record says so.
 """
 
 import copy
@@ -32,7 +32,7 @@ from shardwise.engine.tape import TapeRecorder
 from shardwise.parallel.data.outputs import tensors_in
 from shardwise.parallel.tensor.logits import Logits
 
-#: What a forward that reads values raises on meta.
+#: Errors that a forward that reads values raises on meta.
 UNKNOWN = (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError, AttributeError)
 
 
@@ -45,9 +45,9 @@ def run(
 ) -> ModelPass:
     """The record of `call(twin, batch)`, a loss, and of its backward pass; `twin` is on meta.
 
-    Where it cannot run there, the record of `call(real(), batch)`, for a copy that has values. Of
-    the modules that `heads` names the logits stay cut over an axis: what a program does with them
-    says whether they are gathered.
+    If it cannot run there, the record of `call(real(), batch)`, with a copy that has values. The
+    logits of the modules in `heads` stay sharded over an axis; the record shows whether the program
+    gathers them.
     """
     heads = heads or {}
     try:
@@ -57,14 +57,14 @@ def run(
             raise
         found = _recorded(real(), call, batch, heads)
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        note = f"how often units are gathered depends on values of the batch (on meta: {why})"
+        note = f"the number of gathers of units depends on values of the batch (on meta: {why})"
         return found._replace(note=note)
 
 
 def meta_copy(model: nn.Module) -> nn.Module:
-    """A copy of `model` with its parameters on meta: what is tied stays tied, frozen stays frozen.
+    """A copy of `model` with its parameters on meta; tied and frozen parameters stay so.
 
-    Buffers keep their values: what a forward reads of them it can read in the copy.
+    Buffers keep their values, since a forward may read them.
     """
     memo: dict[int, Any] = {
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
@@ -99,7 +99,7 @@ def _recorded(
     record = _Record([*model.parameters(), *model.buffers(), *tree_leaves(batch)])
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
-        if "torch._dynamo" in sys.modules:  # else nothing is compiled
+        if "torch._dynamo" in sys.modules:  # otherwise no module is compiled
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(record.watching(model, heads))
@@ -118,7 +118,7 @@ class _Record:
     def __init__(self, inputs: list[Any]) -> None:
         self.tape = TapeRecorder(inputs)
         self.inside = [""]  # modules that are running, innermost last
-        self.begun: list[int] = []  # their calls
+        self.begun: list[int] = []  # the calls of these modules
         self.calls: list[Call] = []
         self.tensors: list[Tensor] = []
         self.numbers: dict[tuple[int, int], int] = {}
@@ -126,12 +126,12 @@ class _Record:
         self.losses: list[CutLoss] = []
         self.joins: list[Value] = []
         self.moves: list[LayerMove] = []
-        self.saves: set[int] = set()  # so many calls had been made when autograd saved a tensor
-        self.rank = 0  # on the axis over which logits are cut
+        self.saves: set[int] = set()  # the number of calls so far, at each save of autograd
+        self.rank = 0  # on the axis over which logits are sharded
 
     @contextmanager
     def watching(self, model: nn.Module, heads: Mapping[str, tuple[Axis, Cut]]) -> Iterator[None]:
-        """Hooks on every module of the model for the time of a pass."""
+        """Set hooks on every module of the model during a pass."""
         handles: list[Any] = []
         for name, module in model.named_modules():
             begin, end = partial(self._begin, name), partial(self._end, name)
@@ -154,7 +154,7 @@ class _Record:
         )
         more = tuple(self.losses), tuple(self.joins), tuple(sorted(self.saves)), tuple(self.moves)
         found = ModelPass(tuple(self.calls), values, self.tape.done(), *more)
-        self.tensors.clear()  # whose hooks refer to this record
+        self.tensors.clear()  # their hooks refer to this record
         return found
 
     def save(self, x: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ class _Record:
             self.tape.give(name, tensors_in(out))
         self.calls.append(Call(name, False, self._values(out), _in_backward()))
 
-    # --- logits that stay cut (parallel/tensor/logits.py) ---------------------------------------
+    # --- sharded logits (parallel/tensor/logits.py) ---------------------------------------------
 
     def _cut(self, axis: Axis, cut: Cut, _: nn.Module, __: Any, y: Tensor) -> Tensor:
         self.rank = axis.rank
@@ -206,7 +206,7 @@ class _Record:
         return functional.pad(x, (0, cut.whole - x.shape[-1]))
 
     def take(self, x: Tensor, cut: Cut) -> Tensor:
-        """Gathered logits that were changed are cut again; their gradient is gathered."""
+        """Gathered logits that were changed are sharded again; their gradient is gathered."""
         part = x[..., : cut.size(self.rank)]
         if part.requires_grad:
             part.register_hook(lambda _: self._joined(x, cut, trained=True))
@@ -217,14 +217,14 @@ class _Record:
         self.joins.append(Value(shape, str(x.dtype).removeprefix("torch."), trained))
 
     def record_loss(self, positions: int, smoothing: bool, element_bytes: int) -> None:
-        """A cross-entropy of logits that stay cut."""
+        """Record a cross-entropy of sharded logits."""
         self.losses.append(CutLoss(positions, smoothing, element_bytes))
 
     def _values(self, inputs: Any) -> tuple[int, ...]:
         return tuple(self._number(x) for x in tensors_in(inputs))
 
     def _number(self, x: Tensor) -> int:
-        """A tensor that was changed in place is another value from then on."""
+        """The number of a tensor's value; an in-place change makes a new value."""
         key = id(x), x._version
         if key not in self.numbers:
             number = self.numbers[key] = len(self.tensors)
@@ -235,23 +235,23 @@ class _Record:
 
 
 class Recorder(Protocol):
-    """Records the operations of a pass: a pass for predictions, or one that follows axes."""
+    """Records the operations of a pass, for predictions or to derive a table."""
 
     @property
     def tape(self) -> Any:
-        """Its `saves` counts what autograd has saved."""
+        """Its `saves` counts the tensors that autograd has saved."""
 
     def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """An operation below autograd."""
+        """Record an operation below autograd."""
 
     def attention(self, inputs: Sequence[Tensor], out: Tensor, saves: int, /) -> None:
         """A fused attention on the meta device of query, key, value and perhaps a mask."""
 
 
 class _ToMeta(TorchDispatchMode):
-    """Operations on a tensor on meta take their other tensors there; all others are real.
+    """Moves the other inputs of an operation on a meta tensor to meta; other operations are real.
 
-    So what a model computes from the batch or from its buffers alone has values.
+    So tensors that a model computes only from the batch or from its buffers have values.
     """
 
     def __init__(self, record: Recorder | None = None) -> None:
@@ -277,10 +277,10 @@ class _ToMeta(TorchDispatchMode):
 
 
 class _AsOnProcessor(TorchFunctionMode):
-    """Makes tensors on meta report the device and attention of a processor.
+    """Makes meta tensors report the device "cpu", and attention save what a fused kernel saves.
 
-    Their device is "cpu", so that what a model makes from sizes alone (positions, masks) has values
-    that it may look at. Attention keeps what a fused kernel keeps: no scores.
+    So tensors that a model computes only from sizes (positions, masks) have values that it may
+    read, and attention saves no scores.
     """
 
     def __init__(self, record: Recorder | None = None) -> None:
@@ -310,7 +310,7 @@ class _AsOnProcessor(TorchFunctionMode):
 
 
 class _Attention(torch.autograd.Function):
-    """Attention on meta: the shape of its result, and what a fused kernel saves for backward."""
+    """Attention on meta: the shape of its result, and the tensors that a fused kernel saves."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -330,13 +330,13 @@ class _Attention(torch.autograd.Function):
 
 @contextmanager
 def as_on_processor(record: Recorder | None = None) -> Iterator[None]:
-    """For the time of a pass, a model on meta computes as if it were on a processor."""
+    """Inside the `with`, a model on meta computes as if it were on a CPU."""
     with _AsOnProcessor(record), _ToMeta(record):
         yield
 
 
 def _drops(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether attention drops scores, for which a processor has no fused kernel."""
+    """Whether attention drops scores, for which CPUs have no fused kernel."""
     return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
 
 

@@ -3,16 +3,16 @@
     with Meter(engine) as meter:
         engine.step(batch)
     meter.peak                 {"parameters": ..., "gradients": ..., "activations": ..., ...}
-    meter.host_peak            the same of host memory, at its own highest moment
-    meter.leaks()              what the step left behind: nothing, from the second step on
+    meter.host_peak            the same for host memory, at the moment of its own peak
+    meter.leaks()              storages that outlive the step; none from the second step on
 
 The meter tracks the storages of every operation's results by weak references, on any device; it
 measures neither the process nor the allocator. After each operation it adds up the current sizes
 of live storages (units resize theirs to zero and back).
 
-    parameters, gradients, optimizer, buffers    the engine's own; a gradient on its way stays one
-    activations                                  everything else that was made under the meter:
-                                                 what autograd saves, and what messages land in
+    parameters, gradients, optimizer, buffers    the engine's own, also while gradients are reduced
+    activations                                  all other tensors created under the meter: those
+                                                 that autograd saves, and received messages
 
 With `most_bytes` it raises torch.OutOfMemoryError when more is live on the device.
 
@@ -51,7 +51,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Leak:
-    """A storage that outlived its step: its bytes, the operation that made it, where it was."""
+    """A storage that outlives its step: its bytes, the operation that made it, its place."""
 
     stored_bytes: int
     made_by: str
@@ -59,7 +59,7 @@ class Leak:
 
 
 class _Storage:
-    """A storage, followed weakly. The weak reference keeps its address from being used again."""
+    """A weak reference to a storage, which prevents reuse of its address."""
 
     def __init__(self, storage: UntypedStorage, place: Place, made_by: str) -> None:
         self.weak, self.place, self.made_by = StorageWeakRef(storage), place, made_by
@@ -71,7 +71,7 @@ class _Storage:
 
 
 class Meter(TorchDispatchMode):
-    """Watches one engine while it is entered; it may be entered again for a later step."""
+    """Measures one engine while entered; it may be entered again for a later step."""
 
     def __init__(self, engine: "Engine", most_bytes: int | None = None) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Meter(TorchDispatchMode):
         self.peak_bytes = 0
         self.peak_places: dict[Place, int] = {}
         self.host_bytes, self.host_places = 0, dict[Place, int]()
-        self.most: dict[str, int] = {}  # by category, each at its own highest moment
+        self.most: dict[str, int] = {}  # the peak of each category by itself
 
     def __enter__(self) -> Self:
         self._claim()
@@ -104,7 +104,7 @@ class Meter(TorchDispatchMode):
         self._look()
         return made
 
-    # --- what was seen ------------------------------------------------------------------------
+    # --- results ------------------------------------------------------------------------------
 
     @property
     def peak(self) -> dict[str, int]:
@@ -129,17 +129,17 @@ class Meter(TorchDispatchMode):
         return total
 
     def leaks(self) -> list[Leak]:
-        """Storages that are alive and were not when the meter was last entered.
+        """Live storages that were not alive when the meter was last entered.
 
-        The first step of an engine leaves its optimizer's state and the room for gradients; later
-        ones leave nothing.
+        The first step of an engine leaves its optimizer's state and the memory of gradients; later
+        steps leave nothing.
         """
         self._claim()
         new = [storage for key, storage in self.storages.items() if key not in self.before]
         alive = [(storage, storage.nbytes()) for storage in new]
         return [Leak(n, each.made_by, each.place) for each, n in alive if n is not None]
 
-    # --- how it is seen -----------------------------------------------------------------------
+    # --- tracking -----------------------------------------------------------------------------
 
     def _look(self) -> None:
         every = self.now()
@@ -173,7 +173,7 @@ class Meter(TorchDispatchMode):
             self.storages[storage._cdata] = _Storage(storage, place, made_by)
 
     def _tier(self, args: Any, made: Any) -> Tier:
-        """The tier of new results: that of the operands, of which a copy has one on each tier."""
+        """The tier of new results: that of the operands; a copy has one on each tier."""
         operands = (x for x in pytree.tree_leaves(args) if isinstance(x, Tensor))
         found = {self._known_tier(x) for x in operands}
         return "host" if found == {"host"} else "device"

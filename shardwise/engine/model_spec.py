@@ -1,8 +1,8 @@
-"""The plain model as numbers, before any rank holds a part of it.
+"""The spec of the plain, unsharded model.
 
-Two copies of the model are made on the meta device. One does a forward and a backward pass
-(meta_pass.py). Where the plan has a pipeline, the other is cut into its stages, and a forward tells
-what crosses each cut (parallel/pipeline/tracer.py).
+It uses two copies of the model on the meta device. One runs a forward and a backward pass
+(meta_pass.py). Under a pipeline, the other is partitioned into stages, and a forward shows what
+crosses each boundary (parallel/pipeline/tracer.py).
 """
 
 import copy
@@ -62,9 +62,9 @@ V = TypeVar("V")
 def model_spec(
     model: nn.Module, plan: Plan, rank: int, batch: Any, objective: Loss, options: dict[str, Any]
 ) -> ModelSpec:
-    """The plain model as numbers, in the units, the stages and the precision of `plan`.
+    """The spec of the plain model, with the units, the stages and the precision of `plan`.
 
-    `rank` takes part where ranks of the tensor axis hold parts of different sizes.
+    `rank` matters if ranks of the tensor axis hold parts of different sizes.
     """
     plain, dtype = plain_copy(model, plan), DTYPES[plan.precision]
     parts = [filled(part) for part in split(batch, plan.microbatches, plan.cut)]
@@ -132,7 +132,7 @@ def _from_plan(plain: nn.Module, plan: Plan) -> dict[str, Any]:
 
 
 def _heads(tensors: TensorSpec, axis: Axis) -> dict[str, tuple[Axis, Cut]]:
-    """The linear layers whose logits stay cut over the axis, each with its cut."""
+    """The linear layers whose logits stay sharded over the axis, each with its cut."""
     return {
         name: (axis, cut)
         for name, style in tensors.styles.items()
@@ -142,9 +142,9 @@ def _heads(tensors: TensorSpec, axis: Axis) -> dict[str, tuple[Axis, Cut]]:
 
 
 def _chosen(spec: ModelSpec, plan: Plan, kinds: dict[str, str]) -> dict[str, str]:
-    """`kinds`, or under a budget what is chosen for these modules.
+    """`kinds`, or under a budget the choice for these modules.
 
-    Under sequence parallelism inputs are shards already, and nothing is partitioned.
+    Under sequence parallelism inputs are already shards, and nothing is partitioned.
     """
     if plan.sp and plan.recompute in PARTITIONED_WORDS:
         return dict.fromkeys(kinds, FULL)
@@ -160,7 +160,7 @@ def _tensor_world(plan: Plan, rank: int) -> World:
 
 
 def _tensors(plain: nn.Module, plan: Plan, table: Table) -> TensorSpec:
-    """The table's styles and what they are for, without the passes."""
+    """The table's styles and their modules, without the passes."""
     known, names = shapes(plain), {id(p): name for name, p in plain.named_parameters()}
     styles, params = assign(table, list(known), plan.sp), dict[str, dict[str, str]]()
     for name, style in styles.items():
@@ -171,7 +171,7 @@ def _tensors(plain: nn.Module, plan: Plan, table: Table) -> TensorSpec:
 
 
 def by_shape(parts: Sequence[Any], make: Callable[[Any], V]) -> tuple[V, ...]:
-    """What `make` gives for each microbatch; once for all of the same shapes."""
+    """The result of `make` for each microbatch; computed once for equal shapes."""
     known: dict[Any, V] = {}
     for part in parts:
         if shapes_of(part) not in known:
@@ -200,7 +200,7 @@ class _Staged:
         self.stages = Stages(ours, whole, begin, every, torch.device("cpu"), beside)
 
     def bundles(self, call: Call, part: Any) -> Bundles:
-        """What crosses each cut for one microbatch."""
+        """What crosses each stage boundary for one microbatch."""
         self.stream.begin()
         trace = self.stages.trace(lambda model: call(model, part))
         own = self.stages.layers.own
@@ -223,7 +223,7 @@ def shapes_of(part: Any) -> tuple[Any, ...]:
 
 
 def plain_copy(model: nn.Module, plan: Plan) -> nn.Module:
-    """A copy of the model on meta in the precision of the plan, as `cast_whole` brings it there."""
+    """A copy of the model on meta in the precision of the plan, as `cast_whole` sets it."""
     twin, dtype = meta_pass.meta_copy(model), DTYPES[plan.precision]
     for x in [*twin.parameters(), *(b for b in twin.buffers() if dtype is torch.float64)]:
         if dtype is not None and x.is_floating_point():
@@ -232,9 +232,9 @@ def plain_copy(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def on_tensor_axis(plain: nn.Module, plan: Plan, rank: int, table: Table) -> nn.Module:
-    """A copy of a plain model as `rank` holds it under the styles of `table`.
+    """A copy of a plain model, sharded for `rank` under the styles of `table`.
 
-    It is on meta, or on the processor with values, as `plain` is; nothing is moved.
+    It is on the device of `plain` (meta or CPU); nothing is sent.
     """
     on_meta = any(p.is_meta for p in plain.parameters())
     laid_out = meta_pass.meta_copy(plain) if on_meta else copy.deepcopy(plain)
@@ -246,12 +246,12 @@ def _valueless(model: nn.Module) -> Exception:
     return bad(
         f"a {type(model).__name__} on the meta device whose forward reads values",
         "a model that computes tensors from tensors, or one with its weights",
-        "the model built on the processor",
+        "the model built on the CPU",
     )
 
 
 def _sharding(plan: Plan, options: dict[str, Any]) -> Sharding:
-    """What the choice of units depends on; the axes take no part in it."""
+    """The values that the choice of units depends on, which exclude the axes."""
     return Sharding(
         row=plan.states,
         shard=Axis("none"),

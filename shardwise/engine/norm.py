@@ -1,4 +1,4 @@
-"""The sum of squares of gradients, of which each element is counted once over all ranks.
+"""The sum of squares of gradients; each element is counted once over all ranks.
 
 One fp32 sum over ten million elements is wrong by 6e-4 on a processor: late terms vanish beside
 the sum.  Rows of 2^16 elements are summed in fp32 and added up in fp64: wrong by 6e-7, as fast.
@@ -16,7 +16,7 @@ ROW = 2**16
 
 
 def squared_norm(x: Tensor) -> Tensor:
-    """The sum of squares of flat `x`, a double without dims on its device."""
+    """The sum of squares of flat `x`, a 0-d double on its device."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     whole = x.numel() - x.numel() % ROW
     rows = torch.linalg.vector_norm(x[:whole].view(-1, ROW), dim=1, dtype=dtype)
@@ -34,7 +34,7 @@ def squares(flat: Flat) -> Tensor:
 
 
 def counts(flat: Flat) -> bool:
-    """Whether this rank counts the squares of its block: one of those that hold the same does."""
+    """Whether this rank counts the squares of its block; one of its holders does."""
     return flat.layouts[0].replica(flat.local.coordinates) == 0
 
 
@@ -54,7 +54,7 @@ def counted_elsewhere(flat: Flat) -> Iterator[Tensor]:
 
 
 def _span(flat: Flat, index: int, dim: int, first: int, last: int) -> Iterator[Tensor]:
-    """What this rank's block has of [first, last) of a dim of a parameter's gradient."""
+    """The elements of this rank's block in [first, last) of a dim of a parameter's gradient."""
     assert flat.grads.gshard is not None
     (low, high), origin = flat.pieces[index], flat.plan.origin(index, flat.rank)
     for box in boxes(tuple(flat.shapes[index]), origin, origin + high - low):

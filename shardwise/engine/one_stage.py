@@ -2,7 +2,7 @@
 
     F0.0  B0.0  F0.1  B0.1  ...  REDUCE:0      hooks gather, free and reduce units meanwhile
 
-The same loop runs it, with the same work, as any other schedule (stage_work.py).
+It runs like any other schedule (stage_work.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,10 +33,10 @@ def one_stage(microbatches: int) -> Schedule:
 
 
 class OneStage:
-    """The whole model as the only stage.
+    """The full model as the only stage.
 
-    `apart`: gradients of a microbatch without tokens count for nothing. They do count where experts
-    of this rank have tokens of other ranks.
+    `apart`: drop the gradients of a microbatch without tokens. False if experts of this rank
+    compute tokens of other ranks.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class OneStage:
         self.watch: Watch | None = None
 
     def run(self, parts: Sequence[Any], counts: Sequence[int], sum_scale: float) -> Tensor:
-        """Take all microbatches forward and backward; the last one sums gradients over the ranks.
+        """Run all microbatches forward and backward; the last one sums gradients over the ranks.
 
         `parts` are the microbatches, `counts` their tokens, `sum_scale` as in ScaledLoss.  Returns
         the sum of loss times tokens, a double.
@@ -96,7 +96,7 @@ class OneStageUnits:
 
     @contextmanager
     def around(self, op: str, stage: int, microbatch: Microbatch) -> Iterator[None]:
-        """Gradients are summed with the last B; those of a microbatch without tokens are none."""
+        """Reduce gradients in the last B; drop those of a microbatch without tokens."""
         if op == "B":
             self.data.consensus.phase("backward")
             self.data.mute = self.apart and microbatch.tokens == 0
@@ -105,7 +105,7 @@ class OneStageUnits:
             yield
 
     def reduce(self, stage: int) -> None:
-        """Hooks have begun the reductions as the last backward completed each unit."""
+        """Do nothing: hooks began each reduction when the last backward completed its unit."""
 
     def update(self, stage: int, microbatches: Sequence[Microbatch]) -> None:
         raise AssertionError("The engine updates.")

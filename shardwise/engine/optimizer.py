@@ -16,8 +16,8 @@ exactly as one process would.
 It is a `torch.optim.Optimizer`, so that torch's schedulers take it: its `param_groups` are those of
 torch's own optimizer, and the rates a scheduler writes there are used by the next step.
 
-    group 0       "default": the parameters that no pattern of the recipe fits, maybe none
-    group k       "name" is the recipe's pattern k; the same groups on every rank, some maybe empty
+    group 0       "default": the parameters that match no pattern of the specification, maybe none
+    group k       "name" is its pattern k; the same groups on every rank, some maybe empty
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -71,13 +71,13 @@ class ShardedOptimizer(Optimizer):
         if self.disk is not None:
             self.disk.attach(self.torch, self.targets)
         self.param_groups, self.state = self.torch.param_groups, self.torch.state  # shared
-        self.recipe_options = [groups.options(group) for group in self.param_groups]
+        self.spec_options = [groups.options(group) for group in self.param_groups]
         places = [{id(p) for p in group["params"]} for group in self.torch.param_groups]
         self.members = [  # of each flat group in each group of the optimizer
             [[t for t in targets if id(t) in place] for place in places] for targets in self.targets
         ]
         self.factor = 1.0  # of the last step
-        self.idle: set[str] = set()  # names whose state was made for a checkpoint, by no gradient
+        self.idle: set[str] = set()  # names whose state `prepare` made, without any gradient
         self.base_lr = [group["lr"] for group in self.param_groups]
 
     def _master(self, flat: Flat) -> Tensor:
@@ -219,28 +219,28 @@ class ShardedOptimizer(Optimizer):
                 begin_copy(source, self.tiers, "host", "device", flat.shard).wait()
 
     def _own(self, k: int) -> None:
-        """Count the states that torch has made for masters in host memory as memory there."""
+        """Count torch's states of masters in host memory as host memory."""
         for target in self.targets[k]:
             for value in list(self.torch.state.get(target, {}).values()):
                 if isinstance(value, Tensor):
                     self.tiers.own(value)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing is left to clear: `engine.step` clears each gradient after its update."""
+        """Do nothing: `engine.step` clears each gradient after its update."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise InputError: the recipe's patterns make the groups, before the engine exists."""
-        if hasattr(self, "recipe_options"):
+        """Raise InputError: the specification's patterns define the groups."""
+        if hasattr(self, "spec_options"):
             raise bad(
                 "engine.optimizer.add_param_group",
-                "groups named in the recipe, by patterns of parameter names",
+                "groups in the optimizer's specification, by patterns of parameter names",
                 'sw.AdamW(lr=3e-4, groups={"head.*": {"lr": 1e-3}})',
             )
         super().add_param_group(param_group)
 
     def skip(self) -> None:
         """Record a skipped update (fp16 overflow), after which a scheduler may step."""
-        self._opt_called = True  # what torch's schedulers ask for
+        self._opt_called = True  # torch's schedulers check this
 
     def state_dict(self) -> dict[str, Any]:
         """The options of the groups (rates, betas), without tensors: `sw.save` keeps those.
@@ -251,7 +251,7 @@ class ShardedOptimizer(Optimizer):
         return {"state": {}, "param_groups": [{**group, "params": []} for group in named]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the options of the groups back. Raises InputError for groups of another recipe."""
+        """Restore the options of the groups. Raises InputError for groups of another spec."""
         saved_groups = state_dict.get("param_groups", ())
         both = saved_groups, self.param_groups
         names, own = ([group.get("name") for group in one] for one in both)
@@ -259,25 +259,25 @@ class ShardedOptimizer(Optimizer):
             raise bad(
                 f"engine.optimizer.load_state_dict with the groups {names}",
                 f"the state_dict() of an engine's optimizer with the groups {own}",
-                "the same recipe, or sw.load(engine, folder), which takes what fits",
+                "the same specification, or sw.load(engine, folder), which loads options that fit",
             )
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
             groups.take(group, groups.options(saved))
 
     def changed(self) -> dict[str, dict[str, Any]]:
-        """By group and option what differs from the recipe, as [the recipe's value, this one]."""
-        return groups.changed(self.param_groups, self.recipe_options)
+        """By group and option, values that differ from the spec: [the spec's value, this one]."""
+        return groups.changed(self.param_groups, self.spec_options)
 
     def load_changed(self, saved: dict[str, dict[str, Any]]) -> None:
-        """Take back what `changed` gave (optimizer_groups.py)."""
-        groups.take_changed(self.param_groups, self.recipe_options, saved)
+        """Restore the values that `changed` returned (optimizer_groups.py)."""
+        groups.take_changed(self.param_groups, self.spec_options, saved)
 
     def require_finite_rates(self) -> None:
-        """Raise InputError for a learning rate, of a scheduler or a program, that is no number."""
+        """Raise InputError for a learning rate, of a scheduler or a program, that is not finite."""
         groups.require_finite_rates(self.param_groups)
 
     def set_lr(self, lr: float) -> None:
-        """Set the learning rate; groups with a rate of their own keep its proportion."""
+        """Set the learning rate; groups with their own rate keep its proportion."""
         for group, base in zip(self.param_groups, self.base_lr, strict=True):
             group["lr"] = lr * base / self.torch.defaults["lr"] if self.torch.defaults["lr"] else lr
 
@@ -289,7 +289,7 @@ class ShardedOptimizer(Optimizer):
     def squared_norm(self) -> Tensor:
         """The sum of squares of the gradients in this rank's blocks, padding (zeros) included.
 
-        Of ranks that hold the same on another axis than the data's, one counts it.
+        If several ranks of an axis other than the data axes hold a gradient, one of them counts it.
         """
         if self.disk is not None:
             return self.disk.squared_norm()
@@ -299,9 +299,9 @@ class ShardedOptimizer(Optimizer):
         return torch.stack([squares(flat) for flat in mine]).sum()
 
     def prepare(self) -> None:
-        """Make the state an update needs without updating anything, where there is none yet.
+        """Create missing states without an update.
 
-        To be loaded into; and so that a checkpoint has one shape whatever has had a gradient.
+        A checkpoint then has the same tensors whether or not each parameter has had a gradient.
         """
         if self.disk is not None:
             self.idle |= self.disk.prepare()
@@ -328,7 +328,7 @@ class ShardedOptimizer(Optimizer):
                 self._own(k)
 
     def unprepare(self, names: set[str]) -> None:
-        """Drop the state that `prepare` has made for these parameters, which are idle by it."""
+        """Drop the state that `prepare` made for these parameters."""
         everything = [t for targets in self.targets for t in targets]
         for name, target in zip(self.names, everything, strict=True):
             if name in names:
@@ -357,7 +357,7 @@ class ShardedOptimizer(Optimizer):
         """Every state tensor: its flat group, the parameter's index in it, its key, the tensor."""
         for flat, targets in zip(self.flats, self.targets, strict=True):
             for index, target in enumerate(targets):
-                # a copy: a thread of the host may be making the state
+                # a copy: the host thread may be creating the state
                 state = list(self.torch.state.get(target, {}).items())
                 yield from ((flat, index, k, v) for k, v in state if isinstance(v, Tensor))
 

@@ -1,4 +1,4 @@
-"""The options of an optimizer's groups (rates, betas): the recipe's, and what has changed since."""
+"""The options of an optimizer's groups (rates, betas): of the specification, and changed since."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from shardwise.core.errors import bad
 
-#: What a group has besides its options.
+#: The keys of a group besides its options.
 NAMING: Final = ("params", "param_names", "name")
 
 Groups = Sequence[dict[str, Any]]
@@ -22,7 +22,7 @@ def options(group: Options) -> dict[str, Any]:
 
 
 def take(group: dict[str, Any], saved: Options) -> None:
-    """Set options of a group: a tensor in place, a list as the tuple that it was."""
+    """Set options of a group: a tensor in place, a list converted back to a tuple."""
     for key, value in saved.items():
         if isinstance(group.get(key), Tensor):
             group[key].fill_(value)
@@ -30,30 +30,30 @@ def take(group: dict[str, Any], saved: Options) -> None:
             group[key] = tuple(value) if isinstance(value, list) else value
 
 
-def changed(groups: Groups, recipes: Sequence[Options]) -> dict[str, dict[str, Any]]:
-    """By group and option what differs from the recipe, as [the recipe's value, this one]."""
+def changed(groups: Groups, specs: Sequence[Options]) -> dict[str, dict[str, Any]]:
+    """By group and option, values that differ from the spec: [the spec's value, this one]."""
     found: dict[str, dict[str, Any]] = {}
-    for group, recipe in zip(groups, recipes, strict=True):
+    for group, spec in zip(groups, specs, strict=True):
         now = options(group)
-        pairs = {k: [recipe.get(k), v] for k, v in now.items() if recipe.get(k) != v}
+        pairs = {k: [spec.get(k), v] for k, v in now.items() if spec.get(k) != v}
         found |= {group["name"]: pairs} if pairs else {}
     return found
 
 
 def take_changed(
-    groups: Groups, recipes: Sequence[Options], saved: Mapping[str, Mapping[str, Any]]
+    groups: Groups, specs: Sequence[Options], saved: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Take back what `changed` gave, where this recipe has the value that was changed then.
+    """Restore the values that `changed` returned, unless this spec has another first value.
 
-    So a schedule goes on where it was, and a recipe with another rate begins with that one.
+    So a schedule continues, and a specification with another rate begins with that rate.
     """
-    for group, recipe in zip(groups, recipes, strict=True):
+    for group, spec in zip(groups, specs, strict=True):
         pairs = saved.get(group["name"], {}).items()
-        take(group, {k: now for k, (was, now) in pairs if _listed(recipe.get(k)) == was})
+        take(group, {k: now for k, (was, now) in pairs if _listed(spec.get(k)) == was})
 
 
 def require_finite_rates(groups: Groups) -> None:
-    """Raise InputError for a learning rate, of a scheduler or a program, that is no number."""
+    """Raise InputError for a learning rate, of a scheduler or a program, that is not finite."""
     for group in groups:
         lr = group["lr"]
         if not isinstance(lr, int | float | Tensor) or not math.isfinite(lr):

@@ -1,12 +1,12 @@
-"""The error when memory runs out in a step: who holds what, and which plan words would help.
+"""The error when memory runs out in a step: what the rank stores, and plan words that would help.
 
     try:
         engine.step(batch)
     except RuntimeError as error:
         raise explained(error, engine, predictor) if ran_out(error) else error
 
-What the rank holds is read off its tensors at that moment. Each word is tried by predicting the
-changed plan (`sw.predict`): what it stores between steps, and the activations that autograd keeps.
+The error lists the bytes of the rank's tensors at that moment. For each word, `sw.predict` predicts
+what the changed plan stores between steps, and the activations that autograd keeps.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ class Remedy:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether an error says that memory ran out, on a device or, as torch says it, on its host."""
+    """Whether an error of torch says that memory ran out, on a device or on the host."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     first = next(iter(str(error).splitlines()), "").lower()
@@ -69,7 +69,7 @@ def explained(error: BaseException, engine: Engine, predict: Predictor) -> Input
 
 
 def stored(engine: Engine) -> dict[str, int]:
-    """What this rank stores now, in the middle of a step; of activations only where it is known."""
+    """What this rank stores now, in the middle of a step; activations only if they are known."""
     found = engine.memory()
     gathered = sum(f.full.untyped_storage().nbytes() for f in engine.flats if f.reshards)
     found |= {"parameters": found["parameters"] - gathered, "gathered": gathered}
@@ -80,7 +80,7 @@ def stored(engine: Engine) -> dict[str, int]:
 
 
 def remedies(plan: Plan, predict: Predictor) -> Sequence[Remedy]:
-    """Plans of one other word each that store less, the one that stores least first."""
+    """Plans that differ in one word and store less, the smallest first."""
     before, found = _total(predict(plan)), list[Remedy]()
     for changed in _changes(plan):
         if problems(changed):

@@ -66,8 +66,8 @@ def parallelize(
     plan = _completed(plan, world)
     compiled.require_plain(model, plan, loss)
     options = settled_options(options)
-    recipe = recipe_of(optimizer)
-    require_whole(recipe.kind, plan)
+    spec = spec_of(optimizer)
+    require_whole(spec.kind, plan)
     objective = validate.loss(own_loss if loss is None else loss)
     tokens = None if options["tokens"] is None else validate.tokens(options["tokens"])
     fill, folder = options["fill"], options["offload_folder"]
@@ -84,9 +84,9 @@ def parallelize(
     on_nonfinite, every = options["on_nonfinite"], options["check_every"]
     clip = weight_stashing.require(model, plan, begin, options["clip"], beside, on_nonfinite)
     if world.rank == 0:
-        recipe.warn_unmatched([n for n, _ in model.named_parameters(remove_duplicate=False)])
-    training = Training(recipe, objective, tokens, clip, on_nonfinite, every, folder)
-    consistency.require_same(world, _shared(model, plan, table, recipe, options))
+        spec.warn_unmatched([n for n, _ in model.named_parameters(remove_duplicate=False)])
+    training = Training(spec, objective, tokens, clip, on_nonfinite, every, folder)
+    consistency.require_same(world, _shared(model, plan, table, spec, options))
     world = world.on(plan.mesh)
     asked = options["units"], fill, options["prefetch"], table, begin, beside
     build = Build(plan, world, *asked, options["least_unit_bytes"], recomputed, options["kernels"])
@@ -111,7 +111,7 @@ DEFAULTS: dict[str, Any] = {
     "offload_folder": None,
 }
 
-#: Options that must be equal on all ranks.  So must the seed, if weights are made from it.
+#: Options that must be equal on all ranks.  So must the seed, if it initialises weights.
 SHARED = (
     *("clip", "units", "least_unit_bytes", "prefetch", "stages", "beside"),
     *("on_nonfinite", "check_every", "kernels"),
@@ -119,14 +119,14 @@ SHARED = (
 
 
 def _shared(
-    model: nn.Module, plan: Plan, table: Any, recipe: OptimizerSpec, options: dict[str, Any]
+    model: nn.Module, plan: Plan, table: Any, spec: OptimizerSpec, options: dict[str, Any]
 ) -> dict[str, object]:
     """The arguments that must be the same on all ranks, by name."""
     shared: dict[str, object] = {
         "the plan": str(plan),
         "the model": consistency.model_signature(model),
         "the table": table,
-        "the optimizer": recipe,
+        "the optimizer": spec,
     } | {f"the option {name}": options[name] for name in SHARED}
     if any(p.is_meta for p in model.parameters()):
         shared["the option seed"] = options["seed"]
@@ -176,7 +176,7 @@ def settled_options(options: dict[str, Any]) -> dict[str, Any]:
     return DEFAULTS | options
 
 
-def recipe_of(optimizer: Any) -> OptimizerSpec:
+def spec_of(optimizer: Any) -> OptimizerSpec:
     """Check the optimizer.  An instance of torch's is refused: it has the unsharded parameters."""
     if optimizer is None:
         return AdamW(lr=3e-4)

@@ -88,7 +88,7 @@ def starts(
                 raise bad(f"{named} for one stage", allowed, "stages=[], or more ranks")
             raise bad(
                 f"{named} for {stages} stages",
-                f"{stages - 1}: the first module of each stage but the first",
+                f"{stages - 1}: the first module of each stage after the first",
                 ", ".join(starts(model, stages, None, beside)),
             )
         layers(model, names, beside)
@@ -217,7 +217,7 @@ def candidates(
     if len(every) < stages:
         raise bad(
             f"{stages} stages for a {type(model).__name__} of {len(every)} layers",
-            f"as many stages as layers, at most: {_some(every)}",
+            f"at most as many stages as layers: {_some(every)}",
             fewer(len(every)),
         )
     return every
@@ -276,8 +276,8 @@ def misplaced(model: nn.Module) -> dict[str, str]:
     """Modules that are not called where they are defined, each with a module of its stage.
 
     For transformers models only: heads defined before the base model, modules whose place in
-    `base_model_pp_plan` differs, and the table above. For other models, the order of definition is
-    taken to be the order of calls.
+    `base_model_pp_plan` differs, and the table above. Assumes for other models that the order of
+    calls is the order of definition.
     """
     known = [name for name, _ in model.named_modules(remove_duplicate=False)]
     at = {name: i for i, name in enumerate(known)}

@@ -11,7 +11,7 @@ The user's loop runs between forward and backward, so a schedule runs in two hal
 in their order, and then, in the loop's backward, the rest.
 
     call         F F F F | out, from the last stage to every rank
-    backward             | gradient of out, of which the last stage takes its own | B B B B
+    backward             | gradient of out, which the last stage uses | B B B B
 
 Every rank passes the same input.  If it requires a gradient (a layer before the pipe), every rank
 gets the sum of the stages' gradients.
@@ -59,20 +59,20 @@ def Pipe(  # noqa: N802
     schedule: str = "gpipe",
     world: World | None = None,
 ) -> nn.Module:
-    """Put `module` on the ranks of `world`, one after the other, in place; called by all ranks.
+    """Distribute `module` in stages over the ranks of `world`, in place; called by all ranks.
 
     Its class and the names of its parameters stay; `parameters()` are those of this rank's stages,
-    rank 0's values at first.  A call splits its tensors along dim 0 into `chunks` microbatches;
-    every rank gives the same ones, gets the whole output, and calls backward on it.
+    and begin with rank 0's values.  A call splits its tensors along dim 0 into `chunks`
+    microbatches; every rank passes the same ones, gets the full output, and calls backward on it.
 
-    stages: the modules that begin the stages but the first; None balances them by parameters.
-    schedule: a name of the library, one that leaves the update to others ("gpipe", "1f1b", ...).
+    stages: the modules that begin the stages after the first; None balances them by parameters.
+    schedule: the name of a schedule that does not update weights itself ("gpipe", "1f1b", ...).
     (Huang et al., "GPipe", arXiv 1811.06965; Kim et al., "torchgpipe", arXiv 2004.09910.)
 
     Raises:
-        InputError: fewer layers than stages; a schedule that there is not, or that forbids so many
-            chunks; a module that is wrapped already.  From a call: fewer rows than chunks; an
-            output without rows.
+        InputError: fewer layers than stages; an unknown schedule, or one that does not allow this
+            number of chunks; a module that is wrapped already.  From a call: fewer rows than
+            chunks; an output without rows.
     """
     validate.model(module, "sw.Pipe", "nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))")
     integer("chunks", chunks, 1, 8, MOST_FORWARDS)
@@ -98,23 +98,23 @@ def Pipe(  # noqa: N802
     staged = stage_module.lay_out(module, (copy, nowhere()), world, whole, begin)
     trained = any(p.requires_grad for p in named.values())
     tied = {named[name]: staged.ties[name] for name in sorted(staged.ties)}
-    # a hook cannot take a module's place; its class is other people's too
+    # a hook cannot replace the forward, and other modules share the class
     module.forward = Piped(module, staged, trained, tied)
     return module
 
 
 def _schedule(name: Any, chunks: int, ranks: int) -> Schedule:
-    """The schedule of that name. Raises InputError for one that is not for a plain loop."""
+    """The schedule called `name`. Raises InputError for one that does not fit a plain loop."""
     found = entry(name if isinstance(name, str) else short_repr(name))
     if found.updates(Size(1, 1)):
         names = ", ".join(known for known, one in LIBRARY.items() if not one.updates(Size(1, 1)))
-        what = f"sw.Pipe with {name}, which updates by itself, under a loop that does"
+        what = f"sw.Pipe with {name}, which updates by itself, although the loop updates"
         raise bad(what, names, 'schedule="1f1b"')
     return build(f"{name}:{chunks}", ranks)
 
 
 def halves(schedule: Schedule) -> tuple[Schedule, Schedule]:
-    """The forwards of a schedule, and what comes after; each rank keeps its order."""
+    """The forwards of a schedule, and the other actions; each rank keeps its order."""
     actions = [list(schedule.actions(rank)) for rank in range(schedule.ranks)]
     first = tuple(tuple(a for a in row if a.op == "F") for row in actions)
     second = tuple(tuple(a for a in row if a.op != "F") for row in actions)
@@ -122,7 +122,7 @@ def halves(schedule: Schedule) -> tuple[Schedule, Schedule]:
 
 
 @dataclass
-class _Known:
+class _Traced:
     """The trace for a microbatch's shapes, and the leaves of the output on meta."""
 
     trace: Trace
@@ -143,7 +143,7 @@ class Piped:
         self.module, self.staged, self.trained, self.tied = module, staged, trained, tied
         self.forward: Forward = type(module).forward
         self.halves = halves(staged.schedule)
-        self.known = ByShape[_Known]()
+        self.known = ByShape[_Traced]()
         for half in self.halves:
             open_channels(half, staged.axis, staged.stages.device)
 
@@ -161,7 +161,7 @@ class Piped:
         inputs = [x for x in inputs if graded and x.requires_grad]
         parts = split((args, kwargs), chunks, f"sw.Pipe(module, chunks={chunks})")
         parts = [tree_map_only(Tensor, _leaf, part) for part in parts]
-        pass_ = _Pass(self, parts, [self._learnt(part) for part in parts])
+        pass_ = _Pass(self, parts, [self._traced(part) for part in parts])
         outs = pass_.forwards()
         if graded and (self.trained or inputs):
             outs = _Back.apply(pass_, torch.empty(0, requires_grad=True), *inputs)
@@ -172,26 +172,26 @@ class Piped:
         args, kwargs = part
         return self.forward(module, *args, **kwargs)
 
-    def _learnt(self, part: Any) -> _Known:
+    def _traced(self, part: Any) -> _Traced:
         modes = torch.is_grad_enabled(), self.module.training
         return self.known.get(part, modes, lambda: self._trace(part))
 
-    def _trace(self, part: Any) -> _Known:
+    def _trace(self, part: Any) -> _Traced:
         found: list[Any] = []
         trace = self.staged.stages.trace(lambda model: found.append(self.call(model, part)))
         out, structure = tree_flatten(found[0])
         out = [_on_meta(x) if isinstance(x, Tensor) else x for x in out]
         _whole(out, _rows(part))
-        return _Known(trace, out, structure)
+        return _Traced(trace, out, structure)
 
 
 @dataclass(eq=False)
 class _Pass:
-    """One call: its microbatches on their way forward and back."""
+    """One call: its microbatches, forward and backward."""
 
     piped: Piped
     parts: list[Any]
-    known: list[_Known]
+    known: list[_Traced]
     table: dict[Token, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -215,7 +215,7 @@ class _Pass:
     # --- the two halves -----------------------------------------------------------------------
 
     def forwards(self) -> list[Any]:
-        """The first half; every rank gets the leaves of the last one's output, rows together."""
+        """The first half; every rank gets the last stage's output, concatenated along rows."""
         axis = self.staged.axis
         run(self.piped.halves[0], axis, self.work, table=self.table)
         last = self.staged.schedule.home[-1]
@@ -234,11 +234,11 @@ class _Pass:
         return outs
 
     def backwards(self, grads: Sequence[Tensor | None], inputs: int) -> list[Tensor]:
-        """The second half, from the gradients of `outs`; the gradients of the inputs."""
+        """The second half, from the gradients of `outs`; returns the gradients of the inputs."""
         if self.played:
             raise bad(
                 "a second backward pass through the same output of a pipe",
-                "one for each call: its activations are gone as it comes by",
+                "one backward pass for each call, because it frees the call's activations",
                 "the sum of both losses, or another call",
             )
         self.played = True
@@ -275,10 +275,10 @@ class _Pass:
 
 
 class PipeOutputs:
-    """The outputs of the last stage go to the user's loop, cut from their graph.
+    """The outputs of the last stage go to the user's loop, detached from their graph.
 
-    results   by microbatch, the leaves of what the last stage returned
-    grads     by microbatch, the gradients of those of them that require one
+    results   by microbatch, the tensors that the last stage returned
+    grads     by microbatch, the gradients of those that require one
     """
 
     def __init__(self) -> None:
@@ -286,7 +286,7 @@ class PipeOutputs:
         self.grads: list[Sequence[Tensor]] = []
 
     def outputs(self, microbatch: Microbatch, result: Any) -> list[Tensor]:
-        """The leaves that require a gradient."""
+        """The tensors that require a gradient."""
         leaves = tree_flatten(result)[0]
         self.results[microbatch.index] = [
             x.detach() if isinstance(x, Tensor) else x for x in leaves
@@ -294,7 +294,7 @@ class PipeOutputs:
         return [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
 
     def gradients(self, microbatch: Microbatch) -> Sequence[Tensor]:
-        """Those that came with the loop's backward."""
+        """The gradients from the loop's backward."""
         return self.grads[microbatch.index]
 
 
@@ -318,7 +318,7 @@ class _Back(Function):
 
 
 def _leaf(x: Tensor) -> Tensor:
-    """A microbatch's tensor as the beginning of a graph of its own."""
+    """A microbatch's tensor as a leaf of a new graph."""
     return x.detach().requires_grad_(x.requires_grad and torch.is_grad_enabled())
 
 
@@ -338,17 +338,17 @@ def _enough(batch: Any, chunks: int) -> None:
         fewer = f", or sw.Pipe(module, chunks={found})" if found else ""
         raise bad(
             f"a batch of {found or 'no'} rows for a pipe of {chunks} chunks",
-            "tensors with a row for each chunk, or more",
+            "tensors with at least one row for each chunk",
             f"a batch of {chunks} rows{fewer}",
         )
 
 
 def _whole(out: Sequence[Any], rows: int) -> None:
-    """Raise InputError for an output that cannot be put together along dim 0."""
+    """Raise InputError for an output that cannot be concatenated along dim 0."""
     for x in out:
         if isinstance(x, Tensor) and (not x.dim() or len(x) != rows):
             raise bad(
                 f"an output of shape {list(x.shape)} of a pipe, from a microbatch of {rows} rows",
-                "tensors with a row for each of the input's, in any nesting",
+                "tensors with one row for each row of the input, in any nesting",
                 "the loss outside of the module, or sw.parallelize, which takes a loss",
             )

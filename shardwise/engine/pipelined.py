@@ -1,11 +1,11 @@
-"""A step of an engine under the schedule of a pipeline (stage_work.py does its actions).
+"""A step of an engine under the schedule of a pipeline (stage_work.py executes its actions).
 
-Every rank of the pipeline axis has the whole microbatch; what crosses between ranks are the values
-that later stages use.  Their shapes are learnt once for each shape of microbatch, on meta, by every
-rank alike, so that none is ever sent.
+Every rank of the pipeline axis has the full microbatch; ranks send each other only the values that
+later stages use.  Every rank computes their shapes on meta, once for each shape of microbatch, so
+no shapes are sent.
 
-Each step, microbatch, stage and share of the data has its own seed of random numbers, so that
-dropout does not repeat itself from stage to stage, nor depend on which rank has the stage.
+Each step, microbatch, stage and share of the data has its own random seed, so stages draw different
+dropout masks, which do not depend on the rank that has the stage.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,8 +34,8 @@ from shardwise.parallel.pipeline.runtime import Watch, open_channels, run
 from shardwise.prediction.unit_gathers import reads
 
 
-class _Known(NamedTuple):
-    """What is known of a forward, and of the sequences that are split in it."""
+class _Traced(NamedTuple):
+    """The trace of a forward, and the lengths of its sharded sequences."""
 
     trace: Trace
     lengths: Mapping[int, int]
@@ -61,16 +61,16 @@ class Pipelined:
         self.objective, self.device = objective, staging.stages.device
         self.microbatches = staging.schedule.microbatches
         self.watch: Watch | None = None
-        self.known = ByShape[_Known]()
+        self.known = ByShape[_Traced]()
         self.share = _place(data.consensus.axes)
-        self.torn = False  # whether a run has begun and not ended
-        self.stale: Stale | None = None  # where the schedule updates by itself
+        self.interrupted = False  # whether a run has begun and not ended
+        self.stale: Stale | None = None  # under an asynchronous schedule
         open_channels(staging.schedule, staging.axis, self.device)
 
     def run(self, parts: Sequence[Any], counts: Sequence[int], sum_scale: float) -> Tensor:
-        """Take all microbatches forward and backward, so many at a time as the schedule has.
+        """Run all microbatches forward and backward, in runs of the schedule.
 
-        As OneStage.run; the sum of the loss is known on the rank that has the last stage.
+        As OneStage.run; only the rank with the last stage has the sum of the loss.
         """
         loss = ScaledLoss(sum_scale, self.device)
         seed = int(torch.randint(2**61, ())) + 2_147_483_647 * self.share
@@ -100,20 +100,20 @@ class Pipelined:
 
     @contextmanager
     def _whole_run(self) -> Iterator[None]:
-        """Around a run: after one that broke off, messages of it are under way to other ranks."""
-        if self.torn and self.staging.axis.size > 1:
+        """Around a run; raises after an interrupted one, whose messages may still arrive."""
+        if self.interrupted and self.staging.axis.size > 1:
             raise RunError(
-                "A run of the schedule after one that broke off: what other ranks had sent for "
-                "that one would be taken for this one's. End the processes, make the engine "
-                "again, and load the last checkpoint."
+                "The previous run of the schedule was interrupted, and its messages could be "
+                "received as messages of this run. Restart the processes, build the engine again, "
+                "and load the last checkpoint."
             )
-        self.torn = True
+        self.interrupted = True
         yield
-        self.torn = False
+        self.interrupted = False
 
     @torch.no_grad()
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
-        """Forward only, one microbatch through all stages; the result where the last stage is."""
+        """Run one microbatch forward through all stages; the result is on the last stage's rank."""
         result = Result()
         units = self._units()
         microbatches = [Microbatch(0, None, 0, *self._trace_call(call))]
@@ -125,27 +125,27 @@ class Pipelined:
         self.data.end_run()
         return result.value
 
-    def _trace(self, part: Any) -> "_Known":
-        """What crosses for a microbatch of these shapes; learnt when they are first seen."""
+    def _trace(self, part: Any) -> "_Traced":
+        """What crosses for a microbatch of these shapes; traced once for each shape."""
 
-        def make() -> _Known:
+        def make() -> _Traced:
             return self._trace_call(lambda model: self.objective(model, part))
 
         return self.known.get(part, self.model.training, make)
 
-    def _trace_call(self, call: Callable[[nn.Module], Any]) -> "_Known":
+    def _trace_call(self, call: Callable[[nn.Module], Any]) -> "_Traced":
         stream = self.staging.beside.stream
         stream.begin()
         trace = self.staging.stages.trace(call)
         for stage, own in self.staging.stages.layers.own.items():
             self.data.read_outside(p for n, p in own.items() if n in trace.read[stage])
-        return _Known(trace, stream.lengths.known)
+        return _Traced(trace, stream.lengths.known)
 
 
 class ScheduledUnits:
     """The units of this rank's stages, gathered and freed by hooks during each action.
 
-    With `versions` each microbatch uses the weights that it came forward through.
+    With `versions`, the backward pass of a microbatch uses the weights of its forward pass.
     """
 
     def __init__(
@@ -163,11 +163,11 @@ class ScheduledUnits:
         self.data, self.tensors, self.staging, self.staged = data, tensors, staging, data.staged
         self.sum_scale, self.versions = sum_scale, versions
         self.device, self.frees = staging.stages.device, data.frees
-        self.put_off: dict[tuple[int, int], PutOff] = {}  # the products that W adds
+        self.put_off: dict[tuple[int, int], PutOff] = {}  # the products that W computes
 
     @contextmanager
     def around(self, op: str, stage: int, microbatch: Microbatch) -> Iterator[None]:
-        """Around a forward also random numbers of this step, microbatch and stage."""
+        """Around a forward, also sets the random seed of this step, microbatch and stage."""
         data, stream = self.data, self.tensors.stream
         data.consensus.phase("forward" if op == "F" else "backward")
         data.mute = self.apart and microbatch.tokens == 0
@@ -199,7 +199,7 @@ class ScheduledUnits:
 
 
 def graded(stage: int, trace: Trace) -> bool:
-    """Whether what the stage receives requires a gradient."""
+    """Whether the stage's inputs require a gradient."""
     return stage > 0 and any(spec.requires_grad for spec in trace.bundles[stage - 1])
 
 

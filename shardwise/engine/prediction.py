@@ -15,7 +15,7 @@ from shardwise.core.plan_check import require
 from shardwise.engine import validate
 from shardwise.engine.elementwise import require_whole
 from shardwise.engine.model_spec import model_spec, shapes_of
-from shardwise.engine.parallelize import own_loss, plan_of, recipe_of, settled_options
+from shardwise.engine.parallelize import own_loss, plan_of, settled_options, spec_of
 from shardwise.engine.spec import optimizer_shape
 from shardwise.engine.training import Loss
 from shardwise.prediction.experts import EVEN
@@ -37,10 +37,10 @@ def predict(
 ) -> Prediction:
     """The memory and the traffic of `rank` under `plan`; no process is started.
 
-    `model` may be on the meta device; it is not changed. `batch` is what this rank gives
-    `engine.step`: its values are not looked at, unless the model's order of calls depends on them.
-    The options are those of `parallelize`. A plan without a data axis is completed for the fewest
-    ranks on which each of its words has an effect.
+    `model` may be on the meta device; it is not changed. `batch` is this rank's argument of
+    `engine.step`; its values are not read, unless the model's order of calls depends on them. The
+    options are those of `parallelize`. A plan without a data axis is completed for the fewest ranks
+    on which each of its words has an effect.
 
     Raises:
         InputError: for a plan that cannot work, a rank that it does not have, options that
@@ -53,9 +53,9 @@ def predict(
 class Predictor:
     """The predictions of one rank for batches of any shape; the arguments are those of `predict`.
 
-    `model` must not change: give `parallelize`, which changes its model, another copy. The plan
-    is completed for a world of `ranks`. The bytes of layers of experts on the axis `ep` and their
-    activations depend on the tokens: `Prediction.in_step` takes the loads of the experts.
+    `model` must not change: pass another copy to `parallelize`. The plan is completed for a world
+    of `ranks`. The bytes of layers of experts on the axis `ep` and their activations depend on the
+    tokens: `Prediction.in_step` takes the loads of the experts.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class Predictor:
             allowed = f"0 to {self.plan.size - 1}"
             raise bad(f"rank {rank} of the plan '{self.plan}'", allowed, "rank=0")
         self.options = settled_options(options)
-        self.recipe = recipe_of(optimizer)
-        require_whole(self.recipe.kind, self.plan)
+        self.spec = spec_of(optimizer)
+        require_whole(self.spec.kind, self.plan)
         self.objective = validate.loss(own_loss if loss is None else loss)
         self.known: dict[object, Prediction] = {}
 
@@ -106,7 +106,7 @@ class Predictor:
             rank,
             shape,
             spec,
-            optimizer=optimizer_shape(self.recipe, dtypes[0]) if dtypes else PLAIN,
+            optimizer=optimizer_shape(self.spec, dtypes[0]) if dtypes else PLAIN,
             norm=self.options["clip"] is not None,
             check_every=self.options["check_every"],
             activations=kept_bytes(spec, plan, rank, on_host=False),

@@ -1,4 +1,4 @@
-"""Recomputation in an engine: the modules that it recomputes, and where what is kept rests."""
+"""Recomputation in an engine: which modules it recomputes, and where activations rest."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,7 +29,7 @@ def recomputed_modules(
 ) -> dict[str, str]:
     """The modules that the plan recomputes, by name; `starts` begin the stages of a pipeline.
 
-    Raises InputError if the plan names no module, or one that lies in several stages.
+    Raises InputError if no module matches, or one spans several stages.
     """
     kinds = choice.chosen(model, plan.recompute, blocks(model, units) if plan.recompute else {})
     for name in kinds:
@@ -38,7 +38,7 @@ def recomputed_modules(
             raise bad(
                 f"recompute:{plan.recompute}, which recomputes {name}, with a stage that begins "
                 f"inside of it at {inside}",
-                "modules that lie in one stage",
+                "modules inside one stage",
                 f"a stage that begins at {name}, or recompute:{inside}",
             )
     return kinds
@@ -49,8 +49,8 @@ def on_host(
 ) -> dict[str, tuple[int, int]]:
     """The blocks whose activations rest in host memory, each with its stage and its place in it.
 
-    `kinds`: of `recomputed_modules`. Raises InputError where there are none, or a block begins
-    in one stage and ends in another.
+    `kinds` is the result of `recomputed_modules`. Raises InputError if there are no blocks, or one
+    begins in one stage and ends in another.
     """
     found = (
         choice.on_host(model, plan, blocks(model, units), kinds) if plan.activations_on_host else ()
@@ -59,9 +59,9 @@ def on_host(
         inside = choice.first_inside(block, starts)
         if inside is not None:
             raise bad(
-                f"activations:host, which moves what {block} keeps, with a stage that begins "
-                f"inside of it at {inside}",
-                "blocks that lie in one stage",
+                f"activations:host, which moves the activations of {block}, with a stage that "
+                f"begins inside of it at {inside}",
+                "blocks inside one stage",
                 f"a stage that begins at {block}",
             )
     order = [name for name, _ in model.named_modules()]
@@ -71,7 +71,7 @@ def on_host(
 
 
 class Recomputation:
-    """The modules of an engine that are recomputed; under a budget chosen for each batch's shapes.
+    """The recomputed modules of an engine; a budget chooses them for each batch's shapes.
 
     `choose` gives the kinds of the modules for a batch, `sizes` the slots of the arena for their
     inputs; there is one or the other. `hosted` are the blocks of `on_host`; with
@@ -97,7 +97,7 @@ class Recomputation:
     def apply(self, model: nn.Module, world: World, tensors: Tensors) -> None:
         """Recompute the activations of the modules, in place.
 
-        Under sequence parallelism the inputs of modules are shards already.
+        Under sequence parallelism the inputs of modules are already shards.
         """
         generators = Generators(generators_of(world.device), STATES)
         whole = tensors.axis.size > 1 and not tensors.stream.split
@@ -111,7 +111,7 @@ class Recomputation:
             self.host.install(hooks=self.everything)
 
     def begin(self, batch: Any) -> None:
-        """A step on `batch` begins. Raises InputError for a budget that cannot be met."""
+        """Begin a step on `batch`. Raises InputError for a budget that is too small."""
         if self.host is not None:
             self.host.begin(batch)
         find = self.choose or self.sizes

@@ -1,7 +1,6 @@
 """The recomputation of an engine, from its plan; predictions choose for a budget, and size arenas.
 
-The prediction of a batch needs the model before any rank holds a part of it. A copy without weights
-is kept for it, on the meta device.
+A prediction needs the unsharded model, so the engine keeps a copy on the meta device.
 """
 
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ def recomputation(
 ) -> Recomputation:
     """The recomputation of a model that is not sharded yet.
 
-    Raises InputError if the plan names no module, or one that lies in several stages.
+    Raises InputError if no module matches the plan, or one spans several stages.
     """
     kinds = recomputed_modules(model, plan, options["units"], starts)
     budget = recompute_budget(plan.recompute)

@@ -41,7 +41,7 @@ LEAST_BYTES = 2**21
 
 @dataclass(frozen=True)
 class Sharding:
-    """How parameters are kept: the row, the axes it lies on, and how units are chosen.
+    """How parameters are stored: the row, its data axes, and how units are chosen.
 
     device: where they are kept; None leaves them where they are.
     broadcast_buffers: whether buffers are rank 0's in every training forward, or at first only.
@@ -83,10 +83,10 @@ def units_of(
 ) -> list[UnitSpec]:
     """The units of a model whose parameters will be sharded in about `parts` parts.
 
-    Chosen by the whole sizes: ranks whose parts differ a little must not choose differently.
-    Neighbours of which `unit_key` says different things are not merged.
+    Sizes are those of full parameters, so that ranks with slightly different parts choose the same.
+    Neighbours whose `unit_key` differs are not merged.
     """
-    # what is gathered for use stays small; what is only reduced may fill a bucket
+    # units that are gathered for use stay small; units that are only reduced may fill a bucket
     gathered = how.row.param.kind == "S" or how.row.param_tier != "device"
     most = 2 * LEAST_BYTES if gathered else how.bucket_bytes
     least = LEAST_BYTES if how.least_unit_bytes is None else how.least_unit_bytes
@@ -159,8 +159,8 @@ def layout_of(
 ) -> Layout:
     """How the ranks of all axes hold a parameter.
 
-    The ranks of `ep` are data ranks. Where the row shards nothing, they hold the same of what is
-    no expert's.
+    The ranks of `ep` are data ranks. If the row shards nothing, they replicate all parameters
+    except those of experts.
     """
     axes = ((tensors.axis.name, tensors.of(name)),) if tensors.axis.size > 1 else ()
     if staged is not None:
@@ -174,7 +174,7 @@ def layout_of(
 
 
 def _coordinates(tensors: Tensors, staged: Staging | None, experts: ExpertLayout) -> dict[str, int]:
-    """This rank's coordinate on the axes other than the data's."""
+    """This rank's coordinate on the axes other than the data axes."""
     found = {tensors.axis.name: tensors.axis.rank, experts.axis.name: experts.axis.rank}
     return found if staged is None else found | {staged.axis.name: staged.axis.rank}
 
@@ -192,7 +192,7 @@ def agreed(model: nn.Module, how: Sharding, units: Sequence[Unit]) -> Consensus:
 
 
 def sums_of(units: Sequence[Unit], in_flight: int) -> Reductions:
-    """The sums of the units' gradients, of which at most `in_flight` hold buffers at once."""
+    """The reductions of the units' gradients; at most `in_flight` of them hold buffers at once."""
     flats = flats_of(units)
     repeated = any(flat.grads.further for flat in flats)
     offload = any(flat.moves.host_update for flat in flats)
@@ -215,7 +215,7 @@ def sizes(units: Sequence[Unit]) -> dict[nn.Parameter, int]:
 
 
 def layable(model: nn.Module, rule: Rule, plan: Plan | None = None) -> None:
-    """Raise InputError if `shard` would, without changing the model."""
+    """Raise the InputError that `shard` would raise, without changing the model."""
     if any(drivers(module) for module in model.modules()):
         raise validate.already_wrapped(model)
     choose(model, rule)
@@ -231,7 +231,7 @@ def drivers(module: nn.Module) -> list[Data]:
 
 
 def driver_of(module: nn.Module) -> Data | None:
-    """The Data that drives the module itself, not one inside of it; None for a plain module."""
+    """The Data of the module itself, not of a module inside it; None for a plain module."""
     return next((data for data in drivers(module) if data.root is module), None)
 
 
@@ -240,7 +240,7 @@ def _groups(
 ) -> Sequence[Sequence[tuple[str, nn.Parameter]]]:
     """The unit's parameters by dtype, by whether they are trained, and by the kind of their layout.
 
-    A tied parameter is in a group of its own: its ranks hold it in units of different parameters.
+    A tied parameter has its own group: its ranks hold it in units of different parameters.
     """
     found: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, p in spec.params:
@@ -265,7 +265,7 @@ def materialise(model: nn.Module, device: torch.device) -> None:
 
 
 def cast_whole(model: nn.Module, dtype: torch.dtype | None, device: torch.device) -> None:
-    """Bring `model` to the plan's precision and device; parameters on meta stay there."""
+    """Cast `model` to the plan's precision and move it to the device; meta parameters stay."""
     materialise(model, device)
     for p in model.parameters():
         if p.is_floating_point() and dtype is not None:

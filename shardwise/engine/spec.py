@@ -16,13 +16,13 @@ def buffer_shapes(model: nn.Module) -> tuple[BufferShape, ...]:
     )
 
 
-def optimizer_shape(recipe: OptimizerSpec, dtype: torch.dtype) -> OptimizerShape:
-    """What the optimizer keeps of weights of `dtype`, read off one step of a matrix [2, 3].
+def optimizer_shape(spec: OptimizerSpec, dtype: torch.dtype) -> OptimizerShape:
+    """The states of the optimizer for weights of `dtype`, from one step on a matrix [2, 3].
 
-    So any class is known, with its options. (Options of single groups are taken to keep the same.)
+    This works for any class and options. (Assumes that groups with other options keep the same.)
     """
     probe = nn.Parameter(torch.zeros(2, 3, dtype=torch.float32 if dtype in HALF else dtype))
-    optimizer = recipe.build([("", probe)])
+    optimizer = spec.build([("", probe)])
     probe.grad = torch.ones_like(probe)
     optimizer.step()
     kept = [value for value in optimizer.state[probe].values() if isinstance(value, Tensor)]
@@ -33,5 +33,5 @@ def optimizer_shape(recipe: OptimizerSpec, dtype: torch.dtype) -> OptimizerShape
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The name as shapes have it, such as "float32"."""
+    """The name of a dtype in a shape, such as "float32"."""
     return str(dtype).removeprefix("torch.")

@@ -1,11 +1,11 @@
-"""Cuts a model into the stages of this rank, and keeps shared parameters equal on all holders.
+"""Reduces a model to the stages of this rank, and keeps tied parameters equal on all holders.
 
     rank 0   embed  blocks.0  blocks.1                     stages of the schedule's `home`
     rank 1   blocks.2  blocks.3  norm  head                head.weight is embed.weight: a tie
 
-Before the cut rank 0's weights are everyone's.  After it a rank has its own stages' parameters and
-no others; each keeps the name that it has in the whole model.  What several ranks hold (a tied
-embedding) is summed between them before the update, and so stays the same.
+First all ranks get rank 0's weights.  Then each rank keeps only the parameters of its own stages,
+under their names in the full model.  If several ranks hold a parameter (a tied embedding), they sum
+its gradient before the update, so that the copies stay equal.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -40,9 +40,9 @@ AXIS = "pp"
 class Staging:
     """A model on the pipeline axis.
 
-    `at` are the stages of each parameter by its name in the whole model; `ties` has, for one that
-    several ranks hold, the axis of these ranks; `beside` is the twin on the tensor axis, whose
-    stream knows how long split sequences are.
+    `at` are the stages of each parameter by its name in the full model; `ties` has, for each
+    parameter of several ranks, the axis of these ranks; `beside` is the twin on the tensor axis,
+    whose stream knows the lengths of sharded sequences.
     """
 
     axis: Axis
@@ -59,7 +59,7 @@ class Staging:
 
     @property
     def begins(self) -> list[str]:
-        """The first layer of each stage but the first."""
+        """The first layer of each stage after the first."""
         found = self.stages.layers.found.items()
         firsts = {stage: name for name, layer in reversed(found) for stage in layer.stages[:1]}
         return [firsts[stage] for stage in range(1, len(firsts))]
@@ -75,7 +75,7 @@ class Staging:
         return [spec for spec in specs if spec.params]
 
     def layout(self, name: str) -> AxisLayout:
-        """How ranks of the axis hold a parameter: those whose stages use it."""
+        """The layout of a parameter on the axis: the ranks whose stages use it hold it."""
         return AxisLayout(R, self.axis.size, holders=self.owners(self.at[name]))
 
     def stages_using(self, names: Iterable[str]) -> set[int]:
@@ -87,9 +87,9 @@ class Staging:
         for name, layer in self.stages.layers.found.items():
             if any(buffer.startswith(f"{known}.") for known in (name, *layer.names)):
                 return self.owners(layer.stages).index(self.axis.rank)
-        return self.axis.rank  # outside of layers every rank has it
+        return self.axis.rank  # every rank has buffers outside of layers
 
-    # --- what the stages tell one another -----------------------------------------------------
+    # --- consensus of the stages --------------------------------------------------------------
 
     def anywhere(self, flags: Sequence[bool]) -> list[bool]:
         """Which of these are true on any rank of the axis; called by all of them."""
@@ -97,15 +97,15 @@ class Staging:
         return (begin_sum(own, self.axis).wait() > 0).tolist()
 
     def together(self, names: Collection[str]) -> list[str]:
-        """The parameters that any rank of the axis names; called by all of them."""
+        """The union of the names of all ranks of the axis; called by all of them."""
         every = sorted(self.at)
         flags = self.anywhere([name in names for name in every])
         return [name for name, flag in zip(every, flags, strict=True) if flag]
 
     def shared(self, names: Sequence[str], used: Tensor) -> Tensor:
-        """`used`, in which a parameter that is tied counts as used where any holder used it.
+        """`used`, where a tied parameter counts as used if any holder used it.
 
-        Else the holders would not all update it, and hold different weights from then on.
+        Otherwise some holders would not update it, and their weights would differ.
         """
         places = {name: index for index, name in enumerate(names) if name in self.ties}
         sums = {
@@ -124,7 +124,7 @@ def stage_starts(
     names: Sequence[str] | None,
     beside: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
-    """The modules that begin the stages of a pipeline but the first; none without a pipeline.
+    """The modules that begin the stages of a pipeline after the first; none without a pipeline.
 
     `names` and `beside` are checked without a pipeline too, so that a mistake is found at once.
     `beside` is that of Stages (staged_model.py): modules that are not called where they are
@@ -141,7 +141,7 @@ def stage_starts(
 
 
 def _of_layers(plan: Plan, layers: int) -> str:
-    """The nearest plan for a model of so few layers: fewer chunks a rank, or fewer ranks."""
+    """The nearest plan for a model of `layers` layers: fewer chunks a rank, or fewer ranks."""
     name, n = allowed(plan.pipeline or "", plan.mesh.size_of(AXIS))
     if entry(name).chunks is None and layers >= n.p:
         return f"'{replace(plan, schedule=f'{name}:{n.m}x{layers // n.p}')}'"
@@ -155,9 +155,9 @@ def _of_layers(plan: Plan, layers: int) -> str:
 def stages_of(
     model: nn.Module, begin: Sequence[str], beside: Mapping[str, str] | None = None
 ) -> dict[str, tuple[int, ...]]:
-    """The stages of each parameter, by name, before the model is cut.
+    """The stages of each parameter, by name, before the model is partitioned.
 
-    What no layer holds is of stage 0 (parallel/pipeline/placeholders.py).
+    A parameter outside of layers belongs to stage 0 (parallel/pipeline/placeholders.py).
     """
     found: dict[nn.Parameter, set[int]] = {p: set() for p in model.parameters()}
     for name, layer in layers(model, begin, misplaced(model) | dict(beside or {})).items():
@@ -194,7 +194,7 @@ def lay_out(
     begin: Sequence[str],
     beside: Mapping[str, str] | None = None,
 ) -> Staging:
-    """Cut `model` into stages, in place; called by all ranks of the world."""
+    """Partition `model` into stages, in place; called by all ranks of the world."""
     axis, at = world.axis(AXIS), stages_of(model, begin, beside)
     stages = Stages(model, twins[0], begin, schedule.stages(axis.rank), world.device, beside)
     held = {name: tuple(sorted({schedule.home[s] for s in used})) for name, used in at.items()}

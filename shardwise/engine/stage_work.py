@@ -29,7 +29,7 @@ from shardwise.parallel.pipeline.backward import Rest, Tape
 from shardwise.parallel.pipeline.bundles import grads_back, require_grads, specs
 from shardwise.parallel.pipeline.stage import Ran
 
-#: The user's forward of one microbatch, with the loss where there is one.
+#: The user's forward of one microbatch, with the loss if there is one.
 Call = Callable[[nn.Module, Any], Any]
 
 #: The trace of a model in one stage.
@@ -44,8 +44,8 @@ class Microbatch:
     part      its part of the batch
     tokens    the number of tokens over which the loss is a mean
     trace     what crosses between stages
-    lengths   of sequences that are split on the tensor axis
-    seed      of the random numbers that its stages draw; stage s adds s
+    lengths   the lengths of sequences that are sharded on the tensor axis
+    seed      the random seed of stage 0; stage s adds s
     """
 
     index: int
@@ -57,7 +57,7 @@ class Microbatch:
 
 
 class WholeModel:
-    """A model that is its own only stage."""
+    """A model in one stage."""
 
     count = 1
 
@@ -76,11 +76,11 @@ class LastStage(Protocol):
     """Takes the result of the last stage, and supplies the gradients of it."""
 
     def outputs(self, microbatch: Microbatch, result: Any) -> list[Tensor]:
-        """Take the result; the tensors from which the backward pass begins."""
+        """Take the result; returns the tensors from which the backward pass begins."""
         ...
 
     def gradients(self, microbatch: Microbatch) -> Sequence[Tensor]:
-        """The gradients of `outputs`; asked for once."""
+        """The gradients of `outputs`; called once."""
         ...
 
 
@@ -90,7 +90,7 @@ class StageUnits(Protocol):
     frees: bool  # whether weights may be freed between I and W
 
     def around(self, op: str, stage: int, microbatch: Microbatch) -> AbstractContextManager[None]:
-        """Entered for the time of one F, B, I or W."""
+        """The context of one F, B, I or W."""
         ...
 
     def reduce(self, stage: int) -> None:
@@ -123,7 +123,7 @@ class StageWork:
         self.device = stages.device
 
     def specs(self, token: Token) -> Sequence[Spec]:
-        """What crosses: values of a stage forward, the gradients of those that have one back."""
+        """What crosses: a stage's values forward, and the gradients of those that have one."""
         return specs(self.microbatches[token.microbatch].trace, token)
 
     def forward(
@@ -170,7 +170,7 @@ class StageWork:
         self.units.reduce(stage)
 
     def update(self, stage: int, microbatch: int) -> None:
-        """U, which schedules that update by themselves have."""
+        """U, in asynchronous schedules."""
         self.units.update(stage, self.microbatches[: microbatch + 1])
 
     def _is_last(self, stage: int) -> bool:
@@ -190,7 +190,7 @@ class StageWork:
 class ScaledLoss:
     """The last stage returns the loss, a mean over tokens.
 
-    What is differentiated is the sum over the tokens, times `sum_scale`, a power of two.
+    The backward pass differentiates the sum over the tokens, times `sum_scale`, a power of two.
     `summed` is the unscaled sum of all microbatches in fp64; zero on ranks without the last stage.
     """
 
@@ -213,7 +213,7 @@ class ScaledLoss:
 
 
 class Result:
-    """The result of an evaluation, on the rank that has the last stage."""
+    """The result of an evaluation, on the rank with the last stage."""
 
     def __init__(self) -> None:
         self.value: Tensor | None = None
@@ -229,7 +229,7 @@ class Result:
 
 
 class NoUnits:
-    """Parameters that every rank holds whole, updated by the user's loop."""
+    """Replicated parameters, updated by the user's loop."""
 
     frees = False
 

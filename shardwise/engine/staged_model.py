@@ -1,4 +1,4 @@
-"""A model cut into stages: followed once for each shape, then run stage by stage.
+"""A model in stages: its forward is traced once for each shape, then run stage by stage.
 
 stages = Stages(model, twin(model), starts, mine={1}, device=device)
 trace = stages.trace(lambda model: loss(model, microbatch))
@@ -22,12 +22,12 @@ from shardwise.parallel.pipeline.tracer import Tracer
 
 
 class Stages:
-    """The stages `mine` of a model on this rank; puts stand-ins for all other layers, in place.
+    """The stages `mine` of a model on this rank; replaces all other layers by placeholders.
 
-    `twin` is the model's own (parallel/pipeline/placeholders.py: `twin`), and serves one Stages.
-    `starts` names the modules that begin stages 1, 2, ...; `beside={"norm": "head"}` puts a module
-    into another module's stage, where it is called later or earlier than it is defined (for
-    transformers' models that is known: partition.py). `device` is where the real tensors are.
+    `twin` is the model's twin (parallel/pipeline/placeholders.py), used by one Stages only.
+    `starts` names the modules that begin stages 1, 2, ...; `beside={"norm": "head"}` assigns a
+    module to another module's stage if it is called later or earlier than it is defined
+    (partition.py knows this for models of transformers). `device` is where the real tensors are.
 
     Raises:
         InputError: the starts do not fit the model.
@@ -48,18 +48,17 @@ class Stages:
 
     @property
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """The stages of every parameter of the whole model, by its name; tied ones have several."""
+        """The stages of every parameter of the full model, by name; tied ones have several."""
         return {name: stages for name, stages, _ in self.layers.parameters}
 
     def trace(self, call: Callable[[nn.Module], Any]) -> Trace:
-        """What `call` does for this microbatch, learnt on meta, in the grad mode of the moment.
+        """Trace `call` on meta for this microbatch, in the current grad mode.
 
-        Good for every microbatch of the same shapes. No random number is drawn from the default
-        generators, and nothing real stays.
+        The trace is valid for every microbatch of the same shapes. Tracing draws no random number
+        from the default generators, and keeps no real tensor.
 
         Raises:
-            InputError: what the code between layers does cannot be followed
-            (parallel/pipeline/tracer.py).
+            InputError: the code between layers cannot be traced (parallel/pipeline/tracer.py).
         """
         layers, seen = self.layers, Seen(self.layers.numbers)
         layers.number_buffers(seen.put)
@@ -80,10 +79,11 @@ class Stages:
         inputs: Sequence[Tensor],
         call: Callable[[nn.Module], Any],
     ) -> Ran:
-        """Compute one stage: from `inputs`, the leaves of bundle stage - 1, the tensors of its own.
+        """Compute one stage: `inputs` are the tensors of bundle `stage - 1`.
 
-        The model's buffers change as in any forward, and glue that draws draws. With several
-        stages on a rank, `call` runs for each, so it must not write to the batch.
+        The model's buffers change as in any forward, and operations between layers may draw random
+        numbers. With several stages on a rank, `call` runs for each, so it must not write to the
+        batch.
 
         Raises:
             InputError: the forward does not do what the trace says.

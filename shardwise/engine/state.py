@@ -1,8 +1,8 @@
 """The state of an engine for a checkpoint, as boxes of full named tensors.
 
-    model/NAME           the weight, as precise as there is one (the fp32 master of a 16-bit one)
+    model/NAME           the weight (for 16-bit weights, the fp32 master)
     optim/KEY/NAME       a state tensor of the optimizer, in the shape of the weight, or 0-d, or
-                         means of rows and columns (Adafactor, whose parameters are whole)
+                         means of rows and columns (Adafactor, on unsharded parameters)
     buffer/NAME          a buffer of the model
 
 A checkpoint has names and full shapes only, not the row, the ranks or the units, so any plan can
@@ -22,7 +22,7 @@ from shardwise.engine.optimizer import HALF, ShardedOptimizer
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.units import Units
 
-#: Where a box begins, its values, and which of the ranks that hold the same this one is.
+#: The offsets of a box, its values, and the index of this rank among its holders.
 Part = tuple[tuple[int, ...], Tensor, int]
 
 
@@ -43,7 +43,7 @@ def weights(flats: Sequence[Flat], optimizer: ShardedOptimizer) -> list[Box]:
 
 
 def boxes_of(flat: Flat, kind: str, block: Tensor | None = None) -> Iterator[Box]:
-    """The boxes of this rank's block of a flat parameter: of `flat.shard`, or in place of it."""
+    """The boxes of this rank's block of a flat parameter, with values from `block` if not None."""
     values = flat.shard if block is None else block
     for index, (name, (low, high)) in enumerate(zip(flat.names, flat.pieces, strict=True)):
         yield from _pieces(flat, index, f"{kind}/{name}", values[low:high])
@@ -120,7 +120,7 @@ def _pieces(flat: Flat, index: int, name: str, piece: Tensor) -> Iterator[Box]:
 def _spread(
     on: AxisLayout, rank: int, offsets: tuple[int, ...], values: Tensor, copy: int
 ) -> Iterator[Part]:
-    """A box of a rank's part of an axis as boxes of all that the axis holds."""
+    """Convert a box of a rank's part on an axis to boxes of the tensor on the full axis."""
     if on.cut is None:
         yield offsets, values, copy
         return

@@ -1,6 +1,6 @@
-"""The recorder of a tape: storages that autograd saves, and products, as a forward pass makes them.
+"""The recorder of a tape: the storages that autograd saves, and the products of a forward pass.
 
-Which products selective recomputation keeps is decided as parallel/recompute/kept.py decides it.
+parallel/recompute/kept.py decides which products selective recomputation keeps.
 """
 
 from collections.abc import Iterable
@@ -47,7 +47,7 @@ class TapeRecorder:
         self._note(self.saved, module, x)
 
     def take(self, module: str, tensors: Iterable[Tensor]) -> None:
-        """`module` takes these."""
+        """`module` takes these tensors."""
         for x in tensors:
             number = self._number(x)
             if number is not None:
@@ -55,14 +55,14 @@ class TapeRecorder:
                 self.taken[taken] = None
 
     def give(self, module: str, tensors: Iterable[Tensor]) -> None:
-        """`module` returns these."""
+        """`module` returns these tensors."""
         for x in tensors:
             self._note(self.returned, module, x)
 
     def operation(
         self, module: str, func: Any, args: Any, kwargs: dict[str, Any], out: Any
     ) -> None:
-        """An operation below autograd: a product, or one that writes to what a product made."""
+        """Record an operation below autograd: a product, or one that writes to its output."""
         if is_product(func):
             formula = flop_registry.get(func._overloadpacket, flop_registry[_FUSED])
             flops = formula(*args, **kwargs, out_val=out)

@@ -177,7 +177,7 @@ class _Layout:
         """Shard the parameters, and open the groups that sum the gradients of shared parts."""
         rank = self.axis.rank
         lines: dict[Groups, Axis] = {(): Axis(AXIS)}
-        # hooks keep this object alive, so it must not hold the weights of other stages
+        # hooks keep this object alive, so it must not keep the weights of other stages
         wanted, self.wanted = self.wanted, {}
         for name, (p, cut) in wanted.items():
             layout, within = AxisLayout.sharded(cut), _lines(cut)

@@ -117,7 +117,7 @@ def without(model: nn.Module, why: str) -> InputError:
     what = f"tensor parallelism of a {type(model).__name__}, which {why}"
     guessed = _guess(shapes(model))
     if not guessed:
-        allowed = "models with linear layers, which can be cut"
+        allowed = "models with linear layers, which can be sharded"
         return bad(f"{what} and no linear layer", allowed, "a plan without tp, as dp2")
     allowed = (
         "a table passed as table= (verify: --table FILE), a model with the attribute tensor_table, "

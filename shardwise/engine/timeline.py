@@ -6,8 +6,8 @@
 
     found, events = predict_events(model, plan, batch, loss=loss)
 
-Hooks are put on the modules of units when a measurement begins, and removed when it ends: a step
-that is not measured runs none of this. `temporary` is what is alive and in no other category.
+A measurement sets hooks on the modules of units and removes them at its end, so other steps are not
+affected. `temporary` are the live bytes in no other category.
 """
 
 from collections.abc import Callable, Iterator
@@ -64,7 +64,7 @@ class StepMeter(TorchDispatchMode):
         self.engine, self.meter, self.saved = engine, meter, Saved([])
         self.batch = {x.untyped_storage()._cdata for x in tree_leaves(batch) if _is_tensor(x)}
         self.events: list[Event] = []
-        self.open: dict[str, int] = {}  # of each unit, how many of its modules are running
+        self.open: dict[str, int] = {}  # the number of running modules of each unit
         self.microbatch = 0
         self.in_backward = False
         self.most_bytes, self.peak = 0, dict[str, int]()  # by the meter's categories
@@ -86,7 +86,7 @@ class StepMeter(TorchDispatchMode):
             self.recorder.look(self._alive())
 
     def see(self, kind: str, unit: str = "") -> None:
-        """Note an event: what is alive now, and the most since the event before."""
+        """Record an event: the live bytes now, and the most since the previous event."""
         peak = self.meter.peak_bytes
         if peak > self.most_bytes:
             self.most_bytes, self.peak = peak, self.meter.peak
@@ -103,8 +103,8 @@ class StepMeter(TorchDispatchMode):
         self.events.append(Event(kind, unit, self.microbatch, held, max(peak, sum(held.values()))))
 
     def _alive(self) -> list[Live]:
-        """Storages of the device that are alive, but for the batch: category and bytes of each."""
-        self.meter.now()  # follows what the engine has made since
+        """The live storages of the device except the batch: category and bytes of each."""
+        self.meter.now()  # tracks new tensors of the engine
         whole = {f.full.untyped_storage()._cdata for f in self.engine.flats if f.reshards}
         recomputed = self.engine.recompute.modules.values()
         inputs = {x.untyped_storage()._cdata for one in recomputed for x in one.kept_tensors()}
@@ -123,7 +123,7 @@ class StepMeter(TorchDispatchMode):
     # --- the hooks --------------------------------------------------------------------------------
 
     def hook(self, stack: ExitStack) -> None:
-        """Put them on the modules of units; `stack` takes them off."""
+        """Set the hooks on the modules of units; `stack` removes them."""
         for unit in self.engine.data.units.order:
             for module in unit.modules:
                 begin, end = partial(self.begins, unit), partial(self.ends, unit)
@@ -131,24 +131,24 @@ class StepMeter(TorchDispatchMode):
                 stack.callback(module.register_forward_hook(end).remove)
 
     def begins(self, unit: Unit, *_: Any) -> None:
-        """A module of the unit is called; hooks of the engine have gathered it."""
+        """A module of the unit begins; the engine's hooks have gathered it."""
         self.open[unit.name] = self.open.get(unit.name, 0) + 1
         if self.open[unit.name] == 1 and not _in_backward():  # else it is computed again
             self.see("forward", unit.name)
 
     def ends(self, unit: Unit, _: nn.Module, __: Any, out: Any) -> None:
-        """It has returned: its backward begins when a gradient reaches what it returned."""
+        """The module returns; its backward begins when a gradient reaches its output."""
         self.open[unit.name] -= 1
         for x in [x for x in tensors_in(out) if x.requires_grad]:
             x.register_hook(lambda _: self.see("backward", unit.name))
 
     def updates(self, *_: Any) -> None:
-        """The optimizer's step begins; of several in a step of the engine, the first counts."""
+        """The optimizer's step begins; only the first one in a step of the engine counts."""
         if not any(event.kind == "update" for event in self.events):
             self.see("update")
 
     def acted(self, step: Step) -> None:
-        """An action of a pipeline is over."""
+        """An action of a pipeline has ended."""
         if step.op in COMPUTE_OPS:
             self.see(str(step))
 
@@ -170,9 +170,9 @@ class _Watch:
 
 @contextmanager
 def measuring(engine: Engine, batch: Any, recorder: Recorder | None = None) -> Iterator[StepMeter]:
-    """Measure the step of `engine` on `batch` that is made inside.
+    """Measure the step of `engine` on `batch` inside the `with`.
 
-    `recorder` gets every storage that is allocated and freed.
+    `recorder` records every storage that is allocated and freed.
     """
     with ExitStack() as stack:
         seen = StepMeter(engine, stack.enter_context(Meter(engine)), batch, recorder)
@@ -199,11 +199,11 @@ def predict_events(
     loss: Loss | None = None,
     **options: Any,
 ) -> tuple[Prediction, tuple[Event, ...]]:
-    """What `sw.predict` says, and the memory of `rank` at each event of a step after the first.
+    """The result of `sw.predict`, and the memory of `rank` at each event of a step after the first.
 
-    Raises InputError for what `sw.predict` refuses, for plans whose moments are not predicted
-    (prediction/timeline.py), and for a model that does not run on meta. The microbatches of a
-    pipeline are taken to have the shapes of the first.
+    Raises InputError like `sw.predict`, for plans whose timeline is not predicted
+    (prediction/timeline.py), and for a model that does not run on meta. Assumes that all
+    microbatches of a pipeline have the shapes of the first.
     """
     found = predict(model, plan, batch, rank=rank, loss=loss, **options)
     plan, plain = found.plan, plain_copy(model, found.plan)

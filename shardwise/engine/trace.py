@@ -1,7 +1,7 @@
 """Records which storages a step allocates and frees, for a simulation of an allocator.
 
-Before and after each operation the recorder compares the storages that are alive with those before.
-A storage whose size changes is freed and allocated again, as units are.
+After each operation the recorder compares the live storages with the previous ones. A storage whose
+size changes, as that of a unit, counts as freed and allocated again.
 """
 
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from typing import Any, Final, NamedTuple
 
 from shardwise.prediction.first_fit import LONG, Change, Trace
 
-#: Of the categories that a storage has had, the first one counts.
+#: If a storage has had several categories, the first one in this list counts.
 PRECEDENCE: Final = ("parameters", "optimizer", "buffers", *LONG, "temporary")
 #: A moment of the step at which fragmentation is measured.
 EVENT: Final = Change(-1, 0)
 
 
 class Live(NamedTuple):
-    """The meter's entry of a storage that is alive, its category and its bytes now."""
+    """The meter's entry of a live storage, its category and its bytes."""
 
     entry: Any
     category: str
@@ -32,7 +32,7 @@ class Recorder:
         self.had: list[set[str]] = []  # by the number of the storage, its categories
 
     def look(self, alive: Sequence[Live]) -> None:
-        """Note what was allocated and freed since."""
+        """Record what was allocated and freed since the last call."""
         now = {one.entry: one for one in alive if one.stored_bytes}
         for entry, before in list(self.live.items()):
             if entry not in now or now[entry].stored_bytes != before.stored_bytes:
@@ -46,6 +46,6 @@ class Recorder:
 
     @property
     def trace(self) -> Trace:
-        """What was recorded."""
+        """The record."""
         of = [next(name for name in PRECEDENCE if name in names) for names in self.had]
         return Trace(self.changes, dict(enumerate(of)))

@@ -113,7 +113,7 @@ class Stale:
         self.left = Counter(self.uses)
         self.kept: dict[int, dict[int, list[Tensor]]] = {}  # stage -> version -> its buffers
         self.shown: dict[int, int] = {}  # the version that parameters are views of
-        self.peak_bytes = 0  # the most that versions but the newest took, in the last run
+        self.peak_bytes = 0  # the peak of old versions in the last run
 
     @contextmanager
     def running(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""The bytes of activations that one layer holds between its forward and its backward.
+"""The bytes of activations that one layer stores between its forward and its backward pass.
 
 Of B sequences of T positions, on t tensor ranks, for a layer of width D with H heads. Published
 (Korthikanti et al., arXiv 2205.05198, table 2), 16-bit, with dropout, GELU, an explicit softmax:
@@ -6,12 +6,12 @@ Of B sequences of T positions, on t tensor ranks, for a layer of width D with H 
     one rank             T B D (34 + 5 H T / D)
     tp                   T B D (10 + 24 / t + 5 H T / (D t))    the stream is whole on every rank
     tp sp                T B D (34 + 5 H T / D) / t
-    selective            without the term 5 H T / D: scores are computed again
+    selective            without the term 5 H T / D: scores are recomputed
     full                 2 T B D: only the layer's input is kept
 
-Of our Block (models/gpt.py), with s bytes an element and w = max(s, 4) for what norms and softmax
-keep, on a rank with h query heads and k key heads of width E, f of the feed-forward's F, and N of
-the B T positions in its stream (all, or under sp its shard):
+A Block of models/gpt.py, with s bytes an element and w = max(s, 4) for values of norms and softmax,
+on a rank with h query heads and k key heads of width E, f of the feed-forward's F, and N of the B T
+positions in its stream (all, or under sp its shard), keeps:
 
     two norms            2 N (D + 1) w         the input, the reciprocal root
     two column inputs    2 B T D s             q, k, v read one; gate and up the other
@@ -26,10 +26,10 @@ With recomputation, arXiv 2205.05198 section 5 (docs/recompute.md derives it):
                          and what products gave: q, k, v, attention; gate, up; out, down (but under
                          tp without sp, where out and down are summed in place)
 
-There is no term in T squared: torch's attention kernel computes the scores again. The column inputs
-are whole under sp too: they are gathered once, in forward, and kept for the weight gradients, where
-the paper keeps a shard of each and gathers it again.  Where the norm is torch's own, in 16 bits and
-of fewer than 65,536 elements, it keeps the normalised input too: 2 N D w more.
+No term grows with T squared: torch's attention kernel recomputes the scores. The column inputs are
+complete under sp too: they are gathered once, in forward, and kept for the weight gradients; the
+paper keeps a shard of each and gathers it again.  Torch's own norm, used in 16 bits and below
+65,536 elements, also keeps the normalised input: 2 N D w more.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ from typing import Final
 from shardwise.core.errors import bad
 from shardwise.core.uneven import even, heads
 
-WIDE_BYTES: Final = 4  # norms and log-sum-exps are taken in fp32 at least
+WIDE_BYTES: Final = 4  # norms and log-sum-exps are computed in fp32 or wider
 LARGE: Final = 2**16  # elements from which on a norm is one node (kernels/fused_linear.py)
 
 
@@ -71,10 +71,10 @@ def paper_bytes(
 
 
 def first_stage_layers(layers: int, stages: int = 1, chunks: int = 1) -> float:
-    """How many layers' activations the first stage holds under 1F1B (arXiv 2205.05198, 4.2.3).
+    """The number of layers whose activations stage 0 stores under 1F1B (arXiv 2205.05198, 4.2.3).
 
-    All of them, as many microbatches being under way as there are stages; interleaved over `chunks`
-    stages a rank, 1 + (p-1) / (p m) times as many.
+    It equals `layers`, because as many microbatches are in flight as there are stages; with
+    `chunks` interleaved stages a rank, it is 1 + (p-1) / (p m) times as large.
     """
     return layers * (1 + (stages - 1) / (stages * chunks) if chunks > 1 else 1)
 
@@ -101,8 +101,8 @@ def block_bytes(
     """Bytes that one Block holds on `rank` of `ranks` between its forward and its backward.
 
     `tokens` are B sequences of T positions; `recompute` is "none", "selective", "full" or
-    "partitioned". What is counted is what autograd keeps alive, each storage once: the block's
-    input and not its output, on a CPU. Raises ValueError where the heads cannot be shared.
+    "partitioned". Counts the storages that autograd keeps alive on a CPU, each once: the block's
+    input, not its output. Raises ValueError if the heads cannot be shared.
     """
     batch, positions = tokens
     wide = max(element_bytes, WIDE_BYTES)

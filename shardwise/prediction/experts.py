@@ -1,15 +1,15 @@
 """The bytes that layers of experts send in a step, given the loads of the experts.
 
-Of an exchange of rows, rank r of n sends all but its own rows, and as many bytes come back in the
-backward pass as came in the forward pass:
+In an exchange of rows, rank r of n sends all rows except its own, and the backward pass returns as
+many bytes:
 
     forward     dispatch: sent - sent[r]         combine: received - received[r]
     backward    dispatch: received - received[r] combine: sent - sent[r]
 
 With an even load of N tokens with k choices of width D, each of the four is N k D (n-1)/n.
 
-The loads depend on the values of the batch. Without them all ranks have as many tokens as this one,
-and `exchanged_between` says how much more or less than under an even load may be sent:
+The loads depend on the values of the batch. Without them, all ranks are assumed to have as many
+tokens as this one, and `exchanged_between` returns the least and the most bytes:
 
     rows to other ranks      N max(0, k - E/n)       to  min(N min(k, E - E/n), (E - E/n) C)
     rows from other ranks    (n-1) N max(0, k - (E - E/n))  to  min((n-1) N min(k, E/n), (E/n) C)
@@ -35,7 +35,7 @@ AXIS = "ep"
 #: The note on a prediction without loads.
 EVEN: Final = (
     "the bytes on the axis ep and the activations are those of an even load of the experts: they "
-    "depend on where the tokens go"
+    "depend on the routing of tokens"
 )
 #: Rows to other ranks of the axis, and rows from them.
 Away = tuple[int, int]
@@ -67,7 +67,7 @@ def expert_bytes(
 def exchanged_between(plan: Plan, spec: ModelSpec, rank: int) -> dict[str, tuple[int, int]]:
     """The least and the most bytes that `rank` may send in a step, by axis and kind.
 
-    Of the lines that depend on where the tokens go.
+    For the lines that depend on the routing of tokens.
     """
     if plan.ep == 1 or not spec.expert_moves:
         return {}
@@ -76,7 +76,7 @@ def exchanged_between(plan: Plan, spec: ModelSpec, rank: int) -> dict[str, tuple
 
 
 def _exchanged_bytes(plan: Plan, spec: ModelSpec, rank: int, bound: Bound) -> int:
-    """What `rank` sends in all exchanges of a step with a bound on their rows."""
+    """The bytes that `rank` sends in all exchanges of a step, given a bound on their rows."""
     tariff = Tariff(plan, rank)
     for moves in spec.expert_moves:
         for name, move in _moves_on(spec, plan, rank, moves):
@@ -177,11 +177,11 @@ def _most(layer: ExpertLayer, tokens: int, plan: Plan) -> Away:
 
 
 def _capacity(layer: ExpertLayer, tokens: int) -> int:
-    """How many choices an expert computes at most of so many tokens of the global batch."""
+    """The most choices that an expert computes for `tokens` tokens of the global batch."""
     factor = 1.0 if layer.capacity is None else layer.capacity
     return math.ceil(factor * (tokens * layer.choices) / layer.experts)
 
 
 def _spread(number: int, parts: int) -> tuple[int, ...]:
-    """`number` in so many parts, the first of which have one more."""
+    """`number` split into `parts` parts; the first ones may be larger by one."""
     return tuple((number + parts - 1 - part) // parts for part in range(parts))

@@ -102,9 +102,8 @@ def peak_bytes(changes: Sequence[Change]) -> int:
 def placed(trace: Trace, arena: Collection[str] = ()) -> Placement:
     """Place a trace by first fit.
 
-    Storages of the categories `arena` that the step frees lie in one arena instead, in front of the
-    others. Its size is the most of them that is live at once: their offsets are taken to be planned
-    before the step.
+    Storages of the categories `arena` that the step frees are in one arena in front of the others.
+    Its size is their largest live total: their offsets are assumed to be planned before the step.
     """
     inside = trace.passing(arena)
     own = [c for c in trace.changes if c.storage in inside]

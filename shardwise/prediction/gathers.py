@@ -4,13 +4,13 @@
     gathered   embed       blocks.0       blocks.1       norm head
     freed            embed          blocks.0       blocks.1
 
-Forward: a unit is gathered when one of its modules is called while it is freed. It is freed when
-the next unit is gathered after its last module has returned, so that the unit used last is whole
-when backward begins. A unit that encloses others stays whole.
+Forward: a unit is gathered when one of its modules is called while the unit is freed. It is freed
+when the next unit is gathered after its last module has returned, so the unit used last is still
+gathered when backward begins. A unit that encloses others stays gathered.
 
-Backward: a unit is gathered once, when the first gradient reaches what it returned. That costs
-nothing for the unit used last and for those that enclose others, which are whole, and for
-embeddings, whose backward does not read the weights. (FSDP, arXiv 2304.11277, section 3.)
+Backward: a unit is gathered once, when the first gradient reaches its output. This sends nothing
+for units that are still gathered (the last one, and those that enclose others) and for embeddings,
+whose backward does not read the weights. (FSDP, arXiv 2304.11277, section 3.)
 """
 
 from collections.abc import Collection, Sequence
@@ -80,9 +80,9 @@ def order_of(units: Sequence[UnitModules], run: ModelPass, members: Collection[i
 
 
 def gathers(units: Sequence[UnitModules], run: ModelPass) -> list[tuple[int, int]]:
-    """For each unit, how often a step gathers it in forward and in backward, of one microbatch.
+    """For each unit, the number of gathers in forward and in backward of one microbatch.
 
-    All of `units` are sharded: their parameters are whole only while they are used.
+    All of `units` are sharded: their parameters are gathered only while they are used.
     """
     path, _, reached = order_of(units, run, range(len(units)))
     last = path[-1] if path else None

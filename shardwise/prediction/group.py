@@ -1,7 +1,7 @@
-"""Flat parameters as numbers: how the ranks of a plan keep parameters that are stored end to end.
+"""Flat parameters as numbers: how the ranks of a plan store parameters end to end.
 
-A unit holds one group for each pair of element type and trainability. What is neither trained nor
-kept sharded is the same on every rank for good, so it is not split.
+A unit has one group for each pair of element type and trainability. A group that is neither trained
+nor sharded never changes, so it is not split into blocks.
 """
 
 from collections.abc import Hashable
@@ -20,7 +20,7 @@ class Group:
 
     All of them have the same layout on the tensor axis, too.
 
-    `shard` is the number of ranks over which they are split: 1 where they are not.
+    `shard` is the number of ranks over which they are split; 1 if they are not split.
     """
 
     unit: UnitShape
@@ -30,7 +30,7 @@ class Group:
 
     @property
     def row(self) -> Row:
-        """The row that says where the data ranks keep them."""
+        """The row of their layout on the data axes."""
         return self.layout.row
 
     @property
@@ -45,7 +45,7 @@ class Group:
 
     @property
     def reshards(self) -> bool:
-        """Whether its parameters are whole on the device only while they are used."""
+        """Whether its parameters are gathered on the device only while they are used."""
         return self.row.param_tier != "device" or (self.row.param.kind == "S" and self.shard > 1)
 
     @property
@@ -78,6 +78,6 @@ def each_backward(group: Group) -> bool:
 
 
 def layout_of(plan: Plan, param: ParamShape) -> Layout:
-    """How the ranks hold a parameter: as its layout says, or as the plan's row does."""
+    """The parameter's own layout, or that of the plan's row."""
     axes = plan.shard_axis or "none", plan.replicate_axis or "none"
     return param.layout or Layout(plan.states, *axes)

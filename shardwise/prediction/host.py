@@ -1,10 +1,10 @@
-"""Activations in host memory: what rests there, what is copied, and what is back at once.
+"""Activations in host memory: the bytes that rest there, are copied, and are fetched at once.
 
     rests on the host     each storage of at least 1 KiB that a block keeps: all that autograd saves
                           in its forward, or what recomputation keeps of it (recompute.py)
-    copied                each once to the host in forward, and once back in backward
-    fetched at once       what two neighbouring blocks keep; storages that several blocks read,
-                          from the last of these to the first
+    copied                each storage, once to the host in forward and once back in backward
+    fetched at once       the storages of two neighbouring blocks; those that several blocks read
+                          stay from the last of these to the first
 
 The rest of `activations` stays on the device (parallel/recompute/host.py).
 """
@@ -22,7 +22,7 @@ from shardwise.prediction.traffic import Line, Tariff
 
 
 class Piece(NamedTuple):
-    """What is kept: a storage by its number, or this rank's part of an argument; its module."""
+    """A kept storage by its number, or this rank's part of an argument; and its module."""
 
     key: object
     stored_bytes: int
@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 
 
 def pieces(spec: ModelSpec, tape: Tape, ranks: int) -> Iterator[tuple[Piece, bool]]:
-    """What a microbatch keeps, once or more often for each module, and whether on the host."""
+    """The kept pieces of a microbatch, maybe repeated for a module, and whether on the host."""
     within = Within(spec.on_host)
     for storage, module in storages(tape, spec.recomputed, arenas=spec.arenas):
         piece, block = Piece(storage, tape.storage_bytes[storage], module), within(module)
@@ -49,7 +49,7 @@ def tier_bytes(spec: ModelSpec, tape: Tape, ranks: int, *, on_host: bool) -> dic
     by_key = {(piece.key, stage_of(spec, piece.module)): piece.stored_bytes for piece in kept}
     for (_, stage), stored_bytes in by_key.items():
         found[stage] += stored_bytes
-    if spec.on_host and not on_host:  # the runtime holds what a stage has received
+    if spec.on_host and not on_host:  # the runtime keeps the tensors that a stage received
         for stage, received in enumerate(spec.stages.bundles[0] if spec.stages else (), 1):
             sizes = (x.numel * x.element_bytes for x in received)
             found[stage] += sum(size for size in sizes if size >= SMALL_BYTES)
@@ -75,10 +75,10 @@ def copied_bytes(plan: Plan, spec: ModelSpec, rank: int) -> dict[Line, int]:
 
 
 def fetched_bytes(spec: ModelSpec, plan: Plan, rank: int) -> int:
-    """The most bytes that are back on the device of `rank` at once, of the first microbatch.
+    """The most bytes that are fetched to the device of `rank` at once, for the first microbatch.
 
-    A storage is fetched with the last block that reads it, or ahead of that with the block after,
-    and freed when the backward pass of the first is over.
+    A storage is fetched with the last block that reads it, or one block earlier, and freed after
+    the backward pass of the first block that reads it.
     """
     here, within = stages_on(plan, rank), Within(spec.on_host)
     order = {name: place for place, name in enumerate(spec.on_host)}

@@ -1,12 +1,12 @@
-"""The bytes a rank holds between two steps, by category.
+"""The bytes that a rank stores between two steps, by category.
 
     parameters   the row's column `param`: all of a group (R), or this rank's block (S)
     gradients    its column `grad`: all (P), or the block (S); their memory stays for the next step
     optimizer    its column `optim`, as in the table below
     buffers      those of the model, all on every rank; and the pool of communication buffers,
                  which the plan fixes (core/pool_size.py)
-    versions     of a schedule that updates by itself: at the peak of the step, how much of trained
-                 parameters is kept in old versions (core/schedule/memory.py); none between steps
+    versions     of an asynchronous schedule: old versions of trained parameters at the peak of the
+                 step (core/schedule/memory.py); none between steps
 
 Padding is stored with parameters and gradients, and with the fp32 masters of 16-bit weights. The
 optimizer's states have the shape of this rank's piece of each parameter: no padding there. With
@@ -129,7 +129,7 @@ def _block_bytes(group: Group, sharded: bool) -> int:
 
 
 def _optimizer_bytes(group: Group, optimizer: OptimizerShape, place: int) -> int:
-    """Masters of the block, where weights have 16 bits or are elsewhere; states; scalars."""
+    """Masters of the block, if weights have 16 bits or are on another tier; states; scalars."""
     flat, half = group.flat, group.params[0].dtype in HALF
     element_bytes = MASTER_BYTES if half else group.element_bytes
     rank = place if group.shard > 1 else 0
@@ -144,7 +144,7 @@ def _optimizer_bytes(group: Group, optimizer: OptimizerShape, place: int) -> int
 
 
 def _means(shape: tuple[int, ...]) -> int:
-    """How many means a factored optimizer keeps of a parameter: its rows and columns."""
+    """The number of means that a factored optimizer keeps: one for each row and column."""
     if len(shape) < 2:
         return math.prod(shape)
     *outer, rows, columns = shape

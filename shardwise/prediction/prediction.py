@@ -31,11 +31,11 @@ CHECKED_STEPS = 3
 class Prediction:
     """The memory and the traffic of one rank of a plan.
 
-    `model` is what the rank holds of `spec`, which is the whole model.
+    `model` is the rank's part of `spec`, the full model.
     `norm`: gradients are clipped by their norm. In every `check_every`th step ranks compare their
     batches and gradients. `activations` are the most bytes that autograd keeps on the device from
     forward to backward at once, with torch's own kernels; `host_activations` those in host memory,
-    of which at most `fetched` are back on the device at once. `notes` name what depends on the
+    of which at most `fetched` are on the device at once. `notes` name results that depend on the
     values of the batch.
     """
 

@@ -1,6 +1,6 @@
 """The part of a model that one rank of a plan holds, computed from the full model's shapes.
 
-axis tp    its parts of the parameters that a style cuts
+axis tp    its parts of the parameters that a style shards
 axis ep    its experts, on the data ranks that hold the same ones
 axis pp    the parameters and buffers of the rank's stages; tied ones are on several ranks
 axis dp    a share of each unit, and how often the unit is gathered (gathers.py; unit_gathers.py)
@@ -124,7 +124,7 @@ def _staged(
 def gathered_bytes_on(spec: ModelSpec, plan: Plan, rank: int, ahead: int = 1) -> int:
     """The most bytes of gathered units that `rank` of a pipeline stores at once.
 
-    `ahead` is the option `prefetch`. Zero where no parameter is sharded, or without a pipeline.
+    `ahead` is the option `prefetch`. Zero if no parameter is sharded, or without a pipeline.
     """
     schedule, stages, stored = schedule_of(plan), spec.stages, dict[str, int]()
     if schedule is None or stages is None:
@@ -151,7 +151,7 @@ def _path(spec: ModelSpec, stages: StageSpec, stage: int, outside: frozenset[str
     """The units of a stage, in the order in which its layers use them.
 
     A unit with a module outside of the layers, or with a parameter that is read `outside` of them,
-    is whole while its stage is computed.
+    stays gathered while its stage is computed.
     """
     units = spec.shape.units
     own = [n for n, u in enumerate(units) if any(stage in stages.params[p.name] for p in u.params)]
@@ -171,7 +171,7 @@ def _path(spec: ModelSpec, stages: StageSpec, stage: int, outside: frozenset[str
 def _calls(calls: Iterable[Call], stages: StageSpec, stage: int) -> Iterator[Call]:
     """The calls that run in `stage`.
 
-    The call of a layer that several stages hold runs in the earliest of them that is not over.
+    The call of a layer that several stages hold runs in the earliest of them that has not ended.
     """
     reached = 0
     for call in calls:
@@ -219,7 +219,7 @@ def stages_on(plan: Plan, rank: int) -> set[int]:
 
 
 def moments(plan: Plan, place: int) -> list[dict[int, int]]:
-    """How many microbatches each stage keeps at the moments in which the rank at `place` of the
+    """The microbatches that each stage keeps, at the moments at which the rank at `place` of the
     pipeline may keep most bytes.
     """
     schedule = schedule_of(plan)

@@ -1,15 +1,15 @@
 """What recomputation changes: the storages that autograd keeps, and the operations of a step.
 
-    kept without             every storage that autograd saves in the forward of the module
-    recompute:full           the tensors that the module takes
-    recompute:partitioned    an n-th of those that a gradient reaches, on n tensor ranks that have
-                             the same; the others as they are
-    recompute:selective      these, and the outputs of its products (parallel/recompute/kept.py)
+    without recomputation    every storage that autograd saves in the forward of the module
+    recompute:full           the inputs of the module
+    recompute:partitioned    1/n of each input that a gradient reaches, on n tensor ranks with equal
+                             inputs; other inputs in full
+    recompute:selective      the inputs, and the outputs of products (parallel/recompute/kept.py)
 
-    operations added         of all products of the module up to the last tensor that autograd
-                             saves there; under selective of those whose outputs are not kept
+    operations added         all products of the module up to the last tensor that autograd saves
+                             there; under selective those whose outputs are not kept
 
-The other bytes of a step stay: one gather of a unit serves the recomputation and the backward pass.
+Other bytes of a step do not change: one gather of a unit serves recomputation and backward pass.
 Parts of inputs are gathered for each recomputation. (ZeRO, arXiv 1910.02054, section 6.1.)
 """
 
@@ -43,7 +43,7 @@ def storages(
 
 
 def parts(tape: Tape, kinds: Mapping[str, str]) -> Iterator[Taken]:
-    """The inputs of which each tensor rank keeps a part."""
+    """The inputs that are partitioned over the tensor ranks."""
     yield from (
         taken for taken in tape.taken if taken.trained and kinds.get(taken.module) == PARTITIONED
     )
@@ -67,15 +67,15 @@ def added_flops(tape: Tape, kinds: Mapping[str, str]) -> dict[str, int]:
 
 
 def _again(product: Product, module: str, returned: Collection[tuple[str, int]]) -> bool:
-    """Whether selective recomputation of `module` makes this product of it again.
+    """Whether selective recomputation of `module` computes this product again.
 
-    What the module returns is not kept: its reader may write to it.
+    The module's output is not kept, because its reader may write to it.
     """
     return not product.storages or any((module, s) in returned for s in product.storages)
 
 
 class Within:
-    """The one of some modules that a module is in, or that it is; None where there is none."""
+    """Maps a module to the one of some modules that is or contains it; None if none does."""
 
     def __init__(self, modules: Collection[str]) -> None:
         self.modules = modules

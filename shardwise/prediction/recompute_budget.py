@@ -5,13 +5,14 @@
     selective          inputs, outputs of products   of products whose outputs are not kept
     full               inputs                        of all products
 
-Of all choices whose bytes fit, the one with the fewest operations is taken; of those the one that
-keeps most, which makes fewest passes over memory again. It is a knapsack with one of three items
-from each block (Checkmate, arXiv 1910.02653, states the general problem). Blocks have few different
-sizes, so few different sums; where they are many, sums are rounded to a thousandth of the budget.
+Of all choices that fit, the one with the fewest operations is chosen; of several, the one that
+keeps most bytes, because it repeats the fewest passes over memory. This is a knapsack problem with
+one of three items from each block (Checkmate, arXiv 1910.02653, states the general problem). Blocks
+usually have few different sizes, so there are few sums; many sums are rounded to a thousandth of
+the budget.
 
-Under a pipeline a stage keeps its blocks once for each microbatch that is under way, and the bytes
-must fit at every moment. Each rank of the pipeline has the budget for itself.
+Under a pipeline a stage keeps its blocks once for each microbatch in flight, and the bytes must fit
+at every moment. Each rank of the pipeline has its own budget.
 """
 
 from collections import defaultdict
@@ -50,9 +51,9 @@ class _Sum:
 def within_budget(
     spec: ModelSpec, plan: Plan, blocks: Sequence[str], budget_bytes: int
 ) -> dict[str, str]:
-    """The blocks that are recomputed, each FULL or SELECTIVE, so that each rank keeps the budget.
+    """The blocks to recompute, each FULL or SELECTIVE, so that each rank stays within the budget.
 
-    Raises InputError with the smallest budget that can be met.
+    Raises InputError, with the smallest possible budget, if it is too small.
     """
     found: dict[str, str] = {}
     for place in range(plan.mesh.size_of(PIPELINE)):
@@ -75,9 +76,9 @@ def within_budget(
 
 
 def cheapest(costs: Sequence[Sequence[Cost]], room: tuple[int, ...]) -> list[int] | None:
-    """For each block the place of the choice in its costs; None where nothing fits in `room`.
+    """For each block the index of the choice in its costs; None if nothing fits in `room`.
 
-    The fewest operations, and with these the most bytes kept.
+    The fewest operations, and among these the most bytes kept.
     """
     least = [tuple(map(min, zip(*(c.kept_bytes for c in block), strict=True))) for block in costs]
     later = [tuple(0 for _ in room)]  # what the blocks that follow keep at least
@@ -102,9 +103,9 @@ def cheapest(costs: Sequence[Sequence[Cost]], room: tuple[int, ...]) -> list[int
 
 
 def _best(sums: list[_Sum], room: tuple[int, ...]) -> list[_Sum]:
-    """The sums that none beats: with fewer operations, and no more bytes at any moment."""
+    """The sums that no other beats with fewer operations and no more bytes at any moment."""
     same = {s.cost: s for s in sums}
-    if len(same) > MOST_SUMS:  # of nearly the same bytes, the one with the fewest operations
+    if len(same) > MOST_SUMS:  # of nearly equal bytes, keep the one with the fewest operations
         same = _rounded(same.values(), room)
     found: list[_Sum] = []
     for one in sorted(same.values(), key=lambda s: (sum(s.cost.kept_bytes), s.cost.flops)):
@@ -138,7 +139,7 @@ def _add(some: tuple[int, ...], more: tuple[int, ...]) -> tuple[int, ...]:
 def _costs(
     spec: ModelSpec, every: Sequence[Mapping[int, int]], here: Sequence[str], blocks: Sequence[str]
 ) -> tuple[tuple[int, ...], list[list[Cost]]]:
-    """What a rank keeps at each moment besides the blocks, and the costs of its blocks."""
+    """The bytes that a rank keeps at each moment outside the blocks, and its blocks' costs."""
     tape = spec.run.tape
     by_kind = {kind: _of_blocks(spec, blocks, kind) for kind in KINDS}
     within = Within(blocks)
@@ -148,7 +149,7 @@ def _costs(
         for name, kept_there in of_block.items():
             for storage in kept_there:
                 users[storage].add(name)
-    for storage, names in users.items():  # what several blocks read is kept in any case
+    for storage, names in users.items():  # a storage that several blocks read is always kept
         kept |= {(storage, name) for name in names if len(names) > 1}
     outside, by_stage = {storage for storage, _ in kept}, stage_bytes(spec, kept)
     fixed = tuple(sum(n * by_stage[s] for s, n in moment.items()) for moment in every)
@@ -165,7 +166,7 @@ def _costs(
 
 
 def _of_blocks(spec: ModelSpec, blocks: Sequence[str], kind: str) -> dict[str, set[int]]:
-    """The storages that each block keeps if all are recomputed in this way."""
+    """The storages that each block keeps if all blocks are recomputed as `kind`."""
     found: dict[str, set[int]] = {name: set() for name in blocks}
     within = Within(blocks)
     for storage, module in storages(
@@ -178,9 +179,9 @@ def _of_blocks(spec: ModelSpec, blocks: Sequence[str], kind: str) -> dict[str, s
 
 
 def _in_order(chosen: Sequence[int], costs: Sequence[Sequence[Cost]]) -> list[str]:
-    """The kinds by block; of blocks of the same costs the first ones keep least.
+    """The kinds by block; among blocks with equal costs, the first ones keep least.
 
-    A backward pass comes to these last, when the others have freed what they kept.
+    The backward pass reaches these last, when the others have freed their activations.
     """
     kinds_by_cost: dict[tuple[Cost, ...], list[int]] = defaultdict(list)
     for of_block, kind in zip(costs, chosen, strict=True):

@@ -3,9 +3,9 @@
     1F1B, stage 0 of 2      F0  F1  B0  F2  B1  F3  B2  B3
     microbatches kept       1   2   1   2   1   2   1   0
 
-Under `ddp` and `zero1` a rank's parameters are whole and its gradients stay where they are, so only
-kept activations change. F adds what its stage keeps of a microbatch, and B releases it. Of a
-backward pass in two halves W does: the graph lives until then (parallel/pipeline/backward.py).
+Under `ddp` and `zero1` a rank always has full parameters and gradients, so only kept activations
+change. F adds the activations of its stage and microbatch, and B releases them. If the backward
+pass has two halves, W releases them: the graph lives until then (parallel/pipeline/backward.py).
 """
 
 from typing import Final
@@ -17,7 +17,7 @@ from shardwise.prediction.rank_shape import stage_bytes
 from shardwise.prediction.recompute import storages
 from shardwise.prediction.timeline import Event
 
-#: How many times what a stage keeps of a microbatch is kept more after an action.
+#: The change in the number of microbatches whose activations a stage keeps, by action.
 CHANGES: Final = {"F": 1, "B": -1, "I": 0, "W": -1}
 
 

@@ -1,17 +1,17 @@
-"""This file is DAPPLE's planner: where to cut a model into stages, and how often to replicate each.
+"""DAPPLE's planner: chooses the stages of a model, and the number of replicas of each.
 
 From measured times of the layers, bytes and link speeds it finds the stages and replicas with the
-least latency of one step (arXiv 2007.01045, section 4). A stage's r replicas split each microbatch,
-so F and B are an r-th of its layers' sums; before the update they all-reduce its gradients (AR).
-Between two stages stands a stage of its own, the message: F = B = its time.
+least latency of one step (arXiv 2007.01045, section 4). The r replicas of a stage split each
+microbatch, so F and B take 1/r of its layers' sums; before the update the replicas all-reduce the
+gradients (AR).  The message between two stages counts as a stage with F = B = its time.
 
-Each stage Q that never waits from its first forward to its last backward gives a latency,
+Each stage Q that does not wait between its first forward and its last backward gives a latency,
 
     F_0 + .. + F_Q  +  (m-1)(F_Q + B_Q)  +  max over s <= Q of (B_Q + .. + B_s + AR_s)
     first forward      steady state          the last backward on its way back
 
-and the step takes the longest of them. The paper picks Q, its pivot, by a rule of thumb; here it is
-the maximum, which no schedule can undercut and which 1F1B meets where stages are alike.
+and the step takes the longest of them. The paper chooses Q, its pivot, by a heuristic; here it is
+the maximum, which is a lower bound for every schedule, and exact for 1F1B with equal stages.
 """
 
 import math
@@ -24,7 +24,7 @@ from shardwise.core.errors import bad
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer as measured on one device with a whole microbatch."""
+    """The measurements of one layer on one device with a full microbatch."""
 
     forward_s: float
     backward_s: float
@@ -34,7 +34,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Links:
-    """Bytes a second between two stages, and among the replicas of one; a message's latency."""
+    """Bytes per second between two stages and among the replicas of one; latency of a message."""
 
     between_bytes_s: float = math.inf
     among_bytes_s: float = math.inf
@@ -66,10 +66,10 @@ class _Cost(NamedTuple):
 
 
 class _Rest(NamedTuple):
-    """The end of a model, seen from its first stage: stages, and what its step takes.
+    """The stages from some layer to the end of the model, and the times of their step.
 
-    `latency` is the formula above; `turn` the same up to its first stage's last backward, without
-    all-reduce. Both are the least for these layers and devices, each at the price of the other.
+    `latency` is the formula above; `turn` is the time until the last backward of the first of these
+    stages, without all-reduce. No partition of these layers and devices is better in both.
     """
 
     latency: float
@@ -80,11 +80,11 @@ class _Rest(NamedTuple):
 def partition(
     layers: Sequence[Layer], devices: int, microbatches: int, links: Links | None = None
 ) -> Partition:
-    """The stages and replicas, on exactly so many devices, with the least latency of a step.
+    """The stages and replicas on exactly `devices` devices with the least latency of a step.
 
-    A dynamic programme from the last layer to the first: of each end of the model on each number of
-    devices, every partition is kept that is not worse than another in both latency and turn. Exact.
-    Raises InputError for numbers that cannot be.
+    An exact dynamic program from the last layer to the first: for each first layer and number of
+    devices, it keeps every partition that no other beats in both latency and turn.
+    Raises InputError for impossible numbers.
     """
     links = links or Links()
     _require(layers, devices, microbatches, links)
@@ -107,7 +107,7 @@ def partition(
 def latency(
     stages: Sequence[Stage], layers: Sequence[Layer], microbatches: int, links: Links | None = None
 ) -> float:
-    """Seconds that a step takes with these stages, by the formula above."""
+    """The seconds of a step with these stages, by the formula above."""
     links = links or Links()
     costs: list[_Cost] = []
     for stage in stages:
@@ -124,7 +124,7 @@ def latency(
 def _before(
     stage: Stage, rest: _Rest, layers: Sequence[Layer], microbatches: int, links: Links
 ) -> _Rest:
-    """The end of a model with one stage more in front of it, and the message between them."""
+    """`rest` with one more stage in front of it, and the message between them."""
     late, turn = rest.latency, rest.turn
     costs = [_cost(stage, layers, links)]
     costs += [_message(layers[stage.last - 1], links)] if rest.stages else []
@@ -136,7 +136,7 @@ def _before(
 
 
 def _best(found: list[_Rest]) -> list[_Rest]:
-    """Those that no other beats in latency and turn."""
+    """The partitions that no other beats in both latency and turn."""
     kept: list[_Rest] = []
     for rest in sorted(found):
         if not kept or rest.turn < kept[-1].turn:
@@ -157,7 +157,7 @@ def _message(layer: Layer, links: Links) -> _Cost:
 
 
 def _require(layers: Sequence[Layer], devices: int, microbatches: int, links: Links) -> None:
-    """Return if the numbers can be; else raise InputError."""
+    """Raise InputError for impossible numbers."""
     if not layers or devices < 1 or microbatches < 1:
         given = f"{len(layers)} layers, {devices} devices, {microbatches} microbatches"
         raise bad(given, "one or more of each", "partition(layers, devices=4, microbatches=8)")

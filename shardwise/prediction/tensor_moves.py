@@ -6,15 +6,15 @@
     colwise_gather_output       enter                           join the features: S -> I
     rowwise_split_input         take its features: I -> S       leave
     vocabulary, an embedding                                    leave
-    vocabulary, a linear layer  enter                           logits stay cut
+    vocabulary, a linear layer  enter                           logits stay sharded
     gather                      S(T) -> R; I -> R of the others
     split                       I -> S(T)
     sequence:join                                               S(T) -> I
 
-The second placement is under `sp`, where the stream between layers is split along the sequence T. A
-tensor that several layers read in a row enters once, and once more for those under no_grad. What a
-gradient reaches goes back between the duals. (Megatron-LM, arXiv 1909.08053, section 3; arXiv
-2205.05198, section 4.2.2.)
+The second placement is that under `sp`, where the stream between layers is sharded along the
+sequence T. If several layers in a row read a tensor, it enters once, and once more for those under
+no_grad. A tensor that a gradient reaches moves between the duals in the backward pass.
+(Megatron-LM, arXiv 1909.08053, section 3; arXiv 2205.05198, section 4.2.2.)
 """
 
 import math
@@ -32,7 +32,7 @@ from shardwise.core.uneven import Cut
 from shardwise.prediction.group import layout_of
 
 TENSOR = "tp"
-#: Styles of modules whose whole parameters meet parts of the activations: gradients are summed.
+#: Styles of modules that apply replicated parameters to shards: their gradients are summed.
 SUMMED = ("replicated", "sequence")
 
 #: (src, dst, numel of the whole, element bytes, phase)
@@ -41,7 +41,7 @@ Send = Callable[[Placement, Placement, int, int, str], None]
 
 @dataclass
 class Crossings:
-    """One forward and backward pass over the tensor axis; `send` is told of each move."""
+    """The moves of one forward and backward pass on the tensor axis; calls `send` for each."""
 
     spec: TensorSpec
     ranks: int
@@ -55,11 +55,11 @@ class Crossings:
         self.gathered = [f"{name}." for name, style in styles if style.name == "gather"]
 
     def count(self, here: Callable[[str], bool]) -> None:
-        """Every move of the modules that are `here`, by their names."""
+        """Send every move of the modules whose names are `here`."""
         for call in self.run.calls:
             style = self.spec.styles.get(call.module)
             if not call.module and not call.begins:
-                self.entered = {}  # the forward is over
+                self.entered = {}  # the forward has ended
             if style is None or not call.values or not here(call.module):
                 continue
             if call.begins:
@@ -91,7 +91,7 @@ class Crossings:
                 pass
 
     def _input(self, call: Call, number: int) -> Value:
-        """A tensor that the call takes; under no_grad no gradient of it comes back."""
+        """An input of the call; under no_grad it has no gradient."""
         x = self.run.values[number]
         return x if call.recorded else x._replace(trained=False)
 
@@ -115,23 +115,23 @@ class Crossings:
                 pass
 
     def _leave(self, y: Value, split: bool, phase: str, *, resets: bool = True) -> None:
-        """The partial sums of `y` become the stream; whoever reads it enters anew."""
+        """The partial sums of `y` become the stream; its next reader enters again."""
         if resets:
             self.entered.pop(split, None)
         self._move(y, (P, S(0) if split else I), self._long(y, split), phase)
 
     def _move(self, x: Value, way: tuple[Placement, Placement], numel: int, phase: str) -> None:
-        """A move forward, and of the gradient backward between the duals."""
+        """Send a move forward, and that of the gradient between the duals backward."""
         (src, dst), size = way, ELEMENT_BYTES[x.dtype]
         self.send(src, dst, numel, size, phase)
-        if x.trained and (src, dst) != (P, I):  # a sum that all ranks go on with alike: I -> R
+        if x.trained and (src, dst) != (P, I):  # the dual I -> R sends nothing
             self.send(dst.dual, src.dual, numel, size, "backward")
 
     def _split(self, style: Style) -> bool:
         return self.spec.sp and style.by != "whole"
 
     def _long(self, x: Value, split: bool) -> int:
-        """Elements of `x`, its sequence padded to shards of one size where it is split."""
+        """Elements of `x`; a sharded sequence is padded to shards of one size."""
         numel = math.prod(x.shape)
         if not split or not numel:
             return numel
@@ -139,21 +139,21 @@ class Crossings:
         return numel // whole * self.lengths.shard(whole) * self.ranks
 
     def _wide(self, x: Value, cut: Cut) -> int:
-        """Elements of `x`, its features padded to blocks of one size."""
+        """Elements of `x`; its features are padded to blocks of one size."""
         return math.prod(x.shape[:-1]) * cut.ranks * max(map(cut.size, range(cut.ranks)))
 
     def _cut(self, module: str) -> Cut:
         style, shape = self.spec.styles[module], self.spec.modules[module]
         cut = cuts(style, shape, self.spec.table, self.ranks)
-        assert cut is not None  # these styles cut features
+        assert cut is not None  # these styles shard features
         return cut
 
 
 def recomputing(run: ModelPass, modules: Collection[str]) -> ModelPass:
-    """`run`, followed by the calls that its backward pass makes again to recompute `modules`.
+    """`run`, followed by the calls that its backward pass repeats to recompute `modules`.
 
-    A recomputation ends at the last tensor that autograd saves in the module. What it gathers and
-    sums is sent again; no gradient goes back through it. Hooks on the module itself run once.
+    A recomputation ends at the last tensor that autograd saves in the module. It sends its gathers
+    and sums again, and has no backward pass. Hooks on the module itself run once.
     """
     calls, begun = [*run.calls], dict[str, int]()
     for index, call in enumerate(run.calls):
@@ -173,7 +173,7 @@ def recomputing(run: ModelPass, modules: Collection[str]) -> ModelPass:
 def held_parts(
     spec: TensorSpec, plan: Plan, rank: int, ranks: int
 ) -> Callable[[ParamShape], ParamShape]:
-    """What `rank` of the tensor axis holds of each parameter, as a function of the whole one."""
+    """The part of each parameter on `rank` of the tensor axis, as a function of the full one."""
     found: dict[str, AxisLayout] = {}
     for module, style in spec.styles.items():
         shape = spec.modules[module]

@@ -8,13 +8,13 @@
     backward block 0    block 0             of block 0                 shards, all of block 1
     update, end         -                   -                          shards
 
-`parameters`, `optimizer` and `buffers` are those between steps. A unit is gathered when it is used
-and one ahead of it, as parallel/data/hooks.py says; its whole gradient is stored from its first
-gradient until its sum has arrived; `in_flight` sums are on their way (parallel/data/reducer.py).
-Kept activations come from the pass, which counts what is alive of what autograd saved.
+`parameters`, `optimizer` and `buffers` are those between steps. A unit is gathered while the unit
+before it is used (parallel/data/hooks.py); its full gradient is stored from its first gradient
+until the reduction has arrived; `in_flight` reductions run at once (parallel/data/reducer.py). Kept
+activations come from the pass, which counts live tensors that autograd saved.
 
-Not predicted: temporary bytes, which a kernel or a message holds for less than a layer. It is a
-step after the first, in which gradients and optimizer states get their memory.
+Not predicted are temporary bytes, which a kernel or a message holds for less than a layer. The step
+is not the first one, which allocates gradients and optimizer states.
 """
 
 from collections.abc import Sequence
@@ -30,10 +30,10 @@ from shardwise.core.zero import row_of
 from shardwise.prediction.group import Group, each_backward, groups
 from shardwise.prediction.prediction import Prediction
 
-#: What is predicted. A measured timeline has "temporary" too.
+#: The predicted categories. A measured timeline has "temporary" too.
 PREDICTED: Final = ("parameters", "gathered", "gradients", "optimizer", "buffers", "kept")
 TEMPORARY: Final = "temporary"
-#: So much of the shards is updated at once where no norm is wanted (engine/updating.py).
+#: Bytes of shards that are updated at once if no norm is needed (engine/updating.py).
 EARLY_BYTES: Final = 2**21
 
 
@@ -47,8 +47,8 @@ class Mark(NamedTuple):
     kind: Literal["call", "return", "loss", "gradient", "complete"]
     name: str
     kept_bytes: int
-    graded: bool = True  # of "return": whether a gradient will reach what it returned
-    returned: int = -1  # of "gradient": the place of its "return" among the marks
+    graded: bool = True  # of "return": whether a gradient will reach its output
+    returned: int = -1  # of "gradient": the index of its "return" among the marks
 
 
 class Event(NamedTuple):
@@ -96,7 +96,7 @@ class _Unit:
 
     @property
     def full_bytes(self) -> int:
-        """Bytes of the gathered unit: all of each group that is freed between uses."""
+        """Bytes of the gathered groups that are freed between uses."""
         return sum(_padded(group) for group in self.groups if group.reshards)
 
     @property
@@ -144,9 +144,9 @@ class _Step:
         self.path: list[_Unit] = []  # of the step before
         self.uses: list[_Unit] = []
         self.calls: list[_Unit] = []
-        self.counts: dict[int, int] = {}  # by the place of a return, how many calls had begun
+        self.counts: dict[int, int] = {}  # the number of calls before each return
         self.latest: _Unit | None = None
-        self.flying: list[_Unit] = []  # whose gradients are on their way
+        self.flying: list[_Unit] = []  # units whose reductions are in flight
         self.next = 0  # units, from the last, whose sums have begun
         self.microbatch = 0
         self.events: list[Event] = []
@@ -260,7 +260,7 @@ class _Step:
             self.flying.pop(0)
 
     def update(self, by_norm: bool) -> None:
-        """All sums have arrived where a norm is wanted; else those of the first 2 MiB."""
+        """Begin the update, after all sums if a norm is needed, else after the first 2 MiB."""
         ready = 0
         while self.flying and (by_norm or ready < EARLY_BYTES):
             ready += self.flying.pop(0).shard_bytes
@@ -270,7 +270,7 @@ class _Step:
     # --- live bytes -------------------------------------------------------------------------------
 
     def see(self, kind: str, unit: str, kept_bytes: int) -> None:
-        """Note an event."""
+        """Record an event."""
         filling = sum(_padded(u.groups[k]) for u in self.units for k in u.filling)
         flying = sum(unit.sent_bytes for unit in self.flying)
         by_category = {
@@ -287,7 +287,7 @@ class _Step:
 
 
 def unpredicted(plan: Plan) -> str:
-    """The word for which the moments of a plan are not predicted; "" where they are."""
+    """The word that prevents the prediction of a plan's timeline; "" if none."""
     words = {
         "pp": None if _stays(plan) else plan.pipeline,
         "recompute": None if _keeps_inputs(plan) else f"recompute:{plan.recompute}",
@@ -300,7 +300,7 @@ def unpredicted(plan: Plan) -> str:
 
 
 def require_predicted(plan: Plan) -> None:
-    """Raise InputError for a plan whose moments are not predicted."""
+    """Raise InputError for a plan whose timeline is not predicted."""
     if word := unpredicted(plan):
         raise bad(
             f"a timeline of '{plan}' with {word}",
@@ -312,7 +312,7 @@ def require_predicted(plan: Plan) -> None:
 
 
 def _keeps_inputs(plan: Plan) -> bool:
-    """Whether autograd alone holds what recomputed modules keep, which are their inputs."""
+    """Whether recomputed modules keep only their inputs, and only autograd holds these."""
     what = plan.recompute
     if what is None:
         return True
@@ -323,11 +323,11 @@ def _keeps_inputs(plan: Plan) -> bool:
 
 
 def _stays(plan: Plan) -> bool:
-    """Whether nothing but kept activations changes in a step of the plan's pipeline.
+    """Whether only kept activations change in a step of the plan's pipeline.
 
-    Not with updates by the schedule, and rows that free units or reduce after each backward pass.
-    With tensor ranks or recomputation, I may do all of B in a step that is measured: nodes off the
-    way are not run where hooks unpack what they saved (parallel/pipeline/backward.py).
+    False for asynchronous schedules, and rows that free units or reduce after each backward pass.
+    With tensor ranks or recomputation, I may do all of B in a measured step: W cannot run branches
+    whose saved tensors are unpacked by hooks (parallel/pipeline/backward.py).
     """
     schedule, row = schedule_of(plan), row_of(plan.row)
     if schedule is None or schedule.update or row.param.kind == "S" or row.grad.kind == "S":

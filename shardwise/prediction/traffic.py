@@ -1,13 +1,13 @@
 """The bytes that each rank sends in one training step, by axis, kind and phase.
 
-Of a flat parameter on the data axes: the moves of its row (core/zero.py) at their prices
+For a flat parameter on the data axes: the moves of its row (core/zero.py) at their prices
 (core/moves.py), those before use and after backward in each microbatch, the others once; then the
-sums of its gradient over tensor and pipeline ranks. And, whatever the model's size:
+sums of its gradient over tensor and pipeline ranks. In addition:
 
     check      the consensus: loss, tokens, and for each trained parameter whether it had a
-               gradient, as doubles that every rank gathers; one double more where the norm is
-               computed, and along the tensor axis always; and for a parameter that several stages
-               hold, whether any of them had a gradient
+               gradient, as doubles that every rank gathers; one more double if the norm is
+               computed, and always along the tensor axis; for a parameter of several stages,
+               whether any of them had a gradient
     forward    all buffers, from the first rank of each axis
 
 In the first step, the data ranks exchange their numbers of tokens beforehand, the ranks of other
@@ -15,10 +15,8 @@ axes exchange three doubles for their batch, and those of the tensor axis one fo
 for each trained parameter that they replicate (engine/consistency.py). In later steps that compare,
 they exchange the batch's again, and three doubles for the loss and all gradients.
 
-A schedule that updates by itself does what is said to be done once, and sums the consensus but the
-loss, with each of its updates.
-
-Nothing here is measured.
+An asynchronous schedule does the moves "once", and sums the consensus except the loss, with each of
+its updates.
 """
 
 import math
@@ -49,7 +47,7 @@ from shardwise.prediction.tensor_moves import TENSOR, Crossings, recomputing
 
 PIPELINE = "pp"
 CONSENSUS_BYTES = 8  # added as doubles: a count of tokens must not be rounded
-COUNT_BYTES = 4  # the first step asks for its number of tokens beforehand
+COUNT_BYTES = 4  # the first step exchanges its number of tokens beforehand
 
 
 class Line(NamedTuple):
@@ -61,7 +59,7 @@ class Line(NamedTuple):
 
 
 class Tariff:
-    """The data axes of a plan, seen from one rank, and what has been sent along them so far."""
+    """The data axes of a plan, seen from one rank, and the bytes sent along them so far."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan, self.sent_bytes = plan, dict[Line, int]()
@@ -91,7 +89,7 @@ class Tariff:
         return len(on.group(self.coordinates.get(axis, 0)))
 
     def sum_parts(self, axis: str, numel: int, ranks: int, element_bytes: int) -> None:
-        """The sum of gradients of which so many ranks of the axis each have a part."""
+        """The sum of gradients over `ranks` ranks of the axis."""
         step = price(P, R, numel, ranks)
         self.add(Line(axis, step.what, "backward"), round(step.sent) * element_bytes)
 
@@ -105,20 +103,20 @@ class Tariff:
         self.add(Line(PIPELINE, "send", phase), numel * element_bytes)
 
     def loss(self, one: CutLoss) -> None:
-        """A cross-entropy over the words that tensor ranks share."""
+        """A cross-entropy over a sharded vocabulary."""
         positions, smoothing, size = one
         ranks = self.size(TENSOR)
         sent_bytes = loss_bytes(positions, ranks, smoothing=smoothing, element_bytes=size)
         self.add(Line(TENSOR, "all_reduce", "forward"), sent_bytes)
 
     def broadcast(self, stored_bytes: int, phase: str) -> None:
-        """The first rank of each data axis hands so many bytes to each of the others."""
+        """The first rank of each data axis sends `stored_bytes` bytes to each of the others."""
         for axis in (self.shard, self.replicate):
             others = self.size(axis) - 1 if self.coordinates.get(axis, 0) == 0 else 0
             self.add(Line(axis, "broadcast", phase), stored_bytes * others)
 
     def agree(self, numbers: int, number_bytes: int) -> None:
-        """Every rank gathers a few numbers of all others, one axis after the other."""
+        """Every rank gathers a few numbers of all others, one axis after another."""
         for axis in (self.shard, self.replicate):
             self.move(axis, S(0), R, numbers * self.size(axis), number_bytes, "check")
 
@@ -144,10 +142,9 @@ def step_bytes(
 ) -> dict[Line, int]:
     """The bytes `rank` sends in one step, activations apart; lines without any are left out.
 
-    `norm`: gradients are clipped (under fp16 their norm is wanted in any case). `first`: the first
-    step of a run, which asks for its number of tokens beforehand.
-    `meets`: one in which ranks compare batches; `compares`: and the loss and the gradients, "each"
-    or by their "sums".
+    `norm`: gradients are clipped (fp16 always computes their norm). `first`: the first step of a
+    run, which exchanges its number of tokens beforehand. `meets`: ranks compare batches;
+    `compares`: they also compare the loss and the gradients, "each" or by their "sums".
     """
     tariff = Tariff(plan, rank)
     own = updates(plan.pipeline, plan.mesh.size_of(PIPELINE))
@@ -206,7 +203,7 @@ def tensor_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
 
 
 def part_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
-    """The bytes `rank` sends to put inputs of recomputed modules together (recompute.py)."""
+    """The bytes `rank` sends to gather inputs of recomputed modules (recompute.py)."""
     tariff, here = Tariff(plan, rank), stages_on(plan, rank)
     ranks = tariff.size(TENSOR)
     for run in model.tensors.runs if model.tensors else ():
@@ -218,9 +215,9 @@ def part_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
 
 
 def stage_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
-    """The bytes `rank` sends to other stages in a step, as the schedule's transfers say.
+    """The bytes `rank` sends to other stages in a step, by the schedule's transfers.
 
-    What crosses a cut goes forward, and the gradients of what is trained come back.
+    Values cross boundaries forward, and the gradients of trained ones cross backward.
     """
     bundles = model.stages.bundles if model.stages else ()
     tariff, schedule = Tariff(plan, rank), schedule_of(plan)
@@ -238,10 +235,9 @@ def stage_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
 def start_bytes(plan: Plan, model: ModelShape, rank: int = 0) -> dict[Line, int]:
     """The bytes `rank` sends before the first step, on the data axes and between tiers.
 
-    Rank 0's weights are everyone's. Those that rest, or are updated, on another tier are copied
-    there.
+    Rank 0 sends its weights. Weights that rest, or are updated, on another tier are copied there.
 
-    Of a model made on the meta device only the buffers are sent: its weights follow from the seed.
+    A model on the meta device sends only its buffers: its weights follow from the seed.
     """
     tariff = Tariff(plan, rank)
     for group in groups(plan, model):
@@ -263,7 +259,7 @@ def by_kind(sent_bytes: dict[Line, int]) -> dict[str, int]:
 
 
 def _row(tariff: Tariff, group: Group, updates: int) -> None:
-    """What the row's moves send in a step with so many updates, and the sums on other axes."""
+    """The row's moves in a step with `updates` updates, and the sums on other axes."""
     plan, size, share = tariff.plan, group.element_bytes, group.flat.share
     runs = updates * (1 if plan.pipeline else plan.accumulate)
     times = {
@@ -291,7 +287,7 @@ def _row(tariff: Tariff, group: Group, updates: int) -> None:
 
 
 def _shared(tariff: Tariff, param: ParamShape) -> None:
-    """Gradients of what a rank has in common with others, which are summed as they are made."""
+    """The sums of gradients of shared parts, one in each backward pass."""
     layout = layout_of(tariff.plan, param)
     for axis, on in layout.axes:
         shared = on.shared(tariff.coordinates.get(axis, 0))

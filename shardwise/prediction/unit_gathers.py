@@ -1,13 +1,13 @@
-"""How often a rank gathers each unit in one run of its row of a schedule, where ranks shard them.
+"""How often a rank gathers each sharded unit in one run of its row of a schedule.
 
-    F0.0    embed, block 0, block 1, norm     each freed when the next is used; norm stays whole
-    B0.0    (norm), block 1, block 0          norm is whole already; block 0 stays whole
-    F0.1    embed, block 0, block 1, norm     embed takes the place of block 0
+    F0.0    embed, block 0, block 1, norm     each freed when the next is used; norm stays gathered
+    B0.0    (norm), block 1, block 0          norm is still gathered; block 0 stays gathered
+    F0.1    embed, block 0, block 1, norm     block 0 is freed when embed is used
 
-A unit that is called several times is freed after each use forward, and backward after its last.
-The unit used last stays whole until another one is used, so the next action may find it whole.
-What a stage reads outside of its layers (a root unit, tied parameters) is whole while the rank is
-in that stage. W reads no weights, but where I did nothing, as in the first stage.
+If a unit is called several times, it is freed after each use in forward, and after its last in
+backward.  The unit used last stays gathered until another one is used, so the next action may reuse
+it.  Units that a stage reads outside of its layers (a root unit, tied parameters) stay gathered
+while the rank is in that stage. W reads no weights, unless I did nothing, as in the first stage.
 """
 
 from collections import Counter
@@ -20,10 +20,10 @@ from shardwise.core.schedule.action import COMPUTE_OPS, Action
 class UnitPath(NamedTuple):
     """The units of one stage, in the order in which its layers use them.
 
-    around     whole for as long as the rank is in the stage
-    forward    by each F, a unit as often as it is called
-    backward   of each call that B comes by, the last one first; None: not read (an embedding)
-    graded     whether the stage's input requires a gradient, which is what I computes
+    around     units that stay gathered while the rank is in the stage
+    forward    the units of each F, one for each call
+    backward   the units of each B, one for each call, in reverse; None: not read (an embedding)
+    graded     whether the stage's input requires a gradient, which I computes
     """
 
     around: tuple[Hashable, ...]
@@ -40,7 +40,7 @@ class Gather(NamedTuple):
 
 
 def unit_gathers(row: Iterable[Action], paths: Mapping[int, UnitPath]) -> Counter[Gather]:
-    """How often each unit is gathered in a run of `row`; `paths` are those of its stages."""
+    """The number of gathers of each unit in a run of `row`; `paths` are those of its stages."""
     found: Counter[Gather] = Counter()
     whole: set[Hashable] = set()
     for op, stage, _ in (action for action in row if action.op in COMPUTE_OPS):
@@ -58,7 +58,7 @@ def unit_gathers(row: Iterable[Action], paths: Mapping[int, UnitPath]) -> Counte
 
 
 def _uses(path: UnitPath, op: str) -> Iterable[tuple[Hashable | None, set[Hashable | None]]]:
-    """The units that an action uses, each with those that stay whole for a later use in it."""
+    """The units that an action uses, each with those that stay gathered for a later use in it."""
     if op == "F":
         return [(unit, set()) for unit in path.forward]
     back = path.backward if reads(op, path.graded) else ()
@@ -68,7 +68,7 @@ def _uses(path: UnitPath, op: str) -> Iterable[tuple[Hashable | None, set[Hashab
 def whole_bytes(path: UnitPath, stored_bytes: Mapping[Hashable, int], ahead: int = 1) -> int:
     """The most bytes that the gathered units of a stage take at once.
 
-    That is the unit in use, the next `ahead` ones, which are being gathered, and those around;
+    These are the unit in use, the next `ahead` ones, which are being gathered, and those around; in
     backward also those that are used again.
     """
     back = path.backward

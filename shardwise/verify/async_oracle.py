@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from shardwise.verify.oracle import Microbatches, Task, Weights, in_eval_mode
 
-#: Which version of stage s microbatch i uses: how many updates its weights have seen.
+#: The version of stage s that microbatch i uses: the number of updates of its weights.
 Rule = Callable[[int, int], int]
 
 
@@ -42,12 +42,12 @@ class Staleness:
 
 
 def pipedream(stages: int) -> Rule:
-    """PipeDream on `stages` stages: the deeper the stage, the fresher its weights."""
+    """PipeDream on `stages` stages: later stages have newer weights."""
     return lambda stage, i: max(0, i - (stages - 1 - stage))
 
 
 def two_buffered(microbatches: int) -> Rule:
-    """2BW: all microbatches of a batch use the weights that the batch before began with."""
+    """2BW: all microbatches of a batch use the weights from the start of the previous batch."""
     return lambda _, i: max(0, i // microbatches - 1)
 
 
@@ -61,7 +61,7 @@ class AsyncOracle:
     def step(self, batch: Any, clip: float | None = None) -> float:
         """All the updates of one global batch; its mean loss. Raises ValueError for a `clip`."""
         if clip is not None:
-            raise ValueError("stages that update at different times know no common norm to clip")
+            raise ValueError("stages that update at different times have no common norm to clip")
         how, params = self.how, self.weights.params
         parts = Microbatches(how.data_ranks, how.microbatches).of(batch)
         versions = [{name: p.detach().clone() for name, p in params.items()}]
@@ -93,5 +93,5 @@ class AsyncOracle:
         return loss.item() * count
 
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor:
-        """What `call` returns for the model in eval mode."""
+        """The result of `call(model)` in eval mode."""
         return in_eval_mode(self.model, call)

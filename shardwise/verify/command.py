@@ -3,8 +3,8 @@
 A plan without a precision runs in fp64. It holds when, on every rank,
 
     parity    no error (parity.py) is above the bound of the precision (report.py)
-    bytes     every step sent what the formulas say, to the byte, by axis, kind and phase
-    memory    after the last step each category holds what the formulas say, to the byte
+    bytes     the bytes of every step equal the formulas, by axis, kind and phase
+    memory    the bytes of each category after the last step equal the formulas
 
 and the ranks together compare every element of every tensor (coverage.py).
 """
@@ -53,8 +53,8 @@ def verify(
 
     Called by all ranks of a world. `options` are units and table, as parallelize takes them. With
     `wire` the ranks run once more, and the network interface is read (wire.py).
-    Raises InputError for a plan that cannot run, a model that does not exist, steps below 1, `wire`
-    under torchrun or where the system does not count; RankError when a rank fails.
+    Raises InputError for a plan that cannot run, an unknown model, steps below 1, `wire` under
+    torchrun or on a system without counters; RankError if a rank fails.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     plan = replace(plan, precision=plan.precision or "fp64")
@@ -91,8 +91,8 @@ def _require_own_ranks(*, started: bool) -> None:
     if started:
         raise bad(
             "--wire under torchrun or Slurm, whose ranks may be on several hosts and whose "
-            "interfaces carry what others send too",
-            "--wire where verify starts the ranks itself, on the loopback interface of one host",
+            "interfaces also carry the traffic of other programs",
+            "--wire if verify starts the ranks itself, on the loopback interface of one host",
             'shardwise verify "dp2 zero3" --wire, without torchrun',
         )
     sent(LOOPBACK)
@@ -128,9 +128,9 @@ def _on_new_ranks(
     except RankError as error:
         if not note:
             raise
-        # batch norm refuses a rank that has a single row, for example
+        # for example, batch norm refuses a rank with a single row
         why = error.text.splitlines()[-1]
-        raise RunError(f"{note} Rank {error.rank} could not go on: {why}") from None
+        raise RunError(f"{note} Rank {error.rank} could not continue: {why}") from None
 
 
 def _on_rank(plan: Plan, model: str, steps: int, options: Options | None) -> Finding:
@@ -157,7 +157,7 @@ def verify_command(
         bool, typer.Option("--wire", help="Read the network interface's counters too.")
     ] = False,
 ) -> None:
-    """Prove a plan: it computes what one process does, and sends and holds what it must."""
+    """Prove that a plan computes what one process computes, with the predicted bytes and memory."""
     start = environment()
     options = Options(units_in(units), None if table is None else table_in(table))
     with Console(stderr=True).status(f"{plan} on {model}: {steps} steps, beside one process"):

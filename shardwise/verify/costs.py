@@ -14,18 +14,18 @@ from shardwise.prediction.traffic import Line, by_kind
 Theory = Callable[[Any], Prediction]
 #: The note on layers of experts.
 LOADS = (
-    "the predicted bytes on the axis ep are computed from where one process routes the tokens of "
+    "the predicted bytes on the axis ep are computed from the routing of tokens by one process, on "
     "the same batches"
 )
 
 
 @dataclass(frozen=True)
 class Costs:
-    """The bytes of one step, by axis and kind: the first step that differs, else the last.
+    """The bytes of one step, by axis and kind: of the first step that differs, else of the last.
 
     `hold`: in every step so far, each line of the ledger equals its prediction, in each phase.
-    `activations` are the predicted bytes that autograd keeps. `notes` name what the prediction
-    cannot know because it depends on values.
+    `activations` are the predicted bytes that autograd keeps. `notes` name parts of the prediction
+    that depend on values.
     """
 
     theory: dict[str, int] = field(default_factory=dict[str, int])

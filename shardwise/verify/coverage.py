@@ -59,7 +59,7 @@ def _problem(
         return _said(first, "in replica 0")
     if not shape:
         return ""
-    # ranks of the shard axis may each hold a whole tensor (a frozen parameter), as replicas
+    # each rank of the shard axis may hold a full tensor (a frozen parameter), as a replica
     replicas: dict[tuple[Place, int], list[Piece]] = defaultdict(list)
     own: dict[int, list[Piece]] = defaultdict(list)
     for rank, piece in shown:
@@ -85,11 +85,11 @@ def _unlike(masks: Mapping[Place, Tensor], places: Sequence[Place]) -> str:
         }
         any_of = {tp: torch.stack(of).any(0) for tp, of in held.items() if of}
         if not any_of or not torch.stack(list(any_of.values())).any(0).all():
-            return f"not all of it is shown by data replica {list(data)}"
+            return f"data replica {list(data)} does not compare all of it"
         full = [tp for tp in tensor_ranks if tp in any_of and any_of[tp].all()]
         if full and len(full) < len(tensor_ranks):
             lacks = next(tp for tp in tensor_ranks if tp not in full)
-            return f"tensor rank {full[0]} shows all of it, and tensor rank {lacks} does not"
+            return f"tensor rank {full[0]} compares all of it, and tensor rank {lacks} does not"
     return ""
 
 
@@ -103,7 +103,7 @@ def _counted(shape: tuple[int, ...], pieces: Iterable[Piece]) -> Tensor:
 
 def _said(count: Tensor, where: str) -> str:
     missing, twice = int((count == 0).sum()), int((count > 1).sum())
-    return f"{missing} elements are shown by no rank and {twice} more than once {where}"
+    return f"{missing} elements are compared by no rank and {twice} more than once {where}"
 
 
 def _named(place: Place) -> str:

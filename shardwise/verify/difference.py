@@ -1,7 +1,7 @@
 """The errors of a rank's tensors against the oracle's, tensor by tensor.
 
     fp64, fp32    max |a - b| / max |b|, of the whole tensor b: every element counts
-    bf16, fp16    sums of squares, which rounding.py judges
+    bf16, fp16    sums of squares, which rounding.py compares with a bound
 
 In fp64 and fp32, if a tensor is smaller than a thousandth of the largest tensor of its kind (the
 bias of attention keys, whose gradient is zero except for rounding), the error is divided by that
@@ -23,10 +23,10 @@ LEAST = 1e-3
 
 @dataclass(frozen=True)
 class Expected:
-    """Whole tensors by name that a run is compared with.
+    """Full tensors by name that a run is compared with.
 
-    `exact` is the oracle's. In 16 bits it is an fp64 run's, `alone` that of one process in the
-    same 16 bits, and `start` what the tensors were before training, where only the change counts.
+    `exact` are the oracle's. In 16 bits they are those of an fp64 run, `alone` those of one process
+    in the same 16 bits, and `start` the initial ones if only the change is compared.
     """
 
     exact: Mapping[str, Tensor]
@@ -82,7 +82,7 @@ def _part(box: Box, expected: Expected, unit: float) -> Part:
 def scalar(
     kind: str, name: str, found: float, exact: float, alone: float | None, unit: float
 ) -> Errors | Parts:
-    """The error of one number, as `compared` has it."""
+    """The error of one number, as in `compared`."""
     if alone is None:
         return Errors(kind, (name,), (ratio(abs(found - exact), abs(exact)),))
     return Parts(

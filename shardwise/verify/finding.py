@@ -29,9 +29,9 @@ class Errors:
 class Part:
     """A rank's part of a tensor in 16 bits: squares of errors against the exact values, summed.
 
-    `parallel` and `alone` are of the parallel run and of one process in the same precision, `exact`
-    is of the values themselves, `along` is the sum of error times value of the parallel run.
-    `rounds` is the share of a value that rounding it to 16 bits may cost.
+    `parallel` is that of the parallel run, `alone` that of one process in the same precision.
+    `exact` is the sum of squares of the values, `along` the sum of error times value of the
+    parallel run, `rounds` the unit roundoff of the precision.
     """
 
     name: str
@@ -72,9 +72,9 @@ class Piece:
 class Finding:
     """The results of one rank: errors by kind; bytes sent and stored, predicted and measured.
 
-    Gradients have errors for each step. `pieces` are those the rank compared, each time; `whole`
-    has the shapes of the tensors that all ranks together must compare. `strays` describes storages
-    that are live after steps and in no category of memory (memory.py).
+    Gradients have errors for each step. `pieces` are the pieces of each comparison; `whole` has the
+    shapes of the tensors that all ranks together must compare. `strays` describes live storages in
+    no category of memory (memory.py).
     """
 
     rank: int
@@ -88,7 +88,7 @@ class Finding:
 
     @property
     def bytes_hold(self) -> bool:
-        """Whether every step sent what was predicted."""
+        """Whether every step sent the predicted bytes."""
         return self.costs.hold
 
     def with_costs(self, more: Memory) -> "Finding":

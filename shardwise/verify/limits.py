@@ -1,11 +1,10 @@
 """Modules that a plan does not compute as one process does: batch norm and dropout.
 
-    batch norm   in training, its statistics are of the rows that a rank has, not of the whole batch
+    batch norm   in training, its statistics come from a rank's rows, not from the global batch
     dropout      its masks depend on the data rank, microbatch, stage and tensor rank
 
 A proof of a model with batch norm fails under a plan that divides the batch, and the report says
-why.  Dropout is set to 0 for a proof, in the plan's model and in the one process beside it, and the
-report says so.
+why.  A proof sets dropout to 0 on both sides of the comparison, and the report says so.
 """
 
 from collections.abc import Iterator
@@ -22,7 +21,7 @@ NAMED = 3  # modules of each kind that are named
 
 
 def batch_norm_note(model: nn.Module, plan: Plan) -> str:
-    """Why the model under `plan` cannot match one process, and what to prove instead; "" if it can.
+    """Why the model under `plan` cannot match one process, and what to prove instead; or "".
 
     This concerns plans that divide the batch among data ranks or into microbatches.
     """
@@ -39,7 +38,7 @@ def batch_norm_note(model: nn.Module, plan: Plan) -> str:
 
 
 def dropout_note(model: nn.Module) -> str:
-    """What a proof changes in the model; "" if nothing."""
+    """The note on changes of the model by a proof; "" if none."""
     drops = [name for name, m in model.named_modules() if m.training and any(_rates(m))]
     if not drops:
         return ""
@@ -63,7 +62,7 @@ def without_dropout(trainable: Trainable) -> Trainable:
 
 
 def _rates(module: nn.Module) -> Iterator[str]:
-    """Attributes that are rates of dropout above 0, as attention and recurrent layers have too."""
+    """Attributes that are dropout rates above 0; attention and recurrent layers have them too."""
     for name, value in vars(module).items():
         is_rate = "drop" in name or (name == "p" and isinstance(module, _DropoutNd))
         if is_rate and isinstance(value, float) and value > 0:

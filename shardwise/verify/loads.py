@@ -3,7 +3,7 @@
     rows of the global batch    0 1 2 3 | 4 5 6        7 rows on 2 data ranks
     microbatch                  0 0 1 1 | 0 0 1        accumulate:2
 
-Predicted bytes of experts are computed from these loads, never from what the ranks have routed.
+The predicted bytes of experts come from these loads, never from the routing of the ranks.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from shardwise.verify.oracle import Oracle
 class Choices:
     """How many choices of each token every expert computes, in the last training step of `model`.
 
-    `model` is in one process; its layers of experts report their routings from now on.
+    `model` runs in one process; its layers of experts report their routings.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -79,7 +79,7 @@ def _loads(sizes: list[int], seen: Mapping[str, Tensor]) -> Loads:
 
 
 class Routed:
-    """The loads of each step of a run, by an oracle that trains beside it on the same batches."""
+    """The loads of each step of a run, from an oracle that trains on the same batches."""
 
     def __init__(self, oracle: Oracle | AsyncOracle, plan: Plan, clip: float | None = None) -> None:
         self.oracle, self.plan, self.clip = oracle, plan, clip

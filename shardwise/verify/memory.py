@@ -1,7 +1,7 @@
 """Memory over ten steps: every live storage must belong to a category with the predicted bytes.
 
-An engine of the plan is built, makes ten steps and evaluates once, tracked by engine/live.py.
-After the third and the tenth step these are compared:
+engine/live.py tracks an engine of the plan while it is built, takes ten steps and evaluates once.
+After the third and the tenth step, two columns are compared:
 
     theory    the bytes of each category by its formula, and no live storage outside a category
     read      the sizes of the live storages
@@ -41,7 +41,7 @@ class Memory:
     costs: Costs
 
 
-#: Of a model's tensors that are attributes of modules, by the module's name and the attribute's.
+#: Tensors that are attributes of modules, by the names of module and attribute.
 Attributes = dict[tuple[str, str], Tensor]
 
 
@@ -108,7 +108,7 @@ def _restore(model: nn.Module, built: Attributes, own: Collection[tuple[str, str
 
 
 def _left(engine: Engine, live: Live) -> list[Stray]:
-    """The live storages of no category, once the hang detector holds no frame of the step.
+    """The live storages in no category, after the hang detector has released frames of the step.
 
     While a rank's hang detector (comm/hang_detector.py) reads the call stack, it keeps local
     variables of those calls alive.  A rank in a thread has no detector.

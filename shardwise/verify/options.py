@@ -12,7 +12,7 @@ from shardwise.core.plan_parser import UNITS
 from shardwise.core.tensor_plan import Table
 from shardwise.parallel.data.wrap_policy import Rule
 
-#: What a file may have beside its styles, as in Table.of.
+#: Keys that a file may have in addition to its styles, as in Table.of.
 BESIDE: Final = ("heads", "kv_heads", "sequence", "sets")
 EXAMPLE: Final = '"blocks.*.up" = "colwise" and "blocks.*.down" = "rowwise", one a line (TOML)'
 
@@ -21,7 +21,7 @@ EXAMPLE: Final = '"blocks.*.up" = "colwise" and "blocks.*.down" = "rowwise", one
 class Options:
     """The options of parallelize besides the plan: `units`, and the `table` of the tensor axis.
 
-    Blocks are units however small, unless the plan has a bucket.
+    Each block is a unit, also in small models, unless the plan has a bucket.
     """
 
     units: Rule = "auto"
@@ -31,7 +31,7 @@ class Options:
 def units_in(text: str) -> Rule:
     """A rule for units from a command line: "auto", a pattern of module names, or a size.
 
-    A size is a number of bytes, with KiB, MiB or GiB behind it or alone.
+    A size is a number of bytes, or a number with KiB, MiB or GiB.
     """
     unit = next((unit for unit in UNITS if text.endswith(unit)), "")
     number = text.removesuffix(unit)
@@ -41,8 +41,8 @@ def units_in(text: str) -> Rule:
 def table_in(path: Path) -> Table:
     """The table in a TOML or JSON file: patterns of module names to styles.
 
-    A table that needs more has its patterns under `styles`, and beside it heads, kv_heads, sequence
-    and sets as in Table.of. Raises InputError for a file that cannot be read, or that has no table.
+    If it has more keys (heads, kv_heads, sequence, sets, as in Table.of), the patterns are under
+    `styles`. Raises InputError for a file that cannot be read, or has no table.
     """
     try:
         text = path.read_text(encoding="utf-8")

@@ -52,7 +52,7 @@ class Task:
     start: torch.dtype | None = None
 
     def batch(self, batch: Any, dtype: torch.dtype) -> Any:
-        """Floating-point tensors of the batch in `dtype`, rounded to `start` before."""
+        """Cast floating-point tensors of the batch to `dtype`, after rounding to `start`."""
 
         def converted(x: Tensor) -> Tensor:
             return x.to(self.start or dtype).to(dtype) if x.is_floating_point() else x
@@ -123,7 +123,7 @@ class Weights:
         self.used: dict[str, Tensor] = {}  # the gradients of the last update
 
     def update(self, gradients: Mapping[str, Tensor | None], clip: float | None) -> float:
-        """Clip and update from gradients by name; their norm before clipping."""
+        """Clip the gradients and update; returns their norm before clipping."""
         for name, master in self.masters.items():
             master.grad = gradients[name]
         norm = clip_grad_norm_(self.masters.values(), math.inf if clip is None else clip)
@@ -137,7 +137,7 @@ class Weights:
         return float(norm)
 
     def values(self) -> dict[str, Tensor]:
-        """All weights by name, as precise as there are any; frozen ones too."""
+        """All weights by name, frozen ones too, in their highest precision."""
         return {name: self.masters.get(name, p).detach() for name, p in self.every.items()}
 
     def state(self) -> dict[str, Tensor]:
@@ -209,7 +209,7 @@ class Oracle:
             p.data = weight.detach().to(p.dtype)
 
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor:
-        """What `call` returns for the model in eval mode."""
+        """The result of `call(model)` in eval mode."""
         if self.undelayed is not None:
             self._show({n: m.clone() for n, m in self.weights.masters.items()})
         return in_eval_mode(self.model, call)
@@ -217,7 +217,7 @@ class Oracle:
 
 @torch.no_grad()
 def in_eval_mode(model: nn.Module, call: Callable[[nn.Module], Tensor]) -> Tensor:
-    """What `call` returns for `model` in eval mode; the model is in its own mode again after it."""
+    """The result of `call(model)` in eval mode; the mode is restored afterwards."""
     was_training = model.training
     model.eval()
     try:

@@ -24,7 +24,7 @@ from shardwise.engine.training import DTYPES, Loss
 from shardwise.verify.async_oracle import AsyncOracle, Staleness, pipedream, two_buffered
 from shardwise.verify.oracle import HALF, WHOLE_BATCH, Microbatches, Oracle, Task
 
-#: Small enough that no gradient of these models overflows in fp16 and the update is skipped.
+#: Small enough that no gradient of these models overflows in fp16.
 LOSS_SCALE: Final = 2.0**8
 ASYNCHRONOUS: Final = ("pipedream", "2bw")
 
@@ -33,7 +33,7 @@ ASYNCHRONOUS: Final = ("pipedream", "2bw")
 class Oracles:
     """The oracles of a run: `exact`, and in 16 bits also `alone`, in the same precision.
 
-    `start` are the common initial weights, in 16 bits, where only their change is compared.
+    `start` are the common initial weights in 16 bits, where only the change is compared.
     """
 
     exact: Oracle | AsyncOracle
@@ -54,7 +54,7 @@ class Oracles:
 def oracles_of(
     build: Callable[[], nn.Module],
     plan: Plan,
-    recipe: OptimizerSpec,
+    spec: OptimizerSpec,
     loss: Loss,
     tokens: Callable[[Any], int] | None = None,
     starts: tuple[str, ...] | None = None,
@@ -66,7 +66,7 @@ def oracles_of(
 
     def oracle(dtype: torch.dtype, rounded: torch.dtype | None = None) -> Oracle | AsyncOracle:
         """The oracle in a precision, from weights that were rounded to another one."""
-        model, task = build(), Task(loss, tokens or _rows, optimizer_of(recipe), rounded)
+        model, task = build(), Task(loss, tokens or _rows, optimizer_of(spec), rounded)
         if is_asynchronous(plan):
             return AsyncOracle(model, task, dtype, staleness_of(model, plan, starts))
         scale, offload = LOSS_SCALE if dtype is torch.float16 else 1.0, plan.offloaded
@@ -107,17 +107,17 @@ def staleness_of(model: nn.Module, plan: Plan, starts: tuple[str, ...] | None) -
     return Staleness(plan.data_size, m, update, rule, stage)
 
 
-def optimizer_of(recipe: OptimizerSpec) -> Callable[[Mapping[str, nn.Parameter]], Optimizer]:
+def optimizer_of(spec: OptimizerSpec) -> Callable[[Mapping[str, nn.Parameter]], Optimizer]:
     """Torch's optimizer of that class and options; the first group pattern that matches applies."""
 
     def build(params: Mapping[str, nn.Parameter]) -> Optimizer:
         """The optimizer over parameters by name."""
-        patterns = [*recipe.groups, "*"]
+        patterns = [*spec.groups, "*"]
         members: dict[str, list[nn.Parameter]] = {}
         for name, p in params.items():
             members.setdefault(next(g for g in patterns if fnmatch(name, g)), []).append(p)
-        groups = [{"params": ps, **recipe.groups.get(g, {})} for g, ps in members.items()]
-        return recipe.kind(groups, **recipe.options)
+        groups = [{"params": ps, **spec.groups.get(g, {})} for g, ps in members.items()]
+        return spec.kind(groups, **spec.options)
 
     return build
 

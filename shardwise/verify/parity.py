@@ -10,8 +10,8 @@ rows, and in plain PyTorch on all of them (oracle.py). It compares its own shard
     optimizer      its state after the last step
     evaluation     the loss of one more batch in eval mode
     outputs        what the model returns for a few rows, gathered
-    after loading  all but the last two again, after a step of a new engine that loaded a checkpoint
-                   of this one
+    after loading  the first four again, after a step of a new engine that loaded a checkpoint of
+                   this one
 
 The optimizer is AdamW with non-default options, so that a forgotten option shows. Its epsilon makes
 the update a smooth function of the gradient: with the usual 1e-8, a gradient that is zero except
@@ -61,7 +61,7 @@ from shardwise.verify.reloading import reload_engine
 SEED: Final = 20260
 RECIPE: Final = AdamW(lr=1e-3, betas=(0.8, 0.95), eps=1e-4, weight_decay=0.1)
 RECIPE_16: Final = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-2, weight_decay=0.1)
-#: Rows of a microbatch; in 16 bits, which needs more of them, rows of all a rank's microbatches.
+#: Rows of a microbatch; in 16 bits, where more rows are needed, of all microbatches of a rank.
 ROWS, ROWS_16 = 2, 8
 #: A loss scale at which every gradient in fp16 overflows, and the loss in fp32 does not.
 OVERFLOW: Final = 2.0**100
@@ -109,14 +109,14 @@ def theory_of(
     clip: float | None = None,
     options: Options | None = None,
 ) -> Theory:
-    """The prediction for each batch of a proof, from a plain model that stays as it is."""
+    """The prediction for each batch of a proof, from an unchanged plain model."""
     chosen = build_options(trainable, plan, options or Options())
     with BUILDING:
         model = trainable.build("cpu" if trainable.initial is None else "meta")
     predictor = Predictor(model, plan, rank=rank, ranks=plan.size, clip=clip, **chosen)
 
     def of(batch: Any) -> Prediction:
-        with BUILDING:  # a pass on the meta device sets the global generator back
+        with BUILDING:  # a pass on the meta device restores the global generator
             return predictor.of(batch)
 
     return of
@@ -151,7 +151,7 @@ def engine_of(
 def build_options(trainable: Trainable, plan: Plan, options: Options) -> dict[str, Any]:
     """The options that a proof passes to parallelize, and to the predictor."""
     return {
-        "optimizer": recipe_of(plan),
+        "optimizer": spec_of(plan),
         "loss": trainable.loss,
         "units": options.units,
         "least_unit_bytes": 0 if plan.bucket_bytes == BUCKET_BYTES else None,
@@ -161,17 +161,17 @@ def build_options(trainable: Trainable, plan: Plan, options: Options) -> dict[st
 
 def alone_of(trainable: Trainable, plan: Plan, device: torch.device) -> Oracles:
     """The oracles: the same training in one process."""
-    of = recipe_of(plan), trainable.loss, trainable.tokens
+    of = spec_of(plan), trainable.loss, trainable.tokens
     return oracles_of(lambda: trainable.build(device), plan, *of)
 
 
-def recipe_of(plan: Plan) -> OptimizerSpec:
+def spec_of(plan: Plan) -> OptimizerSpec:
     """The optimizer of a proof."""
     return RECIPE_16 if plan.precision in ("bf16", "fp16") else RECIPE
 
 
 def clip_of(oracles: Oracles, trainable: Trainable, device: torch.device) -> float | None:
-    """A power of two that the norm of the first gradients exceeds two to four times.
+    """A power of two, such that the norm of the first gradients is two to four times as large.
 
     None if all gradients are zero.
     """
@@ -198,7 +198,7 @@ class Comparison:
         self.choices = Choices(self.oracles.all[-1].model)  # in the precision of the run
 
     def step(self, engine: Engine, step: int, *, loaded: bool = False) -> None:
-        """Train all on a new batch; in every second step ranks have unequal numbers of rows."""
+        """Train run and oracles on a new batch; every second step has unequal numbers of rows."""
         whole = self.rows_for(engine, step)
         own, clip = share(whole, engine), engine.training.clip
         mine = _drawn(step, lambda: engine.step(own))
@@ -249,11 +249,11 @@ class Comparison:
         weights = [box for box in boxes if box.name.startswith("model/")]
         self.tensors("weights", weights, lambda o: o.weights.values())
         moments = [box for box in boxes if box.name.startswith("optim/")]
-        # zeros, for a parameter that never had a gradient
+        # a parameter without any gradient has zeros
         none = {box.name.partition("/")[2]: torch.zeros(box.shape) for box in moments}
         self.tensors("optimizer", moments, lambda o: none | o.weights.state())
 
-    def looks(self, engine: Engine, step: int) -> None:
+    def evaluation(self, engine: Engine, step: int) -> None:
         """Compare the loss and the outputs of another batch in eval mode."""
         whole = self.rows_for(engine, step)
         loss, _ = _drawn(step, lambda: engine.evaluate(share(whole, engine)))
@@ -285,18 +285,18 @@ def compare(
     """Train the engine and its oracles on `batch(rows, seed, device)`, and compare.
 
     `theory(batch)` is the prediction for this rank's share of a batch. `fresh()` makes another
-    engine of the same plan, which loads a checkpoint of this one.
+    engine of the same plan, to load a checkpoint of this one.
     """
     so_far, before = Comparison(oracles, theory, batch, [], []), ours.ledger.copy()
     for step in range(steps):
         so_far.step(ours, step)
-    if ours.ledger.since(before) != so_far.sent:  # something between steps
+    if ours.ledger.since(before) != so_far.sent:  # bytes were sent between steps
         so_far.costs = replace(so_far.costs, hold=False)
     so_far.state(ours)
     prediction = theory(share(so_far.rows_for(ours, steps - 1), ours))
     held = by_tier(ours.memory(), ours.host_memory(), ours.disk_memory())
     finding = Finding(ours.world.rank, (), so_far.costs, held, prediction.memory_by_tier)
-    so_far.looks(ours, steps)
+    so_far.evaluation(ours, steps)
     if fresh is not None:
         again = reload_engine(ours, fresh())
         after = replace(so_far, errors=[])

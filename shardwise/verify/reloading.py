@@ -15,10 +15,10 @@ from shardwise.engine.engine import Engine
 
 
 def reload_engine(saved: Engine, fresh: Engine) -> Engine:
-    """`fresh`, which has loaded what `saved` wrote to a temporary folder. Called by all ranks.
+    """Save `saved` to a temporary folder, and load it into `fresh`. Called by all ranks.
 
-    The folder is the first rank's, so all ranks must be on one machine. It is removed at the end,
-    also where saving or loading fails on the first rank.
+    The first rank makes the folder, so all ranks must be on one machine. It is removed at the end,
+    also if saving or loading fails on the first rank.
     """
     world = saved.world
     own = tempfile.mkdtemp(prefix="shardwise-verify-") if world.rank == 0 else ""
@@ -39,7 +39,7 @@ def reload_engine(saved: Engine, fresh: Engine) -> Engine:
 def _through_threads(saved: Engine, fresh: Engine, folder: Path) -> None:
     """The same for ranks in threads, which torch.distributed.checkpoint does not support.
 
-    The first rank writes everyone's boxes; then each rank reads its own, one after the other.
+    The first rank writes the boxes of all ranks; then each rank reads its own, one after another.
     """
     world = saved.world
     scalars = {"step": saved.steps, "engine": saved.scalars()}
@@ -58,6 +58,6 @@ def _through_threads(saved: Engine, fresh: Engine, folder: Path) -> None:
 
 
 def _of_all(boxes: list[Box], world: World) -> list[Box]:
-    """The first replica of every box there is."""
+    """The first replica of every box."""
     mine = [box for box in boxes if box.replica == 0]
     return [box for of_rank in all_gather_object(mine, world) for box in of_rank]

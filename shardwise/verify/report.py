@@ -2,12 +2,12 @@
 
     errors    the largest of each kind, and its bound
     bytes     theory    by the formulas of prediction/, from the model's shapes and the plan alone
-              counted   in the run, as bytes were handed over
-    memory    theory    by formula again
-              read      from the system: the sizes of the storages that live tensors have
+              counted   by the transports of the run
+    memory    theory    by formulas
+              read      from the system: the sizes of the storages of live tensors
 
 Bounds: 1e-10 in fp64, 1e-5 in fp32, of the largest value of a tensor (difference.py). In 16 bits an
-error is a multiple of what one process is wrong by in that precision, at most 1.5 (rounding.py).
+error is a multiple of the error of one process in that precision, at most 1.5 (rounding.py).
 """
 
 import json
@@ -24,9 +24,9 @@ from shardwise.verify.finding import Errors, Finding, Parts
 from shardwise.verify.wire import Wire
 
 BOUNDS = {"fp64": 1e-10, "fp32": 1e-5, "bf16": rounding.MOST, "fp16": rounding.MOST}
-#: The columns of the report, and where each has its numbers from.
+#: The columns of the report, and the source of their numbers.
 COLUMNS = {"theory": "theory", "counted": "counted", "read": "read from the system"}
-#: A wrong gradient makes these wrong later, so they are named last.
+#: A wrong gradient makes these wrong as well, so they are named last.
 LATE = ("loss", "evaluation", "outputs", "after loading")
 
 #: What is compared, by column and then by name.
@@ -48,12 +48,12 @@ class Report:
     """The results of all ranks.
 
     Bytes and memory are of the first rank whose numbers disagree with theory, or of rank 0.
-    `uncovered` names a tensor that the ranks together do not show once, or is empty. `note` is why
-    such a model cannot match one process, and `changed` what of it the proof changed (limits.py);
-    empty where there is nothing to say. `strays` says which of that
-    rank's storages are in no category (memory.py). `activations` are the predicted bytes that
-    autograd keeps, which are not measured. `depends` names what of the prediction depends on
-    values. `wire` is what `--wire` found (wire.py).
+    `uncovered` names a tensor that the ranks together do not compare exactly once, or is empty.
+    `note` says why the model cannot match one process, and `changed` what the proof changed in it
+    (limits.py); both may be empty. `strays` lists that rank's storages in no category (memory.py).
+    `activations` are the predicted bytes that autograd keeps, which are not measured. `depends`
+    names the parts of the prediction that depend on values. `wire` is the result of `--wire`
+    (wire.py).
     """
 
     plan: str
@@ -78,13 +78,13 @@ class Report:
 
     @property
     def notes(self) -> list[str]:
-        """What to say beside the table."""
+        """The notes below the table."""
         why = "" if self.holds else self.note
         said = (f"Prediction: {note}." for note in self.depends)
         return [note for note in (why, self.changed, *said) if note]
 
     def json(self) -> str:
-        """One JSON object with the fields of the report, and what its columns are."""
+        """One JSON object with the fields of the report, and the meaning of its columns."""
         first = self.first_difference
         found = {
             "plan": self.plan,
@@ -110,10 +110,10 @@ def report(plan: Plan, model: str, findings: Sequence[Finding]) -> Report:
     parity: dict[str, float] = {}
     differences: list[Difference] = []
     for by_rank in zip(*(finding.errors for finding in findings), strict=True):  # one kind each
-        judged = _judged(by_rank)
-        kind, largest = judged[0].kind, max(errors.largest for errors in judged)
+        compared = _errors_of(by_rank)
+        kind, largest = compared[0].kind, max(errors.largest for errors in compared)
         parity[kind] = max(parity.get(kind, 0.0), largest)
-        for errors, finding in zip(judged, findings, strict=True):
+        for errors, finding in zip(compared, findings, strict=True):
             differences += _first(errors, finding.rank, bound)
     differences.sort(key=lambda difference: difference.kind in LATE)
     bytes_off = [f for f in findings if not f.bytes_hold]
@@ -136,14 +136,14 @@ def report(plan: Plan, model: str, findings: Sequence[Finding]) -> Report:
 
 
 def largest(finding: Finding) -> float:
-    """The largest error that one rank found, in units of its bound's column."""
-    return max(errors.largest for found in finding.errors for errors in _judged([found]))
+    """The largest error on one rank, in the units of its bound."""
+    return max(errors.largest for found in finding.errors for errors in _errors_of([found]))
 
 
-def _judged(by_rank: Sequence[Errors | Parts]) -> list[Errors]:
+def _errors_of(by_rank: Sequence[Errors | Parts]) -> list[Errors]:
     parts = [found for found in by_rank if isinstance(found, Parts)]
     if len(parts) == len(by_rank):
-        return rounding.judged(parts)
+        return rounding.error_ratios(parts)
     return [found for found in by_rank if isinstance(found, Errors)]
 
 

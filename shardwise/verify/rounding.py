@@ -1,31 +1,32 @@
 """The bound for 16-bit runs: an error of at most 1.5 times that of one process.
 
-Both errors are taken against a run in fp64 that begins with the same rounded weights: what is
-compared is not how far the two 16-bit runs are apart, but how far each is from what is true. A
-rank that rounds its own share of a gradient, and rounds the sum again, is a little further from
-it: by a factor of sqrt(2) where all the error of one process is its last rounding, and by some
-percent where, as in most tensors, the error comes from all the layers between.
+Both errors are relative to a run in fp64 with the same rounded initial weights: the bound compares
+the distance of each 16-bit run from the exact values, not the distance between the two runs. A
+parallel run has a slightly larger error, because a rank rounds its share of a gradient and the sum
+is rounded again: by a factor of sqrt(2) if the error of one process is only its last rounding, and
+by a few percent in most tensors, where the error comes from all layers in between.
 
-Of a tensor with n elements the norm of an error is known to about 1 in sqrt(n); but neighbours in
-a row or a column share the rounding of one activation, so they count as fewer.
+In the following, "alone" is the error of one process. The norm of the error of n elements has a
+relative uncertainty of about 1/sqrt(n); it is larger in practice, because neighbours in a row or a
+column share the rounding of one activation.
 
-    many     1024 elements or more: each tensor for itself, and each rank's part of it for itself:
-                 norm(parallel error)                       <= 1.5  norm(error alone)
-                 component of it along the exact values     <= 0.75 norm(error alone)
-    few      all such tensors of a kind in one pool, each in units of its error alone, by the
-             first rule; and each for itself with 4 in the place of 1.5
-    noise    where one process is wrong by half of the tensor or more (the bias of attention keys,
-             whose true gradient is zero): 10 in the place of 1.5
+    many     1024 elements or more: for each tensor, and for each rank's part of it,
+                 norm(parallel error)                       <= 1.5  norm(alone)
+                 its component along the exact values       <= 0.75 norm(alone)
+    few      fewer elements: the first rule for all such tensors of a kind together, each relative
+             to its alone; and for each tensor, with 4 instead of 1.5
+    noise    alone is half of the tensor or more (the bias of attention keys, whose exact gradient
+             is zero): 10 instead of 1.5
 
-The second rule finds what is wrong in scale. Rounding errors point in all directions, and only
-about 1 in sqrt(n) of their norm is along the tensor itself, while a gradient that is 3 % too large
-is wrong by 3 % along itself and by nothing across; beside an error alone of 3 %, its norm would be
-wrong by sqrt(2) only.
+The second rule detects wrong scales. Rounding errors point in all directions, so their component
+along the tensor is only about 1/sqrt(n) of their norm. The error of a gradient that is 3 % too
+large lies completely along the tensor; if alone is 3 % too, it increases the norm of the error only
+by sqrt(2).
 
-Two floors keep luck out of the error alone: the unit roundoff (2^-8 in bf16, 2^-11 in fp16) times
-the norm of the tensor, which each rounding of a parallel run may cost; and, for few elements, the
-relative error of the pool. Measured over GPT, gpt2, llama and bert, several plans and seeds, the
-largest ratios were 1.38, 0.72, 2.3 and 3.1 for the bounds 1.5, 0.75, 4 and 10.
+Two floors keep alone from being small by chance: the unit roundoff (2^-8 in bf16, 2^-11 in fp16)
+times the norm of the tensor, the possible error of one more rounding; and, for few elements, the
+relative error of all small tensors together. Measured over GPT, gpt2, llama and bert, several plans
+and seeds, the largest ratios were 1.38, 0.72, 2.3 and 3.1 for the bounds 1.5, 0.75, 4 and 10.
 """
 
 import math
@@ -42,7 +43,7 @@ ENOUGH, NOISE = 1024, 0.5
 
 @dataclass(frozen=True)
 class _Sum:
-    """Parts that are judged together; errors are relative to the norm of the exact values."""
+    """Parts whose errors are combined; `alone`, `parallel`, `exact` and `along` are norms."""
 
     parts: tuple[Part, ...]
 
@@ -75,10 +76,10 @@ class _Sum:
         return max(self.alone, self.parts[0].rounds * self.exact)
 
 
-def judged(by_rank: Sequence[Parts]) -> list[Errors]:
-    """Of each rank, how many times the error of one process the error of each tensor is.
+def error_ratios(by_rank: Sequence[Parts]) -> list[Errors]:
+    """For each rank, the error of each tensor divided by the error of one process.
 
-    A bound other than 1.5 is scaled to it: what does not hold is above 1.5.
+    Ratios with another bound than 1.5 are scaled, so that the bound of all results is 1.5.
     """
     groups: dict[Hashable, list[Part]] = defaultdict(list)
     for rank, found in enumerate(by_rank):
@@ -108,7 +109,7 @@ def _named(
 
 
 def _pooled(few: Sequence[_Sum]) -> tuple[float, float]:
-    """The ratio of small tensors together, and the relative error that is usual among them."""
+    """The ratio of all small tensors together, and their usual relative error."""
     elements = sum(s.elements for s in few)
     if not elements:
         return 0.0, 0.0

@@ -21,13 +21,13 @@ from shardwise.parallel.data.wrap_policy import choose
 from shardwise.verify.options import Options
 from shardwise.verify.parity import SEED, engine_of
 
-ROWS = 2  # normalisation over a batch asks for more than one
+ROWS = 2  # batch normalisation needs more than one
 
 
 def smoke_test(model: str, plan: Plan, options: Options | None = None) -> tuple[nn.Module, Options]:
     """Train `model` for one step in the plan's precision; returns it, and the options to prove.
 
-    A model without a table of its own gets one that is derived (derive/table.py).
+    A model without its own table gets a derived one (derive/table.py).
 
     Raises InputError for an unknown name, a model that cannot be trained or divided into the plan's
     stages, a table that does not fit the tensor ranks, and units that match no module.
@@ -60,7 +60,7 @@ def with_table(model: str, plan: Plan, options: Options) -> Options:
 
 def _trained(model: str, plan: Plan) -> nn.Module:
     trainable = find(model)
-    if model.partition(":")[0] == "gpt":  # ours, and the larger ones take their time
+    if model.partition(":")[0] == "gpt":  # ours; a step of the larger ones takes long
         return trainable.build()
     try:
         engine = engine_of(trainable, Plan(precision=plan.precision), alone())
@@ -72,13 +72,13 @@ def _trained(model: str, plan: Plan) -> nn.Module:
             f'the model "{model}", whose step in {plan.precision} on one process gives '
             f"{type(error).__name__}: {' '.join(str(error).split())} ({_place(error, model)})",
             "a model that trains on its own batches, in the precision of the plan",
-            "the same command, once it does; fp32 in the plan where the model fixes its types",
+            "the same command, once it does; fp32 in the plan if the model fixes its dtypes",
         ) from error
     return engine.model
 
 
 def _place(error: Exception, model: str) -> str:
-    """The innermost line of the user's file, or else of any."""
+    """The innermost line of the user's file, or else of any file."""
     frames = traceback.extract_tb(error.__traceback__)
     file = Path(model.rpartition(":")[0]).name
     own = [frame for frame in frames if Path(frame.filename).name == file]

@@ -1,15 +1,15 @@
 """`verify --wire`: compares the bytes of a plan's steps with the kernel's interface counters.
 
-The ranks run once more, with shared memory switched off, so that every message goes through gloo
-and TCP over the loopback interface: in a network namespace of their own where the system permits
-it, else on the host's, where the traffic of other programs counts too.  Of the interface's bytes
+The ranks run once more without shared memory, so every message goes through gloo and TCP over the
+loopback interface: in their own network namespace if the system permits it, else on the host's,
+which also counts the traffic of other programs.  Subtracted from the interface's bytes are
 
-    headers      66 of each packet: Ethernet 14, IPv4 20, TCP 32 with its timestamps.  Packets that
-                 only acknowledge are nothing else
-    idle         what passes while the ranks do nothing for a second, in proportion to the time
-    envelopes    what gloo adds to a message, found by sending messages of one element
+    headers      66 bytes per packet: Ethernet 14, IPv4 20, TCP 32 with its timestamps;
+                 acknowledgements are headers only
+    idle         the traffic while the ranks do nothing for a second, in proportion to the time
+    envelopes    the bytes that gloo adds to a message, measured with messages of one element
 
-are subtracted.  What is left must be within 2 % of what the ledgers of all ranks have counted.
+The remaining bytes must be within 2 % of those that the ledgers of all ranks have counted.
 The rest includes barriers and the launcher's messages, so a step has to send enough: steps are
 repeated until they send 32 MiB, or fifty times.
 """
@@ -51,8 +51,8 @@ MESSAGES: Final = 200  # of one element, from each rank
 class Wire:
     """The bytes of all ranks in `steps` steps: by theory, as counted, as read from the interface.
 
-    `read_bytes` is what is left of `interface_bytes` without headers, idle traffic and envelopes.
-    `namespace` is "own", or "host" where other programs' traffic is in it too.
+    `read_bytes` are the `interface_bytes` without headers, idle traffic and envelopes.
+    `namespace` is "own", or "host", which includes the traffic of other programs.
     """
 
     namespace: str
@@ -75,8 +75,8 @@ class Wire:
 def wire_of(plan: Plan, model: str, *options: Any) -> Wire:
     """Run the plan's ranks on this machine's loopback interface and read its counters.
 
-    `options` go to `engine_of`.  Raises InputError where the system has no counters, and for a
-    plan of one rank, which sends nothing; RankError, RunError where the run fails.
+    `options` go to `engine_of`.  Raises InputError if the system has no counters, or for a plan of
+    one rank, which sends nothing; RankError or RunError if the run fails.
     """
     if plan.size == 1:
         raise bad(f"--wire for the plan '{plan}' of one rank", "a plan that sends", "dp2")
@@ -87,7 +87,7 @@ def wire_of(plan: Plan, model: str, *options: Any) -> Wire:
         asked.write_bytes(pickle.dumps((plan, model, options, bool(prefix))))
         said = interface.on_loopback(MAIN, [str(asked), str(answer)], prefix)
         if not answer.exists():
-            raise RunError(f"the ranks of --wire did not come to an end:\n{said}")
+            raise RunError(f"the ranks of --wire did not end normally:\n{said}")
         found = json.loads(answer.read_text())
     if "refused" in found:
         raise InputError(found["refused"])
@@ -97,7 +97,7 @@ def wire_of(plan: Plan, model: str, *options: Any) -> Wire:
 
 
 def main() -> None:
-    """What the process that `wire_of` starts does: ranks, and the answer in a file."""
+    """The main function of the process that `wire_of` starts; writes the result to a file."""
     asked, answer = Path(sys.argv[1]), Path(sys.argv[2])
     plan, model, options, apart = pickle.loads(asked.read_bytes())  # noqa: S301 (our own file)
     if apart:
@@ -165,14 +165,14 @@ def _on_rank(plan: Plan, model: str, *options: Any) -> _Measured:
 
 
 def _read(world: World, act: Callable[[], None]) -> tuple[interface.Sent, float]:
-    """What leaves through the interface while all ranks do `act`, and the seconds it takes."""
+    """The interface's traffic while all ranks run `act`, and the seconds it takes."""
     world.barrier()
     time.sleep(SETTLE_S)
     before, began = interface.sent(interface.LOOPBACK), time.perf_counter()
     world.barrier()
     act()
     world.barrier()
-    time.sleep(SETTLE_S)  # for acknowledgements that are still to come
+    time.sleep(SETTLE_S)  # for late acknowledgements
     after, ended = interface.sent(interface.LOOPBACK), time.perf_counter()
     gone = interface.Sent(*(b - a for a, b in zip(before, after, strict=True)))
     return gone, ended - began

@@ -86,7 +86,7 @@ def goes_on(world: World) -> str:
 def test_a_rank_that_goes_on_after_an_error_of_its_own_is_told():
     """It is a step ahead of the others from then on, and their gradients are of other batches."""
     for said in run_gloo(2, goes_on):
-        assert "in how many steps they have ended" in said
+        assert "in the number of steps so far" in said
 
 
 def is_alive(pid: int) -> bool:

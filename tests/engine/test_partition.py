@@ -92,7 +92,9 @@ def test_fewer_layers_than_stages_are_refused():
 )
 def test_a_plan_for_more_layers_is_told_the_nearest_that_fits(plan: str, layers: int, instead: str):
     """The schedule stays with the chunks that there are layers for, or else on fewer ranks."""
-    with pytest.raises(InputError, match=r"at most: embed, blocks\.0") as error:
+    with pytest.raises(
+        InputError, match=r"at most as many stages as layers: embed, blocks\.0"
+    ) as error:
         stage_starts(small(layers), Plan.parse(plan), None)
     assert str(error.value).endswith(f"Write instead: {instead}.")
     stage_starts(small(layers), Plan.parse(instead.strip("'")), None)

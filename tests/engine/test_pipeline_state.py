@@ -224,7 +224,7 @@ class Asking(Stack):
 
 
 CANNOT = {
-    "number": r"of a tensor that comes from .*blocks\.0: it asks for numbers",
+    "number": r"of a tensor that comes from .*blocks\.0: it reads values",
     "back": r"blocks\.0, a layer of stage 0, called in stage 1",
 }
 
@@ -308,4 +308,4 @@ def test_nothing_runs_after_a_run_that_broke_off():
         assert first == "good"
         assert second == "ValueError: in the middle of a stage"
         assert len(later) == 2
-        assert all("RunError: A run of the schedule after one that broke off" in x for x in later)
+        assert all("RunError: The previous run of the schedule was interrupted" in x for x in later)

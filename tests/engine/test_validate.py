@@ -87,7 +87,7 @@ BAD: dict[str, tuple[Give, str]] = {
     "true as a bound": (give(clip=True), "clip=True"),
     "a seed in words": (give(seed="x"), "seed='x'.*whole number from 0 up"),
     "a negative prefetch": (give(prefetch=-1), "prefetch=-1"),
-    "units that fit nothing": (give(units="layers.*"), "fits no module"),
+    "units that fit nothing": (give(units="layers.*"), "matches no module"),
     "a fill that is a number": (give(fill=3), "fill=3.*a function of name and tensor"),
     "a fill of the tensor alone": (
         give(fill=lambda t: t),

@@ -214,9 +214,9 @@ def test_small_neighbours_are_merged_up_to_a_bound():
 
 
 BAD = {
-    "no such class": (nn.Conv2d, "fits no module"),
-    "no such name": ("layers.*", "fits no module"),
-    "never": (lambda *_: False, "fits no module"),
+    "no such class": (nn.Conv2d, "matches no module"),
+    "no such name": ("layers.*", "matches no module"),
+    "never": (lambda *_: False, "matches no module"),
     "a list nobody calls": ("blocks", "fits no module that GPT calls"),
     "zero": (0, "positive number of bytes"),
     "negative": (-5, "positive number of bytes"),

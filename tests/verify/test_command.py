@@ -321,7 +321,7 @@ def test_a_model_that_cannot_be_trained_is_answered_once(own: str, build: str, p
 @pytest.mark.parametrize(
     ("plan", "build", "phrase"),
     [
-        ("pp2", "asks", "item of a tensor .* asks for numbers"),
+        ("pp2", "asks", "item of a tensor .* reads values"),
     ],
 )
 def test_what_only_a_rank_finds_is_answered_once(
@@ -355,7 +355,7 @@ def test_a_rank_that_batch_norm_refuses_is_told_why(own: str):
     """With one row on a rank torch has no statistics: the reason is given, and no traceback."""
     with pytest.raises(RunError, match=r"has batch norm \(1\), whose statistics") as error:
         verify("dp2", f"{own}:norm", 1)
-    assert "Rank 1 could not go on: ValueError: Expected more than 1 value" in str(error.value)
+    assert "Rank 1 could not continue: ValueError: Expected more than 1 value" in str(error.value)
     assert "Traceback" not in str(error.value)
 
 

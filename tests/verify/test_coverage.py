@@ -42,11 +42,11 @@ def test_what_is_whole_is_let_pass(plan: str):
 
 LACKING: list[tuple[str, tuple[list[Rows], ...], str]] = [
     ("dp2", ([(0, 4, 0)], []), "data replica [1,"),
-    ("dp2 zero3", ([(0, 3, 0)], []), "3 elements are shown by no rank"),
+    ("dp2 zero3", ([(0, 3, 0)], []), "3 elements are compared by no rank"),
     ("dp2 zero3", ([(0, 3, 0)], [(2, 2, 0)]), "3 more than once in replica 0"),
     ("dp2 zero3", ([(0, 4, 0), (0, 4, 1)], []), "12 more than once on the ranks of"),
-    ("tp2", ([(0, 4, 0)], []), "tensor rank 0 shows all of it, and tensor rank 1 does not"),
-    ("dp2", ([(0, 4, 1)], [(0, 4, 1)]), "12 elements are shown by no rank"),
+    ("tp2", ([(0, 4, 0)], []), "tensor rank 0 compares all of it, and tensor rank 1 does not"),
+    ("dp2", ([(0, 4, 1)], [(0, 4, 1)]), "12 elements are compared by no rank"),
     ("dp2 zero1", ([(0, 5, 0)], []), "has [4, 3]"),
 ]
 

@@ -1,7 +1,7 @@
 """Copies the buffers of rank 0 to every data rank.
 
 Every training forward begins with rank 0's buffers, as under DDP: all of them, in messages that
-fit a room of the pool (comm/pool.py), because no rank knows whether another has changed one.  A
+fit a slot of the pool (comm/pool.py), because no rank knows whether another has changed one.  A
 model without buffers sends nothing.
 """
 
@@ -42,7 +42,7 @@ class Buffers:
 
 
 def _pieces(sizes: Sequence[int], most: int) -> Iterator[list[tuple[int, int, int]]]:
-    """Messages of at most `most` bytes: of which buffers, and which of their bytes."""
+    """Messages of at most `most` bytes, each a list of (buffer, begin, end) in bytes."""
     piece, free = list[tuple[int, int, int]](), most
     for index, size in enumerate(sizes):
         start = 0

@@ -1,11 +1,11 @@
 """Numbers that the data ranks sum in each step: used parameters, and a checksum.
 
-Which parameters had a gradient on any rank decides what is updated on all of them.
+A parameter is updated on all ranks if it had a gradient on any rank.
 
-Each rank also sends a checksum of what it has done: how many steps it has ended, and which units
-it has gathered, in which order.  If ranks gather units in different orders, they compute with the
-wrong weights and no shape error is raised; a rank that went on after an error of its own is a step
-ahead.  Only this checksum detects it.
+Each rank also sends a checksum of the number of its steps and of the units that it gathered, in
+order.  If ranks gather units in different orders, they compute with the wrong weights and no shape
+error is raised; a rank that continues after its own error is a step ahead.  Only this checksum
+detects it.
 """
 
 import math
@@ -21,7 +21,7 @@ from shardwise.core.errors import bad
 from shardwise.parallel.data.buffers import Buffers
 from shardwise.parallel.data.flat_parameter import Flat
 
-#: Marks are numbers below it: small, for they are added up in single precision too.
+#: Checksums are below it: small numbers, because they may be summed in fp32.
 MARKS = 4096
 
 
@@ -72,8 +72,8 @@ class Consensus:
         *found, marks = used.tolist()
         if marks != self.mark * self.ranks:
             raise bad(
-                "a step in which data ranks differ: in the units that they gathered, or their "
-                "order, or in how many steps they have ended",
+                "a step in which data ranks differ: in the units that they gathered, in their "
+                "order, or in the number of steps so far",
                 "the same steps on all ranks, and under zero3 and FSDP the same modules in the "
                 "same order",
                 "zero2 (SHARD_GRAD_OP) for modules that some ranks skip; no step after an error "
@@ -84,6 +84,6 @@ class Consensus:
             group.grads.used = [next(flags) for _ in group.grads.used]
 
     def phase(self, name: str) -> None:
-        """Count messages from now on under this phase of the step."""
+        """Count later messages under this phase of the step."""
         for axis in self.axes:
             axis.ledger.now = name

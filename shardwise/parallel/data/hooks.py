@@ -3,10 +3,10 @@
     forward     gather 0 | use 0, gather 1 | free 0, use 1, gather 2 | ...      path 0 1 2 .. k
     backward    ... | use 2, gather 1, reduce 3 | use 1, gather 0, reduce 2 | ...     k .. 2 1 0
 
-Hooks call four moments of each unit:
+Hooks act at four moments of each unit:
 
     before forward     free the previous unit, gather it, begin to gather the next `ahead` units
-    after forward      keep it: if it is the last unit, backward needs it at once
+    after forward      keep it: if it is the last unit, backward needs it immediately
     before backward    gather it again, begin to gather the units before it
     gradients complete free it, begin to sum its gradients (reducer.py)
 
@@ -43,10 +43,10 @@ from shardwise.parallel.data.units import Unit, Units, mark_kept
 
 @dataclass(frozen=True)
 class Pace:
-    """How far communication runs ahead of computation, and what becomes of gradients.
+    """How far communication runs ahead of computation, and how gradients are scaled.
 
     ahead      units gathered before they are needed
-    in_flight  sums of gradients under way at once, where each holds buffers
+    in_flight  concurrent reductions, if each holds buffers
     scale      a factor for every collected gradient (for a mean over ranks: 1/n)
     by_hand    the user's own loop updates: each backward pass ends with sharded parameters and
                gradients
@@ -80,7 +80,7 @@ class Data:
             unit.number = number
         self.places: dict[nn.Parameter, tuple[Unit, Flat, int]] = {}
         self.use_orders = {stage: UseOrder[Unit]() for stage in (staged.units if staged else (0,))}
-        self.stage = next(iter(self.use_orders))  # the one that is computed
+        self.stage = next(iter(self.use_orders))  # the stage that is being computed
         self.reads = True  # whether this backward pass reads weights
         self.latest: Unit | None = None  # that was used: whole until another is
         self.in_backward = False
@@ -101,14 +101,14 @@ class Data:
                 self.places[p] = unit, group, index
                 keep(p.register_post_accumulate_grad_hook(weakly(self.collected)))
         acts = partial(self._before, unit), partial(self._after, unit)
-        # else whole, on the device, at all times
+        # otherwise it stays gathered on the device
         divided = any(group.split or group.reshards for group in unit.groups)
         if self.staged is not None:
             unit.stays_unsharded |= any(module not in self.staged.inside for module in unit.modules)
             if unit.stays_unsharded or not divided:
                 return
         before, after = map(graph_break, acts) if divided else (nothing, nothing)
-        for module in unit.modules:  # hooks of the user's may read weights, so ours come first
+        for module in unit.modules:  # the user's hooks may read weights, so ours come first
             keep(module.register_forward_pre_hook(Hook(self, before), prepend=True))
             keep(module.register_forward_hook(Hook(self, after), always_call=True))
 
@@ -138,7 +138,7 @@ class Data:
     # --- under a schedule ---------------------------------------------------------------------
 
     def begin_run(self, *, training: bool = True) -> None:
-        """A run of the schedule begins."""
+        """Begin a run of the schedule."""
         assert self.staged is not None
         self.staged.begin()
         if training:
@@ -146,12 +146,12 @@ class Data:
             self.consensus.buffers.refresh()
 
     def end_run(self) -> None:
-        """A run of the schedule is over: no unit is whole."""
+        """End a run of the schedule: free all units."""
         self.latest = None
         self.units.reshard()
 
     def read_outside(self, params: Iterable[Tensor]) -> None:
-        """Keep units of `params` whole during their stage: glue reads them, which no hook sees."""
+        """Keep units of `params` gathered during their stage: glue reads them, without a hook."""
         found = set(params)
         for unit in self.units.order:
             unit.stays_unsharded |= any(p in found for group in unit.groups for p in group.params)
@@ -176,10 +176,10 @@ class Data:
             last = next(iter(self.use_order.backward_calls), None)
             self._reshard_latest(last if last is not None and last.wanted_backward else None)
         for group in (group for unit in own if not reads for group in unit.groups):
-            group.set_placeholders()  # gradients are coming for it
+            group.set_placeholders()  # it will get gradients
 
     def leave(self) -> None:
-        """End the action; of the units that its layers used, only the last stays whole."""
+        """End the action; of the units that its layers used, only the last stays gathered."""
         assert self.staged is not None
         if not self.in_backward and torch.is_grad_enabled():
             self.use_order.begin_backward()
@@ -196,14 +196,14 @@ class Data:
             return
         if any(p.requires_grad for p in self.frozen):
             raise bad(
-                f"a {type(module).__name__} with a parameter that was frozen when it was laid out "
+                f"a {type(module).__name__} with a parameter that was frozen when it was sharded "
                 "and is trained now",
-                "the same parameters trained for as long as the layout lasts",
-                "requires_grad_(True) before the wrapping, and lr=0 for a group until it is wanted",
+                "the same trained parameters as when the model was sharded",
+                "requires_grad_(True) before the wrapping, and lr=0 for the group at first",
             )
         self.consensus.phase("forward")
         self.use_order.ended |= not torch.is_grad_enabled()
-        self.units.begin_unshard()  # where somebody else has updated them
+        self.units.begin_unshard()  # if the user's optimizer has updated them
         if module.training and torch.is_grad_enabled():
             self.consensus.buffers.refresh()
 
@@ -225,7 +225,7 @@ class Data:
             self.use_order.calls.append(unit)
 
     def _around(self, unit: Unit) -> bool:
-        """Whether the unit stays whole while its stage runs."""
+        """Whether the unit stays gathered while its stage runs."""
         return self.staged is not None and unit.stays_unsharded
 
     def _reshard_latest(self, now: Unit | None) -> None:
@@ -260,7 +260,7 @@ class Data:
             self.units.to_sharded()
 
     def _learn(self) -> None:
-        """Store the path of this forward at the begin of backward, for the next forward."""
+        """Store the use order of this forward when backward begins, for the next forward."""
         if self.use_order.begin_backward() and len(self.use_order.distinct) == len(
             self.units.order
         ):
@@ -293,8 +293,8 @@ class Data:
         if freed and torch.is_grad_enabled():
             raise bad(
                 "backward(create_graph=True), or autograd.grad, of a "
-                f"{type(self.root).__name__} of whose parameters each rank holds a part",
-                "gradients that are differentiated in turn where every rank holds the parameters",
+                f"{type(self.root).__name__} with sharded parameters",
+                "gradients of gradients if every rank holds the full parameters",
                 "sw.DDP(module), or the plan word ddp",
             )
         self.in_backward = True
@@ -304,7 +304,7 @@ class Data:
         for unit in self.units.order:
             unit.missing, unit.complete = unit.expected, False
             if not unit.reshards:
-                unit.unshard()  # sharded only where this graph is gone through a second time
+                unit.unshard()  # it is sharded only in a second backward pass of the same graph
             for group in unit.trained:
                 group.grads.detach()
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
@@ -312,11 +312,10 @@ class Data:
     def _before_backward(self, unit: Unit, calls: Sequence[Unit], count: int) -> None:
         """A gradient arrives at the output of a call of `unit`, the `count`-th of `calls`.
 
-        Of the nodes that are ready, autograd runs the one made last. So all nodes of later calls
-        have run: one that had not would wait for a node made after it, and that one for another.
-        No node reads a unit any more that is in none of the first `count` calls, both in B and in
-        I. Gradients of its weights may still arrive: column-parallel layers with one input compute
-        theirs after that input's (Entry.line_up in parallel/tensor/linear.py).
+        Autograd runs the ready node that was created last. So all nodes of later calls have run,
+        and no node reads a unit any more that is in none of the first `count` calls, both in B and
+        in I. Gradients of its weights may still arrive: column-parallel layers with one input
+        compute them after the input's gradient (Entry.line_up in parallel/tensor/linear.py).
         """
         if self._around(unit) or not self.reads:
             return
@@ -356,12 +355,12 @@ class Data:
 
     def put_off(self, p: nn.Parameter, left: Tensor, right: Tensor) -> None:
         """In I: postpone a product to W, in which `multiply` adds it."""
-        assert self.staged is not None, "a whole backward pass puts nothing off"
+        assert self.staged is not None, "only I postpones products"
         self.staged.waiting.append((p, left, right))
 
     @torch.no_grad()
     def multiply(self, products: PutOff) -> None:
-        """In W: add products to the gradients, last layer first, and free each at once."""
+        """In W: add products to the gradients, last layer first, and free each immediately."""
         products.reverse()
         while products:
             self.product(*products.pop())
@@ -379,7 +378,7 @@ class Data:
         unit.missing -= 1
         unit.complete = unit.missing == 0
         if unit.complete:
-            if len(unit.trained) == len(unit.groups):  # what is frozen may still be read
+            if len(unit.trained) == len(unit.groups):  # frozen weights may still be read
                 unit.reshard()
             self.sums.go_on(self.units.order)
 

@@ -20,7 +20,7 @@ def initialize(
     fill: Fill | None,
     axes: Sequence[Axis],
 ) -> None:
-    """Write the weights of `params` to `views`, which lie in `full`: the same on all data ranks.
+    """Write the weights of `params` to `views`, parts of `full`, the same on all data ranks.
 
     Parameters on the meta device are filled by name, and become real. If any has data, rank 0 of
     each of `axes` sends all of `full` to the others.

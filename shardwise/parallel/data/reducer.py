@@ -1,15 +1,15 @@
-"""The order in which gradients are summed: the same on every rank.
+"""The order in which gradients are reduced: the same on every rank.
 
-    autograd completes    5 4 . 2 3 . 1 0         in whatever order it likes, each rank its own
+    autograd completes    5 4 . 2 3 . 1 0         in any order, which may differ between ranks
     sums begin            5 4 . . 3 2 1 0         from the last unit to the first
     sums are awaited        5 4 . . 3 2 1 0       in the order they began
 
-At most `in_flight` sums hold buffers at once.  Where it takes further sums (over the replicas, in
-hybrid sharding; over tensor ranks that each have a part) they begin when the first is complete.
+At most `in_flight` sums hold buffers at once.  Further sums (over replicas in hybrid sharding; over
+tensor ranks with partial gradients) begin when the first one is complete.
 
-Where updates are made in host memory (`offload`), at most `in_flight` units at a time are in either
-of the two phases, also under rows that reduce once a step.  Then they are copied to the host and
-freed on the device, while the backward pass goes on.
+With updates in host memory (`offload`), at most `in_flight` units are in each of the two phases at
+a time, also under rows that reduce once a step.  Then they are copied to the host and freed on the
+device, while the backward pass continues.
 """
 
 from collections import deque
@@ -56,7 +56,7 @@ class Reductions:
         if not unit.trained or not (self.sync or each_backward):
             return
         while any(unit is flying for flying, _ in self.flying):
-            self._land()  # its sum of the microbatch before
+            self._land()  # its sum of the previous microbatch
         for group in unit.trained:
             self.see(group)
             group.grads.begin_reduce()
@@ -84,10 +84,10 @@ class Reductions:
         self.left.append(unit)
 
     def arrivals(self) -> Iterator[Unit]:
-        """Each unit whose gradients the update waits for, once they are summed."""
+        """Yield each unit that the update waits for, once its gradients are summed."""
         while self.flying or self.landed or self.left:
             while self.flying and (self.repeated or not (self.landed or self.left)):
-                self._land()  # all of them where a second sum is to begin
+                self._land()  # all of them, if a second sum follows
             if self.landed:
                 self._leave()
             if self.left:

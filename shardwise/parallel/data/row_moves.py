@@ -3,8 +3,8 @@
 gather       the move of the parameter to R: before use (zero3) or after the update (zero1, zero2)
 reduce       the move of the gradient from P: after each backward pass, or once before the update
 replicas     the axes over which the reduced block is then summed, once before the update
-host_update  whether it is then copied to the host's memory, where the update is made
-fetch        whether the parameter rests in host memory, from where it is copied before use
+host_update  whether it is then copied to host memory, for an update there
+fetch        whether the parameter rests in host memory and is copied to the device before use
 """
 
 from dataclasses import dataclass

@@ -19,7 +19,7 @@ class Unit:
 
     def __init__(self, name: str, modules: Sequence[nn.Module], groups: Sequence[Flat]) -> None:
         self.name, self.modules, self.groups = name, list(modules), list(groups)
-        self.number = 0  # among all, as they were defined
+        self.number = 0  # in the order of definition
         self.trained = [group for group in groups if group.trained]
         self.reshards = any(group.reshards for group in groups)
         # looking a row up in a table needs the table only forward
@@ -47,7 +47,7 @@ class Unit:
             group.reshard()
 
     def reshard_before_gradients(self) -> None:
-        """Free what is gathered; p.data keeps its shape, for gradients of it may still arrive."""
+        """Free gathered parameters; p.data keeps its shape, as gradients may still arrive."""
         self.used = False
         for group in self.groups:
             if group.reshards and not group.is_sharded:
@@ -73,7 +73,7 @@ class Units:
             unit.attach_grads()
 
     def reshard(self) -> None:
-        """Reshard all units, but those that the row keeps unsharded."""
+        """Reshard all units, except those that the row keeps unsharded."""
         for unit in self.order:
             unit.reshard()
 
@@ -85,7 +85,7 @@ class Units:
                 group.to_sharded()
 
     def drop(self) -> None:
-        """Drop the gradients that a failed step has left."""
+        """Drop the gradients of a failed step."""
         self.reshard()
         for unit in self.order:
             for group in unit.trained:
@@ -98,10 +98,9 @@ class Units:
                 unit.unshard()
 
     def step_in_backward(self) -> None:
-        """The updates of parameters that have an optimizer to be run in the backward pass.
+        """Run the optimizers that torch.distributed.optim._apply_optimizer_in_backward set.
 
-        Put there by torch.distributed.optim._apply_optimizer_in_backward; the gradient is dropped.
-        Raises InputError where parameters are sharded.
+        Drops the gradients afterwards. Raises InputError for sharded parameters.
         """
         for group in (group for unit in self.order for group in unit.trained):
             for p in group.params:
@@ -114,7 +113,7 @@ class Units:
                     p.grad = None
 
     def begin_unshard(self) -> None:
-        """After the update: begin to gather what the row keeps unsharded, in the order of use."""
+        """After the update: begin to gather units that stay unsharded, in the order of use."""
         for unit in self.order:
             if not unit.reshards:
                 unit.begin_unshard()

@@ -22,7 +22,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from shardwise.core.errors import InputError, bad
 
-#: What torch.compile puts before the names of the module inside.
+#: The prefix that torch.compile adds to names in the compiled module.
 COMPILED = "_orig_mod"
 
 Rule = str | int | type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]
@@ -53,13 +53,13 @@ def choose(
 ) -> list[UnitSpec]:
     """The units of `root`, in the order in which its modules were defined.
 
-    Neighbours below `least` bytes are merged, up to `most` bytes (0: no merging), where `apart`
-    says the same of both.
+    Neighbours below `least` bytes are merged, up to `most` bytes (0: no merging), if `apart` is
+    equal for both.
 
     Raises:
-        InputError: the rule is none, or fits no module; the model has no parameters.
+        InputError: the rule is invalid or matches no module; the model has no parameters.
     """
-    if isinstance(rule, bool):  # an int to Python, and no number of bytes
+    if isinstance(rule, bool):  # an int in Python, but not a number of bytes
         raise _no_rule(rule)
     tops = _tops(root, rule)
     by_size = isinstance(rule, int)
@@ -78,12 +78,12 @@ def choose(
 
 
 def blocks(root: nn.Module, rule: Rule = "auto") -> dict[str, nn.Module]:
-    """The modules at which a unit begins, by name; by size the repeated blocks."""
+    """The modules at which a unit begins, by name; for a size, the repeated blocks."""
     return _tops(root, "auto" if isinstance(rule, int) else rule)
 
 
 def _tops(root: nn.Module, rule: Rule) -> dict[str, nn.Module]:
-    """The modules at which a unit begins, outermost only; by size, nowhere in particular."""
+    """The modules at which a unit begins, outermost only; none for a size."""
     if isinstance(rule, int):
         if rule <= 0:
             raise bad(f"units={rule}", "a positive number of bytes", "units=2**24")
@@ -97,7 +97,7 @@ def _tops(root: nn.Module, rule: Rule) -> dict[str, nn.Module]:
     if not found and rule != "auto":
         names = [name for name, module in root.named_modules() if name and _runs(module)][:6]
         raise bad(
-            f"units={_shown(rule)}, which fits no module that {type(root).__name__} calls",
+            f"units={_shown(rule)}, which matches no module that {type(root).__name__} calls",
             f"a class or pattern of its modules: {', '.join(names)}, ...",
             'units="auto"',
         )
@@ -151,7 +151,7 @@ def _shown(value: object) -> str:
 
 
 def _block_class(root: nn.Module) -> type[nn.Module] | None:
-    """The class of the repeated blocks: the heaviest one that stands several times in a list."""
+    """The class of the repeated blocks: the heaviest one that occurs several times in a list."""
     weight: dict[type[nn.Module], int] = defaultdict(int)
     lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
     for held in [list(m.children()) for m in root.modules() if isinstance(m, lists)]:
@@ -168,7 +168,7 @@ def _runs(module: nn.Module) -> bool:
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """The module itself, or the one inside of what `torch.compile(module)` gave.
+    """The module itself, or the module inside the result of `torch.compile(module)`.
 
     A unit begins at the outer one: its hooks run outside of the compiled graph.
     """
@@ -176,7 +176,7 @@ def uncompiled(module: nn.Module) -> nn.Module:
 
 
 def _read(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters that it reads itself: its own, and those of submodules that it never calls."""
+    """The parameters that it reads itself: its own, and those of submodules it never calls."""
     yield from module.parameters(recurse=False)
     for child in module.children():
         if not _runs(child):
@@ -190,9 +190,8 @@ def _walk(
 ) -> Iterator[tuple[str, nn.Module]]:
     """Blocks, and outside of them the outermost modules that own parameters themselves.
 
-    A module's own parameters may be used by it in any way, those of its children included
-    (nn.MultiheadAttention reads out_proj.weight), so it is not looked into any further, unless
-    there are blocks in it.
+    A module with own parameters may also read those of its children (nn.MultiheadAttention reads
+    out_proj.weight), so the walk does not descend into it, unless it contains blocks.
     """
     owns = next(_read(uncompiled(module)), None) is not None and _runs(module)
     holds = any(top.startswith(f"{name}." if name else "") for top in tops)
@@ -259,6 +258,6 @@ def _merged(
 
 def _joins(a: UnitSpec, b: UnitSpec, least: int, most: int) -> bool:
     small = min(a.stored_bytes, b.stored_bytes) < least and not (a.shared or b.shared)
-    # a norm beside a large head costs a message, and no memory to speak of
+    # a separate unit for a norm beside a large head would cost a message and save little memory
     pair = len(a.modules) == len(b.modules) == 1 and not (a.block or b.block)
     return small and (pair or a.stored_bytes + b.stored_bytes <= most)

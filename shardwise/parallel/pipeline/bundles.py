@@ -28,7 +28,7 @@ def specs(trace: Trace, token: Token) -> Sequence[Spec]:
 
 
 def require_grads(given: Sequence[Tensor], trace: Trace, stage: int) -> None:
-    """Set requires_grad of the tensors `given`, which `stage` received, as the trace has it."""
+    """Set requires_grad of the tensors `given`, which `stage` received, as in the trace."""
     for x, spec in zip(given, trace.bundles[stage - 1] if stage else (), strict=True):
         x.requires_grad_(spec.requires_grad)
 

@@ -25,14 +25,14 @@ from torch.overrides import (
 
 
 class Player(Protocol):
-    """Carries out the operations and calls of layers that `Glue` intercepts."""
+    """Executes the operations and calls of layers that `Glue` intercepts."""
 
     def without_values(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any: ...
     def op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any: ...
     def layer(self, of: Any, args: Any, kwargs: dict[str, Any]) -> Any: ...
 
 
-#: Attributes of a value that report its device, answered for the real one's device.
+#: Attributes that report the device of a value: `Glue` answers with the real value's device.
 _ANSWERS: Final[dict[Any, Callable[[torch.device], Any]]] = {
     Tensor.device.__get__: lambda device: device,
     Tensor.get_device: lambda device: -1 if device.index is None else device.index,
@@ -66,7 +66,7 @@ class Seen:
         self.table[id(x)] = (weakref.ref(x), number)
 
     def number(self, x: Tensor) -> int | None:
-        """The number of the value that `x` is; None if it is none."""
+        """The number of value `x`; None if `x` is not a value."""
         found = self.table.get(id(x))
         if found is not None and found[0]() is x:
             return found[1]
@@ -111,7 +111,7 @@ class Glue(TorchFunctionMode):
 
     def layer(self, of: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a layer, with this mode off the stack and the user's modes on it."""
-        if _get_current_function_mode() is self:  # as nearly always
+        if _get_current_function_mode() is self:  # the usual case
             _pop_mode()
             try:
                 return self.player.layer(of, args, kwargs)

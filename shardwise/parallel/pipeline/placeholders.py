@@ -150,7 +150,7 @@ def _check(
             if any(start.startswith(f"{name}.") for name in names):
                 raise bad(
                     f"{start} as a start, inside of a module that has the names {', '.join(names)}",
-                    "starts in modules that the model holds once, for one module has one cut",
+                    "starts in modules with one name, because a module is partitioned once",
                     names[0],
                 )
 
@@ -187,7 +187,7 @@ def twin(model: nn.Module) -> nn.Module:
 
 
 class StandIn(nn.Module):
-    """Stands in a layer's slot; holds nothing that `parameters` or `state_dict` would see."""
+    """Takes the place of a layer; has nothing that `parameters` or `state_dict` would return."""
 
     def __init__(self, of: Of) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class StandIn(nn.Module):
         return super().train(mode)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Any:
-        """While a stage is computed those of the layer: a model may ask for its first parameter."""
+        """During a stage, the layer's own: a model may ask for its first parameter."""
         of: Of = vars(self)["_of"]
         whose = super() if of.player is None else of.answers
         return whose.named_modules(*args, **kwargs)
@@ -244,12 +244,12 @@ class Layers:
     """The layers of one model on a rank with `own_stages`; changes the model in place.
 
     count        stages
-    parameters   (name, stages, the twin's parameter) of each, one that is tied once
+    parameters   (name, stages, the twin's parameter) of each; a tied one appears once
     buffers      (name, stages, the twin's table and key, ours or None) of each in a layer
 
-    Both are *held*: values before anything is computed, numbered in this order, which glue may
-    read.  What a container itself holds as a parameter belongs to stage 0, and reaches a later
-    stage as activations do; its buffers are on every rank.  Raises InputError as `layers` does.
+    Both are values from the start, numbered in this order, which glue may read.  A container's own
+    parameters belong to stage 0, and reach later stages like activations; its buffers are on every
+    rank.  Raises InputError as `layers` does.
     """
 
     def __init__(
@@ -286,7 +286,7 @@ class Layers:
             stages[p].add(0)
         pairs = zip(self.twin.named_parameters(), stages.values(), strict=True)
         self.parameters = [(name, tuple(sorted(at)), p) for (name, p), at in pairs]
-        #: by id, the number of a parameter: of our own, and of the twin's
+        #: the number of each parameter, ours and the twin's, by id
         self.numbers = {id(p): n for n, (_, _, p) in enumerate(self.parameters)}
         self.own: dict[int, dict[int, Tensor]] = {stage: {} for stage in self.own_stages}
         for number, (p, at) in enumerate(stages.items()):
@@ -295,7 +295,7 @@ class Layers:
                 self.numbers[id(p)] = number
 
     def _own_buffers(self, of: Of) -> None:
-        """Note the buffers of a layer. They are looked up each time: one may be put anew."""
+        """Record the buffers of a layer, by table and key: the layer may replace a buffer."""
         real = {} if of.real is None else dict(of.real.named_modules())
         for name, module in of.twin.named_modules():
             ours = None if of.real is None else real[name]._buffers
@@ -309,12 +309,12 @@ class Layers:
         return [of.real for of in self.standing if of.real is not None]
 
     def known_values(self) -> Sequence[tuple[str, tuple[int, ...], Tensor]]:
-        """Name, stages and the twin's tensor of every value that is held, in their order."""
+        """Name, stages and the twin's tensor of every parameter and buffer, in their order."""
         buffers = [(f"the buffer {n}", at, table[k]) for n, at, (table, k), _ in self.buffers]
         return [*((f"the parameter {n}", at, p) for n, at, p in self.parameters), *buffers]
 
     def holding(self, stage: int) -> dict[int, Tensor]:
-        """By number, what this rank holds of a stage."""
+        """This rank's parameters and buffers of a stage, by number."""
         first = len(self.parameters)
         buffers = {
             first + i: ours[key]
@@ -324,14 +324,14 @@ class Layers:
         return self.own[stage] | buffers
 
     def number_buffers(self, put: Callable[[Tensor, int], None]) -> None:
-        """Tell `put` the number of each buffer in a layer, ours and the twin's."""
+        """Call `put` with each buffer in a layer, ours and the twin's, and its number."""
         for number, (_, _, (table, key), ours) in enumerate(self.buffers, len(self.parameters)):
             put(table[key], number)
             if ours is not None:
                 put(ours[key], number)
 
     def _stand_in(self, name: str, layer: Layer) -> None:
-        """Put a stand-in where the twin's layer stands, and ours if it is another rank's."""
+        """Replace the twin's layer by a stand-in, and ours too if another rank owns it."""
         theirs, ours = self.twin.get_submodule(name), self.model.get_submodule(name)
         of = Of(name, layer.stages, theirs, ours if self.own_stages & set(layer.stages) else None)
         stand_in = StandIn(of)
@@ -343,7 +343,7 @@ class Layers:
             self.swaps += [] if of.real is None else [(slot, of.real, stand_in)]
 
     def _take_parameters(self, ours: nn.Module, theirs: nn.Module) -> None:
-        """Remove what a container holds for other ranks; the twin lends its own to a run."""
+        """Remove a container's parameters of other ranks; during a run the twin provides them."""
         for key, p in theirs._parameters.items():
             if p is not None and not self.own_stages & set(self.parameters[self.numbers[id(p)]][1]):
                 del ours._parameters[key]
@@ -351,9 +351,9 @@ class Layers:
 
     @contextmanager
     def following(self, player: Glue) -> Iterator[nn.Module]:
-        """For the time the twin, whose layers `player` says what they do, has our buffers, copied.
+        """The twin, with `player` for its layers, and copies of our buffers outside of layers.
 
-        That is outside of its layers, where it also is in training if we are.
+        Outside of layers it also has our training mode.
         """
         for ours, theirs in self.pairs:
             theirs.training = ours.training
@@ -371,7 +371,7 @@ class Layers:
 
     @contextmanager
     def playing(self, player: Glue) -> Iterator[nn.Module]:
-        """For the time the model, every layer of which is met through its stand-in."""
+        """The model, with a stand-in for every layer during the `with`."""
         for of in self.standing:
             of.player = player
         for (table, key), _, stand_in in self.swaps:

@@ -2,12 +2,12 @@
 
     table        token -> value, for all live tokens of this rank.  A step removes the tokens that
                  it consumes and adds those that it makes (relation.py); at the end it is empty.
-    messages     sent as soon as they are made, received ahead of need, during computation
+    messages     sent as soon as their tensors exist; receives are posted ahead of their use
     work         executes F, B, I, W and the other actions on the model
 
-A bundle is a list of tensors.  `act` of stage s are those that it sends to later stages; `grad` of
-stage s has one for each tensor of the previous bundle that requires a gradient, zeros if it has
-none.  A bundle between two stages of one rank is not copied.
+A bundle is a list of tensors.  The bundle `act` of stage s has the tensors that it sends to later
+stages.  The bundle `grad` of stage s has the gradient of each tensor of the previous bundle that
+requires one, zeros if there is none.  A bundle between two stages of one rank is not copied.
 """
 
 import time
@@ -30,7 +30,7 @@ from shardwise.core.schedule.relation import makes, needs, takes
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.core.stage_io import Spec
 
-#: The number of receives under way from each rank: one message arrives while one is used.
+#: The number of posted receives from each rank: one message arrives while one is used.
 AHEAD = 2
 
 
@@ -181,7 +181,7 @@ class _Live:
 
 
 class _Post:
-    """The messages of one rank that are under way.
+    """The messages of one rank in flight.
 
     From the start, the next AHEAD receives from each rank are posted, in the order of the row; a
     rank holds their bundles beyond the schedule's memory.  A sent bundle is kept until a message

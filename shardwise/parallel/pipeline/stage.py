@@ -54,7 +54,7 @@ class Ran:
 
 
 class Stage:
-    """One stage being run; `own` are by number the parameters and buffers that it holds."""
+    """One stage while it runs; `own` are its parameters and buffers by number."""
 
     def __init__(self, stage: int, trace: Trace, seen: Seen, own: Mapping[int, Tensor]) -> None:
         self.stage, self.trace, self.seen, self.own = stage, trace, seen, own
@@ -64,7 +64,7 @@ class Stage:
         self.last = len(trace.written) - 1
         self.crossing: Sequence[int] = () if stage == self.last else trace.crossing[stage]
         self.leaving = set(self.crossing)
-        self.made: dict[int, Tensor] = {}  # of those that leave, what was made
+        self.made: dict[int, Tensor] = {}  # the outputs so far
         self.over = False  # whether a layer of a later stage was called
 
     def take(self, received: Sequence[Tensor]) -> None:
@@ -72,7 +72,7 @@ class Stage:
         numbers = self.trace.crossing[self.stage - 1] if self.stage else ()
         for number, x in zip(numbers, received, strict=True):
             order = self.trace.orders.get(number)
-            if order is not None:  # it came as it lies in memory
+            if order is not None:  # it was sent in memory order
                 x = x.permute([order.index(dim) for dim in range(x.dim())])
             if number in self.trace.written[self.stage]:
                 x = x.clone()  # a leaf cannot be written to, and the sender may still read it
@@ -205,7 +205,7 @@ class Stage:
             for i, number in event.writes:
                 self._have(after[i], number)
                 self.seen.put(before[i], number)
-                if before[i] is not after[i]:  # the user's variable is still the absent one
+                if before[i] is not after[i]:  # the user's variable is still the absent tensor
                     self.received[number] = after[i]
         return out
 
@@ -222,7 +222,7 @@ class Stage:
         if found != foreseen:
             raise bad(
                 f"{event.what}, which returns {_said(found)}, but returned "
-                f"{_said(foreseen)} in its run on the meta device",
+                f"{_said(foreseen)} on the meta device",
                 "layers whose outputs have shapes that follow from those of their inputs",
                 "a start that is not between this layer and the next one that uses its output",
             )
@@ -239,7 +239,7 @@ class Stage:
         specs = self.trace.bundles[self.stage] if self.crossing else ()
         for number, spec in zip(self.crossing, specs, strict=True):
             x = self.made.get(number)
-            if x is None:  # handed on, or a parameter: as a result of this stage
+            if x is None:  # passed on, or a parameter
                 x = self.received[number] if number in self.received else self.own[number]
                 x = x.view_as(x)
             if x.requires_grad != spec.requires_grad:

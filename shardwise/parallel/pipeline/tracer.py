@@ -30,7 +30,7 @@ from shardwise.parallel.pipeline.placeholders import Of
 META: Final = torch.device("meta")
 #: Copies between devices: on meta there is one device.
 _MOVES: Final = (Tensor.cpu, Tensor.cuda)
-#: What gives the numbers in a tensor to the program.
+#: Functions that return the numbers in a tensor to the program.
 _READS: Final = (
     *("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"),
     *("__complex__", "__contains__", "equal", "allclose", "is_nonzero", "nonzero"),
@@ -98,7 +98,7 @@ class Tracer:
                 f"a tensor that {_name(what)} takes after layer {self.last}, whose memory "
                 f"{self.values[self.wrote[_storage(x)][0]].origin} was written to through "
                 "another tensor",
-                "outputs of layers that are written to a whole tensor, and that tensor used",
+                "outputs of layers that are assigned to the tensor itself",
                 "x[:, 0] = y instead of x[:, 0].copy_(y)",
             )
 
@@ -287,7 +287,7 @@ class Tracer:
         return frozenset(n for n in own if n in leaving or stage in self.values[n].uses)
 
     def blame(self, error: Exception) -> Exception:
-        """The error to raise for one of the user's code, which assumed shapes may have caused."""
+        """The error to raise instead of `error`, if assumed shapes may have caused it."""
         if not self.assumed or isinstance(error, InputError):
             return error
         return bad(
@@ -301,9 +301,9 @@ class Tracer:
         known = [n for x in inputs if (n := self.seen.number(x)) is not None]
         origin = self.values[known[0]].origin
         return bad(
-            f"{_name(func)} of a tensor that comes from {origin}: it asks for numbers, which the "
+            f"{_name(func)} of a tensor that comes from {origin}: it reads values, which the "
             "ranks of other stages do not have",
-            "operations between layers that compute tensors from tensors, of shapes known before",
+            "operations between layers that compute tensors of known shapes from tensors",
             "the same operation inside a layer (any nn.Module with parameters), or after the step",
         )
 

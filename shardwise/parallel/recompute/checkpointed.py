@@ -1,14 +1,14 @@
-"""Recomputes the activations of modules in the backward pass, instead of keeping them.
+"""Recomputes the activations of modules in the backward pass instead of keeping them.
 
     full         forward keeps the module's inputs          backward runs its forward again
     selective    and the outputs of products (kept.py)      the same, without these products
     partitioned  a part of its inputs (partitioned.py)      gathers them, then as full
 
-What is kept may rest in host memory (host.py).
+Kept tensors may rest in host memory (host.py).
 
-All are torch.utils.checkpoint without reentrant autograd, around the module's own `forward`, so
-that hooks on the module run once.  The second forward ends at the last tensor that autograd needs.
-It computes what the first one did:
+All use torch.utils.checkpoint without reentrant autograd, around the module's own `forward`, so
+hooks on the module run once.  The second forward ends at the last tensor that autograd needs.
+It computes the same as the first one:
 
     random numbers        are drawn from the same states of the generators
     running statistics    of batch normalisation are not updated a second time
@@ -79,7 +79,7 @@ class Recomputed:
         self.alive: WeakSet[_First] = WeakSet()
         self.norms = [m for m in module.modules() if isinstance(m, _NormBase)]
         self.run = graph_break(self._run)
-        self.__wrapped__ = module.forward  # whose signature this one has
+        self.__wrapped__ = module.forward  # for inspect.signature
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run(*args, **kwargs)
@@ -103,13 +103,13 @@ class Recomputed:
             context_fn=lambda: (first, _Again(first, self.norms)),
         )
         if products is not None:
-            products.drop(out)  # whose reader may write to it
+            products.drop(out)  # its reader may write to it
             if self.host is not None:
                 products.replace(self.host.keep)
         return out
 
     def kept_tensors(self) -> Iterator[Tensor]:
-        """What is kept of the passes whose backward is to come: inputs, and outputs of products."""
+        """The kept inputs and outputs of products, of passes whose backward has not run yet."""
         for first in list(self.alive):
             inputs = first.inputs.kept if isinstance(first.inputs, Inputs) else first.inputs
             outputs = first.products.outputs if first.products is not None else {}
@@ -136,7 +136,7 @@ def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _First:
-    """Around the forward pass: notes the random states and keeps outputs of products."""
+    """Around the forward pass: records the random states and keeps outputs of products."""
 
     def __init__(self, generators: Generators, products: KeptProducts | None, inputs: Any) -> None:
         self.generators, self.products, self.inputs = generators, products, inputs
@@ -156,7 +156,7 @@ class _First:
 
 
 class _Again:
-    """Around the recomputation, of which each backward pass through the module has one."""
+    """Around the recomputation, one in each backward pass through the module."""
 
     def __init__(self, first: _First, norms: list[_NormBase]) -> None:
         self.first, self.norms = first, norms
@@ -177,7 +177,7 @@ class _Again:
 
 @contextmanager
 def _statistics_unchanged(norms: list[_NormBase]) -> Iterator[None]:
-    """Batch normalisation normalises by the batch, and adds none of it to the running statistics.
+    """Batch normalisation normalises by the batch and does not update the running statistics.
 
     A momentum of 0 does not change them. (Without running statistics autograd would save fewer
     tensors than in the first forward.)

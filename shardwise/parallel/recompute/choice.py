@@ -1,14 +1,14 @@
-"""Which modules are recomputed: what the plan word `recompute:WHAT` names in a model.
+"""The modules that the plan word `recompute:WHAT` selects in a model.
 
     full, selective      every block
     partitioned          every block
     partitioned-host     every block: partitioned
     every2               blocks 0, 2, 4, ...: full
     NAME,NAME            the outermost modules whose names these patterns match: full
-    8GiB                 every block: as a budget chooses (prediction/recompute_budget.py), and full
-                         until it has chosen
+    8GiB                 every block: chosen under a budget (prediction/recompute_budget.py), and
+                         full before the choice
 
-The blocks are those that sharding takes for units (the repeated class of the model).
+The blocks are the model's repeated class, which also forms units.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -26,7 +26,7 @@ from shardwise.parallel.recompute.checkpointed import FULL, PARTITIONED, SELECTI
 def chosen(model: nn.Module, what: str | None, blocks: Mapping[str, nn.Module]) -> dict[str, str]:
     """The names of the modules that `recompute:what` recomputes, each with FULL or SELECTIVE.
 
-    Raises InputError where the model has no blocks, or no module of a name.
+    Raises InputError if the model has no blocks, or no module matches a name.
     """
     if what is None:
         return {}
@@ -49,7 +49,7 @@ def on_host(
 ) -> tuple[str, ...]:
     """The blocks whose kept activations rest in host memory; `kinds` are the recomputed modules.
 
-    Raises InputError where the model has no blocks, or a recomputed module has blocks inside of it.
+    Raises InputError if the model has no blocks, or a recomputed module contains blocks.
     """
     if not blocks:
         raise bad(
@@ -76,7 +76,7 @@ def first_inside(name: str, names: Iterable[str]) -> str | None:
 
 
 def _named(model: nn.Module, patterns: list[str], what: str) -> Iterator[str]:
-    """The outermost modules that match any of the patterns, each of which matches some."""
+    """The outermost modules that match any of the patterns; each pattern must match."""
     names = _callable_names(model)
     for pattern in patterns:
         if not any(fnmatch(name, pattern) for name in names):

@@ -1,4 +1,4 @@
-"""Activations in host memory: what a block keeps for its backward pass rests there.
+"""Activations in host memory: a block's saved tensors rest there until its backward pass.
 
     forward     block 0     block 1     block 2
                   | keeps     | keeps     | keeps           each storage is copied to the host
@@ -8,9 +8,9 @@
                 block 1 begins: [ 0 ] is fetched
                 block 0 begins
 
-A storage is copied once, however many tensors of it autograd saves.  What stays on the device:
-parameters, buffers, the batch, and storages of fewer than `SMALL_BYTES`.  At most two blocks are on
-their way to the host, and at most two are fetched.  All copies go through comm/tiers.py.
+A storage is copied once, for any number of saved tensors of it.  Parameters, buffers, the batch,
+and storages of fewer than `SMALL_BYTES` stay on the device.  At most two blocks at a time are being
+copied to the host, and at most two are fetched.  All copies go through comm/tiers.py.
 """
 
 import weakref
@@ -49,7 +49,7 @@ class Stored:
         self.fetched = False
 
     def fetch(self) -> None:
-        """Begin to bring it back, if it is not on the device."""
+        """Begin to copy it to the device, if it is not there."""
         if not self.fetched:
             self.arriving = begin_copy(self.rest, self.host.tiers, "host", "device")
             self.fetched = True
@@ -71,7 +71,7 @@ class Stored:
             self.host.count(-self.nbytes)
 
     def __del__(self) -> None:
-        """Autograd has released the last tensor of it."""
+        """Runs when autograd has released the last tensor of it."""
         if self.__dict__.get("fetched"):
             self.host.count(-self.nbytes)
 
@@ -90,7 +90,7 @@ class Kept:
 
 
 class Block:
-    """One forward pass of a block: what it keeps, and the pass of the block before."""
+    """One forward pass of a block: its stored tensors, and the pass of the previous block."""
 
     def __init__(self, host: "HostActivations", module: nn.Module, before: "Block | None") -> None:
         self.host, self.module = host, module
@@ -99,7 +99,7 @@ class Block:
         self.begun = False
 
     def begin_backward(self) -> None:
-        """Fetch what it and the block before keep, and free what no later pass reads."""
+        """Fetch the tensors of this and the previous block; free those that no later pass reads."""
         if self.begun:
             return
         self.begun = True
@@ -108,14 +108,14 @@ class Block:
         self.host.begin_backward(own)
 
     def stored(self) -> Iterator[Stored]:
-        """What of it autograd still needs."""
+        """Its storages that autograd still needs."""
         yield from (stored for ref in self.kept if (stored := ref()) is not None)
 
 
 class HostActivations:
     """The activations of one rank's blocks on the host.
 
-    `places` has, by the name of each block, its stage and its place in the model.
+    `places` has the stage of each block and its place in the model, by name.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class HostActivations:
         self.fetched_bytes = self.most_fetched_bytes = 0
 
     def install(self, *, hooks: bool) -> None:
-        """Keep what blocks save on the host, in place; without `hooks` only what `keep` is given.
+        """Store the saved tensors of blocks on the host; without `hooks` only arguments of `keep`.
 
         Call it after recomputation has been installed.
         """
@@ -142,14 +142,14 @@ class HostActivations:
             module.forward = _OnHost(module, self, place, hooks=hooks)
 
     def begin(self, batch: Any) -> None:
-        """A step on `batch` begins."""
+        """Begin a step on `batch`."""
         self.batch = {_key(x) for x in tree_leaves(batch) if isinstance(x, Tensor)}
         self.most_fetched_bytes = self.fetched_bytes
 
     def keep(self, x: Tensor) -> Any:
-        """`x`, which the running block keeps: on the host, unless it stays. `read` gives it back.
+        """Store `x` for the running block, on the host unless it stays; `read` returns it.
 
-        Of `x` only the values are kept: what comes back is outside of the graph.
+        Only the values are stored: the returned tensor is detached.
         """
         storage, block = x.untyped_storage(), self.running
         x = x.detach() if x.grad_fn is not None else x  # a node that saves its output is no cycle
@@ -170,7 +170,7 @@ class HostActivations:
 
     @staticmethod
     def read(kept: Any) -> Tensor:
-        """What `keep` was given."""
+        """The tensor that was passed to `keep`."""
         return kept.tensor() if isinstance(kept, Kept) else kept
 
     @contextmanager
@@ -194,9 +194,9 @@ class HostActivations:
             self.running = None
 
     def begin_backward(self, needed: Iterable[Stored]) -> None:
-        """Fetch what is needed now; free the copies that no pass to come will read.
+        """Fetch the `needed` storages; free copies that no later pass reads.
 
-        Where a backward pass is made in two halves, autograd keeps its graph until the second.
+        If a backward pass has two halves, autograd keeps its graph until the second.
         """
         needed = list(needed)
         for stored in set(self.fetched).difference(needed):
@@ -208,7 +208,7 @@ class HostActivations:
             self.fetched.add(stored)
 
     def count(self, nbytes: int) -> None:
-        """So many bytes more were fetched."""
+        """Count `nbytes` more fetched bytes."""
         self.fetched_bytes += nbytes
         self.most_fetched_bytes = max(self.most_fetched_bytes, self.fetched_bytes)
 

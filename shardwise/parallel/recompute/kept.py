@@ -8,8 +8,8 @@ both of their operands together and are computed again, softmax and dropout too;
 the values is kept.
 
 torch.utils.checkpoint has such modes (create_selective_checkpoint_contexts).  They count every
-operation, and fail where the second forward has one that the first had not, such as the gathering
-of a unit inside of the module.  The two modes here count products only.
+operation, and fail if only the second forward has one, such as the gather of a unit inside the
+module.  The two modes here count products only.
 """
 
 from collections import defaultdict
@@ -42,7 +42,7 @@ _PRODUCTS: Final = frozenset((*_WITH_WEIGHTS, *_OF_ACTIVATIONS, *_ATTENTION))
 
 
 class KeptProducts:
-    """The outputs of the products in one forward pass of a module, in the order of their making.
+    """The outputs of the products in one forward pass of a module, in order of creation.
 
     None stands for an output that is not kept. An output that is written to in place is dropped and
     recomputed: the recomputation would write to a kept one a second time.
@@ -68,7 +68,7 @@ class KeptProducts:
                 self.outputs[func][index] = None
 
     def replace(self, keep: Callable[[Tensor], Any]) -> None:
-        """Keep each output as `keep` gives it back: a tensor, or `Kept` (host.py)."""
+        """Replace each output by the result of `keep`: a tensor, or `Kept` (host.py)."""
         for kept in self.outputs.values():
             kept[:] = [tree_map_only(Tensor, keep, out) for out in kept]
 
@@ -125,7 +125,7 @@ def is_kept(func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> bool:
     if func in _ATTENTION:
         place = _ATTENTION[func]
         rate = args[place] if len(args) > place else kwargs.get("dropout_p", 0.0)
-        return rate == 0  # else its draws would be missing from the recomputation
+        return rate == 0  # otherwise its draws would be missing from the recomputation
     return True
 
 
@@ -138,6 +138,6 @@ def _storage(x: Tensor) -> int:
 
 
 def _alias(x: Tensor) -> Tensor:
-    """`x` without its place in the autograd graph, which would keep itself alive."""
+    """`x` detached: with its graph it would keep itself alive."""
     with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
         return x.detach()

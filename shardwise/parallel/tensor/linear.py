@@ -109,7 +109,7 @@ class Stream:
         return take(x, self.axis, cut.on(x.dim() - 1))
 
     def record_loss(self, positions: int, smoothing: bool, element_bytes: int) -> None:
-        """A cross-entropy of sharded logits: a pass that predicts bytes counts it, a step not."""
+        """A cross-entropy of sharded logits: counted by a pass for predictions, not by a step."""
 
     def begin(self, known: Mapping[int, int] | None = None) -> None:
         """Begin a pass; `known`: the lengths of sequences that other stages sharded."""
