@@ -16,20 +16,24 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from shardwise.core.arguments import choice
 from shardwise.core.errors import bad
 from shardwise.core.optimizers import SIDE, STAGES, gigabytes, k_bytes, zero_table
 from shardwise.train.predict_command import PredictRequest, predict_request
 
 if TYPE_CHECKING:
+    import torch
+
     from shardwise.prediction.first_fit import Placement
     from shardwise.prediction.prediction import Prediction
     from shardwise.prediction.timeline import Event
     from shardwise.train.memory_picture import Series
 
-    Measured = tuple[list[Event], dict[str, Placement]]
+    Measured = tuple[list[Event], dict[str, Placement], dict[str, int]]
 
 HEADS = ("P_os (zero1)", "P_os+g (zero2)", "P_os+g+p (zero3)")
 AS_ALLOCATED, IN_ARENA = "as the step allocates", "long-lived tensors in an arena"
+ALLOCATOR = ("reserved_bytes", "allocated_bytes", "inactive_split_bytes")
 STEPS = 3  # of a measurement; the last one is measured
 
 
@@ -51,6 +55,9 @@ class Request:
     measure: Annotated[
         bool, typer.Option("--measure", help="Also measure a step, on local ranks.")
     ] = False
+    device: Annotated[
+        str, typer.Option(help="With --measure: cpu, or cuda, with a GPU for each rank.")
+    ] = "cpu"
     svg: Annotated[Path | None, typer.Option(help="Draw into this file.")] = None
     png: Annotated[Path | None, typer.Option(help="Draw into this file.")] = None
     table: Annotated[
@@ -93,8 +100,11 @@ def print_step(request: Request, plan: str) -> None:
     given = plan, request.model, request.batch, request.sequence, request.rank
     wanted = predict_request(*given)
     found, events = predicted(wanted, request.rank)
-    measured, placements = (
-        _measured_on_ranks(wanted, given)[request.rank] if request.measure else ([], {})
+    choice("--device", request.device, ("cpu", "cuda"))
+    measured, placements, allocator = (
+        _measured_on_ranks(wanted, (*given, request.device))[request.rank]
+        if request.measure
+        else ([], {}, {})
     )
 
     from shardwise.prediction.timeline import unpredicted
@@ -112,11 +122,14 @@ def print_step(request: Request, plan: str) -> None:
     if request.as_json:
         said = _as_json(found, series, request.model, notes)
         first_fit = {name: one._asdict() for name, one in placements.items()}
-        print(json.dumps(said | ({"first_fit": first_fit} if first_fit else {})))
+        said |= {"first_fit": first_fit} if first_fit else {}
+        print(json.dumps(said | ({"allocator": allocator} if allocator else {})))
     else:
         _show(found, series, request.model, notes)
         if placements:
             print_placements(placements)
+        if allocator:
+            print_allocator(allocator)
 
 
 def predicted(wanted: PredictRequest, rank: int) -> "tuple[Prediction, Sequence[Event]]":
@@ -139,28 +152,47 @@ def _measured_on_ranks(wanted: PredictRequest, given: tuple[Any, ...]) -> "list[
     ranks = wanted.plan.size
     require_local(ranks)
     with Console(stderr=True).status(f"{wanted.plan}: {STEPS} steps on {ranks} ranks"):
-        return spawn(_measured, ranks, given)
+        return spawn(_measured, ranks, given, device=given[-1])
 
 
 def _measured(*given: Any) -> "Measured":
-    """The last of a few steps on this rank, each on the same batch."""
+    """The last of a few steps on this rank and on a device, each on the same batch."""
+    from torch import Tensor
+    from torch.utils._pytree import tree_map_only
+
     from shardwise.comm.world import init
     from shardwise.engine.parallelize import parallelize
     from shardwise.engine.timeline import measuring
     from shardwise.engine.trace import Recorder
     from shardwise.prediction.first_fit import LONG, placed
 
-    world, wanted = init("cpu"), predict_request(*given)
+    *request, device = given
+    world, wanted = init(device), predict_request(*request)
+    batch = tree_map_only(Tensor, lambda x: x.to(world.device), wanted.batch)
     options: dict[str, Any] = wanted.options | {"tokens": wanted.trainable.tokens}
     engine = parallelize(wanted.trainable.build(), wanted.plan, world, **options)
     for _ in range(STEPS - 1):
-        engine.step(wanted.batch)
+        engine.step(batch)
     recorder = Recorder()
-    with measuring(engine, wanted.batch, recorder) as meter:
-        engine.step(wanted.batch)
+    with measuring(engine, batch, recorder) as meter:
+        engine.step(batch)
     world.barrier()
     trace = recorder.trace
-    return meter.events, {AS_ALLOCATED: placed(trace), IN_ARENA: placed(trace, LONG)}
+    placements = {AS_ALLOCATED: placed(trace), IN_ARENA: placed(trace, LONG)}
+    return meter.events, placements, _allocator(world.device)
+
+
+def _allocator(device: "torch.device") -> dict[str, int]:
+    """The highest values so far of CUDA's caching allocator; nothing for other devices.
+
+    `inactive_split_bytes` are free, but in blocks of which another part is in use.
+    """
+    from torch import cuda
+
+    if device.type != "cuda":
+        return {}
+    found = cuda.memory_stats(device)
+    return {name: found[f"{name}.all.peak"] for name in ALLOCATOR}
 
 
 def _as_json(
@@ -206,6 +238,14 @@ def print_placements(placements: "dict[str, Placement]") -> None:
     for name, one in placements.items():
         over = f"{one.needed_bytes / one.peak_bytes:.3f}"
         table.add_row(name, f"{one.needed_bytes:,}", over, f"{one.fragmentation:.1%}")
+    Console(emoji=False, highlight=False).print(table)
+
+
+def print_allocator(found: dict[str, int]) -> None:
+    """Print the statistics of CUDA's allocator."""
+    table = Table("CUDA's allocator, at most", "bytes", "of reserved")
+    for name, count in found.items():
+        table.add_row(name, f"{count:,}", f"{count / max(1, found['reserved_bytes']):.1%}")
     Console(emoji=False, highlight=False).print(table)
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -98,3 +99,16 @@ def test_what_is_refused(argv: tuple[str, ...], text: str) -> None:
     """Numbers that are none, and unknown optimizers: one paragraph each."""
     with pytest.raises(InputError, match=text):
         shown(*argv)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_the_allocator_of_a_gpu() -> None:
+    """What PyTorch's allocator reserves holds what it has allocated."""
+    said = json.loads(shown("dp1 recompute:full arenas", "--measure", "--device", "cuda", "--json"))
+    assert said["allocator"]["reserved_bytes"] >= said["allocator"]["allocated_bytes"] > 0
+
+
+def test_a_device_that_is_none() -> None:
+    """Named, with the devices that there are."""
+    with pytest.raises(InputError, match="--device"):
+        shown("dp2 zero3", "--measure", "--device", "gpu")
