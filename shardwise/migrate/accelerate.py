@@ -5,7 +5,7 @@
 
 from typing import Any, Final
 
-from shardwise.migrate.deepspeed import CONTEXT, OFFLOAD, STAGES, offloaded
+from shardwise.migrate.deepspeed import CONTEXT, OFFLOAD, STAGES, offloaded, offloaded_param
 from shardwise.migrate.draft import (
     ALWAYS,
     LAUNCH,
@@ -101,7 +101,7 @@ RULES: Final[Rules] = {
     "fsdp_config.fsdp_sharding_strategy": _strategy,
     "fsdp_config.fsdp_reshard_after_forward": _reshard,
     "fsdp_config.fsdp_activation_checkpointing": _recompute("full"),
-    "fsdp_config.fsdp_offload_params": only_if(bool, OFFLOAD),
+    "fsdp_config.fsdp_offload_params": offloaded_param,
     "fsdp_config.fsdp_activation_checkpointing_offload": _activations,
     "fsdp_config.fsdp_version": UNNEEDED,
     "fsdp_config.fsdp_auto_wrap_policy": why("blocks are found: units='auto' of sw.parallelize"),
@@ -121,7 +121,7 @@ RULES: Final[Rules] = {
     "deepspeed_config.gradient_accumulation_steps": _accumulate,
     "deepspeed_config.gradient_clipping": key("train.clip"),
     "deepspeed_config.offload_optimizer_device": offloaded,
-    "deepspeed_config.offload_param_device": only_if(lambda value: str(value) != "none", OFFLOAD),
+    "deepspeed_config.offload_param_device": offloaded_param,
     "deepspeed_config.offload_optimizer_nvme_path": why(OFFLOAD),
     "deepspeed_config.offload_param_nvme_path": why(OFFLOAD),
     "deepspeed_config.zero3_init_flag": why("build the model on meta, and pass fill="),

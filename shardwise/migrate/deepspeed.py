@@ -11,7 +11,6 @@ from shardwise.migrate.draft import (
     Rules,
     axis,
     key,
-    only_if,
     why,
     word,
 )
@@ -20,8 +19,8 @@ PROJECT: Final = "DeepSpeed"
 STAGES: Final = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 CONTEXT: Final = "write cpN in the plan, if `shardwise plan --words` has it"
 OFFLOAD: Final = (
-    "offload:optim has the optimizer state in host memory; parameters stay on the device, and "
-    "nothing is written to disks"
+    "offload:optim has the optimizer state in host memory, offload:param parameters too, and "
+    "offload:optim@disk the state on a disk (docs/offload.md)"
 )
 
 
@@ -67,6 +66,13 @@ def offloaded(draft: Draft, value: Any) -> str:
     return "" if draft.offload or value in ("none", None, False) else OFFLOAD
 
 
+def offloaded_param(draft: Draft, value: Any) -> str:
+    """Parameters in host memory, and the optimizer state with them; disks are listed."""
+    draft.offload_param = str(value).lower() in ("cpu", "true")
+    none = str(value).lower() in ("none", "false")
+    return "" if draft.offload_param or none else OFFLOAD
+
+
 def _batch(_draft: Draft, value: Any) -> str:
     return AUTO if value == "auto" else "train.batch is this times accumulate times the data ranks"
 
@@ -98,12 +104,12 @@ RULES: Final[Rules] = {
     "tensor_parallel.*": why("styles of layers are a table: docs/tensor-tables.md"),
     "sequence_parallel_size": why(CONTEXT),
     "zero_optimization.offload_optimizer.device": offloaded,
-    "zero_optimization.offload_param.device": only_if(lambda value: value != "none", OFFLOAD),
+    "zero_optimization.offload_param.device": offloaded_param,
     "zero_optimization.offload_optimizer.pin_memory": ALWAYS,
     "zero_optimization.offload_optimizer.*": why(OFFLOAD),
     "zero_optimization.offload_param.*": why(OFFLOAD),
     "zero_optimization.cpu_offload": offloaded,
-    "zero_optimization.cpu_offload_params": only_if(bool, OFFLOAD),
+    "zero_optimization.cpu_offload_params": offloaded_param,
     "zero_optimization.overlap_comm": ALWAYS,
     "zero_optimization.contiguous_gradients": ALWAYS,
     "zero_optimization.reduce_scatter": ALWAYS,

@@ -25,6 +25,7 @@ class Draft:
     microbatches: int | None = None
     sequence: bool = False
     offload: bool = False  # of the optimizer state to host memory
+    offload_param: bool = False  # of parameters too
     activations: bool = False  # the same of activations
     axes: dict[str, int] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -38,6 +39,13 @@ class Draft:
         section, _, name = key.partition(".")
         self.values.setdefault(section, {})[name] = value
         return ""
+
+    @property
+    def _offload(self) -> list[str]:
+        """The word `offload`; rows that keep all parameters and update a block have no `param`."""
+        if self.offload_param and self.row in ("zero3", "ddp", None):
+            return ["offload:param"]
+        return ["offload:optim"] * (self.offload or self.offload_param)
 
     @property
     def words(self) -> list[str]:
@@ -58,7 +66,7 @@ class Draft:
         elif self.accumulate and self.accumulate > 1:
             found.append(f"accumulate:{self.accumulate}")
         found += [f"recompute:{self.recompute}"] if self.recompute else []
-        found += ["activations:host"] * self.activations + ["offload:optim"] * self.offload
+        found += ["activations:host"] * self.activations + self._offload
         return [*found, *([self.precision] if self.precision else [])]
 
     @property

@@ -2,7 +2,7 @@
 
 from typing import Any, Final
 
-from shardwise.migrate.deepspeed import CONTEXT, OFFLOAD
+from shardwise.migrate.deepspeed import CONTEXT, offloaded_param
 from shardwise.migrate.draft import ALWAYS, UNNEEDED, Draft, Rules, axis, key, only_if, why, word
 
 PROJECT: Final = "torchtitan"
@@ -103,7 +103,7 @@ RULES: Final[Rules] = {
     "training.dataset": why(_DATA),
     "training.dataset_path": why(_DATA),
     "training.compile": why("docs/compile.md says where torch.compile works"),
-    "training.enable_cpu_offload": only_if(bool, OFFLOAD),
+    "training.enable_cpu_offload": offloaded_param,
     "training.gc_freq": UNNEEDED,
     "training.*": why("an option of torchtitan without a counterpart"),
     "optimizer.name": only_if(

@@ -128,6 +128,16 @@ ZERO3 = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
 CASES: dict[str, tuple[str, dict[str, Any], str]] = {
     "ZeRO-3 template": ("json", DEEPSPEED, "zero3 accumulate:4 fp16 offload:optim"),
     "ZeRO-3 in bf16": ("json", ZERO3, "zero3 bf16"),
+    "parameters in host memory": (
+        "json",
+        {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
+        "zero3 offload:param",
+    ),
+    "FSDP 1 with CPUOffload": (
+        "yaml",
+        LAUNCHED | {"fsdp_config": FSDP | {"fsdp_offload_params": True}},
+        "zero3 bf16 recompute:full offload:param",
+    ),
     "ZeRO-1 and AutoTP": (
         "json",
         {"zero_optimization": {"stage": 1}, "tensor_parallel": {"autotp_size": 2}},
