@@ -36,6 +36,7 @@ from shardwise.train import folder, metrics, progress, report
 from shardwise.train.baseline import ddp_baseline
 from shardwise.train.config import Config
 from shardwise.train.data import Index, block, unigram_entropy
+from shardwise.train.experts import step_loads
 from shardwise.train.learning import learning_rate
 from shardwise.train.metrics import Metrics, Record
 from shardwise.train.model import (
@@ -253,6 +254,7 @@ def record(run: Run, done: StepMetrics, at: Position, seconds: float) -> Record:
     """The step as a record. MFU: this rank's share of the model's operations over its peak."""
     flops = done.tokens / run.engine.world.size * flops_per_token(run.prepared.sizes)
     mfu = run.peak.share(flops / seconds)
+    loads = step_loads(run.engine)
     look = at.step % MEMORY_EVERY == 0 or at.step in (1, 2, run.prepared.config.train.steps)
     return Record(
         step=at.step,
@@ -268,6 +270,9 @@ def record(run: Run, done: StepMetrics, at: Position, seconds: float) -> Record:
         grad_norm=done.grad_norm,
         skipped=done.skipped,
         memory_bytes=run.engine.memory() if look else None,
+        expert_loads=loads.computed,
+        dropped=loads.dropped,
+        gate_entropy=loads.entropy,
     )
 
 

@@ -29,7 +29,9 @@ class Record:
     evaluation followed the step. `sent_bytes`, `mfu` and `memory_bytes` (by category) are those of
     rank 0; `mfu` is relative to `peak_flops` per second. `seconds` excludes evaluation and saving.
     Activations are those at the peak of the run's second step; the other categories are the memory
-    between steps.
+    between steps. Of layers of experts (train/experts.py): `expert_loads` are the choices that each
+    expert computed, by layer; `dropped` is the share of choices beyond the capacity;
+    `gate_entropy` is in nats.
     """
 
     step: int
@@ -46,6 +48,9 @@ class Record:
     validation: float | None = None
     memory_bytes: dict[str, int] | None = None
     peak_flops: float | None = None
+    expert_loads: dict[str, list[int]] | None = None
+    dropped: float | None = None
+    gate_entropy: float | None = None
 
     def line(self) -> str:
         """The record as one line of JSON, without fields that are None."""
@@ -100,6 +105,8 @@ def tags(record: Record) -> dict[str, float]:
         "speed/tokens_per_s": record.tokens_per_s,
         "speed/mfu": record.mfu,
         "bytes/step": record.sent_bytes,
+        "experts/dropped": record.dropped,
+        "experts/gate_entropy": record.gate_entropy,
     }
     memory = record.memory_bytes or {}
     named |= {f"memory/{category}": size for category, size in memory.items()}

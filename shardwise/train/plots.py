@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 MEASURED, PREDICTED, BASELINE = "#2a6f97", "#f4a259", "#b0b0b0"
 TOTAL = "total"
+MOST_NUMBERS = 16
 
 
 def loss(path: Path, records: Sequence[Record], unigram: float) -> None:
@@ -76,6 +77,27 @@ def bars(
         axes.set_title(title)
         axes.set_axis_off()
         axes.text(0.5, 0.5, "nothing", transform=axes.transAxes, ha="center")
+    figure.savefig(path, dpi=120)
+
+
+def heat_map(path: Path, panels: Sequence[tuple[str, dict[str, list[float]]]]) -> None:
+    """Rows of numbers around 1 by name, as colours; up to MOST_NUMBERS in a row also in digits.
+
+    A panel for each title, all with rows of the same names.
+    """
+    names = list(panels[0][1])
+    columns = max(len(row) for row in panels[0][1].values())
+    height = 1.2 + len(panels) * (0.6 + 0.35 * len(names))
+    figure = new_figure(2 + max(6.0, 0.5 * columns), height)
+    for axes, (title, rows) in zip(figure.subplots(len(panels)), panels, strict=True):
+        image = axes.imshow([*rows.values()], vmin=0.0, vmax=2.0, cmap="RdBu_r", aspect="auto")
+        axes.set_title(title, fontsize=9)
+        axes.set_yticks(range(len(names)), names, fontsize=7)
+        for y, row in enumerate(rows.values() if columns <= MOST_NUMBERS else ()):
+            for x, value in enumerate(row):
+                colour = "white" if abs(value - 1) > 0.7 else "black"
+                axes.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
+        figure.colorbar(image, ax=axes)
     figure.savefig(path, dpi=120)
 
 

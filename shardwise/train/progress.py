@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.train import experts
 from shardwise.train.metrics import Record
 
 PLAIN_EVERY_S = 10.0
@@ -124,6 +125,7 @@ def values(record: Record) -> dict[str, str]:
         "tokens/s": f"{record.tokens_per_s:,.0f}",
         "MFU": f"{record.mfu:.1%} of this machine's matrix products",
         "bytes/step": f"{size_text(record.sent_bytes)} sent by rank 0",
+        **({"experts": experts.words(record)} if record.expert_loads else {}),
     }
 
 
@@ -133,6 +135,7 @@ def line(record: Record, steps: int) -> str:
     parts += [f"validation {record.validation:.4f}"] if record.validation is not None else []
     parts += [f"{record.tokens_per_s:,.0f} tokens/s", f"MFU {record.mfu:.1%}"]
     parts += [f"rank 0 sends {size_text(record.sent_bytes)}/step"]
+    parts += [experts.words(record)] if record.expert_loads else []
     parts += ["overflow, step skipped"] if record.skipped else []
     memory = record.memory_bytes or {}
     parts += ["holds " + " ".join(f"{k} {size_text(v)}" for k, v in memory.items())] * bool(memory)

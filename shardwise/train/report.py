@@ -9,7 +9,7 @@ from statistics import median
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.train import plots, step_memory, tracing
+from shardwise.train import experts, plots, step_memory, tracing
 from shardwise.train.baseline import Baseline
 from shardwise.train.config import Config
 from shardwise.train.folder import PLOTS
@@ -147,6 +147,8 @@ def write(summary: Summary) -> Path:
         draw(folder / PLOTS / step_memory.PICTURE, summary.step)
     if summary.recorded is not None:
         tracing.write(folder, summary.recorded)
+    if experts.summed(summary.records):
+        plots.heat_map(folder / PLOTS / experts.PICTURE, experts.panels(summary.records))
     path = folder / "report.md"
     publish(path, lambda beside: beside.write_text(text(summary), encoding="utf-8"))
     return path
@@ -168,6 +170,7 @@ def text(summary: Summary) -> str:
     lines += [*_beside(sender, sent.sent, sent.predicted_sent, ddp.sent), ""]
     for kind, (least, most) in sent.between.items():
         lines += [f"{kind} depends on where the tokens go: {least:,} to {most:,} bytes.", ""]
+    lines += experts.lines(summary.records)
     lines += tracing.lines(summary.recorded)
     if summary.sample:
         quoted = "\n".join(f"    {line}" for line in summary.sample.splitlines())

@@ -1,0 +1,63 @@
+"""Metrics of experts: loads, dropped choices and entropy, in records, progress and report."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardwise.train import config, experts
+from shardwise.train.metrics import Record
+from shardwise.train.progress import line
+from tests.train import runs
+
+
+def settings(folder: Path, plan: str, **model: Any) -> config.Config:
+    dense = runs.settings(folder, plan, steps=3, eval_every=2)
+    own = {"experts": 4, "experts_per_token": 2, **model}
+    return dense.model_copy(update={"model": dense.model.model_copy(update=own)})
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks"),
+    [
+        pytest.param("dp2 ep2 zero3 fp64", 2, marks=pytest.mark.full),
+        ("dp2 ep2 pp2 1f1b:2 fp64", 4),
+    ],
+)
+def test_loads_of_every_step(plan: str, ranks: int, tmp_path: Path):
+    """All layers of all stages are there, their choices add up, and the report has the picture."""
+    given = settings(tmp_path / "run", plan)
+    records = runs.run(given, ranks)
+    for record in records:
+        assert record.expert_loads is not None
+        assert list(record.expert_loads) == ["blocks.0.moe", "blocks.1.moe"]
+        assert {sum(own) for own in record.expert_loads.values()} == {2 * record.tokens}
+        assert record.dropped == 0.0
+        assert record.gate_entropy is not None
+        assert 0.0 < record.gate_entropy <= 1.3863  # the logarithm of 4
+    assert (given.folder / "plots" / experts.PICTURE).stat().st_size > 0
+    assert "The busiest expert" in (given.folder / "report.md").read_text()
+
+
+def test_loads_do_not_depend_on_the_plan(tmp_path: Path):
+    """Two ranks record the loads, the dropped share and the entropy that one rank does."""
+    plans = {"fp64": 1, "dp2 ep2 zero2 fp64": 2}
+    one, two = (
+        runs.run(settings(tmp_path / f"run{ranks}", plan, capacity=1.0), ranks)
+        for plan, ranks in plans.items()
+    )
+    assert [r.expert_loads for r in one] == [r.expert_loads for r in two]
+    assert [r.dropped for r in one] == [r.dropped for r in two]
+    assert any(record.dropped for record in one)
+    assert [r.gate_entropy for r in one] == pytest.approx([r.gate_entropy for r in two], rel=1e-10)
+
+
+def test_a_line_of_the_progress_has_the_busiest_expert():
+    """3 of 4 choices are 1.5 times the mean of two experts."""
+    record = Record(
+        *(1, 8, 2.5, 1e-3, 4, 1.0, 4.0, 0.1, 100),
+        expert_loads={"blocks.0.moe": [3, 1]},
+        dropped=0.25,
+        gate_entropy=0.5,
+    )
+    assert "busiest expert 1.50x the mean, 25.0% dropped, gate entropy 0.50" in line(record, 9)
