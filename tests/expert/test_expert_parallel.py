@@ -58,7 +58,18 @@ def test_ranks_without_rows(name: str, plan: str):
     moe.holds(moe.task(name, 1.0, rows=2), plan)
 
 
-@pytest.mark.parametrize("words", ["accumulate:2", "recompute:full", "recompute:selective"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "accumulate:2",
+        "recompute:full",
+        "recompute:selective",
+        "recompute:full accumulate:2",
+        "offload:optim",
+        "offload:optim recompute:full accumulate:2",
+        "offload:param",
+    ],
+)
 @pytest.mark.parametrize("capacity", [None, 1.0])
 def test_with_other_words(words: str, capacity: float | None):
     """Losses and capacity are those of one process on the same microbatches; bytes are exact."""
