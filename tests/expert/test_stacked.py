@@ -35,6 +35,8 @@ def task(name: str, rows: int) -> Task:
         ("dp2 ep2 zero3 accumulate:2", 5),
         ("dp4 ep2 zero2", 5),
         ("dp4 ep4 zero3", 2),
+        ("dp2 ep2 pp2 1f1b:2", 5),
+        ("dp2 tp2 ep2", 5),
     ],
 )
 def test_parity(name: str, plan: str, rows: int):
