@@ -1,4 +1,4 @@
-"""A meter of the memory that communication takes, in our code and in PyTorch's.
+"""A meter of the memory of communication, in our code and in PyTorch's.
 
 A dispatch mode sees every operation that creates a storage. The storage belongs to communication
 if, when it is created, one of these is running:
@@ -8,8 +8,8 @@ if, when it is created, one of these is running:
     FSDP2   a function of _fsdp_collectives.py: flat tensors for all-gather and reduce-scatter
     FSDP1   _reduce_grad and what prepares it; what it gathers are parameters, as ours
 
-A storage that an operation takes before any has made it (memory shared with another process) is
-not counted, nor is what gloo or NCCL allocates inside.
+A storage that no operation created (memory shared with another process) is not counted, nor are
+internal allocations of gloo or NCCL.
 """
 
 import sys
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 
 from shardwise.bench.live_bytes import live_bytes, plain
 
-#: The end of a file's name, and the functions in it that communicate; none stands for all.
+#: The end of a file's name, and its functions that communicate; none means all functions.
 COMMUNICATING: dict[str, tuple[str, ...]] = {
     **{
         f"shardwise/comm/{name}.py": ()
@@ -59,7 +59,7 @@ class CommunicationBytes(TorchDispatchMode):
         return live_bytes(self.counted)
 
     def _track(self, tensors: Any, *, counts: bool) -> None:
-        """See storages for the first time; with `counts`, those that communication has made."""
+        """Record new storages; with `counts`, count them as created by communication."""
         for leaf in pytree.tree_leaves(tensors):
             for tensor in plain(leaf):
                 storage = tensor.untyped_storage()

@@ -75,7 +75,7 @@ def run(rounds: int | None) -> list[DeviceLine]:
     if not torch.cuda.is_available():
         raise bad(
             "--device cuda, where PyTorch sees no GPU",
-            "a machine with an NVIDIA GPU and a PyTorch built for it; or the processor",
+            "a machine with an NVIDIA GPU and a PyTorch built for it; or the CPU",
             "shardwise bench data --device cpu",
         )
     count = 10 if rounds is None else rounds

@@ -24,7 +24,7 @@ def full_shard(model: nn.Module, setup: Setup) -> Loop:
     from fairscale.nn.wrap import enable_wrap, wrap
 
     if setup.device.type == "cpu":
-        raise RuntimeError("it runs on CUDA alone, on whose streams it keeps its order")
+        raise RuntimeError("it runs on CUDA only: its order depends on CUDA streams")
     options: dict[str, Any] = {"compute_device": setup.device}
     with enable_wrap(wrapper_cls=FullyShardedDataParallel, **options):
         for name, module in list(model.named_modules()):

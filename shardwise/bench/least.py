@@ -32,7 +32,7 @@ LOSS_SUMS = 3
 def least_bytes(row: str, task: Task, ranks: int) -> int:
     """The fewest bytes that a rank sends in a step of this task in fp32; `row` is in plan words.
 
-    No row: one process, which sends nothing.
+    An empty row is one process, which sends nothing.
     """
     if not row:
         return 0

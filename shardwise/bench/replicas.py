@@ -1,4 +1,4 @@
-"""The suite `dataparallel`: one process with a thread for each device, beside one process a device.
+"""The suite `dataparallel`: one process with a thread per device, and one process per device.
 
     sw.DDP                 n processes, each on its rows; the reference
     sw.DataParallel        rank 0 on all rows, in n threads; the other ranks wait
@@ -34,7 +34,7 @@ def threads(model: nn.Module, setup: Setup) -> Loop:
 
 
 def torchs(model: nn.Module, setup: Setup) -> Loop:
-    """torch.nn.DataParallel; on processors it has no devices, and is the module."""
+    """torch.nn.DataParallel; without GPUs it calls the module."""
     wrapped = nn.DataParallel(model, device_ids=[])
     return plain_loop(wrapped, adamw(wrapped.parameters()), setup)
 

@@ -54,7 +54,7 @@ def plan_tasks(
 
 
 def _piped(task: Task, ranks: int, named: bool) -> None:
-    """Raise InputError for a pipeline that cannot run on so many ranks.
+    """Raise InputError for a pipeline that cannot run on `ranks` ranks.
 
     A schedule that does not allow them raises only if it was named; otherwise its row says so.
     """
@@ -66,8 +66,8 @@ def _piped(task: Task, ranks: int, named: bool) -> None:
 def heats(suite: str, chosen: Sequence[str]) -> list[tuple[str, ...]]:
     """The contenders that run in the same processes: each reference with those compared to it.
 
-    With one reference that is everyone, also where a reference has one itself; the pairs of
-    `pipeline` run one after another, so that no more than two models are in memory.
+    With one reference these are all contenders; the pairs of `pipeline` run one after another, so
+    that at most two models are in memory.
     """
     found: dict[str, list[str]] = {}
     for name in chosen:

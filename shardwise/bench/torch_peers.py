@@ -88,6 +88,6 @@ OFFLOAD = Contender(
     "FSDP2 CPUOffloadPolicy",
     "zero3",
     fsdp2(reshard=True, offload=True),
-    note="its parameters rest in host memory too; on processors it copies nothing",
+    note="its parameters rest in host memory too; on CPUs it copies nothing",
     against="zero3",
 )

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its model, for other programs: its configuration, its names.
+"""The description of the model in a checkpoint, for other programs: configuration and names.
 
 config      the configuration of a model of transformers, or the fields of a dataclass
 tied        names of one tensor, in the order of the model's state_dict

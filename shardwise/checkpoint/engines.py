@@ -112,7 +112,7 @@ def load(
 def fill(engine: Engine, folder: Path, check: Check) -> dict[str, Any]:
     """Load a checkpoint that passes `check` into the engine; returns its scalars.
 
-    Of imported weights (export.py) the engine takes the weights, in its own dtypes.  Raises like
+    From imported weights (export.py) it loads the weights, in the engine's dtypes.  Raises like
     `load`.
     """
     if (names := imported_names(folder)) is not None:
@@ -156,7 +156,7 @@ def imported_names(folder: Path) -> set[str] | None:
 
 
 def _of_weights(engine: Engine, names: set[str]) -> list[Box]:
-    """The engine's weights and buffers, under the names that imported weights have for them."""
+    """The engine's weights and buffers, under their names in imported weights."""
     tied = {name: group for group in described(engine)["tied"] for name in group}
     transient = set(described(engine)["transient"])
     found: list[Box] = []

@@ -40,7 +40,7 @@ FILES: Final = ("model*.safetensors", INDEX, CONFIG)
 
 @dataclass(frozen=True)
 class Exported:
-    """What an export has written: tensors, their bytes, files of tensors, and the configuration."""
+    """The result of an export: tensors, their bytes, files of tensors, and the configuration."""
 
     path: Path
     tensors: int
@@ -119,7 +119,7 @@ def import_weights(folder: Path, run: Path, *, overwrite: bool = False) -> Path:
 
 
 def _names(opened: OpenCheckpoint, model: Mapping[str, Any]) -> dict[str, str]:
-    """The names to write, with the tensor of the checkpoint that each has."""
+    """The names to write, each with its tensor in the checkpoint."""
     first = {name: group[0] for group in model.get("tied", ()) for name in group}
     transient = set(model.get("transient", ()))
     found: dict[str, str] = {}

@@ -63,7 +63,7 @@ def free_bytes(folder: Path) -> float:
 
 
 def damaged(file: Path, why: str) -> InputError:
-    """The error for a file whose contents are not what was saved."""
+    """The error for a file whose contents differ from the saved ones."""
     return _unusable(file, f"which is damaged ({why})")
 
 

@@ -57,7 +57,7 @@ def passed_over(folder: Path) -> str:
     found, latest = find(folder), _latest(folder)
     if latest not in whole and latest.name != f"{found.name}.again":
         what = f"names {latest.name}, which is" if _NAME.fullmatch(latest.name) else "names"
-        return f"{folder / LATEST} {what} no whole checkpoint: {found.name} is taken instead"
+        return f"{folder / LATEST} {what} no complete checkpoint: {found.name} is used instead"
     if found != whole[-1]:
         return f"{folder / LATEST} names {found.name}, though {whole[-1].name} is newer"
     return ""
@@ -95,7 +95,7 @@ def find(folder: str | os.PathLike[str]) -> Path:
     except (OSError, ValueError) as error:  # no permission; an impossible name
         raise _none(folder, getattr(error, "strerror", None) or str(error)) from None
     if not whole:
-        what = {(True, True): "no whole checkpoint in it", (False, True): "a file, not a folder"}
+        what = {(True, True): "no complete checkpoint in it", (False, True): "a file, not a folder"}
         raise _none(folder, what.get(there, "no such folder"))
     return latest if latest in whole else whole[-1]
 

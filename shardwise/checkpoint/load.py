@@ -29,7 +29,7 @@ def load(
     """Fill the boxes from the newest checkpoint in `folder`; returns its scalars.
 
     All ranks must call it.  `folder` may be one checkpoint's own.  The boxes may divide tensors in
-    any way, over any number of ranks, and need not cover all that was saved.  With `convert`,
+    any way, over any number of ranks, and need not cover all saved tensors.  With `convert`,
     values take the dtypes of the boxes, which must be the saved ones otherwise.  First each rank
     checks that the files belong to one save, `check`, the names, shapes and dtypes of its boxes,
     and the hashes of its share of the files.  No rank writes to a box before all checks have passed

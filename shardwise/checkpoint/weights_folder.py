@@ -75,7 +75,7 @@ class WeightsFolder:
 
 
 def open_weights(folder: object) -> WeightsFolder:
-    """The folder of weights. Raises InputError if it is none, or lacks a file of its index."""
+    """The folder of weights. Raises InputError if it has none, or lacks a file of its index."""
     path = as_path(folder)
     try:
         if (path / INDEX).is_file():
@@ -111,10 +111,10 @@ def fill_from(folder: object) -> Any:
 
 @contextmanager
 def new_folder(to: Path, allowed: Sequence[str], *, overwrite: bool) -> Iterator[Path]:
-    """A folder to write in, which is renamed to `to` when the block has ended without an error.
+    """A folder to write to, which is renamed to `to` when the block ends without an error.
 
-    An existing folder is refused without `overwrite`, and with it if it has other files than those
-    that match `allowed`.  Raises InputError; if the block fails, nothing is left of the folder.
+    Raises InputError for an existing folder without `overwrite`, or with files that do not match
+    `allowed`.  If the block fails, the folder is removed.
     """
     _require_free(to, allowed, overwrite=overwrite)
     unfinished = to.with_name(f".writing-{to.name}-{os.getpid()}")
@@ -133,7 +133,7 @@ def new_folder(to: Path, allowed: Sequence[str], *, overwrite: bool) -> Iterator
     except OSError as error:
         raise bad(
             f"the folder '{to}', which cannot be written ({error.strerror or error})",
-            "a folder on a disk with room, that this user may write to",
+            "a folder on a disk with free space, that this user may write to",
             f"--to /tmp/{to.name}",
         ) from None
 

@@ -1,12 +1,12 @@
-"""Axes: what the dims of tensors range over, followed through the operations of a model.
+"""Axes: what the dims of tensors range over, traced through the operations of a model.
 
 Every dim of a tensor is a product of axes, from major to minor:
 
     y = up(x)                   [B, T, F]           F is the output axis of the layer up
     y.view(B, T, H, D)          [B, T, H, D]        F is split into H and D
     y.view(B, T, K, G, D)       [B, T, K, G, D]     H is split into K and G
-    y * z                                           axes at one place are the same axis: united
-    y.softmax(-1)                                   the last axis is mixed: no rank may hold a part
+    y * z                                           axes of the same dim are united
+    y.softmax(-1)                                   the last axis is mixed: it cannot be sharded
 
 An axis that nothing mixes can be sharded: each rank holds a part of every tensor that has it.
 """
@@ -31,7 +31,7 @@ class Axis:
 
     @property
     def root(self) -> "Axis":
-        """The axis that stands for all that are united with this one."""
+        """The representative of all axes that are united with this one."""
         axis = self
         while axis._same is not None:
             axis = axis._same
@@ -39,7 +39,7 @@ class Axis:
 
     @property
     def leaves(self) -> tuple["Axis", ...]:
-        """The axes that this one was split into, from major to minor; itself if it was not."""
+        """The axes that this one was split into, from major to minor; itself if unsplit."""
         root = self.root
         if root._parts is None:
             return (root,)
@@ -51,18 +51,18 @@ class Axis:
         return self.root._mixed
 
     def mix(self, why: str) -> None:
-        """Ranks cannot hold parts of this axis."""
+        """Mark the axis as impossible to shard."""
         for leaf in self.leaves:
             leaf._mixed = leaf._mixed or why
 
     def split(self, major: int) -> None:
-        """Split a leaf into `major` times the rest; both are mixed if it was."""
+        """Split a leaf into `major` times the rest; both are mixed if it is."""
         root = self.root
         assert root._parts is None and root.size % major == 0
         root._parts = Axis(major, root._mixed), Axis(root.size // major, root._mixed)
 
     def unite(self, other: "Axis") -> None:
-        """Two leaves are one axis from now on."""
+        """Make two leaves one axis."""
         mine, theirs = self.root, other.root
         if mine is not theirs:
             mine._mixed = mine._mixed or theirs._mixed
@@ -84,14 +84,14 @@ def leaves(dim: Iterable[Axis]) -> list[Axis]:
 
 
 def mix(dims: Iterable[Dim], why: str) -> None:
-    """No axis of these dims can be sharded."""
+    """Mark all axes of these dims as impossible to shard."""
     for dim in dims:
         for axis in dim:
             axis.mix(why)
 
 
 def unite(one: Dim, other: Dim) -> None:
-    """Two dims of one size range over the same axes; they are split until these match."""
+    """Unite the axes of two dims of one size, after splitting them until they match."""
     left, right = leaves(one), leaves(other)
     while left and right:
         a, b = left[0], right[0]

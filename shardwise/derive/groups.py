@@ -2,7 +2,7 @@
 
     columns   layers whose output has the axis         colwise
     rows      layers whose input has it                rowwise
-    summed    modules whose parameters meet parts      replicated
+    summed    modules that apply parameters to shards  replicated
 
 A group is valid if every tensor that has the axis comes from the columns and ends in the rows.  Two
 groups that share a layer exclude each other.
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from shardwise.derive.axes import Axis, leaves
 from shardwise.derive.trace import Layer, Trace
 
-#: Of more groups that exclude each other the largest are taken in turn.
+#: Of more groups that exclude each other, the largest are chosen one by one.
 _SEARCHED = 12
 
 
@@ -42,7 +42,7 @@ class Group:
 
     @property
     def widths(self) -> set[int]:
-        """Features for each position of the axis, in the segments of the columns."""
+        """The numbers of features per position of the axis, in the segments of the columns."""
         return {size // self.axis.size for each in self.columns for size in segments(each)}
 
 
@@ -94,7 +94,7 @@ def groups(trace: Trace, ranks: int, tied: Iterable[str]) -> list[Group]:
 
 
 def _summed(trace: Trace, axis: Axis) -> Iterator[str]:
-    """Modules whose parameters meet tensors that have the axis in other dims."""
+    """Modules whose parameters are combined with tensors that have the axis in other dims."""
     for name, touched in trace.touched.items():
         if any(axis in leaves(dim) for dims in touched for dim in dims):
             yield name
@@ -111,11 +111,11 @@ def _problem(trace: Trace, group: Group, ranks: int, tied: set[str]) -> str:
         f"it has {axis.size} positions for {ranks} ranks": axis.size < ranks,
         "the model returns it": any(axis in leaves(d) for dims in trace.returned for d in dims),
         f"the parameter {min(owned, default='')} has it": bool(owned),
-        f"{min(around, default='')} has parameters of its own that meet it": bool(around),
-        "a layer both gives and takes it": len(names) < len(layers),
+        f"{min(around, default='')} combines its own parameters with it": bool(around),
+        "a layer both outputs and reads it": len(names) < len(layers),
         "a layer of it shares its weight": bool(names & tied),
         "a weight of it is read without calling its layer": bool(names & _read(trace)),
-        "a layer takes it within other features": any(
+        "a layer reads it together with other features": any(
             leaves((each.inputs,))[0] is not axis for each in group.rows
         ),
         "a part of a layer's output is without it": any(
@@ -144,7 +144,7 @@ def chosen(found: Sequence[Group]) -> list[Group]:
 
 
 def _best(near: Sequence[Group]) -> list[Group]:
-    """Of groups that exclude each other those that shard the most together; few groups first."""
+    """Of groups that exclude each other, the ones that shard the most; fewer groups first."""
     if len(near) > _SEARCHED:
         kept: list[Group] = []
         for group in sorted(near, key=lambda group: -group.elements):
@@ -166,7 +166,7 @@ def _apart(given: Sequence[Group]) -> bool:
 
 
 def styles(group: Group, heads: Heads, ranks: int) -> Mapping[str, str] | None:
-    """The style of each module of a group; None if no style shards it so."""
+    """The style of each module of a group; None if no style shards it in this way."""
     by_heads = heads.take(group)
     if group.axis.size % ranks and group.widths != {1} and not by_heads:
         return None
@@ -186,7 +186,7 @@ def _plain(layer: Layer, group: Group) -> str | None:
 
 
 def _column(layer: Layer, group: Group, heads: Heads) -> str | None:
-    """The style by heads of a layer that gives queries, keys, values, or several of them."""
+    """The style by heads of a layer that outputs queries, keys, values, or several of them."""
     assert heads.heads and heads.kv_heads
     width = min(group.widths)
     sizes, parts = segments(layer), _parts(layer, group)
@@ -202,7 +202,7 @@ def _column(layer: Layer, group: Group, heads: Heads) -> str | None:
 
 
 def _parts(layer: Layer, group: Group) -> int | None:
-    """How many equal parts of the output are each sharded along the axis; None if they differ."""
+    """The number of equal parts of the output, each sharded along the axis; None if they differ."""
     found, sizes = outputs(layer), segments(layer)
     before = {math.prod(a.size for a in part[: part.index(group.axis)]) for part in found}
     if len(before) > 1 or len({*sizes}) > 1 or (len(sizes) > 1 and before != {1}):

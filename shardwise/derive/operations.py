@@ -1,7 +1,7 @@
-"""The rules by which axes go through the operations of torch, one function for each kind.
+"""The rules for axes in torch's operations, one function for each kind.
 
-A rule is given the dims of the tensors that an operation takes, and returns the dims of its first
-result.  An operation without a rule mixes every axis that it takes.
+A rule takes the dims of an operation's input tensors, and returns the dims of its first result.  An
+operation without a rule mixes every axis of its inputs.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ def propagate(func: Any, given: Sequence[Dims], args: Sequence[Any], out: Tensor
 
 
 def broadcast(given: Sequence[Dims], sizes: Sequence[int]) -> Dims:
-    """Dims of tensors that an operation takes element by element: axes at one place are united."""
+    """The dims of an elementwise result: axes of the same dim are united."""
     found: list[Dim] = []
     for place, size in enumerate(sizes):
         held = [dims[place - len(sizes)] for dims in given if len(dims) >= len(sizes) - place]
@@ -145,7 +145,7 @@ def _triangle(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor
 
 
 def _product(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
-    """A matrix product of the last two tensors; one before them is added."""
+    """A matrix product of the last two tensors; a third one, before them, is added."""
     left, right = given[-2:]
     mix([left[-1], right[-2]], "a product mixes it")
     unite(left[-1], right[-2])

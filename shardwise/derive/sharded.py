@@ -1,8 +1,8 @@
-"""The check of a table: the sharded model runs, and its tensors have the shapes of parts.
+"""The check of a table: the sharded model runs, and its tensors have the shapes of shards.
 
-A model may run under a wrong table: `view(B, -1, heads, D)` makes positions of the heads that a
-rank does not have. So the results of operations that mix are compared with the axes of the plain
-model, of which each rank has a part of the sharded ones.
+A model may run under a wrong table: `view(B, -1, heads, D)` turns missing heads into positions. So
+the shapes of results of mixing operations are compared with those of the plain model, with the
+sharded axes divided.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,12 +1,12 @@
-"""`sw.derive_table`: the table of a model that has none, and what stays whole.
+"""`sw.derive_table`: the table of a model that has none, and what stays replicated.
 
-    trace      one forward pass tells which axes nothing mixes           trace.py
+    trace      one forward pass shows which axes are not mixed           trace.py
     groups     layers along one of these are sharded together            groups.py
     words      the embedding and the head by the vocabulary, if a cross-entropy reads the logits
     sets       attributes that count heads: the fewest with which the sharded model runs
 
-Of all tables that are valid, the one is taken that shards the most weights, and of these the one
-that sends the least.
+Of all valid tables, the one that shards the most weights is chosen; of several, the one that sends
+the least.
 """
 
 import copy
@@ -38,7 +38,7 @@ _TRIED = 4
 
 @dataclass(frozen=True)
 class Whole:
-    """Parameters that every rank holds in full: of the modules `name`, with the reason."""
+    """Parameters of the modules `name` that every rank holds in full, with the reason."""
 
     name: str
     bytes: int
@@ -47,7 +47,7 @@ class Whole:
 
 @dataclass(frozen=True)
 class Derived:
-    """A derived table.  `sent_bytes` are what a rank sends on the tensor axis in a step of `batch`.
+    """A derived table.  A rank sends `sent_bytes` on the tensor axis in a step of `batch`.
 
     `cut_bytes` are the bytes of the parameters that are sharded, before they are.
     """
@@ -61,11 +61,9 @@ class Derived:
 def derive_table(model: nn.Module, batch: Any, ranks: int, loss: Loss | None = None) -> Derived:
     """The table of styles for `model` on `ranks` tensor ranks, from one pass on `batch`.
 
-    `model` is not changed.  It runs on the meta device, or on the processor if its forward reads
-    values.
+    `model` is not changed.  It runs on the meta device, or on the CPU if its forward reads values.
 
-    Raises InputError if nothing can be sharded, with what stays whole and why, or if the forward
-    pass fails.
+    Raises InputError if no layer can be sharded, with the reasons, or if the forward pass fails.
     """
     objective = own_loss if loss is None else loss
     plan, known = Plan((("tp", ranks),)), shapes(model)
@@ -139,7 +137,7 @@ def _fails(model: nn.Module, error: Exception, where: str = "") -> InputError:
     return bad(
         f"a {type(model).__name__} whose forward pass {where}gives {type(error).__name__}: {why}",
         "a model that computes the loss of the given batch",
-        "the same command, once it does" if not where else "the model built on the processor",
+        "the same command, once it does" if not where else "the model built on the CPU",
     )
 
 
@@ -232,7 +230,7 @@ def _patterns(given: Mapping[str, str], known: Mapping[str, ModuleShape]) -> dic
 def _whole(
     model: nn.Module, trace: Trace, taken: Mapping[str, str], why: Mapping[str, str]
 ) -> tuple[Whole, ...]:
-    """What stays whole: by the pattern of the module's name and the reason."""
+    """The replicated parameters, by the pattern of the module's name and the reason."""
     found: dict[tuple[str, str], int] = {}
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -249,7 +247,7 @@ def _whole(
 
 
 def _why(trace: Trace, name: str, why: Mapping[str, str]) -> str:
-    """Why a module stays whole."""
+    """Why a module stays replicated."""
     layer = trace.layers.get(name)
     if layer is None:
         return "no layer of features in and out"
@@ -258,7 +256,7 @@ def _why(trace: Trace, name: str, why: Mapping[str, str]) -> str:
     mixed = [axis.mixed for part in outputs(layer) for axis in part if axis.mixed]
     if layer.shape.kind == "embedding":
         return "only the largest embedding is sharded"
-    return why.get(name) or next(iter(mixed), "") or "no other layer takes its output"
+    return why.get(name) or next(iter(mixed), "") or "no other layer reads its output"
 
 
 def _nothing(model: nn.Module, ranks: int, whole: Sequence[Whole]) -> InputError:

@@ -1,8 +1,8 @@
-"""One forward pass of the plain model, in which the axes of every tensor are followed.
+"""Traces the axes of every tensor through one forward pass of the plain model.
 
-A linear layer has an input and an output axis, the same in all its calls; what it computes between
-them is not followed. A layer whose output is divided (chunk, split, slices) has an axis for each
-segment. The pass ends with the model's forward: what the loss does with the output is not seen.
+A linear layer has an input and an output axis, the same in all its calls; its inner operations are
+not traced. A layer whose output is divided (chunk, split, slices) has an axis for each segment. The
+trace ends with the model's forward, before the loss.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ from shardwise.parallel.data.outputs import tensors_in
 Key = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 
-#: Operations that mix features or positions: of these a sharded model must have the same shapes.
+#: Operations that mix features or positions: their results are compared with the sharded model's.
 CHECKED: Final = ("bmm", "baddbmm", "_softmax", "cat", "_scaled_dot_product_flash_attention")
 
 ATTENTION: Final = torch.ops.aten._scaled_dot_product_flash_attention.default
@@ -66,7 +66,7 @@ class Trace:
         self.tape = NoTape()
         self._known: dict[Key, Dims] = {}
         self._active: set[Key] = set()  # tensors that depend on parameters
-        self._whole: dict[Key, Layer] = {}  # outputs of layers, undivided
+        self._whole: dict[Key, Layer] = {}  # undivided outputs of layers
         self._alive: list[Tensor] = []
         self._params = {_key(p): name for name, p in model.named_parameters()}
         #: parameters that code reads other than by calling their layer, and their dims
@@ -76,7 +76,7 @@ class Trace:
 
     @contextmanager
     def watching(self, model: nn.Module) -> Iterator[None]:
-        """Hooks on every module for the time of the pass."""
+        """Set hooks on every module during the pass."""
         handles: list[Any] = []
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(partial(self._begin, name)))
@@ -118,7 +118,7 @@ class Trace:
     # --- operations ----------------------------------------------------------------------------
 
     def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
-        """An operation below autograd, of which the axes are followed."""
+        """Trace the axes through an operation below autograd."""
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel()]
         if self.done or self._in_layer:
             return
@@ -129,7 +129,7 @@ class Trace:
                 self._result(func, given, args, y, place)
 
     def attention(self, given: Sequence[Tensor], out: Tensor, _: int) -> None:
-        """A fused attention on the meta device of query, key, value and perhaps a mask."""
+        """Trace a fused attention of query, key, value and perhaps a mask."""
         if not self.done:
             self._result(ATTENTION, given, (), out, 0)
 
@@ -181,7 +181,7 @@ class Trace:
         return _key(x) in self._known or _key(x) in self._params
 
     def _of(self, x: Tensor) -> Dims:
-        """The dims of a tensor; of one that was not seen before, axes of a constant."""
+        """The dims of a tensor; an unknown tensor has the axes of a constant."""
         key = _key(x)
         if key not in self._known:
             why = "" if key in self._params else "a constant or the batch has its size"
@@ -196,7 +196,7 @@ class Trace:
         (self._active.add if active else self._active.discard)(key)
 
     def settle(self) -> None:
-        """Mix what the whole pass shows: divided outputs, and whole tensors that meet parts."""
+        """Mix axes after the pass: divided outputs, and those combined with replicated tensors."""
         for layer in self.layers.values():
             spans = sorted(layer.segments)
             stops = [0, *(stop for _, stop in spans)]
@@ -209,7 +209,7 @@ class Trace:
         for whole, made in self.met:
             mine = {leaf for dim in whole for leaf in leaves(dim)}
             for leaf in (leaf for dim in made for leaf in leaves(dim) if leaf not in mine):
-                leaf.mix("a tensor that all ranks hold alike meets it")
+                leaf.mix("a replicated tensor is combined with it")
 
 
 def traced(
@@ -231,11 +231,11 @@ def traced(
 
 
 class NoTape:
-    """Stands where a recorded pass has its tape; nothing is saved for a backward pass."""
+    """Takes the place of a recorded pass's tape; no tensor is saved for a backward pass."""
 
     saves = 0
 
 
 def _key(x: Tensor) -> Key:
-    """The elements that a tensor has: tensors with one key are views of the same."""
+    """The memory of a tensor's elements: tensors with equal keys are views of the same elements."""
     return x.untyped_storage()._cdata, int(x.storage_offset()), tuple(x.shape), tuple(x.stride())

@@ -1,1 +1,1 @@
-"""`shardwise doctor`: what the machines are, whether their collectives are right, how fast."""
+"""`shardwise doctor`: describes the machines, checks their collectives, measures their links."""

@@ -1,4 +1,4 @@
-"""The command `shardwise doctor`: on the ranks that a launcher started, else on new ones."""
+"""The command `shardwise doctor`, on the ranks that a launcher started, or on new ones."""
 
 import inspect
 import json
@@ -25,7 +25,7 @@ from shardwise.doctor.picture import draw
 
 
 def examine(world: World, mesh: Mesh, most_bytes: int) -> Finding:
-    """What this rank finds; all ranks call it.  Messages have up to `most_bytes` bytes."""
+    """The finding of this rank; all ranks call it.  Messages have up to `most_bytes` bytes."""
     world = world.on(mesh)
     axes = [world.axis(name) for name, size in mesh.axes if size > 1]
     sizes = [numel for numel in timing.SIZES if 4 * numel <= most_bytes] or timing.SIZES[:1]
@@ -104,7 +104,7 @@ doctor_command.__signature__ = inspect.signature(DoctorOptions)
 
 
 def _count(ranks: int | None, mesh: str | None, started: int | None, usual: int) -> int:
-    """How many ranks there are: those that were started, were asked for, or that the mesh has."""
+    """The number of ranks: those that were started, or requested, or those of the mesh."""
     if ranks is not None:
         integer("--ranks", ranks, 1, 4)
     if started is not None:
@@ -128,7 +128,7 @@ def _writable(option: str, file: Path | None) -> None:
         return
     instead = f"{option} {'cluster.toml' if option == '--save' else 'doctor.png'}"
     if file.is_dir() or not os.access(file.parent, os.W_OK):
-        what = "a folder" if file.is_dir() else "in a folder that is not there, or not writable"
+        what = "a folder" if file.is_dir() else "in a folder that does not exist or is read-only"
         raise bad(f"{option} {file}, {what}", "a file in a folder that exists", instead)
     if option == "--picture" and file.suffix not in (".png", ".svg", ".pdf"):
         given = f"--picture {file}"

@@ -1,4 +1,4 @@
-"""What the ranks found together: the verdict, the warnings, and the text and files of it."""
+"""The combined findings of all ranks: failures, warnings, text and files."""
 
 import json
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Finding:
-    """What one rank found.  `checks` has "" for a collective that is right, by axis and name."""
+    """The finding of one rank.  `checks` has "" for a correct collective, by axis and name."""
 
     machine: Machine
     checks: dict[str, dict[str, str]]
@@ -24,7 +24,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What all ranks found."""
+    """The findings of all ranks."""
 
     mesh: str
     findings: Sequence[Finding]
@@ -32,7 +32,7 @@ class Diagnosis:
 
     @property
     def failures(self) -> list[str]:
-        """A line for each collective that is wrong on a rank."""
+        """A line for each wrong result of a collective on a rank."""
         return [
             f"{name} on axis {axis}, rank {rank}: {text}"
             for rank, finding in enumerate(self.findings)
@@ -43,7 +43,7 @@ class Diagnosis:
 
     @property
     def timings(self) -> list[Timing]:
-        """Those of the slowest ranks."""
+        """The timings of the slowest ranks."""
         return slowest([finding.timings for finding in self.findings])
 
     @property
@@ -53,7 +53,7 @@ class Diagnosis:
 
     @property
     def hosts(self) -> dict[int, list[int]]:
-        """The ranks of each host; a host that cannot be told apart is counted by its name."""
+        """The ranks of each host; a host without a number is identified by its name."""
         found: dict[int, list[int]] = {}
         for rank, finding in enumerate(self.findings):
             machine = finding.machine
@@ -62,7 +62,7 @@ class Diagnosis:
 
     @property
     def warnings(self) -> list[str]:
-        """What will make a run slow or wrong."""
+        """Problems that make a run slow or wrong."""
         return [*self._threads(), *self._versions(), *self._slow(), *self._poor()]
 
     def _threads(self) -> list[str]:
@@ -127,7 +127,7 @@ class Diagnosis:
         }
 
     def toml(self) -> str:
-        """The file of `--save`: what a prediction of time needs to know of the cluster."""
+        """The file of `--save`: the cluster's properties for a prediction of time."""
         machine = self.findings[0].machine
         memory = machine.gpus[0].memory_bytes if machine.gpus else machine.memory_bytes
         lines = [
@@ -157,7 +157,7 @@ class Diagnosis:
         return "\n".join(lines) + "\n"
 
     def text(self) -> str:
-        """What the command prints."""
+        """The output of the command."""
         blocks = [*map(self._host, self.hosts.values()), self._table()]
         count = sum(len(checks) for checks in self.findings[0].checks.values())
         wrong = len(self.failures)

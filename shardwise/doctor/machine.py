@@ -1,4 +1,4 @@
-"""What one process sees of its machine: processors, memory, GPUs and their links, versions."""
+"""The machine as one process sees it: processors, memory, GPUs and their links, versions."""
 
 import os
 import platform
@@ -15,7 +15,7 @@ import shardwise
 from shardwise.comm.backends import available_backends
 from shardwise.comm.host import host_number
 
-#: NVML's levels of the nearest common ancestor of two GPUs, by nvidia-smi's words for them.
+#: NVML's levels of the nearest common ancestor of two GPUs, in nvidia-smi's terms.
 LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
 
 
@@ -34,7 +34,7 @@ class Machine:
     host: str
     host_number: int
     cores: int
-    threads: int  # that torch computes with in this process
+    threads: int  # of torch in this process
     memory_bytes: int
     free_bytes: int
     gpus: tuple[Gpu, ...]
@@ -62,7 +62,7 @@ def look() -> Machine:
 
 
 def versions() -> tuple[tuple[str, str], ...]:
-    """What must be equal on all ranks."""
+    """The versions that must be equal on all ranks."""
     found = {
         "python": platform.python_version(),
         "torch": str(torch.__version__),
@@ -75,7 +75,7 @@ def versions() -> tuple[tuple[str, str], ...]:
 
 
 def _nvml() -> Any:
-    """NVIDIA's management library, initialised; None where it, or its driver, is missing."""
+    """NVIDIA's management library, initialised; None if it or its driver is missing."""
     try:
         nvml = import_module("pynvml")
         nvml.nvmlInit()
@@ -110,7 +110,7 @@ def _link(nvml: Any, a: Any, b: Any) -> str:
 
 
 def _nvlinks(nvml: Any, gpu: Any) -> int:
-    """How many NVLinks of a GPU are up."""
+    """The number of active NVLinks of a GPU."""
     count = 0
     for number in range(nvml.NVML_NVLINK_MAX_LINKS):
         try:

@@ -1,11 +1,11 @@
-"""Every collective of the door on the textbook example: rank r of n holds [0, 1, ..., n-1] + r.
+"""Checks every function of comm/move.py: rank r of n holds [0, 1, ..., n-1] + r.
 
     n = 4     rank 0  0 1 2 3        all-reduce         6 10 14 18   on every rank
               rank 1  1 2 3 4        reduce-scatter     6 | 10 | 14 | 18
               rank 2  2 3 4 5        all-gather         0 1 2 3  1 2 3 4  2 3 4 5  3 4 5 6
               rank 3  3 4 5 6        broadcast from 3   3 4 5 6
 
-An exchange of these (all-to-all) would return to each rank what it sent, so there rank r holds
+All-to-all of these would return each rank its own vector, so there rank r holds
 [0, 1, ..., n-1] + 10 r, and gets [r, 10 + r, 20 + r, ...].
 """
 
@@ -24,7 +24,7 @@ from shardwise.core.uneven import even
 
 @dataclass(frozen=True)
 class Example:
-    """The example as this rank sees it: its own vector `x`, and all of them, a row each."""
+    """The example on this rank: its own vector `x`, and the vectors of all ranks as rows."""
 
     axis: Axis
     x: Tensor
@@ -70,7 +70,7 @@ def _exchanged(e: Example) -> Found:
 
 
 def _uneven(e: Example) -> Found:
-    """Rank r sends s + r rows of the value r to each rank s, so none where both are 0."""
+    """Rank r sends s + r rows of the value r to each rank s, so none from 0 to 0."""
     n, rank = e.axis.size, e.axis.rank
     counts = [s + rank for s in range(n)]
     x = torch.full((sum(counts),), float(rank), dtype=torch.float64, device=e.x.device)
@@ -146,7 +146,7 @@ CHECKS: Final[dict[str, Check]] = {
 
 
 def check(axis: Axis, device: torch.device) -> dict[str, str]:
-    """Make every check on `axis`; returns by name what went wrong, "" where it is right."""
+    """Make every check on `axis`; returns by name the problem, or ""."""
     example = Example.on(axis, device)
     return {name: _verdict(one, example) for name, one in CHECKS.items()}
 

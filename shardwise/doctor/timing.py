@@ -1,7 +1,7 @@
-"""How long collectives take over their sizes, and the line through it: latency + bytes / bandwidth.
+"""The time of collectives by size, and the fitted line: latency + bytes / bandwidth.
 
-The bytes are those that the ledger says the rank sent, so the bandwidths of different collectives
-can be compared.  (Hockney's model, "The communication challenge for MPP", 1994.)
+The bytes are those of the ledger, so the bandwidths of different collectives can be compared.
+(Hockney's model, "The communication challenge for MPP", 1994.)
 """
 
 import statistics
@@ -49,7 +49,7 @@ class Fit:
     residual: float
 
     def seconds(self, sent_bytes: float) -> float:
-        """The time that the line gives."""
+        """The time by the line."""
         return self.latency_s + (sent_bytes / self.bytes_per_s if self.bytes_per_s else 0.0)
 
 
@@ -69,7 +69,7 @@ def _exchange(x: Tensor, axis: Axis) -> object:
     return move.all_to_all(x[: sum(counts)], axis, counts, counts)
 
 
-#: What is timed; `x` is a vector.
+#: The timed operations; `x` is a vector.
 TIMED: Final[dict[str, Callable[[Tensor, Axis], object]]] = {
     "all_reduce": move.all_reduce,
     "reduce_scatter": lambda x, axis: move.reduce_scatter(x[: len(x) - len(x) % axis.size], axis),
@@ -112,7 +112,7 @@ def _settle(device: torch.device) -> None:
 def fit(timings: Sequence[Timing]) -> Fit:
     """The line with the least relative squared error through the timings of one collective.
 
-    Neither latency nor 1 / bandwidth is below zero: where the best line has one below, it is zero.
+    Neither latency nor 1 / bandwidth is negative: if the best line has a negative one, it is 0.
     """
     t = np.array([each.seconds for each in timings])
     x = np.array([float(each.sent_bytes) for each in timings])
@@ -132,7 +132,7 @@ def fit(timings: Sequence[Timing]) -> Fit:
 
 
 def slowest(by_rank: Sequence[Sequence[Timing]]) -> list[Timing]:
-    """Of the ranks' timings, in one order on all, the longest times: an axis has several lines."""
+    """The longest time over the ranks for each timing; all ranks have them in the same order."""
     return [
         replace(
             same[0],
@@ -152,9 +152,9 @@ def fits(timings: Sequence[Timing]) -> list[Fit]:
 
 
 def pairs(axis: Axis, device: torch.device) -> dict[tuple[int, int], float]:
-    """Seconds for a message of 1 MiB there and back, of every pair of neighbours and of rank 0.
+    """Seconds of a 1 MiB round trip, for every pair of neighbours and every pair with rank 0.
 
-    One pair at a time, so that a slow one does not slow others down; the least of some tries.
+    One pair at a time, so that a slow one does not delay others; the minimum of a few tries.
     """
     n, rank = axis.size, axis.rank
     ways = {(r, (r + 1) % n) for r in range(n)} | {(0, r) for r in range(1, n)}
@@ -180,9 +180,9 @@ def _there_and_back(x: Tensor, axis: Axis, a: int, b: int) -> float:
 
 
 def slow_ranks(seconds: dict[tuple[int, int], float]) -> dict[int, float]:
-    """The ranks all of whose links are slow, with how many times slower than the median link.
+    """The ranks whose links are all slow, with their time relative to the median link.
 
-    Two ranks have one link, of which it cannot be said which of them is slow.
+    With two ranks there is one link, so the slow rank is unknown.
     """
     ranks = sorted({rank for pair in seconds for rank in pair})
     if len(ranks) < 3:

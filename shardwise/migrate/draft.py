@@ -1,7 +1,7 @@
-"""What is read from another system's file, key by key, until it is a plan and a configuration.
+"""Converts another system's file, key by key, to a plan and a configuration.
 
-A project is a table of rules, one for each key. A rule notes the value in the draft and returns
-"", or returns why the value cannot be carried over. A key whose last part is * stands for a group.
+Each system has a table of rules, one for each key. A rule records the value in the draft and
+returns "", or returns why the value cannot be carried over. A key that ends in * matches a group.
 """
 
 import json
@@ -15,7 +15,7 @@ from shardwise.core.plan_check import problems
 
 @dataclass
 class Draft:
-    """A plan and a configuration in the making; None is not given."""
+    """An incomplete plan and configuration; None means not set."""
 
     row: str | None = None
     precision: str | None = None
@@ -35,7 +35,7 @@ class Draft:
     hybrid: bool = False
 
     def set(self, key: str, value: Any) -> str:
-        """Note a key of the configuration, `section.name`."""
+        """Set a key of the configuration, `section.name`."""
         section, _, name = key.partition(".")
         self.values.setdefault(section, {})[name] = value
         return ""
@@ -71,7 +71,7 @@ class Draft:
 
     @property
     def plan(self) -> str:
-        """The plan's text; data ranks without a number are the ranks that are left over."""
+        """The plan's text; without a number of data ranks, they are the remaining ranks."""
         return str(Plan.parse(" ".join(self.words)))
 
     def toml(self, file: str, project: str) -> str:
@@ -132,7 +132,7 @@ def axis(name: str) -> Rule:
 
 
 def only_if(condition: Callable[[Any], bool], text: str) -> Rule:
-    """A key that changes nothing, except for values of which `condition` holds."""
+    """A key without effect, except for values that satisfy `condition`."""
     return lambda _draft, value: text if condition(value) else ""
 
 
@@ -149,7 +149,7 @@ def word(name: str, words: Mapping[Any, str | None], what: str) -> Rule:
     return rule
 
 
-#: A key that Shardwise has no need of.
+#: Keys that Shardwise does not need.
 ALWAYS: Final = why("not needed: Shardwise does so always")
 UNNEEDED: Final = why("not needed: nothing in Shardwise depends on it")
 LAUNCH: Final = why("for the launcher: torchrun's options say where ranks run")

@@ -1,4 +1,4 @@
-"""Reading another system's file, and finding out whose it is."""
+"""Reads another system's file, and recognises the system."""
 
 import json
 import tomllib
@@ -17,9 +17,9 @@ _ENDINGS: Final = {".json": deepspeed, ".yaml": accelerate, ".yml": accelerate, 
 
 
 def imported(path: Path) -> tuple[Draft, str]:
-    """What the file says, and the name of the project it is for.
+    """The contents of the file, and the name of the system it is for.
 
-    Raises InputError for a file that is not there, cannot be read, or is none of the three.
+    Raises InputError for a file that does not exist, cannot be read, or is of no known system.
     """
     project = _ENDINGS.get(path.suffix.lower())
     if project is None:
@@ -38,7 +38,7 @@ def imported(path: Path) -> tuple[Draft, str]:
 
 
 def _with_deepspeed(draft: Draft, values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Carry over the JSON that a YAML of accelerate names, where it is there."""
+    """Carry over the JSON that a YAML of accelerate names, if the file exists."""
     section = values.get("deepspeed_config")
     name = section.get("deepspeed_config_file") if isinstance(section, dict) else None
     file = path.parent / name if isinstance(name, str) else None
@@ -50,7 +50,7 @@ def _with_deepspeed(draft: Draft, values: dict[str, Any], path: Path) -> dict[st
 
 
 def _settle(draft: Draft) -> None:
-    """Leave out values that `shardwise train` does not take, with the reason."""
+    """Leave out values that `shardwise train` does not accept, with the reason."""
     for section, values in list(draft.values.items()):
         for name, value in list(values.items()):
             try:
@@ -68,7 +68,7 @@ def _settle(draft: Draft) -> None:
 
 
 def _room(section: str, name: str, value: Any) -> dict[str, Any]:
-    """Steps enough for a warmup, which is compared with them at the end."""
+    """For a warmup, a large enough number of steps; the real number is checked at the end."""
     if (section, name) == ("train", "warmup") and isinstance(value, int):
         return {"train": {"warmup": value, "steps": max(value, 1)}}
     return {}
@@ -102,7 +102,7 @@ def _loaded(path: Path, text: str) -> Any:
         import yaml
     except ImportError:
         given = f"--from {path}, without the package PyYAML"
-        raise bad(given, "YAML where PyYAML is installed", "pip install pyyaml") from None
+        raise bad(given, "YAML with PyYAML installed", "pip install pyyaml") from None
     try:
         return yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -18,7 +18,7 @@ PRECISIONS: Final = {"BFLOAT16": "bf16", "FLOAT16": "fp16", "FLOAT32": "fp32"}
 
 
 def _shard(draft: Draft, value: Any) -> str:
-    """-1 is all ranks that the other axes leave over."""
+    """-1 means all ranks that the other axes do not use."""
     if value != 1:
         draft.row = "zero3"
     if value == -1 and draft.axes.get("dp_replicate", 1) > 1:

@@ -24,12 +24,12 @@ def loss_of(sizes: Sizes) -> Loss:
 
 
 def logits(made: Any) -> Tensor:
-    """The logits in what the model returns."""
+    """The logits in the model's output."""
     return made.logits if isinstance(made, moe.Output) else made
 
 
 def parameters(sizes: Sizes) -> int:
-    """How many parameters it has, a shared one counted once."""
+    """The number of parameters; a shared one counts once."""
     return gpt.parameters(sizes) if isinstance(sizes, GPTConfig) else moe.parameters(sizes)
 
 

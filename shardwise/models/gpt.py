@@ -70,7 +70,7 @@ SIZES: Final[dict[str, GPTConfig]] = {
     "tiny": GPTConfig(
         vocabulary=1024, layers=4, width=128, heads=4, kv_heads=4, hidden=352, sequence=64
     ),
-    # 33M parameters: computation and communication take about the same time on a processor core
+    # 33M parameters: computation and communication take about the same time on a CPU core
     "small": GPTConfig(
         vocabulary=8192, layers=8, width=512, heads=8, kv_heads=8, hidden=1344, sequence=128
     ),
@@ -103,7 +103,7 @@ class GPT(nn.Module):
 
     @property
     def tensor_table(self) -> Table:
-        """How tensor parallelism cuts it: attention by heads, feed-forward by F, both ends by V."""
+        """The tensor-parallel table: attention by heads, feed-forward by F, both ends by V."""
         return Table.of(
             {
                 "embed": "vocabulary",
@@ -127,7 +127,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: each half reads the normalised stream and adds what it makes to the stream."""
+    """One layer: each half reads the normalised stream and adds its output to the stream."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class SwiGLU(nn.Module):
 def rotation(positions: int, head_width: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Cosine and sine, each [T, 1, E/2], of the angle by which each pair turns at each position.
 
-    The angles are formed in fp32 at least: bf16 does not hold whole numbers beyond 256.
+    The angles are computed in fp32 or wider: bf16 cannot represent all integers above 256.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     pair = torch.arange(0, head_width, 2, device=like.device, dtype=dtype)
@@ -195,14 +195,14 @@ def rotation(positions: int, head_width: int, like: Tensor) -> tuple[Tensor, Ten
 
 
 def rotate(x_BTHE: Tensor, turn: tuple[Tensor, Tensor]) -> Tensor:
-    """Turns pair i of every head, (x[i], x[i + E/2]), by the angle of its position."""
+    """Rotate pair i of every head, (x[i], x[i + E/2]), by the angle of its position."""
     cos, sin = turn
     a, b = x_BTHE.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1)
 
 
 def loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Cross-entropy in nats, the mean over the targets that are not -100, in fp32 at least.
+    """Cross-entropy in nats, the mean over the targets that are not -100, in fp32 or wider.
 
     `batch["inputs"]` and `batch["targets"]` are token numbers [B, T].
     """

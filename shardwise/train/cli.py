@@ -11,8 +11,8 @@
     shardwise schedule NAME    draw a pipeline schedule
     shardwise checkpoint       look into checkpoints, export and import weights
 
-Nothing heavy is imported before it is needed: help and answers to bad input do not wait for torch.
-The commands of `ELSEWHERE` live in modules of their own, imported only when they are asked for.
+Torch is imported only when it is needed, so help and errors of input are fast. The commands of
+`ELSEWHERE` are in other modules, imported only when they are used.
 """
 
 import inspect
@@ -123,7 +123,7 @@ def end_in(seconds: float, code: int) -> None:
         time.sleep(seconds)
         alive = [t.name for t in threading.enumerate() if not t.daemon and t.is_alive()]
         by = f" by {', '.join(alive)}" if alive else ", perhaps by an exit handler"
-        print(f"the command is done and its process is kept alive{by}: ended", file=sys.stderr)
+        print(f"the command is done, but its process is kept alive{by}: killed", file=sys.stderr)
         sys.stderr.flush()
         os._exit(code)
 
@@ -181,7 +181,7 @@ def application(given: Sequence[str] = ()) -> typer.Typer:
 
 
 def command(name: str, given: Sequence[str]) -> Callable[..., Any]:
-    """The function of a command in another module; a stand-in if only the help is needed."""
+    """The function of a command in another module; a placeholder if only the help is needed."""
     module, function, line = ELSEWHERE[name]
     if name in given:
         return getattr(import_module(module), function)

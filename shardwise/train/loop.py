@@ -72,7 +72,7 @@ class LastStep:
     skipped: bool = False
 
     def add(self, share: Batch, skipped: bool) -> None:
-        """A step has been made."""
+        """Record a step."""
         self.skipped_before += self.skipped
         self.share, self.skipped = share, skipped
 
@@ -103,8 +103,8 @@ def train(
 ) -> Summary | None:
     """Train by a configuration; returns the summary on rank 0, None on other ranks.
 
-    `stop` receives signals since before the call; without it they are received from here on. A
-    signal before the first step ends the run, and leaves no file of it.
+    `stop` receives signals from before the call; without it, the loop receives them. A signal
+    before the first step ends the run and leaves no file.
 
     Raises InputError for wrong inputs, before anything is written, and NonFiniteError for a
     non-finite loss or gradient; older checkpoints stay.
@@ -147,7 +147,7 @@ def train(
 
 
 def say(text: str, world: World, console: Console | None) -> None:
-    """Print on rank 0 why nothing is trained."""
+    """Print on rank 0 why the run does not train."""
     if world.rank == 0:
         (console or Console(highlight=False)).print(text, soft_wrap=True, markup=False)
 
@@ -211,7 +211,7 @@ def is_due(step: int, every: int) -> bool:
 
 
 def trained(run: Run, mine: Batch) -> StepMetrics:
-    """Run a step. Raises NonFiniteError, on every rank, and InputError without memory: advice."""
+    """Run a step. Raises NonFiniteError, on every rank, and InputError if memory runs out."""
     try:
         done = run.engine.step(mine)
         run.last.add(mine, done.skipped)
@@ -225,7 +225,7 @@ def trained(run: Run, mine: Batch) -> StepMetrics:
 
 
 def _stopped(run: Run, error: NonFiniteError) -> NonFiniteError:
-    """The error with advice on how to go on."""
+    """The error with advice on how to continue."""
     checkpoints = run.prepared.config.folder / folder.CHECKPOINTS
     kept = "No checkpoint had been saved yet. A smaller train.lr or a longer train.warmup may help"
     if all_in(checkpoints):
@@ -301,7 +301,7 @@ def likely(run: Run) -> NextToken:
 def own_cost(run: Run, *, loaded: bool) -> Cost:
     """The memory of this rank and the traffic of its last step, measured and predicted.
 
-    Without a step of this program, or for a model whose forward reads values, only measured.
+    Only measured without a step of this program, or for a model whose forward reads values.
     """
     engine, last = run.engine, run.last
     measured = Cost(engine.memory(), {}, engine.measured_bytes(), {})

@@ -1,8 +1,7 @@
 """`shardwise memory PLAN`: the picture of a step; with --table, ZeRO's table for any model.
 
-The run is the one of `shardwise predict PLAN`, and the step one after the first, in which gradients
-and optimizer states get their memory. --measure trains three steps on local ranks, and measures the
-third.
+The run is that of `shardwise predict PLAN`, and the step is not the first one, which allocates
+gradients and optimizer states. --measure trains three steps on local ranks, and measures the third.
 """
 
 import inspect
@@ -93,9 +92,9 @@ memory_command.__signature__ = inspect.signature(Request)
 
 
 def print_step(request: Request, plan: str) -> None:
-    """Print the memory of a step, and draw it where that is asked.
+    """Print the memory of a step, and draw it if requested.
 
-    Raises InputError for what cannot be predicted or started, RankError when a rank fails.
+    Raises InputError for plans that cannot be predicted or started, RankError if a rank fails.
     """
     given = plan, request.model, request.batch, request.sequence, request.rank
     wanted = predict_request(*given)
@@ -115,7 +114,7 @@ def print_step(request: Request, plan: str) -> None:
     notes = list(found.notes)
     if word := unpredicted(found.plan):
         measure = "" if measured else "; --measure measures them"
-        notes.append(f"the moments of a step with {word} are not predicted{measure}")
+        notes.append(f"the timeline of a step with {word} is not predicted{measure}")
     for path in (request.svg, request.png):
         if path is not None and series:
             draw(path, series)
@@ -133,7 +132,7 @@ def print_step(request: Request, plan: str) -> None:
 
 
 def predicted(wanted: PredictRequest, rank: int) -> "tuple[Prediction, Sequence[Event]]":
-    """The prediction, and the events of a step; none where they are not predicted."""
+    """The prediction, and the events of a step; none if they are not predicted."""
     from shardwise.engine.prediction import predict
     from shardwise.engine.timeline import predict_events
     from shardwise.prediction.timeline import unpredicted

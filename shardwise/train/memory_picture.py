@@ -1,11 +1,11 @@
-"""The picture of a step: what is stored at each of its events, on the screen and as a file.
+"""The picture of a step: the memory at each of its events, on the screen and as a file.
 
     forward blocks.1    3.1 MiB  ####======~~~
     loss                5.0 MiB  ####======~~~~~~~~~~~
     backward blocks.1   4.2 MiB  ####====~~~~~~
 
-Each category has a colour; a row is as long as its sum. Where a measurement stands beside a
-prediction, both are drawn to one scale.
+Each category has a colour; the length of a row is its sum. A measurement and a prediction are drawn
+to one scale.
 """
 
 from collections.abc import Sequence
@@ -43,12 +43,12 @@ class Series(NamedTuple):
 
     @property
     def highest(self) -> Event:
-        """The event at which most is stored."""
+        """The event with the most bytes."""
         return max(self.events, key=lambda event: event.total)
 
 
 def peaks(series: Sequence[Series]) -> Table:
-    """By category, the most that is stored at an event, and where."""
+    """By category, the most bytes at an event, and the event."""
     head, *rows = _rows(series)
     table = Table(*head)
     for row in rows:
@@ -84,7 +84,7 @@ def _most(series: Series, category: str) -> str:
 
 
 def on_screen(series: Series, scale_bytes: int) -> Table:
-    """A bar for each event; of more than `ROWS`, the longest of those beside each other."""
+    """A bar for each event; of more than `ROWS` events, the longest of each few neighbours."""
     table = Table.grid(padding=(0, 2))
     for event in _fewer(series.events):
         bar, used = Text(), 0.0
@@ -111,9 +111,9 @@ def _fewer(events: Sequence[Event]) -> Sequence[Event]:
 
 
 def draw(path: Path, series: Sequence[Series]) -> None:
-    """Draw the series above each other to one scale; the file's ending says as what (svg, png).
+    """Draw the series above each other to one scale, in the format of the file's ending (svg, png).
 
-    Raises InputError where the file cannot be written.
+    Raises InputError if the file cannot be written.
     """
     most = max(max(event.total, event.peak) for one in series for event in one.events)
     unit, unit_bytes = unit_of(most)
@@ -137,5 +137,5 @@ def draw(path: Path, series: Sequence[Series]) -> None:
     try:
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
-        where = "a file that ends in .svg or .png, in a folder that is there and can be written"
+        where = "a file that ends in .svg or .png, in an existing folder that can be written"
         raise bad(f"a picture that cannot be written: {error}", where, "--svg step.svg") from error

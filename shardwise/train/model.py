@@ -66,14 +66,14 @@ def with_least_offload(prepared: Prepared, world: World) -> Prepared:
 
 
 def predictor(prepared: Prepared, share: Batch) -> Callable[[Plan], Prediction]:
-    """Predictions of the run under other plans, of a rank whose part of the batch is `share`."""
+    """Predictions of the run under other plans, for a rank with the part `share` of the batch."""
     with torch.device("meta"):
         model = decoder.build(prepared.sizes)
     return lambda plan: predict(model, plan, share, **_training(prepared))
 
 
 def prediction_of(prepared: Prepared, engine: Engine, share: Batch) -> Prediction:
-    """The prediction for this rank of the run, whose part of the batch is `share`."""
+    """The prediction for this rank of the run, with the part `share` of the batch."""
     with torch.device("meta"):
         model = decoder.build(prepared.sizes)
     return Predictor(
@@ -90,7 +90,7 @@ def prediction_of(prepared: Prepared, engine: Engine, share: Batch) -> Predictio
 def predicted_step(prepared: Prepared, engine: Engine, share: Batch) -> Sequence[Event]:
     """The memory of this rank at each moment of a step of the run on `share`.
 
-    Raises InputError for a plan whose moments are not predicted.
+    Raises InputError for a plan whose timeline is not predicted.
     """
     with torch.device("meta"):
         model = decoder.build(prepared.sizes)
@@ -113,7 +113,7 @@ def _training(prepared: Prepared) -> dict[str, Any]:
         "optimizer": optimizer_of(train),
         "loss": decoder.loss_of(
             prepared.sizes
-        ),  # of a part without targets no number: it counts for nothing
+        ),  # not a number for a part without targets, which has weight zero
         # an infinite bound does not clip, but the norm is computed, and recorded
         "clip": train.clip or float("inf"),
     }

@@ -1,7 +1,7 @@
 """`shardwise predict PLAN`: the memory and traffic of a rank, without starting one.
 
-The run that is predicted is the one that `shardwise verify PLAN` proves: the same model, optimizer,
-units and clipping, in fp64 where the plan names no precision, after its first steps.
+The prediction is for the run that `shardwise verify PLAN` proves: the same model, optimizer, units
+and clipping, in fp64 if the plan names no precision, after its first steps.
 """
 
 import json
@@ -65,7 +65,7 @@ def predict_command(
 
 
 class PredictRequest(NamedTuple):
-    """What a command line asks: a plan, a model, the batch of each rank, options of parallelize."""
+    """The request of a command line: plan, model, the batch of each rank, parallelize's options."""
 
     plan: Plan
     trainable: "Trainable"
@@ -74,14 +74,14 @@ class PredictRequest(NamedTuple):
 
     @property
     def plain(self) -> Any:
-        """The model, without weights where it can be made so."""
+        """The model, without weights if possible."""
         return self.trainable.build("cpu" if self.trainable.initial is None else "meta")
 
 
 def prediction(
     text: str, name: str, batch: int | None, sequence: int | None, rank: int
 ) -> "Prediction":
-    """The prediction for a command line. Raises InputError for what cannot be predicted."""
+    """The prediction for a command line. Raises InputError for values it does not support."""
     found = predict_request(text, name, batch, sequence, rank)
     from shardwise.engine.prediction import predict
 
@@ -91,7 +91,7 @@ def prediction(
 def predict_request(
     text: str, name: str, batch: int | None, sequence: int | None, rank: int
 ) -> PredictRequest:
-    """The values of a command line. Raises InputError for those that cannot be predicted."""
+    """The values of a command line. Raises InputError for unsupported ones."""
     plan = Plan.parse(text)
     require(plan)
     plan = replace(plan, precision=plan.precision or "fp64").completed(None)

@@ -24,8 +24,8 @@ from shardwise.train.tracing import Recorded
 class Cost:
     """A rank's memory by category and traffic per step by kind: measured and predicted.
 
-    What is predicted is empty where no prediction can be made. `between` has the least and the most
-    bytes of the kinds that depend on values.
+    Predictions are empty if they are not possible. `between` has the least and the most bytes of
+    the kinds that depend on values.
     """
 
     memory: dict[str, int]
@@ -195,7 +195,7 @@ def _beside(
 ) -> list[str]:
     """A table of bytes, with a column for `ddp` on the same ranks if the plan is another."""
     if not {**measured, **predicted}:
-        return ["Nothing: there is no other rank."]
+        return ["No bytes: there is no other rank."]
     series = {"measured": measured, "formula": predicted}
     series |= {"ddp on the same ranks": ddp} if ddp else {}
     lines = [f"| rank {rank}, bytes | {' | '.join(series)} |", "|---" * (1 + len(series)) + "|"]
@@ -212,7 +212,7 @@ def _sent(summary: Summary) -> str:
         return "nothing: there is one rank"
     whose = _whose(rank, [sum(of.sent.values()) for of in summary.costs])
     exchanged = "".join(
-        f", and {size_text(cost.sent.get(kind, 0))} of {kind}, which depends on where the tokens go"
+        f", and {size_text(cost.sent.get(kind, 0))} of {kind}, which depends on the routing"
         for kind in cost.between
     )
     return f"{_against(cost.sent, cost.predicted_sent)} by {whose}{exchanged}"

@@ -37,9 +37,9 @@ def sample(
 
 
 def visible(text: str) -> str:
-    """The text as it can be shown anywhere: control characters but line ends and tabs escaped.
+    """The text with control characters escaped, except line ends and tabs.
 
-    A model of bytes may draw any of them, and a terminal would obey.
+    A model of bytes may draw any of them, and a terminal would execute them.
     """
     return "".join(
         char if char in "\n\t" or unicodedata.category(char) not in HIDDEN else _escaped(char)

@@ -79,7 +79,7 @@ def show(request: Request) -> None:
     whole = lower(subject.schedule, gather=bool(costs.GATHER))
     timeline = clock(whole, costs)
     if not timeline.makespan:
-        given = f"the costs '{request.costs}', by which nothing takes any time"
+        given = f"the costs '{request.costs}', by which no action takes any time"
         raise bad(given, "a time above 0 for an action of the schedule", "--costs F=1,I=1,W=1")
     _pictures(request, timeline, subject.title)
     if request.text or request.lowered:
@@ -124,10 +124,10 @@ def _wrong(op: str, times: str, found: Mapping[str, Any], stages: int) -> str:
     if op not in _OPS:
         return f"'{op}' is no action"
     if op in found:
-        return f"{op} stands there twice"
+        return f"{op} occurs twice"
     unread = [time for time in times.split("/") if _time(time) is None]
     if unread:
-        return f"'{unread[0]}' is no time for {op}" if times else f"{op} stands without a time"
+        return f"'{unread[0]}' is no time for {op}" if times else f"{op} has no time"
     count = len(times.split("/"))
     return "" if count in (1, stages) else f"{count} times of {op} for {_count(stages, 'stage')}"
 
@@ -189,7 +189,7 @@ def _own(request: Request) -> Subject:
         missing = isinstance(error, FileNotFoundError)
         why = "no such file" if missing else getattr(error, "strerror", None) or "no text"
         instead = f"shardwise schedule 1f1b --text > {request.name if missing else 'mine.txt'}"
-        allowed = "the name of a schedule, or of a file that holds one as text"
+        allowed = "the name of a schedule, or of a file with one as text"
         instead += ", which writes one"
         raise bad(f"the schedule {request.name}: {why}", allowed, instead) from error
     schedule = text.read(rows)
@@ -208,7 +208,7 @@ def _pictures(request: Request, timeline: Timeline, title: str) -> None:
 
             as_png(request.png, timeline, title)
     except OSError as error:
-        where = "a file in a folder that is there and can be written"
+        where = "a file in an existing folder that can be written"
         raise bad(
             f"a picture that cannot be written: {error}", where, "--svg pipeline.svg"
         ) from error
@@ -243,7 +243,7 @@ def _formula(found: Entry, n: Size, schedule: Schedule, costs: Costs) -> dict[st
     halves = any(step.op == "I" for row in schedule.rows for step in row)
     equal_costs = Costs(
         f, i, w, None if costs.B is None else b
-    )  # all stages, and nothing else costs
+    )  # all stages; other actions have no cost
     holds = costs == equal_costs and (not halves or (f == i == w and b == 2 * f))
     return {
         "paper": found.paper,

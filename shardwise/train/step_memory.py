@@ -1,6 +1,6 @@
-"""The memory of one step of a run, moment by moment: measured, and predicted where it can be.
+"""The memory of one step of a run, moment by moment: measured, and predicted if possible.
 
-It is the second step that this program makes: the first also makes what lasts.
+It is the second step of this program: the first one also allocates lasting memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ class StepMemory:
 
     @contextmanager
     def measuring(self, step: int, batch: Any) -> Iterator[None]:
-        """Measure what is done within, if `step`, from 0, is the one."""
+        """Measure inside the `with`, if `step`, counted from 0, is the one to measure."""
         if step != self.step:
             yield
             return
@@ -39,26 +39,26 @@ class StepMemory:
         self.activations = {"activations": meter.peak["activations"]}
 
     def series(self, prepared: Prepared) -> Sequence[Series]:
-        """The step of this rank, measured and, where that is possible, predicted."""
+        """The step of this rank, measured and, if possible, predicted."""
         if not self.events:
             return ()
         title = f"step {self.step + 1}, rank {self.engine.world.rank}"
         found = [Series(f"{title}, measured", self.events)]
         try:
             predicted = predicted_step(prepared, self.engine, self.batch)
-        except InputError:  # of this plan the moments are not predicted
+        except InputError:  # the timeline of this plan is not predicted
             return found
         return [Series(f"{title}, predicted", predicted), *found]
 
 
 def lines(series: Sequence[Series]) -> Sequence[str]:
-    """The report's part on it, as lines of Markdown; none where nothing was measured."""
+    """The section of the report, as lines of Markdown; empty without a measurement."""
     if not series:
         return ()
     said = (
-        "What the rank stores at each moment of a step. Gathered are units that are whole for the "
-        "time of their use; kept is what autograd has saved for the backward pass; temporary is "
-        "everything else, and is not predicted."
+        "The memory of the rank at each moment of a step. `gathered` are units that are unsharded "
+        "while they are used; `kept` are tensors that autograd saved for the backward pass; "
+        "`temporary` is everything else, and is not predicted."
     )
     picture = f"![step](plots/{PICTURE})"
     return ["## A step", "", picture, "", said, "", *peaks_in_markdown(series), ""]

@@ -21,7 +21,7 @@ def table_command(
 ) -> None:
     """Derive a table from one pass of the model, and print it as TOML for verify --table.
 
-    What stays whole is listed below it, with its bytes and the reason.
+    Replicated parameters are listed below it, with their bytes and the reason.
     """
     integer("--ranks", ranks, 2, 2)
     found = find(model)
@@ -33,7 +33,7 @@ def table_command(
 
 
 def toml(derived: Derived) -> Iterator[str]:
-    """The lines of a file for --table (verify/options.py), with comments on what stays whole."""
+    """The lines of a file for --table (verify/options.py); comments list replicated parameters."""
     table = derived.table
     for name, count in (("heads", table.heads), ("kv_heads", table.kv_heads)):
         if count is not None:

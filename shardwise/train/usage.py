@@ -71,7 +71,7 @@ LONGEST: Final = 120  # of a command line that is quoted
 def answer(error: Any, group: Any, given: Sequence[str]) -> str:
     """The paragraph for a UsageError of the command line `given`; `group` has all commands.
 
-    Where nothing was given, the help, which the library may have shown already.
+    For an empty command line, the help, unless the library has shown it.
     """
     if type(error).__name__ == "NoArgsIsHelpError":
         return str(error.format_message())
@@ -124,7 +124,7 @@ def _instead(error: Any, path: str, command: Any) -> str:
         close = suggest(found[1], command.commands, 0.5)
         return EXAMPLES[close] if close else f"{path} --help, to see what each command does"
     if "unexpected extra argument" in message:
-        return f"{_example(path)}; an argument with spaces in it stands in quotes"
+        return f"{_example(path)}; put an argument with spaces in quotes"
     param = getattr(error, "param", None)
     if param is not None and param.param_type_name == "option":
         return f"{param.opts[-1]} {VALUES[param.opts[-1]]}"

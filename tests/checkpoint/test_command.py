@@ -102,7 +102,7 @@ def test_a_pointer_to_what_is_not_there_is_said(folder: Path, capsys: pytest.Cap
     inspect_command(folder)
     said = capsys.readouterr()
     assert "step-000007  saved by" in said.out
-    assert "names step-000009, which is no whole checkpoint: step-000007 is taken" in said.out
+    assert "names step-000009, which is no complete checkpoint: step-000007 is used" in said.out
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_a_pointer_to_what_is_not_there_is_said(folder: Path, capsys: pytest.Cap
         ("absent", "no such folder"),
         ("file", "a file, not a folder"),
         ("file/inside", "no such folder|Not a directory"),
-        ("empty", "no whole checkpoint in it"),
+        ("empty", "no complete checkpoint in it"),
         ("a" * 300, "File name too long"),
         ("a\0b", "null byte|no such folder"),
     ],

@@ -62,7 +62,7 @@ def test_all_that_does_not_fit_is_listed(folder: Path):
 
 @pytest.mark.parametrize(
     ("where", "message"),
-    [("nowhere", "no such folder"), (".", "no whole checkpoint in it")],
+    [("nowhere", "no such folder"), (".", "no complete checkpoint in it")],
 )
 def test_a_folder_without_a_checkpoint_is_refused(tmp_path: Path, where: str, message: str):
     """A folder that is not there, or holds no checkpoint, is said to be so."""

@@ -98,8 +98,8 @@ def test_layers_in_a_row_are_paired():
 @pytest.mark.parametrize(
     ("name", "layer", "why"),
     [
-        ("one_key", "body.inner.q", "a tensor that all ranks hold alike meets it"),
-        ("scaled", "body.inner.up", "a tensor that all ranks hold alike meets it"),
+        ("one_key", "body.inner.q", "a replicated tensor is combined with it"),
+        ("scaled", "body.inner.up", "a replicated tensor is combined with it"),
         ("convolution", "body.mix", "no layer of features in and out"),
     ],
 )

@@ -115,7 +115,7 @@ def test_every_option_has_a_value_to_write(name: str) -> None:
         ("train x.toml --nproc x", "Write instead: --nproc 2"),
         ("train x.toml --nproc", "Write instead: --nproc 2"),
         ("train x.toml --nprc 2", "Write instead: --nproc 2"),
-        ("train x.toml --plan dp2 zero3", "stands in quotes"),
+        ("train x.toml --plan dp2 zero3", "with spaces in quotes"),
         ("train x.toml --resume=3", "Write instead: --resume"),
         ("train x.toml --zzz", "Write instead: shardwise train --help"),
         ("verify", 'Write instead: shardwise verify "dp2 zero3"'),

@@ -231,7 +231,7 @@ def test_a_pointer_to_a_checkpoint_that_is_gone_is_said(tmp_path: Path) -> None:
     shutil.rmtree(given.folder / "checkpoints" / "step-000003")
     said = io.StringIO()
     loop.train(given, alone(), Start(resume=True), Console(file=said, width=300))
-    assert "names step-000003, which is no whole checkpoint: step-000002 is" in said.getvalue()
+    assert "names step-000003, which is no complete checkpoint: step-000002 is" in said.getvalue()
 
 
 def test_damage_is_answered_with_what_resume_can_follow(tmp_path: Path) -> None:

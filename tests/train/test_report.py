@@ -76,7 +76,7 @@ def test_one_rank_sends_nothing(tmp_path: Path) -> None:
     given = summary(tmp_path, report.Cost({"x": 8}, {"x": 8}, {}, {}))
     text = report.write(given).read_text()
     assert "| sent in a step | nothing: there is one rank |" in text
-    assert "Nothing: there is no other rank." in text.partition("## Bytes")[2]
+    assert "No bytes: there is no other rank." in text.partition("## Bytes")[2]
     assert "bytes | measured" not in text.partition("## Bytes")[2]
 
 
