@@ -24,7 +24,7 @@ class Loop:
     settle        waits for communication that overlaps with the next step, so that it is timed, and
                   does not disturb the next contender
     shared_bytes  the bytes sent so far through shared memory, which no interface counts
-    on_host       whether a tensor rests in host memory, which is no part of the peak
+    on_host       whether a tensor rests in host memory or on disk, which is no part of the peak
     """
 
     step: Callable[[Batch], float | None]

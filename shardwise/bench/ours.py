@@ -1,5 +1,6 @@
 """Shardwise as contenders, by plan words."""
 
+import tempfile
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -42,7 +43,7 @@ def planned(plan: str) -> Callable[[nn.Module, Setup], Loop]:
 
     def build(model: nn.Module, setup: Setup) -> Loop:
         """The engine's loop."""
-        return looped(engine_of(model, plan, setup))
+        return looped(engine_of(model, plan, setup, offload_folder=tempfile.gettempdir()))
 
     return build
 
@@ -76,7 +77,7 @@ def looped(engine: sw.Engine) -> Loop:
         return links.shared_bytes if isinstance(links, TorchLinks) else 0
 
     tiers = engine.world.tiers
-    return Loop(step, settle, shared_bytes, lambda x: tiers.of(x) == "host")
+    return Loop(step, settle, shared_bytes, lambda x: tiers.of(x) != "device")
 
 
 DATA = tuple(Contender(word, word, planned(f"dp{{n}} {word}")) for word in ROWS)
@@ -109,6 +110,7 @@ OFFLOAD = tuple(
         ("zero2", "optim"),
         ("zero2", "optim=0.5"),
         ("zero2", "optim-delayed=0"),
+        ("zero2", "optim@disk"),
         ("zero3", "optim"),
         ("zero3", "param"),
     )

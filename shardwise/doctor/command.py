@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from shardwise.comm import disk_bandwidth
 from shardwise.comm.launch import spawn
 from shardwise.comm.local import require_local
 from shardwise.comm.objects import all_gather_object
@@ -18,7 +19,7 @@ from shardwise.comm.world import World, init
 from shardwise.core.arguments import choice, integer
 from shardwise.core.errors import bad
 from shardwise.core.mesh import Mesh
-from shardwise.doctor import disk, textbook, timing
+from shardwise.doctor import textbook, timing
 from shardwise.doctor.diagnosis import Diagnosis, Finding
 from shardwise.doctor.machine import look
 from shardwise.doctor.picture import draw
@@ -81,7 +82,7 @@ def doctor_command(**given: Any) -> None:
     _fits(axes, count)
     first = start is None or start.rank == 0
     folder = asked.disk_folder if first else None
-    measured = None if folder is None else disk.measure(folder)
+    measured = None if folder is None else disk_bandwidth.measure(folder)
     if start is None:
         require_local(count)
         findings = spawn(_on_rank, count, (str(axes), kind, asked.most * 2**20), kind)

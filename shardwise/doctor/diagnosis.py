@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardwise.doctor.disk import Disk
+from shardwise.comm.disk_bandwidth import DiskBandwidth
 from shardwise.doctor.machine import Machine
 from shardwise.doctor.timing import Fit, Timing, fits, slow_ranks, slowest
 
@@ -28,7 +28,7 @@ class Diagnosis:
 
     mesh: str
     findings: Sequence[Finding]
-    disk: Disk | None = None
+    disk: DiskBandwidth | None = None
 
     @property
     def failures(self) -> list[str]:

@@ -36,6 +36,7 @@ from shardwise.train import folder, metrics, progress, report
 from shardwise.train.baseline import ddp_baseline
 from shardwise.train.config import Config
 from shardwise.train.data import Index, block, unigram_entropy
+from shardwise.train.disk_share import disk_share
 from shardwise.train.experts import step_loads
 from shardwise.train.learning import learning_rate
 from shardwise.train.metrics import Metrics, Record
@@ -334,6 +335,7 @@ def finish(run: Run, began: Position, stopped: bool, console: Console | None) ->
         text = visible(sample(likely(run), prepared.vocabulary, window, config.sample, seed))
     recorded = run.tracing.recorded()
     costs = all_gather_object(own_cost(run, loaded=began.step > 0), engine.world)
+    disk = disk_share(engine)
     if engine.world.rank != 0:
         return None
     summary = Summary(
@@ -360,5 +362,7 @@ def finish(run: Run, began: Position, stopped: bool, console: Console | None) ->
     if text:
         screen.print(Panel(Text(text), title="sample"))
     screen.print(report.table(summary))
+    if disk:
+        screen.print(disk, soft_wrap=True)
     screen.print(f"report: {path}", soft_wrap=True)
     return summary

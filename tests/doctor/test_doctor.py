@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from shardwise.comm import move
+from shardwise.comm import disk_bandwidth, move
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
-from shardwise.doctor import disk, textbook
+from shardwise.doctor import textbook
 from shardwise.doctor.command import examine
 from shardwise.doctor.diagnosis import Diagnosis, Finding
 from shardwise.doctor.machine import links, look
@@ -136,7 +136,7 @@ def test_links_of_gpus_are_read_from_nvml() -> None:
 
 def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
     """Rates above zero, and no file stays."""
-    found = disk.measure(tmp_path, 2**16)
+    found = disk_bandwidth.measure(tmp_path, 2**16)
     assert min(found.write_bytes_per_s, found.read_bytes_per_s, found.both_bytes_per_s) > 0
     assert "chunks of 1024 KiB, 4 threads" in found.text
     assert list(tmp_path.iterdir()) == []
@@ -160,7 +160,7 @@ def test_four_processes_are_examined(four: Diagnosis) -> None:
 
 def test_what_is_saved_can_be_read(four: Diagnosis) -> None:
     """The TOML has each line's numbers; the JSON object says whether all holds."""
-    with_disk = replace(four, disk=disk.Disk("/data", 1e8, 2e9, 3e8))
+    with_disk = replace(four, disk=disk_bandwidth.DiskBandwidth("/data", 1e8, 2e9, 3e8))
     read = tomllib.loads(with_disk.toml())
     assert read["mesh"] == "dp2 tp2" and read["ranks"] == 4 and read["disk"]["folder"] == "/data"
     for one in fits(four.timings):
@@ -209,4 +209,4 @@ def test_bad_input_is_one_paragraph(argv: list[str], text: str, capsys: Any) -> 
 def test_a_folder_that_cannot_hold_the_file_is_refused(tmp_path: Path) -> None:
     """A disk with too little room is named, and nothing is written."""
     with pytest.raises(InputError, match="MiB free"):
-        disk.measure(tmp_path, 2**62)
+        disk_bandwidth.measure(tmp_path, 2**62)

@@ -25,7 +25,7 @@ Transfer = Callable[[int, list[mmap], int], int]
 
 
 @dataclass(frozen=True)
-class Disk:
+class DiskBandwidth:
     """Bytes a second.  `both`: half of the chunks are read while the others are written."""
 
     folder: str
@@ -48,7 +48,7 @@ class Disk:
         )
 
 
-def measure(folder: Path, file_bytes: int = FILE_BYTES) -> Disk:
+def measure(folder: Path, file_bytes: int = FILE_BYTES) -> DiskBandwidth:
     """Write and read a file of `file_bytes`, or one chunk, in `folder`; none is left.
 
     Raises InputError for a folder that is not there, is full, or cannot be written.
@@ -69,7 +69,7 @@ def measure(folder: Path, file_bytes: int = FILE_BYTES) -> Disk:
         os.close(file)
 
 
-def _measured(folder: str, file: int, chunks: int) -> Disk:
+def _measured(folder: str, file: int, chunks: int) -> DiskBandwidth:
     direct = set_direct(file)
     buffers = [mmap(-1, CHUNK_BYTES) for _ in range(THREADS)]
     for buffer in buffers:
@@ -96,4 +96,4 @@ def _measured(folder: str, file: int, chunks: int) -> Disk:
     rate(lambda _: os.pwritev)  # blocks that were never written are slower
     written, read = rate(lambda _: os.pwritev), rate(lambda _: os.preadv)
     both = rate(lambda chunk: os.pwritev if chunk // THREADS % 2 else os.preadv)
-    return Disk(folder, written, read, both, direct)
+    return DiskBandwidth(folder, written, read, both, direct)
