@@ -40,17 +40,20 @@ class Costs:
         prediction: Prediction,
         *,
         loaded: bool = False,
+        flushed: bool = False,
         loads: Sequence[Loads] = (),
     ) -> "Costs":
         """The costs with the last step of `engine`; `loaded`: it had loaded a checkpoint before.
 
+        `flushed`: something had finished a delayed update before that step, as an evaluation does.
         `loads` are those of the experts, by the oracle.
         """
         if not self.hold:
             return self
         counted = {Line(*key): t.sent_bytes for key, t in engine.last.items() if t.sent_bytes}
         done = engine.steps - engine.steps_run
-        theory = prediction.in_step(engine.steps_run - 1, loaded=loaded, done=done, loads=loads)
+        before = {"loaded": loaded, "flushed": flushed}
+        theory = prediction.in_step(engine.steps_run - 1, **before, done=done, loads=loads)
         notes = tuple(LOADS if note == EVEN else note for note in prediction.notes)
         between = prediction.bytes_between if prediction.plan.precision in ("bf16", "fp16") else {}
         notes += tuple(

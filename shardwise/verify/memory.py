@@ -78,9 +78,9 @@ def over_steps(
         prediction, routed = predicted(share), loads(step)
         with live:
             engine.step(share)
-            costs = costs.after(engine, prediction, loads=routed)
+            costs = costs.after(engine, prediction, flushed=step == 2, loads=routed)
             if step == 1:
-                engine.evaluate(share)
+                engine.evaluate(share)  # which finishes a delayed update
         if step in READ_AFTER:
             engine.wait()
             engine.world.barrier()  # ranks in threads read each other's tensors until here
