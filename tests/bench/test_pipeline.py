@@ -27,6 +27,7 @@ def measured(world: World, task: Task) -> list[Record]:
     return measure(task)
 
 
+@pytest.mark.full
 def test_everyone_trains_the_same_model() -> None:
     """Torch's seven schedules and ours, four stages of half a layer among them, have one loss."""
     rows = table.lines(TASK, run_gloo(2, measured, TASK))

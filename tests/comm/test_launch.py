@@ -282,6 +282,7 @@ def test_launch_shows_the_traceback_of_the_rank_that_failed(
     assert "elastic" not in said and "runpy" not in said
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("what", "number", "code"),
     [("saves", signal.SIGTERM, 0), ("waits", signal.SIGINT, 128 + signal.SIGINT)],

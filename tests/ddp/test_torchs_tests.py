@@ -182,6 +182,7 @@ class Runner:
         return {n: text for found in outcomes for n, text in found.items() if text != "passed"}
 
 
+@pytest.mark.full
 def test_torchs_tests_of_ddp_pass_under_ours(tests: Runner) -> None:
     """All that are not about CUDA or the insides of torch's class."""
     assert tests.run(RUN, "ours") == {}

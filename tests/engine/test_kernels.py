@@ -27,6 +27,7 @@ def refuse(*_: Any, **__: Any) -> Any:
     raise AssertionError("a kernel of ours, where torch's were asked for")
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_torch_s_kernels_hold(plan: str, monkeypatch: pytest.MonkeyPatch):
     """The whole proof holds without a kernel of ours."""

@@ -58,6 +58,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_nothing_is_left_over(plan: str):
     """After each step every storage that was made and is alive is in a category."""

@@ -99,6 +99,7 @@ def measured(world: World, plan: str) -> tuple[int, int, list[Any], list[int]]:
     return meter.most["parameters"], device["parameters"], meter.leaks(), units
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", ["dp1", "dp2 zero3"])
 def test_the_device_has_few_parameters_at_once(plan: str):
     """At most three units are on the device in a step, none between steps; nothing leaks."""

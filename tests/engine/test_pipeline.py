@@ -68,6 +68,7 @@ TENSOR = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", TENSOR)
 def test_with_tensor_parallelism(plan: str):
     """Layers cut on the tensor axis inside of stages; a head that is the embedding, or not."""

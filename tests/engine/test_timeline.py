@@ -158,6 +158,7 @@ PIPELINES = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", PIPELINES)
 def test_every_action_of_a_pipeline_is_predicted_to_the_byte(plan: str):
     """After each F, B, I and W of each rank: what its stages keep of the microbatches under way."""

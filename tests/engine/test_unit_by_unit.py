@@ -89,13 +89,10 @@ def sizes(world: World, plan: str, tied: bool) -> tuple[int, dict[str, int], dic
     return predicted, whole, {name: whole[name] for name in kept}
 
 
-CASES = [
-    ("1f1b:4", False),
-    pytest.param("zb-h1:2", True, marks=pytest.mark.full),
-    pytest.param("interleaved:2x2", True, marks=pytest.mark.full),
-]
+CASES = [("1f1b:4", False), ("zb-h1:2", True), ("interleaved:2x2", True)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("schedule", "tied"), CASES)
 def test_the_peak_of_gathered_parameters(schedule: str, tied: bool):
     """At most two units are whole at once beside what several stages hold, as predicted."""

@@ -49,6 +49,7 @@ def same(one: list[Record], other: list[Record]) -> None:
         assert (a.validation or 0.0) == pytest.approx(b.validation or 0.0, rel=1e-10)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_curve_is_that_of_one_rank(plan: str, whole: list[Record], tmp_path: Path) -> None:
     """Loss, gradient norm and validation loss of every step, uneven shares and epochs' ends too."""
@@ -80,6 +81,7 @@ def test_a_stopped_run_goes_on_under_another_plan(
     same(runs.run(resumed, ranks, Start(resume=True)), whole)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("where", ["prepare", "build", "opening"])
 def test_a_signal_before_the_first_step_leaves_no_trace(where: str, tmp_path: Path) -> None:
     """Heard by one of two ranks in start-up, it ends both; the same command can be given again."""
