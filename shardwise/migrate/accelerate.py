@@ -122,7 +122,7 @@ RULES: Final[Rules] = {
     "deepspeed_config.gradient_clipping": key("train.clip"),
     "deepspeed_config.offload_optimizer_device": offloaded,
     "deepspeed_config.offload_param_device": offloaded_param,
-    "deepspeed_config.offload_optimizer_nvme_path": why(OFFLOAD),
+    "deepspeed_config.offload_optimizer_nvme_path": key("offload.folder"),
     "deepspeed_config.offload_param_nvme_path": why(OFFLOAD),
     "deepspeed_config.zero3_init_flag": why("build the model on meta, and pass fill="),
     "deepspeed_config.zero3_save_16bit_model": why("sw.full_state_dict(engine) gathers weights"),

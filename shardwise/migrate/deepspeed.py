@@ -61,15 +61,18 @@ def _scheduler(draft: Draft, value: Any) -> str:
 
 
 def offloaded(draft: Draft, value: Any) -> str:
-    """The optimizer state in host memory; disks are listed."""
-    draft.offload = value in ("cpu", True)
-    return "" if draft.offload or value in ("none", None, False) else OFFLOAD
+    """The optimizer state in host memory, or on a disk."""
+    draft.offload, draft.disk = value in ("cpu", True), value == "nvme"
+    known = draft.offload or value in ("nvme", "none", None, False)
+    return "" if known else OFFLOAD
 
 
 def offloaded_param(draft: Draft, value: Any) -> str:
-    """Parameters in host memory, and the optimizer state with them; disks are listed."""
+    """Parameters in host memory, and the optimizer state with them; others are listed."""
     draft.offload_param = str(value).lower() in ("cpu", "true")
     none = str(value).lower() in ("none", "false")
+    if draft.offload_param and draft.disk:
+        return "parameters stay on the device where the optimizer state is on a disk"
     return "" if draft.offload_param or none else OFFLOAD
 
 
@@ -106,6 +109,7 @@ RULES: Final[Rules] = {
     "zero_optimization.offload_optimizer.device": offloaded,
     "zero_optimization.offload_param.device": offloaded_param,
     "zero_optimization.offload_optimizer.pin_memory": ALWAYS,
+    "zero_optimization.offload_optimizer.nvme_path": key("offload.folder"),
     "zero_optimization.offload_optimizer.*": why(OFFLOAD),
     "zero_optimization.offload_param.*": why(OFFLOAD),
     "zero_optimization.cpu_offload": offloaded,

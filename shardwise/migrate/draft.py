@@ -26,6 +26,7 @@ class Draft:
     sequence: bool = False
     offload: bool = False  # of the optimizer state to host memory
     offload_param: bool = False  # of parameters too
+    disk: bool = False  # the optimizer state to a disk
     activations: bool = False  # the same of activations
     axes: dict[str, int] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -43,6 +44,8 @@ class Draft:
     @property
     def _offload(self) -> list[str]:
         """The word `offload`; rows that keep all parameters and update a block have no `param`."""
+        if self.disk:
+            return ["offload:optim@disk"]
         if self.offload_param and self.row in ("zero3", "ddp", None):
             return ["offload:param"]
         return ["offload:optim"] * (self.offload or self.offload_param)

@@ -133,6 +133,16 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
         "zero3 offload:param",
     ),
+    "ZeRO-Infinity's optimizer": (
+        "json",
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/mnt/nvme"},
+            }
+        },
+        "zero3 offload:optim@disk",
+    ),
     "FSDP 1 with CPUOffload": (
         "yaml",
         LAUNCHED | {"fsdp_config": FSDP | {"fsdp_offload_params": True}},
@@ -232,6 +242,15 @@ def test_values_are_carried_over(tmp_path: Path) -> None:
     assert draft.values["train"] | {"decay": "linear"} == draft.values["train"]
     assert draft.values["model"] == {"sequence": 8192}
     assert draft.values["train"]["save_every"] == 500
+
+
+def test_the_folder_of_states_on_a_disk(tmp_path: Path) -> None:
+    """The path of the optimizer is the folder; parameters in host memory are left over."""
+    offload = {"device": "nvme", "nvme_path": "/mnt/nvme"}
+    stage3 = {"stage": 3, "offload_optimizer": offload, "offload_param": {"device": "cpu"}}
+    draft, _ = imported(written(tmp_path, {"zero_optimization": stage3}, "json"))
+    assert draft.values["offload"] == {"folder": "/mnt/nvme"}
+    assert [key for key, _, _ in draft.left] == ["zero_optimization.offload_param.device"]
 
 
 def test_a_yaml_that_names_a_json_is_read_with_it(tmp_path: Path) -> None:
