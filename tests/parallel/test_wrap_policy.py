@@ -217,7 +217,7 @@ BAD = {
     "no such class": (nn.Conv2d, "matches no module"),
     "no such name": ("layers.*", "matches no module"),
     "never": (lambda *_: False, "matches no module"),
-    "a list nobody calls": ("blocks", "fits no module that GPT calls"),
+    "a list nobody calls": ("blocks", "matches no module that GPT calls"),
     "zero": (0, "positive number of bytes"),
     "negative": (-5, "positive number of bytes"),
     "not a rule": (1.5, "a class, a pattern, a size or a function"),

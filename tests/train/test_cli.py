@@ -33,7 +33,7 @@ COMMANDS = {
     },
     "memory": {
         *("plan", "--model", "--batch", "--sequence", "--rank", "--measure", "--svg", "--png"),
-        *("--table", "--params", "--ranks", "--optimizer", "--json", "--help"),
+        *("--table", "--params", "--ranks", "--optimizer", "--device", "--json", "--help"),
     },
     "doctor": {
         *("--ranks", "--mesh", "--device", "--disk", "--mib", "--save", "--picture", "--json"),
@@ -119,7 +119,7 @@ def test_every_option_has_a_value_to_write(name: str) -> None:
         ("train x.toml --resume=3", "Write instead: --resume"),
         ("train x.toml --zzz", "Write instead: shardwise train --help"),
         ("verify", 'Write instead: shardwise verify "dp2 zero3"'),
-        ("verify dp2 zero3", 'Write instead: shardwise verify "dp2 zero3"; an argument'),
+        ("verify dp2 zero3", 'Write instead: shardwise verify "dp2 zero3"; put an argument'),
         ("verify dp2 --step 3", "Write instead: --steps 3"),
         ("bench", "Write instead: shardwise bench data"),
         ("bench data --ranks x", "Write instead: --ranks 2"),
