@@ -7,6 +7,9 @@ from typing import Final
 #: Slots begin at multiples of this, as an allocator's tensors do.
 ALIGNMENT: Final = 512
 
+#: Sums of gradients under way at once, where each holds memory of its own.
+IN_FLIGHT: Final = 2
+
 #: How many slots there are of each size in bytes.
 Slots = Mapping[int, int]
 

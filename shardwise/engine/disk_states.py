@@ -46,10 +46,10 @@ class DiskStates:
     """The states of trained flat parameters `flats`, in the file of `disk`."""
 
     def __init__(
-        self, recipe: OptimizerSpec, flats: Sequence[Flat], tiers: Tiers, disk: Disk
+        self, spec: OptimizerSpec, flats: Sequence[Flat], tiers: Tiers, disk: Disk
     ) -> None:
         self.flats, self.tiers, self.disk = flats, tiers, disk
-        self.first = first_states(recipe)
+        self.first = first_states(spec)
         keys = {k: None for state in self.first for k, v in state.items() if _streamed(v)}
         dtypes = [_master_dtype(flat) for flat in flats]
         if flats:
@@ -57,10 +57,10 @@ class DiskStates:
             memory = tiers.empty(reserved_bytes(len(keys), widest), torch.uint8)
             disk.reserve(memory, CHUNK_NUMEL * widest)
             disk.settle = partial(tiers.settle, memory)
-        self.gradients = [self._room("gradient", flat, flat.dtype) for flat in flats]
+        self.gradients = [self._allocate("gradient", flat, flat.dtype) for flat in flats]
         pairs = list(zip(flats, dtypes, strict=True))
-        self.masters = [self._room("master", flat, dtype) for flat, dtype in pairs]
-        self.states = [{key: self._room(key, flat, d) for key in keys} for flat, d in pairs]
+        self.masters = [self._allocate("master", flat, dtype) for flat, dtype in pairs]
+        self.states = [{key: self._allocate(key, flat, d) for key in keys} for flat, d in pairs]
         self.squares: list[Tensor] = []  # of gradients of this step, before they left the device
         self.mapped = False  # whether pages of the maps may be in memory
         for flat, gradient, master in zip(flats, self.gradients, self.masters, strict=True):
@@ -74,7 +74,7 @@ class DiskStates:
         groups = enumerate(optimizer.param_groups)
         self.group_of = {id(p): g for g, group in groups for p in group["params"]}
 
-    def _room(self, key: str, flat: Flat, dtype: torch.dtype) -> Extent:
+    def _allocate(self, key: str, flat: Flat, dtype: torch.dtype) -> Extent:
         extent = self.disk.allocate(f"{key} of {flat.names[0]}", flat.shard.numel(), dtype)
         self.tiers.on_disk(extent)
         return extent
@@ -123,7 +123,7 @@ class DiskStates:
             for extent, buffer in zip(job.extents[1:], buffers[1:], strict=True):
                 self.disk.begin_write(extent, job.chunk, buffer)
         for target, state in fresh.items():
-            self._keep(target, state)
+            self._set_state(target, state)
 
     def _update_chunk(
         self, job: Job, buffers: Sequence[Buffer], factor: float, fresh: dict[Tensor, State]
@@ -155,7 +155,7 @@ class DiskStates:
         self._step([(self.targets[k][i], target) for i, target, _ in members])
         for i, target, views in members:
             after = self.torch.state.pop(target, {})
-            fresh[self.targets[k][i]] = self._taken(k, i, after, views)
+            fresh[self.targets[k][i]] = self._new_state(k, i, after, views)
 
     @torch.no_grad()
     def see(self, flat: Flat) -> None:
@@ -186,7 +186,7 @@ class DiskStates:
         even_out(self.torch, members)
         step_over(self.torch, members)
 
-    def _taken(self, k: int, i: int, after: State, views: dict[str, Tensor]) -> State:
+    def _new_state(self, k: int, i: int, after: State, views: dict[str, Tensor]) -> State:
         """The parameter's new state: values of the piece go to `views`, the rest is kept."""
         found: State = {}
         for key, value in after.items():
@@ -198,7 +198,7 @@ class DiskStates:
                 found[key] = self._owned(value)
         return found
 
-    def _keep(self, target: Tensor, state: State) -> None:
+    def _set_state(self, target: Tensor, state: State) -> None:
         """Take a parameter's new state; tensors that it has had stay the same objects."""
         before = self.torch.state.get(target)
         if not before:
@@ -291,20 +291,20 @@ def open_disk(plan: Plan, folder: str | None, world: World) -> Disk | None:
     return Disk(folder, world.rank, world.ledger)
 
 
-def first_states(recipe: OptimizerSpec) -> list[State]:
-    """For each group of the recipe, the state of a parameter of two elements after one step.
+def first_states(spec: OptimizerSpec) -> list[State]:
+    """For each group of the specification, the state of a parameter of two elements after one step.
 
     What is streamed is on the meta device.
 
     Raises InputError for a class that makes its state with the optimizer, before any step.
     """
     found: list[State] = []
-    for own in ({}, *recipe.groups.values()):
+    for own in ({}, *spec.groups.values()):
         probe = nn.Parameter(torch.zeros(2, device="cpu"))
-        optimizer = recipe.kind([{"params": [probe], **own}], **recipe.options)
+        optimizer = spec.kind([{"params": [probe], **own}], **spec.options)
         if optimizer.state.get(probe):
             raise bad(
-                f"offload:optim@disk with {recipe.kind.__name__}, whose state is made before the "
+                f"offload:optim@disk with {spec.kind.__name__}, whose state is made before the "
                 "first step, all of it in host memory",
                 "an elementwise class that makes its state in its first step",
                 "sw.AdamW(lr=3e-4), or offload:optim",

@@ -25,7 +25,7 @@ AUTO = "auto"
 def with_offload(
     plan: Plan, predict: Callable[[Plan], Prediction], device: torch.device | None = None
 ) -> Plan:
-    """`plan` with the offload that `offload:auto` stands for; any other plan as it is.
+    """`plan` with the offload chosen for `offload:auto`; any other plan is returned unchanged.
 
     `predict` gives the prediction of a plan for the model and the batch of the run.
 
@@ -50,7 +50,7 @@ def with_offload(
 
 
 def require_chosen(plan: Plan) -> None:
-    """Raise InputError for a plan whose offload is still to be chosen."""
+    """Raise InputError for a plan whose offload has not been chosen yet."""
     if plan.offload == AUTO:
         raise bad(
             f"the plan '{plan}' where the model's batch is not known",

@@ -45,14 +45,14 @@ class ShardedOptimizer(Optimizer):
 
     def __init__(
         self,
-        recipe: OptimizerSpec,
+        spec: OptimizerSpec,
         flats: Sequence[Flat],
         tiers: Tiers | None = None,
         disk: Disk | None = None,
     ) -> None:
         self.flats = [flat for flat in flats if flat.trained]
         self.tiers = tiers or Tiers()
-        self.disk = disk and DiskStates(recipe, self.flats, self.tiers, disk)
+        self.disk = disk and DiskStates(spec, self.flats, self.tiers, disk)
         self.masters: dict[int, Tensor] = {
             k: self._master(flat)
             for k, flat in enumerate(self.flats)
@@ -66,7 +66,7 @@ class ShardedOptimizer(Optimizer):
         ]
         self.names = [name for name, _ in named]
         with as_pieces(self.flats):
-            self.torch = recipe.build(named)
+            self.torch = spec.build(named)
             super().__init__(self.torch.param_groups, self.torch.defaults)
         if self.disk is not None:
             self.disk.attach(self.torch, self.targets)
@@ -133,8 +133,8 @@ class ShardedOptimizer(Optimizer):
     def later(self, flats: Sequence[Flat], factor: float) -> Callable[[], None]:
         """The update of `flats`, all in host memory, as a function that may run beside a step.
 
-        It uses the gradients and the options of the groups as they are now; the gradients must
-        stay where they are until it has run.
+        It reads the options of the groups now and the gradients when it runs: they must not be
+        written until then.
         """
         self.factor = factor
         chosen = [k for k, flat in enumerate(self.flats) if flat in flats]

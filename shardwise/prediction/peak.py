@@ -11,7 +11,7 @@ The parts are added up, although not all are largest at the same moment.
 from collections import Counter
 from typing import Final
 
-from shardwise.prediction.group import Group, groups
+from shardwise.prediction.group import Group, each_backward, groups
 from shardwise.prediction.prediction import Prediction
 
 GATHERED_UNITS: Final = 3
@@ -36,5 +36,4 @@ def device_peak_bytes(found: Prediction) -> int:
 
 def _on_the_way(group: Group) -> bool:
     """Whether its gradient is on the device only for a part of the backward pass."""
-    sharded = group.shard > 1 and group.row.grad.kind == "S"
-    return group.trained and (sharded or group.row.optim_tier != "device")
+    return each_backward(group) or (group.trained and group.row.optim_tier != "device")

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
+from shardwise.core.arena_slots import IN_FLIGHT
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_parser import PARTITIONED_WORDS, recompute_budget
@@ -338,7 +339,7 @@ def _stays(plan: Plan) -> bool:
 
 
 def predicted_timeline(
-    found: Prediction, marks: Sequence[Sequence[Mark]], ahead: int = 1, in_flight: int = 2
+    found: Prediction, marks: Sequence[Sequence[Mark]], ahead: int = 1, in_flight: int = IN_FLIGHT
 ) -> tuple[Event, ...]:
     """The memory of `found.rank` at each event of a step after the first.
 

@@ -50,7 +50,7 @@ def test_parity(plan: str):
 
 @pytest.mark.full
 def test_parity_on_processes():
-    """The same on real processes, with units chosen as they are by default."""
+    """The same on real processes, with the default units."""
     task = gpt_task("untied", rows=9)
     case = Case("dp2 zero3 recompute:full arenas fp64", clip=0.5, steps=2, units="auto", **ADAMW)
     ranks = run_gloo(2, train, task, case)

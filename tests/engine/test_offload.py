@@ -23,76 +23,14 @@ from tests.engine.cases import (
     Task,
     build,
     difference,
-    expected_near,
-    foreseen,
     oracle,
     share,
     tied_gpt,
 )
-from tests.engine.tensors import sent
-from tests.engine.test_state import assembled, resumed, saved
+from tests.engine.offloading import WITH, assert_costs, assert_parity, assert_resumes, trained
 from tests.pool import run_gloo, run_threads
 
 TASK, TIED = Task(), Task(tied_gpt)
-WITH = [
-    "dp2 zero1 accumulate:3",
-    "dp2 zero3 accumulate:2 recompute:full",
-    "dp_replicate2 dp_shard2 zero2 accumulate:2",
-    "dp2 row:R,R,S",
-    "dp2 tp2 sp zero2",
-    "tp2",
-    "dp2 pp2 1f1b:2 zero1",
-    "pp2 gpipe:2",
-    "dp2 pp2 zb-h1:2 zero3",
-]
-
-
-def trained(world: World, task: Task, case: Case) -> tuple[Run, list[Any]]:
-    """The training, and of each step the gradients it used and what was sent and held.
-
-    Gradients are this rank's pieces: offsets, sizes, values.
-    """
-    engine, theory, run, costs = build(world, task, case), foreseen(world, task, case), Run(), []
-    for step in range(case.steps):
-        own = share(task.batch(step), engine.data_rank, engine.data_ranks)
-        metrics = engine.step(own)
-        run.losses.append(metrics.loss)
-        run.norms.append(metrics.grad_norm)
-        boxes = [(b.name, b.offsets, b.sizes, b.tensor.clone()) for b in engine.gradients()]
-        run.grads.append({"boxes": boxes})  # type: ignore[dict-item]
-        told = theory.of(own)
-        memory = (engine.memory(), engine.host_memory()), (told.memory, told.host_memory)
-        costs.append(((sent(engine), told.in_step(step)), memory))
-    if "pp" not in case.plan and "tp" not in case.plan:
-        run.weights = full_parameters(engine.flats)
-    return run, costs
-
-
-def assert_parity(results: list[Any], wanted: Run, tolerance: float) -> None:
-    """Losses, norms, every piece of a gradient, and weights are those of one process."""
-    for run, _ in results:
-        assert run.losses == expected_near(wanted.losses, tolerance)
-        assert run.norms == expected_near(wanted.norms, tolerance)
-        for found, grads in zip(run.grads, wanted.grads, strict=True):
-            for name, offsets, sizes, piece in found["boxes"]:
-                full = grads[name.removeprefix("grad/")]
-                assert full is not None
-                part = full[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
-                error = (piece.to(full) - part).abs().max() if part.numel() else 0.0
-                assert error <= tolerance * full.abs().max(), name
-        for name, weight in run.weights.items():
-            assert difference(weight, wanted.weights[name]) <= tolerance, name
-
-
-def assert_costs(results: list[Any]) -> None:
-    """What was sent and held in each step is what was predicted from the plain model."""
-    for _, costs in results:
-        for (counted, predicted), (held, formula) in costs:
-            assert counted == predicted
-            assert held == formula
-            (device, host), _ = held, formula
-            assert device["gradients"] == device["optimizer"] == 0
-            assert host["gradients"] > 0 < host["optimizer"]
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -194,7 +132,7 @@ def test_some_units(words: str, clip: float | None):
         for (counted, predicted), (held, formula) in costs:
             assert counted == predicted
             assert held == formula
-            device, host = held
+            device, host, _ = held
             assert all(of["gradients"] > 0 < of["optimizer"] for of in (device, host))
 
 
@@ -246,15 +184,7 @@ def test_the_device_has_few_gradients_at_once(row: str):
 )
 def test_checkpoints_of_any_tier(before: str, after: str):
     """Saved after two steps under one plan and resumed under another: a run without a stop."""
-    one, other = (Case(f"{plan} fp64") for plan in (before, after))
-    size, later = Plan.parse(before).size, Plan.parse(after).size
-    states = run_threads(size, saved, TASK, one, 2)
-    runs = run_threads(later, resumed, TASK, other, assembled(states), states[0][1], range(2, 4))
-    wanted = oracle(TASK, Case("ddp", steps=4))
-    for losses, weights, _ in runs:
-        assert losses == pytest.approx(wanted.losses[2:], rel=1e-10)
-        for name, weight in weights.items():
-            assert difference(weight, wanted.weights[name]) <= 1e-10, name
+    assert_resumes(TASK, before, after)
 
 
 def test_updates_run_in_order_and_are_published_by_the_caller():

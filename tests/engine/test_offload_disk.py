@@ -23,59 +23,15 @@ from tests.engine.cases import (
     Task,
     build,
     difference,
-    foreseen,
     oracle,
     share,
     tied_gpt,
 )
-from tests.engine.tensors import sent
-from tests.engine.test_offload import assert_parity
-from tests.engine.test_state import assembled, resumed, saved
+from tests.engine.offloading import WITH, assert_costs, assert_parity, assert_resumes, trained
 from tests.pool import run_gloo, run_threads
 
 TASK, TIED = Task(), Task(tied_gpt)
 WORD = "offload:optim@disk"
-WITH = [
-    "dp2 zero1 accumulate:3",
-    "dp2 zero3 accumulate:2 recompute:full",
-    "dp_replicate2 dp_shard2 zero2 accumulate:2",
-    "dp2 row:R,R,S",
-    "dp2 tp2 sp zero2",
-    "tp2",
-    "dp2 pp2 1f1b:2 zero1",
-    "pp2 gpipe:2",
-    "dp2 pp2 zb-h1:2 zero3",
-]
-
-
-def trained(world: World, task: Task, case: Case) -> tuple[Run, list[Any]]:
-    """The training; and of each step the bytes sent and held, with the prediction of both."""
-    engine, theory, run, costs = build(world, task, case), foreseen(world, task, case), Run(), []
-    for step in range(case.steps):
-        own = share(task.batch(step), engine.data_rank, engine.data_ranks)
-        metrics = engine.step(own)
-        run.losses.append(metrics.loss)
-        run.norms.append(metrics.grad_norm)
-        told = theory.of(own)
-        held = engine.memory(), engine.host_memory(), engine.disk_memory()
-        memory = held, (told.memory, told.host_memory, told.disk_memory)
-        costs.append(((sent(engine), told.in_step(step)), memory))
-        boxes = [(b.name, b.offsets, b.sizes, b.tensor.clone()) for b in engine.gradients()]
-        run.grads.append({"boxes": boxes})  # type: ignore[dict-item]
-    if "pp" not in case.plan and "tp" not in case.plan:
-        run.weights = full_parameters(engine.flats)
-    return run, costs
-
-
-def assert_costs(results: list[Any]) -> None:
-    """What was sent and held in each step is what was predicted from the plain model."""
-    for _, costs in results:
-        for (counted, predicted), (held, formula) in costs:
-            assert counted == predicted
-            assert held == formula
-            device, host, disk = held
-            assert device["gradients"] == device["optimizer"] == host["gradients"] == 0
-            assert disk["gradients"] > 0 < disk["optimizer"]
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
@@ -85,7 +41,7 @@ def test_parity_and_costs(plan: str, clip: float | None):
     case = Case(f"{plan} fp64 {WORD}", clip=clip, seeds=True)
     results = run_gloo(Plan.parse(plan).size, trained, TASK, case)
     assert_parity(results, oracle(TASK, case), 1e-10)
-    assert_costs(results)
+    assert_costs(results, on_disk=True)
 
 
 @pytest.mark.parametrize("words", WITH)
@@ -94,7 +50,7 @@ def test_with_other_techniques(words: str):
     case = Case(f"{words} fp64 {WORD}", clip=0.5)
     results = run_threads(Plan.parse(words).size, trained, TIED, case)
     assert_parity(results, oracle(TIED, case), 1e-10)
-    assert_costs(results)
+    assert_costs(results, on_disk=True)
 
 
 @pytest.mark.parametrize(
@@ -142,15 +98,7 @@ def test_no_bit_changes_in_16_bits(plan: str, precision: str):
 )
 def test_checkpoints_of_any_tier(before: str, after: str):
     """Saved after two steps under one plan and resumed under another: a run without a stop."""
-    one, other = (Case(f"{plan} fp64") for plan in (before, after))
-    size, later = Plan.parse(before).size, Plan.parse(after).size
-    states = run_threads(size, saved, TASK, one, 2)
-    runs = run_threads(later, resumed, TASK, other, assembled(states), states[0][1], range(2, 4))
-    wanted = oracle(TASK, Case("ddp", steps=4))
-    for losses, weights, _ in runs:
-        assert losses == pytest.approx(wanted.losses[2:], rel=1e-10)
-        for name, weight in weights.items():
-            assert difference(weight, wanted.weights[name]) <= 1e-10, name
+    assert_resumes(TASK, before, after)
 
 
 # --- memory: a model of any size in the same buffers ----------------------------------------------

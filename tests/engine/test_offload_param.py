@@ -17,8 +17,7 @@ from shardwise.core.plan_check import problems
 from shardwise.engine.meter import Meter
 from shardwise.engine.shard import driver_of, flats_of
 from tests.engine.cases import Case, Task, build, difference, oracle, settled, share, tied_gpt
-from tests.engine.test_offload import assert_costs, assert_parity, trained
-from tests.engine.test_state import assembled, resumed, saved
+from tests.engine.offloading import assert_costs, assert_parity, assert_resumes, trained
 from tests.pool import run_gloo, run_threads
 
 TASK, TIED = Task(), Task(tied_gpt)
@@ -121,16 +120,7 @@ def test_the_device_has_few_parameters_at_once(plan: str):
 )
 def test_checkpoints_of_any_tier(before: str, after: str):
     """Saved after two steps under one plan and resumed under another: a run without a stop."""
-    half = "bf16" in before
-    one, other = (Case(plan if half else f"{plan} fp64") for plan in (before, after))
-    size, later = Plan.parse(before).size, Plan.parse(after).size
-    states = run_threads(size, saved, TASK, one, 2)
-    runs = run_threads(later, resumed, TASK, other, assembled(states), states[0][1], range(2, 4))
-    wanted = oracle(TASK, Case("ddp", steps=4))
-    for losses, weights, _ in runs:
-        assert losses == pytest.approx(wanted.losses[2:], rel=2e-2 if half else 1e-10)
-        for name, weight in weights.items() if not half else ():
-            assert difference(weight, wanted.weights[name]) <= 1e-10, name
+    assert_resumes(TASK, before, after)
 
 
 @pytest.mark.parametrize("row", ["zero1", "zero2", "row:R,R,S"])

@@ -62,7 +62,7 @@ def test_parity(plan: str):
 
 @pytest.mark.parametrize("plan", PROCESSES)
 def test_parity_on_processes(plan: str):
-    """The same on real processes, with units chosen as they are by default."""
+    """The same on real processes, with the default units."""
     task = gpt_task("untied", rows=9)
     case = Case(f"{plan} fp64", clip=0.5, steps=2, units="auto", **ADAMW)
     checked(run_gloo(ranks_of(plan), train, task, case), task, case)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.core.arena_slots import IN_FLIGHT
 from shardwise.core.errors import bad
 from shardwise.core.graph_break import graph_break
 from shardwise.core.hook import Hook, no_copy, nothing
@@ -53,7 +54,7 @@ class Pace:
     """
 
     ahead: int = 1
-    in_flight: int = 2
+    in_flight: int = IN_FLIGHT
     scale: float = 1.0
     by_hand: bool = True
 

@@ -5,7 +5,7 @@ MixtralExperts and the experts of some seventy other models hold the weights of 
 
     forward(rows [N, D], experts of each row [N, K], their weights [N, K]) -> [N, D]
 
-Router, shared experts and losses are other modules, which stay as they are. Under `ep` a rank holds
+Router, shared experts and losses are other modules, which do not change. Under `ep` a rank holds
 E / n of the experts. It exchanges rows as dispatch.py does, calls the module's own forward for its
 experts with one of weight 1 for each row it received, and applies the weights where the rows are
 from.

@@ -18,7 +18,7 @@ from shardwise.comm.disk import Buffer, Disk, Extent
 
 @dataclass(frozen=True)
 class Job:
-    """The same chunk of several tensors that lie alike; `key` says whose they are."""
+    """The same chunk of several tensors; `key` is the index of their flat parameter."""
 
     key: int
     chunk: int

@@ -1,0 +1,102 @@
+"""Training with offload, and what every kind of it must hold."""
+
+from typing import Any
+
+import pytest
+
+from shardwise.comm.world import World
+from shardwise.core.plan import Plan
+from shardwise.engine.state_dict import full_parameters
+from tests.engine.cases import (
+    Case,
+    Run,
+    Task,
+    build,
+    difference,
+    expected_near,
+    foreseen,
+    oracle,
+    share,
+)
+from tests.engine.tensors import sent
+from tests.engine.test_state import assembled, resumed, saved
+from tests.pool import run_threads
+
+#: Plans of other techniques, which offload of the optimizer's state goes with.
+WITH = [
+    "dp2 zero1 accumulate:3",
+    "dp2 zero3 accumulate:2 recompute:full",
+    "dp_replicate2 dp_shard2 zero2 accumulate:2",
+    "dp2 row:R,R,S",
+    "dp2 tp2 sp zero2",
+    "tp2",
+    "dp2 pp2 1f1b:2 zero1",
+    "pp2 gpipe:2",
+    "dp2 pp2 zb-h1:2 zero3",
+]
+
+
+def trained(world: World, task: Task, case: Case) -> tuple[Run, list[Any]]:
+    """The training, and of each step the gradients it used and what was sent and held.
+
+    Gradients are this rank's pieces: offsets, sizes, values. Bytes held are of the device, the host
+    and the disk; all bytes come with the prediction.
+    """
+    engine, theory, run, costs = build(world, task, case), foreseen(world, task, case), Run(), []
+    for step in range(case.steps):
+        own = share(task.batch(step), engine.data_rank, engine.data_ranks)
+        metrics = engine.step(own)
+        run.losses.append(metrics.loss)
+        run.norms.append(metrics.grad_norm)
+        told = theory.of(own)
+        held = engine.memory(), engine.host_memory(), engine.disk_memory()
+        memory = held, (told.memory, told.host_memory, told.disk_memory)
+        costs.append(((sent(engine), told.in_step(step)), memory))
+        boxes = [(b.name, b.offsets, b.sizes, b.tensor.clone()) for b in engine.gradients()]
+        run.grads.append({"boxes": boxes})  # type: ignore[dict-item]
+    if "pp" not in case.plan and "tp" not in case.plan:
+        run.weights = full_parameters(engine.flats)
+    return run, costs
+
+
+def assert_parity(results: list[Any], wanted: Run, tolerance: float) -> None:
+    """Losses, norms, every piece of a gradient, and weights are those of one process."""
+    for run, _ in results:
+        assert run.losses == expected_near(wanted.losses, tolerance)
+        assert run.norms == expected_near(wanted.norms, tolerance)
+        for found, grads in zip(run.grads, wanted.grads, strict=True):
+            for name, offsets, sizes, piece in found["boxes"]:
+                full = grads[name.removeprefix("grad/")]
+                assert full is not None
+                part = full[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+                error = (piece.to(full) - part).abs().max() if part.numel() else 0.0
+                assert error <= tolerance * full.abs().max(), name
+        for name, weight in run.weights.items():
+            assert difference(weight, wanted.weights[name]) <= tolerance, name
+
+
+def assert_costs(results: list[Any], *, on_disk: bool = False) -> None:
+    """What was sent and held in each step is what was predicted from the plain model."""
+    for _, costs in results:
+        for (counted, predicted), (held, formula) in costs:
+            assert counted == predicted
+            assert held == formula
+            device, host, disk = held
+            assert device["gradients"] == device["optimizer"] == 0
+            rests = disk if on_disk else host
+            assert rests["gradients"] > 0 < rests["optimizer"]
+            assert not on_disk or host["gradients"] == 0
+
+
+def assert_resumes(task: Task, before: str, after: str) -> None:
+    """Saved after two steps under one plan and resumed under another: a run without a stop."""
+    half = "bf16" in before
+    one, other = (Case(plan if half else f"{plan} fp64") for plan in (before, after))
+    size, later = Plan.parse(before).size, Plan.parse(after).size
+    states = run_threads(size, saved, task, one, 2)
+    runs = run_threads(later, resumed, task, other, assembled(states), states[0][1], range(2, 4))
+    wanted = oracle(task, Case("ddp", steps=4))
+    for losses, weights, _ in runs:
+        assert losses == pytest.approx(wanted.losses[2:], rel=2e-2 if half else 1e-10)
+        for name, weight in weights.items() if not half else ():
+            assert difference(weight, wanted.weights[name]) <= 1e-10, name
