@@ -9,7 +9,7 @@ config.json                          the configuration, if the model has one
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,7 +59,12 @@ class WeightsFolder:
         except SafetensorError as error:
             raise _broken(self.path / self.files[name], str(error)) from None
 
-    def fill(self, name: str, tensor: Tensor) -> None:
+    @property
+    def names(self) -> Collection[str]:
+        """The names of the tensors, those of buffers included."""
+        return self.files.keys()
+
+    def __call__(self, name: str, tensor: Tensor) -> None:
         """Copy the weight `name` into `tensor`, in its dtype. Raises InputError for another shape.
 
         As `fill=` of parallelize it loads a model on the meta device unit by unit.
@@ -95,7 +100,7 @@ def open_weights(folder: object) -> WeightsFolder:
     return found
 
 
-def fill_from(folder: object) -> Any:
+def fill_from(folder: object) -> WeightsFolder:
     """A `fill` for parallelize that reads weights from a folder of safetensors.
 
         with torch.device("meta"):
@@ -103,10 +108,11 @@ def fill_from(folder: object) -> Any:
         engine = sw.parallelize(model, plan, world, fill=sw.fill_from("weights"))
 
     Each unit is read when it is built, so no rank holds the full model.  Names are those of
-    `named_parameters()`.  Raises InputError if the folder has no weights; `fill` raises it for a
-    weight that is missing or has another shape.
+    `named_parameters()` and, for buffers that the folder holds, of `named_buffers()`.  Raises
+    InputError if the folder has no weights; `fill` raises it for a weight that is missing or has
+    another shape.
     """
-    return open_weights(folder).fill
+    return open_weights(folder)
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.zero import Row
 from shardwise.engine import validate
 from shardwise.engine.expert_parallel import ExpertLayout, check_experts
+from shardwise.engine.meta_buffers import materialise
 from shardwise.engine.stage_module import Staging
 from shardwise.engine.tensor_layout import Tensors, nowhere
 from shardwise.kernels.matmul import BY_TORCH, Products
@@ -249,24 +250,11 @@ def _groups(
     return list(found.values())
 
 
-def materialise(model: nn.Module, device: torch.device) -> None:
-    """Give buffers that are on the meta device memory and their values, module by module.
-
-    Such a module needs a method that sets its buffers: `reset_buffers` or `reset_running_stats`.
-    """
-    for module in model.modules():
-        if any(b.is_meta for b in module.buffers(recurse=False)):
-            for name, b in list(module.named_buffers(recurse=False)):
-                fresh = torch.zeros_like(b, device=device)
-                module.register_buffer(name, fresh, name not in module._non_persistent_buffers_set)
-            reset = getattr(module, "reset_buffers", getattr(module, "reset_running_stats", None))
-            if reset is not None:
-                reset()
-
-
-def cast_whole(model: nn.Module, dtype: torch.dtype | None, device: torch.device) -> None:
+def cast_whole(
+    model: nn.Module, dtype: torch.dtype | None, device: torch.device, fill: Fill | None = None
+) -> None:
     """Cast `model` to the plan's precision and move it to the device; meta parameters stay."""
-    materialise(model, device)
+    materialise(model, device, fill)
     for p in model.parameters():
         if p.is_floating_point() and dtype is not None:
             p.data = p.data.to(dtype)

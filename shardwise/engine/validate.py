@@ -239,6 +239,7 @@ def fill(value: Callable[[str, Tensor], Any]) -> Callable[[str, Tensor], None]:
             allowed = "a function that writes initial weights into its second argument, in place"
             raise bad(given, allowed, example)
 
+    checked.__dict__["names"] = getattr(value, "names", ())  # of what a folder of weights holds
     return checked
 
 

@@ -27,6 +27,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.pool_size import pool_bytes
 from shardwise.core.zero import ROWS
 from shardwise.engine import consistency, validate
+from shardwise.engine.meta_buffers import materialise
 from shardwise.engine.norm import squared_norm
 from shardwise.engine.shard import (
     Sharding,
@@ -35,7 +36,6 @@ from shardwise.engine.shard import (
     flats_of,
     hooked,
     layable,
-    materialise,
     shard,
     sizes,
     units_of,

@@ -139,6 +139,34 @@ def test_transformers_loads_what_is_exported(name: str, tmp_path: Path):
     assert torch.equal(ours, theirs)
 
 
+def losses(world: World, name: str, folder: str, plan: str) -> list[float]:
+    """Two steps of a model of transformers that was made on the meta device."""
+    found, weights = hf.find(name), hf.find(folder)
+    with torch.device("meta"):
+        model = weights.make()
+    fill = sw.fill_from(folder)
+    engine = sw.parallelize(
+        model, plan, world, sw.SGD(lr=0.1), found.loss, tokens=found.tokens, fill=fill
+    )
+    rows = found.batch(4, 1)
+    part = {k: v.chunk(engine.data_ranks)[engine.data_rank] for k, v in rows.items()}
+    return [engine.step(part).loss for _ in range(2)]
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("name", ["gpt2", "llama", "gemma2", "phi3", "qwen3"])
+def test_a_model_of_transformers_is_filled_from_a_folder(name: str, tmp_path: Path):
+    """On the meta device: its weights are the folder's, its buffers those of the library."""
+    pytest.importorskip("transformers")
+    found = hf.find(name)
+    model = found.build()
+    model.save_pretrained(tmp_path / "w")
+    engine = sw.parallelize(model, "fp32", alone(), sw.SGD(lr=0.1), found.loss)
+    expected = [engine.step(found.batch(4, 1)).loss for _ in range(2)]
+    for got in run_gloo(2, losses, name, str(tmp_path / "w"), "dp2 zero3 fp32"):
+        assert got == pytest.approx(expected, rel=1e-6)
+
+
 def test_a_run_of_train_begins_with_exported_weights(tmp_path: Path):
     """Trained, exported, imported into another run, and resumed there from step 0."""
     first = run(settings(tmp_path / "first"))

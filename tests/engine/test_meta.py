@@ -200,3 +200,33 @@ def test_recomputation_and_meta_go_together():
     """A model that is neither simple nor real trains on two ranks as on one."""
     expected = pytest.approx(recomputed(alone(), "fp32"), rel=1e-5)
     assert run_gloo(2, recomputed, "dp2 zero3 fp32") == [expected, expected]
+
+
+class Ramp(nn.Module):
+    """A weight, and a buffer whose value only the constructor knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.register_buffer("ramp", torch.arange(4.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x) + self.get_buffer("ramp")
+
+
+def test_a_buffer_that_nothing_sets_is_refused():
+    """It would be zero without a word."""
+    with torch.device("meta"):
+        model = Ramp()
+    with pytest.raises(InputError, match=r"the buffer ramp on the meta device.*reset_buffers"):
+        sw.parallelize(model, "fp32", alone())
+
+
+def test_a_buffer_beside_one_on_meta_keeps_its_value():
+    with torch.device("meta"):
+        model = Ramp()
+        model.reset_buffers = lambda: model.get_buffer("ramp").copy_(torch.arange(4.0))
+    model.register_buffer("kept", torch.full((3,), 7.0))
+    found = dict(sw.parallelize(model, "fp32", alone()).model.named_buffers())
+    assert found["kept"].tolist() == [7, 7, 7]
+    assert found["ramp"].tolist() == [0, 1, 2, 3]
