@@ -159,7 +159,7 @@ def test_a_model_of_transformers_is_filled_from_a_folder(name: str, tmp_path: Pa
     """On the meta device: its weights are the folder's, its buffers those of the library."""
     pytest.importorskip("transformers")
     found = hf.find(name)
-    model = found.build()
+    model: Any = found.build()
     model.save_pretrained(tmp_path / "w")
     engine = sw.parallelize(model, "fp32", alone(), sw.SGD(lr=0.1), found.loss)
     expected = [engine.step(found.batch(4, 1)).loss for _ in range(2)]

@@ -223,9 +223,11 @@ def test_a_buffer_that_nothing_sets_is_refused():
 
 
 def test_a_buffer_beside_one_on_meta_keeps_its_value():
+    """Only the buffers on the meta device are made anew."""
     with torch.device("meta"):
         model = Ramp()
-        model.reset_buffers = lambda: model.get_buffer("ramp").copy_(torch.arange(4.0))
+        values = torch.arange(4.0, device="cpu")
+        vars(model)["reset_buffers"] = lambda: model.get_buffer("ramp").copy_(values)
     model.register_buffer("kept", torch.full((3,), 7.0))
     found = dict(sw.parallelize(model, "fp32", alone()).model.named_buffers())
     assert found["kept"].tolist() == [7, 7, 7]
