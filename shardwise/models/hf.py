@@ -64,18 +64,13 @@ def find(name: str, seed: int = 0) -> Trainable:
     "gpt2+dropout" keeps the type's own rates of dropout. Raises InputError like `build`, and for a
     folder without a configuration or weights.
     """
-    if importlib.util.find_spec("transformers") is None:
-        raise bad(
-            f'the model "hf:{name}", while transformers is not installed',
-            "hf: models if the extra `hf` is installed",
-            'pip install "shardwise[hf]"',
-        )
+    require_transformers(f"hf:{name}")
     if is_folder(name):
         return _in_folder(Path(name))
     name, plus, kept = name.partition("+")
     if not name:
         raise bad('the model "hf:" without a name', "hf: and a model type", "hf:gpt2 or hf:llama")
-    kind = _kind(name)
+    kind = kind_of(name)
     if plus and kept != "dropout":
         allowed = "a model type, or one followed by +dropout"
         raise bad(f'the model "hf:{name}+{kept}"', allowed, f"hf:{name}+dropout")
@@ -86,6 +81,16 @@ def find(name: str, seed: int = 0) -> Trainable:
         return _make(name, kind, seed, config, lambda model: loss(model, make_batch(1, seed)))
 
     return Trainable(f"hf:{name}{plus}{kept}", make, loss, make_batch, tokens)
+
+
+def require_transformers(model: str) -> None:
+    """Raise InputError unless transformers is installed."""
+    if importlib.util.find_spec("transformers") is None:
+        raise bad(
+            f'the model "{model}", while transformers is not installed',
+            "hf: models if the extra `hf` is installed",
+            'pip install "shardwise[hf]"',
+        )
 
 
 def build(name: str, seed: int = 0) -> tuple[nn.Module, Loss, Callable[[int, int], Any]]:
@@ -174,6 +179,7 @@ class Wide(TorchFunctionMode):
     """Keeps fp64 tensors in fp64, although the library's models cast norms and softmax to fp32.
 
     The cast is right for bf16 and harmless for fp32, but would limit a proof in fp64 to 1e-7.
+    Grouped products of experts, which do not support fp64, are computed one by one.
     """
 
     def __torch_function__(
@@ -189,7 +195,16 @@ class Wide(TorchFunctionMode):
             args = tuple(torch.float64 if value is torch.float32 else value for value in args)
         if kwargs.get("dtype") is torch.float32:
             kwargs = kwargs | {"dtype": torch.float64}
+        if getattr(func, "__name__", "").removeprefix("_") == "grouped_mm":
+            return _by_group(args[0], args[1], kwargs["offs"])
         return func(*args, **kwargs)
+
+
+def _by_group(rows_NI: Tensor, stacked_EIO: Tensor, ends_E: Tensor) -> Tensor:
+    """Grouped matrix products, which torch does not have in fp64: rows up to ends[e] times e."""
+    lengths = ends_E.diff(prepend=ends_E.new_zeros(1)).tolist()
+    parts = zip(rows_NI.split(lengths), stacked_EIO, strict=True)
+    return torch.cat([part @ weight for part, weight in parts])
 
 
 _LOSS_AND_BATCH: Final[dict[str, tuple[Loss, Callable[..., Any]]]] = {
@@ -204,8 +219,13 @@ def is_folder(name: str) -> bool:
     return "/" in name or name in (".", "..")
 
 
-def _in_folder(path: Path) -> Trainable:
-    """The model in a folder written by save_pretrained; dropout is 0, batches are random text."""
+def config_of(path: Path, *, dropout: bool = True) -> Any:
+    """The configuration in a folder; without `dropout` its rates are 0.
+
+    Raises InputError without transformers, or for a folder without a configuration of a model that
+    transformers has.
+    """
+    require_transformers(f"hf:{path}")
     from transformers import AutoConfig  # the extra `hf`
 
     said = open_weights(path).config or {}
@@ -216,23 +236,44 @@ def _in_folder(path: Path) -> Trainable:
             "a folder written by save_pretrained or 'shardwise checkpoint export'",
             "hf:gpt2 for a small model with random weights",
         )
-    name, drop = f"hf:{path}", {k: 0.0 for k, v in said.items() if "drop" in k and v}
-    loss, make_batch = _LOSS_AND_BATCH[_kind(kind)]
-    config = AutoConfig.from_pretrained(path, **drop)
+    kind_of(kind)
+    drop = {} if dropout else {k: 0.0 for k, v in said.items() if "drop" in k and v}
+    return AutoConfig.from_pretrained(path, **drop)
+
+
+def load(path: Path, config: Any) -> Any:
+    """The model of `config` with the folder's weights in fp32; on the meta device without them.
+
+    Raises InputError if the folder lacks weights of the model.
+    """
+    family = _family(kind_of(config.model_type))
+    config.use_cache = False
+    with _quiet():
+        if torch.get_default_device().type == "meta":
+            return family.from_config(config)
+        model, found = family.from_pretrained(
+            path, config=config, dtype=torch.float32, output_loading_info=True
+        )
+    if missing := sorted(found["missing_keys"]):
+        raise bad(
+            f"the folder '{path}', which lacks {len(missing)} weights of its {type(model).__name__}"
+            f", the first {missing[0]}",
+            "a folder with every weight of the model that its configuration names",
+            "the folder written again by save_pretrained of that model",
+        )
+    return model
+
+
+def _in_folder(path: Path) -> Trainable:
+    """The model in a folder written by save_pretrained; dropout is 0, batches are random text."""
+    config = config_of(path, dropout=False)
+    loss, make_batch = _LOSS_AND_BATCH[kind_of(config.model_type)]
     text = getattr(config, "get_text_config", lambda: config)()
     batch = partial(make_batch, vocabulary=min(VOCABULARY, text.vocab_size))
-
-    def make() -> nn.Module:
-        family = _family(_kind(kind))
-        with _quiet():
-            if torch.get_default_device().type == "meta":
-                return family.from_config(config)
-            return family.from_pretrained(path, config=config, dtype=torch.float32)
-
-    return Trainable(name, make, loss, batch, tokens)
+    return Trainable(f"hf:{path}", partial(load, path, config), loss, batch, tokens)
 
 
-def _kind(name: str) -> str:
+def kind_of(name: str) -> str:
     """The loss of the model type: "causal", "masked" or "seq2seq"."""
     from transformers.models.auto import modeling_auto as auto  # the extra `hf`
 

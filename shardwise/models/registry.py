@@ -59,7 +59,7 @@ def _filled(sizes: decoder.Sizes, seed: int) -> Callable[[], nn.Module]:
 
     def build() -> nn.Module:
         model = decoder.build(sizes)
-        if not model.embed.weight.is_meta:
+        if not next(model.parameters()).is_meta:
             fill(model, seed)
         return model
 

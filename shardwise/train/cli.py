@@ -215,6 +215,10 @@ class TrainOptions:
 
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="A TOML file.")]
     plan: Annotated[str | None, typer.Option(help="The plan, instead of the file's.")] = None
+    model: Annotated[
+        str | None,
+        typer.Option(help="The model, instead of the file's: a size of the GPT, or hf:./FOLDER."),
+    ] = None
     nproc: Annotated[
         int | None,
         typer.Option(
@@ -254,6 +258,7 @@ def train(**given: Any) -> None:
 
     asked = TrainOptions(**given)
     overrides = [*(asked.set_ or ()), *([] if asked.plan is None else [f"plan.text={asked.plan}"])]
+    overrides += [] if asked.model is None else [f"model.name={asked.model}"]
     overrides += ["run.trace=true"] * asked.trace + ["run.check_every=1"] * asked.check
     # a single process may exit at a signal; one of several ranks may not
     with StopSignal(leaving=environment() is None) as stop:

@@ -105,7 +105,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
 def build(values: Mapping[str, Any], where: str = "the configuration") -> Config:
     """The configuration with these sections. Raises InputError that lists all problems."""
     try:
-        config = Config.model_validate(values)
+        config = with_tokenizer(Config.model_validate(values))
     except ValidationError as error:
         found = [_problem(dict(found), values) for found in error.errors()]
         raise refusal(where, list(dict.fromkeys(found))) from None
@@ -116,6 +116,16 @@ def build(values: Mapping[str, Any], where: str = "the configuration") -> Config
             f"train.warmup = {config.train.steps // 10}",
         )
     return config
+
+
+def with_tokenizer(config: Config) -> Config:
+    """The configuration whose tokens, if it does not say them, are those of the model's folder."""
+    kind, _, path = config.model.name.partition(":")
+    file = Path(path) / "tokenizer.json"
+    if kind != "hf" or "tokens" in config.data.model_fields_set or not file.is_file():
+        return config
+    data = config.data.model_copy(update={"tokens": str(file)})
+    return config.model_copy(update={"data": data})
 
 
 def override(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:

@@ -17,6 +17,8 @@ Text = Annotated[str, Field(min_length=1, pattern=r"^[^\x00]*$")]
 class ModelSection(BaseModel):
     """[model]: a named size of the GPT; single sizes given here override it.
 
+    With the name hf:./FOLDER, a model of transformers and its weights; of the sizes only `sequence`
+    can then be given.
     With `experts` its feed-forward layers are mixtures of experts of `hidden` features.
     """
 
@@ -45,7 +47,8 @@ class DataSection(BaseModel):
 
     source      "stdlib" or a path: a file (.txt, .jsonl, .parquet), a folder of them, a glob
     encoding    of .txt and .jsonl; with tokens "bytes" the bytes of a .txt are used unchanged
-    tokens      "bytes", "bpe:SIZE" (trained on the data), or the path of a tokenizer.json
+    tokens      "bytes", "bpe:SIZE" (trained on the data), or the path of a tokenizer.json; with the
+                model hf:./FOLDER the tokenizer.json in that folder, if there is one
     validation  the fraction of the sequences held out
     cache       the folder of tokenised data; default: beside the run's folder
     """

@@ -293,7 +293,7 @@ def likely(run: Run) -> NextToken:
     def after(seen: Sequence[int]) -> Tensor:
         seen_BT = torch.tensor([seen], device=like_V.device)
         return engine.outputs(
-            lambda model: logits(model(seen_BT))[0, -1, :size].float(), like_V
+            lambda model: logits(model, seen_BT)[0, -1, :size].float(), like_V
         ).cpu()
 
     return after

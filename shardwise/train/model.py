@@ -1,8 +1,7 @@
-"""The model of a run: a GPT of the configured sizes, built for its plan, and its batches."""
+"""The model of a run: of the configured sizes, built for its plan; and its batches."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from shardwise.engine.prediction import Predictor, predict
 from shardwise.engine.stage_module import stage_starts
 from shardwise.engine.timeline import predict_events
 from shardwise.models import decoder, gpt
-from shardwise.models.initial import initial
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.timeline import Event
 from shardwise.train.config_sections import TrainSection
@@ -36,7 +34,7 @@ Batch = dict[str, Tensor]
 
 
 def build(prepared: Prepared, world: World) -> Engine:
-    """The engine of a GPT, whose weights depend only on the seed, created unit by unit."""
+    """The engine; the first weights depend only on the seed, or the folder; made unit by unit."""
     try:
         return _built(prepared, world)
     except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError on a CPU
@@ -111,9 +109,8 @@ def _training(prepared: Prepared) -> dict[str, Any]:
     train = prepared.config.train
     return {
         "optimizer": optimizer_of(train),
-        "loss": decoder.loss_of(
-            prepared.sizes
-        ),  # not a number for a part without targets, which has weight zero
+        # not a number for a part without targets, which has weight zero
+        "loss": decoder.loss_of(prepared.sizes),
         # an infinite bound does not clip, but the norm is computed, and recorded
         "clip": train.clip or float("inf"),
     }
@@ -130,7 +127,7 @@ def _built(prepared: Prepared, world: World) -> Engine:
         **_training(prepared),
         tokens=gpt.tokens,
         on_nonfinite=train.on_nonfinite,
-        fill=partial(initial, seed=train.seed),
+        fill=decoder.fill(prepared.sizes, train.seed),
         stages=starts(prepared, world),
         check_every=prepared.config.run.check_every,
         offload_folder=prepared.config.offload.folder,
@@ -167,7 +164,7 @@ def _named(model: nn.Module, given: str) -> list[str]:
             f"plan.stages = '{given}'"
             + (f", of which {unknown[0]} is no module of the model" if names else ""),
             "parameters, time, or the modules that begin each stage except the first, such as "
-            + ", ".join(name for name in known if name.count(".") == 1 and name[-1].isdigit()),
+            + ", ".join(name for name in known if name.rpartition(".")[2].isdigit()),
             f"plan.stages = '{near}'",
         )
     return names

@@ -122,9 +122,9 @@ def prepare(config: Config, ranks: int, start: Start) -> Prepared:
     packed = tokenise(source, config.data.tokens, config.cache)
 
     # imports torch, which takes seconds; the checks so far did not need it
-    from shardwise.train.sizes import gpt_config, machine_bytes, require_fit, require_memory
+    from shardwise.train.sizes import machine_bytes, model_sizes, require_fit, require_memory
 
-    sizes = gpt_config(config.model, packed.vocabulary.size)
+    sizes = model_sizes(config.model, packed.vocabulary.size)
     check_fits(packed.vocabulary, sizes.vocabulary)
     require_fit(sizes, plan)
     # with ranks started by torchrun, only this rank is known to be on this machine
@@ -132,5 +132,5 @@ def prepare(config: Config, ranks: int, start: Start) -> Prepared:
     require_memory(sizes, plan, machine_bytes(config.run.device), share)
     before = folder.configured(config.folder) if start.resume else None
     if before is not None:
-        check_same(gpt_config(before.model, packed.vocabulary.size), sizes)
+        check_same(model_sizes(before.model, packed.vocabulary.size), sizes)
     return Prepared(config, plan, split(packed, sizes.sequence, config.data.validation), sizes)

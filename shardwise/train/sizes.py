@@ -1,7 +1,8 @@
-"""The sizes of a run's GPT, and the checks that it fits the plan and this machine."""
+"""The sizes of a run's model, and the checks that it fits the plan and this machine."""
 
 import os
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -11,6 +12,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.suggest import suggest
 from shardwise.core.zero import STATE_BYTES, bytes_per_parameter, row_of
 from shardwise.engine import expert_parallel, tensor_parallel
+from shardwise.models import hf, pretrained
 from shardwise.models.decoder import Sizes, build, numbers, parameters
 from shardwise.models.gpt import SIZES, GPTConfig
 from shardwise.models.moe import MoEConfig
@@ -20,13 +22,20 @@ from shardwise.train.progress import size_text
 
 LAYER_BYTES: Final = 2**14  # the least memory of a layer's modules without weights, per process
 GPU_BYTES: Final = 2**39  # more than any GPU has
+_DEFAULT: Final = ModelSection().model_dump()
 
 
-def gpt_config(section: ModelSection, vocabulary: int) -> Sizes:
-    """The named sizes with the tokenizer's vocabulary, overridden by the keys of the section."""
+def model_sizes(section: ModelSection, vocabulary: int) -> Sizes:
+    """The named sizes with the tokenizer's vocabulary, overridden by the keys of the section.
+
+    Those of `hf:./FOLDER` are the folder's, but for the length of a training sequence.
+    """
+    if section.name.startswith(pretrained.PREFIX):
+        return _in_folder(section)
     if section.name not in SIZES:
         close = suggest(section.name, SIZES)
-        raise bad(f"model.name = '{section.name}'", ", ".join(SIZES), f"model.name = '{close}'")
+        allowed = f"{', '.join(SIZES)}, or hf:./FOLDER for a model of transformers"
+        raise bad(f"model.name = '{section.name}'", allowed, f"model.name = '{close}'")
     given = {f.name: getattr(section, f.name) for f in fields(GPTConfig)}
     sizes: dict[str, Any] = {"vocabulary": vocabulary}
     sizes |= {name: value for name, value in given.items() if value is not None}
@@ -34,6 +43,25 @@ def gpt_config(section: ModelSection, vocabulary: int) -> Sizes:
         sizes["kv_heads"] = sizes["heads"]
     dense = replace(SIZES[section.name], **sizes)
     return dense if section.experts is None else _moe_config(section, section.experts, dense)
+
+
+def _in_folder(section: ModelSection) -> Sizes:
+    folder = section.name.removeprefix(pretrained.PREFIX)
+    if not hf.is_folder(folder):
+        raise bad(
+            f"model.name = '{section.name}'",
+            "hf: and the path of a folder with weights, in which there is a slash",
+            f"model.name = 'hf:./{folder or 'model'}'",
+        )
+    given = section.model_fields_set - {"name", "sequence"}
+    own = sorted(name for name in given if getattr(section, name) != _DEFAULT[name])
+    if own:
+        raise bad(
+            f"model.{own[0]} with model.name = '{section.name}'",
+            "model.sequence; the other sizes are those of the folder",
+            f"leave model.{own[0]} out",
+        )
+    return pretrained.read(Path(folder), section.sequence)
 
 
 def _moe_config(section: ModelSection, experts: int, dense: GPTConfig) -> MoEConfig:
@@ -74,11 +102,11 @@ def require_memory(sizes: Sizes, plan: Plan, memory_bytes: int, share: float = 1
     """
     needed = (state_bytes(sizes, plan) + plan.size * sizes.layers * LAYER_BYTES) * share
     if needed > memory_bytes:
-        known = numbers(sizes)
+        shown = ("layers", "width", "hidden", "vocabulary")
+        known = [f"model.{key} = {n}" for key, n in numbers(sizes).items() if key in shown]
         raise bad(
-            f"a model of {parameters(sizes):,} parameters (model.layers = {sizes.layers}, "
-            f"model.width = {known['width']}, model.hidden = {known['hidden']}, model.vocabulary = "
-            f"{sizes.vocabulary}) under the plan '{plan}', which keeps {size_text(needed)} of "
+            f"a model of {parameters(sizes):,} parameters ({', '.join(known)}) "
+            f"under the plan '{plan}', which keeps {size_text(needed)} of "
             "weights, gradients, optimizer state and modules on this machine, which has "
             f"{size_text(memory_bytes)} of memory",
             "a model whose state fits, with room for its activations",
@@ -89,9 +117,10 @@ def require_memory(sizes: Sizes, plan: Plan, memory_bytes: int, share: float = 1
 
 def require_fit(sizes: Sizes, plan: Plan) -> None:
     """Raise InputError if the plan has more tensor ranks than the model has heads or tokens."""
+    single = sizes
     if isinstance(sizes, GPTConfig):
         single = replace(sizes, layers=1)
-    else:
+    elif isinstance(sizes, MoEConfig):
         single = replace(sizes, gpt=replace(sizes.gpt, layers=1))
     with torch.device("meta"):
         model = build(single)

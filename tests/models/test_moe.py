@@ -13,7 +13,7 @@ from shardwise.models.moe import MoEConfig, MoEGPT
 from shardwise.models.registry import find
 from shardwise.parallel.expert.gate import GATES, Gate
 from shardwise.train.config import ModelSection, read
-from shardwise.train.sizes import gpt_config, require_fit
+from shardwise.train.sizes import model_sizes, require_fit
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -44,7 +44,7 @@ def test_operations_do_not_grow_with_experts():
 def test_example():
     """examples/moe.toml trains as many operations per token as quickstart.toml, routers apart."""
     sizes, dense = (
-        gpt_config(read(EXAMPLES / name).model, 256) for name in ("moe.toml", "quickstart.toml")
+        model_sizes(read(EXAMPLES / name).model, 256) for name in ("moe.toml", "quickstart.toml")
     )
     assert isinstance(sizes, MoEConfig)
     assert (sizes.gate.experts, sizes.gate.k) == (8, 2)
@@ -65,13 +65,13 @@ def test_example():
 def test_wrong_keys(keys: dict[str, object], given: str):
     """A mixture that cannot work is refused before anything starts."""
     with pytest.raises(InputError) as error:
-        gpt_config(ModelSection(**keys), 256)  # type: ignore[arg-type]
+        model_sizes(ModelSection(**keys), 256)  # type: ignore[arg-type]
     assert given in str(error.value)
 
 
 def test_experts_that_do_not_fit_the_plan():
     """So is a degree that does not divide the experts."""
-    sizes = gpt_config(ModelSection(experts=6), 256)
+    sizes = model_sizes(ModelSection(experts=6), 256)
     with pytest.raises(InputError, match=r"'ep4' with 6 experts in blocks\.0\.moe"):
         require_fit(sizes, Plan.parse("dp4 ep4"))
 

@@ -17,7 +17,7 @@ from shardwise.train import config, loop
 from shardwise.train.metrics import Record, read
 from shardwise.train.model import build
 from shardwise.train.prepare import Start, prepare
-from shardwise.train.sizes import gpt_config
+from shardwise.train.sizes import model_sizes
 from shardwise.train.stop_signal import NOTHING
 from tests.pool import run_gloo
 from tests.train import runs
@@ -168,7 +168,7 @@ def test_mfu_is_the_models_operations_over_what_the_peak_allows(tmp_path: Path) 
     given = runs.settings(tmp_path / "run", steps=2)
     summary = loop.train(given, alone())
     assert summary is not None
-    sizes = gpt_config(given.model, 257)
+    sizes = model_sizes(given.model, 257)
     for record in summary.records:
         assert record.peak_flops is not None
         possible = record.seconds * record.peak_flops

@@ -1,0 +1,128 @@
+"""A causal language model in a folder of `transformers`, as the model of a run.
+
+    config.json          the architecture; its own rates of dropout are kept
+    *.safetensors        the weights, read unit by unit where their names are the model's own
+    tokenizer.json       the tokens of the run, unless data.tokens names others
+
+Architectures whose weights transformers renames or joins as it loads them (mixtral's experts, for
+example) are read by `from_pretrained`, so that each rank holds all weights for a moment.
+"""
+
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.checkpoint.weights_folder import open_weights
+from shardwise.core.errors import bad
+from shardwise.models import hf
+from shardwise.parallel.data.initial_weights import Fill
+
+PREFIX: Final = "hf:"
+#: Positions of a training sequence, unless the configuration or the model says fewer.
+POSITIONS: Final = 1024
+EXPERTS: Final = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+@dataclass(frozen=True)
+class FolderConfig:
+    """The folder of a model, and its sizes.
+
+    sequence    positions of a training sequence
+    parameters  a shared one counts once
+    multiplied  parameters in matrix products of one token: no embedding, and of the routed experts
+                those that a token uses
+    """
+
+    path: Path
+    vocabulary: int
+    layers: int
+    width: int
+    sequence: int
+    parameters: int
+    multiplied: int
+
+
+def read(path: Path, sequence: int | None) -> FolderConfig:
+    """The sizes of the model in a folder; `sequence` None: as many positions as it has, to 1024.
+
+    Raises InputError for a folder without a causal language model or weights, and for a sequence
+    that is longer than the model's positions.
+    """
+    open_weights(path)
+    config = hf.config_of(path)
+    kind = hf.kind_of(config.model_type)
+    if kind != "causal":
+        raise bad(
+            f"model.name = '{PREFIX}{path}', a {config.model_type}",
+            "a causal language model, which predicts the next token",
+            f"a program with sw.parallelize and the loss of the {config.model_type}",
+        )
+    text = config.get_text_config()
+    most = int(getattr(text, "max_position_embeddings", POSITIONS))
+    if sequence is not None and sequence > most:
+        raise bad(
+            f"model.sequence = {sequence} with model.name = '{PREFIX}{path}'",
+            f"at most its {most} positions",
+            f"model.sequence = {most}",
+        )
+    model = _on_meta(path)
+    return FolderConfig(
+        path,
+        text.vocab_size,
+        text.num_hidden_layers,
+        text.hidden_size,
+        sequence or min(most, POSITIONS),
+        sum(p.numel() for p in model.parameters()),
+        _multiplied(model, text),
+    )
+
+
+def build(config: FolderConfig) -> nn.Module:
+    """The model on the current default device; with the folder's weights unless that is meta."""
+    if torch.get_default_device().type == "meta":
+        return _on_meta(config.path)
+    return hf.load(config.path, hf.config_of(config.path))
+
+
+def fill(config: FolderConfig) -> Fill:
+    """Writes a parameter from the folder, for a model on the meta device."""
+    weights, model = open_weights(config.path), _on_meta(config.path)
+    names = {name for name, _ in model.named_parameters()}
+    if names <= {*weights.names}:
+        return weights
+    return partial(_copy, config.path)
+
+
+def flops_per_token(config: FolderConfig) -> int:
+    """Floating-point operations of forward and backward for one token, as gpt.flops_per_token."""
+    return 6 * config.multiplied + 12 * config.layers * config.width * config.sequence
+
+
+def _on_meta(path: Path) -> nn.Module:
+    with torch.device("meta"):
+        return hf.load(path, hf.config_of(path)).train()
+
+
+def _multiplied(model: Any, config: Any) -> int:
+    tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    tables -= {id(model.get_output_embeddings().weight)}  # a tied head is a product too
+    experts = next((n for name in EXPERTS if (n := getattr(config, name, None))), 1)
+    used = getattr(config, "num_experts_per_tok", experts)
+    total = 0
+    for name, p in model.named_parameters():
+        if id(p) not in tables:
+            total += p.numel() * used // experts if ".experts." in name else p.numel()
+    return total
+
+
+@cache
+def _whole(path: Path) -> dict[str, Tensor]:
+    return dict(hf.load(path, hf.config_of(path)).named_parameters())
+
+
+def _copy(path: Path, name: str, tensor: Tensor) -> None:
+    tensor.copy_(_whole(path)[name].detach())
