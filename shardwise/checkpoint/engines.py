@@ -40,6 +40,7 @@ def save(
     All ranks must call it.  `extra` is a JSON object to save along, the same on every rank: the
     epoch, the position in the data.  `keep` removes all but that many of the newest checkpoints.
     The checkpoint appears in one step: if saving fails, older checkpoints are unchanged.
+    Independent experts have a folder each, `folder/expert0` and so on; its ranks alone save there.
 
     Raises:
         InputError: `extra` cannot be written as JSON; `keep` is below one.
@@ -52,7 +53,7 @@ def save(
     scalars = {"step": engine.steps, "engine": engine.scalars(), "extra": dict(extra or {})}
     path = write(engine, folder, scalars)
     if keep is not None and engine.world.rank == 0:
-        prune(folder, keep)
+        prune(path.parent, keep)
     return path
 
 
@@ -65,7 +66,14 @@ def write(engine: Engine, folder: str | os.PathLike[str], scalars: dict[str, Any
         f"The weights of step {engine.steps} are not saved: {name} is not finite. The older "
         "checkpoints are unchanged; resume from the newest."
     )
+    folder = _of_expert(engine, as_path(folder))
     return writing.save(folder, boxes, scalars, engine.world, refusal if name else "")
+
+
+def _of_expert(engine: Engine, folder: Path) -> Path:
+    """The folder of an independent expert; `folder` for a model of all ranks."""
+    expert = engine.world.expert
+    return folder if expert is None else folder / f"expert{expert}"
 
 
 @torch.no_grad()
@@ -99,6 +107,7 @@ def load(
             or build a new one.
     """
     folder = as_path(folder)
+    folder = folder if is_whole(folder) else _of_expert(engine, folder)
     if missing_ok:
         found = is_whole(folder) or bool(all_in(folder))
         told = torch.tensor([float(found)], device=engine.world.device)

@@ -50,6 +50,7 @@ def load(
                 storage_reader=pieces,
                 planner=BoxLoadPlanner(boxes, str(folder), convert),
                 no_dist=world.size == 1,
+                process_group=world.group,
             )
     except CheckpointException as error:
         what = f"The checkpoint in '{folder}' could not be loaded"

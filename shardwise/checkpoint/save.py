@@ -59,6 +59,7 @@ def save(
                 storage_writer=Publisher(folder, step, scalars),
                 planner=BoxSavePlanner(boxes, refusal=refusal),
                 no_dist=world.size == 1,
+                process_group=world.group,
             )
     except CheckpointException as error:
         what = f"The checkpoint of step {step} could not be saved in '{folder}'{_room_in(folder)}"

@@ -97,6 +97,11 @@ def group_timeout(limits: Limits) -> timedelta:
     return timedelta(seconds=limits.patience_s + 60.0)
 
 
+def process_group(transport: Transport) -> dist.ProcessGroup | None:
+    """The process group of a transport; None if it has none (threads, traces)."""
+    return transport.group if isinstance(transport, Gloo | Nccl) else None
+
+
 def device_mesh(mesh: Mesh, transports: Sequence[Transport], device_type: str) -> DeviceMesh:
     """Torch's own mesh over our process groups, for other users of it (DTensor, FSDP2).
 
@@ -105,7 +110,7 @@ def device_mesh(mesh: Mesh, transports: Sequence[Transport], device_type: str) -
     Raises:
         ValueError: a transport that has no process group (threads, traces).
     """
-    groups = [t.group for t in transports if isinstance(t, Gloo | Nccl)]
+    groups = [group for group in map(process_group, transports) if group is not None]
     if len(groups) != len(mesh.axes):
         raise ValueError(f"mesh '{mesh}' has axes without a process group of torch.distributed")
     names, sizes = zip(*mesh.axes, strict=True)

@@ -161,3 +161,32 @@ class Links(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close all transports."""
+
+    @property
+    def root(self) -> "Links":
+        """The links of the world that `init` returned."""
+        return self
+
+
+class GroupLinks(Links):
+    """Opens transports among the ranks of one of several groups of a world, all of the same size.
+
+    Ranks are numbered within the group. All ranks of the world open the transports of all groups,
+    as torch.distributed requires; no message leaves a group.
+    """
+
+    def __init__(self, inner: Links, groups: Sequence[Sequence[int]], own: Sequence[int]) -> None:
+        self.inner, self.groups, self.own = inner, groups, own
+
+    def transport(
+        self, axis: str, lines: Sequence[Sequence[int]], rank: int, queue: str = "now"
+    ) -> Transport:
+        every = [[group[r] for r in line] for group in self.groups for line in lines]
+        return self.inner.transport(axis, every, self.own[rank], queue)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    @property
+    def root(self) -> Links:
+        return self.inner.root

@@ -196,7 +196,11 @@ def _data_axes(plan: Plan) -> list[Problem]:
 
 
 def _experts(plan: Plan) -> list[Problem]:
-    """`ep` that does not divide the data ranks."""
+    """`ep` that does not divide the data ranks; independent experts without it."""
+    if plan.experts and plan.ep == 1:
+        given = f"'experts:{plan.experts}' without epN, which says how many experts there are"
+        allowed = f"experts:{plan.experts} together with epN of two experts or more"
+        return [Problem(given, allowed, f"'dp2 ep2 experts:{plan.experts}'")]
     axis, ranks = plan.inner_data_axis, plan.mesh.size_of(plan.inner_data_axis)
     if ranks % plan.ep == 0:
         return []
@@ -241,6 +245,7 @@ def _runnable(plan: Plan) -> Plan:
     near = Plan(
         axes=(*axes, *kept),
         sp=plan.sp and not alone,
+        experts=plan.experts if "ep" in dict(kept) else None,
         schedule=None if _forbidden(plan) else plan.schedule,
         row=plan.row,
         precision=plan.precision,

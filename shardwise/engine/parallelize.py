@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from shardwise.comm.world import World
 from shardwise.core.arguments import choice, integer, positive, short_repr
 from shardwise.core.errors import bad
+from shardwise.core.independent import plan_of_expert, ranks_by_expert
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
 from shardwise.core.suggest import suggest
@@ -41,6 +42,9 @@ def parallelize(
 ) -> Engine:
     """Shard `model` in place according to `plan`, and return the engine that trains it.
 
+    With `experts:independent` the engine, its plan and its world are of expert
+    `engine.world.expert`: its ranks may have other weights and batches than those of another.
+
     Options:
         tokens, clip, on_nonfinite, check_every: see Training.
         units: the wrap policy (parallel/data/wrap_policy.py).
@@ -61,9 +65,7 @@ def parallelize(
     validate.model(model, "sw.parallelize")
     validate.no_backward_optimizer(model, "sw.parallelize of a model")
     validate.world(world)
-    plan = plan_of(plan)
-    require(plan, world.size)
-    plan = _completed(plan, world)
+    plan, world = _of_this_rank(plan_of(plan), world)
     compiled.require_plain(model, plan, loss)
     options = settled_options(options)
     spec = spec_of(optimizer)
@@ -144,6 +146,15 @@ def plan_of(plan: Any) -> Plan:
             '"dp2 zero3"',
         )
     return Plan.parse(plan)
+
+
+def _of_this_rank(plan: Plan, world: World) -> tuple[Plan, World]:
+    """The plan, checked and completed, and the world; those of this rank's independent expert."""
+    require(plan, world.size)
+    plan = _completed(plan, world)
+    if not plan.experts:
+        return plan, world
+    return plan_of_expert(plan), world.split(ranks_by_expert(plan))
 
 
 def _completed(plan: Plan, world: World) -> Plan:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import bad
+from shardwise.core.independent import place, plan_of_expert
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
 from shardwise.engine import validate
@@ -77,6 +78,8 @@ class Predictor:
         if not 0 <= rank < self.plan.size:
             allowed = f"0 to {self.plan.size - 1}"
             raise bad(f"rank {rank} of the plan '{self.plan}'", allowed, "rank=0")
+        if self.plan.experts:
+            self.rank, self.plan = place(self.plan, rank)[1], plan_of_expert(self.plan)
         self.options = settled_options(options)
         self.spec = spec_of(optimizer)
         require_whole(self.spec.kind, self.plan)

@@ -35,6 +35,7 @@ from torch.utils import _pytree as pytree
 from shardwise.comm.ledger import Key, Tally
 from shardwise.comm.world import World
 from shardwise.core.expert_moves import Loads
+from shardwise.core.independent import plan_of_expert, ranks_by_expert
 from shardwise.core.plan import BUCKET_BYTES, Plan
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
@@ -50,6 +51,7 @@ from shardwise.verify.async_oracle import AsyncOracle
 from shardwise.verify.costs import Costs, Theory
 from shardwise.verify.difference import Expected, compared, scalar
 from shardwise.verify.finding import NEVER, Errors, Finding, Parts, Piece
+from shardwise.verify.independent import share_of_expert, with_bytes_between
 from shardwise.verify.limits import without_dropout
 from shardwise.verify.loads import Choices, Routed
 from shardwise.verify.memory import attributes, over_steps
@@ -73,9 +75,25 @@ def prove(
     world: World, plan: Plan, model: str, steps: int, options: Options | None = None
 ) -> Finding:
     """Train `model` under `plan` and in one process, and compare. All ranks must call it."""
+    if plan.experts:
+        own = world.split(ranks_by_expert(plan))
+        trainable = share_of_expert(_found(model), plan, own)
+        return with_bytes_between(
+            _prove(own, plan_of_expert(plan), trainable, steps, options), world
+        )
+    return _prove(world, plan, _found(model), steps, options)
+
+
+def _found(model: str) -> Trainable:
+    with BUILDING:
+        return without_dropout(find(model))
+
+
+def _prove(
+    world: World, plan: Plan, trainable: Trainable, steps: int, options: Options | None
+) -> Finding:
     options = options or Options()
     with BUILDING:
-        trainable = without_dropout(find(model))
         oracles = alone_of(trainable, plan, world.device)
         clip = None if is_asynchronous(plan) else clip_of(oracles, trainable, world.device)
     theory = theory_of(trainable, plan, world.rank, clip, options)

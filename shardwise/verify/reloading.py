@@ -24,7 +24,7 @@ def reload_engine(saved: Engine, fresh: Engine) -> Engine:
     own = tempfile.mkdtemp(prefix="shardwise-verify-") if world.rank == 0 else ""
     folder = Path(all_gather_object(own, world)[0])
     try:
-        if isinstance(world.links, ThreadLinks):
+        if isinstance(world.links.root, ThreadLinks):
             _through_threads(saved, fresh, folder)
         else:
             engines.save(saved, folder)

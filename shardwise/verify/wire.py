@@ -131,7 +131,7 @@ def _on_rank(plan: Plan, model: str, *options: Any) -> _Measured:
     trainable = find(model)
     engine = engine_of(trainable, plan, world, *options)
     predicted = theory_of(trainable, plan, world.rank, *options)
-    routed = Routed(alone_of(trainable, plan, world.device).all[-1], plan)
+    routed = Routed(alone_of(trainable, plan, world.device).all[-1], engine.plan)
 
     def step(number: int) -> int:
         """Train, and return the predicted bytes."""
