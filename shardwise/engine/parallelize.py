@@ -42,8 +42,7 @@ def parallelize(
 ) -> Engine:
     """Shard `model` in place according to `plan`, and return the engine that trains it.
 
-    With `experts:independent` the engine, its plan and its world are of expert
-    `engine.world.expert`: its ranks may have other weights and batches than those of another.
+    With `experts:independent` it is the engine of one expert, number `engine.world.expert`.
 
     Options:
         tokens, clip, on_nonfinite, check_every: see Training.
