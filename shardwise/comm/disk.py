@@ -87,6 +87,11 @@ class Extent:
         self.writes: dict[int, Future[None]] = {}
 
     @property
+    def whole_bytes(self) -> int:
+        """The bytes of all chunks: those of a read or a write of the whole tensor."""
+        return sum(map(self.chunk_bytes, range(self.chunks)))
+
+    @property
     def stored_bytes(self) -> int:
         """Its bytes in the file, padding included."""
         return aligned(self.numel * self.dtype.itemsize)
@@ -133,6 +138,7 @@ class Disk:
         self.read_bytes, self.written_bytes, self.busy_s = 0, 0, 0.0
         self._threads = ThreadPoolExecutor(THREADS, "shardwise-disk")
         self._free: list[Buffer] = []
+        self.buffers = 0
         self._changed = threading.Condition()
         self._under_way, self._since = 0, 0.0
 
@@ -168,6 +174,7 @@ class Disk:
         self.memory, skip = memory, -memory.data_ptr() % ALIGN_BYTES
         parts = memory[skip:].split(buffer_bytes)
         self._free = [Buffer(part) for part in parts if part.numel() == buffer_bytes]
+        self.buffers = len(self._free)
 
     @property
     def free(self) -> int:
@@ -191,11 +198,16 @@ class Disk:
 
     # --- transfers ----------------------------------------------------------------------------
 
-    def begin_read(self, extent: Extent, chunk: int, buffer: Buffer) -> Future[None]:
-        """Begin to read a chunk into `buffer`, after the last write of it."""
+    def begin_read(
+        self, extent: Extent, chunk: int, buffer: Buffer, *, counted: bool = True
+    ) -> Future[None]:
+        """Begin to read a chunk into `buffer`, after the last write of it.
+
+        Without `counted` the caller has entered it in the ledger.
+        """
         self.require()
         before, size = extent.writes.pop(chunk, None), extent.chunk_bytes(chunk)
-        self.read_bytes += self._count("disk", "host", buffer, size)
+        self.read_bytes += self._count("disk", "host", buffer, size) if counted else size
         return self._threads.submit(self._read, extent, chunk, buffer, before)
 
     def begin_write(

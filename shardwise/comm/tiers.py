@@ -10,7 +10,7 @@
 `world.tiers` are those of a rank.  The ledger has the copies under axis "tier" and the kinds
 "device_to_host" and "host_to_device", in the phase in which they are begun.  A copy from the device
 to a disk goes through the disk's buffers on the host, and is both "device_to_host" and
-"host_to_disk"; what is read from it is "disk_to_host" (disk.py).
+"host_to_disk"; what is read from it is "disk_to_host" (disk.py, disk_fetch.py).
 
 The tier of a tensor is that of its storage.  Without an accelerator, device and host are the same
 memory: only the table of `Tiers` tells which storages are the host's.  The meter, engine.memory()
@@ -23,7 +23,9 @@ freed at once, but not written before `wait`.  On a CPU the copy is made when it
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from threading import Lock
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -31,6 +33,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.comm.disk import Extent
+from shardwise.comm.disk_fetch import Fetch
 from shardwise.comm.ledger import TIER, Ledger
 from shardwise.comm.transport import Pending
 from shardwise.core.moves import between
@@ -54,7 +57,7 @@ class Tiers:
         self.ledger = Ledger() if ledger is None else ledger
         self.device = torch.device("cpu") if device is None else device
         self._host: dict[int, _HostMemory] = {}
-        self._disk: dict[int, Extent] = {}
+        self._disk: WeakValueDictionary[int, Extent] = WeakValueDictionary()
         self._sweep_at = _SWEEP_AT
         self._lock = Lock()  # a thread that updates owns states that it makes
         self._streams: dict[Tier, torch.cuda.Stream] = {}
@@ -151,16 +154,21 @@ def begin_copy(
 
     `out` has the shape and dtype of `x`, and is the result of `wait`.  Not differentiable.  A copy
     to "disk" needs `out`; `x` may be freed or written at once, and `wait` returns when it is
-    written.
+    written.  A copy from "disk" needs `out` too; most of it may happen in `wait`.
 
     Raises:
         ValueError: `x` or `out` is on another tier, or there is no copy from `src` to `dst`.
     """
     if (src, dst) == ("device", "disk") and out is not None:
         return _write_behind(x.detach(), tiers, out)
+    if (src, dst) == ("disk", "device") and out is not None:
+        return Pending(
+            [Fetch(_extent(x, tiers), out, partial(_to_device, tiers), tiers.ledger).wait]
+        )
     if {src, dst} != {"device", "host"}:
         raise ValueError(
-            f"no copy from tier {src} to tier {dst}; allowed: device to host and back, to disk"
+            f"no copy from tier {src} to tier {dst}; allowed: device to host and back, or to disk "
+            "and back with a given result"
         )
     x = x.detach()
     out = tiers.empty_like(x, dst) if out is None else out.detach()
@@ -168,6 +176,11 @@ def begin_copy(
         if tiers.of(tensor) != tier:
             raise ValueError(f"a tensor on tier {tiers.of(tensor)} in a copy from {src} to {dst}")
     tiers.ledger.begin(TIER, between(src, dst)).add(x, x.numel(), peers=0)
+    return _copy(x, tiers, dst, out)
+
+
+def _copy(x: Tensor, tiers: Tiers, dst: Tier, out: Tensor) -> Pending[Tensor]:
+    """Begin to copy between device and host."""
     if not tiers.accelerated:
         out.copy_(x)
         return Pending([lambda: out])
@@ -175,11 +188,20 @@ def begin_copy(
     return Pending([lambda: _arrived(out, tiers, over)])
 
 
+def _to_device(tiers: Tiers, part: Tensor, out: Tensor) -> None:
+    _copy(part, tiers, "device", out).wait()
+
+
+def _extent(x: Tensor, tiers: Tiers) -> Extent:
+    extent = tiers.extent(x)
+    if extent is None:
+        raise ValueError(f"a tensor on tier {tiers.of(x)} in a copy from or to a disk")
+    return extent
+
+
 def _write_behind(x: Tensor, tiers: Tiers, out: Tensor) -> Pending[Tensor]:
     """Copy flat `x` to a disk, chunk by chunk; it may be freed or written when this returns."""
-    extent = tiers.extent(out)
-    if extent is None:
-        raise ValueError(f"a tensor on tier {tiers.of(out)} in a copy from device to disk")
+    extent = _extent(out, tiers)
     for chunk in range(extent.chunks):
         first, last = extent.span(chunk)
         buffer = extent.disk.acquire()

@@ -12,6 +12,7 @@
     offload:optim-delayed=N   the first N steps are not delayed (the default: 40)
     offload:optim@disk        the optimizer's state, masters and gradients rest on a disk, from
                               where they are streamed through host memory for the update
+    offload:param@disk        parameters too: each unit is streamed to the device before it is used
 
 (Delayed parameter update: ZeRO-Offload, arXiv 2101.06840, section 5.2, with 40 steps before it.)
 """
@@ -25,10 +26,11 @@ from shardwise.core.errors import bad
 from shardwise.core.zero import Tier
 
 #: What may rest in host memory, or on a disk; and the choice by prediction.
-WHAT: Final = ("optim", "param", "optim-delayed", "optim@disk", "auto")
+WHAT: Final = ("optim", "param", "optim-delayed", "optim@disk", "param@disk", "auto")
 #: Steps before updates are delayed.
 UNDELAYED_STEPS: Final = 40
 MOST_STEPS: Final = 10**9
+_PARAM_TIERS: Final[dict[str, Tier]] = {"param": "host", "param@disk": "disk"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Offload:
     """A parsed value of the word.
 
     what        "optim" or "param": parameters never rest further away than their optimizer's state;
-                or "optim@disk"; "auto" is not chosen yet, and leaves all on the device
+                the same with "@disk"; "auto" is not chosen yet, and leaves all on the device
     undelayed   the number of steps before updates are made one step late; None: never
     share       the fraction of the trained parameters, at least, whose states leave the device
     """
@@ -48,7 +50,7 @@ class Offload:
     @property
     def param_tier(self) -> Tier:
         """The tier of parameters between two uses."""
-        return "host" if self.what == "param" else "device"
+        return _PARAM_TIERS.get(self.what, "device")
 
     @property
     def optim_tier(self) -> Tier:
@@ -84,7 +86,7 @@ class Offload:
 def parse(text: str) -> Offload:
     """The value of `offload:` as written. Raises InputError for any other."""
     what, equals, number = text.partition("=")
-    if text in ("optim", "param", "optim@disk", "auto"):
+    if text in ("optim", "param", "optim@disk", "param@disk", "auto"):
         return Offload(text)
     if what == "optim-delayed":
         return Offload("optim", _steps(number) if equals else UNDELAYED_STEPS)

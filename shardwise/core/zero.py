@@ -20,7 +20,8 @@ include two copies: the rank's block of the gradient goes to the host before the
 updated block of the parameter to the device after it, before it is gathered. If parameters rest in
 host memory too, the second copy comes before each use, ahead of the gather. If the optimizer's
 state rests on a disk, the gradient goes on to the disk; both come to the host for the update, and
-the state goes back after it.
+the state goes back after it. Parameters that rest on a disk come to the host, and on to the
+device, before each use, and go back from the host after the update.
 
 A row that is not in the table trains in the same way. Its plan word lists the three columns in this
 order: `row:R,R,S` replicates gradients and shards the optimizer's state.
@@ -40,7 +41,7 @@ from shardwise.core.moves import Move, price
 Tier = Literal["device", "host", "disk"]
 #: The tiers on which this version lets each state rest.
 TIERS: Final[dict[str, tuple[Tier, ...]]] = {
-    "parameter": ("device", "host"),
+    "parameter": ("device", "host", "disk"),
     "gradient": ("device",),
     "optimizer state": ("device", "host", "disk"),
 }
@@ -136,8 +137,10 @@ class Row:
         param, grad, optim = self.param_tier, self.grad_tier, self.optim_tier
         own = self.optim
         work: Tier = "device" if optim == "device" else "host"  # where the update is made
+        near: Tier = "host" if param == "disk" else param
         found = (
-            RowMove(Moment.USE, "param", axis, self.param, self.param, param, "device", block=True),
+            RowMove(Moment.USE, "param", axis, self.param, self.param, param, near, block=True),
+            RowMove(Moment.USE, "param", axis, self.param, self.param, near, "device", block=True),
             RowMove(Moment.USE, "param", axis, self.param, R),
             RowMove(Moment.BACKWARD, "grad", axis, P, self.grad, "device", grad),
             RowMove(Moment.BEFORE_UPDATE, "grad", axis, self.grad, self.optim, grad, grad),

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shardwise.comm.disk import Disk
 from shardwise.comm.world import Axis
 from shardwise.core.arena_slots import Slots, gradient_slots
 from shardwise.core.hook import Hook, nothing
@@ -58,7 +59,7 @@ class ShardedModel:
         return self.axes[1].rank * self.axes[0].size + self.axes[0].rank
 
 
-def lay_out(model: nn.Module, build: Build) -> ShardedModel:
+def lay_out(model: nn.Module, build: Build, disk: Disk | None = None) -> ShardedModel:
     """Shard `model` in place.  All ranks of the world call it."""
     world, plan, offload = build.world, build.plan, build.plan.offloaded
     kernels = kernels_of(build.kernels, world.device)
@@ -77,6 +78,7 @@ def lay_out(model: nn.Module, build: Build) -> ShardedModel:
         offload=offload if offload is not None and offload.share < 1 else None,
         offloaded_row=plan.offloaded_states,
         arena=world.arenas.gradients,
+        disk=disk,
     )
     schedule, tensor_ranks = stage_module.schedule_of(plan), world.axis(tensor_parallel.AXIS).size
     if schedule is None:

@@ -9,6 +9,9 @@ this rank's block, so that chunk c of each has the same elements:
     exp_avg   | 0 | 1 | 2 |        write behind         0  1  2      (not the gradient)
     ...
 
+Where parameters rest on the disk too (flat_parameter.py), the weight is the master, unless it has
+16 bits: then the update writes it in place of the copy to the device.
+
 The class of torch.optim steps on the pieces of parameters that are in a chunk.  It is elementwise
 (elementwise.py), so that what it makes of pieces is what it makes of the whole.  State tensors
 without dims, such as Adam's step count, stay in host memory: every piece of a parameter steps from
@@ -35,6 +38,7 @@ from shardwise.core.plan import Plan
 from shardwise.engine.norm import counts, squares
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.torch_step import even_out, step_over
+from shardwise.engine.training import DTYPES, Training
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.offload.read_ahead import Job, read_ahead
 
@@ -50,22 +54,23 @@ class DiskStates:
     ) -> None:
         self.flats, self.tiers, self.disk = flats, tiers, disk
         self.first = first_states(spec)
-        keys = {k: None for state in self.first for k, v in state.items() if _streamed(v)}
-        dtypes = [_master_dtype(flat) for flat in flats]
-        if flats:
-            widest = max(dtype.itemsize for dtype in dtypes)
-            memory = tiers.empty(reserved_bytes(len(keys), widest), torch.uint8)
-            disk.reserve(memory, CHUNK_NUMEL * widest)
-            disk.settle = partial(tiers.settle, memory)
+        keys = _streamed_keys(self.first)
+        dtypes = [_wide(flat.dtype) for flat in flats]
+        if flats and not disk.buffers:
+            reserve(disk, tiers, len(keys), dtypes)
         self.gradients = [self._allocate("gradient", flat, flat.dtype) for flat in flats]
         pairs = list(zip(flats, dtypes, strict=True))
-        self.masters = [self._allocate("master", flat, dtype) for flat, dtype in pairs]
+        self.weights = [tiers.extent(flat.shard) for flat in flats]
+        self.masters = [
+            weight if weight and weight.dtype == dtype else self._allocate("master", flat, dtype)
+            for weight, (flat, dtype) in zip(self.weights, pairs, strict=True)
+        ]
         self.states = [{key: self._allocate(key, flat, d) for key in keys} for flat, d in pairs]
         self.squares: list[Tensor] = []  # of gradients of this step, before they left the device
         self.mapped = False  # whether pages of the maps may be in memory
-        for flat, gradient, master in zip(flats, self.gradients, self.masters, strict=True):
-            flat.grads.host_grad = gradient.tensor
-            self._store(flat, master)
+        for k, flat in enumerate(flats):
+            flat.grads.host_grad = self.gradients[k].tensor
+            self._store(flat, self.masters[k], self.weights[k])
         self.wide = disk.acquire() if flats else None  # gradients of 16 bits, in 32
 
     def attach(self, optimizer: Optimizer, targets: Sequence[Sequence[nn.Parameter]]) -> None:
@@ -79,8 +84,10 @@ class DiskStates:
         self.tiers.on_disk(extent)
         return extent
 
-    def _store(self, flat: Flat, master: Extent) -> None:
-        """Copy this rank's block from the device to its master."""
+    def _store(self, flat: Flat, master: Extent, weight: Extent | None) -> None:
+        """Copy this rank's block, from the device or from the disk, to its master."""
+        if master is weight:
+            return
         if flat.dtype == master.dtype:
             begin_copy(flat.shard, self.tiers, "device", "disk", master.tensor)
             return
@@ -88,7 +95,10 @@ class DiskStates:
             first, last = master.span(chunk)
             narrow, wide = self.disk.acquire(), self.disk.acquire()
             part = narrow.tensor(flat.dtype, last - first)
-            begin_copy(flat.shard[first:last], self.tiers, "device", "host", part).wait()
+            if weight is not None:
+                self.disk.begin_read(weight, chunk, narrow).result()
+            else:
+                begin_copy(flat.shard[first:last], self.tiers, "device", "host", part).wait()
             wide.tensor(master.dtype, last - first).copy_(part)
             self.disk.release(narrow)
             self.disk.begin_write(master, chunk, wide)
@@ -106,7 +116,8 @@ class DiskStates:
     def update(self, chosen: Sequence[int], factor: float) -> None:
         """Update flat parameters `chosen` from their gradients, each times `factor`.
 
-        The updated blocks are on the device when this returns; states may still be being written.
+        The updated blocks are where they rest when this returns; states, and blocks that rest on
+        the disk, may still be being written.
         Raises DiskError.
         """
         self._unmap()
@@ -119,7 +130,6 @@ class DiskStates:
         for job, buffers in read_ahead(self.disk, jobs):
             self._update_chunk(job, buffers, factor, fresh)
             self._publish_chunk(job, buffers[0], buffers[1])
-            self.disk.release(buffers[0])
             for extent, buffer in zip(job.extents[1:], buffers[1:], strict=True):
                 self.disk.begin_write(extent, job.chunk, buffer)
         for target, state in fresh.items():
@@ -214,13 +224,21 @@ class DiskStates:
         return self.flats[k].views.part(i, extent.tensor)
 
     def _publish_chunk(self, job: Job, narrow: Buffer, master: Buffer) -> None:
-        """Copy a chunk of the master to the device, in the precision of the weight."""
-        flat, extent = self.flats[job.key], self.masters[job.key]
+        """Copy a chunk of the master to where the weight rests, in its precision.
+
+        Gives `narrow` back.
+        """
+        flat, extent, weight = self.flats[job.key], self.masters[job.key], self.weights[job.key]
         first, last = extent.span(job.chunk)
         source = master.tensor(extent.dtype, last - first)
         if flat.dtype != extent.dtype:
             source = narrow.tensor(flat.dtype, last - first).copy_(source)
-        begin_copy(source, self.tiers, "host", "device", flat.shard[first:last]).wait()
+        if weight is not None and weight is not extent:
+            self.disk.begin_write(weight, job.chunk, narrow)
+            return
+        if weight is None:
+            begin_copy(source, self.tiers, "host", "device", flat.shard[first:last]).wait()
+        self.disk.release(narrow)
 
     # --- checkpoints --------------------------------------------------------------------------
 
@@ -256,18 +274,14 @@ class DiskStates:
 
     @torch.no_grad()
     def loaded(self) -> None:
-        """After the maps were written: take their values, and copy the masters to the device."""
+        """After the maps were written: take their values, and copy the masters to the weights."""
         self.disk.accept()
-        jobs = [
-            Job(k, chunk, (master,))
-            for k, master in enumerate(self.masters)
-            for chunk in range(master.chunks)
-        ]
-        assert self.wide is not None or not jobs
-        for job, (buffer,) in read_ahead(self.disk, jobs):
-            assert self.wide is not None
-            self._publish_chunk(job, self.wide, buffer)
-            self.disk.release(buffer)
+        for k, (master, weight) in enumerate(zip(self.masters, self.weights, strict=True)):
+            for chunk in range(0 if weight is master else master.chunks):
+                narrow, buffer = self.disk.acquire(), self.disk.acquire()
+                self.disk.begin_read(master, chunk, buffer).result()
+                self._publish_chunk(Job(k, chunk, (master,)), narrow, buffer)
+                self.disk.release(buffer)
 
     def _unmap(self) -> None:
         if self.mapped:
@@ -275,11 +289,20 @@ class DiskStates:
             self.mapped = False
 
 
-def open_disk(plan: Plan, folder: str | None, world: World) -> Disk | None:
+def reserve(disk: Disk, tiers: Tiers, states: int, dtypes: Sequence[torch.dtype]) -> None:
+    """Give the disk its buffers, for `states` state tensors of masters of these dtypes."""
+    widest = max(dtype.itemsize for dtype in dtypes)
+    memory = tiers.empty(reserved_bytes(states, widest), torch.uint8)
+    disk.reserve(memory, CHUNK_NUMEL * widest)
+    disk.settle = partial(tiers.settle, memory)
+
+
+def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) -> Disk | None:
     """The file for states of `plan` that rest on a disk; None if none do.
 
     Raises InputError without a folder, and for one that cannot be written.
     """
+    folder = training.offload_folder
     if plan.states.optim_tier != "disk":
         return None
     if folder is None:
@@ -288,7 +311,12 @@ def open_disk(plan: Plan, folder: str | None, world: World) -> Disk | None:
             "a folder on a local disk, one for each machine",
             'offload_folder="/mnt/nvme" to sw.parallelize, or --set offload.folder=/mnt/nvme',
         )
-    return Disk(folder, world.rank, world.ledger)
+    disk = Disk(folder, world.rank, world.ledger)
+    if plan.states.param_tier == "disk":  # which are written as they are laid out
+        precision = DTYPES[plan.precision]
+        dtypes = [_wide(p.dtype if precision is None else precision) for p in model.parameters()]
+        reserve(disk, world.tiers, len(_streamed_keys(first_states(training.optimizer))), dtypes)
+    return disk
 
 
 def first_states(spec: OptimizerSpec) -> list[State]:
@@ -316,8 +344,13 @@ def first_states(spec: OptimizerSpec) -> list[State]:
     return found
 
 
-def _master_dtype(flat: Flat) -> torch.dtype:
-    return flat.dtype if flat.dtype.itemsize >= 4 else torch.float32
+def _streamed_keys(first: Sequence[State]) -> list[str]:
+    return list({k: None for state in first for k, v in state.items() if _streamed(v)})
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The precision of the master of a weight."""
+    return dtype if dtype.itemsize >= 4 else torch.float32
 
 
 def _streamed(value: Any) -> bool:

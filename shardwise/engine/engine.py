@@ -49,12 +49,12 @@ class Engine:
         self.ledger: Ledger = build.world.ledger
         self.dtype, self.recompute = DTYPES[build.plan.precision], build.recompute
         self.names = [name for name, _ in model.named_parameters()]  # those of all stages
-        disk = open_disk(self.plan, training.offload_folder, self.world)
+        disk = open_disk(self.plan, training, self.world, model)
         cast_whole(model, self.dtype, self.world.device, build.fill)
         pool = pool_bytes(self.plan, sum(p.nbytes for p in model.parameters()))
         self.world.pool.reserve(pool, self.world.device)
         with self.ledger.phase("start"):
-            sharded = self.sharded = lay_out(model, build)
+            sharded = self.sharded = lay_out(model, build, disk)
         self.tensors, self.data, self.flats = sharded.tensors, sharded.data, sharded.flats
         self.axes, self.staging = sharded.axes, sharded.staging
         self.consensus = self.data.consensus

@@ -374,4 +374,4 @@ class ShardedOptimizer(Optimizer):
 
 def _apart(flat: Flat) -> bool:
     """Whether updated masters are copied to another tier, on which the parameters rest."""
-    return flat.moves.host_update and not flat.moves.fetch
+    return flat.moves.host_update and flat.moves.fetch != "host"

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.arena import Arena
+from shardwise.comm.disk import Disk
 from shardwise.comm.tiers import Tiers
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
@@ -50,6 +51,7 @@ class Sharding:
     late: whether updates there are made beside the next step.
     offload: which of the units are under `offloaded_row`; None where `row` is that of all.
     arena: of this rank, for gradients until they are reduced.
+    disk: of this rank, where the row keeps states on a disk.
     Neighbours smaller than `least_unit_bytes` (None: LEAST_BYTES) are one unit.
     fill(name, tensor) writes the initial weights of parameters on the meta device, unit by unit.
     """
@@ -69,6 +71,7 @@ class Sharding:
     offload: Offload | None = None
     offloaded_row: Row | None = None
     arena: Arena = field(default_factory=Arena)
+    disk: Disk | None = None
 
     @property
     def axes(self) -> tuple[Axis, Axis]:
@@ -133,6 +136,7 @@ def shard(
                 how.tiers,
                 how.arena,
                 how.late,
+                how.disk,
             )
             device = how.device or group[0][1].device
             groups.append(Flat(group, local, fill, device, how.products.add))

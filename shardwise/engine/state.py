@@ -135,7 +135,7 @@ def _spread(
 def refresh(optimizer: ShardedOptimizer, units: Units) -> None:
     """After loading: weights follow their masters, gathered copies follow the pieces."""
     for k, flat in enumerate(optimizer.flats):
-        if k in optimizer.masters and (flat.moves.fetch or not flat.moves.host_update):
+        if k in optimizer.masters and (flat.moves.fetch == "host" or not flat.moves.host_update):
             flat.shard.copy_(optimizer.masters[k])
     if optimizer.disk is not None:
         optimizer.disk.loaded()

@@ -1,4 +1,4 @@
-"""States on a disk (`offload:optim@disk`): the bytes held there, and those moved in a step.
+"""States on a disk (`offload:optim@disk`, `offload:param@disk`): bytes held, and moved in a step.
 
 Of each group with B elements in this rank's block, the file has a gradient in the precision of the
 weight, a master, and the states of the optimizer in the precision of the master. Each begins a new
@@ -8,6 +8,9 @@ block of the file, and is moved in whole blocks of it: A(x) is x bytes rounded u
     written     gradient A(B), in backward; master and each state A(B), in the update
     read        the same, in the update
 
+Parameters that rest there are held in the precision of the weight, and read as A(B) before each
+use. In 32 bits and more they are the masters; in 16 the update writes A(B) more.
+
 The moves are those of the row (core/zero.py).
 """
 
@@ -16,7 +19,7 @@ from collections.abc import Iterator
 from shardwise.core.chunks import aligned, reserved_bytes
 from shardwise.core.model_spec import ModelShape
 from shardwise.core.plan import Plan
-from shardwise.core.zero import RowMove
+from shardwise.core.zero import Moment, RowMove
 from shardwise.prediction.group import Group, groups
 from shardwise.prediction.memory import HALF, MASTER_BYTES, OptimizerShape
 from shardwise.prediction.traffic import Line, Tariff
@@ -26,16 +29,21 @@ def disk_bytes(plan: Plan, model: ModelShape, optimizer: OptimizerShape) -> dict
     """The bytes of a rank's file by category, without the padding of its blocks."""
     found = list(_on_disk(plan, model))
     return {
-        "parameters": 0,
+        "parameters": sum(
+            group.flat.share * group.element_bytes for group in _resting(plan, model)
+        ),
         "gradients": sum(group.flat.share * group.element_bytes for group in found),
-        "optimizer": sum((1 + optimizer.states) * _master_bytes(group) for group in found),
+        "optimizer": sum(
+            (_has_master(group) + optimizer.states) * _master_bytes(group) for group in found
+        ),
         "buffers": 0,
     }
 
 
 def buffer_bytes(plan: Plan, model: ModelShape, optimizer: OptimizerShape) -> int:
     """The host memory through which a rank's file is streamed."""
-    widest = max((_element_bytes(group) for group in _on_disk(plan, model)), default=0)
+    found = [*_on_disk(plan, model), *_resting(plan, model)]
+    widest = max(map(_element_bytes, found), default=0)
     return reserved_bytes(optimizer.states, widest) if widest else 0
 
 
@@ -44,19 +52,26 @@ def moved_bytes(
 ) -> dict[Line, int]:
     """The bytes that `rank` reads and writes in a step."""
     tariff = Tariff(plan, rank)
-    for group in _on_disk(plan, model):
+    for group in groups(plan, model):
         for move in group.row.moves():
-            if "disk" in (move.src_tier, move.dst_tier):
-                moved = _moved(move, group, optimizer)
-                tariff.copy(move.src_tier, move.dst_tier, moved, _phase(move))
+            if "disk" not in (move.src_tier, move.dst_tier):
+                continue
+            for phase, times in _times(plan, group, move).items():
+                moved = times * _moved(move, group, optimizer)
+                tariff.copy(move.src_tier, move.dst_tier, moved, phase)
     return tariff.sent_bytes
 
 
 def stored_bytes(plan: Plan, model: ModelShape, rank: int) -> dict[Line, int]:
-    """The bytes that `rank` writes before the first step: the masters."""
+    """The bytes that `rank` writes and reads before the first step: masters and weights."""
     tariff = Tariff(plan, rank)
+    for group in _resting(plan, model):
+        tariff.copy("host", "disk", _weight_bytes(group), "start")
+        if group.trained and _has_master(group):  # made of the weight
+            tariff.copy("disk", "host", _weight_bytes(group), "start")
     for group in _on_disk(plan, model):
-        tariff.copy("host", "disk", aligned(_master_bytes(group)), "start")
+        if _has_master(group):
+            tariff.copy("host", "disk", aligned(_master_bytes(group)), "start")
     return tariff.sent_bytes
 
 
@@ -64,15 +79,37 @@ def _on_disk(plan: Plan, model: ModelShape) -> Iterator[Group]:
     return (g for g in groups(plan, model) if g.trained and g.row.optim_tier == "disk")
 
 
-def _phase(move: RowMove) -> str:
-    """A gradient is written while the backward pass runs; the rest belongs to the update."""
-    return "backward" if (move.state, move.dst_tier) == ("grad", "disk") else "update"
+def _resting(plan: Plan, model: ModelShape) -> Iterator[Group]:
+    return (group for group in groups(plan, model) if group.row.param_tier == "disk")
+
+
+def _has_master(group: Group) -> bool:
+    """Whether its masters are apart from its weights."""
+    return group.row.param_tier != "disk" or group.params[0].dtype in HALF
+
+
+def _times(plan: Plan, group: Group, move: RowMove) -> dict[str, int]:
+    """How often a move is made in each phase of a step.
+
+    A gradient is written while the backward pass runs; the rest belongs to uses or to the update.
+    """
+    if move.moment is Moment.USE:
+        uses, again = group.unit.uses, group.unit.again
+        return {"forward": plan.accumulate * uses, "backward": plan.accumulate * again}
+    gradient = (move.state, move.dst_tier) == ("grad", "disk")
+    return {"backward" if gradient else "update": int(group.trained)}
 
 
 def _moved(move: RowMove, group: Group, optimizer: OptimizerShape) -> int:
-    if move.state == "grad":
-        return aligned(group.flat.share * group.element_bytes)
+    if move.state == "param" and move.moment is not Moment.USE and not _has_master(group):
+        return 0  # the weight is the master, which is written with the states
+    if move.state != "optim":
+        return _weight_bytes(group)
     return (1 + optimizer.states) * aligned(_master_bytes(group))
+
+
+def _weight_bytes(group: Group) -> int:
+    return aligned(group.flat.share * group.element_bytes)
 
 
 def _element_bytes(group: Group) -> int:

@@ -237,7 +237,7 @@ class FlatGradient:
 
     def attach(self) -> None:
         """Set each p.grad to its piece of `gshard`, unless that is not where p is."""
-        apart = self.moves.host_update and not self.moves.fetch
+        apart = self.moves.host_update and self.moves.fetch != "host"
         for i, p in enumerate(() if apart else self.params):
             p.grad = self.piece(i)
             if i in self.graphs and p.grad is not None:

@@ -18,7 +18,9 @@ and the equations between them:
 
 Under zero3 `full` has memory only while UNSHARDED; `reshard` gives it back.  So it has where
 parameters rest in host memory: there `shard` is, and an update is made in place; `begin_unshard`
-copies it into its block of `full`, on the device, and gathers the other blocks.
+copies it into its block of `full`, on the device, and gathers the other blocks.  On a disk `shard`
+is the map of a file, which training never touches: `begin_unshard` begins to read it, and
+`unshard` gathers the other blocks when it is there.
 
 The moves are those of the row (row_moves.py): `begin_unshard` carries out `fetch` and `gather`.
 Those of the gradients are in `grads` (flat_gradient.py).
@@ -77,7 +79,7 @@ class Flat:
         self.rank, ranks = (shard.rank, shard.size) if self.split else (0, 1)
         self.moves = row_moves(row, shard, replicate, trained=self.trained)
         # `full` has no memory between uses
-        self.reshards = self.moves.fetch or (self.split and row.param.kind == "S")
+        self.reshards = self.moves.fetch is not None or (self.split and row.param.kind == "S")
         shapes = [p.shape for p in self.params]
         self.views = FlatViews(shapes, first.element_size(), ranks, self.rank)
         self.shapes, self.plan, self.pieces = shapes, self.views.plan, self.views.pieces
@@ -98,6 +100,13 @@ class Flat:
     def _rest(self) -> Tensor:
         """This rank's block of `full`, where it rests between uses."""
         block = self.views.block(self.full)
+        if self.moves.fetch == "disk":
+            assert self.local.disk is not None
+            extent = self.local.disk.allocate(
+                f"weight of {self.names[0]}", block.numel(), self.dtype
+            )
+            rests = self.tiers.on_disk(extent)
+            return begin_copy(block, self.tiers, "device", "disk", rests).wait()
         if self.moves.fetch:
             return begin_copy(block, self.tiers, "device", "host").wait()
         return block.clone() if self.reshards else block
@@ -130,12 +139,15 @@ class Flat:
 
     def _gather(self) -> Pending:
         """Start to write `full`, after a copy of this rank's block from the host if it is there."""
-        move, block = self.moves.gather, self.shard
-        if self.moves.fetch:
+        move, block, tier = self.moves.gather, self.shard, self.moves.fetch
+        if tier is not None:
             block = self.views.block(self.full)
-            fetched = begin_copy(self.shard, self.tiers, "host", "device", block)
+            fetched = begin_copy(self.shard, self.tiers, tier, "device", block)
             if move is None:
                 return fetched
+            if tier == "disk":  # gathered when it is there, so that reads go on meanwhile
+                axes = move.axis, move.src, move.dst, self.full
+                return Pending([fetched.wait, lambda: start(block, *axes).wait()])
             with self.tiers.following("device"):
                 fetched.wait()
                 return start(block, move.axis, move.src, move.dst, self.full)
@@ -176,8 +188,9 @@ class Flat:
 
     def keep_block(self) -> None:
         """Copy this rank's block from `full`, after a write to `full`."""
-        if self.moves.fetch:
-            begin_copy(self.views.block(self.full), self.tiers, "device", "host", self.shard).wait()
+        if (tier := self.moves.fetch) is not None:
+            block = self.views.block(self.full)
+            begin_copy(block, self.tiers, "device", tier, self.shard).wait()
         elif self.reshards:
             self.shard.copy_(self.views.block(self.full))
 

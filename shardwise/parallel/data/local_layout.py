@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.comm.arena import Arena
+from shardwise.comm.disk import Disk
 from shardwise.comm.tiers import Tiers
 from shardwise.comm.world import Axis
 from shardwise.core.param_layout import Layout
@@ -18,6 +19,7 @@ class LocalLayout:
     tiers        between which this rank copies what the row moves
     arena        where the gradients of a backward pass lie until they are reduced
     late         whether updates read gradients on the host while others arrive there
+    disk         where parameters rest, if the row says so
     """
 
     layouts: Sequence[Layout]
@@ -28,3 +30,4 @@ class LocalLayout:
     tiers: Tiers
     arena: Arena
     late: bool = False
+    disk: Disk | None = None

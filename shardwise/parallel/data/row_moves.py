@@ -4,7 +4,7 @@ gather       the move of the parameter to R: before use (zero3) or after the upd
 reduce       the move of the gradient from P: after each backward pass, or once before the update
 replicas     the axes over which the reduced block is then summed, once before the update
 host_update  whether it is then copied to host memory, for an update there
-fetch        whether the parameter rests in host memory and is copied to the device before use
+fetch        the tier from which the parameter is copied to the device before use; None: it is there
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from shardwise.comm.world import Axis
 from shardwise.core.layout import P, Placement
 from shardwise.core.moves import what
-from shardwise.core.zero import Moment, Row, RowMove
+from shardwise.core.zero import Moment, Row, RowMove, Tier
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class RowMoves:
     each_backward: bool  # whether `reduce` runs after each backward pass
     replicas: tuple[Axis, ...]
     host_update: bool
-    fetch: bool = False
+    fetch: Tier | None = None
 
 
 def row_moves(row: Row, shard: Axis, replicate: Axis, *, trained: bool) -> RowMoves:
@@ -58,5 +58,5 @@ def row_moves(row: Row, shard: Axis, replicate: Axis, *, trained: bool) -> RowMo
         any(move.moment is Moment.BACKWARD for move in sums),
         tuple(axis_move(move).axis for move in sums[1:]),
         host_update=trained and row.optim_tier != "device",
-        fetch=row.param_tier == "host",
+        fetch=None if row.param_tier == "device" else row.param_tier,
     )

@@ -1,0 +1,209 @@
+"""`offload:param@disk`: parameters rest on a disk too, and stream to the device before each use."""
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.comm.disk import DiskError
+from shardwise.comm.world import World
+from shardwise.core.chunks import reserved_bytes
+from shardwise.core.errors import InputError
+from shardwise.core.plan import Plan
+from shardwise.core.plan_check import problems
+from shardwise.engine.meter import Meter
+from shardwise.engine.state_dict import full_parameters
+from tests.engine.cases import Case, Run, Task, build, difference, oracle, share, tied_gpt
+from tests.engine.offloading import assert_costs, assert_parity, assert_resumes, trained
+from tests.engine.test_offload_disk import wide_task
+from tests.pool import run_gloo, run_threads
+
+TASK, TIED = Task(), Task(tied_gpt)
+WORD = "offload:param@disk"
+PLANS = ["dp1", "dp1 zero3", "dp2", "dp2 zero3", "dp4 zero3", "dp_replicate2 dp_shard2 zero3"]
+WITH = [
+    "dp2 zero3 accumulate:2 recompute:full",
+    "dp2 accumulate:3",
+    "dp_replicate2 dp_shard2 zero3 accumulate:2",
+    "dp2 tp2 sp zero3",
+    "tp2",
+    "pp2 gpipe:2",
+    "dp2 pp2 1f1b:2 zero3",
+    "dp2 pp2 zb-h1:2 zero3",
+]
+
+
+@pytest.fixture(params=[None, 512], ids=["one chunk", "several chunks"])
+def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of the usual length, and so short that each flat parameter has many."""
+    for module in ("comm.disk", "core.chunks", "engine.disk_states") if request.param else ():
+        monkeypatch.setattr(f"shardwise.{module}.CHUNK_NUMEL", request.param)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("plan", PLANS)
+def test_parity_and_costs(plan: str, clip: float | None):
+    """fp64, ranks that begin with different weights: 3 steps on real processes."""
+    case = Case(f"{plan} fp64 {WORD}", clip=clip, seeds=True)
+    results = run_gloo(Plan.parse(plan).size, trained, TASK, case)
+    assert_parity(results, oracle(TASK, case), 1e-10)
+    assert_costs(results, on_disk=True)
+
+
+@pytest.mark.cases(6)
+@pytest.mark.parametrize("words", WITH)
+def test_with_other_techniques(words: str, chunks: None):
+    """Together with accumulation, recomputation, hybrid sharding, tensor ranks and pipelines."""
+    case = Case(f"{words} fp64 {WORD}", clip=0.5)
+    results = run_threads(Plan.parse(words).size, trained, TIED, case)
+    assert_parity(results, oracle(TIED, case), 1e-10)
+    assert_costs(results, on_disk=True)
+
+
+@pytest.mark.parametrize("plan", ["dp2", "dp2 zero3"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_no_bit_changes_in_16_bits(plan: str, precision: str):
+    """Masters and weights both on the disk, overflows skipped: the numbers without offload."""
+    plain, offloaded = (
+        run_threads(2, trained, TASK, Case(f"{plan} {precision} {words}", clip=0.5, steps=4))
+        for words in ("", WORD)
+    )
+    for (run, _), (other, costs) in zip(plain, offloaded, strict=True):
+        assert run.losses == other.losses
+        assert run.norms == pytest.approx(other.norms, rel=1e-6)
+        assert all(sent == foreseen and held == told for (sent, foreseen), (held, told) in costs)
+        for name, weight in run.weights.items():
+            assert torch.allclose(weight, other.weights[name], rtol=1e-2, atol=1e-6), name
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (f"dp2 zero3 {WORD}", "ddp"),
+        ("dp2 zero1 offload:optim", f"dp2 zero3 {WORD}"),
+        (f"dp1 {WORD}", f"dp_replicate2 dp_shard2 zero3 {WORD}"),
+        (f"dp2 zero3 {WORD} bf16", f"dp1 {WORD} bf16"),
+        ("dp2 zero3 bf16", f"dp2 zero3 {WORD} bf16"),
+    ],
+)
+def test_checkpoints_of_any_tier(before: str, after: str):
+    """Saved after two steps under one plan and resumed under another: a run without a stop."""
+    assert_resumes(TASK, before, after)
+
+
+class Frozen(torch.nn.Module):
+    """A frozen layer between two that are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        own = torch.Generator().manual_seed(0)
+        self.layers = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+        for p in self.parameters():
+            torch.nn.init.normal_(p, std=0.3, generator=own)
+        self.layers[1].requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.layers(x))
+
+
+@pytest.mark.parametrize("plan", ["dp1", "dp2 zero3"])
+def test_frozen_parameters_rest_there_too(plan: str):
+    """They are read before each use, and never written."""
+    task = Task(Frozen, wide_task(8).batch, wide_task(8).loss, None)
+    case = Case(f"{plan} fp64 {WORD}", clip=0.5)
+    results = run_threads(Plan.parse(plan).size, trained, task, case)
+    assert_parity(results, oracle(task, case), 1e-10)
+    assert_costs(results, on_disk=True)
+
+
+# --- memory: a model of any size in the same buffers ----------------------------------------------
+
+
+def arena(world: World, width: int, plan: str) -> tuple[Run, list[int], int, int, int, list[Any]]:
+    """A training with the host's peaks in each step, and bytes on disk, host and device."""
+    case, task = Case(f"{plan} fp64 {WORD}", clip=0.5), wide_task(width)
+    engine, run, peaks = build(world, task, case), Run(), []
+    meter = Meter(engine)
+    for step in range(case.steps):
+        with meter:
+            run.losses.append(engine.step(share(task.batch(step), world.rank, world.size)).loss)
+        peaks.append(sum(meter.host_peak.values()))
+    run.weights = full_parameters(engine.flats)
+    world.barrier()
+    gc.collect()
+    disk, host = (sum(each.values()) for each in (engine.disk_memory(), engine.host_memory()))
+    device = engine.memory()
+    return run, peaks, disk, host, sum(device.values()) - device["buffers"], meter.leaks()
+
+
+def test_parameters_larger_than_the_host_memory_they_have(monkeypatch: pytest.MonkeyPatch):
+    """Nothing stays on the device; the host's peak is that of the buffers for any model."""
+    for module in ("comm.disk", "core.chunks", "engine.disk_states"):
+        monkeypatch.setattr(f"shardwise.{module}.CHUNK_NUMEL", 512)
+    counts = 4 * 4  # bytes of the step counts of four parameters, which an update copies
+    found: set[int] = set()
+    for width in (2048, 8192):
+        results = run_threads(2, arena, width, "dp2 zero3")
+        wanted = oracle(wide_task(width), Case("ddp", clip=0.5))
+        for run, peaks, disk, held, device, leaks in results:
+            assert run.losses == pytest.approx(wanted.losses, rel=1e-10)
+            for name, weight in run.weights.items():
+                assert difference(weight, wanted.weights[name]) <= 1e-10, name
+            assert disk >= 4 * held
+            assert max(peaks[1:]) <= held + 2 * counts
+            assert leaks == []
+            found.add(held)
+            assert device == 0
+    assert found == {reserved_bytes(2, 8) + counts}
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def failing(world: World, folder: str) -> tuple[str, float]:
+    """A step and a checkpoint, then a damaged weight: what is said, and a fresh engine's step."""
+    case = Case(f"dp2 zero3 fp64 {WORD}")
+    engine = build(world, TASK, case)
+    engine.step(share(TASK.batch(0), engine.data_rank, engine.data_ranks))
+    sw.save(engine, folder)
+    states = engine.optimizer.disk
+    assert states is not None
+    states.disk.sync()
+    weight = states.weights[0]
+    assert weight is not None
+    weight.tensor[:1].add_(1)
+    weight.map.flush()
+    states.disk.drop()
+    said = ""
+    try:
+        engine.step(share(TASK.batch(1), engine.data_rank, engine.data_ranks))
+    except DiskError as error:
+        said = str(error)
+    world.barrier()
+    again = build(world, TASK, case)
+    sw.load(again, folder)
+    return said, again.step(share(TASK.batch(1), again.data_rank, again.data_ranks)).loss
+
+
+def test_a_damaged_weight_is_never_used(tmp_path: Path):
+    """The step fails before it computes; the last checkpoint is whole."""
+    wanted = oracle(TASK, Case("ddp", steps=2))
+    for rank, (said, loss) in enumerate(run_gloo(2, failing, str(tmp_path))):
+        assert f"Rank {rank} cannot read chunk 0 of 1 of the tensor 'weight of " in said
+        assert loss == pytest.approx(wanted.losses[1], rel=1e-10)
+
+
+def test_a_folder_is_needed():
+    """Without a folder nothing is started."""
+    with pytest.raises(InputError, match=r"offload:param@disk without a folder"):
+        sw.parallelize(torch.nn.Linear(2, 2), WORD, sw.init())
+
+
+@pytest.mark.parametrize("row", ["zero1", "zero2", "row:R,R,S"])
+def test_rows_that_keep_all_parameters_are_refused(row: str):
+    """Each rank would update a block of what it keeps whole: the error names zero3 and ddp."""
+    (problem,) = problems(Plan.parse(f"dp2 {row} {WORD}"))
+    assert "zero3" in str(problem)
