@@ -6,21 +6,28 @@ gather_padded  the same of scores of every token, padded to the rank with most t
 sum            the data ranks sum `numel` numbers, and their gradients (`returns` times)
 dispatch       rows go to the ranks of their experts, and their gradients back (`returns` times)
 combine        the rows that these make come back, and their gradients go the other way
+enter          nothing moves; ranks of the tensor axis sum the gradients (`returns` times)
+leave          ranks of the tensor axis sum the outputs
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+Kind = Literal[
+    "gather", "gather_counts", "gather_padded", "sum", "dispatch", "combine", "enter", "leave"
+]
+
 
 @dataclass(frozen=True)
 class ExpertMove:
     """One move of a layer in a pass of the plain model.
 
-    `numel` are the elements of one process; `tokens` those of which rows are exchanged.
+    `numel` are the elements of one process; `tokens` those of which rows are exchanged, or the
+    length of the sequences that leave.
     """
 
-    kind: Literal["gather", "gather_counts", "gather_padded", "sum", "dispatch", "combine"]
+    kind: Kind
     numel: int
     element_bytes: int
     phase: str = "forward"
@@ -29,10 +36,11 @@ class ExpertMove:
 
 
 class LayerMove(NamedTuple):
-    """A move of the layer of that name."""
+    """A move of the layer of that name, made after so many calls of modules (ModelPass)."""
 
     layer: str
     move: ExpertMove
+    calls: int = 0
 
 
 @dataclass(frozen=True)

@@ -220,7 +220,8 @@ class TensorSpec:
     """A model under a table of styles.
 
     The keys of `styles` and `modules` are names of modules. `params[module][name]` is the full name
-    of a parameter of a module with a style. `runs` has the pass of each microbatch of a step; these
+    of a parameter of a module with a style. `experts` has the layouts of parameters of layers of
+    experts that no style says. `runs` has the pass of each microbatch of a step; these
     differ in their shapes only.
     """
 
@@ -229,6 +230,7 @@ class TensorSpec:
     styles: dict[str, Style]
     modules: dict[str, ModuleShape]
     params: dict[str, dict[str, str]]
+    experts: dict[str, AxisLayout]
     runs: tuple[ModelPass, ...]
 
 

@@ -98,18 +98,11 @@ class ExpertLayout:
 
 def check_experts(model: nn.Module, plan: Plan) -> None:
     """Raise InputError if `plan` cannot distribute the experts of `model`."""
-    layers = layers_of(model)
     if plan.ep > 1 and not experts_in(model):
         raise bad(
             f"'{plan}' for a {type(model).__name__} without a layer of experts",
             "epN for a model with sw.MoE layers, or with stacked experts of transformers",
             f"'{replace(plan, axes=plan.mesh.axes)}'",
-        )
-    if layers and plan.sp:
-        raise bad(
-            f"'sp' for a {type(model).__name__} with layers of experts",
-            "data axes, ep, tp and pp: not sp, in this version",
-            "'dp2 ep2', for example",
         )
     for name, experts in experts_in(model).items():
         if experts % plan.ep:
@@ -215,9 +208,13 @@ def lay_out(model: nn.Module, world: World, plan: Plan, data: tuple[Axis, Axis])
     for name, layer in layers.items():
         peers = tuple(range(first, first + n))
         see = partial(layout.see, name)
-        layer.place = Place(batch, axis, peers, name, lambda: layout.absent, see)
+        absent = {"absent": lambda: layout.absent, "routed": see}
+        layer.place = replace(layer.place, batch=batch, ep=axis, peers=peers, name=name, **absent)
     for name, module in stacked_experts(model).items() if n > 1 else ():
         group = Place(GlobalBatch((axis,)), axis, tuple(range(n)), name, lambda: layout.absent)
+        if isinstance(module.forward, StackedOnRanks):  # on the tensor axis
+            on = module.forward.place
+            group = replace(group, enter=on.enter, leave=on.leave, parts=on.parts)
         module.forward = StackedOnRanks(module, group)
     for name, module in stacks_of(model).items() if n > 1 else ():
         for key, p in module.named_parameters(recurse=False):

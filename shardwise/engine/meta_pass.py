@@ -103,7 +103,7 @@ def _recorded(
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(record.watching(model, heads))
-        stack.enter_context(recorded(model, record.moves.append))
+        stack.enter_context(recorded(model, record.move))
         stack.enter_context(saved_tensors_hooks(record.save, lambda x: x))
         stack.enter_context(as_on_processor(record))
         loss = call(model, batch)
@@ -163,6 +163,10 @@ class _Record:
             self.tape.save(x, self.inside[-1])
             self.saves.add(len(self.calls))
         return x
+
+    def move(self, found: LayerMove) -> None:
+        """A layer of experts moves rows or sums."""
+        self.moves.append(found._replace(calls=len(self.calls)))
 
     def operation(self, func: Any, args: Any, kwargs: dict[str, Any], out: Any) -> None:
         """An operation below autograd."""

@@ -36,6 +36,7 @@ from shardwise.core.tensor_plan import Table, assign, cuts
 from shardwise.core.uneven import Cut
 from shardwise.engine import (
     expert_parallel,
+    expert_tensor,
     meta_pass,
     recomputation,
     stage_module,
@@ -167,7 +168,10 @@ def _tensors(plain: nn.Module, plan: Plan, table: Table) -> TensorSpec:
         every = style.name in SUMMED
         own = plain.get_submodule(name).named_parameters(recurse=every)
         params[name] = {key: names[id(p)] for key, p in own}
-    return TensorSpec(table, plan.sp, styles, {name: known[name] for name in styles}, params, ())
+    ranks = plan.mesh.size_of(TENSOR)
+    experts = expert_tensor.layouts_on_tensor_axis(plain, ranks, sp=plan.sp)
+    own = {name: known[name] for name in styles}
+    return TensorSpec(table, plan.sp, styles, own, params, experts, ())
 
 
 def by_shape(parts: Sequence[Any], make: Callable[[Any], V]) -> tuple[V, ...]:

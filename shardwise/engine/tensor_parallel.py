@@ -18,10 +18,10 @@ from shardwise.core.layout import R
 from shardwise.core.param_layout import AxisLayout, Groups
 from shardwise.core.plan import Plan
 from shardwise.core.styles import ModuleShape, Style
-from shardwise.core.tensor_plan import Table, assign, bias_cut, cuts, numbers
+from shardwise.core.tensor_plan import Table, assign, bias_cut, cuts, matches, numbers
 from shardwise.core.tensor_plan_check import check
 from shardwise.core.uneven import Cut
-from shardwise.engine import rng
+from shardwise.engine import expert_tensor, rng
 from shardwise.engine.tensor_layout import Tensors, nowhere
 from shardwise.engine.tensor_plan import shapes, table_of, without
 from shardwise.kernels.matmul import BY_TORCH, Products
@@ -47,6 +47,8 @@ def table_for(model: nn.Module, plan: Plan, own: Table | Mapping[str, str] | Non
         raise without(model, "has a table without a style")
     if problems := check(table, shapes(model), plan.sp, ranks):
         raise refusal(f"the table of the {type(model).__name__} under '{plan}'", problems)
+    if plan.sp:
+        expert_tensor.require_gathered(model, matches(table, list(shapes(model)), sp=True))
     return table
 
 
@@ -76,7 +78,9 @@ def lay_out(
     for name, changed in numbers(table, styles, known, axis.rank, axis.size).items():
         for attribute, number in changed.items():
             setattr(model.get_submodule(name), attribute, number)
+    layout.hold_experts(sp)
     layout.shard_parameters()
+    expert_tensor.on_tensor_axis(model, tensors, sp=sp)
     random.mark_inputs(model, styles, sp)
     rng.synchronize(axis, world.device)
     for stream in (layout.stream, layout.whole):
@@ -172,6 +176,17 @@ class _Layout:
             elif summed or (key == "bias" and row):
                 self.tensors.layouts[full] = AxisLayout(R, self.axis.size)
                 self.tensors.sums[full] = self.axis
+
+    def hold_experts(self, sp: bool) -> None:
+        """Record the layouts of layers of experts, which no style says."""
+        params = dict(self.model.named_parameters())
+        found = expert_tensor.layouts_on_tensor_axis(self.model, self.axis.size, sp=sp)
+        for name, layout in found.items():
+            if layout.cut is not None:
+                self.wanted[name] = (params[name], layout.cut)
+            else:
+                self.tensors.layouts[name] = layout
+                self.tensors.sums[name] = self.axis
 
     def shard_parameters(self) -> None:
         """Shard the parameters, and open the groups that sum the gradients of shared parts."""

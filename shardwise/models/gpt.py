@@ -104,26 +104,32 @@ class GPT(nn.Module):
     @property
     def tensor_table(self) -> Table:
         """The tensor-parallel table: attention by heads, feed-forward by F, both ends by V."""
-        return Table.of(
-            {
-                "embed": "vocabulary",
-                "blocks.*.attn.q": "colwise:heads",
-                "blocks.*.attn.[kv]": "colwise:kv_heads",
-                "blocks.*.attn.out": "rowwise:heads",
-                "blocks.*.mlp.gate": "colwise",
-                "blocks.*.mlp.up": "colwise",
-                "blocks.*.mlp.down": "rowwise",
-                "head": "vocabulary",
-            },
-            heads=self.config.heads,
-            kv_heads=self.config.kv_heads,
-            sequence={
-                "embed": "vocabulary:sequence",
-                "blocks.*.attn_norm": "sequence",
-                "blocks.*.mlp_norm": "sequence",
-                "norm": "sequence",
-            },
-        )
+        return table_of(self.config)
+
+
+def table_of(config: GPTConfig, mlp: str = "mlp", norm: str = "mlp_norm") -> Table:
+    """The table of a GPT whose blocks have a feed-forward layer `mlp`, after `norm`."""
+    may_lack = "" if mlp == "mlp" else "?"
+    return Table.of(
+        {
+            "embed": "vocabulary",
+            "blocks.*.attn.q": "colwise:heads",
+            "blocks.*.attn.[kv]": "colwise:kv_heads",
+            "blocks.*.attn.out": "rowwise:heads",
+            f"blocks.*.{mlp}.gate{may_lack}": "colwise",
+            f"blocks.*.{mlp}.up{may_lack}": "colwise",
+            f"blocks.*.{mlp}.down{may_lack}": "rowwise",
+            "head": "vocabulary",
+        },
+        heads=config.heads,
+        kv_heads=config.kv_heads,
+        sequence={
+            "embed": "vocabulary:sequence",
+            "blocks.*.attn_norm": "sequence",
+            f"blocks.*.{norm}": "sequence",
+            "norm": "sequence",
+        },
+    )
 
 
 class Block(nn.Module):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.core.errors import bad
+from shardwise.core.tensor_plan import Table
 from shardwise.models import gpt
 from shardwise.models.gpt import IGNORED, NORM_EPS, Attention, GPTConfig, SwiGLU, rotation
 from shardwise.parallel.expert.gate import FIXED, Gate
@@ -101,6 +102,15 @@ class MoEGPT(nn.Module):
         for block in self.blocks:
             x_BTD, auxiliary = block(x_BTD, auxiliary, turn, target_BT)
         return Output(self.head(self.norm(x_BTD)), auxiliary)
+
+    @property
+    def tensor_table(self) -> Table:
+        """The table of a GPT; the feed-forward layer is that of the experts that tokens share.
+
+        Routed experts need no style (engine/expert_tensor.py).
+        """
+        like = gpt.table_of(self.config.gpt, "moe.shared", "moe_norm")
+        return replace(like, sequence=(*like.sequence, ("blocks.*.moe", "gather")))
 
 
 class MoEBlock(nn.Module):

@@ -20,15 +20,18 @@ most C choices, its capacity. With a capacity, choices may be dropped, so nothin
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Final
 
 from shardwise.core.expert_moves import ExpertLayer, ExpertMove, LayerMove, Loads
-from shardwise.core.layout import P, R, S
+from shardwise.core.layout import I, P, R, S
+from shardwise.core.lengths import Lengths
 from shardwise.core.model_spec import ModelSpec
 from shardwise.core.plan import Plan
 from shardwise.prediction.rank_shape import stage_of, stages_on
+from shardwise.prediction.tensor_moves import TENSOR
 from shardwise.prediction.traffic import Line, Tariff
 
 AXIS = "ep"
@@ -53,12 +56,14 @@ def expert_bytes(
     tariff = Tariff(plan, rank)
     for number, moves in enumerate(spec.expert_moves):
         own = loads[number] if loads else even_loads(plan, spec, moves)
-        for name, move in _moves_on(spec, plan, rank, moves):
+        for name, move, _ in _moves_on(spec, plan, rank, moves):
             layer = spec.expert_layers[name]
             if move.kind in ("dispatch", "combine"):
                 _exchange(tariff, move, layer, _away(plan, rank, own.choices[name]))
             elif move.kind == "gather_counts":
                 tariff.move(AXIS, S(0), R, plan.ep * move.numel, move.element_bytes, move.phase)
+            elif move.kind in ("enter", "leave"):
+                _on_tensor_axis(tariff, move, spec, name)
             else:
                 _on_data_axes(tariff, move, max(own.tokens) * layer.experts)
     return tariff.sent_bytes
@@ -79,7 +84,7 @@ def _exchanged_bytes(plan: Plan, spec: ModelSpec, rank: int, bound: Bound) -> in
     """The bytes that `rank` sends in all exchanges of a step, given a bound on their rows."""
     tariff = Tariff(plan, rank)
     for moves in spec.expert_moves:
-        for name, move in _moves_on(spec, plan, rank, moves):
+        for name, move, _ in _moves_on(spec, plan, rank, moves):
             layer = spec.expert_layers[name]
             if move.kind in ("dispatch", "combine"):
                 _exchange(tariff, move, layer, bound(layer, tokens_of(moves, name), plan))
@@ -90,7 +95,7 @@ def even_loads(plan: Plan, spec: ModelSpec, moves: Iterable[LayerMove]) -> Loads
     """The loads of a microbatch if all data ranks have as many tokens, and all experts too."""
     ranks, found = plan.data_size, dict[str, tuple[tuple[int, ...], ...]]()
     tokens, every = 0, list(moves)
-    for name in dict.fromkeys(name for name, _ in every):
+    for name in dict.fromkeys(found.layer for found in every):
         layer = spec.expert_layers[name]
         tokens = tokens_of(every, name)
         if layer.takes:
@@ -103,7 +108,9 @@ def even_loads(plan: Plan, spec: ModelSpec, moves: Iterable[LayerMove]) -> Loads
 
 def tokens_of(moves: Iterable[LayerMove], name: str) -> int:
     """The tokens of a rank in a layer."""
-    return next(move.tokens for layer, move in moves if layer == name and move.kind == "dispatch")
+    return next(
+        move.tokens for layer, move, _ in moves if layer == name and move.kind == "dispatch"
+    )
 
 
 def _moves_on(
@@ -113,11 +120,50 @@ def _moves_on(
     stages = stages_on(plan, rank)
     here = [found for found in moves if stage_of(spec, found.layer) in stages]
     yield from here
-    for name, move in here:
-        inside = any(name == own or name.startswith(f"{own}.") for own in spec.recomputed)
-        if inside and move.phase == "forward":
-            again = ExpertMove(move.kind, move.numel, move.element_bytes, "backward")
+    for found in here:
+        name, move, _ = found
+        if move.phase == "forward" and any(_repeats(spec, own, found) for own in spec.recomputed):
+            again = replace(move, phase="backward", returns=0)
             yield LayerMove(name, again)
+
+
+def _repeats(spec: ModelSpec, module: str, found: LayerMove) -> bool:
+    """Whether the recomputation of `module` makes the move again.
+
+    It ends at the last tensor that autograd saves. None is saved between what leaves a layer of
+    experts and the next call of a module.
+    """
+    if found.layer != module and not found.layer.startswith(f"{module}."):
+        return False
+    if found.move.kind != "leave":
+        return True
+    end = next(
+        number
+        for number, call in enumerate(spec.run.calls)
+        if call.module == module and not call.begins
+    )
+    return any(found.calls < number <= end for number in spec.run.saves)
+
+
+def _on_tensor_axis(tariff: Tariff, move: ExpertMove, spec: ModelSpec, layer: str) -> None:
+    """The input of a layer enters the tensor axis, or its output leaves it."""
+    if spec.tensors is None or not any(
+        name.startswith(f"{layer}.") for name in spec.tensors.experts
+    ):
+        return
+    send = partial(tariff.move, TENSOR)
+    if move.kind == "enter":
+        for _ in range(0 if spec.tensors.sp else move.returns):  # a style gathers under sp
+            send(P, I, move.numel, move.element_bytes, "backward")
+        return
+    ranks, length = tariff.size(TENSOR), move.tokens
+    if not spec.tensors.sp:
+        send(P, I, move.numel, move.element_bytes, move.phase)
+        return
+    padded = move.numel // length * Lengths(ranks).shard(length) * ranks
+    send(P, S(0), padded, move.element_bytes, move.phase)
+    for _ in range(move.returns):
+        send(S(0), R, padded, move.element_bytes, "backward")
 
 
 def _on_data_axes(tariff: Tariff, move: ExpertMove, scores: int) -> None:

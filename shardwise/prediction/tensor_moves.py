@@ -174,7 +174,7 @@ def held_parts(
     spec: TensorSpec, plan: Plan, rank: int, ranks: int
 ) -> Callable[[ParamShape], ParamShape]:
     """The part of each parameter on `rank` of the tensor axis, as a function of the full one."""
-    found: dict[str, AxisLayout] = {}
+    found = {**spec.experts}
     for module, style in spec.styles.items():
         shape = spec.modules[module]
         wanted = {

@@ -57,8 +57,9 @@ def trained(world: World, plan: str) -> tuple[Held, int]:
     """Three steps on the share of this rank's expert, and the bytes that left the expert."""
     parsed = Plan.parse(plan)
     expert = parsed.coordinate(world.rank)["ep"]
-    case = Case(f"{plan} fp64", clip=0.5, **ADAMW)
-    return train(world, task_of(expert, parsed.ep), case), world.ledger.sent_bytes()
+    case, before = Case(f"{plan} fp64", clip=0.5, **ADAMW), world.ledger.sent_bytes()
+    held = train(world, task_of(expert, parsed.ep), case)
+    return held, world.ledger.sent_bytes() - before
 
 
 @pytest.mark.parametrize(

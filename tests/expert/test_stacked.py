@@ -38,6 +38,7 @@ def task(name: str, rows: int) -> Task:
         ("dp4 ep4 zero3", 2),
         ("dp2 ep2 pp2 1f1b:2", 5),
         ("dp2 tp2 ep2", 5),
+        ("tp2", 3),
     ],
 )
 def test_parity(name: str, plan: str, rows: int):

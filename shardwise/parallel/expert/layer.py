@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from shardwise.comm.world import Axis
 from shardwise.core.errors import NonFiniteError, bad
+from shardwise.core.expert_moves import ExpertMove
 from shardwise.parallel.expert import hard
 from shardwise.parallel.expert.dispatch import Exchange
 from shardwise.parallel.expert.gate import FIXED, Extra, Gate
@@ -25,6 +26,11 @@ def unseen(_: Routing) -> None:
     """Nobody looks at the routings."""
 
 
+def unchanged(x: Tensor) -> Tensor:
+    """No other rank computes a part of the experts."""
+    return x
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a layer is: the data ranks, the axis of its experts, and the layer's name.
@@ -32,6 +38,10 @@ class Place:
     peers are the data ranks along `ep`. absent() says that the tokens of this forward pass stand in
     for a batch without rows: the layer takes part without a token. routed() is called with the
     routing of each forward pass.
+
+    With `parts` above 1 as many ranks compute the same tokens, each with a part of the hidden
+    features of every expert: `enter` makes of the layer's input what they use differently, and
+    `leave` sums their outputs.
     """
 
     batch: GlobalBatch = field(default_factory=GlobalBatch)
@@ -40,6 +50,24 @@ class Place:
     name: str = ""
     absent: Callable[[], bool] = lambda: False
     routed: Callable[[Routing], None] = unseen
+    enter: Callable[[Tensor], Tensor] = unchanged
+    leave: Callable[[Tensor], Tensor] = unchanged
+    parts: int = 1
+
+    def entered(self, x: Tensor) -> Tensor:
+        """`x` as the ranks that compute parts use it; their gradients are summed."""
+        now = phase()
+        returns = int(x.requires_grad and now == "forward")
+        self.batch.record(ExpertMove("enter", x.numel(), x.element_size(), now, returns))
+        return self.enter(x)
+
+    def left(self, y: Tensor) -> Tensor:
+        """The sum of the parts' outputs y [..., T, D]."""
+        now = phase()
+        returns = int(y.requires_grad and now == "forward")
+        size, length = y.element_size(), y.shape[-2]
+        self.batch.record(ExpertMove("leave", y.numel(), size, now, returns, length))
+        return self.leave(y)
 
 
 class Load(NamedTuple):
@@ -156,7 +184,7 @@ class MoE(nn.Module):
             InputError: a hard gate without `target`, a `cluster` gate without centroids.
             NonFiniteError: on all data ranks, if a rank's logits are infinite or NaN.
         """
-        every_ND = x.flatten(0, -2)
+        every_ND = self.place.entered(x).flatten(0, -2)
         x_ND = every_ND[:0] if self.place.absent() else every_ND
         dtype = torch.promote_types(x.dtype, torch.float32)
         logits = x_ND.new_zeros(len(x_ND), self.gate.experts, dtype=dtype)
@@ -173,9 +201,10 @@ class MoE(nn.Module):
         made = exchange.combine(self.experts(rows, exchange.by_expert))
         weights = routing.weights.flatten()[exchange.choices].unsqueeze(-1)
         y_ND = torch.zeros_like(every_ND).index_add(0, token, made * weights.to(made))
+        y = place.left(y_ND.view_as(x))
         if self.shared is not None:
-            y_ND = y_ND + self.shared(every_ND)
-        return y_ND.view_as(x), self._loss(routing, logits)
+            y = y + self.shared(x)
+        return y, self._loss(routing, logits)
 
     def fit(self, features: Tensor) -> Tensor:
         """Fit the centroids of a `cluster` gate on features [..., D] of a first pass.
@@ -253,11 +282,15 @@ class MoE(nn.Module):
             self.get_buffer("choices").data.copy_(routing.wanted)
 
     def _loss(self, routing: Routing, logits: Tensor) -> Tensor:
-        """The auxiliary losses by their coefficients."""
+        """The auxiliary losses by their coefficients.
+
+        Ranks that compute parts of the experts sum the gradients of the logits: each has its share.
+        """
         total = logits.new_zeros(())
         for name, value in routing.losses.items():
             total = total + self.gate.losses.get(name, 1.0) * value
-        return total
+        share = total / self.place.parts
+        return share + (total - share).detach() if self.place.parts > 1 else total
 
 
 def _uniform(numbers: Tensor, seed: int) -> Tensor:

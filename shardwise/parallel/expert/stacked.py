@@ -5,7 +5,8 @@ MixtralExperts and the experts of some seventy other models hold the weights of 
 
     forward(rows [N, D], experts of each row [N, K], their weights [N, K]) -> [N, D]
 
-Router, shared experts and losses are other modules, which do not change. Under `ep` a rank holds
+Router, shared experts and losses are other modules, which do not change. Under `tp` a rank holds a
+part of the hidden features of every expert (engine/expert_tensor.py). Under `ep` a rank holds
 E / n of the experts. It exchanges rows as dispatch.py does, calls the module's own forward for its
 experts with one of weight 1 for each row it received, and applies the weights where the rows are
 from.
@@ -73,18 +74,19 @@ class StackedOnRanks:
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Rows [N, D] to [N, D]. Called by all ranks of the axis."""
         place, absent = self.place, self.place.absent()
-        x_ND = hidden_states[:0] if absent else hidden_states
+        x_ND, weights_NK = place.enter(hidden_states), place.enter(top_k_weights)
+        x_ND = x_ND[:0] if absent else x_ND
         experts_NK = top_k_index[:0] if absent else top_k_index
         own = torch.bincount(experts_NK.flatten(), minlength=self.experts)
         loads = place.batch.gather(own).cpu()
-        routing = Routing(experts_NK, top_k_weights, experts_NK, loads, loads.sum(0), 0, ())
+        routing = Routing(experts_NK, weights_NK, experts_NK, loads, loads.sum(0), 0, ())
         exchange = Exchange.of(routing, place.batch, place.ep, place.peers)
         token = exchange.choices // experts_NK.shape[1]
         rows = exchange.dispatch(x_ND.index_select(0, token))
         made = exchange.combine(self._computed(rows, exchange.by_expert))
-        weights = top_k_weights.flatten()[exchange.choices].unsqueeze(-1)
+        weights = weights_NK.flatten()[exchange.choices].unsqueeze(-1)
         made = (made * weights).to(hidden_states.dtype)
-        return torch.zeros_like(hidden_states).index_add(0, token, made)
+        return place.leave(torch.zeros_like(hidden_states).index_add(0, token, made))
 
     def _computed(self, rows: Tensor, counts: list[int]) -> Tensor:
         """What this rank's experts make of rows by expert.
@@ -113,3 +115,7 @@ def _record(record: Record, module: nn.Module, args: tuple[Tensor, ...]) -> None
     returns = int(forward and x_ND.requires_grad), int(forward)
     record(ExpertMove("dispatch", numel, size, now, returns[0], len(x_ND)))
     record(ExpertMove("combine", numel, size, now, returns[1], len(x_ND)))
+    weighted = int(forward and args[2].requires_grad)
+    record(ExpertMove("enter", x_ND.numel(), size, now, returns[0]))
+    record(ExpertMove("enter", args[2].numel(), args[2].element_size(), now, weighted))
+    record(ExpertMove("leave", x_ND.numel(), size, now, int(forward), len(x_ND)))

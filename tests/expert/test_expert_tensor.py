@@ -1,0 +1,86 @@
+"""Experts on the tensor axis: each rank has a part of the hidden features of every expert."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.comm.world import World, traced
+from shardwise.core.errors import InputError
+from shardwise.engine.tensor_plan import table_of
+from shardwise.parallel.expert.gate import GATES
+from tests.engine.cases import CONFIG, Case, build
+from tests.expert import moe
+from tests.expert.test_expert_parallel import check_between
+from tests.pool import run_gloo
+
+
+@pytest.mark.cases(6)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        "tp2",
+        "tp2 sp",
+        "dp2 tp2 ep2 zero3 sp",
+        "dp2 tp2 ep2",
+        "dp2 tp2 ep2 zero1 accumulate:2",
+        "dp2 tp2 zero2 recompute:full",
+        "dp2 tp2 ep2 zero3 sp recompute:full",
+        "tp2 recompute:every2",
+        "tp2 sp recompute:selective",
+        "pp2 tp2 1f1b:2",
+        "pp2 tp2 sp 1f1b:2",
+        "dp2 tp2 ep2 offload:optim zero1",
+    ],
+)
+@pytest.mark.parametrize("capacity", [None, 1.0])
+def test_parity_bytes_and_memory(plan: str, capacity: float | None):
+    """Three steps equal those of one process, with hidden features that two ranks do not divide."""
+    moe.holds(moe.task("topk-renormalised", capacity, rows=9), plan)
+
+
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize("plan", ["dp2 tp2 ep2 sp", "tp2"])
+def test_gates(name: str, plan: str):
+    """So they are under each gate: partial gradients of routers are summed over the ranks."""
+    moe.holds(moe.task(name, 1.25), plan)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("dp2 tp2 ep2 zero3 sp", "dp2"), ("dp2 ep2", "dp2 tp2 ep2"), ("tp2 sp", "dp4 ep4 zero1")],
+)
+def test_checkpoints(tmp_path: Path, before: str, after: str):
+    """A checkpoint of experts in parts is continued by any other plan."""
+    check_between(tmp_path, before, after)
+
+
+def shapes(world: World) -> dict[str, tuple[int, ...]]:
+    engine = build(world, moe.task("topk"), Case("dp2 tp2 ep2"))
+    return {
+        name: tuple(box.sizes)
+        for box in engine.boxes()
+        if (name := box.name).startswith("model/blocks.0.moe.experts")
+    }
+
+
+def test_matrices_are_cut_twice():
+    """A rank holds half of the experts, and of each a part of the hidden features."""
+    found, hidden, width = run_gloo(4, shapes), CONFIG.hidden, CONFIG.width
+    for tp, each in enumerate((found[0], found[1])):
+        part = hidden // 2 + hidden % 2 * tp
+        assert each["model/blocks.0.moe.experts.up"] == (2, part, width)
+        assert each["model/blocks.0.moe.experts.down"] == (2, width, part)
+
+
+def test_sp_needs_the_whole_sequence():
+    """A table without "gather" for a layer of experts is refused, with the entry to add."""
+    model = moe.model("switch")
+    table = table_of(model)
+    lacks = replace(table, sequence=tuple(e for e in table.sequence if e[1] != "gather"))
+    with pytest.raises(InputError, match=r"blocks\.\*\.moe.*gather"):
+        sw.parallelize(model, "tp2 sp", traced(0, 2), table=lacks)
+    assert model.get_parameter("blocks.0.moe.experts.up").shape[1] == CONFIG.hidden
+    assert torch.isfinite(model.get_parameter("head.weight")).all()
