@@ -19,10 +19,13 @@ def bench_command(
         list[str],
         typer.Argument(
             metavar="SUITE",
-            help="data, tensor, pipeline, memory, offload, dataparallel; after it contenders.",
+            help="data, tensor, pipeline, memory, offload, dataparallel, experts; after it "
+            "contenders.",
         ),
     ],
-    size: Annotated[list[str] | None, typer.Option(help="small, tiny; both by default.")] = None,
+    size: Annotated[
+        list[str] | None, typer.Option(help="small, tiny; both by default, of experts tiny.")
+    ] = None,
     ranks: Annotated[int | None, typer.Option(help="Processes on this machine, 2 or more.")] = None,
     repeats: Annotated[int | None, typer.Option(help="Rounds; a median is over them.")] = None,
     link: Annotated[str | None, typer.Option(help="Between two hosts at this rate: 1gbit.")] = None,

@@ -25,12 +25,14 @@ class Loop:
                   does not disturb the next contender
     shared_bytes  the bytes sent so far through shared memory, which no interface counts
     on_host       whether a tensor rests in host memory or on disk, which is no part of the peak
+    model         one with layers of experts, whose shares of a step are measured
     """
 
     step: Callable[[Batch], float | None]
     settle: Callable[[], None] = lambda: None
     shared_bytes: Callable[[], int] = lambda: 0
     on_host: Callable[[Tensor], bool] = lambda _: False
+    model: nn.Module | None = None
 
 
 @dataclass(frozen=True)

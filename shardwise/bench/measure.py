@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ import torch.distributed as dist
 
 from shardwise.bench.communication_bytes import CommunicationBytes
 from shardwise.bench.contender import Batch, Contender, Loop, Setup, Task
+from shardwise.bench.expert_shares import shares
 from shardwise.bench.live_bytes import LiveBytes
 from shardwise.bench.roster import ROSTER
 from shardwise.comm.interface import sent_bytes
@@ -98,6 +100,8 @@ def measure(task: Task) -> list[Record]:
     for runner in _racing(runners):
         _attempt(runner, lambda runner=runner: runner.advance(task.warm_up))
     _race(task, runners)
+    for runner in _racing(runners):
+        _attempt(runner, lambda runner=runner: _shares(task, runner))
     return [runner.record for runner in runners]
 
 
@@ -142,6 +146,15 @@ def _turn(task: Task, runner: Runner, idle: float) -> None:
     handed = (shared_bytes() - shared) / task.steps
     runner.record.wire.append((over - sent - idle) / shares + handed)
     runner.record.late.append(late / shares)
+
+
+def _shares(task: Task, runner: Runner) -> None:
+    """A note on what layers of experts spend their time in, in further steps."""
+    assert runner.loop is not None
+    if runner.loop.model is not None:
+        loss, steps = runner.record.loss, partial(runner.advance, task.steps * min(3, task.rounds))
+        runner.record.note = shares(runner.loop.model, steps)
+        runner.record.loss = loss  # that of the steps that all contenders make
 
 
 def _barrier_bytes(task: Task) -> float:

@@ -4,6 +4,7 @@ from typing import Final
 
 from shardwise.bench import (
     deepspeed_peers,
+    expert_peers,
     fairscale_peers,
     ours,
     replicas,
@@ -42,7 +43,9 @@ _PIPELINE: Final = tuple(
 )
 
 ROSTER: Final[dict[str, Contender]] = {
-    each.name: each for each in (*_DATA, *_TENSOR, *_PIPELINE, *_MEMORY, *_OFFLOAD, *_REPLICAS)
+    each.name: each
+    for suite in (_DATA, _TENSOR, _PIPELINE, _MEMORY, _OFFLOAD, _REPLICAS, expert_peers.PEERS)
+    for each in suite
 }
 
 #: The contenders of each suite, in the order of its table. Ratios refer to the first contender,
@@ -54,6 +57,7 @@ SUITES: Final[dict[str, tuple[str, ...]]] = {
     "memory": tuple(each.name for each in _MEMORY),
     "offload": tuple(each.name for each in _OFFLOAD),
     "dataparallel": tuple(each.name for each in _REPLICAS),
+    "experts": tuple(each.name for each in expert_peers.PEERS),
 }
 
 

@@ -27,6 +27,9 @@ from shardwise.models.gpt import SIZES
 #: Rounds, and steps per turn. Short steps need more of both.
 LENGTHS: Final = {"small": (8, 2), "tiny": (16, 5)}
 
+#: Sizes without --size, if not all: 64 experts of `small` have 0.5 billion parameters.
+USUAL: Final = {"experts": ("tiny",)}
+
 #: How long a rank waits for another rank that failed in a contender's code.
 PATIENCE: Final = timedelta(minutes=3)
 
@@ -38,7 +41,7 @@ def plan_tasks(
     chosen = choose(suite, list(contenders))
     integer("--ranks", ranks, 2, 2)
     tasks: list[Task] = []
-    for size in sizes or LENGTHS:
+    for size in sizes or USUAL.get(suite, tuple(LENGTHS)):
         choice("--size", size, LENGTHS)
         usual, steps = LENGTHS[size]
         count = usual if rounds is None else rounds
