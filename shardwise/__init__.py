@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shardwise.derive.table import derive_table
     from shardwise.engine.data_parallel import DataParallel
     from shardwise.engine.engine import Engine
+    from shardwise.engine.expert_placement import place_experts
     from shardwise.engine.full import full_state_dict
     from shardwise.engine.optimizer_spec import SGD, Adafactor, Adam, AdamW, Lion, Optim
     from shardwise.engine.parallelize import parallelize
@@ -53,6 +54,7 @@ _HOMES = {
     "Metrics": "engine.training",
     "balance_by_time": "engine.partition",
     "parallelize": "engine.parallelize",
+    "place_experts": "engine.expert_placement",
     "predict": "engine.prediction",
     "Pipe": "engine.pipe",
     "full_state_dict": "engine.full",
@@ -129,6 +131,7 @@ __all__ = [
     "no_sync",
     "parallel_apply",
     "parallelize",
+    "place_experts",
     "predict",
     "replicate",
     "save",

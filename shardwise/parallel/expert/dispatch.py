@@ -44,12 +44,24 @@ class Exchange:
 
     @classmethod
     def of(
-        cls, routing: Routing, batch: GlobalBatch, ep: Axis, peers: tuple[int, ...]
+        cls,
+        routing: Routing,
+        batch: GlobalBatch,
+        ep: Axis,
+        peers: tuple[int, ...],
+        slots: tuple[int, ...] = (),
     ) -> "Exchange":
-        """The exchange of this data rank; `peers` are the data ranks of its `ep` axis."""
-        loads_RE, rank = routing.loads, batch.rank
+        """The exchange of this data rank; `peers` are the data ranks of its `ep` axis.
+
+        `slots` are the experts in the order of the ranks that have them, if not in that of their
+        numbers. "By expert" then means in this order.
+        """
+        loads_RE, chosen, rank = routing.loads, routing.experts, batch.rank
+        if slots:
+            order = torch.tensor(slots)
+            loads_RE, chosen = loads_RE[:, order], order.argsort().to(chosen.device)[chosen]
         experts = loads_RE.shape[1]
-        key = torch.where(routing.positions >= 0, routing.experts, experts).flatten()
+        key = torch.where(routing.positions >= 0, chosen, experts).flatten()
         choices = torch.argsort(key, stable=True)[: int(loads_RE[rank].sum())]
         by_rank = loads_RE[list(peers)].view(ep.size, ep.size, -1)  # from, to, expert
         sent = loads_RE[rank].view(ep.size, -1).sum(1).tolist()

@@ -37,7 +37,8 @@ class Place:
 
     peers are the data ranks along `ep`. absent() says that the tokens of this forward pass stand in
     for a batch without rows: the layer takes part without a token. routed() is called with the
-    routing of each forward pass.
+    routing of each forward pass. `slots` are the experts in the order of the ranks that have them;
+    empty: in the order of their numbers.
 
     With `parts` above 1 as many ranks compute the same tokens, each with a part of the hidden
     features of every expert: `enter` makes of the layer's input what they use differently, and
@@ -53,6 +54,7 @@ class Place:
     enter: Callable[[Tensor], Tensor] = unchanged
     leave: Callable[[Tensor], Tensor] = unchanged
     parts: int = 1
+    slots: tuple[int, ...] = ()
 
     def entered(self, x: Tensor) -> Tensor:
         """`x` as the ranks that compute parts use it; their gradients are summed."""
@@ -195,7 +197,7 @@ class MoE(nn.Module):
         self._require_finite(routing)
         self._remember(routing)
         place = self.place
-        exchange = Exchange.of(routing, place.batch, place.ep, place.peers)
+        exchange = Exchange.of(routing, place.batch, place.ep, place.peers, place.slots)
         token = exchange.choices // routing.experts.shape[1]
         rows = exchange.dispatch(x_ND.index_select(0, token))
         made = exchange.combine(self.experts(rows, exchange.by_expert))
