@@ -99,13 +99,19 @@ class BoxSavePlanner(SavePlanner):
             raise RunError(self.refusal)
         items: list[WriteItem] = []
         replicas: list[int] = []
+        places: dict[tuple[str, Block], int] = {}
         for box in self.boxes:
             if 0 in box.sizes and 0 not in box.shape:
                 continue  # this rank has no part of the tensor
             limit = max(1, self.piece_bytes // box.tensor.element_size())
             for offsets, sizes in split_block(box.offsets, box.sizes, limit):
                 begin = tuple(o - b for o, b in zip(offsets, box.offsets, strict=True))
-                items.append(_write_item(box, offsets, sizes))
+                item = _write_item(box, offsets, sizes)
+                place = places.setdefault(_key(item), len(items))
+                if place < len(items):  # the step count of a parameter in tiles: of each the same
+                    replicas[place] = min(replicas[place], box.replica)
+                    continue
+                items.append(item)
                 replicas.append(box.replica)
                 self.tensors[items[-1].index] = block(box.tensor.detach(), begin, sizes)
         return SavePlan(items, planner_data=replicas)
@@ -153,6 +159,8 @@ class BoxLoadPlanner(LoadPlanner):
         self.checkpoint = checkpoint
         self.convert = convert
         self.tensors: dict[MetadataIndex, Tensor] = {}
+        #: further tensors of one box: the step counts of a parameter in tiles
+        self.also: dict[MetadataIndex, list[Tensor]] = {}
         self.metadata = Metadata({})
 
     def set_up_planner(
@@ -182,6 +190,9 @@ class BoxLoadPlanner(LoadPlanner):
         items: list[ReadItem] = []
         for box in self.boxes:
             index = MetadataIndex(box.name, box.offsets)
+            if index in self.tensors:
+                self.also.setdefault(index, []).append(box.tensor.detach())
+                continue
             if 0 not in box.sizes:
                 self.tensors[index] = box.tensor.detach()
             items += _read_items(box, index, known[box.name])
@@ -200,7 +211,9 @@ class BoxLoadPlanner(LoadPlanner):
         return block(self.tensors[read_item.dest_index], read_item.dest_offsets, read_item.lengths)
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing to do: `resolve_tensor` returned the live data."""
+        """`resolve_tensor` returned the live data; copy it to further tensors of the box."""
+        for other in self.also.get(read_item.dest_index, ()):
+            block(other, read_item.dest_offsets, read_item.lengths).copy_(tensor)
 
 
 def _write_item(box: Box, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> WriteItem:

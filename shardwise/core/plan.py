@@ -18,6 +18,8 @@ from shardwise.core.offload import Offload
 from shardwise.core.offload import parse as parse_offload
 from shardwise.core.plan_parser import WORDS, Word, read, size_text, words_table
 from shardwise.core.schedule.library import allowed
+from shardwise.core.tile import Tile
+from shardwise.core.tile import parse as parse_tile
 from shardwise.core.zero import ALIASES, Row, row_of
 
 __all__ = ["WORDS", "Plan", "Word", "words_table"]
@@ -34,7 +36,7 @@ class Plan:
     precision   None: the default of the command or engine that runs the plan
     accumulate  microbatches per step
     experts     "independent": one model for each rank of `ep` (independent.py)
-    schedule, recompute, activations, offload
+    schedule, recompute, activations, offload, tile
                 as written
     device_memory_bytes
                 the most that a rank may store on its device
@@ -53,6 +55,7 @@ class Plan:
     recompute: str | None = None
     activations: str | None = None
     offload: str | None = None
+    tile: str | None = None
     buffers_bytes: int | None = None
     arenas: bool = False
     device_memory_bytes: int | None = None
@@ -88,6 +91,7 @@ class Plan:
         words += [f"recompute:{self.recompute}"] * (self.recompute is not None)
         words += [f"activations:{self.activations}"] * (self.activations is not None)
         words += [f"offload:{self.offload}"] * (self.offload is not None)
+        words += [f"tile:{self.tile}"] * (self.tile is not None)
         if self.buffers_bytes is not None:
             words.append(f"buffers:{size_text(self.buffers_bytes)}")
         words += ["arenas"] * self.arenas
@@ -192,6 +196,11 @@ class Plan:
     def offloaded(self) -> Offload | None:
         """The word `offload` with its parts; None without it."""
         return None if self.offload is None else parse_offload(self.offload)
+
+    @property
+    def tiled(self) -> Tile | None:
+        """The word `tile` with its parts; None without it."""
+        return None if self.tile is None else parse_tile(self.tile)
 
     @property
     def shard_axis(self) -> str | None:

@@ -33,6 +33,7 @@ def problems(plan: Plan, world_size: int | None = None) -> list[Problem]:
     own += _experts(plan.completed(world_size))
     own += _buffers(plan.completed(world_size) if world_size else plan)
     own += _arenas(plan)
+    own += _tiles(plan)
     return [*own, *_world(plan, world_size)]
 
 
@@ -166,6 +167,32 @@ def _no_arenas(plan: Plan) -> str:
     return ""
 
 
+def _tiles(plan: Plan) -> list[Problem]:
+    """Tiles that would not be freed, or with words that do not go with them."""
+    why = _no_tiles(plan)
+    if not why:
+        return []
+    allowed = "tile with zero3, or with offload:param, which free a tile after its use; with "
+    allowed += "accumulate, recompute, clipping and any precision"
+    return [Problem(f"'tile:{plan.tile}' with {why}", allowed, f"'{_runnable(plan)}'")]
+
+
+def _no_tiles(plan: Plan) -> str:
+    """Why `plan` cannot have tiles; "" if it can, or has none."""
+    if plan.tile is None:
+        return ""
+    if plan.pipeline is not None:
+        return f"{plan.pipeline}, whose stages gather whole layers"
+    if plan.mesh.size_of("tp") > 1:
+        return "tensor parallelism, whose ranks already hold a part of each layer"
+    if plan.arenas or plan.activations_on_host or recompute_budget(plan.recompute):
+        return "arenas, activations in host memory or a budget of activations"
+    kept = plan.offloaded is None or plan.offloaded.param_tier == "device"
+    if kept and row_of(plan.row).param.kind != "S":
+        return f"{plan.row}, under which the device keeps whole parameters"
+    return ""
+
+
 def _buffers(plan: Plan) -> list[Problem]:
     """A pool of communication buffers in which the ranks cannot sum the smallest piece."""
     least = smallest_pool_bytes(plan)
@@ -259,6 +286,9 @@ def _runnable(plan: Plan) -> Plan:
     offload = near.offloaded
     if offload is not None and offload.param_tier != "device" and not _updates_whole(near):
         near = replace(near, row="zero3")
+    tiled = replace(near, tile=plan.tile)
+    tiled = replace(tiled, row="zero3") if _no_tiles(tiled) else tiled
+    near = near if _no_tiles(tiled) else tiled
     if plan.buffers_bytes is not None:
         near = replace(near, buffers_bytes=max(plan.buffers_bytes, smallest_pool_bytes(near)))
     near = replace(near, arenas=plan.arenas and not _no_arenas(replace(near, arenas=True)))

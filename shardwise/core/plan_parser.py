@@ -14,6 +14,7 @@ from shardwise.core.errors import InputError, Problem, bad, refusal
 from shardwise.core.mesh import AXES
 from shardwise.core.offload import parse as parse_offload
 from shardwise.core.suggest import suggest
+from shardwise.core.tile import parse as parse_tile
 from shardwise.core.zero import ALIASES, ROWS, row_of
 
 PRECISIONS = ("fp64", "fp32", "bf16", "fp16")
@@ -102,12 +103,9 @@ WORDS: tuple[Word, ...] = (
         "the first 40 (optim-delayed=N); optim@disk, on a disk; auto, the least of these in host "
         "memory that fits device_memory",
     ),
+    Word("tile:N", "tile:4", "gather large linear layers in N tiles (tile:N=NAMES: these layers)"),
     Word("buffers:SIZE", "buffers:64MiB", "communication buffers of SIZE (the default: 2 buckets)"),
-    Word(
-        "arenas",
-        "arenas",
-        "kept inputs and gradients in memory that is taken before the first step",
-    ),
+    Word("arenas", "arenas", "kept inputs and gradients in memory taken before the first step"),
     Word(
         "device_memory:SIZE", "device_memory:8GiB", "the most that a rank may store on its device"
     ),
@@ -187,6 +185,7 @@ _LABELS: dict[str, str] = {
     "recompute": "choice of recomputation",
     "activations": "tier of activations",
     "offload": "choice of offload",
+    "tile": "choice of tiles",
     "buffers_bytes": "size of communication buffers",
     "arenas": "word arenas",
     "device_memory_bytes": "bound on device memory",
@@ -271,18 +270,19 @@ def _read_size(key: str, value: str) -> Found | Problem:
     return Problem(f"the plan word '{key}:{value}'", allowed, f"{key}:{number}{letter}iB")
 
 
-def _read_row(key: str, value: str) -> Found | Problem:
+def _read_value(key: str, value: str) -> Found | Problem:
+    """A word whose values another file parses."""
     try:
-        return key, str(row_of(f"{key}:{value}"))
+        return key, str(_PARSERS[key](value))
     except InputError as error:
         return error.problems[0]
 
 
-def _read_offload(key: str, value: str) -> Found | Problem:
-    try:
-        return key, str(parse_offload(value))
-    except InputError as error:
-        return error.problems[0]
+_PARSERS: dict[str, Callable[[str], object]] = {
+    "row": lambda value: row_of(f"row:{value}"),
+    "offload": parse_offload,
+    "tile": parse_tile,
+}
 
 
 _EVERY = re.compile("every([0-9]+)")
@@ -334,7 +334,7 @@ def _read_single(key: str, value: str) -> Found | Problem:
 
 
 _VALUES: dict[str, Callable[[str, str], Found | Problem]] = {
-    "row": _read_row,
+    **dict.fromkeys(_PARSERS, _read_value),
     "accumulate": _read_count,
     "bucket": _read_size,
     "buffers": _read_size,
@@ -342,7 +342,6 @@ _VALUES: dict[str, Callable[[str, str], Found | Problem]] = {
     "recompute": _read_recompute,
     "activations": _read_single,
     "experts": _read_single,
-    "offload": _read_offload,
 }
 
 

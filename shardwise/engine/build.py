@@ -28,6 +28,7 @@ from shardwise.engine.shard import (
 )
 from shardwise.engine.stage_module import Staging
 from shardwise.engine.tensor_layout import Tensors
+from shardwise.engine.tiling import tile
 from shardwise.engine.training import Build
 from shardwise.kernels.choice import kernels_of
 from shardwise.parallel.data.flat_parameter import Flat
@@ -79,6 +80,7 @@ def lay_out(model: nn.Module, build: Build, disk: Disk | None = None) -> Sharded
         offloaded_row=plan.offloaded_states,
         arena=world.arenas.gradients,
         disk=disk,
+        tiling=tile(model, plan, build.units),
     )
     schedule, tensor_ranks = stage_module.schedule_of(plan), world.axis(tensor_parallel.AXIS).size
     if schedule is None:

@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -49,6 +50,7 @@ from shardwise.engine.shard import Sharding, cast_whole, units_of
 from shardwise.engine.spec import buffer_shapes, dtype_name
 from shardwise.engine.staged_model import Stages
 from shardwise.engine.tensor_plan import shapes
+from shardwise.engine.tiling import Tiling, tile
 from shardwise.engine.training import DTYPES, Loss
 from shardwise.parallel.data.wrap_policy import UnitSpec
 from shardwise.parallel.pipeline.placeholders import layers, twin
@@ -73,13 +75,7 @@ def model_spec(
     def call(whole: nn.Module, rows: Any) -> Tensor:
         return objective(whole, cast(rows, dtype))
 
-    def real() -> nn.Module:
-        if any(p.is_meta for p in model.parameters()):
-            raise _valueless(model)
-        copied = copy.deepcopy(model)
-        cast_whole(copied, dtype, torch.device("cpu"))
-        return copied
-
+    real = partial(_real, model, plan, options)
     expert_parallel.check_experts(plain, plan)
     table = tensor_parallel.table_for(plain, plan, options["table"])
     beside = validate.beside(options["beside"])
@@ -89,7 +85,11 @@ def model_spec(
     def unit_key(spec: UnitSpec) -> object:
         return {at.get(name) for name, _ in spec.params}
 
-    specs = units_of(plain, _sharding(plan, options), plan.mesh.size_of(TENSOR), unit_key)
+    kinds = recomputation.recomputed_modules(plain, plan, options["units"], begin)
+    hosted = recomputation.on_host(plain, plan, options["units"], kinds, begin)
+    how_sharded = _sharding(plan, options, tile(plain, plan, options["units"]))
+    specs = units_of(plain, how_sharded, plan.mesh.size_of(TENSOR), unit_key)
+    how_sharded.tiling.show()
     shape = ModelShape(tuple(map(_unit_shape, specs)), buffer_shapes(plain))
     world, stages = _tensor_world(plan, rank), None
     if plan.pipeline:
@@ -98,8 +98,6 @@ def model_spec(
         staged = _Staged(plain, world, plan.sp, table, begin, beside)
         bundles = by_shape(parts, lambda part: staged.bundles(call, part))
         stages = StageSpec(at, known, bundles, staged.outside)
-    kinds = recomputation.recomputed_modules(plain, plan, options["units"], begin)
-    hosted = recomputation.on_host(plain, plan, options["units"], kinds, begin)
     how = {"stages": stages, "on_host": tuple(hosted), **_from_plan(plain, plan)}
     if table is None:
         runs = by_shape(parts, lambda part: meta_pass.run(plain, real, call, part))
@@ -246,6 +244,16 @@ def on_tensor_axis(plain: nn.Module, plan: Plan, rank: int, table: Table) -> nn.
     return laid_out
 
 
+def _real(model: nn.Module, plan: Plan, options: dict[str, Any]) -> nn.Module:
+    """A copy of the plain model with values, for a forward that reads them."""
+    if any(p.is_meta for p in model.parameters()):
+        raise _valueless(model)
+    copied = copy.deepcopy(model)
+    cast_whole(copied, DTYPES[plan.precision], torch.device("cpu"))
+    tile(copied, plan, options["units"]).show()
+    return copied
+
+
 def _valueless(model: nn.Module) -> Exception:
     return bad(
         f"a {type(model).__name__} on the meta device whose forward reads values",
@@ -254,7 +262,7 @@ def _valueless(model: nn.Module) -> Exception:
     )
 
 
-def _sharding(plan: Plan, options: dict[str, Any]) -> Sharding:
+def _sharding(plan: Plan, options: dict[str, Any], tiling: Tiling) -> Sharding:
     """The values that the choice of units depends on, which exclude the axes."""
     return Sharding(
         row=plan.states,
@@ -263,6 +271,7 @@ def _sharding(plan: Plan, options: dict[str, Any]) -> Sharding:
         units=options["units"],
         bucket_bytes=plan.bucket_bytes,
         least_unit_bytes=options["least_unit_bytes"],
+        tiling=tiling,
     )
 
 

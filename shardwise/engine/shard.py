@@ -26,6 +26,7 @@ from shardwise.engine.expert_parallel import ExpertLayout, check_experts
 from shardwise.engine.meta_buffers import materialise
 from shardwise.engine.stage_module import Staging
 from shardwise.engine.tensor_layout import Tensors, nowhere
+from shardwise.engine.tiling import Tiling, tiled_layers
 from shardwise.kernels.matmul import BY_TORCH, Products
 from shardwise.parallel.data.buffers import Buffers
 from shardwise.parallel.data.consensus import Consensus
@@ -52,6 +53,7 @@ class Sharding:
     offload: which of the units are under `offloaded_row`; None where `row` is that of all.
     arena: of this rank, for gradients until they are reduced.
     disk: of this rank, where the row keeps states on a disk.
+    tiling: the linear layers that are gathered in tiles.
     Neighbours smaller than `least_unit_bytes` (None: LEAST_BYTES) are one unit.
     fill(name, tensor) writes the initial weights of parameters on the meta device, unit by unit.
     """
@@ -72,6 +74,7 @@ class Sharding:
     offloaded_row: Row | None = None
     arena: Arena = field(default_factory=Arena)
     disk: Disk | None = None
+    tiling: Tiling = field(default_factory=Tiling)
 
     @property
     def axes(self) -> tuple[Axis, Axis]:
@@ -94,7 +97,13 @@ def units_of(
     gathered = how.row.param.kind == "S" or how.row.param_tier != "device"
     most = 2 * LEAST_BYTES if gathered else how.bucket_bytes
     least = LEAST_BYTES if how.least_unit_bytes is None else how.least_unit_bytes
-    return choose(model, how.units, least * parts, most * parts, unit_key)
+    tiled = how.tiling.layers
+
+    def apart(spec: UnitSpec) -> object:
+        return unit_key(spec), spec.name if spec.name in tiled else None
+
+    specs = choose(model, how.units, least * parts, most * parts, apart, tiled)
+    return how.tiling.divided(specs)
 
 
 def shard(
@@ -115,6 +124,7 @@ def shard(
     tensors, experts = tensors or nowhere(), experts or ExpertLayout(Axis("ep"), *how.axes)
     fill = None if how.fill is None else partial(tensors.part, how.fill)
     fill = None if fill is None else partial(experts.part, fill)
+    fill = None if fill is None else partial(how.tiling.part, fill)
     units: list[Unit] = []
     by_unit = [
         {name: layout_of(name, how, tensors, staged, experts) for name, _ in spec.params}
@@ -125,14 +135,15 @@ def shard(
     for spec, layouts in zip(specs, by_unit, strict=True):
         groups: list[Flat] = []
         for group in _groups(spec, layouts):
-            name = group[0][0]
+            first = group[0][0]
+            name = how.tiling.plain(first)
             sums = [tensors.sums.get(name), staged.ties.get(name) if staged else None]
             data = (experts.shard, experts.replicate) if name in experts.layouts else how.axes
             local = LocalLayout(
                 [layouts[name] for name, _ in group],
                 *data,
                 [axis for axis in sums if axis is not None and axis.size > 1],
-                _coordinates(tensors, staged, experts),
+                _coordinates(tensors, staged, experts) | how.tiling.place(first),
                 how.tiers,
                 how.arena,
                 how.late,
@@ -140,7 +151,9 @@ def shard(
             )
             device = how.device or group[0][1].device
             groups.append(Flat(group, local, fill, device, how.products.add))
+            groups[-1].names = [how.tiling.plain(name) for name, _ in group]
         units.append(Unit(spec.name, spec.modules, groups))
+    how.tiling.release(how.device)
     return units
 
 
@@ -162,11 +175,14 @@ def _partly(
 def layout_of(
     name: str, how: Sharding, tensors: Tensors, staged: Staging | None, experts: ExpertLayout
 ) -> Layout:
-    """How the ranks of all axes hold a parameter.
+    """How the ranks of all axes, and tiles, hold a parameter.
 
     The ranks of `ep` are data ranks. If the row shards nothing, they replicate all parameters
     except those of experts.
     """
+    if name in how.tiling.params:
+        plain = layout_of(how.tiling.plain(name), how, tensors, staged, experts)
+        return how.tiling.layout(name, plain)
     axes = ((tensors.axis.name, tensors.of(name)),) if tensors.axis.size > 1 else ()
     if staged is not None:
         axes = (*axes, (staged.axis.name, staged.layout(name)))
@@ -226,6 +242,7 @@ def layable(model: nn.Module, rule: Rule, plan: Plan | None = None) -> None:
     choose(model, rule)
     if plan is not None:
         check_experts(model, plan)
+        tiled_layers(model, plan)
 
 
 def drivers(module: nn.Module) -> list[Data]:

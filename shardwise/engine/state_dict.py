@@ -59,7 +59,8 @@ def full_parameters(flats: Sequence[Flat]) -> dict[str, Tensor]:
         was_sharded = flat.is_sharded
         flat.unshard()
         for name, p in zip(flat.names, flat.params, strict=True):
-            found[name] = p.detach().clone()
+            tiles = [found[name]] if name in found else []  # of its rows, in their order
+            found[name] = torch.cat([*tiles, p.detach()]) if tiles else p.detach().clone()
         if was_sharded:
             flat.reshard()
             flat.to_sharded()

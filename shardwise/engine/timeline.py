@@ -34,6 +34,7 @@ from shardwise.engine.parallelize import DEFAULTS, own_loss
 from shardwise.engine.pipelined import Pipelined
 from shardwise.engine.prediction import predict
 from shardwise.engine.tensor_parallel import table_for
+from shardwise.engine.tiling import tile
 from shardwise.engine.trace import EVENT, Live, Recorder
 from shardwise.engine.training import DTYPES, Loss
 from shardwise.parallel.data.outputs import tensors_in
@@ -213,6 +214,7 @@ def predict_events(
     table = table_for(plain, plan, options.get("table"))
     twin = plain if table is None else on_tensor_axis(plain, plan, rank, table)
     _require_whole_units(found)
+    tile(twin, plan, options.get("units", DEFAULTS["units"])).show()
     objective, dtype = own_loss if loss is None else loss, DTYPES[plan.precision]
     parts = [filled(part) for part in split(batch, plan.microbatches, plan.cut)]
 

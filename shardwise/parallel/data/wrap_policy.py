@@ -13,7 +13,7 @@ a size in bytes, or a function `(name, module) -> bool` that says where a unit b
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 
@@ -50,11 +50,13 @@ def choose(
     least: int = 0,
     most: int = 0,
     apart: Callable[[UnitSpec], object] = lambda _: None,
+    alone: Collection[str] = (),
 ) -> list[UnitSpec]:
     """The units of `root`, in the order in which its modules were defined.
 
     Neighbours below `least` bytes are merged, up to `most` bytes (0: no merging), if `apart` is
-    equal for both.
+    equal for both. The modules named in `alone` are units of their own, and the other parts of
+    blocks that contain them are units as if there were no block.
 
     Raises:
         InputError: the rule is invalid or matches no module; the model has no parameters.
@@ -62,6 +64,9 @@ def choose(
     if isinstance(rule, bool):  # an int in Python, but not a number of bytes
         raise _no_rule(rule)
     tops = _tops(root, rule)
+    divided = {top for top in tops for name in alone if f"{name}.".startswith(f"{top}.")}
+    tops = {name: module for name, module in tops.items() if name not in divided}
+    tops |= {name: root.get_submodule(name) for name in alone}
     by_size = isinstance(rule, int)
     specs = [UnitSpec(n, [m], block=n in tops or by_size) for n, m in _walk(root, "", tops)]
     _share_out(root, specs)

@@ -1,0 +1,1 @@
+"""Memory-centric tiling: a linear layer whose weights are gathered tile by tile."""

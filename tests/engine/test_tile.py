@@ -1,0 +1,295 @@
+"""`tile:N`: linear layers that are gathered, used and freed in tiles of their rows."""
+
+import gc
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import shardwise as sw
+from shardwise.comm.world import World, alone
+from shardwise.core.errors import InputError
+from shardwise.core.plan import Plan
+from shardwise.core.plan_check import problems
+from shardwise.core.tile import Tile
+from shardwise.engine.meter import Meter
+from shardwise.engine.timeline import measuring, predict_events
+from shardwise.models import gpt
+from tests.engine.cases import (
+    Case,
+    Task,
+    build,
+    oracle,
+    regression,
+    settled,
+    share,
+    small_gpt,
+    text,
+    tied_gpt,
+    vectors,
+)
+from tests.engine.offloading import assert_parity, assert_resumes, trained
+from tests.engine.test_timeline import both, check
+from tests.pool import run_gloo, run_threads
+
+TASK = Task()
+PLANS = ["dp2 zero3 tile:3", "dp4 zero3 tile:5=head,*.mlp.*", "dp1 offload:param tile:3"]
+WITH = [
+    *("dp1 zero3 tile:2", "dp2 zero3 tile:4=head accumulate:2", "dp2 zero3 tile:3=*"),
+    *("dp2 zero3 tile:2 recompute:full", "dp2 zero3 tile:3=* recompute:selective"),
+    *("dp_replicate2 dp_shard2 zero3 tile:3", "dp2 zero3 offload:param tile:3"),
+    *("dp2 zero3 offload:optim tile:3", "dp2 zero3 offload:optim@disk tile:3"),
+    "dp2 zero3 offload:optim=0.5 tile:3",
+]
+
+
+def assert_costs(results: list[Any]) -> None:
+    """What was sent and held in each step, on each tier, is what was predicted."""
+    for _, costs in results:
+        for (counted, predicted), (held, formula) in costs:
+            assert counted == predicted
+            assert held == formula
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_parity_and_costs(plan: str):
+    """fp64, clipped, ranks that begin with different weights: 3 steps on real processes."""
+    case = Case(f"{plan} fp64", clip=0.5, seeds=True)
+    results = run_gloo(Plan.parse(plan).size, trained, TASK, case)
+    assert_parity(results, oracle(TASK, case), 1e-10)
+    assert_costs(results)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("words", WITH)
+def test_with_other_techniques(words: str, clip: float | None):
+    """Together with accumulation, recomputation, hybrid sharding and offload."""
+    case = Case(f"{words} fp64", clip=clip)
+    results = run_threads(Plan.parse(words).size, trained, TASK, case)
+    assert_parity(results, oracle(TASK, case), 1e-10)
+    assert_costs(results)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_16_bits(precision: str):
+    """Losses near those without tiles: products are the same, sums in another order."""
+    plain, tiled = (
+        run_threads(2, trained, TASK, Case(f"dp2 zero3 {precision} {words}", clip=0.5))
+        for words in ("", "tile:3=*")
+    )
+    for (run, _), (other, _) in zip(plain, tiled, strict=True):
+        assert run.losses == pytest.approx(other.losses, rel=1e-2)
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero3 tile:3", "dp2 zero3 tile:2=* accumulate:2 bf16"])
+def test_every_event_is_predicted_to_the_byte(plan: str):
+    """Parameters, gathered tiles, gradients, optimizer and kept activations, on every rank."""
+    check(run_threads(2, both, plan, "gpt", {}))
+
+
+def wide() -> nn.Module:
+    """A classifier whose last layer has nearly all of its parameters."""
+    return settled(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 2048)))
+
+
+def classes(rank: int) -> tuple[Tensor, Tensor]:
+    """64 rows, and the class of each."""
+    own = torch.Generator().manual_seed(rank)
+    return torch.randn(64, 6, generator=own), torch.randint(0, 2048, (64,), generator=own)
+
+
+def class_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def peaks(world: World, plan: str) -> tuple[Any, ...]:
+    """The events of a step, predicted and measured; the most bytes of all categories; leaks."""
+    options: dict[str, Any] = {
+        "loss": class_loss,
+        "least_unit_bytes": 0,
+        "optimizer": sw.SGD(lr=0.1),
+    }
+    engine = sw.parallelize(wide(), plan, world, **options)
+    batch = classes(world.rank)
+    meter = Meter(engine)
+    for _ in range(3):
+        with meter:
+            engine.step(batch)
+    world.barrier()  # until then the other thread may hold a message of this one
+    gc.collect()
+    leaks = meter.leaks()
+    with measuring(engine, batch) as measured:
+        engine.step(batch)
+    _, predicted = predict_events(wide(), plan, batch, rank=world.rank, **options)
+    return (measured.events, predicted), meter.peak_bytes, leaks
+
+
+def test_the_peak_falls_with_the_number_of_tiles():
+    """Gathered weights, gradients and logits: predicted, measured, and less with more tiles."""
+    most: list[tuple[int, int]] = []
+    for words in ("", "tile:4", "tile:16"):
+        ranks = run_threads(2, peaks, f"dp2 zero3 fp32 {words}")
+        check([events for events, _, _ in ranks])
+        assert all(leaks == [] for _, _, leaks in ranks)
+        (_, predicted), peak, _ = ranks[0]
+        most.append((max(event.total for event in predicted), peak))
+    for more, fewer in zip(most[1:], most, strict=False):
+        assert more[0] < fewer[0] and more[1] < fewer[1]
+
+
+# --- names, checkpoints, values ------------------------------------------------------------------
+
+
+def test_names_and_identity_are_kept():
+    """Parameters and keys are those of the plain model; optimizer groups match their names."""
+    model = small_gpt()
+    before = dict(model.named_parameters())
+    spec = sw.AdamW(lr=0.1, groups={"head.*": {"lr": 0.0}})
+    engine = sw.parallelize(model, "offload:param tile:3 fp64", alone(), spec, loss=gpt.loss)
+    assert {name: id(p) for name, p in before.items()} == {
+        name: id(p) for name, p in model.named_parameters()
+    }
+    engine.step(text(0))
+    plain, found = small_gpt().double(), sw.full_state_dict(engine)
+    assert list(found) == list(plain.state_dict())
+    assert torch.equal(found["head.weight"], plain.state_dict()["head.weight"])
+    assert not torch.equal(found["embed.weight"], plain.state_dict()["embed.weight"])
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("dp2 zero3 tile:3", "ddp"),
+        ("dp2 zero1", "dp2 zero3 tile:4=*"),
+        ("dp2 zero3 tile:3", "dp4 zero3 tile:5=head,*.mlp.*"),
+        ("dp2 zero3 tile:3 bf16", "dp1 offload:param tile:2 bf16"),
+    ],
+)
+def test_checkpoints_with_and_without_tiles(before: str, after: str):
+    """Saved after two steps under one plan and resumed under another: a run without a stop."""
+    assert_resumes(TASK, before, after)
+
+
+def initial(world: World, plan: str) -> tuple[float, float]:
+    with torch.device("meta"):
+        model = gpt.GPT(small_gpt().config)  # type: ignore[arg-type]
+    engine = sw.parallelize(model, plan, world, loss=gpt.loss, tokens=gpt.tokens, seed=7)
+    batch = share(text(0), world.rank, world.size)
+    return engine.evaluate(batch)[0], engine.step(batch).loss
+
+
+def test_models_on_the_meta_device():
+    """Weights that follow from the seed, the same with tiles; evaluation and training agree."""
+    (plain, first), *_ = run_gloo(2, initial, "dp2 zero3 fp64")
+    for evaluated, trained_ in run_gloo(2, initial, "dp2 zero3 fp64 tile:3=*"):
+        assert evaluated == pytest.approx(plain, rel=1e-10)
+        assert trained_ == pytest.approx(first, rel=1e-10)
+
+
+class Perceptron(nn.Module):
+    """Layers with biases, one of them frozen, in blocks with parameters of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaled() for _ in range(2))
+        self.last = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((6,), 0.7))
+        self.up, self.down = nn.Linear(6, 9), nn.Linear(9, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.down(self.up(x).tanh())
+
+
+def perceptron() -> nn.Module:
+    return settled(Perceptron())
+
+
+@pytest.mark.parametrize("plan", ["dp2 zero3 tile:2", "dp2 zero3 tile:3=*.up,last recompute:full"])
+def test_biases_and_parameters_around_tiles(plan: str):
+    """Biases are in tiles too; a layer's output that no cross-entropy takes is computed whole."""
+    task = Task(perceptron, vectors, regression, None)
+    case = Case(f"{plan} fp64", clip=0.5)
+    results = run_threads(2, trained, task, case)
+    assert_parity(results, oracle(task, case), 1e-10)
+    assert_costs(results)
+
+
+# --- errors --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "word", ["tile", "tile:", "tile:x", "tile:0", "tile:1", "tile:2.5", "tile:-4", "tile:2="]
+)
+def test_wrong_words(word: str):
+    """N is a whole number from 2: the error shows the word to write."""
+    with pytest.raises(InputError, match="tile:4"):
+        Plan.parse(f"dp2 zero3 {word}")
+
+
+def test_the_word_round_trips():
+    """Text to plan and back, with and without names of layers."""
+    for text_ in ("tile:4", "tile:3=head,blocks.*.mlp.up"):
+        plan = Plan.parse(f"dp2 zero3 {text_}")
+        assert str(plan).endswith(text_) and Plan.parse(str(plan)) == plan
+    assert plan.tiled == Tile(3, ("head", "blocks.*.mlp.up"))
+
+
+@pytest.mark.parametrize(
+    ("plan", "instead"),
+    [
+        ("dp2 tile:4", "'dp2 zero3 tile:4'"),
+        ("dp2 zero2 tile:4", "'dp2 zero3 tile:4'"),
+        ("dp2 pp2 zero3 tile:4", "'pp2 dp2 zero3'"),
+        ("dp2 tp2 zero3 tile:4", "'dp2 tp2 zero3'"),
+        ("dp2 zero3 activations:host tile:4", "'dp2 zero3 activations:host'"),
+    ],
+)
+def test_plans_that_do_not_go_with_tiles(plan: str, instead: str):
+    """The error says why, and names a plan that runs."""
+    (problem,) = problems(Plan.parse(plan))
+    assert "tile:4" in str(problem)
+    assert problem.instead == instead
+    assert not problems(Plan.parse(instead.strip("'")))
+
+
+@pytest.mark.parametrize(
+    ("make", "word", "named"),
+    [
+        (small_gpt, "tile:2=nothing", "nothing matches no linear layer"),
+        (small_gpt, "tile:38=head", "tile:37"),
+        (tied_gpt, "tile:2=head", "another module"),
+        (partial(nn.Sequential, nn.Conv1d(2, 2, 1)), "tile:2", "without a linear layer"),
+    ],
+)
+def test_layers_that_cannot_be_tiled(make: Any, word: str, named: str):
+    """Unknown names, more tiles than features, shared weights: refused, the model unchanged."""
+    model = make()
+    with pytest.raises(InputError, match=named):
+        sw.parallelize(model, f"offload:param {word}", alone(), loss=gpt.loss)
+    assert not any("tiles" in name for name, _ in model.named_modules())
+
+
+def test_layers_by_default():
+    """Layers with half the weights of the largest one; a tied head is left out."""
+    for make, wanted in ((small_gpt, ["head", "gate", "up", "down"]), (tied_gpt, ["gate"])):
+        engine = build(alone(), Task(make), Case("offload:param tile:2 fp32"))
+        tiled = {unit.name.split(".tiles")[0] for unit in engine.data.units.order}
+        tiled = {n for n in tiled if hasattr(engine.model.get_submodule(n), "tiles")}
+        assert all(any(n.endswith(end) for n in tiled) for end in wanted)
+        assert ("head" in tiled) == (make is small_gpt)
