@@ -16,7 +16,7 @@ NAMES = [
     *("Optim", "P", "Pipe", "Plan", "R", "RankError", "RunError", "S", "Table", "World"),
     *("balance_by_time", "clip_grad_norm", "cross_entropy", "derive_table", "fill_from"),
     *("full_state_dict", "init", "load"),
-    *("move", "no_sync", "parallelize", "predict", "save", "spawn", "unwrap"),
+    *("move", "no_sync", "parallelize", "place_experts", "predict", "save", "spawn", "unwrap"),
     *("DataParallel", "gather", "parallel_apply", "replicate", "scatter"),
 ]
 
