@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.disk import Buffer, Disk, Extent
+from shardwise.comm.malloc import return_freed_memory
 from shardwise.comm.tiers import Tiers, begin_copy
 from shardwise.comm.world import World
 from shardwise.core.chunks import CHUNK_NUMEL, reserved_bytes
@@ -313,6 +314,7 @@ def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) ->
         )
     disk = Disk(folder, world.rank, world.ledger)
     if plan.states.param_tier == "disk":  # which are written as they are laid out
+        return_freed_memory()
         precision = DTYPES[plan.precision]
         dtypes = [_wide(p.dtype if precision is None else precision) for p in model.parameters()]
         reserve(disk, world.tiers, len(_streamed_keys(first_states(training.optimizer))), dtypes)

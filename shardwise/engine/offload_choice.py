@@ -2,11 +2,11 @@
 
     nothing    optim=x for one unit, two, ...    optim    param
 
-The first that fits `device_memory` (on CUDA also the device's own memory) is taken. A prediction
-has no temporary memory of kernels: leave room for it.
+The first that fits `device_memory` (on CUDA also the device's own memory) is taken; it must fit on
+every stage of a pipeline. A prediction has no temporary memory of kernels: leave room for it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -17,7 +17,6 @@ from shardwise.core.plan_check import problems
 from shardwise.core.plan_parser import size_text
 from shardwise.prediction.peak import device_peak_bytes
 from shardwise.prediction.prediction import Prediction
-from shardwise.prediction.rank_shape import shape_on
 
 AUTO = "auto"
 
@@ -27,7 +26,7 @@ def with_offload(
 ) -> Plan:
     """`plan` with the offload chosen for `offload:auto`; any other plan is returned unchanged.
 
-    `predict` gives the prediction of a plan for the model and the batch of the run.
+    `predict` gives the prediction of a plan for the model and the batch of the run, on any rank.
 
     Raises InputError if there is no bound on the memory, or if nothing fits (with the least bound
     that does).
@@ -37,7 +36,7 @@ def with_offload(
     bound_bytes = _bound(plan, device)
     least = 0
     for found in _candidates(plan, predict):
-        peak = device_peak_bytes(found)
+        peak = max(device_peak_bytes(found.on(rank)) for rank in _stages(found))
         if peak <= bound_bytes:
             return found.plan
         least = min(least or peak, peak)
@@ -80,11 +79,17 @@ def _candidates(plan: Plan, predict: Callable[[Plan], Prediction]) -> Iterator[P
         if numels[first]:
             text = "optim" if share == 1 else f"optim={_rounded(share)!r}"
             changed = replace(none.plan, offload=text)
-            model = shape_on(none.spec, changed, none.rank)
-            yield replace(none, plan=changed, model=model)
+            yield none.on(none.rank, changed)
     whole = replace(plan, offload="param")
     if not problems(whole):
         yield predict(whole)
+
+
+def _stages(found: Prediction) -> Iterable[int]:
+    """A rank of each pipeline stage, which differ in what they store."""
+    if found.plan.pipeline is None:
+        return [found.rank]
+    return {found.plan.coordinate(r).get("pp", 0): r for r in range(found.plan.size)}.values()
 
 
 def _rounded(share: float) -> float:

@@ -19,8 +19,8 @@ PROJECT: Final = "DeepSpeed"
 STAGES: Final = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
 CONTEXT: Final = "write cpN in the plan, if `shardwise plan --words` has it"
 OFFLOAD: Final = (
-    "offload:optim has the optimizer state in host memory, offload:param parameters too, and "
-    "offload:optim@disk the state on a disk (docs/offload.md)"
+    "offload:optim has the optimizer state in host memory, offload:param parameters too; "
+    "offload:optim@disk and offload:param@disk have them on a disk (docs/offload.md)"
 )
 
 
@@ -68,12 +68,12 @@ def offloaded(draft: Draft, value: Any) -> str:
 
 
 def offloaded_param(draft: Draft, value: Any) -> str:
-    """Parameters in host memory, and the optimizer state with them; others are listed."""
-    draft.offload_param = str(value).lower() in ("cpu", "true")
-    none = str(value).lower() in ("none", "false")
+    """Parameters in host memory or on a disk, and the optimizer state with them."""
+    value = str(value).lower()
+    draft.offload_param, draft.disk_param = value in ("cpu", "true"), value == "nvme"
     if draft.offload_param and draft.disk:
-        return "parameters stay on the device where the optimizer state is on a disk"
-    return "" if draft.offload_param or none else OFFLOAD
+        return "parameters rest on the device, or with the state: offload:param@disk has both there"
+    return "" if draft.offload_param or draft.disk_param or value in ("none", "false") else OFFLOAD
 
 
 def _batch(_draft: Draft, value: Any) -> str:
@@ -110,6 +110,7 @@ RULES: Final[Rules] = {
     "zero_optimization.offload_param.device": offloaded_param,
     "zero_optimization.offload_optimizer.pin_memory": ALWAYS,
     "zero_optimization.offload_optimizer.nvme_path": key("offload.folder"),
+    "zero_optimization.offload_param.nvme_path": key("offload.folder"),
     "zero_optimization.offload_optimizer.*": why(OFFLOAD),
     "zero_optimization.offload_param.*": why(OFFLOAD),
     "zero_optimization.cpu_offload": offloaded,

@@ -27,6 +27,7 @@ class Draft:
     offload: bool = False  # of the optimizer state to host memory
     offload_param: bool = False  # of parameters too
     disk: bool = False  # the optimizer state to a disk
+    disk_param: bool = False  # parameters too
     activations: bool = False  # the same of activations
     axes: dict[str, int] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -44,9 +45,10 @@ class Draft:
     @property
     def _offload(self) -> list[str]:
         """The word `offload`; rows that keep all parameters and update a block have no `param`."""
-        if self.disk:
-            return ["offload:optim@disk"]
-        if self.offload_param and self.row in ("zero3", "ddp", None):
+        whole = self.row in ("zero3", "ddp", None)
+        if self.disk or self.disk_param:
+            return ["offload:param@disk" if self.disk_param and whole else "offload:optim@disk"]
+        if self.offload_param and whole:
             return ["offload:param"]
         return ["offload:optim"] * (self.offload or self.offload_param)
 

@@ -1,7 +1,7 @@
 """The memory and the bytes sent of one rank of a plan, computed before any rank starts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwise.core.expert_moves import Loads
 from shardwise.core.model_spec import ModelShape, ModelSpec
@@ -11,9 +11,9 @@ from shardwise.core.pool_size import pool_bytes
 from shardwise.prediction.arenas import arenas_bytes
 from shardwise.prediction.disk import buffer_bytes, disk_bytes, moved_bytes
 from shardwise.prediction.experts import exchanged_between, expert_bytes
-from shardwise.prediction.host import copied_bytes
+from shardwise.prediction.host import copied_bytes, fetched_bytes, kept_bytes
 from shardwise.prediction.memory import ADAM, OptimizerShape, by_tier, held_bytes, host_bytes
-from shardwise.prediction.rank_shape import added_flops_on
+from shardwise.prediction.rank_shape import added_flops_on, shape_on
 from shardwise.prediction.traffic import (
     Line,
     by_kind,
@@ -50,6 +50,22 @@ class Prediction:
     host_activations: int = 0
     fetched: int = 0
     notes: tuple[str, ...] = ()
+
+    def on(self, rank: int, plan: Plan | None = None) -> "Prediction":
+        """The prediction for another rank with the same place on the tensor axis.
+
+        `plan` may differ from this one's in its offload.
+        """
+        plan = self.plan if plan is None else plan
+        return replace(
+            self,
+            plan=plan,
+            rank=rank,
+            model=shape_on(self.spec, plan, rank),
+            activations=kept_bytes(self.spec, plan, rank, on_host=False),
+            host_activations=kept_bytes(self.spec, plan, rank, on_host=True),
+            fetched=fetched_bytes(self.spec, plan, rank),
+        )
 
     @property
     def world(self) -> int:

@@ -154,7 +154,7 @@ class RunSection(BaseModel):
 
 
 class OffloadSection(BaseModel):
-    """[offload]: the folder of states that rest on a disk, under a plan with offload:optim@disk."""
+    """[offload]: the folder of states that rest on a disk, under a plan with offload:...@disk."""
 
     model_config = CLOSED
 

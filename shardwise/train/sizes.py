@@ -10,7 +10,7 @@ import torch
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.suggest import suggest
-from shardwise.core.zero import STATE_BYTES, bytes_per_parameter, row_of
+from shardwise.core.zero import STATE_BYTES, bytes_per_parameter
 from shardwise.engine import expert_parallel, tensor_parallel
 from shardwise.models import hf, pretrained
 from shardwise.models.decoder import Sizes, build, numbers, parameters
@@ -79,10 +79,14 @@ def _moe_config(section: ModelSection, experts: int, dense: GPTConfig) -> MoECon
 def state_bytes(sizes: Sizes, plan: Plan) -> int:
     """A lower bound of the bytes on all ranks between steps: weights, gradients, Adam's state.
 
-    It excludes padding, parameters that tensor ranks replicate, and activations.
+    It excludes padding, parameters that tensor ranks replicate, activations, and what rests on a
+    disk.
     """
-    shard = plan.mesh.size_of(plan.shard_axis or "none")
-    each = bytes_per_parameter(row_of(plan.row), shard, *STATE_BYTES[plan.precision or "fp32"])
+    shard, states = plan.mesh.size_of(plan.shard_axis or "none"), plan.states
+    param, grad, optim = STATE_BYTES[plan.precision or "fp32"]
+    param *= states.param_tier != "disk"
+    grad, optim = (n * (states.optim_tier != "disk") for n in (grad, optim))
+    each = bytes_per_parameter(states, shard, param, grad, optim)
     # tensor ranks and stages divide the parameters; the data ranks replicate each part,
     # at least once for each group over which experts are distributed
     return int(parameters(sizes) * each * plan.data_size / plan.ep)

@@ -1,6 +1,7 @@
 """The memory of one step of a run, moment by moment: measured, and predicted if possible.
 
-It is the second step of this program: the first one also allocates lasting memory.
+It is the second step of this program: the first one also allocates lasting memory.  With states on
+a disk no step is measured: its update has many times the operations, each of which is looked at.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,8 @@ class StepMemory:
 
     def __init__(self, engine: Engine, done: int, steps: int) -> None:
         self.engine, self.step = engine, min(done + 1, steps - 1)
+        if engine.optimizer.disk is not None:
+            self.step = -1
         self.events: Sequence[Event] = ()
         self.batch: Any = None
         self.activations: dict[str, int] = {}  # at the peak of the step

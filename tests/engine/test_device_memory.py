@@ -77,6 +77,28 @@ def test_the_least_offload_that_fits(row: str):
         with_offload(Plan.parse(f"{plain} offload:auto device_memory:{least - 1}B"), predicted)
 
 
+def test_it_fits_on_every_stage():
+    """The first stage keeps more activations, the last the head: the larger decides."""
+    rows = share(TASK.batch(0), 0, 1)
+
+    def on(rank: int) -> Prediction:
+        plan = Plan.parse("pp2 1f1b:2 fp32")
+        return predict(TASK.make(), plan, rows, rank=rank, loss=TASK.loss, units=1)
+
+    peaks = [device_peak_bytes(on(rank)) for rank in range(2)]
+    assert peaks[0] != peaks[1]
+    for first in range(2):  # seen from either stage
+        for bound, expected in ((max(peaks), None), (max(peaks) - 1, "optim")):
+            plan = Plan.parse(f"pp2 1f1b:2 fp32 offload:auto device_memory:{bound}B")
+            found = with_offload(
+                plan,
+                lambda tried, rank=first: predict(
+                    TASK.make(), tried, rows, rank=rank, loss=TASK.loss, units=1
+                ),
+            )
+            assert (found.offload or "")[:5] == (expected or "")
+
+
 def test_a_chosen_plan_runs_in_its_bound():
     """With room for temporaries the chosen plan runs; without offload there is too little."""
     bound = device_peak_bytes(predicted(Plan.parse("dp1 fp32 offload:optim")))

@@ -143,6 +143,17 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "zero3 offload:optim@disk",
     ),
+    "ZeRO-Infinity's parameters": (
+        "json",
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/mnt/nvme"},
+                "offload_param": {"device": "nvme", "nvme_path": "/mnt/nvme"},
+            }
+        },
+        "zero3 offload:param@disk",
+    ),
     "FSDP 1 with CPUOffload": (
         "yaml",
         LAUNCHED | {"fsdp_config": FSDP | {"fsdp_offload_params": True}},

@@ -1,14 +1,18 @@
-"""What a run says of its disk at the end."""
+"""What a run says of its disk at the end, and what does not count as memory."""
 
 import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import shardwise as sw
 from shardwise.comm.world import World
+from shardwise.core.plan import Plan
+from shardwise.models.gpt import SIZES, parameters
 from shardwise.train.disk_share import disk_share
+from shardwise.train.sizes import state_bytes
 from tests.pool import run_gloo
 
 
@@ -34,3 +38,18 @@ def test_the_bandwidth_of_both_ranks_and_its_share(tmp_path: Path) -> None:
     assert second == ""
     assert run_gloo(2, said, str(tmp_path), "") == ["", ""]
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "each"),
+    [
+        ("dp2 zero2 offload:optim", 2 * 4 + 4 + 8),
+        ("dp2 zero2 offload:optim@disk", 2 * 4),
+        ("dp2 zero3 offload:param@disk", 0),
+        ("dp1 bf16 offload:param@disk", 0),
+    ],
+)
+def test_what_rests_on_a_disk_needs_no_memory(words: str, each: int) -> None:
+    """Bytes a parameter on all ranks: a run that does not fit the memory may rest on a disk."""
+    sizes, plan = SIZES["tiny"], Plan.parse(words)
+    assert state_bytes(sizes, plan) == each * parameters(sizes)
