@@ -144,7 +144,19 @@ class BoxSavePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        return self.tensors[write_item.index]
+        return _alone(self.tensors[write_item.index])
+
+
+def _alone(piece: Tensor) -> Tensor:
+    """The piece with a storage of its own size over the same memory, if it has no gaps.
+
+    torch.distributed.checkpoint copies a tensor that is a part of a storage, and keeps the copies
+    until it has written all: as much memory again as is saved.
+    """
+    if not (piece.is_cpu and piece.is_contiguous() and piece.numel()):
+        return piece
+    raw = piece.detach().view(-1).view(torch.uint8)
+    return torch.from_numpy(raw.numpy()).view(piece.dtype).view(piece.shape)
 
 
 class BoxLoadPlanner(LoadPlanner):
