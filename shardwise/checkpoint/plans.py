@@ -107,8 +107,8 @@ class BoxSavePlanner(SavePlanner):
             for offsets, sizes in split_block(box.offsets, box.sizes, limit):
                 begin = tuple(o - b for o, b in zip(offsets, box.offsets, strict=True))
                 item = _write_item(box, offsets, sizes)
-                place = places.setdefault(_key(item), len(items))
-                if place < len(items):  # the step count of a parameter in tiles: of each the same
+                place = len(items) if box.shape else places.setdefault(_key(item), len(items))
+                if place < len(items):  # a 0-d step count, which the tiles of a parameter share
                     replicas[place] = min(replicas[place], box.replica)
                     continue
                 items.append(item)

@@ -16,6 +16,7 @@ COMMANDS = {
     "train": {
         "config",
         "--plan",
+        "--model",
         "--nproc",
         "--set",
         "--resume",
