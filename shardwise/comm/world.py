@@ -81,7 +81,8 @@ def counted_axis(
 class World:
     """All ranks of a run, or those of one independent expert, seen from one of them.
 
-    `expert` is its number; None: the world has all ranks.
+    `expert` is its number; None: the world has all ranks. `suffix` ends the names of `axes`, under
+    which their bytes are counted, but not those in `mesh`.
     """
 
     rank: int
@@ -96,11 +97,13 @@ class World:
     arenas: Arenas = field(default_factory=Arenas)
     tiers: Tiers = field(default_factory=Tiers)
     expert: int | None = None
+    suffix: str = ""
 
     def axis(self, name: str) -> Axis:
-        """The axis called `name`; of size one if the mesh has no such axis."""
-        alone = Axis(name, ledger=self.ledger)
-        return next((axis for axis in self.axes if axis.name == name), alone)
+        """The axis `name` of the mesh; of size one if the mesh has no such axis."""
+        called = f"{name}{self.suffix}"
+        alone = Axis(called, ledger=self.ledger)
+        return next((axis for axis in self.axes if axis.name == called), alone)
 
     def on(self, mesh: Mesh) -> "World":
         """This world with the axes of `mesh`, and a new ledger, pool, arenas and table of tiers.
@@ -116,19 +119,30 @@ class World:
                 "a mesh with as many ranks as there are processes",
                 f"start {mesh.size} processes, or write 'dp{self.size}'",
             )
-        ledger, pool = Ledger(), Pool()
-        opened = []
-        for name, size in mesh.axes:
-            if size > 1:
-                lines = mesh.lines(name)
-                now = self.links.transport(name, lines, self.rank)
-                behind = self.links.transport(name, lines, self.rank, "behind")
-                opened.append(counted_axis(name, (now, behind), ledger, pool))
-        here = self.everyone
+        ledger, pool, here = Ledger(), Pool(), self.everyone
         everyone = counted_axis(here.name, (here.transport, here.behind), ledger, pool)
-        axes, tiers = tuple(opened), Tiers(ledger, self.device)
-        changed = replace(self, mesh=mesh, axes=axes, everyone=everyone, ledger=ledger, pool=pool)
-        return replace(changed, arenas=Arenas(), tiers=tiers)
+        tiers = Tiers(ledger, self.device)
+        own = replace(self, everyone=everyone, ledger=ledger, pool=pool, tiers=tiers)
+        return replace(own, arenas=Arenas()).beside(mesh)
+
+    def beside(self, mesh: Mesh, suffix: str = "") -> "World":
+        """This world with the axes of `mesh` alone, and the same ledger, pool, arenas and tiers.
+
+        Bytes are counted under the names of the axes and `suffix`. All ranks must call it.
+        """
+        axes = tuple(
+            self.across(f"{name}{suffix}", mesh.lines(name)) for name, size in mesh.axes if size > 1
+        )
+        return replace(self, mesh=mesh, axes=axes, suffix=suffix)
+
+    def across(self, called: str, lines: Sequence[Sequence[int]]) -> Axis:
+        """An axis of the ranks that are in one of `lines` with this one.
+
+        `lines` divide all ranks of the world into lists of one length. All ranks must call it.
+        """
+        now = self.links.transport(called, lines, self.rank)
+        behind = self.links.transport(called, lines, self.rank, "behind")
+        return counted_axis(called, (now, behind), self.ledger, self.pool)
 
     def within(self, name: str, groups: Sequence[Sequence[int]], called: str = "") -> Axis:
         """The ranks of axis `name` that are in the same group as this one.  All ranks must call it.
@@ -138,13 +152,14 @@ class World:
         """
         here = self.axis(name)
         mine = next(group for group in groups if here.rank in group)
+        called = called or here.name
         if all(len(group) == 1 for group in groups):
-            return Axis(called or name, ledger=self.ledger)
+            return Axis(called, ledger=self.ledger)
         lines = [[line[r] for r in group] for line in self.mesh.lines(name) for group in groups]
         # every rank opens every group, in the same order, as torch.distributed requires
         pair = [self.links.transport(name, lines, self.rank, queue) for queue in ("now", "behind")]
         opened = pair if len(mine) > 1 else []
-        return counted_axis(called or name, opened, self.ledger, self.pool)
+        return counted_axis(called, opened, self.ledger, self.pool)
 
     def split(self, groups: Sequence[Sequence[int]]) -> "World":
         """The world of the ranks that are in the same group as this one, for independent experts.

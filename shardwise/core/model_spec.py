@@ -144,12 +144,26 @@ class Call(NamedTuple):
     recorded: bool = True
 
 
+class RowGather(NamedTuple):
+    """Rows gathered for the layer `layer` between two tensor degrees, in forward or backward.
+
+    `numel` is that of the gathered tensor, of parts of one size.
+    """
+
+    layer: str
+    degrees: tuple[int, int]
+    numel: int
+    dtype: str
+    phase: str
+
+
 class ModelPass(NamedTuple):
     """A forward and a backward pass of the plain model: the calls of its modules, in order.
 
     `tape` records what autograd keeps from forward to backward. `losses` are the cross-entropies of
     logits sharded over tensor ranks. `joins` has the shapes and types of logits that are gathered;
-    they are `trained` if backward gathers them. `saves` are the numbers of calls after which
+    they are `trained` if backward gathers them. `rows` are gathered for layers with a mesh of their
+    own. `saves` are the numbers of calls after which
     autograd saved a tensor. `moves` are those of layers of experts. `note` states what depends on
     the values of the batch.
     """
@@ -161,6 +175,7 @@ class ModelPass(NamedTuple):
     joins: tuple[Value, ...] = ()
     saves: tuple[int, ...] = ()
     moves: tuple[LayerMove, ...] = ()
+    rows: tuple[RowGather, ...] = ()
     note: str = ""
 
 
@@ -245,7 +260,8 @@ class ModelSpec:
     these there are the `tapes` of all microbatches. `arenas`: inputs that recomputation keeps are
     copied to an arena. `experts` has the layouts on the axis `ep`, by
     the names of the parameters that it cuts; `expert_layers` are by name, `expert_moves` those of
-    each microbatch.
+    each microbatch. `layers` has the styles of layers with a mesh of their own, by the number of
+    their plan, and `row_gathers` what these gather in each microbatch.
     """
 
     shape: ModelShape
@@ -260,3 +276,5 @@ class ModelSpec:
     tapes: tuple[Tape, ...] = ()
     expert_layers: Mapping[str, ExpertLayer] = field(default_factory=dict[str, ExpertLayer])
     expert_moves: tuple[tuple[LayerMove, ...], ...] = ()
+    layers: Mapping[int, TensorSpec] = field(default_factory=dict[int, TensorSpec])
+    row_gathers: tuple[tuple[RowGather, ...], ...] = ()

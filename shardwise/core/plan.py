@@ -3,16 +3,19 @@
     dp2 zero3 bf16              2 ranks, all states sharded, computation in bfloat16
     dp_replicate2 dp_shard4 zero2 accumulate:4
     dp2 tp2 pp2 zero1 1f1b:8 bf16
+    dp4 zero3 | embed,head: tp4 zero1         layers with a plan of their own (layer_plan.py)
 
 Words come in any order; a word left out has its default. A plan without a data axis runs on any
 world whose size its other axes divide: `completed` adds the `dp` axis. A `Plan` can hold anything
 that the words can say; plan_check.py decides whether this version can run it.
 """
 
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from shardwise.core.errors import bad
+from shardwise.core.layer_plan import LayerPlan, split_layers
 from shardwise.core.mesh import AXES, Mesh
 from shardwise.core.offload import Offload
 from shardwise.core.offload import parse as parse_offload
@@ -40,6 +43,7 @@ class Plan:
                 as written
     device_memory_bytes
                 the most that a rank may store on its device
+    layers      plans of single layers
 
     Raises InputError for a value that no plan word can set.
     """
@@ -59,6 +63,7 @@ class Plan:
     buffers_bytes: int | None = None
     arenas: bool = False
     device_memory_bytes: int | None = None
+    layers: tuple[LayerPlan, ...] = ()
 
     def __post_init__(self) -> None:
         place = {name: place for place, name in enumerate(AXES)}
@@ -67,8 +72,10 @@ class Plan:
         written = str(self.row).startswith("row:")
         row = str(row_of(self.row)) if written else ALIASES.get(self.row, self.row)
         object.__setattr__(self, "row", row)
-        parsed = read(str(self))  # values must obey the rules of the words
+        parsed = read(self.words)  # values must obey the rules of the words
         for field in fields(self):
+            if field.name == "layers":
+                continue
             value: Any = getattr(self, field.name)
             if value not in (field.default, parsed.get(field.name)):
                 given = f"a plan with {field.name}={value!r}"
@@ -77,10 +84,16 @@ class Plan:
     @classmethod
     def parse(cls, text: str) -> "Plan":
         """Parse a plan. Raises InputError that lists every wrong word."""
-        return cls(**read(text))
+        words, layers = split_layers(text)
+        return cls(**read(words), layers=layers)
 
     def __str__(self) -> str:
         """The canonical text: axes outermost first, then the other words, without defaults."""
+        return " | ".join([self.words, *map(str, self.layers)])
+
+    @property
+    def words(self) -> str:
+        """The text without the plans of single layers."""
         words = [f"{name}{size}" for name, size in self.axes]
         words += ["sp"] * self.sp
         words += [f"experts:{self.experts}"] * (self.experts is not None)
@@ -117,8 +130,37 @@ class Plan:
         """
         return self.shard_axis or "dp"
 
+    def of_layers(self, number: int) -> "Plan":
+        """The plan of the layers of `layers[number - 1]`; 0: of all other layers.
+
+        The axes that it names replace those of the model except `pp`; ranks left over are `dp`.
+        """
+        whole = replace(self, layers=())
+        if not number:
+            return whole
+        found = self.layers[number - 1].fields
+        if "axes" in found:
+            kept = tuple(axis for axis in self.mesh.axes if axis[0] == "pp")
+            found = found | {"axes": (*kept, *found["axes"])}
+        return replace(whole, **found).completed(self.size)
+
+    def layer_of(self, name: str) -> int:
+        """The number of the plan of a module or parameter: the first that matches it or a module
+        around it; 0 for that of the model.
+        """
+        parts = name.split(".") if self.layers else []
+        outer = [".".join(parts[: n + 1]) for n in range(len(parts))]
+        found = (n for n, layer in enumerate(self.layers, 1) if any(map(layer.matches, outer)))
+        return next(found, 0)
+
     def size_of(self, axis: str) -> int:
-        """The number of ranks of an axis: one of the mesh, `ep` or `edp`."""
+        """The number of ranks of an axis: one of the mesh, `ep` or `edp`.
+
+        Axes of the mesh of `layers[n - 1]` are called "dp.n", "tp.n".
+        """
+        name, _, number = axis.partition(".")
+        if number:
+            return self.of_layers(int(number)).size_of(name)
         if axis == "edp":
             return self.mesh.size_of(self.inner_data_axis) // self.ep
         return self.ep if axis == "ep" else self.mesh.size_of(axis)
@@ -127,6 +169,10 @@ class Plan:
         """The place of a global rank on each axis of the mesh, and on `ep` and `edp`."""
         here = self.mesh.coordinate(rank)
         edp, ep = divmod(here.get(self.inner_data_axis, 0), self.ep)
+        for number, layers in enumerate(self.layers, 1):
+            if layers.has_axes:
+                own = self.of_layers(number).mesh.coordinate(rank)
+                here |= {f"{axis}.{number}": place for axis, place in own.items()}
         return here | {"ep": ep, "edp": edp}
 
     @property
@@ -150,9 +196,15 @@ class Plan:
             return self
         if ranks is None:
             least = 2 if self.size == 1 or self.row != "ddp" else 1
-            ranks = self.size * max(least, self.ep)
+            ranks = math.lcm(self.size * max(least, self.ep), *self._layer_ranks)
         data, over = divmod(ranks, self.size)
         return self if over or data <= 1 else replace(self, axes=(*self.axes, ("dp", data)))
+
+    @property
+    def _layer_ranks(self) -> list[int]:
+        """The products of the axes that the plans of single layers name, and of `pp`."""
+        axes = (layer.fields.get("axes", ()) for layer in self.layers)
+        return [math.prod(size for _, size in own) * self.mesh.size_of("pp") for own in axes]
 
     @property
     def pipeline(self) -> str | None:

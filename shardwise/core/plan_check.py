@@ -4,6 +4,7 @@ from dataclasses import replace
 from math import gcd
 
 from shardwise.core.errors import InputError, Problem, refusal
+from shardwise.core.layer_plan_check import layer_problems
 from shardwise.core.plan import Plan
 from shardwise.core.plan_parser import (
     MOST,
@@ -34,7 +35,9 @@ def problems(plan: Plan, world_size: int | None = None) -> list[Problem]:
     own += _buffers(plan.completed(world_size) if world_size else plan)
     own += _arenas(plan)
     own += _tiles(plan)
-    return [*own, *_world(plan, world_size)]
+    whole = _world(plan, world_size)
+    layers = [] if own or whole else layer_problems(plan.completed(world_size), problems)
+    return [*own, *whole, *layers]
 
 
 def require(plan: Plan, world_size: int | None = None) -> None:

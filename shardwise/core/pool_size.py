@@ -37,7 +37,8 @@ def smallest_pool_bytes(plan: Plan) -> int:
 
     A piece needs a message from each other rank, perhaps a copy of each sent one, and the sums.
     """
-    longest = max((size for _, size in plan.axes), default=1)
+    meshes = [plan.axes, *(plan.of_layers(n + 1).axes for n in range(len(plan.layers)))]
+    longest = max((size for axes in meshes for _, size in axes), default=1)
     return SLOTS * PIECE_BYTES * (2 * (longest - 1) + SUMS)
 
 

@@ -7,6 +7,7 @@ before, by the sizes of full parameters, so that all ranks make the same choice.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import nn
 
@@ -16,12 +17,13 @@ from shardwise.core.arena_slots import Slots, gradient_slots
 from shardwise.core.hook import Hook, nothing
 from shardwise.engine import expert_parallel, stage_module, tensor_parallel
 from shardwise.engine.expert_parallel import ExpertLayout
+from shardwise.engine.regions import Regions
 from shardwise.engine.shard import (
     Sharding,
     agreed,
     flats_of,
+    gathers,
     hooked,
-    shard,
     sizes,
     sums_of,
     units_of,
@@ -35,11 +37,16 @@ from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.hooks import Data, Pace
 from shardwise.parallel.data.staged_hooks import StagedUnits
 from shardwise.parallel.data.units import Unit, Units
+from shardwise.parallel.data.wrap_policy import UnitSpec
+from shardwise.parallel.redistribute.exchange import RowExchange
 
 
 @dataclass(frozen=True)
 class ShardedModel:
-    """A sharded model: its data axes, units and flat groups, and its state on the other axes."""
+    """A sharded model: its data axes, units and flat groups, and its state on the other axes.
+
+    `own` has the flat groups of layers with a plan of their own, and the axes of their norm.
+    """
 
     axes: tuple[Axis, Axis]
     tensors: Tensors
@@ -47,12 +54,34 @@ class ShardedModel:
     staging: Staging | None
     data: Data
     flats: list[Flat]
+    rows: RowExchange
+    own: list[tuple[list[Flat], tuple[Axis, ...]]]
 
     @property
-    def norm_axes(self) -> tuple[Axis, ...]:
-        """The axes whose ranks hold different parts of the gradients, pipeline apart."""
-        shard = self.axes[0]
-        return shard, *((self.experts.axis,) if shard.size == 1 else ()), self.tensors.axis
+    def norms(self) -> list[tuple[list[Flat], tuple[Axis, ...]]]:
+        """Flat groups, and the axes whose ranks hold different parts of their gradients.
+
+        The pipeline's axis apart.
+        """
+        shard, own = self.axes[0], {id(flat) for flats, _ in self.own for flat in flats}
+        axes = shard, *((self.experts.axis,) if shard.size == 1 else ()), self.tensors.axis
+        return [([flat for flat in self.flats if id(flat) not in own], axes), *self.own]
+
+    @property
+    def rows_of_others(self) -> bool:
+        """Whether this rank computes rows of other ranks, in experts or in layers of a mesh."""
+        return self.experts.routes or bool(self.rows.axes)
+
+    def begin(self, parts: Sequence[Any], *, trains: bool = False) -> list[Any]:
+        """A pass over these parts of a batch begins; returns the parts to compute."""
+        found = self.experts.begin(parts) if trains else self.experts.with_stand_ins(parts)
+        self.rows.begin(found)
+        return found
+
+    def enter(self, part: Any) -> None:
+        """The forward of this part begins."""
+        self.experts.enter(part)
+        self.rows.enter(part)
 
     @property
     def data_rank(self) -> int:
@@ -62,9 +91,54 @@ class ShardedModel:
 
 def lay_out(model: nn.Module, build: Build, disk: Disk | None = None) -> ShardedModel:
     """Shard `model` in place.  All ranks of the world call it."""
+    world, plan, kernels = build.world, build.plan, kernels_of(build.kernels, build.world.device)
+    how = _sharding(model, build, disk)
+    schedule, tensor_ranks = stage_module.schedule_of(plan), world.axis(tensor_parallel.AXIS).size
+    regions = Regions.open(build, how)
+    if schedule is None:
+        specs = units_of(model, how, tensor_ranks, regions.unit_key)
+        tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table, kernels.products)
+        tensors.others = regions.lay_out(model, kernels.products)
+        experts = expert_parallel.lay_out(model, world, plan, how.axes)
+        build.recompute.apply(model, world, tensors)
+        units = regions.shard(how, specs, tensors, experts=experts)
+        data = hooked(model, how, units, Pace(ahead=build.prefetch, by_hand=False))
+        if plan.arenas:
+            world.arenas.gradients.reserve(_gradient_slots(units, data.pace), world.device)
+        kernels.install(model, data, sizes(units), several=plan.accumulate > 1)
+        regions.install(model)
+        return ShardedModel(
+            *(how.axes, tensors, experts, None, data, flats_of(units)),
+            *(regions.exchange, regions.norms(units, experts)),
+        )
+    at = stage_module.stages_of(model, build.starts, build.beside)
+
+    def unit_key(spec: UnitSpec) -> object:
+        return {at[name] for name, _ in spec.params}, regions.unit_key(spec)
+
+    specs = units_of(model, how, tensor_ranks, unit_key)
+    twins = stage_module.twin(model, world, plan, build.table)
+    stage_module.agree(model, world.axis(stage_module.AXIS), world.device)
+    tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table, kernels.products)
+    tensors.others = regions.lay_out(model, kernels.products)
+    experts = expert_parallel.lay_out(model, world, plan, how.axes)
+    build.recompute.apply(model, world, tensors)
+    staged = stage_module.lay_out(model, twins, world, schedule, build.starts, build.beside)
+    units = regions.shard(how, staged.own_units(specs), tensors, staged, experts)
+    data = _driven(model, how, units, staged, Pace(ahead=build.prefetch, by_hand=False))
+    kernels.install(model, data, sizes(units), several=True)
+    regions.install(model)
+    model.register_forward_pre_hook(Hook(data, nothing))  # refuses copies of a sharded model
+    return ShardedModel(
+        *(how.axes, tensors, experts, staged, data, flats_of(units)),
+        *(regions.exchange, regions.norms(units, experts)),
+    )
+
+
+def _sharding(model: nn.Module, build: Build, disk: Disk | None) -> Sharding:
+    """How the parameters are stored of which the model's own plan says it."""
     world, plan, offload = build.world, build.plan, build.plan.offloaded
-    kernels = kernels_of(build.kernels, world.device)
-    how = Sharding(
+    return Sharding(
         row=plan.states,
         shard=world.axis(plan.shard_axis or "none"),
         replicate=world.axis(plan.replicate_axis or "none"),
@@ -72,7 +146,7 @@ def lay_out(model: nn.Module, build: Build, disk: Disk | None = None) -> Sharded
         bucket_bytes=plan.bucket_bytes,
         fill=build.fill,
         device=world.device,
-        products=kernels.products,
+        products=kernels_of(build.kernels, world.device).products,
         least_unit_bytes=build.least_unit_bytes,
         tiers=world.tiers,
         late=offload is not None and offload.undelayed is not None,
@@ -81,32 +155,9 @@ def lay_out(model: nn.Module, build: Build, disk: Disk | None = None) -> Sharded
         arena=world.arenas.gradients,
         disk=disk,
         tiling=tile(model, plan, build.units),
+        gathers=gathers(plan),
+        alone=tuple(build.layers.alone(model, build.units)),
     )
-    schedule, tensor_ranks = stage_module.schedule_of(plan), world.axis(tensor_parallel.AXIS).size
-    if schedule is None:
-        specs = units_of(model, how, tensor_ranks)
-        tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table, kernels.products)
-        experts = expert_parallel.lay_out(model, world, plan, how.axes)
-        build.recompute.apply(model, world, tensors)
-        units = shard(how, specs, tensors, experts=experts)
-        data = hooked(model, how, units, Pace(ahead=build.prefetch, by_hand=False))
-        if plan.arenas:
-            world.arenas.gradients.reserve(_gradient_slots(units, data.pace), world.device)
-        kernels.install(model, data, sizes(units), several=plan.accumulate > 1)
-        return ShardedModel(how.axes, tensors, experts, None, data, flats_of(units))
-    at = stage_module.stages_of(model, build.starts, build.beside)
-    specs = units_of(model, how, tensor_ranks, lambda spec: {at[name] for name, _ in spec.params})
-    twins = stage_module.twin(model, world, plan, build.table)
-    stage_module.agree(model, world.axis(stage_module.AXIS), world.device)
-    tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table, kernels.products)
-    experts = expert_parallel.lay_out(model, world, plan, how.axes)
-    build.recompute.apply(model, world, tensors)
-    staged = stage_module.lay_out(model, twins, world, schedule, build.starts, build.beside)
-    units = shard(how, staged.own_units(specs), tensors, staged, experts)
-    data = _driven(model, how, units, staged, Pace(ahead=build.prefetch, by_hand=False))
-    kernels.install(model, data, sizes(units), several=True)
-    model.register_forward_pre_hook(Hook(data, nothing))  # refuses copies of a sharded model
-    return ShardedModel(how.axes, tensors, experts, staged, data, flats_of(units))
 
 
 def _gradient_slots(units: Sequence[Unit], pace: Pace) -> Slots:

@@ -193,7 +193,7 @@ class ConsistencyCheck:
         """The names of replicated parameters; the checksums of their gradients, then the norms."""
         none = torch.zeros((), dtype=torch.float64, device=self.device)
         names, sums, sizes = [], [], []
-        for flat in (flat for flat in flats if flat.trained):
+        for flat in (flat for flat in flats if flat.trained and self._replicates(flat)):
             for name, (low, high) in zip(flat.names, flat.pieces, strict=True):
                 if self.tensors.of(name).cut is None:
                     piece = None if flat.grads.gshard is None else flat.grads.gshard[low:high]
@@ -203,6 +203,10 @@ class ConsistencyCheck:
                         none if piece is None else squared_norm(piece).sqrt().to(self.device)
                     )
         return names, torch.stack([*sums, *sizes]) if names else none.new_zeros(0)
+
+    def _replicates(self, flat: Flat) -> bool:
+        """Whether it is on this axis: not that of layers with a mesh of their own."""
+        return any(axis == self.axis.name for axis, _ in flat.layouts[0].axes)
 
     def _other_losses(self, losses: Sequence[float]) -> Exception:
         values = ", ".join(f"{loss:.6g}" for loss in losses)

@@ -46,9 +46,10 @@ def require_whole(kind: type, plan: Plan) -> None:
     """Raise InputError if `kind` updates whole tensors and ranks of `plan` hold parts of them."""
     if not updates_by_tensor(kind):
         return
-    sizes = {"tp": plan.mesh.size_of("tp")}
-    if plan.shard_axis is not None:
-        sizes |= {plan.shard_axis: plan.mesh.size_of(plan.shard_axis)}
+    sizes: dict[str, int] = {}
+    for own in map(plan.of_layers, range(len(plan.layers) + 1)):
+        for axis in filter(None, ("tp", own.shard_axis)):
+            sizes[axis] = max(sizes.get(axis, 1), own.mesh.size_of(axis))
     split = [axis for axis, size in sizes.items() if size > 1]
     if not split:
         return

@@ -89,7 +89,7 @@ class Engine:
             by_schedule = True
         return guard, Updates(
             *(self.optimizer, self.data, self.flats, guard, self.scale, self.ledger),
-            axes=self.sharded.norm_axes,
+            norms=self.sharded.norms,
             over_stages=self._over_stages,
             clip=training.clip,
             by_schedule=by_schedule,
@@ -103,13 +103,13 @@ class Engine:
 
     def _passes(self) -> OneStage | Pipelined:
         model, tensors, objective = self.model, self.tensors, self._objective
-        apart = not self.sharded.experts.routes
+        apart = not self.sharded.rows_of_others
         if self.staging is not None:
             return Pipelined(model, self.staging, self.data, tensors, objective, apart=apart)
         return OneStage(model, self.data, tensors, objective, self.world.device, apart=apart)
 
     def _objective(self, model: nn.Module, part: Any) -> Tensor:
-        self.sharded.experts.enter(part)
+        self.sharded.enter(part)
         with hint.shapes(self.tensors):
             return self.training.loss(model, cast(part, self.dtype))
 
@@ -162,7 +162,7 @@ class Engine:
         self.broken = True
         parts = split(batch, self.microbatches, self.plan.cut)
         counts = [self._count(part) for part in parts]
-        parts = self.sharded.experts.begin(parts)
+        parts = self.sharded.begin(parts, trains=True)
         self.consistency.begin(self.steps_run, batch)
         if not self.expected:
             self.expected = self._total(sum(counts))
@@ -258,9 +258,8 @@ class Engine:
         Called by all ranks; nothing is trained.
         """
         count = self._count(batch)
-        found = self._made(
-            partial(self._objective, part=self.sharded.experts.with_stand_ins([batch])[0])
-        )
+        (part,) = self.sharded.begin([batch])
+        found = self._made(partial(self._objective, part=part))
         if found is None:
             found = torch.zeros((), device=self.world.device)
         loss = found.to(self.world.device, torch.float64)
@@ -278,6 +277,7 @@ class Engine:
 
         Called by all ranks; each gets the result, also ranks without the last stage.
         """
+        self.sharded.rows.forget()
         found = self._made(call)
         own = torch.zeros_like(like) if found is None else validate.outputs(found, like)
         with self.ledger.phase("check"):

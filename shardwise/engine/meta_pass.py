@@ -11,7 +11,7 @@ with the real batch instead, and the `note` of the record says so.
 import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -25,13 +25,15 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.comm.world import Axis
 from shardwise.core.expert_moves import LayerMove
-from shardwise.core.model_spec import Call, CutLoss, ModelPass, Value
+from shardwise.core.model_spec import Call, CutLoss, ModelPass, RowGather, Value
 from shardwise.core.uneven import Cut
 from shardwise.engine.expert_parallel import recorded
 from shardwise.engine.tape import TapeRecorder
 from shardwise.parallel.data.outputs import tensors_in
 from shardwise.parallel.tensor.logits import Logits
 
+#: Hooks a model during a pass; the argument records each gather of rows (layer_passes.py).
+Around = Callable[[nn.Module, Callable[[RowGather], None]], AbstractContextManager[None]]
 #: Errors that a forward that reads values raises on meta.
 UNKNOWN = (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError, AttributeError)
 
@@ -42,20 +44,21 @@ def run(
     call: Callable[[nn.Module, Any], Tensor],
     batch: Any,
     heads: Mapping[str, tuple[Axis, Cut]] | None = None,
+    around: Around | None = None,
 ) -> ModelPass:
     """The record of `call(twin, batch)`, a loss, and of its backward pass; `twin` is on meta.
 
     If it cannot run there, the record of `call(real(), batch)`, with a copy that has values. The
     logits of the modules in `heads` stay sharded over an axis; the record shows whether the program
-    gathers them.
+    gathers them. `around` hooks layers with a mesh of their own.
     """
     heads = heads or {}
     try:
-        return _recorded(twin, call, batch, heads)
+        return _recorded(twin, call, batch, heads, around)
     except UNKNOWN as error:
         if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves(batch)):
             raise
-        found = _recorded(real(), call, batch, heads)
+        found = _recorded(real(), call, batch, heads, around)
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
         note = f"the number of gathers of units depends on values of the batch (on meta: {why})"
         return found._replace(note=note)
@@ -80,13 +83,14 @@ def with_tape(
     laid_out: nn.Module,
     call: Callable[[nn.Module, Any], Tensor],
     batch: Any,
+    around: Around | None = None,
 ) -> ModelPass:
     """`run` with the tape of a model on meta that is sharded on a tensor axis.
 
     If the sharded model does not run on meta, `run` keeps the tape of the plain model.
     """
     with suppress(*UNKNOWN):
-        return run._replace(tape=_recorded(laid_out, call, batch, {}).tape)
+        return run._replace(tape=_recorded(laid_out, call, batch, {}, around).tape)
     return run
 
 
@@ -95,6 +99,7 @@ def _recorded(
     call: Callable[[nn.Module, Any], Tensor],
     batch: Any,
     heads: Mapping[str, tuple[Axis, Cut]],
+    around: Around | None = None,
 ) -> ModelPass:
     record = _Record([*model.parameters(), *model.buffers(), *tree_leaves(batch)])
     with ExitStack() as stack:
@@ -103,6 +108,7 @@ def _recorded(
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(record.watching(model, heads))
+        stack.enter_context(around(model, record.rows.append) if around else nullcontext())
         stack.enter_context(recorded(model, record.move))
         stack.enter_context(saved_tensors_hooks(record.save, lambda x: x))
         stack.enter_context(as_on_processor(record))
@@ -126,6 +132,7 @@ class _Record:
         self.losses: list[CutLoss] = []
         self.joins: list[Value] = []
         self.moves: list[LayerMove] = []
+        self.rows: list[RowGather] = []
         self.saves: set[int] = set()  # the number of calls so far, at each save of autograd
         self.rank = 0  # on the axis over which logits are sharded
 
@@ -153,7 +160,7 @@ class _Record:
             for n, x in enumerate(self.tensors)
         )
         more = tuple(self.losses), tuple(self.joins), tuple(sorted(self.saves)), tuple(self.moves)
-        found = ModelPass(tuple(self.calls), values, self.tape.done(), *more)
+        found = ModelPass(tuple(self.calls), values, self.tape.done(), *more, tuple(self.rows))
         self.tensors.clear()  # their hooks refer to this record
         return found
 

@@ -45,8 +45,9 @@ from shardwise.engine import (
     validate,
 )
 from shardwise.engine.batch import cast, filled, split
+from shardwise.engine.layer_passes import LayerPasses
 from shardwise.engine.partition import misplaced
-from shardwise.engine.shard import Sharding, cast_whole, units_of
+from shardwise.engine.shard import Sharding, cast_whole, gathers, units_of
 from shardwise.engine.spec import buffer_shapes, dtype_name
 from shardwise.engine.staged_model import Stages
 from shardwise.engine.tensor_plan import shapes
@@ -54,6 +55,7 @@ from shardwise.engine.tiling import Tiling, tile
 from shardwise.engine.training import DTYPES, Loss
 from shardwise.parallel.data.wrap_policy import UnitSpec
 from shardwise.parallel.pipeline.placeholders import layers, twin
+from shardwise.parallel.redistribute.exchange import Counts
 from shardwise.prediction.recompute import FULL
 from shardwise.prediction.recompute_budget import within_budget
 from shardwise.prediction.tensor_moves import SUMMED, TENSOR
@@ -63,11 +65,18 @@ V = TypeVar("V")
 
 
 def model_spec(
-    model: nn.Module, plan: Plan, rank: int, batch: Any, objective: Loss, options: dict[str, Any]
+    model: nn.Module,
+    plan: Plan,
+    rank: int,
+    batch: Any,
+    objective: Loss,
+    options: dict[str, Any],
+    counts: Sequence[Counts] | None = None,
 ) -> ModelSpec:
     """The spec of the plain model, with the units, the stages and the precision of `plan`.
 
-    `rank` matters if ranks of the tensor axis hold parts of different sizes.
+    `rank` matters if ranks of the tensor axis hold parts of different sizes. `counts` are the rows
+    of all data ranks in each microbatch, for layers with a mesh of their own.
     """
     plain, dtype = plain_copy(model, plan), DTYPES[plan.precision]
     parts = [filled(part) for part in split(batch, plan.microbatches, plan.cut)]
@@ -83,11 +92,13 @@ def model_spec(
     at = stage_module.stages_of(plain, begin, beside) if plan.pipeline else {}
 
     def unit_key(spec: UnitSpec) -> object:
-        return {at.get(name) for name, _ in spec.params}
+        return {(at.get(name), plan.layer_of(name)) for name, _ in spec.params}
 
+    plans = tensor_parallel.layer_tables(plain, plan, options["table"])
     kinds = recomputation.recomputed_modules(plain, plan, options["units"], begin)
     hosted = recomputation.on_host(plain, plan, options["units"], kinds, begin)
     how_sharded = _sharding(plan, options, tile(plain, plan, options["units"]))
+    how_sharded = replace(how_sharded, alone=tuple(plans.alone(plain, options["units"])))
     specs = units_of(plain, how_sharded, plan.mesh.size_of(TENSOR), unit_key)
     how_sharded.tiling.show()
     shape = ModelShape(tuple(map(_unit_shape, specs)), buffer_shapes(plain))
@@ -99,6 +110,13 @@ def model_spec(
         bundles = by_shape(parts, lambda part: staged.bundles(call, part))
         stages = StageSpec(at, known, bundles, staged.outside)
     how = {"stages": stages, "on_host": tuple(hosted), **_from_plan(plain, plan)}
+    if plans.meshes:
+        passes = LayerPasses(plans, plan, rank, begin)
+        runs = partial(meta_pass.run, plain, real, call)
+        whole = ModelSpec(shape, _modules(plain, specs), ModelPass((), ()), **how)
+        whole = replace(whole, recomputed=kinds)
+        rows = list(zip(parts, passes.counts(parts, counts), strict=True))
+        return _with_meshes(whole, passes, table, (plain, runs, call), rows)
     if table is None:
         runs = by_shape(parts, lambda part: meta_pass.run(plain, real, call, part))
         how |= {"expert_moves": tuple(run.moves for run in runs)}
@@ -118,6 +136,46 @@ def model_spec(
     spec = ModelSpec(shape, _modules(plain, specs), run, tensors=tensors, **how)
     widest = replace(spec, run=on(0)) if recompute_budget(plan.recompute) else spec
     return replace(spec, recomputed=_chosen(widest, plan, kinds))
+
+
+def _with_meshes(
+    spec: ModelSpec,
+    passes: LayerPasses,
+    table: Table | None,
+    how: tuple[nn.Module, Callable[..., ModelPass], Call],
+    parts: Sequence[tuple[Any, Counts]],
+) -> ModelSpec:
+    """The spec of a model with layers that have meshes of their own.
+
+    `how` has the plain model, what records a pass of it, and a forward; `parts` the microbatches,
+    each with the rows of all data ranks.
+    """
+    (plain, record, call), plan, rank = how, passes.plan, passes.rank
+    tensors = None if table is None else _tensors(plain, plan, table)
+    heads = {} if tensors is None else _heads(tensors, _tensor_world(plan, rank).axis(TENSOR))
+    own = {
+        each.number: _tensors(plain, each.plan, each.table, layers=True)
+        for each in passes.plans.meshes
+        if each.table is not None
+    }
+    for number, of_layers in own.items():
+        heads |= _heads(of_layers, passes.axis(number))
+    known: dict[Any, ModelPass] = {}
+    for part, counts in parts:
+        key = shapes_of(part), counts
+        if key not in known:
+            known[key] = record(part, heads, passes.around(counts))
+    runs = tuple(known[shapes_of(part), counts] for part, counts in parts)
+    laid_out = passes.lay_out(on_tensor_axis(plain, plan, rank, table))
+    part, counts = parts[0]
+    return replace(
+        spec,
+        run=meta_pass.with_tape(runs[0], laid_out, call, part, passes.around(counts)),
+        tensors=tensors and replace(tensors, runs=runs),
+        layers={number: replace(of_layers, runs=runs) for number, of_layers in own.items()},
+        row_gathers=tuple(run.rows for run in runs),
+        expert_moves=tuple(run.moves for run in runs),
+    )
 
 
 def _from_plan(plain: nn.Module, plan: Plan) -> dict[str, Any]:
@@ -158,8 +216,11 @@ def _tensor_world(plan: Plan, rank: int) -> World:
     return traced(place, ranks).on(Mesh(((TENSOR, ranks),)))
 
 
-def _tensors(plain: nn.Module, plan: Plan, table: Table) -> TensorSpec:
-    """The table's styles and their modules, without the passes."""
+def _tensors(plain: nn.Module, plan: Plan, table: Table, *, layers: bool = False) -> TensorSpec:
+    """The table's styles and their modules, without the passes.
+
+    Those of single `layers` have no experts.
+    """
     known, names = shapes(plain), {id(p): name for name, p in plain.named_parameters()}
     styles, params = assign(table, list(known), plan.sp), dict[str, dict[str, str]]()
     for name, style in styles.items():
@@ -167,7 +228,7 @@ def _tensors(plain: nn.Module, plan: Plan, table: Table) -> TensorSpec:
         own = plain.get_submodule(name).named_parameters(recurse=every)
         params[name] = {key: names[id(p)] for key, p in own}
     ranks = plan.mesh.size_of(TENSOR)
-    experts = expert_tensor.layouts_on_tensor_axis(plain, ranks, sp=plan.sp)
+    experts = {} if layers else expert_tensor.layouts_on_tensor_axis(plain, ranks, sp=plan.sp)
     own = {name: known[name] for name in styles}
     return TensorSpec(table, plan.sp, styles, own, params, experts, ())
 
@@ -233,7 +294,7 @@ def plain_copy(model: nn.Module, plan: Plan) -> nn.Module:
     return twin
 
 
-def on_tensor_axis(plain: nn.Module, plan: Plan, rank: int, table: Table) -> nn.Module:
+def on_tensor_axis(plain: nn.Module, plan: Plan, rank: int, table: Table | None) -> nn.Module:
     """A copy of a plain model, sharded for `rank` under the styles of `table`.
 
     It is on the device of `plain` (meta or CPU); nothing is sent.
@@ -272,6 +333,7 @@ def _sharding(plan: Plan, options: dict[str, Any], tiling: Tiling) -> Sharding:
         bucket_bytes=plan.bucket_bytes,
         least_unit_bytes=options["least_unit_bytes"],
         tiling=tiling,
+        gathers=gathers(plan),
     )
 
 

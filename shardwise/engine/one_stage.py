@@ -101,7 +101,7 @@ class OneStageUnits:
             self.data.consensus.phase("backward")
             self.data.mute = self.apart and microbatch.tokens == 0
             self.data.sums.sync = microbatch.index == self.microbatches - 1
-        with self.tensors.random.during(self.device):
+        with self.tensors.during(self.device):
             yield
 
     def reduce(self, stage: int) -> None:

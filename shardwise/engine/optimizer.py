@@ -286,14 +286,16 @@ class ShardedOptimizer(Optimizer):
         """The learning rate of the group "default"."""
         return float(self.param_groups[0]["lr"])
 
-    def squared_norm(self) -> Tensor:
+    def squared_norm(self, flats: Sequence[Flat]) -> Tensor:
         """The sum of squares of the gradients in this rank's blocks, padding (zeros) included.
+
+        Only those of `flats`; with states on a disk, of all.
 
         If several ranks of an axis other than the data axes hold a gradient, one of them counts it.
         """
         if self.disk is not None:
             return self.disk.squared_norm()
-        mine = [flat for flat in self.flats if flat.grads.gshard is not None and counts(flat)]
+        mine = [flat for flat in flats if flat.grads.gshard is not None and counts(flat)]
         if not mine:
             return torch.zeros((), dtype=torch.float64)
         return torch.stack([squares(flat) for flat in mine]).sum()

@@ -26,7 +26,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.offload_choice import require_chosen
 from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec
 from shardwise.engine.shard import default_fill, layable
-from shardwise.engine.tensor_parallel import table_for
+from shardwise.engine.tensor_parallel import layer_tables, table_for
 from shardwise.engine.training import Build, Loss, Training
 from shardwise.engine.unwrap import no_pipe
 from shardwise.kernels.choice import CHOICES
@@ -74,11 +74,11 @@ def parallelize(
     fill, folder = options["fill"], options["offload_folder"]
     fill = default_fill(model, options["seed"]) if fill is None else validate.fill(fill)
     validate.trainable(model)
-    mixed = plan.precision in ("bf16", "fp16")
-    validate.no_max_norm(model, plan.data_size * (1 + mixed))
+    validate.no_max_norm(model, plan.data_size * (1 + (plan.precision in ("bf16", "fp16"))))
     no_pipe(model)
     layable(model, options["units"], plan)
     table = table_for(model, plan, options["table"])
+    layers = layer_tables(model, plan, options["table"])
     beside = validate.beside(options["beside"])
     begin = stage_module.stage_starts(model, plan, options["stages"], beside)
     recomputed = recompute_budget.recomputation(model, plan, world.rank, objective, options, begin)
@@ -90,7 +90,8 @@ def parallelize(
     consistency.require_same(world, _shared(model, plan, table, spec, options))
     world = world.on(plan.mesh)
     asked = options["units"], fill, options["prefetch"], table, begin, beside
-    build = Build(plan, world, *asked, options["least_unit_bytes"], recomputed, options["kernels"])
+    least, kernels = options["least_unit_bytes"], options["kernels"]
+    build = Build(plan, world, *asked, least, recomputed, kernels, layers)
     return Engine(model, build, training)
 
 

@@ -178,7 +178,7 @@ class ScheduledUnits:
             if op == "F":
                 stream.begin(microbatch.lengths)
                 entered.enter_context(seeded(self.device, microbatch.seed + stage))
-            entered.enter_context(self.tensors.random.during(self.device))
+            entered.enter_context(self.tensors.during(self.device))
             if op == "W":
                 data.multiply(self.put_off.pop((stage, microbatch.index)))
             yield

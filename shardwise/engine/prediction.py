@@ -4,6 +4,7 @@ A prediction depends on the shapes of the batch. `Predictor` makes one for each 
 reuses those of batches with the same shapes, unless the model reads values.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from shardwise.engine.model_spec import model_spec, shapes_of
 from shardwise.engine.parallelize import own_loss, plan_of, settled_options, spec_of
 from shardwise.engine.spec import optimizer_shape
 from shardwise.engine.training import Loss
+from shardwise.parallel.redistribute.exchange import Counts
 from shardwise.prediction.experts import EVEN
 from shardwise.prediction.host import fetched_bytes, kept_bytes
 from shardwise.prediction.memory import PLAIN
@@ -86,22 +88,25 @@ class Predictor:
         self.objective = validate.loss(own_loss if loss is None else loss)
         self.known: dict[object, Prediction] = {}
 
-    def of(self, batch: Any) -> Prediction:
+    def of(self, batch: Any, counts: Sequence[Counts] | None = None) -> Prediction:
         """The prediction for a step on `batch`, this rank's share of the global batch.
+
+        `counts` are the rows of all data ranks in each microbatch; None: those of `batch` on each.
+        Layers with a mesh of their own depend on them.
 
         Raises InputError for a model that does not run on the meta device.
         """
-        shapes = shapes_of(batch)
-        if shapes in self.known:
-            return self.known[shapes]
-        found = self._predicted(batch)
+        key = shapes_of(batch), tuple(counts or ())
+        if key in self.known:
+            return self.known[key]
+        found = self._predicted(batch, counts)
         if not found.spec.run.note:
-            self.known[shapes] = found
+            self.known[key] = found
         return found
 
-    def _predicted(self, batch: Any) -> Prediction:
+    def _predicted(self, batch: Any, counts: Sequence[Counts] | None) -> Prediction:
         plan, rank = self.plan, self.rank
-        spec = model_spec(self.model, plan, rank, batch, self.objective, self.options)
+        spec = model_spec(self.model, plan, rank, batch, self.objective, self.options, counts)
         shape = shape_on(spec, plan, rank)
         dtypes = [getattr(torch, p.dtype) for p in shape.params if p.trainable]
         return Prediction(

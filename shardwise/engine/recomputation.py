@@ -12,6 +12,7 @@ from shardwise.comm.world import World
 from shardwise.core.arena_slots import Slots
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
+from shardwise.engine.layer_plans import layer_plans
 from shardwise.engine.rng import STATES, generators_of
 from shardwise.engine.tensor_layout import Tensors
 from shardwise.parallel.data.wrap_policy import Rule, blocks
@@ -32,6 +33,7 @@ def recomputed_modules(
     Raises InputError if no module matches, or one spans several stages.
     """
     kinds = choice.chosen(model, plan.recompute, blocks(model, units) if plan.recompute else {})
+    kinds = _with_layers(model, plan, units, kinds)
     for name in kinds:
         inside = choice.first_inside(name, starts)
         if inside is not None:
@@ -40,6 +42,33 @@ def recomputed_modules(
                 f"inside of it at {inside}",
                 "modules inside one stage",
                 f"a stage that begins at {name}, or recompute:{inside}",
+            )
+    return kinds
+
+
+def _with_layers(
+    model: nn.Module, plan: Plan, units: Rule, kinds: dict[str, str]
+) -> dict[str, str]:
+    """The modules that the model's plan recomputes, and those of layers with a plan of their own.
+
+    Raises InputError for a module that contains a layer with a mesh of its own.
+    """
+    plans = layer_plans(model, plan)
+    if not plans.layers:
+        return kinds
+    kinds = {name: kind for name, kind in kinds.items() if not plan.layer_of(name)}
+    for each in plans.layers:
+        inside = {name: module for name, module in blocks(model, units).items() if each.holds(name)}
+        own = inside or {name: model.get_submodule(name) for name in each.modules}
+        found = choice.chosen(model, each.plan.recompute, own)
+        kinds |= {name: kind for name, kind in found.items() if each.holds(name)}
+    for name in kinds:
+        inner = choice.first_inside(name, (n for each in plans.meshes for n in each.modules))
+        if inner is not None:
+            raise bad(
+                f"recomputation of {name}, which contains the layer {inner} with a mesh of its own",
+                "recomputation of that layer, or of modules beside it",
+                f"'{inner}: ... recompute:full' after |",
             )
     return kinds
 

@@ -54,6 +54,8 @@ class Sharding:
     arena: of this rank, for gradients until they are reduced.
     disk: of this rank, where the row keeps states on a disk.
     tiling: the linear layers that are gathered in tiles.
+    gathers: whether units are gathered for use, under any plan of a layer.
+    alone: layers with a plan of their own inside of blocks: units of their own.
     Neighbours smaller than `least_unit_bytes` (None: LEAST_BYTES) are one unit.
     fill(name, tensor) writes the initial weights of parameters on the meta device, unit by unit.
     """
@@ -75,11 +77,24 @@ class Sharding:
     arena: Arena = field(default_factory=Arena)
     disk: Disk | None = None
     tiling: Tiling = field(default_factory=Tiling)
+    gathers: bool = False
+    alone: tuple[str, ...] = ()
 
     @property
     def axes(self) -> tuple[Axis, Axis]:
         """The two data axes; one of them may have a single rank."""
         return self.shard, self.replicate
+
+
+def gathers_units(row: Row) -> bool:
+    """Whether units under this row are gathered before each use, and freed."""
+    return row.param.kind == "S" or row.param_tier != "device"
+
+
+def gathers(plan: Plan) -> bool:
+    """Whether units of any layer are gathered before each use."""
+    every = (plan.of_layers(number) for number in range(len(plan.layers) + 1))
+    return any(gathers_units(each.states) for each in every)
 
 
 def units_of(
@@ -94,7 +109,7 @@ def units_of(
     Neighbours whose `unit_key` differs are not merged.
     """
     # units that are gathered for use stay small; units that are only reduced may fill a bucket
-    gathered = how.row.param.kind == "S" or how.row.param_tier != "device"
+    gathered = how.gathers or gathers_units(how.row)
     most = 2 * LEAST_BYTES if gathered else how.bucket_bytes
     least = LEAST_BYTES if how.least_unit_bytes is None else how.least_unit_bytes
     tiled = how.tiling.layers
@@ -102,7 +117,7 @@ def units_of(
     def apart(spec: UnitSpec) -> object:
         return unit_key(spec), spec.name if spec.name in tiled else None
 
-    specs = choose(model, how.units, least * parts, most * parts, apart, tiled)
+    specs = choose(model, how.units, least * parts, most * parts, apart, (*tiled, *how.alone))
     return how.tiling.divided(specs)
 
 

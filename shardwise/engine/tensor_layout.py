@@ -1,8 +1,10 @@
 """State of a model on the tensor axis: the layout of each parameter by name, and its stream."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from shardwise.comm.move import part
@@ -21,6 +23,7 @@ class Tensors:
     layouts   of parameters that are sharded, or whose gradients differ between the ranks
     sums      for some of them, the axis over which the gradient is summed
     random    random numbers of sharded activations
+    others    layers with a mesh of their own, each on the tensor axis of that mesh
     """
 
     axis: Axis
@@ -28,6 +31,7 @@ class Tensors:
     layouts: dict[str, AxisLayout] = field(default_factory=dict)
     sums: dict[str, Axis] = field(default_factory=dict)
     random: ShardedRandom = field(default_factory=lambda: ShardedRandom(Axis("none")))
+    others: tuple["Tensors", ...] = ()
 
     def of(self, name: str) -> AxisLayout:
         """The layout of parameter `name`."""
@@ -47,10 +51,22 @@ class Tensors:
         """Begin a step."""
         self.stream.begin()
         self.random.sharded.clear()
+        for other in self.others:
+            other.begin()
 
     def end(self) -> None:
         """End the step, after its last backward pass."""
         self.stream.end()
+        for other in self.others:
+            other.end()
+
+    @contextmanager
+    def during(self, device: torch.device) -> Iterator[None]:
+        """Around a forward and its backward pass: random numbers of sharded activations."""
+        with ExitStack() as entered:
+            for each in (self, *self.others):
+                entered.enter_context(each.random.during(device))
+            yield
 
 
 def nowhere() -> Tensors:

@@ -5,7 +5,8 @@ are set (parallel/tensor/), and its attributes that count heads get this rank's 
 else is replicated on all ranks of the axis.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -22,6 +23,7 @@ from shardwise.core.tensor_plan import Table, assign, bias_cut, cuts, matches, n
 from shardwise.core.tensor_plan_check import check
 from shardwise.core.uneven import Cut
 from shardwise.engine import expert_tensor, rng
+from shardwise.engine.layer_plans import LayerPlans, layer_plans, only
 from shardwise.engine.tensor_layout import Tensors, nowhere
 from shardwise.engine.tensor_plan import shapes, table_of, without
 from shardwise.kernels.matmul import BY_TORCH, Products
@@ -45,11 +47,35 @@ def table_for(model: nn.Module, plan: Plan, own: Table | Mapping[str, str] | Non
         return None
     if not table.styles:
         raise without(model, "has a table without a style")
+    if plan.layers:
+        table = only(model, table, [], layer_plans(model, plan).meshes)
     if problems := check(table, shapes(model), plan.sp, ranks):
         raise refusal(f"the table of the {type(model).__name__} under '{plan}'", problems)
     if plan.sp:
         expert_tensor.require_gathered(model, matches(table, list(shapes(model)), sp=True))
     return table
+
+
+def layer_tables(model: nn.Module, plan: Plan, own: Table | Mapping[str, str] | None) -> LayerPlans:
+    """The plans of single layers, each with the styles of its layers if it has a tensor axis.
+
+    Raises InputError as `layer_plans` and `table_for` do.
+    """
+    plans = layer_plans(model, plan)
+    if all(each.plan.mesh.size_of(AXIS) == 1 for each in plans.meshes):
+        return plans
+    table, found = table_of(model, own), list(plans.layers)
+    for each in plans.meshes:
+        ranks = each.plan.mesh.size_of(AXIS)
+        if ranks == 1:
+            continue
+        part = only(model, table, [each], [])
+        if not part.styles:
+            raise without(model, f"has a table without a style for {', '.join(each.modules)}")
+        if problems := check(part, shapes(model), False, ranks):
+            raise refusal(f"the table of {', '.join(each.modules)} under '{each.plan}'", problems)
+        found[each.number - 1] = replace(each, table=part)
+    return LayerPlans(tuple(found))
 
 
 def lay_out(
@@ -58,12 +84,18 @@ def lay_out(
     sp: bool,
     table: Table | None,
     products: Products = BY_TORCH,
+    layers: Sequence[str] = (),
 ) -> Tensors:
-    """Shard `model` in place on the tensor axis of `world` according to `table`."""
+    """Shard `model` in place on the tensor axis of `world` according to `table`.
+
+    If it is the axis of some `layers` only, the others, layers of experts and torch's default
+    generators are left to that of the model.
+    """
     axis = world.axis(AXIS)
     if table is None or axis.size == 1:
         return nowhere()
-    _agree(model, axis)
+    for module in [model.get_submodule(name) for name in layers] or [model]:
+        _agree(module, axis)
     tensors = Tensors(axis, linear.Stream(axis, sp, products))
     known = shapes(model)
     styles = assign(table, list(known), sp)
@@ -78,11 +110,13 @@ def lay_out(
     for name, changed in numbers(table, styles, known, axis.rank, axis.size).items():
         for attribute, number in changed.items():
             setattr(model.get_submodule(name), attribute, number)
-    layout.hold_experts(sp)
+    if not layers:
+        layout.hold_experts(sp)
     layout.shard_parameters()
-    expert_tensor.on_tensor_axis(model, tensors, sp=sp)
+    if not layers:
+        expert_tensor.on_tensor_axis(model, tensors, sp=sp)
+        rng.synchronize(axis, world.device)
     random.mark_inputs(model, styles, sp)
-    rng.synchronize(axis, world.device)
     for stream in (layout.stream, layout.whole):
         model.register_forward_hook(partial(_end, stream))
     return tensors

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from shardwise.comm.world import World
 from shardwise.core.plan import Plan
 from shardwise.core.tensor_plan import Table
+from shardwise.engine.layer_plans import LayerPlans
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.recomputation import Recomputation
 from shardwise.parallel.data.initial_weights import Fill
@@ -81,6 +82,7 @@ class Build:
     least_unit_bytes  smaller units are merged with their neighbours; None: 2 MiB
     recompute         modules that are recomputed, and how (recomputation.py)
     kernels           "auto" or "torch" (kernels/choice.py)
+    layers            the plans of single layers (layer_plans.py)
     """
 
     plan: Plan
@@ -94,6 +96,7 @@ class Build:
     least_unit_bytes: int | None = None
     recompute: Recomputation = field(default_factory=lambda: Recomputation({}))
     kernels: str = "auto"
+    layers: LayerPlans = field(default_factory=LayerPlans)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from shardwise.comm.ledger import Ledger
@@ -37,7 +38,8 @@ EARLY_BYTES = 2**21
 class Updates:
     """Updates the shards of one rank.
 
-    axes         squares of gradients are summed over these axes, then by `over_stages`
+    norms        flat groups with the axes over which their squares of gradients are summed, before
+                 `over_stages`
     clip         the bound on the norm of all gradients
     by_schedule  whether the schedule updates each stage itself, so that nothing remains to do here
     early_bytes  units of at least this size together are updated in one call; None: EARLY_BYTES
@@ -52,7 +54,7 @@ class Updates:
     guard: Guard
     scale: LossScale
     ledger: Ledger
-    axes: tuple[Axis, ...]
+    norms: Sequence[tuple[Sequence[Flat], Sequence[Axis]]]
     over_stages: Callable[[Tensor], Tensor]
     clip: float | None
     by_schedule: bool
@@ -171,10 +173,13 @@ class Updates:
     def _norm(self, correction: float) -> float:
         """The norm of the global gradient, without the loss scale."""
         with self.ledger.phase("check"):
-            squared = self.optimizer.squared_norm().view(1).to(self.guard.world.device)
-            for axis in self.axes:
-                squared = begin_sum(squared, axis).wait()
-            squared = self.over_stages(squared)
+            found: list[Tensor] = []
+            for flats, axes in self.norms:
+                squared = self.optimizer.squared_norm(flats).view(1).to(self.guard.world.device)
+                for axis in axes:
+                    squared = begin_sum(squared, axis).wait()
+                found.append(squared)
+            squared = self.over_stages(torch.stack(found).sum(0))
         return math.sqrt(squared.item()) * correction / self.scale.value
 
     def _factor(self, norm: float) -> float:

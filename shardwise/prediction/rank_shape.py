@@ -6,7 +6,7 @@ axis pp    the parameters and buffers of the rank's stages; tied ones are on sev
 axis dp    a share of each unit, and how often the unit is gathered (gathers.py; unit_gathers.py)
 """
 
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from shardwise.core.layout import R
@@ -19,7 +19,7 @@ from shardwise.core.model_spec import (
     UnitModules,
     UnitShape,
 )
-from shardwise.core.param_layout import AxisLayout
+from shardwise.core.param_layout import AxisLayout, Layout
 from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.schedule.memory import most_alive
@@ -54,10 +54,11 @@ def _offloaded(unit: UnitShape, plan: Plan) -> UnitShape:
 
 
 def _shape_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelShape:
-    spec = _on_expert_axis(_on_tensor_axis(spec, plan, rank), plan, rank)
+    spec = _on_tensor_axis(_under_layers(spec, plan), plan, rank)
+    spec = _on_expert_axis(spec, plan, rank)
     schedule, stages = schedule_of(plan), spec.stages
     if schedule is None or stages is None:
-        times = gathers(spec.modules, spec.run)
+        times = gathers(spec.modules, spec.run, _sharded(spec, plan))
         units = tuple(
             replace(unit, uses=uses, again=again)
             for unit, (uses, again) in zip(spec.shape.units, times, strict=True)
@@ -65,7 +66,9 @@ def _shape_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelShape:
         return ModelShape(units, spec.shape.buffers)
     place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
     units = [_staged(unit, plan, stages, schedule, place) for unit in spec.shape.units]
-    found = unit_gathers(schedule.actions(place), _paths(spec, stages, schedule.stages(place)))
+    sharded = _sharded(spec, plan)
+    paths = _paths(spec, stages, schedule.stages(place), sharded)
+    found = unit_gathers(schedule.actions(place), paths)
     units = [
         replace(unit, uses=found[Gather(n, "forward")], again=found[Gather(n, "backward")])
         for n, unit in enumerate(units)
@@ -76,13 +79,46 @@ def _shape_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelShape:
     return ModelShape(tuple(unit for unit in units if unit.params), buffers)
 
 
+def _under_layers(spec: ModelSpec, plan: Plan) -> ModelSpec:
+    """The model with the row and the data axes of each layer that has a plan of its own."""
+    if not plan.layers:
+        return spec
+    layouts: dict[int, Layout] = {}
+    for number, layer in enumerate(plan.layers, 1):
+        own, suffix = plan.of_layers(number), f".{number}" if layer.has_axes else ""
+        shard, replicate = (
+            f"{axis}{suffix}" if axis else "none" for axis in (own.shard_axis, own.replicate_axis)
+        )
+        layouts[number] = Layout(own.offloaded_states, shard, replicate)
+
+    def under(param: ParamShape) -> ParamShape:
+        """The parameter with the layout of its layer."""
+        number = plan.layer_of(param.name)
+        return replace(param, layout=layouts[number]) if number else param
+
+    units = (replace(unit, params=tuple(map(under, unit.params))) for unit in spec.shape.units)
+    return replace(spec, shape=replace(spec.shape, units=tuple(units)))
+
+
 def _on_tensor_axis(spec: ModelSpec, plan: Plan, rank: int) -> ModelSpec:
     """The model with this rank's parts of the parameters that its tensor ranks share."""
-    if spec.tensors is None:
+    part: dict[int, Callable[[ParamShape], ParamShape]] = {}
+    here = plan.coordinate(rank) if spec.layers else plan.mesh.coordinate(rank)
+    for number, tensors in {0: spec.tensors, **spec.layers}.items():
+        axis = f"{TENSOR}.{number}" if number else TENSOR
+        if tensors is not None:
+            place, ranks = here.get(axis, 0), plan.size_of(axis)
+            part[number] = held_parts(tensors, plan, place, ranks, axis)
+    if not part:
         return spec
-    place = plan.mesh.coordinate(rank).get(TENSOR, 0)
-    part = held_parts(spec.tensors, plan, place, plan.mesh.size_of(TENSOR))
-    units = (replace(unit, params=tuple(map(part, unit.params))) for unit in spec.shape.units)
+
+    def on(param: ParamShape) -> ParamShape:
+        """This rank's part, on the tensor axis of its layer."""
+        number = plan.layer_of(param.name)
+        number = number if number and plan.layers[number - 1].has_axes else 0
+        return part[number](param) if number in part else param
+
+    units = (replace(unit, params=tuple(map(on, unit.params))) for unit in spec.shape.units)
     return replace(spec, shape=replace(spec.shape, units=tuple(units)))
 
 
@@ -137,26 +173,46 @@ def gathered_bytes_on(spec: ModelSpec, plan: Plan, rank: int, ahead: int = 1) ->
         n: stored.get(unit.name, 0) for n, unit in enumerate(spec.shape.units)
     }
     place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
-    paths = _paths(spec, stages, schedule.stages(place))
+    paths = _paths(spec, stages, schedule.stages(place), _sharded(spec, plan))
     return max(whole_bytes(path, by_unit, ahead) for path in paths.values())
 
 
-def _paths(spec: ModelSpec, stages: StageSpec, own: Sequence[int]) -> dict[int, UnitPath]:
+def _sharded(spec: ModelSpec, plan: Plan) -> set[int]:
+    """The units that are gathered only while they are used; without plans of layers, all."""
+    rows = [_reshards(plan.of_layers(number)) for number in range(len(plan.layers) + 1)]
+    every = enumerate(spec.shape.units)
+    return {n for n, unit in every if not plan.layers or rows[plan.layer_of(unit.params[0].name)]}
+
+
+def _reshards(plan: Plan) -> bool:
+    row, ranks = plan.offloaded_states, plan.size_of(plan.shard_axis or "none")
+    return row.param_tier != "device" or (row.param.kind == "S" and ranks > 1)
+
+
+def _paths(
+    spec: ModelSpec, stages: StageSpec, own: Sequence[int], sharded: Collection[int]
+) -> dict[int, UnitPath]:
     """The units of each of a rank's stages, in the order in which the layers use them."""
     outside = frozenset[str]().union(*(stages.outside[stage] for stage in own))
-    return {stage: _path(spec, stages, stage, outside) for stage in own}
+    return {stage: _path(spec, stages, (stage, outside), sharded) for stage in own}
 
 
-def _path(spec: ModelSpec, stages: StageSpec, stage: int, outside: frozenset[str]) -> UnitPath:
-    """The units of a stage, in the order in which its layers use them.
+def _path(
+    spec: ModelSpec,
+    stages: StageSpec,
+    at: tuple[int, frozenset[str]],
+    sharded: Collection[int],
+) -> UnitPath:
+    """The `sharded` units of a stage, in the order in which its layers use them.
 
     A unit with a module outside of the layers, or with a parameter that is read `outside` of them,
     stays gathered while its stage is computed.
     """
-    units = spec.shape.units
+    units, (stage, outside) = spec.shape.units, at
     own = [n for n, u in enumerate(units) if any(stage in stages.params[p.name] for p in u.params)]
     read = {n for n in own if any(p.name in outside for p in units[n].params)}
     around = {n for n in own if n in read or _around(spec.modules[n], stages)}
+    own = [n for n in own if n in sharded]
     run = spec.run._replace(calls=tuple(_calls(spec.run.calls, stages, stage)))
     path, calls, reached = order_of(spec.modules, run, [n for n in own if n not in around])
     back = [n for n in calls[::-1] if n in reached]

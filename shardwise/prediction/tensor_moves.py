@@ -171,9 +171,9 @@ def recomputing(run: ModelPass, modules: Collection[str]) -> ModelPass:
 
 
 def held_parts(
-    spec: TensorSpec, plan: Plan, rank: int, ranks: int
+    spec: TensorSpec, plan: Plan, rank: int, ranks: int, axis: str = TENSOR
 ) -> Callable[[ParamShape], ParamShape]:
-    """The part of each parameter on `rank` of the tensor axis, as a function of the full one."""
+    """The part of each parameter on `rank` of a tensor axis, as a function of the full one."""
     found = {**spec.experts}
     for module, style in spec.styles.items():
         shape = spec.modules[module]
@@ -193,7 +193,7 @@ def held_parts(
         on = found.get(param.name, AxisLayout(I, ranks))
         layout = layout_of(plan, param)
         shape = param.shape if on.cut is None else on.cut.shape(param.shape, rank)
-        axes = (*layout.axes, (TENSOR, on))
+        axes = (*layout.axes, (axis, on))
         return replace(param, shape=shape, layout=replace(layout, axes=axes))
 
     return part

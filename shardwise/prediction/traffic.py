@@ -20,6 +20,7 @@ its updates.
 """
 
 import math
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import NamedTuple
@@ -102,12 +103,12 @@ class Tariff:
         """A tensor that goes from one stage to another."""
         self.add(Line(PIPELINE, "send", phase), numel * element_bytes)
 
-    def loss(self, one: CutLoss) -> None:
+    def loss(self, axis: str, one: CutLoss) -> None:
         """A cross-entropy over a sharded vocabulary."""
         positions, smoothing, size = one
-        ranks = self.size(TENSOR)
+        ranks = self.size(axis)
         sent_bytes = loss_bytes(positions, ranks, smoothing=smoothing, element_bytes=size)
-        self.add(Line(TENSOR, "all_reduce", "forward"), sent_bytes)
+        self.add(Line(axis, "all_reduce", "forward"), sent_bytes)
 
     def broadcast(self, stored_bytes: int, phase: str) -> None:
         """The first rank of each data axis sends `stored_bytes` bytes to each of the others."""
@@ -158,8 +159,7 @@ def step_bytes(
     tariff.broadcast(buffers * plan.accumulate, "forward")
     tariff.agree(3 + sum(param.trainable for param in model.params), CONSENSUS_BYTES)
     if norm or plan.precision == "fp16":
-        experts = () if row_of(plan.row).sharded else ("ep",)
-        for axis in (tariff.shard, *experts, TENSOR, PIPELINE):
+        for axis in (*_norm_axes(plan), PIPELINE):
             tariff.move(axis, S(0), R, tariff.size(axis), CONSENSUS_BYTES, "check")
     else:  # are all of their gradients finite?
         tariff.move(TENSOR, S(0), R, tariff.size(TENSOR), CONSENSUS_BYTES, "check")
@@ -170,6 +170,7 @@ def step_bytes(
     if first:
         tariff.agree(1, COUNT_BYTES)
     trained = [p for p in model.params if p.trainable]
+    trained = [p for p in trained if not p.layout or dict(p.layout.axes).get(TENSOR)]
     whole = [p for p in trained if layout_of(plan, p).on(TENSOR).cut is None]
     told = {"": 0, "sums": 3, "each": 1 + 2 * len(whole)}[compares]  # the loss, gradients
     tariff.move(TENSOR, S(0), R, told * tariff.size(TENSOR), CONSENSUS_BYTES, "check")
@@ -178,12 +179,50 @@ def step_bytes(
     return tariff.sent_bytes
 
 
+def _norm_axes(plan: Plan) -> list[str]:
+    """The axes over which squares of gradients are summed, for each plan of layers."""
+    found: list[str] = []
+    for number in range(len(plan.layers) + 1):
+        own, mesh = plan.of_layers(number), number > 0 and plan.layers[number - 1].has_axes
+        suffix = f".{number}" if mesh else ""
+        found += [f"{own.shard_axis}{suffix}"] if own.shard_axis else []
+        found += [] if mesh or row_of(own.row).sharded else ["ep"]
+        found.append(f"{TENSOR}{suffix}")
+    return found
+
+
+def row_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
+    """The bytes `rank` sends to gather rows for layers with a mesh of their own.
+
+    Before the step, all ranks exchange the rows of each microbatch, as 8-byte integers.
+    """
+    tariff, here = Tariff(plan, rank), stages_on(plan, rank)
+    for gather in (one for each in model.row_gathers for one in each):
+        if stage_of(model, gather.layer) in here:
+            few, many = gather.degrees
+            step = price(S(0), I, gather.numel, many // few)
+            size = round(step.sent) * ELEMENT_BYTES[gather.dtype]
+            tariff.add(Line(f"rows{few}-{many}", step.what, gather.phase), size)
+    if model.row_gathers:
+        step = price(S(0), R, plan.microbatches * plan.size, plan.size)
+        tariff.add(Line("world", step.what, "check"), round(step.sent) * COUNT_BYTES * 2)
+    return tariff.sent_bytes
+
+
 def tensor_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
-    """The bytes `rank` sends along the tensor axis for the activations of a step, by its styles."""
+    """The bytes `rank` sends along tensor axes for the activations of a step, by its styles."""
+    found: dict[Line, int] = {}
+    for number, tensors in {0: model.tensors, **model.layers}.items():
+        if tensors is not None:
+            axis = f"{TENSOR}.{number}" if number else TENSOR
+            found |= _tensor_bytes(plan, replace(model, tensors=tensors), rank, axis)
+    return found
+
+
+def _tensor_bytes(plan: Plan, model: ModelSpec, rank: int, axis: str) -> dict[Line, int]:
     tariff, schedule = Tariff(plan, rank), schedule_of(plan)
-    if model.tensors is None:
-        return {}
-    spec, size, mine = model.tensors, tariff.size(TENSOR), set[int]()
+    assert model.tensors is not None
+    spec, size, mine = model.tensors, tariff.size(axis), set[int]()
     if schedule is not None:
         mine = {*schedule.stages(tariff.coordinates.get(PIPELINE, 0))}
 
@@ -193,12 +232,12 @@ def tensor_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
     heads = [name for name, style in spec.styles.items() if style.name == "vocabulary"]
     last = any(here(name) for name in heads if spec.modules[name].kind == "linear")
     for run in (recomputing(run, model.recomputed) for run in spec.runs):
-        Crossings(spec, size, run, partial(tariff.move, TENSOR)).count(here)
+        Crossings(spec, size, run, partial(tariff.move, axis)).count(here)
         for loss in run.losses if last else ():
-            tariff.loss(loss)
+            tariff.loss(axis, loss)
         for x in run.joins if last else ():
             phase = "backward" if x.trained else "forward"
-            tariff.move(TENSOR, S(0), I, math.prod(x.shape), ELEMENT_BYTES[x.dtype], phase)
+            tariff.move(axis, S(0), I, math.prod(x.shape), ELEMENT_BYTES[x.dtype], phase)
     return tariff.sent_bytes
 
 

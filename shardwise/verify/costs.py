@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from shardwise.core.expert_moves import Loads
 from shardwise.engine.engine import Engine
@@ -10,8 +9,8 @@ from shardwise.prediction.experts import EVEN
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.traffic import Line, by_kind
 
-#: The prediction for a step on this rank's share of a batch.
-Theory = Callable[[Any], Prediction]
+#: The prediction for a step on this rank's share of a batch, perhaps with the rows of all ranks.
+Theory = Callable[..., Prediction]
 #: The note on layers of experts.
 LOADS = (
     "the predicted bytes on the axis ep are computed from the routing of tokens by one process, on "

@@ -6,7 +6,8 @@
 A rank compares only the tensors it reports, so a rank that reported nothing would always pass. The
 number of replicas follows from the plan: data ranks that do not shard have one each. Along the
 tensor axis a parameter is either sharded over all ranks or replicated on each. 0-d tensors (an
-optimizer's step count) are checked in replica 0 only.
+optimizer's step count) are checked in replica 0 only. A layer with a plan of its own has the
+replicas of that plan.
 """
 
 from collections import defaultdict
@@ -27,13 +28,15 @@ def uncovered(
     plan: Plan, whole: Mapping[str, tuple[int, ...]], by_rank: Sequence[Iterable[Piece]]
 ) -> str:
     """The error of the first tensor in `whole` that the pieces do not cover, or ""."""
-    places = [_place(plan, rank) for rank in range(len(by_rank))]
+    plans = [plan.of_layers(number) for number in range(len(plan.layers) + 1)]
+    places = [[_place(own, rank) for rank in range(len(by_rank))] for own in plans]
     found: dict[str, list[tuple[int, Piece]]] = defaultdict(list)
     for rank, pieces in enumerate(by_rank):
         for piece in pieces:
             found[piece.name].append((rank, piece))
     for name, shape in whole.items():
-        problem = _problem(shape, found[name], places)
+        number = plan.layer_of(name.rpartition("/")[2])
+        problem = _problem(shape, found[name], places[number])
         if problem:
             return f"{name}: {problem}"
     return ""

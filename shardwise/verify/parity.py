@@ -37,6 +37,7 @@ from shardwise.comm.world import World
 from shardwise.core.expert_moves import Loads
 from shardwise.core.independent import plan_of_expert, ranks_by_expert
 from shardwise.core.plan import BUCKET_BYTES, Plan
+from shardwise.engine.batch import rows
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
 from shardwise.engine.live import Live
@@ -45,6 +46,7 @@ from shardwise.engine.parallelize import parallelize
 from shardwise.engine.prediction import Predictor
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
+from shardwise.parallel.redistribute.exchange import Counts
 from shardwise.prediction.memory import by_tier
 from shardwise.prediction.prediction import Prediction
 from shardwise.verify.async_oracle import AsyncOracle
@@ -105,17 +107,17 @@ def _prove(
     found = compare(fresh(clip), oracles, theory, trainable.batch, steps, lambda: fresh(again))
     live = Live()
     engine = engine_of(trainable, plan, world, clip, options, live)
-    rows = ROWS * engine.data_ranks * engine.microbatches
+    all_rows = ROWS * engine.data_ranks * engine.microbatches
 
     def batch(step: int) -> Any:
-        return share(trainable.batch(rows, SEED + step, world.device), engine)
+        return share(trainable.batch(all_rows, SEED + step, world.device), engine)
 
     own = attributes(oracles.exact.model).keys()
     with BUILDING:
         routed = Routed(alone_of(trainable, plan, world.device).all[-1], plan, clip)
 
     def loads(step: int) -> Sequence[Loads]:
-        return routed.step(trainable.batch(rows, SEED + step, world.device), SEED + step)
+        return routed.step(trainable.batch(all_rows, SEED + step, world.device), SEED + step)
 
     return found.with_costs(over_steps(engine, live, batch, theory, own, loads))
 
@@ -133,9 +135,9 @@ def theory_of(
         model = trainable.build("cpu" if trainable.initial is None else "meta")
     predictor = Predictor(model, plan, rank=rank, ranks=plan.size, clip=clip, **chosen)
 
-    def of(batch: Any) -> Prediction:
+    def of(batch: Any, rows: Sequence[Counts] | None = None) -> Prediction:
         with BUILDING:  # a pass on the meta device restores the global generator
-            return predictor.of(batch)
+            return predictor.of(batch, rows)
 
     return of
 
@@ -223,7 +225,8 @@ class Comparison:
         losses = [_drawn(step, lambda o=o: o.step(whole, clip)) for o in self.oracles.all]
         self.number("loss", f"loss of step {step + 1}", mine.loss, losses)
         loads = self.choices.loads(whole, engine.plan)
-        self.costs = self.costs.after(engine, self.theory(own), loaded=loaded, loads=loads)
+        theory = self.theory(own, counts(whole, engine))
+        self.costs = self.costs.after(engine, theory, loaded=loaded, loads=loads)
         for key, tally in engine.last.items():
             self.sent[key] = self.sent.get(key, Tally()) + tally
         if mine.skipped:
@@ -377,6 +380,14 @@ def _drawn(step: int, act: Callable[[], Any]) -> Any:
     """Call `act` with torch's generator seeded by the step, so that both runs draw the same."""
     torch.manual_seed(SEED + step)
     return act()
+
+
+def counts(whole: Any, engine: Engine) -> list[Counts]:
+    """The rows of each data rank in each microbatch of a global batch."""
+    n, parts = engine.data_ranks, engine.microbatches
+    x = torch.empty(rows(whole), device="meta")
+    by_rank = [[len(part) for part in own.tensor_split(parts)] for own in x.tensor_split(n)]
+    return list(zip(*by_rank, strict=True))
 
 
 def share(whole: Any, engine: Engine) -> Any:

@@ -246,7 +246,7 @@ class Data:
         over = unit.depth == 0 and module is unit.modules[-1] and not self.in_backward
         if over and not recording:
             unit.reshard()
-        elif over and not unit.stays_unsharded:
+        elif over and unit.reshards and not unit.stays_unsharded:
             self._reshard_latest(unit)
             self.latest = unit
 

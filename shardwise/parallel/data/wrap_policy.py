@@ -97,10 +97,10 @@ def _tops(root: nn.Module, rule: Rule) -> dict[str, nn.Module]:
     found: dict[str, nn.Module] = {}
     for name, module in root.named_modules():
         inside = any(name.startswith(f"{top}.") for top in found)
-        if name and not inside and _runs(module) and fits(name, module):
+        if name and not inside and runs(module) and fits(name, module):
             found[name] = module
     if not found and rule != "auto":
-        names = [name for name, module in root.named_modules() if name and _runs(module)][:6]
+        names = [name for name, module in root.named_modules() if name and runs(module)][:6]
         raise bad(
             f"units={_shown(rule)}, which matches no module that {type(root).__name__} calls",
             f"a class or pattern of its modules: {', '.join(names)}, ...",
@@ -161,13 +161,13 @@ def _block_class(root: nn.Module) -> type[nn.Module] | None:
     lists = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
     for held in [list(m.children()) for m in root.modules() if isinstance(m, lists)]:
         kinds = [type(uncompiled(child)) for child in held]
-        for child in [c for c in held if _runs(c) and kinds.count(type(uncompiled(c))) > 1]:
+        for child in [c for c in held if runs(c) and kinds.count(type(uncompiled(c))) > 1]:
             weight[type(uncompiled(child))] += sum(p.numel() for p in child.parameters())
     heaviest = max(weight, key=lambda kind: weight[kind], default=None)
     return heaviest if heaviest and weight[heaviest] else None
 
 
-def _runs(module: nn.Module) -> bool:
+def runs(module: nn.Module) -> bool:
     """Whether its class defines a forward: lists of modules or parameters are never called."""
     return type(uncompiled(module)).forward is not nn.Module.forward
 
@@ -184,7 +184,7 @@ def _read(module: nn.Module) -> Iterator[nn.Parameter]:
     """The parameters that it reads itself: its own, and those of submodules it never calls."""
     yield from module.parameters(recurse=False)
     for child in module.children():
-        if not _runs(child):
+        if not runs(child):
             yield from _read(child)
     if is_parametrized(module):
         yield from module.get_submodule("parametrizations").parameters()
@@ -198,7 +198,7 @@ def _walk(
     A module with own parameters may also read those of its children (nn.MultiheadAttention reads
     out_proj.weight), so the walk does not descend into it, unless it contains blocks.
     """
-    owns = next(_read(uncompiled(module)), None) is not None and _runs(module)
+    owns = next(_read(uncompiled(module)), None) is not None and runs(module)
     holds = any(top.startswith(f"{name}." if name else "") for top in tops)
     if name in tops or (owns and not holds):
         yield name, module
@@ -220,7 +220,7 @@ def _share_out(root: nn.Module, specs: list[UnitSpec]) -> None:
             continue
         owners = [owner for owner, m in root.named_modules() if _owns(m, p)]
         where = _common(owners)
-        while where and not _runs(root.get_submodule(where)):  # nobody calls it: no hook would fire
+        while where and not runs(root.get_submodule(where)):  # nobody calls it: no hook would fire
             where = where.rpartition(".")[0]
         spec = common.setdefault(where, UnitSpec(where, [root.get_submodule(where)], True))
         spec.params.append((name, p))

@@ -44,20 +44,55 @@ class Columns(Protocol):
         """Called with each cross-entropy of sharded logits."""
 
 
+class Rows(Protocol):
+    """Rows of several data ranks: those of the output layer, of which the loss has its own only.
+
+    `factor` is the number of entries in dim 0 for each row.
+    """
+
+    @property
+    def all(self) -> int:
+        """The number of rows of the output layer."""
+        ...
+
+    @property
+    def own(self) -> int:
+        """The number of rows of this rank's batch."""
+        ...
+
+    def gather(self, x: Tensor, factor: int) -> Tensor:
+        """All rows, from this rank's own."""
+        ...
+
+    def take(self, x: Tensor, factor: int) -> Tensor:
+        """This rank's own rows, from all."""
+        ...
+
+
 class Logits(Tensor):
     """Logits [..., V] of which this rank holds the columns that `cut` assigns it: S(-1) on `axis`.
 
     Made by `Logits.of`.  `local` is this rank's shard, with the gradient of the shard; `full()`
     gathers all columns (I on the axis).  Columns taken out (`x[..., 5]`, `x.T`) are a copy; writing
     to the logits themselves (`x[..., 5] = 0`) changes them.
+
+    With `rows`, dim 0 of the shard has the rows of several data ranks; the logits are those of this
+    rank's own rows.
     """
 
     axis: Axis
     cut: Cut
     stream: Columns
+    rows: Rows | None
 
     @staticmethod
-    def of(local: Tensor, axis: Axis, cut: Cut, stream: Columns | None = None) -> "Logits":
+    def of(
+        local: Tensor,
+        axis: Axis,
+        cut: Cut,
+        stream: Columns | None = None,
+        rows: Rows | None = None,
+    ) -> "Logits":
         """Logits whose shard on this rank is `local` [..., v]; nothing is copied.
 
         `stream` gathers them and records each loss.
@@ -73,7 +108,7 @@ class Logits(Tensor):
                 "torch.nn.functional.cross_entropy(logits, targets) for gathered logits",
             )
         out = local.as_subclass(Logits)
-        out.axis, out.cut = axis, cut
+        out.axis, out.cut, out.rows = axis, cut, rows
         out.stream = stream or Stream(axis, split=False, products=BY_TORCH)
         return out
 
@@ -85,7 +120,8 @@ class Logits(Tensor):
 
     def full(self) -> Tensor:
         """All columns [..., V] as a plain tensor, equal on all ranks: an all-gather."""
-        return self.stream.join(self.local, self.cut)
+        whole = self.stream.join(self.local, self.cut)
+        return whole if self.rows is None else self.rows.take(whole, _factor(self))
 
     @classmethod
     def __torch_function__(
@@ -128,7 +164,9 @@ def _gathered(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         return out
     with torch._C.DisableTorchFunctionSubclass():
         if target.axis.size > 1:  # on one rank the gathered tensor is the same memory
-            target.copy_(target.stream.take(plain[id(target)], target.cut))
+            part = target.stream.take(plain[id(target)], target.cut)
+            rows = target.rows
+            target.copy_(part if rows is None else rows.gather(part, _factor(target)))
     return target
 
 
@@ -141,7 +179,15 @@ _IN_PLACE = re.compile(r"_?[a-z]\w*[a-z0-9]_|__setitem__|__i(?!n|ter)[a-z]+__")
 
 
 def _shape(x: Logits) -> torch.Size:
-    return torch.Size((*x.shape[:-1], x.cut.whole))
+    if x.rows is None:
+        return torch.Size((*x.shape[:-1], x.cut.whole))
+    return torch.Size((x.rows.own * _factor(x), *x.shape[1:-1], x.cut.whole))
+
+
+def _factor(x: Logits) -> int:
+    """The number of entries in dim 0 for each row."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return x.shape[0] // max(1, x.rows.all) if x.rows is not None else 1
 
 
 def _like(x: Logits, out: Any) -> Any:
@@ -150,7 +196,7 @@ def _like(x: Logits, out: Any) -> Any:
         return type(out)(_like(x, item) for item in out)
     if not isinstance(out, Tensor) or out is x:
         return out
-    return Logits.of(out, x.axis, x.cut, x.stream)
+    return Logits.of(out, x.axis, x.cut, x.stream, x.rows)
 
 
 def _attribute(func: Any, args: Sequence[Any], _: dict[str, Any]) -> Any:
@@ -186,6 +232,7 @@ def _elementwise(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     x = next(one for one in tensors if isinstance(one, Logits))
     others = [one for one in tensors if one is not x]
     elsewhere = "out" in kwargs or (func.__name__.endswith("_") and args[0] is not x)
+    elsewhere = elsewhere or (x.rows is not None and any(one.dim() for one in others))
     if elsewhere or not all(map(_broadcasts, others)):
         return NotImplemented
     return _like(x, func(*args, **kwargs))
@@ -212,6 +259,11 @@ def _reshape(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         sizes[sizes.index(-1)] = numel // rest
     if sizes[-1] != x.cut.whole or math.prod(sizes) != numel or min(sizes) < 0:
         return NotImplemented
+    if x.rows is not None:  # dim 0 of the shard has the other ranks' rows too
+        rest = math.prod(sizes[1:-1]) * x.shape[-1]
+        sizes[0] = x.numel() // max(1, rest)
+        if len(sizes) < 2 or sizes[0] % max(1, x.rows.all):
+            return NotImplemented
     return _like(x, func(x, (*sizes[:-1], x.shape[-1])))
 
 
@@ -228,6 +280,8 @@ def _view(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     x, *given = args or (None,)
     defaults = _DIMS[func.__name__]
     dims = {**defaults, **dict(zip(defaults, given, strict=False)), **kwargs}.values()
+    if isinstance(x, Logits) and x.rows is not None and func.__name__ != "flatten":
+        return NotImplemented
     if not isinstance(x, Logits) or not all(-x.dim() <= dim < x.dim() for dim in dims):
         return NotImplemented
     if any(dim % x.dim() == x.dim() - 1 for dim in dims):
@@ -247,8 +301,10 @@ def _index(func: Any, args: Sequence[Any], _: dict[str, Any]) -> Any:
     if dims < x.dim():  # slices of all dims that are not named fill the place of the ellipsis
         parts = (*parts[parts.index(Ellipsis) + 1 :],) if Ellipsis in parts else ()
         parts = parts or (slice(None),)
-    last = [part for part in parts if part is not Ellipsis][-1]
-    return _like(x, func(*args)) if last == slice(None) else NotImplemented
+    named = [part for part in parts if part is not Ellipsis]
+    if x.rows is not None and (Ellipsis in parts or named[0] != slice(None)):
+        return NotImplemented
+    return _like(x, func(*args)) if named[-1] == slice(None) else NotImplemented
 
 
 def _loss(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
@@ -258,7 +314,7 @@ def _loss(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     options = {key: given.pop(key) for key in OPTIONS if key in given}
     other = any(value is not None for value in given.values())  # weight, and deprecated options
     good = isinstance(x, Logits) and type(targets) is Tensor and targets.dtype == torch.int64
-    if other or not good or x.dim() > 2 or targets.shape != x.shape[:-1]:
+    if other or not good or x.dim() > 2 or targets.shape != _shape(x)[:-1]:
         return NotImplemented
     return _own_loss(func, (x, targets), options)
 
@@ -266,10 +322,27 @@ def _loss(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 def _own_loss(_: Any, args: Sequence[Any], options: dict[str, Any]) -> Tensor:
     """`sw.cross_entropy`: any dims, the vocabulary last (cross_entropy.py)."""
     x, targets = args
+    if x.rows is not None:
+        return _loss_of_own_rows(x, targets, options)
     loss, element_bytes = sharded_cross_entropy(x.local, (x.axis, x.cut), targets, **options)
     smoothing = options.get("label_smoothing", 0.0) > 0
     x.stream.record_loss(targets.numel(), smoothing, element_bytes)
     return loss
+
+
+def _loss_of_own_rows(x: Logits, targets: Tensor, options: dict[str, Any]) -> Tensor:
+    """The loss of this rank's rows: targets are gathered, and the losses of own positions taken."""
+    assert x.rows is not None
+    factor, how = _factor(x), {"reduction": "mean", "ignore_index": -100} | options
+    everyone = x.rows.gather(targets, factor)
+    alone = Logits.of(x.local, x.axis, x.cut, x.stream)
+    losses = _own_loss(None, (alone, everyone), how | {"reduction": "none"})
+    losses = x.rows.take(losses, factor)
+    if how["reduction"] == "none":
+        return losses
+    total = losses.sum()
+    counted = (targets != how["ignore_index"]).sum()
+    return total / counted if how["reduction"] == "mean" else total
 
 
 _NAMES: dict[Rule, str] = {

@@ -1,0 +1,138 @@
+"""Plans of single layers: after the plan of the model, `|` and the layers' own words.
+
+    dp4 zero3 | embed,head: tp4 zero1 | blocks.0-3: tp2 dp2 recompute:full
+
+Patterns are those of fnmatch; `0-3` between two dots stands for each number of the range. Words
+that a layer's plan does not have are those of the model. If it names `dp` or `tp`, its ranks are a
+mesh of their own over the same ranks, so the batch and the weights are split differently there:
+
+    rank             0       1       2       3
+    dp4              rows 0  rows 1  rows 2  rows 3     all weights, or their shards
+    tp2 dp2          rows 0, 1       rows 2, 3          half of each weight; rows 0 again
+    tp4              rows 0, 1, 2, 3                    a quarter of each weight
+
+(Galvatron, arXiv 2211.13878; "one weird trick", arXiv 1404.5997, section 4.)
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import product
+from typing import Any, Final
+
+from shardwise.core.errors import bad
+from shardwise.core.plan_parser import read
+
+#: The fields of a plan that the words of a layer may set.
+OWN: Final = ("axes", "row", "recompute", "offload")
+#: The axes that they may name.
+OWN_AXES: Final = ("dp", "dp_replicate", "dp_shard", "tp")
+#: The most numbers of a range.
+MOST_LAYERS: Final = 10_000
+
+_PART = re.compile(r"\s*([^\s:|]+):\s+(\S.*)", re.DOTALL)
+_NAMES = re.compile(r"[\w.*?!\[\]-]+(,[\w.*?!\[\]-]+)*")
+_RANGE = re.compile(r"([0-9]+)-([0-9]+)")
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The layers that match one of `patterns`, and their own words."""
+
+    patterns: tuple[str, ...]
+    words: str
+
+    def __str__(self) -> str:
+        return f"{','.join(self.patterns)}: {self.words}"
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of a plan that the words set."""
+        return read(self.words)
+
+    @property
+    def has_axes(self) -> bool:
+        """Whether its ranks are a mesh of their own."""
+        return "axes" in self.fields
+
+    def matches(self, name: str) -> bool:
+        """Whether a pattern matches the module `name`."""
+        return any(_matches(name, pattern) for pattern in self.patterns)
+
+    def unmatched(self, names: Iterable[str]) -> list[str]:
+        """The patterns that match none of `names`."""
+        known = list(names)
+        return [p for p in self.patterns if not any(_matches(name, p) for name in known)]
+
+
+def split_layers(text: Any) -> tuple[str, tuple[LayerPlan, ...]]:
+    """The words of the model's plan, and the plans of layers.
+
+    Raises InputError for a part that does not begin with names of layers, or has words that a
+    layer cannot have of its own.
+    """
+    if not isinstance(text, str):
+        return text, ()
+    first, *parts = text.split("|")
+    return first, tuple(map(_layer_plan, parts))
+
+
+def _layer_plan(text: str) -> LayerPlan:
+    found = _PART.fullmatch(text.strip())
+    if found is None or not _NAMES.fullmatch(found[1]):
+        raise bad(
+            f"'{text.strip()}' after | in a plan",
+            "names of layers, a colon, a space and plan words",
+            "'dp4 zero3 | embed,head: tp4 zero1 | blocks.0-3: tp2 dp2'",
+        )
+    patterns, fields = tuple(found[1].split(",")), read(found[2])
+    for pattern in patterns:
+        _expanded(pattern)
+    others = [word for word in found[2].split() if not _own(word)]
+    if others:
+        kept = " ".join(word for word in found[2].split() if _own(word)) or "zero3"
+        raise bad(
+            f"'{' '.join(others)}' in the plan of the layers {found[1]}",
+            "dpN, dp_replicateN and dp_shardN, tpN, a row of the states table, recompute and "
+            "offload; everything else is of the whole model",
+            f"'{found[1]}: {kept}', and other words before the first |",
+        )
+    return LayerPlan(patterns, _canonical(fields))
+
+
+def _own(word: str) -> bool:
+    fields = read(word)
+    return all(name in OWN for name in fields) and all(
+        axis in OWN_AXES for axis, _ in fields.get("axes", ())
+    )
+
+
+def _canonical(fields: dict[str, Any]) -> str:
+    axes = sorted(fields.get("axes", ()), key=lambda axis: OWN_AXES.index(axis[0]))
+    words = [f"{name}{size}" for name, size in axes]
+    words += [fields["row"]] if "row" in fields else []
+    return " ".join(words + [f"{k}:{fields[k]}" for k in ("recompute", "offload") if k in fields])
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return any(fnmatchcase(name, each) for each in _expanded(pattern))
+
+
+def _expanded(pattern: str) -> Iterator[str]:
+    """The pattern with each number of its ranges. Raises InputError for a wrong range."""
+    choices: list[Iterable[str]] = []
+    for word in pattern.split("."):
+        found = _RANGE.fullmatch(word)
+        if found is None:
+            choices.append([word])
+            continue
+        first, last = int(found[1]), int(found[2])
+        if not first <= last < first + MOST_LAYERS:
+            raise bad(
+                f"the range {word} in the layers {pattern}",
+                "two numbers, the smaller one first",
+                f"{pattern.replace(word, f'{min(first, last)}-{min(first, last) + 1}')}",
+            )
+        choices.append(map(str, range(first, last + 1)))
+    return map(".".join, product(*choices))

@@ -1,0 +1,205 @@
+"""Layers with a plan of their own in an engine: their meshes, their units, and their rows.
+
+Regions.open     opens the axes of each mesh over the same ranks
+.lay_out         shards the layers on their tensor axes
+.shard           lays out each unit under the plan of its layers
+.install         hooks the layers of other meshes, so that activations are redistributed
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.move import broadcast
+from shardwise.comm.world import Axis, World
+from shardwise.core.plan import Plan
+from shardwise.engine import tensor_parallel
+from shardwise.engine.expert_parallel import ExpertLayout
+from shardwise.engine.layer_plans import LayerPlans, Layers
+from shardwise.engine.rng import STATES, generators_of
+from shardwise.engine.shard import Sharding, flats_of, shard
+from shardwise.engine.stage_module import Staging
+from shardwise.engine.tensor_layout import Tensors, nowhere
+from shardwise.engine.training import Build
+from shardwise.kernels.matmul import Products
+from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.parallel.data.units import Unit
+from shardwise.parallel.data.wrap_policy import UnitSpec
+from shardwise.parallel.redistribute.exchange import RowExchange, between
+from shardwise.parallel.redistribute.hooks import LayerHooks, Random
+from shardwise.parallel.redistribute.redistributed import Redistributed
+from shardwise.parallel.tensor.logits import Logits
+
+
+@dataclass
+class Region:
+    """The layers of one plan: how their units are stored, and their tensor axis."""
+
+    layers: Layers
+    world: World
+    how: Sharding
+    tensors: Tensors
+
+    @property
+    def degree(self) -> int:
+        """The number of ranks of the tensor axis."""
+        return self.layers.plan.mesh.size_of(tensor_parallel.AXIS)
+
+
+@dataclass
+class Regions:
+    """The layers of a model with plans of their own."""
+
+    plan: Plan
+    regions: list[Region]
+    exchange: RowExchange
+
+    @classmethod
+    def open(cls, build: Build, how: Sharding) -> "Regions":
+        """Open the axes of all meshes; called by all ranks of the world."""
+        world, plans = build.world, build.layers
+        found: list[Region] = []
+        for each in plans.layers:
+            own = world.beside(each.plan.mesh, f".{each.number}") if each.mesh else world
+            row = each.plan.offloaded_states
+            axes = (
+                own.axis(name or "none")
+                for name in (each.plan.shard_axis, each.plan.replicate_axis)
+            )
+            shard, replicate = axes
+            stored = replace(how, row=row, shard=shard, replicate=replicate, offloaded_row=row)
+            found.append(Region(each, own, stored, nowhere()))
+        return cls(build.plan, found, exchange_of(world, build.plan, plans))
+
+    def unit_key(self, spec: UnitSpec) -> object:
+        """The plan of a unit; units of different ones are not merged."""
+        return {self.plan.layer_of(name) for name, _ in spec.params}
+
+    def lay_out(self, model: nn.Module, products: Products) -> tuple[Tensors, ...]:
+        """Shard the layers of each mesh on its tensor axis, in place."""
+        for region in self.regions:
+            if region.layers.mesh:
+                region.tensors = tensor_parallel.lay_out(
+                    *(model, region.world, False, region.layers.table, products),
+                    layers=region.layers.modules,
+                )
+        return tuple(region.tensors for region in self.regions if region.layers.mesh)
+
+    def shard(
+        self,
+        how: Sharding,
+        specs: Sequence[UnitSpec],
+        tensors: Tensors,
+        staged: Staging | None = None,
+        experts: ExpertLayout | None = None,
+    ) -> list[Unit]:
+        """Lay parameters flat, each unit as the plan of its layers says."""
+        if not self.regions:
+            return shard(how, specs, tensors, staged, experts)
+        units: list[Unit] = []
+        for spec in specs:
+            number = self.plan.layer_of(spec.params[0][0])
+            region = self.regions[number - 1] if number else None
+            if region is None:
+                units += shard(how, [spec], tensors, staged, experts)
+            elif region.layers.mesh:
+                units += shard(region.how, [spec], region.tensors, staged)
+            else:
+                own = experts and replace(
+                    experts, shard=region.how.shard, replicate=region.how.replicate
+                )
+                units += shard(region.how, [spec], tensors, staged, own)
+        return units
+
+    def norms(
+        self, units: Sequence[Unit], experts: ExpertLayout
+    ) -> list[tuple[list[Flat], tuple[Axis, ...]]]:
+        """The flat groups of each region, and the axes over which their squares are summed."""
+        found: list[tuple[list[Flat], tuple[Axis, ...]]] = []
+        for region in self.regions:
+            own = [
+                u for u in units if self.plan.layer_of(u.groups[0].names[0]) == region.layers.number
+            ]
+            tensor, shard = region.world.axis(tensor_parallel.AXIS), region.how.shard
+            more = (experts.axis,) if shard.size == 1 and not region.layers.mesh else ()
+            found.append((flats_of(own), (shard, *more, tensor)))
+        return found
+
+    def install(self, model: nn.Module) -> None:
+        """Hook the layers of other meshes; called after all other hooks are set."""
+        for region in self.regions:
+            if region.layers.mesh:
+                random = self._random(region)
+                hooks = LayerHooks(self.exchange, region.degree, with_rows, random)
+                for name in region.layers.modules:
+                    hooks.install(name, model.get_submodule(name))
+                model.register_forward_hook(partial(_end, hooks), always_call=True)
+
+    def _random(self, region: Region) -> Random:
+        """Random numbers that are equal on the ranks of the region's tensor axis."""
+        world = region.world
+        seed = torch.tensor([torch.initial_seed() % 2**40], device=world.device)
+        tensor = world.axis(tensor_parallel.AXIS)
+        first = int(broadcast(seed, tensor).item())
+        place = self.exchange.place // region.degree
+        generators = generators_of(world.device)
+        return Random(generators, first + 1_000_003 * place + region.layers.number, STATES)
+
+
+def _end(hooks: LayerHooks, *_: object) -> None:
+    hooks.moved.clear()
+
+
+@dataclass(frozen=True)
+class OwnRows:
+    """The rows of logits that have those of several data ranks (`Rows` of logits.py)."""
+
+    exchange: RowExchange
+    degree: int
+    layer: str
+
+    @property
+    def all(self) -> int:
+        """The number of rows of the output layer."""
+        return self.exchange.held(self.degree)
+
+    @property
+    def own(self) -> int:
+        """The number of rows of this rank's batch."""
+        return self.exchange.held(self.exchange.base)
+
+    def gather(self, x: Tensor, factor: int) -> Tensor:
+        """All rows, from this rank's own."""
+        return self.exchange.move(x, self.exchange.base, self.degree, self.layer, factor)
+
+    def take(self, x: Tensor, factor: int) -> Tensor:
+        """This rank's own rows, from all."""
+        return self.exchange.move(x, self.degree, self.exchange.base, self.layer, factor)
+
+
+def with_rows(x: Tensor, exchange: RowExchange, degree: int, layer: str) -> Tensor | None:
+    """Sharded logits whose rows are those at `degree`; None for other tensors."""
+    if not isinstance(x, Logits) or isinstance(x, Redistributed):
+        return None
+    rows = OwnRows(exchange, degree, layer)
+    if x.local.shape[0] % max(1, rows.all):
+        return None
+    return Logits.of(x.local, x.axis, x.cut, x.stream, rows)
+
+
+def exchange_of(world: World, plan: Plan, plans: LayerPlans) -> RowExchange:
+    """The axes between all tensor degrees of a plan; called by all ranks."""
+    base, stages = plan.mesh.size_of(tensor_parallel.AXIS), plan.mesh.size_of("pp")
+    ranks = plan.size // stages
+    degrees = sorted(
+        {base, *(each.plan.mesh.size_of(tensor_parallel.AXIS) for each in plans.meshes)}
+    )
+    axes = {
+        (few, many): world.across(f"rows{few}-{many}", between(few, many, ranks, stages))
+        for few, many in combinations(degrees, 2)
+    }
+    return RowExchange(axes, base, world.rank % ranks, ranks, world)

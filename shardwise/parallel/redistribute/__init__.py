@@ -1,0 +1,1 @@
+"""Redistribution of activations between layers whose batch is split over different ranks."""

@@ -1,0 +1,141 @@
+"""Rows of the batch on ranks of several tensor degrees, and the moves between them.
+
+    rank        0      1      2      3
+    tp1, dp4    a      b      c      d        rows a, b, c, d; each S(0) over all ranks
+    tp2, dp2    a b    a b    c d    c d      I on the two ranks of a tp group
+    tp4         abcd   abcd   abcd   abcd     I on all
+
+From a smaller degree to a larger one is S(0) -> I on the axis of the ranks between them, one
+all-gather; back is I -> S(0), where nothing is sent. Backward is the dual: of the first, I -> S(0);
+of the second, an all-gather of the gradients. Ranks may have different numbers of rows.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from shardwise.comm.move import all_gather, join, move, take
+from shardwise.comm.world import Axis, World
+from shardwise.core.layout import I, S
+from shardwise.core.model_spec import RowGather
+from shardwise.core.uneven import Cut, wide
+
+#: The counts of rows of the base data ranks, in their order.
+Counts = tuple[int, ...]
+
+
+def between(degree: int, other: int, ranks: int, stages: int = 1) -> list[list[int]]:
+    """Lists of the ranks among which rows are moved between two tensor degrees.
+
+    `ranks` are those of a stage of `stages`, the outermost axis.
+    """
+    few, many = sorted((degree, other))
+    firsts = (
+        s * ranks + g + t for s in range(stages) for g in range(0, ranks, many) for t in range(few)
+    )
+    return [[first + j * few for j in range(many // few)] for first in firsts]
+
+
+def _rows(part: Any) -> int:
+    """The number of rows of a batch, or of the inputs of a layer; 0 if no tensor has rows."""
+    return next((len(x) for x in tree_leaves(part) if isinstance(x, Tensor) and x.dim()), 0)
+
+
+@dataclass
+class RowExchange:
+    """The rows of this rank at each tensor degree.
+
+    axes     those of `between`, by the smaller and the larger degree
+    base     the degree of the model's own plan
+    place    this rank among the `ranks` of its stage
+    world    exchanges the counts of rows
+    passes   the number of forwards so far
+    gathers  called with each gather of rows, in forward and backward, for predictions
+    """
+
+    axes: Mapping[tuple[int, int], Axis]
+    base: int
+    place: int
+    ranks: int
+    world: World
+    counts: Counts = ()
+    parts: list[tuple[Any, Counts]] = field(default_factory=list)
+    passes: int = 0
+    gathers: Callable[[RowGather], None] | None = None
+
+    def begin(self, parts: Sequence[Any]) -> None:
+        """Exchange the numbers of rows of all microbatches; called by all ranks."""
+        if not self.axes:
+            return
+        own = torch.tensor([_rows(part) for part in parts], device=self.world.device)
+        with self.world.ledger.phase("check"):
+            every = torch.stack(all_gather(own, self.world.everyone)).tolist()
+        first = self.world.rank - self.place
+        by_rank = every[first : first + self.ranks : self.base]
+        counts = [tuple(rank[n] for rank in by_rank) for n in range(len(parts))]
+        self.parts = list(zip(parts, counts, strict=True))
+        self.counts = counts[0]
+
+    def enter(self, part: Any) -> None:
+        """The forward of this microbatch begins."""
+        self.passes += 1
+        self.counts = next((counts for each, counts in self.parts if each is part), self.counts)
+
+    def forget(self) -> None:
+        """The numbers of rows are not known: the next layer exchanges them."""
+        self.parts, self.counts, self.passes = [], (), self.passes + 1
+
+    def held(self, degree: int, place: int | None = None) -> int:
+        """The number of rows of the rank at `place` (this one) at this degree."""
+        place = self.place if place is None else place
+        if degree >= self.base:
+            wide = degree // self.base
+            first = place // degree * wide
+            return sum(self.counts[first : first + wide])
+        parts, count = self.base // degree, self.counts[place // self.base]
+        index = place % self.base // degree
+        return count * (index + 1) // parts - count * index // parts
+
+    def move(self, x: Tensor, have: int, want: int, layer: str, factor: int = 1) -> Tensor:
+        """`x`, whose dim 0 has `factor` entries for each row at degree `have`, at `want`.
+
+        `layer` is the one that takes or gives the rows.
+        """
+        if have == want:
+            return x
+        few, many = sorted((have, want))
+        axis = self.axes[few, many]
+        first = self.place // many * many + self.place % few
+        sizes = [self.held(few, first + j * few) for j in range(many // few)]
+        out = self._moved(x.contiguous(), axis, sizes, factor, gathers=have < want)
+        if self.gathers is not None:
+            numel = len(sizes) * max(sizes) * factor * math.prod(x.shape[1:])
+            dtype = str(x.dtype).removeprefix("torch.")
+            one = RowGather(layer, (few, many), numel, dtype, "forward")
+            self._record(one, out, forward=have < want)
+        return out
+
+    def _record(self, one: RowGather, out: Tensor, *, forward: bool) -> None:
+        """Record the gather of a move: its forward, or its backward if a gradient arrives."""
+        gathers = self.gathers
+        assert gathers is not None
+        if forward:
+            gathers(one)
+        elif out.requires_grad:
+            out.register_hook(lambda _: gathers(one._replace(phase="backward")))
+
+    def _moved(
+        self, x: Tensor, axis: Axis, sizes: Sequence[int], factor: int, *, gathers: bool
+    ) -> Tensor:
+        if len(set(sizes)) == 1:
+            way = (S(0), I) if gathers else (I, S(0))
+            return move(x, axis, *way)
+        ends = [sum(sizes[: j + 1]) for j in range(len(sizes))]
+        ranges = tuple(((end - size, end),) for end, size in zip(ends, sizes, strict=True))
+        cut = wide(Cut(0, ends[-1], ranges), 0, factor)
+        return join(x, axis, cut) if gathers else take(x, axis, cut)

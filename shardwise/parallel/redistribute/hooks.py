@@ -1,0 +1,115 @@
+"""Hooks on layers with a mesh of their own: rows are moved before the layer, and back when needed.
+
+A layer's tensors with this rank's number of rows in dim 0 are activations of the batch. Others
+(masks, tables of positions) are the same on all ranks, so that they need no gradient.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+from torch.utils.weak import WeakIdKeyDictionary
+
+from shardwise.core.errors import bad
+from shardwise.parallel.redistribute.exchange import RowExchange
+from shardwise.parallel.redistribute.redistributed import Redistributed
+
+#: Makes an output that is not a plain tensor one with the rows of a degree; None: it cannot.
+Wrap = Callable[[Tensor, RowExchange, int, str], Tensor | None]
+
+
+class Random:
+    """Random numbers of a layer: equal on the ranks that compute the same rows.
+
+    `states` are those of `generators`, which the layer uses in place of the rank's own.
+    """
+
+    def __init__(self, generators: list[torch.Generator], seed: int, lock: Any) -> None:
+        self.generators, self.lock = generators, lock
+        self.states = [torch.Generator(g.device).manual_seed(seed).get_state() for g in generators]
+
+    def swap(self) -> None:
+        """Exchange the states with those of the generators."""
+        with self.lock:
+            now = [generator.get_state() for generator in self.generators]
+            for generator, state in zip(self.generators, self.states, strict=True):
+                generator.set_state(state)
+            self.states = now
+
+
+class LayerHooks:
+    """The hooks of the layers of one mesh, whose tensor degree is `degree`.
+
+    `wrap` makes outputs of other classes than Tensor ones with the rows of the degree.
+    """
+
+    def __init__(
+        self, exchange: RowExchange, degree: int, wrap: Wrap, random: Random | None = None
+    ) -> None:
+        self.exchange, self.degree, self.wrap, self.random = exchange, degree, wrap, random
+        #: in this forward, what was moved from tensors without a gradient, such as masks
+        self.moved, self.passes = WeakIdKeyDictionary(), 0
+
+    def install(self, name: str, module: nn.Module) -> list[Any]:
+        """Hook one layer; set after all other hooks of this package."""
+
+        def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            if not self.exchange.counts:
+                self.exchange.begin([(args, kwargs)])
+            found = tree_map(lambda x: self._enter(name, x), (args, kwargs))
+            if self.random is not None:
+                self.random.swap()
+            return found
+
+        def after(_: nn.Module, __: Any, out: Any) -> Any:
+            if self.random is not None:
+                self.random.swap()
+            return tree_map(partial(self._leave, name), out)
+
+        return [
+            module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
+            module.register_forward_hook(after),
+        ]
+
+    def _enter(self, name: str, x: Any) -> Any:
+        """An input of the layer with the rows of the layer."""
+        if isinstance(x, Redistributed):
+            return x.at(self.degree)
+        if not isinstance(x, Tensor):
+            return x
+        exchange = self.exchange
+        if x.dim() == 0 or x.shape[0] != exchange.held(exchange.base):
+            if x.requires_grad and torch.is_grad_enabled():
+                raise _without_rows(name, x)
+            return x
+        if x.requires_grad:
+            return exchange.move(x, exchange.base, self.degree, name)
+        if self.passes != exchange.passes:
+            self.moved, self.passes = WeakIdKeyDictionary(), exchange.passes
+        if x not in self.moved:
+            self.moved[x] = exchange.move(x, exchange.base, self.degree, name)
+        return self.moved[x]
+
+    def _leave(self, name: str, x: Any) -> Any:
+        """An output of the layer, of which the model around it sees this rank's own rows."""
+        if not isinstance(x, Tensor) or x.dim() == 0:
+            return x
+        if type(x) is not Tensor:
+            found = self.wrap(x, self.exchange, self.degree, name)
+            if found is not None:
+                return found
+        if x.shape[0] != self.exchange.held(self.degree):
+            return x
+        return Redistributed.of(x, self.exchange, self.degree, name)
+
+
+def _without_rows(name: str, x: Tensor) -> Exception:
+    return bad(
+        f"an input of shape {list(x.shape)} of the layer {name}, which has a mesh of its own; the "
+        "input has a gradient, and its dim 0 does not count the rows of the batch",
+        "layers whose inputs with a gradient are activations [rows, ...]",
+        "the layers that make this tensor and those that take it under one plan",
+    )
