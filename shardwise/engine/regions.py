@@ -18,7 +18,7 @@ from shardwise.comm.move import broadcast
 from shardwise.comm.world import Axis, World
 from shardwise.core.plan import Plan
 from shardwise.engine import tensor_parallel
-from shardwise.engine.expert_parallel import ExpertLayout
+from shardwise.engine.expert_parallel import REST, ExpertLayout
 from shardwise.engine.layer_plans import LayerPlans, Layers
 from shardwise.engine.rng import STATES, generators_of
 from shardwise.engine.shard import Sharding, flats_of, shard
@@ -109,11 +109,16 @@ class Regions:
             elif region.layers.mesh:
                 units += shard(region.how, [spec], region.tensors, staged)
             else:
-                own = experts and replace(
-                    experts, shard=region.how.shard, replicate=region.how.replicate
-                )
+                own = experts and self._experts(experts, region.how)
                 units += shard(region.how, [spec], tensors, staged, own)
         return units
+
+    def _experts(self, experts: ExpertLayout, how: Sharding) -> ExpertLayout:
+        """The experts of layers with a row of their own: `edp` takes the place of the data axis."""
+        inner, known = self.plan.inner_data_axis, (experts.shard, experts.replicate)
+        rest = next((axis for axis in known if axis.name == REST), None)
+        shard, replicate = (rest if rest and axis.name == inner else axis for axis in how.axes)
+        return replace(experts, shard=shard, replicate=replicate)
 
     def norms(
         self, units: Sequence[Unit], experts: ExpertLayout

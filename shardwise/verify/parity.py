@@ -246,7 +246,10 @@ class Comparison:
     def rows_for(self, engine: Engine, step: int) -> Any:
         """A global batch for a step."""
         fewest = ROWS if self.oracles.alone is None else ROWS_16
-        each = max(ROWS, fewest // engine.microbatches)
+        # a rank with one row would exchange which of its tensors have rows (redistribute/hooks.py)
+        each = max(
+            ROWS + any(e.has_axes for e in engine.plan.layers), fewest // engine.microbatches
+        )
         rows = each * engine.data_ranks * engine.microbatches - (step % 2 == 0)
         return self.batch(rows, SEED + step, engine.world.device)
 

@@ -87,8 +87,24 @@ class RowExchange:
         self.counts = next((counts for each, counts in self.parts if each is part), self.counts)
 
     def forget(self) -> None:
-        """The numbers of rows are not known: the next layer exchanges them."""
+        """A forward begins in which all ranks have the same rows: those of the first layer."""
         self.parts, self.counts, self.passes = [], (), self.passes + 1
+
+    def equal(self, inputs: Any) -> None:
+        """All data ranks have as many rows as these inputs of a layer."""
+        self.counts = (_rows(inputs),) * (self.ranks // self.base)
+
+    @property
+    def ambiguous(self) -> bool:
+        """Whether a dim of size 1 may be that of a rank's only row, while others have several."""
+        return min(self.counts) == 1 < max(self.counts)
+
+    def everywhere(self, flags: Sequence[bool], degree: int) -> list[bool]:
+        """Which flags are true on all ranks between the base and another degree."""
+        few, many = sorted((self.base, degree))
+        own = torch.tensor([not flag for flag in flags], device=self.world.device).long()
+        everyone = torch.stack(all_gather(own, self.axes[few, many]))
+        return (everyone.sum(0) == 0).tolist()
 
     def held(self, degree: int, place: int | None = None) -> int:
         """The number of rows of the rank at `place` (this one) at this degree."""

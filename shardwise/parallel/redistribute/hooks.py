@@ -4,13 +4,13 @@ A layer's tensors with this rank's number of rows in dim 0 are activations of th
 (masks, tables of positions) are the same on all ranks, so that they need no gradient.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.core.errors import bad
@@ -58,8 +58,9 @@ class LayerHooks:
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
             if not self.exchange.counts:
-                self.exchange.begin([(args, kwargs)])
-            found = tree_map(lambda x: self._enter(name, x), (args, kwargs))
+                self.exchange.equal((args, kwargs))
+            rows = self._have_rows((args, kwargs))
+            found = tree_map(lambda x: self._enter(name, x, rows), (args, kwargs))
             if self.random is not None:
                 self.random.swap()
             return found
@@ -74,14 +75,25 @@ class LayerHooks:
             module.register_forward_hook(after),
         ]
 
-    def _enter(self, name: str, x: Any) -> Any:
+    def _have_rows(self, inputs: Any) -> set[int]:
+        """The ids of the tensors whose dim 0 counts the rows of the batch, on all ranks."""
+        exchange = self.exchange
+        own = exchange.held(exchange.base)
+        leaves = [x for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim() > 0]
+        leaves = [x for x in leaves if not isinstance(x, Redistributed)]
+        flags = [x.shape[0] == own for x in leaves]
+        if leaves and exchange.ambiguous and exchange.base != self.degree:
+            flags = exchange.everywhere(flags, self.degree)
+        return {id(x) for x, flag in zip(leaves, flags, strict=True) if flag}
+
+    def _enter(self, name: str, x: Any, rows: Collection[int]) -> Any:
         """An input of the layer with the rows of the layer."""
         if isinstance(x, Redistributed):
             return x.at(self.degree)
         if not isinstance(x, Tensor):
             return x
         exchange = self.exchange
-        if x.dim() == 0 or x.shape[0] != exchange.held(exchange.base):
+        if id(x) not in rows:
             if x.requires_grad and torch.is_grad_enabled():
                 raise _without_rows(name, x)
             return x
