@@ -110,30 +110,43 @@ def model_spec(
         bundles = by_shape(parts, lambda part: staged.bundles(call, part))
         stages = StageSpec(at, known, bundles, staged.outside)
     how = {"stages": stages, "on_host": tuple(hosted), **_from_plan(plain, plan)}
+    spec = ModelSpec(shape, _modules(plain, specs), ModelPass((), ()), recomputed=kinds, **how)
+    record = partial(meta_pass.run, plain, real, call)
     if plans.meshes:
         passes = LayerPasses(plans, plan, rank, begin)
-        runs = partial(meta_pass.run, plain, real, call)
-        whole = ModelSpec(shape, _modules(plain, specs), ModelPass((), ()), **how)
-        whole = replace(whole, recomputed=kinds)
         rows = list(zip(parts, passes.counts(parts, counts), strict=True))
-        return _with_meshes(whole, passes, table, (plain, runs, call), rows)
+        return _with_meshes(spec, passes, table, (plain, record, call), rows)
     if table is None:
-        runs = by_shape(parts, lambda part: meta_pass.run(plain, real, call, part))
-        how |= {"expert_moves": tuple(run.moves for run in runs)}
+        runs = by_shape(parts, record)
+        how = {"expert_moves": tuple(run.moves for run in runs), "run": runs[0]}
         how |= {"tapes": tuple(run.tape for run in runs) if hosted else ()}
-        spec = ModelSpec(shape, _modules(plain, specs), runs[0], **how)
+        spec = replace(spec, **how)
         return replace(spec, recomputed=_chosen(spec, plan, kinds))
-    heads = _heads(tensors := _tensors(plain, plan, table), world.axis(TENSOR))
-    runs = by_shape(parts, lambda part: meta_pass.run(plain, real, call, part, heads))
+    return _with_table(spec, (plan, rank, table), (plain, record, call), parts)
+
+
+def _with_table(
+    spec: ModelSpec,
+    under: tuple[Plan, int, Table],
+    how: tuple[nn.Module, Callable[..., ModelPass], Call],
+    parts: Sequence[Any],
+) -> ModelSpec:
+    """The spec of a model under a plan, on a rank, with a table of styles.
+
+    `how` is that of `_with_meshes`.
+    """
+    (plan, rank, table), (plain, record, call) = under, how
+    heads = _heads(tensors := _tensors(plain, plan, table), _tensor_world(plan, rank).axis(TENSOR))
+    runs = by_shape(parts, lambda part: record(part, heads))
 
     def on(rank: int, part: Any = parts[0]) -> ModelPass:
         laid_out = on_tensor_axis(plain, plan, rank, table)
         return meta_pass.with_tape(runs[0], laid_out, call, part)
 
-    tensors, run = replace(tensors, runs=runs), on(rank)
-    how |= {"expert_moves": tuple(run.moves for run in runs)}
-    how |= {"tapes": by_shape(parts, lambda part: on(rank, part).tape) if hosted else ()}
-    spec = ModelSpec(shape, _modules(plain, specs), run, tensors=tensors, **how)
+    found: dict[str, Any] = {"tensors": replace(tensors, runs=runs), "run": on(rank)}
+    found |= {"expert_moves": tuple(run.moves for run in runs)}
+    found |= {"tapes": by_shape(parts, lambda part: on(rank, part).tape) if spec.on_host else ()}
+    spec, kinds = replace(spec, **found), dict(spec.recomputed)
     widest = replace(spec, run=on(0)) if recompute_budget(plan.recompute) else spec
     return replace(spec, recomputed=_chosen(widest, plan, kinds))
 

@@ -71,8 +71,8 @@ def parallelize(
     require_whole(spec.kind, plan)
     objective = validate.loss(own_loss if loss is None else loss)
     tokens = None if options["tokens"] is None else validate.tokens(options["tokens"])
-    fill, folder = options["fill"], options["offload_folder"]
-    fill = default_fill(model, options["seed"]) if fill is None else validate.fill(fill)
+    fill = None if options["fill"] is None else validate.fill(options["fill"])
+    fill = fill or default_fill(model, options["seed"])
     validate.trainable(model)
     validate.no_max_norm(model, plan.data_size * (1 + (plan.precision in ("bf16", "fp16"))))
     no_pipe(model)
@@ -86,13 +86,12 @@ def parallelize(
     clip = weight_stashing.require(model, plan, begin, options["clip"], beside, on_nonfinite)
     if world.rank == 0:
         spec.warn_unmatched([n for n, _ in model.named_parameters(remove_duplicate=False)])
-    training = Training(spec, objective, tokens, clip, on_nonfinite, every, folder)
+    how = Training(spec, objective, tokens, clip, on_nonfinite, every, options["offload_folder"])
     consistency.require_same(world, _shared(model, plan, table, spec, options))
     world = world.on(plan.mesh)
     asked = options["units"], fill, options["prefetch"], table, begin, beside
-    least, kernels = options["least_unit_bytes"], options["kernels"]
-    build = Build(plan, world, *asked, least, recomputed, kernels, layers)
-    return Engine(model, build, training)
+    more = options["least_unit_bytes"], recomputed, options["kernels"], layers
+    return Engine(model, Build(plan, world, *asked, *more), how)
 
 
 #: The options and their defaults.

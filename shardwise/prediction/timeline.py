@@ -295,6 +295,7 @@ def unpredicted(plan: Plan) -> str:
         "activations": plan.activations,
         "offload": plan.offload,
         "arenas": "arenas" if plan.arenas else None,
+        "|": "layers of another mesh" if any(each.has_axes for each in plan.layers) else None,
     }
     words["row:"] = plan.row if plan.row.startswith("row:") else None
     return next((word for word, given in words.items() if given is not None), "")

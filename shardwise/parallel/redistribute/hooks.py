@@ -57,6 +57,7 @@ class LayerHooks:
         """Hook one layer; set after all other hooks of this package."""
 
         def before(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+            """Move the rows of the inputs."""
             if not self.exchange.counts:
                 self.exchange.equal((args, kwargs))
             rows = self._have_rows((args, kwargs))

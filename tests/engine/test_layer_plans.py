@@ -1,0 +1,314 @@
+"""Layers with a plan of their own: parity, bytes, memory, rows that do not divide, refusals."""
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+import shardwise as sw
+from shardwise.comm.world import World, alone
+from shardwise.core.errors import InputError
+from shardwise.core.plan import Plan
+from shardwise.engine.regions import exchange_of
+from shardwise.engine.tensor_parallel import layer_tables
+from shardwise.models import gpt
+from shardwise.parallel.redistribute.exchange import RowExchange, between
+from shardwise.parallel.redistribute.redistributed import Redistributed
+from shardwise.verify import memory, parity
+from shardwise.verify.finding import Finding
+from shardwise.verify.report import report
+from tests.engine.cases import Case, Task, oracle, settled, small_gpt, text, tied_gpt
+from tests.pool import run_gloo, run_threads
+from tests.verify import micro
+
+HEAD = "dp2 zero3 | embed,head: tp2 zero1"
+DEEP = "dp4 zero3 | embed,head: tp4 zero1 | blocks.0: tp2 dp2 recompute:full"
+PLANS = [
+    "dp2 | blocks.1: zero3",
+    "dp2 zero2 | blocks.0: zero3 offload:param | embed: offload:optim",
+    "dp2 zero3 accumulate:2 | blocks.0: ddp recompute:full",
+    "tp2 | blocks.1: dp2",
+    "dp2 tp2 | blocks.0: dp4 zero3 | head: tp4",
+    "dp_replicate2 dp_shard2 zero3 | blocks.0: dp4 zero1 | head,embed: tp2 dp2",
+    "dp2 zero3 | blocks.*.mlp: tp2 | blocks.*.attn: tp2 ddp",
+    "dp2 pp2 zero1 1f1b:2 | head: tp2 | blocks.0: zero3",
+    "dp2 pp2 zb-h1:2 | blocks.0-1: tp2",
+    "dp2 tp2 pp2 gpipe:2 | blocks.0: dp4 zero3 | head: tp4",
+    "dp2 zero3 bf16 | head: tp2 zero1",
+    "dp2 fp16 | head: tp2 zero1",
+    HEAD,
+    DEEP,
+]
+
+
+def prove(world: World, plan: str, model: str = "gpt") -> Finding:
+    """One rank's proof of a small model, over two steps and a loaded checkpoint."""
+    find = mock.patch.object(parity, "find", micro.find)
+    with find, mock.patch.object(memory, "READ_AFTER", (1,)):
+        return parity.prove(world, exact(plan), model, 2)
+
+
+def exact(text: str) -> Plan:
+    """The plan, in fp64 where it says no precision."""
+    plan = Plan.parse(text)
+    return plan if plan.precision else Plan.parse(text.replace(" |", " fp64 |", 1))
+
+
+def assert_holds(plan: str, findings: list[Finding]) -> None:
+    """Losses, gradients, weights, states, bytes, memory and coverage are as they must be."""
+    found = report(exact(plan), "gpt", findings)
+    assert found.first_difference is None
+    assert found.sent["theory"] == found.sent["counted"]
+    assert found.memory["theory"] == found.memory["read"]
+    assert found.holds, found
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("plan", PLANS)
+def test_parity_bytes_and_memory(plan: str):
+    """Rows, meshes, recomputation and offload of single layers, with the other techniques."""
+    findings = run_threads(Plan.parse(plan).size, prove, plan)
+    assert_holds(plan, findings)
+
+
+@pytest.mark.parametrize("plan", [HEAD, DEEP])
+def test_on_processes(plan: str):
+    """The same on 2 and on 4 gloo processes."""
+    assert_holds(plan, run_gloo(Plan.parse(plan).size, prove, plan))
+
+
+# --- rows ----------------------------------------------------------------------------------------
+
+
+def test_the_ranks_between_two_degrees():
+    """Between tp1 and tp2 of 4 ranks are pairs of neighbours; between tp2 and tp4 those 2 apart."""
+    assert between(1, 2, 4) == [[0, 1], [2, 3]]
+    assert between(4, 2, 4) == [[0, 2], [1, 3]]
+    assert between(1, 4, 4, stages=2) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+@pytest.mark.parametrize(
+    ("base", "degree", "place", "rows"),
+    [(1, 1, 2, 4), (1, 2, 2, 9), (1, 4, 2, 12), (2, 2, 1, 7), (2, 1, 1, 4), (2, 4, 1, 10)],
+)
+def test_the_rows_of_a_rank(base: int, degree: int, place: int, rows: int):
+    """A rank has the rows of the data ranks in its tp group, or an equal part of its own."""
+    counts = {1: (1, 2, 4, 5), 2: (7, 3)}[base]
+    exchange = RowExchange({}, base, place, 4, alone(), counts)
+    assert exchange.held(degree) == rows
+
+
+def train(
+    world: World, plan: str, rows: int, steps: int = 3
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses of global batches of so many rows, and the weights."""
+    options: dict[str, Any] = {"loss": gpt.loss, "tokens": gpt.tokens, "clip": 0.5}
+    engine = sw.parallelize(small_gpt(), plan, world, optimizer=sw.AdamW(lr=0.01), **options)
+    losses: list[float] = []
+    for step in range(steps):
+        batch = tree_map(
+            lambda x: x.tensor_split(engine.data_ranks)[engine.data_rank], text(step, rows)
+        )
+        losses.append(engine.step(batch).loss)
+    return losses, sw.full_state_dict(engine)
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("rows", [1, 3, 5, 7])
+@pytest.mark.parametrize(
+    "plan",
+    ["dp4 zero3 | blocks.1: tp2 dp2 | head: tp4", "dp2 tp2 | blocks.0: dp4 | embed,head: tp4"],
+)
+def test_ranks_with_different_rows(plan: str, rows: int):
+    """Also with one row, and with none, on some ranks."""
+    task = Task(batch=lambda step: text(step, rows))
+    expected = oracle(task, Case(f"{plan}", clip=0.5))
+    found = run_threads(4, train, plan.replace(" |", " fp64 |", 1), rows)
+    assert found[0][0] == pytest.approx(expected.losses, rel=1e-10)
+    for name, weight in expected.weights.items():
+        assert torch.allclose(found[0][1][name], weight, rtol=1e-9, atol=1e-11), name
+
+
+def sent(world: World, plan: str) -> dict[str, int]:
+    """The bytes of a step of 4 rows on each of 2 ranks."""
+    options: dict[str, Any] = {"loss": gpt.loss, "tokens": gpt.tokens}
+    engine = sw.parallelize(small_gpt(), plan, world, optimizer=sw.SGD(lr=0.1), **options)
+    engine.step(tree_map(lambda x: x.chunk(2)[world.rank], text(0, 8)))
+    return engine.measured_bytes()
+
+
+def test_bytes_by_hand():
+    """A head on 2 tensor ranks: inputs and targets are gathered forward, losses' gradients back."""
+    found = run_threads(2, sent, "dp2 fp32 | head: tp2")[0]
+    positions, width, vocabulary = 8 * 9, 20, 37
+    forward = positions * (4 * width + 8)  # fp32 activations, int64 targets
+    backward = positions * 4  # of the loss of each position
+    assert found["rows1-2 all_gather"] == (forward + backward) // 2
+    # head.weight is not reduced over data ranks: each has all rows, and its half of the words
+    whole = run_threads(2, sent, "dp2 fp32")[0]
+    saved = 2 * 4 * width * vocabulary // 2  # an all-reduce, of which each rank sends half twice
+    assert whole["dp all_reduce"] - found["dp all_reduce"] == pytest.approx(saved, abs=64)
+
+
+def test_neighbours_of_one_mesh_send_nothing_between_them():
+    """Rows are gathered before the first layer; the second takes what the first gave."""
+    one, two = (
+        run_threads(2, sent, f"dp2 fp32 | blocks.{layers}: tp2")[0]["rows1-2 all_gather"]
+        for layers in ("0", "0-1")
+    )
+    # blocks.0 alone also gathers the gradient of its output; so does blocks.1 of two
+    assert one == two == 2 * 8 * 9 * 20 * 4 // 2
+
+
+def own_rows(world: World) -> tuple[bool, ...]:
+    """What code outside of layers sees of a layer's output."""
+    plan = Plan.parse("dp2 | head: tp2")
+    model = small_gpt()
+    world = world.on(plan.mesh)
+    exchange = exchange_of(world, plan, layer_tables(model, plan, None))
+    exchange.counts = (2, 2)
+    whole = torch.arange(8.0).view(4, 2)
+    x = Redistributed.of(whole, exchange, 2, "head")
+    mine = whole[2 * world.rank :][:2]
+    shape, value = x.shape == (2, 2), torch.equal(x + 0, mine)
+    x.add_(1)
+    changed = torch.equal(x.at(2), whole.view(4, 2) + 1)
+    return shape, value, changed
+
+
+def test_other_code_sees_own_rows():
+    """Shape, values, and changes in place, which the next layer of the mesh gets too."""
+    assert run_threads(2, own_rows) == [(True, True, True)] * 2
+
+
+class Dropping(nn.Module):
+    """Blocks with dropout on activations that all ranks of a tensor axis have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(micro.Block(1.0) for _ in range(2))
+        self.drop = nn.ModuleList(nn.Dropout(0.5) for _ in range(2))
+        self.tensor_table = sw.Table.of({"blocks.*.up": "colwise", "blocks.*.down": "rowwise"})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block, drop in zip(self.blocks, self.drop, strict=True):
+            x = drop(block(x))
+        return x
+
+
+def dropped(world: World) -> Tensor:
+    """The biases that ranks of a mesh compute redundantly, after three steps with dropout."""
+    torch.manual_seed(world.rank)
+    model = settled(Dropping())
+    plan = "dp2 fp64 | blocks.*,drop.*: tp2"
+    engine = sw.parallelize(model, plan, world, optimizer=sw.SGD(lr=0.1), loss=micro.error)
+    for step in range(3):
+        x, y = micro.vectors(4, step)
+        engine.step((x.chunk(2)[world.rank], y.chunk(2)[world.rank]))
+    return model.blocks[0].down.bias.detach().clone()
+
+
+def test_dropout_is_equal_on_the_ranks_of_a_mesh():
+    """Ranks whose own random numbers differ draw the same masks for rows that they share."""
+    first, second = run_gloo(2, dropped)
+    assert torch.equal(first, second)
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+def save(world: World, plan: str, folder: Path) -> None:
+    """Train one step and save."""
+    options: dict[str, Any] = {"loss": gpt.loss, "tokens": gpt.tokens}
+    engine = sw.parallelize(small_gpt(), plan, world, optimizer=sw.AdamW(lr=0.01), **options)
+    mine = tree_map(lambda x: x.tensor_split(engine.data_ranks)[engine.data_rank], text(0, 8))
+    engine.step(mine)
+    sw.save(engine, folder)
+
+
+def resume(world: World, plan: str, folder: Path) -> float:
+    """Load, train one step, and return the loss of the next."""
+    options: dict[str, Any] = {"loss": gpt.loss, "tokens": gpt.tokens}
+    engine = sw.parallelize(small_gpt(), plan, world, optimizer=sw.AdamW(lr=0.01), **options)
+    sw.load(engine, folder)
+    losses = [
+        engine.step(
+            tree_map(lambda x: x.tensor_split(engine.data_ranks)[engine.data_rank], text(step, 8))
+        ).loss
+        for step in (1, 2)
+    ]
+    return losses[-1]
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("dp2 zero3 fp64 | embed,head: tp2 zero1", "dp4 zero2 fp64"),
+        ("tp2 fp64", "dp4 fp64 | blocks.0: tp2 dp2 zero1 | embed: tp4"),
+        ("dp2 fp64 | head: tp2", "dp2 pp2 fp64 1f1b:2 | blocks.1: zero3"),
+    ],
+)
+def test_checkpoints_of_other_plans(first: str, second: str, tmp_path: Path):
+    """Saved under one plan and loaded under another, the run continues as in one process."""
+    run_gloo(Plan.parse(first).size, save, first, tmp_path)
+    found = run_gloo(Plan.parse(second).size, resume, second, tmp_path)
+    task = Task(batch=lambda step: text(step, 8))
+    expected = oracle(task, Case("dp1"))
+    assert found[0] == pytest.approx(expected.losses[-1], rel=1e-10)
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan", "make", "said"),
+    [
+        ("dp2 | emb: zero1", small_gpt, "Write instead: 'embed: zero1'"),
+        ("dp2 | blocks: tp2 | blocks.0: zero1", small_gpt, "all have an earlier plan"),
+        ("dp2 | blocks.0.mlp: tp2 | blocks.0: zero1", small_gpt, "is inside of the other"),
+        ("dp2 | head: tp2", tied_gpt, "'embed,head: tp2'"),
+        ("dp2 recompute:full | blocks.0.mlp: tp2", small_gpt, "contains the layer blocks.0.mlp"),
+        ("dp4 | blocks.0: tp4", small_gpt, "heads"),
+    ],
+)
+def test_models_that_do_not_fit(plan: str, make: Any, said: str):
+    """The error names the layer and the line to write; `predict` says the same."""
+    with pytest.raises(InputError) as error:
+        sw.predict(make(), plan, text(0, 8), loss=gpt.loss)
+    assert said in str(error.value)
+
+
+class Biased(nn.Module):
+    """A layer that takes a tensor with a gradient and without rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(3, 6))
+        self.block = Shifted()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x, self.shift)
+
+
+class Shifted(nn.Module):
+    """A linear layer of an input and a shift."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.tensor_table = sw.Table.of({"linear": "colwise_gather_output"})
+
+    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
+        return self.linear(x + shift.sum(0))
+
+
+def test_an_input_with_a_gradient_and_without_rows():
+    """It is refused: its gradient would be that of the rows of several ranks."""
+    batch = micro.vectors(4, 0)
+    with pytest.raises(InputError, match="does not count the rows of the batch"):
+        sw.predict(Biased().double(), "dp2 | block: tp2", batch, loss=micro.error)
