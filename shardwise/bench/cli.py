@@ -19,8 +19,8 @@ def bench_command(
         list[str],
         typer.Argument(
             metavar="SUITE",
-            help="data, tensor, pipeline, memory, offload, dataparallel, experts; after it "
-            "contenders.",
+            help="data, tensor, pipeline, memory, offload, layers, dataparallel, experts; after "
+            "it contenders.",
         ),
     ],
     size: Annotated[

@@ -29,7 +29,7 @@ def engine_of(model: nn.Module, plan: str, setup: Setup, **options: Any) -> sw.E
     """
     return sw.parallelize(
         model,
-        f"{plan.format(n=setup.ranks)} {setup.precision}",
+        f"{setup.precision} {plan.format(n=setup.ranks)}",
         sw.init(setup.device.type),
         optimizer=sw.AdamW(lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY),
         loss=setup.loss,
@@ -118,6 +118,12 @@ OFFLOAD = tuple(
 TENSOR = (
     Contender("tp", "tp", planned("tp{n}"), whole_batch=True),
     Contender("tp sp", "tp sp", planned("tp{n} sp"), whole_batch=True),
+)
+
+#: Data ranks whose embedding and head are on the tensor axis, beside the uniform plans.
+LAYERS = tuple(
+    Contender(f"{row} | embed,head: tp", row, planned(f"dp{{n}} {row} | embed,head: tp{{n}} {own}"))
+    for row, own in (("ddp", "ddp"), ("zero1", "ddp"), ("zero3", "ddp"))
 )
 
 #: Every schedule that torch has too, with 4 and 8 microbatches.

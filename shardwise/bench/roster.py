@@ -36,6 +36,12 @@ _OFFLOAD: Final = (
     *ours.OFFLOAD,
     torch_peers.OFFLOAD,
 )
+_LAYERS: Final = (
+    torch_peers.DDP,
+    *(each for each in ours.DATA if each.name != "zero2"),
+    *(each for each in ours.TENSOR if each.name == "tp"),
+    *ours.LAYERS,
+)
 _PIPELINE: Final = tuple(
     contender
     for pair in zip(torch_pipeline.PEERS, ours.PIPELINE, strict=True)
@@ -44,7 +50,10 @@ _PIPELINE: Final = tuple(
 
 ROSTER: Final[dict[str, Contender]] = {
     each.name: each
-    for suite in (_DATA, _TENSOR, _PIPELINE, _MEMORY, _OFFLOAD, _REPLICAS, expert_peers.PEERS)
+    for suite in (
+        *(_DATA, _TENSOR, _PIPELINE, _MEMORY, _OFFLOAD, _REPLICAS, _LAYERS),
+        expert_peers.PEERS,
+    )
     for each in suite
 }
 
@@ -56,6 +65,7 @@ SUITES: Final[dict[str, tuple[str, ...]]] = {
     "pipeline": tuple(each.name for each in _PIPELINE),
     "memory": tuple(each.name for each in _MEMORY),
     "offload": tuple(each.name for each in _OFFLOAD),
+    "layers": tuple(each.name for each in _LAYERS),
     "dataparallel": tuple(each.name for each in _REPLICAS),
     "experts": tuple(each.name for each in expert_peers.PEERS),
 }

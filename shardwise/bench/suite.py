@@ -2,6 +2,8 @@
 
 tiny     1M parameters: shows the overhead around the computation
 small    33M parameters: computation and communication take about the same time
+
+In the suite `layers` the vocabulary is larger, so that most weights are in the embedding and head.
 """
 
 import sys
@@ -22,13 +24,16 @@ from shardwise.comm.launch import spawn
 from shardwise.core.arguments import choice, integer
 from shardwise.core.errors import bad
 from shardwise.core.schedule.library import build
-from shardwise.models.gpt import SIZES
+from shardwise.models.gpt import SIZES, GPTConfig
 
 #: Rounds, and steps per turn. Short steps need more of both.
 LENGTHS: Final = {"small": (8, 2), "tiny": (16, 5)}
 
 #: Sizes without --size, if not all: 64 experts of `small` have 0.5 billion parameters.
 USUAL: Final = {"experts": ("tiny",)}
+
+#: The vocabulary of the suite `layers` relative to the size's.
+VOCABULARY: Final = {"tiny": 16, "small": 4}
 
 #: How long a rank waits for another rank that failed in a contender's code.
 PATIENCE: Final = timedelta(minutes=3)
@@ -45,7 +50,7 @@ def plan_tasks(
         choice("--size", size, LENGTHS)
         usual, steps = LENGTHS[size]
         count = usual if rounds is None else rounds
-        whole = Task(size, SIZES[size], chosen, rounds=count, steps=steps)
+        whole = Task(size, _config(suite, size), chosen, rounds=count, steps=steps)
         tasks += [replace(whole, contenders=heat) for heat in heats(suite, chosen)]
     for task in tasks:
         if suite == "pipeline":
@@ -54,6 +59,12 @@ def plan_tasks(
             raise bad(f"{ranks} ranks", f"2 or more that divide {task.rows} sequences", "--ranks 2")
         integer("--repeats", task.rounds, 1, 5)
     return tasks
+
+
+def _config(suite: str, size: str) -> GPTConfig:
+    config = SIZES[size]
+    times = VOCABULARY[size] if suite == "layers" else 1
+    return replace(config, vocabulary=times * config.vocabulary)
 
 
 def _piped(task: Task, ranks: int, named: bool) -> None:

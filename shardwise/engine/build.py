@@ -106,7 +106,7 @@ def lay_out(model: nn.Module, build: Build, disk: Disk | None = None) -> Sharded
         if plan.arenas:
             world.arenas.gradients.reserve(_gradient_slots(units, data.pace), world.device)
         kernels.install(model, data, sizes(units), several=plan.accumulate > 1)
-        regions.install(model)
+        regions.install(model, build.recompute.kinds)
         return ShardedModel(
             *(how.axes, tensors, experts, None, data, flats_of(units)),
             *(regions.exchange, regions.norms(units, experts)),
@@ -127,7 +127,7 @@ def lay_out(model: nn.Module, build: Build, disk: Disk | None = None) -> Sharded
     units = regions.shard(how, staged.own_units(specs), tensors, staged, experts)
     data = _driven(model, how, units, staged, Pace(ahead=build.prefetch, by_hand=False))
     kernels.install(model, data, sizes(units), several=True)
-    regions.install(model)
+    regions.install(model, build.recompute.kinds)
     model.register_forward_pre_hook(Hook(data, nothing))  # refuses copies of a sharded model
     return ShardedModel(
         *(how.axes, tensors, experts, staged, data, flats_of(units)),

@@ -20,21 +20,21 @@ from shardwise.engine.layer_plans import LayerPlans
 from shardwise.engine.meta_pass import Around
 from shardwise.engine.regions import exchange_of, with_rows
 from shardwise.parallel.redistribute.exchange import Counts
-from shardwise.parallel.redistribute.hooks import LayerHooks
-from shardwise.parallel.redistribute.redistributed import plain
+from shardwise.parallel.redistribute.hooks import LayerHooks, hook_own_rows
 
 
 @dataclass(frozen=True)
 class LayerPasses:
     """The layers of a plan with a mesh of their own, seen from `rank`.
 
-    `begins` are the modules that begin the stages of a pipeline after the first.
+    `own` are modules that take the rank's own rows: those that begin the stages of a pipeline after
+    the first, and recomputed ones.
     """
 
     plans: LayerPlans
     plan: Plan
     rank: int
-    begins: Sequence[str] = ()
+    own: Sequence[str] = ()
 
     def counts(self, parts: Sequence[Any], given: Sequence[Counts] | None) -> list[Counts]:
         """The rows of each base data rank, by microbatch; equal ones if they are not given."""
@@ -60,11 +60,8 @@ class LayerPasses:
                 for name in each.modules:
                     hooks = LayerHooks(exchange, degree, with_rows)
                     handles += hooks.install(name, model.get_submodule(name))
-            for name in self.begins:  # what crosses to another stage has the rank's own rows
-                module = model.get_submodule(name)
-                handles.append(
-                    module.register_forward_pre_hook(_own_rows, with_kwargs=True, prepend=True)
-                )
+            for name in self.own:
+                handles.append(hook_own_rows(model.get_submodule(name)))
             try:
                 yield
             finally:
@@ -86,7 +83,3 @@ class LayerPasses:
         own = self.plans.layers[number - 1].plan
         world = traced(self.rank, self.plan.size).beside(own.mesh, f".{number}")
         return world.axis(tensor_parallel.AXIS)
-
-
-def _own_rows(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    return plain((args, kwargs))

@@ -113,7 +113,8 @@ def model_spec(
     spec = ModelSpec(shape, _modules(plain, specs), ModelPass((), ()), recomputed=kinds, **how)
     record = partial(meta_pass.run, plain, real, call)
     if plans.meshes:
-        passes = LayerPasses(plans, plan, rank, begin)
+        outside = [name for name in kinds if not any(each.holds(name) for each in plans.meshes)]
+        passes = LayerPasses(plans, plan, rank, (*begin, *outside))
         rows = list(zip(parts, passes.counts(parts, counts), strict=True))
         return _with_meshes(spec, passes, table, (plain, record, call), rows)
     if table is None:

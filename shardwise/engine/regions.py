@@ -6,7 +6,7 @@ Regions.open     opens the axes of each mesh over the same ranks
 .install         hooks the layers of other meshes, so that activations are redistributed
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
@@ -30,7 +30,7 @@ from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.units import Unit
 from shardwise.parallel.data.wrap_policy import UnitSpec
 from shardwise.parallel.redistribute.exchange import RowExchange, between
-from shardwise.parallel.redistribute.hooks import LayerHooks, Random
+from shardwise.parallel.redistribute.hooks import LayerHooks, Random, hook_own_rows
 from shardwise.parallel.redistribute.redistributed import Redistributed
 from shardwise.parallel.tensor.logits import Logits
 
@@ -134,8 +134,14 @@ class Regions:
             found.append((flats_of(own), (shard, *more, tensor)))
         return found
 
-    def install(self, model: nn.Module) -> None:
-        """Hook the layers of other meshes; called after all other hooks are set."""
+    def install(self, model: nn.Module, recomputed: Iterable[str]) -> None:
+        """Hook the layers of other meshes; called after all other hooks are set.
+
+        Recomputed modules get this rank's own rows, so that a recomputation does not move them.
+        """
+        for name in recomputed if self.exchange.axes else ():
+            if not any(region.layers.mesh and region.layers.holds(name) for region in self.regions):
+                hook_own_rows(model.get_submodule(name))
         for region in self.regions:
             if region.layers.mesh:
                 random = self._random(region)

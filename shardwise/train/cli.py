@@ -358,6 +358,7 @@ def plan(
         return
     if words or text is None:
         print(words_table())
+        print("\nAfter | layers have words of their own: dp4 zero3 | embed,head: tp4 zero1")
         return
     read = Plan.parse(text)
     require(read)

@@ -34,6 +34,7 @@ PLANS = [
     "tp2 | blocks.1: dp2",
     "dp2 tp2 | blocks.0: dp4 zero3 | head: tp4",
     "dp_replicate2 dp_shard2 zero3 | blocks.0: dp4 zero1 | head,embed: tp2 dp2",
+    "dp2 zero3 | embed,head: tp2 | blocks.0: ddp recompute:full",
     "dp2 zero3 | blocks.*.mlp: tp2 | blocks.*.attn: tp2 ddp",
     "dp2 pp2 zero1 1f1b:2 | head: tp2 | blocks.0: zero3",
     "dp2 pp2 zb-h1:2 | blocks.0-1: tp2",

@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwise.core.errors import bad
 from shardwise.parallel.redistribute.exchange import RowExchange
-from shardwise.parallel.redistribute.redistributed import Redistributed
+from shardwise.parallel.redistribute.redistributed import Redistributed, plain
 
 #: Makes an output that is not a plain tensor one with the rows of a degree; None: it cannot.
 Wrap = Callable[[Tensor, RowExchange, int, str], Tensor | None]
@@ -117,6 +117,15 @@ class LayerHooks:
         if x.shape[0] != self.exchange.held(self.degree):
             return x
         return Redistributed.of(x, self.exchange, self.degree, name)
+
+
+def hook_own_rows(module: nn.Module) -> Any:
+    """Give a module this rank's own rows of each Redistributed input; returns the hook's handle."""
+    return module.register_forward_pre_hook(_own_rows, with_kwargs=True, prepend=True)
+
+
+def _own_rows(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    return plain((args, kwargs))
 
 
 def _without_rows(name: str, x: Tensor) -> Exception:
