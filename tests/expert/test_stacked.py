@@ -46,6 +46,12 @@ def test_parity(name: str, plan: str, rows: int):
     moe.holds(task(name, rows), plan)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_sequence_parallel(name: str):
+    """Under sp a tensor rank dispatches the tokens of its shard of the sequence, as predicted."""
+    moe.holds(task(name, 5), "dp2 tp2 ep2 sp")
+
+
 def test_found_by_their_signature():
     """The stacks of a mixture are its modules of experts; a dense model has none."""
     assert list(stacked_experts(made("mixtral"))) == [
