@@ -86,7 +86,7 @@ class MoEGPT(nn.Module):
         super().__init__()
         self.config, sizes = config, config.gpt
         self.embed = nn.Embedding(sizes.vocabulary, sizes.width)
-        self.blocks = nn.ModuleList(MoEBlock(config) for _ in range(sizes.layers))
+        self.blocks = nn.ModuleList(MoEBlock(config, n) for n in range(sizes.layers))
         self.norm = nn.RMSNorm(sizes.width, eps=NORM_EPS)
         self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
         if sizes.tied:
@@ -114,9 +114,9 @@ class MoEGPT(nn.Module):
 
 
 class MoEBlock(nn.Module):
-    """One layer of the MoE GPT. It adds its auxiliary loss to those of the layers before."""
+    """Layer `number` of the MoE GPT. It adds its auxiliary loss to those of the layers before."""
 
-    def __init__(self, config: MoEConfig) -> None:
+    def __init__(self, config: MoEConfig, number: int = 0) -> None:
         super().__init__()
         sizes = config.gpt
         self.attn_norm = nn.RMSNorm(sizes.width, eps=NORM_EPS)
@@ -124,7 +124,7 @@ class MoEBlock(nn.Module):
         self.moe_norm = nn.RMSNorm(sizes.width, eps=NORM_EPS)
         wide = replace(sizes, hidden=sizes.hidden * max(1, config.shared))
         shared = SwiGLU(wide) if config.shared else None
-        self.moe = MoE(sizes.width, sizes.hidden, config.gate, shared)
+        self.moe = MoE(sizes.width, sizes.hidden, config.gate, shared, seed=number)
 
     def forward(
         self,

@@ -57,12 +57,13 @@ class Choices:
             return ()
         every, ranks = torch.arange(rows(batch)), plan.data_size
         shares = [split(own, plan.microbatches, plan.cut) for own in every.tensor_split(ranks)]
+        by_shard, tensor_ranks = self.by_shard if plan.sp else (), plan.mesh.size_of("tp")
         return tuple(
             _loads(
                 [len(share[part]) for share in shares],
                 {name: passes[part] for name, passes in seen.items()},
-                self.by_shard if plan.sp else frozenset(),
-                plan.mesh.size_of("tp"),
+                by_shard,
+                tensor_ranks,
             )
             for part in range(plan.microbatches)
         )
@@ -75,17 +76,12 @@ def _loads(
     by_row = {name: found.view(sum(sizes), -1, found.shape[-1]) for name, found in seen.items()}
     choices = {name: _counts(found, sizes) for name, found in by_row.items()}
     positions = next(iter(by_row.values())).shape[1]
-    tokens = tuple(number * positions for number in sizes)
+    size = -(-positions // tensor_ranks)
+    cuts = [slice(rank * size, (rank + 1) * size) for rank in range(tensor_ranks)]
     return Loads(
-        tokens,
+        tuple(number * positions for number in sizes),
         choices,
-        {
-            name: tuple(
-                _counts(shard, sizes) for shard in found.split(-(-positions // tensor_ranks), dim=1)
-            )
-            for name, found in by_row.items()
-            if name in by_shard
-        },
+        {name: tuple(_counts(by_row[name][:, cut], sizes) for cut in cuts) for name in by_shard},
     )
 
 
