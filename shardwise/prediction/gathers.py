@@ -79,12 +79,14 @@ def order_of(units: Sequence[UnitModules], run: ModelPass, members: Collection[i
     return Order(tuple(now.path), tuple(now.calls), frozenset(reached))
 
 
-def gathers(units: Sequence[UnitModules], run: ModelPass) -> list[tuple[int, int]]:
+def gathers(
+    units: Sequence[UnitModules], run: ModelPass, members: Collection[int]
+) -> list[tuple[int, int]]:
     """For each unit, the number of gathers in forward and in backward of one microbatch.
 
-    All of `units` are sharded: their parameters are gathered only while they are used.
+    `members` are gathered only while they are used, the others are never sharded.
     """
-    path, _, reached = order_of(units, run, range(len(units)))
+    path, _, reached = order_of(units, run, members)
     last = path[-1] if path else None
     again = [
         number in reached and number != last and not (unit.encloses or unit.looks_up)

@@ -57,7 +57,7 @@ def _shape_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelShape:
     spec = _on_expert_axis(_on_tensor_axis(spec, plan, rank), plan, rank)
     schedule, stages = schedule_of(plan), spec.stages
     if schedule is None or stages is None:
-        times = gathers(spec.modules, spec.run)
+        times = gathers(spec.modules, spec.run, _sharded(spec, plan))
         units = tuple(
             replace(unit, uses=uses, again=again)
             for unit, (uses, again) in zip(spec.shape.units, times, strict=True)
@@ -65,7 +65,8 @@ def _shape_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelShape:
         return ModelShape(units, spec.shape.buffers)
     place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
     units = [_staged(unit, plan, stages, schedule, place) for unit in spec.shape.units]
-    found = unit_gathers(schedule.actions(place), _paths(spec, stages, schedule.stages(place)))
+    paths = _paths(spec, plan, stages, schedule.stages(place))
+    found = unit_gathers(schedule.actions(place), paths)
     units = [
         replace(unit, uses=found[Gather(n, "forward")], again=found[Gather(n, "backward")])
         for n, unit in enumerate(units)
@@ -137,24 +138,54 @@ def gathered_bytes_on(spec: ModelSpec, plan: Plan, rank: int, ahead: int = 1) ->
         n: stored.get(unit.name, 0) for n, unit in enumerate(spec.shape.units)
     }
     place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
-    paths = _paths(spec, stages, schedule.stages(place))
+    spec = _on_expert_axis(spec, plan, rank)
+    paths = _paths(spec, plan, stages, schedule.stages(place))
     return max(whole_bytes(path, by_unit, ahead) for path in paths.values())
 
 
-def _paths(spec: ModelSpec, stages: StageSpec, own: Sequence[int]) -> dict[int, UnitPath]:
+def _sharded(spec: ModelSpec, plan: Plan) -> frozenset[int]:
+    """The units that are gathered for their use, if any are.
+
+    Experts are not if one rank alone holds them: its other units stay gathered while they compute.
+    `spec` has the parts of this rank.
+    """
+
+    def alone(unit: UnitShape) -> bool:
+        found = groups(plan, ModelShape((unit,), ()))
+        return all(group.layout.shard == REST and not group.reshards for group in found)
+
+    offloaded = plan.offloaded is not None
+    units = enumerate(spec.shape.units)
+    return frozenset(n for n, unit in units if offloaded or not unit.params or not alone(unit))
+
+
+def _paths(
+    spec: ModelSpec, plan: Plan, stages: StageSpec, own: Sequence[int]
+) -> dict[int, UnitPath]:
     """The units of each of a rank's stages, in the order in which the layers use them."""
     outside = frozenset[str]().union(*(stages.outside[stage] for stage in own))
-    return {stage: _path(spec, stages, stage, outside) for stage in own}
+    sharded = _sharded(spec, plan)
+    return {stage: _path(spec, stages, stage, outside, sharded) for stage in own}
 
 
-def _path(spec: ModelSpec, stages: StageSpec, stage: int, outside: frozenset[str]) -> UnitPath:
-    """The units of a stage, in the order in which its layers use them.
+def _path(
+    spec: ModelSpec,
+    stages: StageSpec,
+    stage: int,
+    outside: frozenset[str],
+    sharded: frozenset[int],
+) -> UnitPath:
+    """The `sharded` units of a stage, in the order in which its layers use them.
 
     A unit with a module outside of the layers, or with a parameter that is read `outside` of them,
     stays gathered while its stage is computed.
     """
     units = spec.shape.units
-    own = [n for n, u in enumerate(units) if any(stage in stages.params[p.name] for p in u.params)]
+    own = [
+        n
+        for n in sorted(sharded)
+        if any(stage in stages.params[param.name] for param in units[n].params)
+    ]
     read = {n for n in own if any(p.name in outside for p in units[n].params)}
     around = {n for n in own if n in read or _around(spec.modules[n], stages)}
     run = spec.run._replace(calls=tuple(_calls(spec.run.calls, stages, stage)))

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from shardwise.comm.world import Axis
 from shardwise.core.errors import NonFiniteError, bad
 from shardwise.core.expert_moves import ExpertMove
+from shardwise.kernels.experts import feed_forward
 from shardwise.parallel.expert import hard
 from shardwise.parallel.expert.dispatch import Exchange
 from shardwise.parallel.expert.gate import FIXED, Extra, Gate
@@ -130,14 +130,7 @@ class Experts(nn.Module):
 
         An expert without rows has a gradient of zeros, as in one process that has all experts.
         """
-        weights = zip(self.gate, self.up, self.down, strict=True)
-        made = [
-            functional.linear(
-                functional.silu(functional.linear(x, gate)) * functional.linear(x, up), down
-            )
-            for x, (gate, up, down) in zip(rows.split(counts), weights, strict=True)
-        ]
-        return torch.cat(made)
+        return feed_forward(rows, counts, (self.gate, self.up, self.down))
 
 
 class MoE(nn.Module):
@@ -205,13 +198,14 @@ class MoE(nn.Module):
         place = self.place
         exchange = Exchange.of(routing, place.batch, place.ep, place.peers, place.slots)
         token = exchange.choices // routing.experts.shape[1]
-        rows = exchange.dispatch(x_ND.index_select(0, token))
-        made = exchange.combine(self.experts(rows, exchange.by_expert))
+        arrive = exchange.begin_dispatch(x_ND.index_select(0, token))
+        of_shared = None if self.shared is None else self.shared(x)  # while rows are under way
+        made = exchange.combine(self.experts(arrive(), exchange.by_expert))
         weights = routing.weights.flatten()[exchange.choices].unsqueeze(-1)
         y_ND = torch.zeros_like(every_ND).index_add(0, token, made * weights.to(made))
         y = place.left(y_ND.view_as(x))
-        if self.shared is not None:
-            y = y + self.shared(x)
+        if of_shared is not None:
+            y = y + of_shared
         return y, self._loss(routing, logits)
 
     def fit(self, features: Tensor) -> Tensor:
