@@ -180,14 +180,10 @@ def begin_all_to_all(
 ) -> Pending[Tensor]:
     """Begin an `all_to_all` outside of autograd; `x` must not change until it is waited for."""
     row = math.prod(x.shape[1:])  # a rank may have no rows to send
-    out, sent = x.new_empty((sum(out_counts), *x.shape[1:])), x.contiguous().view(-1)
+    out = x.new_empty((sum(out_counts), *x.shape[1:]))
     elements = [c * row for c in out_counts], [c * row for c in in_counts]
-    arriving = axis.transport.all_to_all(out.view(-1), sent, *elements)
-
-    def end(_: Tensor = sent) -> Tensor:  # keeps `sent` alive until it is sent
-        return out
-
-    return Pending([arriving.wait, end])
+    arriving = axis.transport.all_to_all(out.view(-1), x.contiguous().view(-1), *elements)
+    return Pending([arriving.wait, lambda: out])
 
 
 def _taken(x: Tensor, axis: Axis, cut: Cut) -> Tensor:
