@@ -56,8 +56,9 @@ def is_count(value: object) -> bool:
 
 def is_number(value: object) -> bool:
     """Whether it is a finite number."""
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return number and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return math.isfinite(value)
 
 
 def require_count(name: str, value: object, instead: str) -> None:
