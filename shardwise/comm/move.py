@@ -2,7 +2,7 @@
 
     move            change the placement of a tensor on an axis; differentiable
     take, join      the same between a whole tensor and parts of different sizes; differentiable
-    all_to_all      send a different number of rows to each rank; differentiable
+    all_to_all      send a different number of rows to each rank; differentiable (also overlap.py)
     start           move flat tensors asynchronously
     all_reduce, all_gather, reduce_scatter, broadcast, reduce, gather, scatter, barrier
                     the collectives under their usual names, with an axis in place of a group
@@ -113,7 +113,7 @@ def all_to_all(
         RuntimeError: another rank sends a different number of rows, if the transport detects it
             (see Transport.all_to_all).
     """
-    _check_counts(x, axis, out_counts, in_counts)
+    check_counts(x, axis, out_counts, in_counts)
     if axis.size == 1:
         return x
     forth = _exchanged, tuple(out_counts), tuple(in_counts)
@@ -171,14 +171,19 @@ def _moved(x: Tensor, axis: Axis, src: Placement, dst: Placement) -> Tensor:
             return x.clone()
 
 
-def _exchanged(
+def _exchanged(x: Tensor, axis: Axis, *counts: Sequence[int]) -> Tensor:
+    return begin_all_to_all(x, axis, *counts).wait()
+
+
+def begin_all_to_all(
     x: Tensor, axis: Axis, out_counts: Sequence[int], in_counts: Sequence[int]
-) -> Tensor:
-    row = math.prod(x.shape[1:])  # not x[0].numel(): a rank may have no rows to send
+) -> Pending[Tensor]:
+    """Begin an `all_to_all` outside of autograd; `x` must not change until it is waited for."""
+    row = math.prod(x.shape[1:])  # a rank may have no rows to send
     out = x.new_empty((sum(out_counts), *x.shape[1:]))
     elements = [c * row for c in out_counts], [c * row for c in in_counts]
-    axis.transport.all_to_all(out.view(-1), x.contiguous().view(-1), *elements).wait()
-    return out
+    arriving = axis.transport.all_to_all(out.view(-1), x.contiguous().view(-1), *elements)
+    return Pending([arriving.wait, lambda: out])
 
 
 def _taken(x: Tensor, axis: Axis, cut: Cut) -> Tensor:
@@ -218,9 +223,10 @@ def _check_even(x: Tensor, dim: int, n: int) -> None:
         )
 
 
-def _check_counts(
+def check_counts(
     x: Tensor, axis: Axis, out_counts: Sequence[int], in_counts: Sequence[int]
 ) -> None:
+    """Raise InputError for counts of an `all_to_all` that do not fit."""
     n, rank, rows = axis.size, axis.rank, len(x)
     fits = len(out_counts) == len(in_counts) == n and sum(in_counts) == rows
     if fits and out_counts[rank] == in_counts[rank] and min(*out_counts, *in_counts) >= 0:

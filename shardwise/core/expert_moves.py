@@ -11,8 +11,10 @@ leave          ranks of the tensor axis sum the outputs
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
+
+Counts = tuple[tuple[int, ...], ...]
 
 Kind = Literal[
     "gather", "gather_counts", "gather_padded", "sum", "dispatch", "combine", "enter", "leave"
@@ -49,7 +51,8 @@ class ExpertLayer:
 
     A token has `least` to `choices` experts. An expert computes at most `capacity` times its even
     share of the choices of the global batch; None: no bound. With `takes` each expert takes exactly
-    that many tokens (expert choice).
+    that many tokens (expert choice). With `by_shard` a tensor rank dispatches, under `sp`, the
+    tokens of its shard of the sequence; other layers those of whole rows.
     """
 
     experts: int
@@ -58,6 +61,7 @@ class ExpertLayer:
     width: int
     capacity: float | None = None
     takes: bool = False
+    by_shard: bool = False
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,14 @@ class Loads:
 
     tokens   by data rank
     choices  by layer: [R][E], how many choices of each data rank each expert computes
+    shards   of layers `by_shard` under `sp`: the same by tensor rank, of its shard of the sequence
     """
 
     tokens: tuple[int, ...]
-    choices: Mapping[str, tuple[tuple[int, ...], ...]]
+    choices: Mapping[str, Counts]
+    shards: Mapping[str, tuple[Counts, ...]] = field(default_factory=dict[str, tuple[Counts, ...]])
+
+    def on(self, layer: str, tensor_rank: int) -> Counts:
+        """The choices [R][E] that a tensor rank dispatches in a layer."""
+        shards = self.shards.get(layer)
+        return self.choices[layer] if shards is None else shards[tensor_rank]

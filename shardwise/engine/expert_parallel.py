@@ -160,6 +160,7 @@ def shapes_of(model: nn.Module) -> dict[str, ExpertLayer]:
             least=choices_of(module),
             choices=choices_of(module),
             width=width_of(module),
+            by_shard=True,
         )
         for name, module in stacked_experts(model).items()
     }

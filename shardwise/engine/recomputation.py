@@ -12,6 +12,7 @@ from shardwise.comm.world import World
 from shardwise.core.arena_slots import Slots
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
+from shardwise.engine.expert_parallel import layers_of
 from shardwise.engine.layer_plans import layer_plans
 from shardwise.engine.rng import STATES, generators_of
 from shardwise.engine.tensor_layout import Tensors
@@ -128,7 +129,8 @@ class Recomputation:
 
         Under sequence parallelism the inputs of modules are already shards.
         """
-        generators = Generators(generators_of(world.device), STATES)
+        passes = [layer.passed for layer in layers_of(model).values()]
+        generators = Generators([*generators_of(world.device), *passes], STATES)
         whole = tensors.axis.size > 1 and not tensors.stream.split
         axis = tensors.axis if whole else None
         if self.hosted:

@@ -19,6 +19,7 @@ from shardwise.models.gpt import IGNORED, NORM_EPS, Attention, GPTConfig, SwiGLU
 from shardwise.parallel.expert.gate import FIXED, Gate
 from shardwise.parallel.expert.layer import MoE
 
+FORM: Final = "GATE, and after colons a capacity, the number of experts, and those of a token"
 TINY: Final = GPTConfig(
     vocabulary=256, layers=2, width=64, heads=4, kv_heads=2, hidden=96, sequence=32
 )
@@ -53,23 +54,43 @@ class MoEConfig:
         return self.gpt.sequence
 
 
-def tiny(gate: str) -> MoEConfig:
-    """A small MoE GPT of 4 experts under a gate, `NAME` or `NAME:CAPACITY`, as in `topk:1.25`.
+def tiny(text: str) -> MoEConfig:
+    """A small MoE GPT under `GATE[:CAPACITY[:EXPERTS[:K]]]`, as in `topk:1.25` or `topk::8:3`.
 
-    Raises InputError for an unknown gate or a capacity below 1.
+    Without these it is dropless, with 4 experts of which a token uses 2.
+    Raises InputError for an unknown gate, a capacity below 1, and what is no number.
     """
-    name, _, factor = gate.partition(":")
+    name, *numbers = text.split(":")
+    if len(numbers) > 3:
+        raise bad(f'the gate "{text}"', FORM, f'"{name}:1.25"')
+    factor, experts, k = (*numbers, *[""] * (3 - len(numbers)))
     losses = {"balance": 1e-2, "z": 1e-3}
-    capacity = _number(name, factor) if factor else None
-    return MoEConfig(TINY, Gate(name, 4, 2, capacity, losses=losses), shared=1)
-
-
-def _number(name: str, text: str) -> float:
     try:
-        return float(text)
+        capacity = float(factor) if factor else None
+        counts = int(experts or 4), int(k or 2)
     except ValueError as error:
-        given = f'the gate "{name}:{text}"'
-        raise bad(given, "NAME or NAME:CAPACITY", f'"{name}:1.25"') from error
+        raise bad(f'the gate "{text}"', FORM, f'"{name}:1.25"') from error
+    return MoEConfig(TINY, Gate(name, *counts, capacity, losses=losses), shared=1)
+
+
+def fit_clusters(model: nn.Module, batch: dict[str, Tensor]) -> None:
+    """Fit the centroids of every `cluster` gate on a first pass over `batch`, layer by layer.
+
+    Called by all data ranks.
+    """
+
+    def fit(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        assert isinstance(layer, MoE)
+        layer.fit(inputs[0])
+
+    layers = [module for module in model.modules() if isinstance(module, MoE)]
+    handles = [layer.register_forward_pre_hook(fit) for layer in layers]
+    try:
+        with torch.no_grad():
+            model(batch["inputs"])
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 class Output(NamedTuple):
@@ -86,7 +107,7 @@ class MoEGPT(nn.Module):
         super().__init__()
         self.config, sizes = config, config.gpt
         self.embed = nn.Embedding(sizes.vocabulary, sizes.width)
-        self.blocks = nn.ModuleList(MoEBlock(config) for _ in range(sizes.layers))
+        self.blocks = nn.ModuleList(MoEBlock(config, n) for n in range(sizes.layers))
         self.norm = nn.RMSNorm(sizes.width, eps=NORM_EPS)
         self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
         if sizes.tied:
@@ -114,9 +135,9 @@ class MoEGPT(nn.Module):
 
 
 class MoEBlock(nn.Module):
-    """One layer of the MoE GPT. It adds its auxiliary loss to those of the layers before."""
+    """Layer `number` of the MoE GPT. It adds its auxiliary loss to those of the layers before."""
 
-    def __init__(self, config: MoEConfig) -> None:
+    def __init__(self, config: MoEConfig, number: int = 0) -> None:
         super().__init__()
         sizes = config.gpt
         self.attn_norm = nn.RMSNorm(sizes.width, eps=NORM_EPS)
@@ -124,7 +145,7 @@ class MoEBlock(nn.Module):
         self.moe_norm = nn.RMSNorm(sizes.width, eps=NORM_EPS)
         wide = replace(sizes, hidden=sizes.hidden * max(1, config.shared))
         shared = SwiGLU(wide) if config.shared else None
-        self.moe = MoE(sizes.width, sizes.hidden, config.gate, shared)
+        self.moe = MoE(sizes.width, sizes.hidden, config.gate, shared, seed=number)
 
     def forward(
         self,

@@ -1,6 +1,7 @@
 """Models by the names used on the command line."""
 
 from collections.abc import Callable
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,9 @@ from shardwise.models.initial import fill, initial
 from shardwise.models.moe import MoEConfig
 from shardwise.models.trainable import Trainable
 
-FORMS = "gpt, gpt:SIZE, moe, moe:GATE, hf:NAME, hf:./FOLDER or file.py:build"
+#: Rows of a first pass, on which clusters of tokens are fitted.
+FIRST_PASS: Final = 8
+FORMS = "gpt, gpt:SIZE, moe, moe:GATE[:CAPACITY], hf:NAME, hf:./FOLDER or file.py:build"
 
 
 def find(name: str, seed: int = 0) -> Trainable:
@@ -51,7 +54,17 @@ def of_moe(name: str, config: MoEConfig, seed: int = 0) -> Trainable:
     def make_batch(rows: int, batch_seed: int) -> dict[str, Tensor]:
         return moe.batch(rows, config, batch_seed)
 
-    return Trainable(name, _filled(config, seed), moe.loss, make_batch, gpt.tokens, initial)
+    build, clusters = _filled(config, seed), config.gate.name == "cluster"
+
+    def fitted() -> nn.Module:
+        """The model, with clusters of the tokens of a first pass."""
+        model = build()
+        if not next(model.parameters()).is_meta:
+            moe.fit_clusters(model, make_batch(FIRST_PASS, seed))
+        return model
+
+    made = fitted if clusters else build
+    return Trainable(name, made, moe.loss, make_batch, gpt.tokens, None if clusters else initial)
 
 
 def _filled(sizes: decoder.Sizes, seed: int) -> Callable[[], nn.Module]:

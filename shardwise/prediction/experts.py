@@ -59,7 +59,8 @@ def expert_bytes(
         for name, move, _ in _moves_on(spec, plan, rank, moves):
             layer = spec.expert_layers[name]
             if move.kind in ("dispatch", "combine"):
-                _exchange(tariff, move, layer, _away(plan, rank, own.choices[name]))
+                shard = plan.coordinate(rank).get(TENSOR, 0)
+                _exchange(tariff, move, layer, _away(plan, rank, own.on(name, shard)))
             elif move.kind == "gather_counts":
                 tariff.move(AXIS, S(0), R, plan.ep * move.numel, move.element_bytes, move.phase)
             elif move.kind in ("enter", "leave"):
@@ -87,7 +88,8 @@ def _exchanged_bytes(plan: Plan, spec: ModelSpec, rank: int, bound: Bound) -> in
         for name, move, _ in _moves_on(spec, plan, rank, moves):
             layer = spec.expert_layers[name]
             if move.kind in ("dispatch", "combine"):
-                _exchange(tariff, move, layer, bound(layer, tokens_of(moves, name), plan))
+                tokens = _dispatched(plan, layer, tokens_of(moves, name))
+                _exchange(tariff, move, layer, bound(layer, tokens, plan))
     return sum(tariff.sent_bytes.values())
 
 
@@ -98,11 +100,12 @@ def even_loads(plan: Plan, spec: ModelSpec, moves: Iterable[LayerMove]) -> Loads
     for name in dict.fromkeys(found.layer for found in every):
         layer = spec.expert_layers[name]
         tokens = tokens_of(every, name)
+        own_tokens = _dispatched(plan, layer, tokens)
         if layer.takes:
             own = _spread(min(_capacity(layer, ranks * tokens), ranks * tokens), ranks)
             found[name] = tuple((share,) * layer.experts for share in own)
         else:
-            found[name] = (_spread(tokens * layer.choices, layer.experts),) * ranks
+            found[name] = (_spread(own_tokens * layer.choices, layer.experts),) * ranks
     return Loads((tokens,) * ranks, found)
 
 
@@ -111,6 +114,12 @@ def tokens_of(moves: Iterable[LayerMove], name: str) -> int:
     return next(
         move.tokens for layer, move, _ in moves if layer == name and move.kind == "dispatch"
     )
+
+
+def _dispatched(plan: Plan, layer: ExpertLayer, tokens: int) -> int:
+    """Of the tokens of a data rank those that one tensor rank dispatches."""
+    ranks = plan.mesh.size_of(TENSOR) if plan.sp and layer.by_shard else 1
+    return -(-tokens // ranks)
 
 
 def _moves_on(

@@ -80,13 +80,13 @@ def order_of(units: Sequence[UnitModules], run: ModelPass, members: Collection[i
 
 
 def gathers(
-    units: Sequence[UnitModules], run: ModelPass, sharded: Collection[int] | None = None
+    units: Sequence[UnitModules], run: ModelPass, members: Collection[int]
 ) -> list[tuple[int, int]]:
     """For each unit, the number of gathers in forward and in backward of one microbatch.
 
-    The units `sharded` (None: all) are gathered only while they are used.
+    `members` are gathered only while they are used, the others are never sharded.
     """
-    path, _, reached = order_of(units, run, range(len(units)) if sharded is None else sharded)
+    path, _, reached = order_of(units, run, members)
     last = path[-1] if path else None
     again = [
         number in reached and number != last and not (unit.encloses or unit.looks_up)

@@ -66,8 +66,7 @@ def _shape_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelShape:
         return ModelShape(units, spec.shape.buffers)
     place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
     units = [_staged(unit, plan, stages, schedule, place) for unit in spec.shape.units]
-    sharded = _sharded(spec, plan)
-    paths = _paths(spec, stages, schedule.stages(place), sharded)
+    paths = _paths(spec, plan, stages, schedule.stages(place))
     found = unit_gathers(schedule.actions(place), paths)
     units = [
         replace(unit, uses=found[Gather(n, "forward")], again=found[Gather(n, "backward")])
@@ -173,27 +172,32 @@ def gathered_bytes_on(spec: ModelSpec, plan: Plan, rank: int, ahead: int = 1) ->
         n: stored.get(unit.name, 0) for n, unit in enumerate(spec.shape.units)
     }
     place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
-    paths = _paths(spec, stages, schedule.stages(place), _sharded(spec, plan))
+    spec = _on_expert_axis(_on_tensor_axis(_under_layers(spec, plan), plan, rank), plan, rank)
+    paths = _paths(spec, plan, stages, schedule.stages(place))
     return max(whole_bytes(path, by_unit, ahead) for path in paths.values())
 
 
-def _sharded(spec: ModelSpec, plan: Plan) -> set[int]:
-    """The units that are gathered only while they are used; without plans of layers, all."""
-    rows = [_reshards(plan.of_layers(number)) for number in range(len(plan.layers) + 1)]
-    every = enumerate(spec.shape.units)
-    return {n for n, unit in every if not plan.layers or rows[plan.layer_of(unit.params[0].name)]}
+def _sharded(spec: ModelSpec, plan: Plan) -> frozenset[int]:
+    """The units that are gathered for their use; all of them if none are.
+
+    Others free no unit that is gathered: layers under another row, and experts that one rank alone
+    holds. `spec` has the parts of this rank.
+    """
+    units = spec.shape.units
+    found = (n for n, u in enumerate(units) if any(g.reshards for g in groups(plan, _alone(u))))
+    return frozenset(found) or frozenset(range(len(units)))
 
 
-def _reshards(plan: Plan) -> bool:
-    row, ranks = plan.offloaded_states, plan.size_of(plan.shard_axis or "none")
-    return row.param_tier != "device" or (row.param.kind == "S" and ranks > 1)
+def _alone(unit: UnitShape) -> ModelShape:
+    return ModelShape((unit,), ())
 
 
 def _paths(
-    spec: ModelSpec, stages: StageSpec, own: Sequence[int], sharded: Collection[int]
+    spec: ModelSpec, plan: Plan, stages: StageSpec, own: Sequence[int]
 ) -> dict[int, UnitPath]:
     """The units of each of a rank's stages, in the order in which the layers use them."""
     outside = frozenset[str]().union(*(stages.outside[stage] for stage in own))
+    sharded = _sharded(spec, plan)
     return {stage: _path(spec, stages, (stage, outside), sharded) for stage in own}
 
 

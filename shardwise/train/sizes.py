@@ -23,6 +23,15 @@ from shardwise.train.progress import size_text
 LAYER_BYTES: Final = 2**14  # the least memory of a layer's modules without weights, per process
 GPU_BYTES: Final = 2**39  # more than any GPU has
 _DEFAULT: Final = ModelSection().model_dump()
+#: Keys that only layers of experts read.
+OF_EXPERTS: Final = (
+    "gate",
+    "experts_per_token",
+    "capacity",
+    "shared_experts",
+    "balance",
+    "router_z",
+)
 
 
 def model_sizes(section: ModelSection, vocabulary: int) -> Sizes:
@@ -42,7 +51,18 @@ def model_sizes(section: ModelSection, vocabulary: int) -> Sizes:
     if "heads" in sizes and "kv_heads" not in sizes:
         sizes["kv_heads"] = sizes["heads"]
     dense = replace(SIZES[section.name], **sizes)
-    return dense if section.experts is None else _moe_config(section, section.experts, dense)
+    if section.experts is not None:
+        return _moe_config(section, section.experts, dense)
+    of_experts = [name for name in OF_EXPERTS if getattr(section, name) != _DEFAULT[name]]
+    if of_experts:
+        key, value = of_experts[0], getattr(section, of_experts[0])
+        text = f"'{value}'" if isinstance(value, str) else value
+        raise bad(
+            f"model.{key} = {text} without model.experts, which trains a dense model",
+            "the number of experts beside it, or none of the keys of experts",
+            f"model.experts = 8, or leave model.{key} out",
+        )
+    return dense
 
 
 def _in_folder(section: ModelSection) -> Sizes:

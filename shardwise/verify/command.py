@@ -143,7 +143,10 @@ def _on_rank(plan: Plan, model: str, steps: int, options: Options | None) -> Fin
 def verify_command(
     plan: Annotated[str, typer.Argument(metavar="PLAN", help='Such as "dp2 zero3 bf16".')],
     model: Annotated[
-        str, typer.Option(help="gpt, gpt:SIZE, hf:NAME, hf:./FOLDER or file.py:build.")
+        str,
+        typer.Option(
+            help="gpt, gpt:SIZE, moe[:GATE[:CAPACITY]], hf:NAME, hf:./FOLDER or file.py:build."
+        ),
     ] = "gpt",
     steps: Annotated[int, typer.Option(help="How many steps to train.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,

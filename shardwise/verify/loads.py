@@ -6,7 +6,7 @@
 The predicted bytes of experts come from these loads, never from the routing of the ranks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from shardwise.core.expert_moves import Loads
+from shardwise.core.expert_moves import Counts, Loads
 from shardwise.core.plan import Plan
 from shardwise.engine.batch import rows, split
 from shardwise.engine.expert_parallel import experts_in, layers_of
@@ -35,6 +35,7 @@ class Choices:
         self.seen: dict[str, list[Tensor]] = {}  # by layer: [N, E] of each microbatch
         for name, layer in layers_of(model).items():
             layer.place = replace(layer.place, routed=partial(self._see, name, layer.gate.experts))
+        self.by_shard = frozenset(stacked_experts(model))  # under sp
         for name, module in stacked_experts(model).items():
             module.register_forward_pre_hook(partial(self._see_stacked, name))
 
@@ -56,26 +57,37 @@ class Choices:
             return ()
         every, ranks = torch.arange(rows(batch)), plan.data_size
         shares = [split(own, plan.microbatches, plan.cut) for own in every.tensor_split(ranks)]
+        by_shard, tensor_ranks = self.by_shard if plan.sp else (), plan.mesh.size_of("tp")
         return tuple(
             _loads(
                 [len(share[part]) for share in shares],
                 {name: passes[part] for name, passes in seen.items()},
+                by_shard,
+                tensor_ranks,
             )
             for part in range(plan.microbatches)
         )
 
 
-def _loads(sizes: list[int], seen: Mapping[str, Tensor]) -> Loads:
+def _loads(
+    sizes: list[int], seen: Mapping[str, Tensor], by_shard: Collection[str], tensor_ranks: int
+) -> Loads:
     """The loads of a microbatch with so many rows of each data rank, those of the first first."""
-    choices = {
-        name: tuple(
-            tuple(own.sum((0, 1)).tolist())
-            for own in found.view(sum(sizes), -1, found.shape[-1]).split(sizes)
-        )
-        for name, found in seen.items()
-    }
-    positions = len(next(iter(seen.values()))) // sum(sizes)
-    return Loads(tuple(number * positions for number in sizes), choices)
+    by_row = {name: found.view(sum(sizes), -1, found.shape[-1]) for name, found in seen.items()}
+    choices = {name: _counts(found, sizes) for name, found in by_row.items()}
+    positions = next(iter(by_row.values())).shape[1]
+    size = -(-positions // tensor_ranks)
+    cuts = [slice(rank * size, (rank + 1) * size) for rank in range(tensor_ranks)]
+    return Loads(
+        tuple(number * positions for number in sizes),
+        choices,
+        {name: tuple(_counts(by_row[name][:, cut], sizes) for cut in cuts) for name in by_shard},
+    )
+
+
+def _counts(choices_BTE: Tensor, sizes: list[int]) -> Counts:
+    """The choices by data rank and expert; each data rank has so many rows."""
+    return tuple(tuple(own.sum((0, 1)).tolist()) for own in choices_BTE.split(sizes))
 
 
 class Routed:

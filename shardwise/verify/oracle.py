@@ -193,6 +193,18 @@ class Oracle:
         scale = share * self.loss_scale
         return summed, {name: g if g is None else g / scale for name, g in found.items()}
 
+    def trial(self, batch: Any) -> dict[str, Tensor | None]:
+        """The gradients of a pass that leaves no trace in the buffers.
+
+        Layers count in buffers (batch norm, the loads of experts): a pass that the run does not
+        make would change the next step.
+        """
+        before = [(b, b.detach().clone()) for b in self.model.buffers()]
+        _, found = self.gradients(batch)
+        for b, value in before:
+            b.data.copy_(value)
+        return found
+
     def step(self, batch: Any, clip: float | None = None) -> float:
         """Train on a global batch; its mean loss before the update."""
         loss, gradients = self.gradients(batch)

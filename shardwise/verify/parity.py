@@ -29,7 +29,7 @@ from threading import Lock
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from shardwise.comm.ledger import Key, Tally
@@ -60,6 +60,7 @@ from shardwise.verify.memory import attributes, over_steps
 from shardwise.verify.options import Options
 from shardwise.verify.oracle import Oracle
 from shardwise.verify.oracles import LOSS_SCALE, Oracles, is_asynchronous, oracles_of
+from shardwise.verify.outputs import expected_outputs, returned
 from shardwise.verify.reloading import reload_engine
 
 SEED: Final = 20260
@@ -197,7 +198,7 @@ def clip_of(oracles: Oracles, trainable: Trainable, device: torch.device) -> flo
     """
     assert isinstance(oracles.exact, Oracle)
     exact, batch = oracles.exact, trainable.batch(ROWS, SEED, device)
-    _, found = _drawn(0, lambda: exact.gradients(batch))  # the same numbers on every rank
+    found = _drawn(0, lambda: exact.trial(batch))  # the same numbers on every rank
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in found.values() if g is not None))
     return 2.0 ** (math.frexp(norm)[1] - 2) if norm > 0 and math.isfinite(norm) else None
 
@@ -289,7 +290,8 @@ class Comparison:
         losses = [_drawn(step, lambda o=o: evaluated(o)) for o in self.oracles.all]
         self.number("evaluation", "loss", loss, losses)
         few = self.batch(ROWS, SEED + step, engine.world.device)
-        wanted = [o.evaluate(lambda m, o=o: returned(o, m, few)) for o in self.oracles.all]
+        ranks = engine.data_ranks, engine.data_rank
+        wanted = [expected_outputs(oracle, few, *ranks) for oracle in self.oracles.all]
         nearest = self.oracles.all[-1]
         found = engine.outputs(lambda m: returned(nearest, m, few), torch.zeros_like(wanted[-1]))
         shape = tuple(found.shape)
@@ -351,23 +353,6 @@ def whole_of(oracle: Oracle | AsyncOracle) -> tuple[tuple[str, tuple[int, ...]],
         for kind, found in every.items()
         for name, t in found.items()
     )
-
-
-def returned(oracle: Oracle | AsyncOracle, model: nn.Module, batch: Any) -> Tensor:
-    """The first tensor that `model` returns in its loss; the loss itself if there is none."""
-    seen: list[Tensor] = []
-
-    def note(_module: nn.Module, _args: Any, found: Any) -> None:
-        found = getattr(found, "logits", found)
-        leaves = pytree.tree_leaves(found)
-        seen.extend(x for x in leaves if isinstance(x, Tensor) and x.is_floating_point())
-
-    handle = model.register_forward_hook(note)
-    try:
-        loss = oracle.task.loss(model, oracle.task.batch(batch, oracle.dtype))
-    finally:
-        handle.remove()
-    return seen[0] if seen else loss
 
 
 def _named(found: Errors | Parts, kind: str) -> Errors | Parts:

@@ -1,5 +1,6 @@
 """A MoE GPT whose sizes divide by nothing convenient, under any gate, and its batches."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -46,10 +47,10 @@ def task(name: str, capacity: float | None = None, rows: int = 7, losses: bool =
     return Task(make, partial(batch, name, rows), moe.loss, gpt.tokens)
 
 
-def holds(task: Task, plan: str) -> list[Held]:
+def holds(task: Task, plan: str, run: Callable[..., list[Held]] = run_gloo) -> list[Held]:
     """Three steps, ranks begin with different weights, gradients are clipped: as one process."""
     case = Case(f"{plan} fp64", clip=0.5, seeds=True, **ADAMW)
-    found = run_gloo(ranks_of(plan), train, task, case)
+    found = run(ranks_of(plan), train, task, case)
     assert_parity(found, whole_run(task, case), 1e-10)
     assert_counted(found)
     return found

@@ -24,7 +24,7 @@ from tests.engine.tensors import (
     whole_run,
 )
 from tests.expert import moe
-from tests.pool import run_gloo
+from tests.pool import run_gloo, run_threads
 
 PLANS = [
     *(f"dp2 ep2 {row}" for row in ("ddp", "zero1", "zero2", "zero3")),
@@ -48,6 +48,13 @@ def test_rows(plan: str, capacity: float | None):
 def test_gates(name: str, plan: str, capacity: float | None):
     """So they are under each gate, with and without a capacity."""
     moe.holds(moe.task(name, capacity), plan)
+
+
+@pytest.mark.cases(len(GATES))
+@pytest.mark.parametrize("name", GATES)
+def test_every_gate(name: str):
+    """Every gate trains under ep as in one process; on threads, which takes little time."""
+    moe.holds(moe.task(name, 1.0), "dp2 ep2", run_threads)
 
 
 @pytest.mark.parametrize("name", ["switch", "expert-choice", "sigmoid", "noisy-topk"])

@@ -12,6 +12,7 @@ from shardwise.core.errors import InputError
 from shardwise.parallel.expert import gates, hard
 from shardwise.parallel.expert.gate import GATES, Extra, Gate
 from shardwise.parallel.expert.global_batch import GlobalBatch
+from shardwise.parallel.expert.layer import MoE
 from shardwise.parallel.expert.routing import queues
 
 F64 = torch.float64
@@ -239,6 +240,15 @@ def test_argmax_learns_the_assignment():
         ({"name": "switch", "capacity": 0.5}, "capacity = 0.5", "capacity = 1.25"),
         ({"name": "switch", "capacity": math.nan}, "capacity = nan", "capacity = 1.25"),
         ({"name": "switch", "losses": {"balanc": 1.0}}, 'the loss "balanc"', "balance"),
+        ({"name": "switch", "losses": {"z": -1}}, "the coefficient -1 of the loss z", "losses ="),
+        ({"name": "switch", "losses": {"z": math.nan}}, "the coefficient nan", "losses = "),
+        ({"name": "switch", "losses": 0.1}, "losses = 0.1", "losses = "),
+        ({"name": "topk", "scale": math.nan}, "scale = nan", "scale = 1.0"),
+        ({"name": "topk", "scale": 0}, "scale = 0", "scale = 1.0"),
+        ({"name": "topk", "k": 1.5}, "k = 1.5 with 4 experts", "k = 1"),
+        ({"name": "topk", "experts": "4"}, "experts = '4'", "experts = 8"),
+        ({"name": "topk", "experts": 0}, "experts = 0", "experts = 8"),
+        ({"name": "switch", "capacity": "1"}, "capacity = '1'", "capacity = 1.25"),
     ],
 )
 def test_refused(options: dict[str, object], given: str, instead: str):
@@ -253,3 +263,30 @@ def test_hard_gate_without_experts():
     """A hard gate without an assignment is refused."""
     with pytest.raises(InputError, match="the gate hash without the expert of each token"):
         Gate("hash", 4).route(logits_of(2, 4), ALONE)
+
+
+@pytest.mark.parametrize("name", ["assigned", "argmax"])
+@pytest.mark.parametrize("target", [[0, 4], [-1, 2]])
+def test_experts_that_there_are_not(name: str, target: list[int]):
+    """An assignment outside of the experts is refused with the range of the experts."""
+    extra = Extra(target=torch.tensor(target))
+    with pytest.raises(InputError, match="integers from 0 to 3, for 4 experts"):
+        Gate(name, 4).route(logits_of(2, 4), ALONE, extra)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "given"),
+    [
+        ((0, 8), "width = 0"),
+        ((8, -1), "hidden = -1"),
+        ((8, 2.5), "hidden = 2.5"),
+        ((8, 8, "topk"), "the gate 'topk'"),
+        ((8, 8, Gate("topk", 4), None, math.nan), "bias_rate = nan"),
+    ],
+)
+def test_a_layer_that_cannot_be_is_refused(arguments: tuple[object, ...], given: str):
+    """Widths, gate and bias rate of a layer are checked when it is made."""
+    more = arguments if len(arguments) > 2 else (*arguments, Gate("topk", 4))
+    with pytest.raises(InputError) as error:
+        MoE(*more)  # type: ignore[arg-type]
+    assert given in str(error.value)

@@ -3,13 +3,18 @@
 from functools import partial
 
 import pytest
+import torch
 from torch import Tensor, nn
 
+from shardwise.comm.world import World
+from shardwise.core.errors import NonFiniteError
 from shardwise.models import hf
 from shardwise.models.registry import find
 from shardwise.parallel.expert.stacked import stacked_experts
-from tests.engine.cases import Task, small_gpt
+from tests.engine.cases import Case, Task, small_gpt
+from tests.engine.tensors import build
 from tests.expert import moe
+from tests.pool import run_gloo
 
 pytest.importorskip("transformers")
 
@@ -46,9 +51,30 @@ def test_parity(name: str, plan: str, rows: int):
     moe.holds(task(name, rows), plan)
 
 
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_sequence_parallel(name: str):
+    """Under sp a tensor rank dispatches the tokens of its shard of the sequence, as predicted."""
+    moe.holds(task(name, 5), "dp2 tp2 ep2 sp")
+
+
 def test_found_by_their_signature():
     """The stacks of a mixture are its modules of experts; a dense model has none."""
     assert list(stacked_experts(made("mixtral"))) == [
         f"model.layers.{n}.mlp.experts" for n in (0, 1)
     ]
     assert stacked_experts(small_gpt()) == {}
+
+
+def one_rank_diverges(world: World) -> None:
+    """The embedding of one word is NaN, and only rank 1 reads it."""
+    engine = build(world, task("mixtral", 2), Case("dp2 ep2 fp64"))
+    with torch.no_grad():
+        engine.model.get_parameter("model.embed_tokens.weight")[36] = torch.nan
+    words = torch.full((1, 8), 36 if world.rank else 4)
+    with pytest.raises(NonFiniteError, match=r"layers\.0\.mlp\.experts gave .* on rank 1 of"):
+        engine.step({"inputs": words, "targets": words})
+
+
+def test_router_that_is_not_finite():
+    """Weights that are NaN on one rank stop the step on all of the axis, with layer and rank."""
+    run_gloo(2, one_rank_diverges)

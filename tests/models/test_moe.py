@@ -12,6 +12,7 @@ from shardwise.models import decoder, moe
 from shardwise.models.moe import MoEConfig, MoEGPT
 from shardwise.models.registry import find
 from shardwise.parallel.expert.gate import GATES, Gate
+from shardwise.parallel.expert.layer import MoE
 from shardwise.train.config import ModelSection, read
 from shardwise.train.sizes import model_sizes, require_fit
 
@@ -81,3 +82,36 @@ def test_names(name: str):
     """A model's name with a wrong gate or capacity is refused."""
     with pytest.raises(InputError):
         find(name)
+
+
+def test_sizes_after_the_gate():
+    """After the gate come a capacity, the experts and those of a token; an empty one is unset."""
+    gates = [moe.tiny(text).gate for text in ("topk", "topk:1.25", "topk::8:3", "switch:2:6")]
+    assert [(g.capacity, g.experts, g.k) for g in gates] == [
+        (None, 4, 2),
+        (1.25, 4, 2),
+        (None, 8, 3),
+        (2.0, 6, 1),
+    ]
+
+
+@pytest.mark.parametrize("text", ["topk:x", "topk:1:many", "topk:1:8:2:1"])
+def test_sizes_that_are_no_numbers(text: str):
+    """What is no number after the gate is refused with the form and an example."""
+    with pytest.raises(InputError, match=r'Write instead: "topk:1\.25"'):
+        moe.tiny(text)
+
+
+def test_clusters_are_fitted_on_a_first_pass():
+    """The model `moe:cluster` has centroids of every layer, and its clusters are all used."""
+    made = find("moe:cluster")
+    model, again = made.build(), made.build()
+    batch = made.batch(8, 0)
+    made.loss(model, batch)
+    layers = [m for m in model.modules() if isinstance(m, MoE)]
+    assert len(layers) == 2
+    for layer in layers:
+        assert layer.load is not None
+        assert min(layer.load.computed) > 0
+    for name, b in model.named_buffers():
+        assert torch.equal(b, again.get_buffer(name))

@@ -5,9 +5,12 @@ from typing import Any
 
 import pytest
 
+from shardwise.core.errors import InputError
 from shardwise.train import config, experts
+from shardwise.train.config_sections import ModelSection
 from shardwise.train.metrics import Record
 from shardwise.train.progress import line
+from shardwise.train.sizes import model_sizes
 from tests.train import runs
 
 
@@ -61,3 +64,16 @@ def test_a_line_of_the_progress_has_the_busiest_expert():
         gate_entropy=0.5,
     )
     assert "busiest expert 1.50x the mean, 25.0% dropped, gate entropy 0.50" in line(record, 9)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("gate", "switch"), ("capacity", 1.25), ("shared_experts", 1)]
+)
+def test_keys_of_experts_without_experts(key: str, value: object):
+    """A key that only layers of experts read is refused for a dense model, with what to write."""
+    section = ModelSection.model_validate({key: value})
+    with pytest.raises(InputError) as error:
+        model_sizes(section, 256)
+    assert f"model.{key} = " in str(error.value)
+    assert "model.experts = 8" in str(error.value)
+    assert model_sizes(section.model_copy(update={"experts": 4}), 256)

@@ -7,17 +7,20 @@
     by expert, computed
     combine               rank 0:  a a | b       rank 1:  a | b b b      the same, counts swapped
 
-The backward pass sends gradients along the same ways (comm/move.py): two all-to-alls each way.
+The backward pass sends gradients along the same ways: two all-to-alls each way. While a dispatch
+is under way, in both directions, the layer computes the experts that all tokens share
+(comm/overlap.py).
 The counts are known from the routing, on all ranks. A rank without rows takes part with none.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.move import all_to_all
+from shardwise.comm.overlap import begin_rows
 from shardwise.comm.world import Axis
 from shardwise.core.expert_moves import ExpertMove
 from shardwise.parallel.expert.global_batch import GlobalBatch, Record, phase, unrecorded
@@ -80,27 +83,33 @@ class Exchange:
 
     def dispatch(self, rows: Tensor) -> Tensor:
         """From rows by expert to the rows of this rank's experts, by expert."""
-        got = self._moved("dispatch", rows, self.received, self.sent)
-        return got if self.ep.size == 1 else got.index_select(0, self._order(rows.device))
+        return self.begin_dispatch(rows)()
+
+    def begin_dispatch(self, rows: Tensor) -> Callable[[], Tensor]:
+        """Begin `dispatch`; returns a function that waits for its result."""
+        arrive = self._begun("dispatch", rows, self.received, self.sent)
+        if self.ep.size == 1:
+            return arrive
+        return lambda: arrive().index_select(0, self._order(rows.device))
 
     def combine(self, rows: Tensor) -> Tensor:
         """The inverse of `dispatch`."""
         if self.ep.size > 1:
             rows = rows.index_select(0, self._order(rows.device).argsort())
-        return self._moved("combine", rows, self.sent, self.received)
+        return self._begun("combine", rows, self.sent, self.received)()
 
-    def _moved(
+    def _begun(
         self,
         kind: Literal["dispatch", "combine"],
         rows: Tensor,
         received: list[int],
         sent: list[int],
-    ) -> Tensor:
+    ) -> Callable[[], Tensor]:
         now = phase()
         returns = int(rows.requires_grad and now == "forward")
         size = rows.element_size()
         self.record(ExpertMove(kind, rows.numel(), size, now, returns, self.tokens))
-        return all_to_all(rows, self.ep, received, sent)
+        return begin_rows(rows, self.ep, received, sent)
 
     def _order(self, device: torch.device) -> Tensor:
         """For each row by expert its place among the rows as received, by rank."""

@@ -49,6 +49,24 @@ FIXED: Final = ("assigned", "hash", "cluster")
 LOSSES: Final = ("balance", "importance", "z")
 
 
+def is_count(value: object) -> bool:
+    """Whether it is a whole number from 1 up."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def is_number(value: object) -> bool:
+    """Whether it is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return False
+    return math.isfinite(value)
+
+
+def require_count(name: str, value: object, instead: str) -> None:
+    """Raise InputError for what is no whole number from 1 up."""
+    if not is_count(value):
+        raise bad(f"{name} = {value!r}", "a whole number from 1 up", instead)
+
+
 @dataclass(frozen=True)
 class Extra:
     """What some gates read beside the logits; N tokens, E experts.
@@ -74,7 +92,8 @@ class Gate:
     scale     the weights are multiplied by it (routed scaling)
     losses    coefficients of the auxiliary losses by name
 
-    Raises InputError for an unknown gate or loss, k beyond the experts, a capacity below 1.
+    Raises InputError for an unknown gate or loss, k beyond the experts, a capacity below 1, and
+    numbers that cannot be, such as a scale of NaN.
     """
 
     name: str
@@ -88,22 +107,40 @@ class Gate:
         if self.name not in GATES:
             near = suggest(self.name, GATES)
             raise bad(f'the gate "{self.name}"', ", ".join(GATES), f'gate = "{near}"')
+        require_count("experts", self.experts, "experts = 8")
         object.__setattr__(self, "k", GATES[self.name] or self.k)
-        if not 1 <= self.k <= self.experts:
+        if not is_count(self.k) or self.k > self.experts:
+            fits = self.k if is_count(self.k) else 1
             raise bad(
-                f"k = {self.k} with {self.experts} experts under the gate {self.name}",
+                f"k = {self.k!r} with {self.experts} experts under the gate {self.name}",
                 "k from 1 up to the number of experts",
-                f"k = {max(1, min(self.k, self.experts))}, or experts = {max(self.k, 1)}",
+                f"k = {min(fits, self.experts)}, or experts = {max(fits, self.experts)}",
             )
-        if self.capacity is not None and not (1 <= self.capacity < math.inf):
+        self._require_numbers()
+
+    def _require_numbers(self) -> None:
+        """Raise InputError for a capacity, a scale or losses that cannot be."""
+        if self.capacity is not None and not (is_number(self.capacity) and self.capacity >= 1):
             raise bad(
-                f"capacity = {self.capacity}, in multiples of an expert's share of the tokens",
+                f"capacity = {self.capacity!r}, in multiples of an expert's share of the tokens",
                 "1 or more, or none to drop no token",
                 "capacity = 1.25",
             )
-        for name in self.losses:
+        if not (is_number(self.scale) and self.scale > 0):
+            given = f"scale = {self.scale!r}, by which the weights of the experts are multiplied"
+            raise bad(given, "a finite number above 0", "scale = 1.0")
+        if not isinstance(self.losses, Mapping):
+            given, named = f"losses = {self.losses!r}", "coefficients by name"
+            raise bad(given, f"{named}: {', '.join(LOSSES)}", 'losses = {"balance": 1e-2}')
+        for name, coefficient in self.losses.items():
             if name not in LOSSES:
                 raise bad(f'the loss "{name}"', ", ".join(LOSSES), suggest(name, LOSSES))
+            if not (is_number(coefficient) and coefficient >= 0):
+                raise bad(
+                    f"the coefficient {coefficient!r} of the loss {name}",
+                    "a finite number from 0 up",
+                    f'losses = {{"{name}": 1e-3}}',
+                )
 
     @property
     def hard(self) -> bool:

@@ -10,16 +10,31 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shardwise.core.errors import bad
 from shardwise.parallel.expert.gates import Choice
 from shardwise.parallel.expert.global_batch import GlobalBatch
 
 
 def assigned(assignment: Tensor, experts: int) -> Choice:
     """The expert of each token from outside: `assignment` [N], from 0 to experts - 1."""
+    require_experts(assignment, experts)
     weights = torch.ones(len(assignment), 1, dtype=torch.float64, device=assignment.device)
     zeros = weights.new_zeros(len(assignment), experts)
     probabilities = zeros.scatter(1, assignment.view(-1, 1), 1.0)
     return Choice(assignment.view(-1, 1), weights, probabilities)
+
+
+def require_experts(assignment: Tensor, experts: int) -> None:
+    """Raise InputError for an assignment [N] to experts that there are not."""
+    if assignment.is_meta or not len(assignment):
+        return
+    least, most = assignment.aminmax()
+    if least < 0 or most >= experts or assignment.is_floating_point():
+        raise bad(
+            f"an assignment of tokens to the experts {least} to {most} ({assignment.dtype})",
+            f"integers from 0 to {experts - 1}, for {experts} experts",
+            f"Gate(..., experts={int(most) + 1}), or another assignment",
+        )
 
 
 def hashed(ids: Tensor, experts: int, seed: int = 0) -> Tensor:
@@ -56,6 +71,7 @@ def argmax(logits: Tensor, targets: Tensor | None = None) -> Choice:
     (`assignment_loss`). Gross et al., arXiv 1704.06363, section 3.1.
     """
     chosen = logits.argmax(-1) if targets is None else targets
+    require_experts(chosen, logits.shape[-1])
     weights = torch.ones_like(logits[:, :1])
     return Choice(chosen.view(-1, 1), weights, logits.softmax(-1))
 

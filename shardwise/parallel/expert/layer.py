@@ -9,16 +9,17 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from shardwise.comm.world import Axis
 from shardwise.core.errors import NonFiniteError, bad
 from shardwise.core.expert_moves import ExpertMove
+from shardwise.kernels.experts import feed_forward
 from shardwise.parallel.expert import hard
 from shardwise.parallel.expert.dispatch import Exchange
-from shardwise.parallel.expert.gate import FIXED, Extra, Gate
+from shardwise.parallel.expert.gate import FIXED, Extra, Gate, is_number, require_count
 from shardwise.parallel.expert.gates import balanced_bias
 from shardwise.parallel.expert.global_batch import GlobalBatch, phase
+from shardwise.parallel.expert.passes import Passes, uniform
 from shardwise.parallel.expert.routing import Routing
 
 
@@ -129,14 +130,7 @@ class Experts(nn.Module):
 
         An expert without rows has a gradient of zeros, as in one process that has all experts.
         """
-        weights = zip(self.gate, self.up, self.down, strict=True)
-        made = [
-            functional.linear(
-                functional.silu(functional.linear(x, gate)) * functional.linear(x, up), down
-            )
-            for x, (gate, up, down) in zip(rows.split(counts), weights, strict=True)
-        ]
-        return torch.cat(made)
+        return feed_forward(rows, counts, (self.gate, self.up, self.down))
 
 
 class MoE(nn.Module):
@@ -144,6 +138,7 @@ class MoE(nn.Module):
 
     shared: a module from D to D that every token goes through as well; None: none.
     bias_rate: for the gate `sigmoid`, by how much its bias changes after a training step.
+    seed: of the random numbers of `gshard` and `noisy-topk`, another one for each layer of a model.
 
     `load` is that of the last forward pass; None before the first.
     """
@@ -155,8 +150,15 @@ class MoE(nn.Module):
         gate: Gate,
         shared: nn.Module | None = None,
         bias_rate: float = 1e-3,
+        seed: int = 0,
     ) -> None:
         super().__init__()
+        require_count("width", width, "sw.MoE(width=64, ...), the width of a token")
+        require_count("hidden", hidden, "sw.MoE(width, hidden=256, ...), the width in an expert")
+        if not isinstance(gate, Gate):
+            raise bad(f"the gate {gate!r}", "a sw.Gate", 'sw.Gate("topk", experts=8, k=2)')
+        if not (is_number(bias_rate) and bias_rate >= 0):
+            raise bad(f"bias_rate = {bias_rate!r}", "a finite number from 0 up", "bias_rate = 1e-3")
         self.gate, self.bias_rate = gate, bias_rate
         routed, noisy = gate.name not in FIXED, gate.name == "noisy-topk"
         self.router = nn.Linear(width, gate.experts, bias=False) if routed else None
@@ -165,6 +167,9 @@ class MoE(nn.Module):
         self.shared = shared
         self.place = Place()
         self.load: Load | None = None
+        self.seed, self.passed = seed, Passes()
+        if gate.name in ("gshard", "noisy-topk"):
+            self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
         shapes = {"sigmoid": {"bias": gate.experts, "choices": gate.experts}}.get(gate.name, {})
         for name, size in shapes.items():
             self.register_buffer(name, torch.zeros(size))
@@ -174,7 +179,7 @@ class MoE(nn.Module):
     def reset_buffers(self) -> None:
         """Buffers as the constructor makes them."""
         for name, b in self.named_buffers(recurse=False):
-            b.fill_(torch.nan if name == "centroids" else 0.0)
+            b.fill_(torch.nan if name == "centroids" else 0)
 
     def forward(self, x: Tensor, target: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The layer's output and its auxiliary loss. Called by all data ranks.
@@ -199,13 +204,14 @@ class MoE(nn.Module):
         place = self.place
         exchange = Exchange.of(routing, place.batch, place.ep, place.peers, place.slots)
         token = exchange.choices // routing.experts.shape[1]
-        rows = exchange.dispatch(x_ND.index_select(0, token))
-        made = exchange.combine(self.experts(rows, exchange.by_expert))
+        arrive = exchange.begin_dispatch(x_ND.index_select(0, token))
+        of_shared = None if self.shared is None else self.shared(x)  # while rows are under way
+        made = exchange.combine(self.experts(arrive(), exchange.by_expert))
         weights = routing.weights.flatten()[exchange.choices].unsqueeze(-1)
         y_ND = torch.zeros_like(every_ND).index_add(0, token, made * weights.to(made))
         y = place.left(y_ND.view_as(x))
-        if self.shared is not None:
-            y = y + self.shared(x)
+        if of_shared is not None:
+            y = y + of_shared
         return y, self._loss(routing, logits)
 
     def fit(self, features: Tensor) -> Tensor:
@@ -231,36 +237,48 @@ class MoE(nn.Module):
                     raise bad(given, "centroids fitted on a first pass", "layer.fit(features)")
                 return Extra(target=hard.nearest(x_ND.detach(), centroids.to(x_ND)))
             case "sigmoid":
-                self._balance()
-                return Extra(bias=self.get_buffer("bias"))
+                return Extra(bias=self._balanced())
             case "gshard" | "noisy-topk" if self.training:
                 return self._random(x_ND)
             case _:
                 return Extra(target=target_N)
 
-    def _balance(self) -> None:
-        """Before a training pass: the bias follows the choices of the training pass before."""
-        if self.training and phase() == "forward":
-            bias, choices = self.get_buffer("bias"), self.get_buffer("choices")
-            bias.data.copy_(balanced_bias(bias, choices, self.bias_rate))
+    def _balanced(self) -> Tensor:
+        """The bias; before a training pass it follows the choices of the training pass before."""
+        bias, choices = self.get_buffer("bias"), self.get_buffer("choices")
+        if not self.training or bias.is_meta:
+            return bias
+        if phase() == "backward":
+            return bias.new_tensor(self.passed.again(self._name))
+        bias.data.copy_(balanced_bias(bias, choices, self.bias_rate))
+        self.passed.first(tuple(bias.tolist()))
+        return bias
 
     def _random(self, x_ND: Tensor) -> Extra:
-        """Random numbers that depend on a token's place in the global batch, not on its rank.
-
-        Data rank 0 draws their seed from torch's generator of the processor.
-        """
+        """The random numbers of a training pass (passes.py)."""
         batch, experts = self.place.batch, self.gate.experts
-        own = [torch.tensor(len(x_ND), device="cpu"), torch.randint(2**62, (), device="cpu")]
-        told = torch.stack(own)
-        told = told if x_ND.is_meta else told.to(x_ND.device)  # it is read
-        sizes, seeds = batch.gather(told).t().tolist()
+        own = torch.tensor([len(x_ND)], device="cpu")
+        sizes = batch.gather(own if x_ND.is_meta else own.to(x_ND.device)).flatten().tolist()
+        number = self._pass_number(counts=sum(sizes) > 0)
         first = sum(sizes[: batch.rank])
         rows = torch.arange(first, first + len(x_ND), device=x_ND.device)
         if self.spread is None:
-            return Extra(random=_uniform(rows, seeds[0]))
+            return Extra(random=uniform(rows, self.seed, number))
         numbers = rows.unsqueeze(1) * experts + torch.arange(experts, device=x_ND.device)
-        normal = torch.special.ndtri(_uniform(numbers, seeds[0]))
+        normal = torch.special.ndtri(uniform(numbers, self.seed, number))
         return Extra(random=normal, spread=self.spread(x_ND))
+
+    def _pass_number(self, *, counts: bool) -> int:
+        """The number of this training pass; one without any token of any rank does not count."""
+        passes = self.get_buffer("passes")
+        if passes.is_meta:
+            return 0
+        if phase() == "backward":
+            return int(self.passed.again(self._name)[0])
+        number = int(passes)
+        self.passed.first((number,))
+        passes.data.add_(int(counts))
+        return number
 
     def _require_finite(self, routing: Routing) -> None:
         ranks = [rank for rank, finite in enumerate(routing.finite) if not finite]
@@ -293,9 +311,3 @@ class MoE(nn.Module):
             total = total + self.gate.losses.get(name, 1.0) * value
         share = total / self.place.parts
         return share + (total - share).detach() if self.place.parts > 1 else total
-
-
-def _uniform(numbers: Tensor, seed: int) -> Tensor:
-    """A number between 0 and 1, neither of them, for each integer: 52 bits of its hash."""
-    bits = (hard.mixed(numbers, seed) >> 12) & ((1 << 52) - 1)
-    return (bits.double() + 0.5) / (1 << 52)

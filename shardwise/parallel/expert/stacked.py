@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.core.errors import NonFiniteError
 from shardwise.core.expert_moves import ExpertMove
 from shardwise.parallel.expert.dispatch import Exchange
 from shardwise.parallel.expert.global_batch import Record, phase
@@ -78,7 +79,10 @@ class StackedOnRanks:
         x_ND = x_ND[:0] if absent else x_ND
         experts_NK = top_k_index[:0] if absent else top_k_index
         own = torch.bincount(experts_NK.flatten(), minlength=self.experts)
-        loads = place.batch.gather(own).cpu()
+        finite = torch.isfinite(weights_NK.detach()).all() | absent  # of what absent ranks stand in
+        told = place.batch.gather(torch.cat([own, finite.long().view(1)])).cpu()
+        loads = told[:, :-1]
+        _require_finite(told[:, -1].tolist(), place.name)
         routing = Routing(experts_NK, weights_NK, experts_NK, loads, loads.sum(0), 0, ())
         exchange = Exchange.of(routing, place.batch, place.ep, place.peers)
         token = exchange.choices // experts_NK.shape[1]
@@ -102,6 +106,15 @@ class StackedOnRanks:
         return forward(self.own, rows, expert, torch.ones_like(expert, dtype=rows.dtype))
 
 
+def _require_finite(finite: list[int], name: str) -> None:
+    ranks = [str(rank) for rank, each in enumerate(finite) if not each]
+    if ranks:
+        raise NonFiniteError(
+            f"The router of {name} gave infinite weights or NaN on rank {' and '.join(ranks)} of "
+            "the axis ep. The learning rate may be too high: lower it."
+        )
+
+
 def record_moves(module: nn.Module, record: Record) -> Any:
     """Call `record` with the moves of each forward of a module in one process; returns the hook."""
     return module.register_forward_pre_hook(partial(_record, record), with_kwargs=False)
@@ -110,7 +123,7 @@ def record_moves(module: nn.Module, record: Record) -> Any:
 def _record(record: Record, module: nn.Module, args: tuple[Tensor, ...]) -> None:
     x_ND, experts_NK, now = args[0], args[1], phase()
     numel, size = experts_NK.numel() * x_ND.shape[-1], x_ND.element_size()
-    record(ExpertMove("gather_counts", experts_of(module), torch.int64.itemsize, now))
+    record(ExpertMove("gather_counts", experts_of(module) + 1, torch.int64.itemsize, now))
     forward = now == "forward" and torch.is_grad_enabled()
     returns = int(forward and x_ND.requires_grad), int(forward)
     record(ExpertMove("dispatch", numel, size, now, returns[0], len(x_ND)))

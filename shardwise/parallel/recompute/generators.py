@@ -2,18 +2,30 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
 States = list[Tensor]
+
+
+class Generator(Protocol):
+    """What draws numbers: a torch.Generator, or a count of which numbers are a function."""
+
+    def get_state(self) -> Tensor:
+        """The state that determines the numbers that follow."""
+        ...
+
+    def set_state(self, state: Tensor, /) -> object:
+        """Return to a state."""
+        ...
 
 
 class Generators:
     """The generators from which modules draw; `lock` is held while a state is read or set."""
 
     def __init__(
-        self, generators: Sequence[torch.Generator], lock: AbstractContextManager[object]
+        self, generators: Sequence[Generator], lock: AbstractContextManager[object]
     ) -> None:
         self.generators, self.lock = list(generators), lock
 

@@ -1,0 +1,69 @@
+"""Gates that change with each pass: the same in one process, in stages and in recomputations."""
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise.core.errors import RunError
+from shardwise.parallel.expert.passes import uniform
+from tests.expert import moe
+
+
+@pytest.mark.parametrize("name", ["gshard", "noisy-topk"])
+@pytest.mark.parametrize(
+    "plan",
+    ["dp2 ep2 pp2 1f1b:2", "pp2 interleaved:4x2", "dp2 pp2 zero3 1f1b:4 accumulate:2"],
+)
+def test_random_gates_in_a_pipeline(name: str, plan: str):
+    """Stages draw the numbers of one process, and so choose the same experts."""
+    moe.holds(moe.task(name, 1.0, rows=17), plan)
+
+
+@pytest.mark.parametrize("name", ["gshard", "noisy-topk", "sigmoid"])
+@pytest.mark.parametrize("words", ["pp2 1f1b:4", "accumulate:4"])
+def test_recomputation_repeats_a_pass(name: str, words: str):
+    """A recomputation routes as its forward pass did, after other microbatches have run."""
+    moe.holds(moe.task(name, rows=16), f"dp2 ep2 {words} recompute:full")
+
+
+def layer(name: str) -> sw.MoE:
+    torch.manual_seed(0)
+    return sw.MoE(8, 8, sw.Gate(name, experts=4, k=2))
+
+
+@pytest.mark.parametrize("name", ["gshard", "noisy-topk"])
+def test_each_pass_draws_other_numbers(name: str):
+    """Two passes over the same tokens differ, whatever torch's seed, and a loaded layer goes on."""
+    x, first, second = torch.randn(64, 8), layer(name), layer(name)
+    second.load_state_dict(first.state_dict())
+    torch.manual_seed(1)
+    made = first(x)[0]
+    torch.manual_seed(1)
+    again = first(x)[0]
+    assert not torch.equal(made, again)
+    assert torch.equal(made, second(x)[0])
+    loaded = layer(name)
+    loaded.load_state_dict(second.state_dict())
+    assert torch.equal(again, loaded(x)[0])
+
+
+def test_numbers_are_uniform():
+    """The hash of places spreads evenly between 0 and 1, differently in each layer and pass."""
+    rows = torch.arange(4000)
+    found = uniform(rows, 0, 0)
+    assert abs(float(found.mean()) - 0.5) < 0.02
+    assert abs(float(found.var()) - 1 / 12) < 0.005
+    for other in (uniform(rows, 1, 0), uniform(rows, 0, 1)):
+        assert abs(float(torch.corrcoef(torch.stack([found, other]))[0, 1])) < 0.05
+
+
+@pytest.mark.parametrize("name", ["gshard", "sigmoid"])
+def test_other_recomputation_is_refused(name: str):
+    """torch.utils.checkpoint cannot repeat such a pass, and the error says what to write."""
+    x = torch.randn(6, 8, requires_grad=True)
+    own = layer(name)
+    made = checkpoint(lambda x: own(x)[0], x, use_reentrant=False)
+    assert isinstance(made, torch.Tensor)
+    with pytest.raises(RunError, match="the plan word recompute"):
+        made.sum().backward()

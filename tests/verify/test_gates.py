@@ -1,0 +1,70 @@
+"""Proofs of every gate, with more than one data rank, on threads."""
+
+from functools import partial
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwise.core.plan import Plan
+from shardwise.models import gpt, moe
+from shardwise.models.initial import fill
+from shardwise.models.trainable import Trainable
+from shardwise.parallel.expert.gate import GATES, Gate
+from shardwise.verify import parity
+from shardwise.verify.report import Report, report
+from tests.pool import run_threads
+from tests.verify import micro
+
+
+def model(config: moe.MoEConfig) -> nn.Module:
+    """A MoE GPT whose routing changes from one step to the next."""
+    made = moe.MoEGPT(config)
+    fill(made, seed=3)
+    for block in made.blocks:
+        assert isinstance(block, moe.MoEBlock)
+        block.moe.bias_rate = 0.3
+        if config.gate.name == "cluster":
+            places = torch.linspace(-1, 1, 4 * config.gpt.width).sin()
+            block.moe.get_buffer("centroids").copy_(places.view(4, -1))
+    return made
+
+
+def batch(config: moe.MoEConfig, rows: int, seed: int) -> dict[str, Tensor]:
+    return micro.text(rows, seed) | {
+        name: value % 4
+        for name, value in moe.batch(rows, config, seed).items()
+        if name == "experts"
+    }
+
+
+def proved(plan: str, gate: str, capacity: float | None) -> Report:
+    """A proof of one step of a small MoE GPT, on threads."""
+    losses = {"balance": 0.3, "importance": 0.2, "z": 0.1}
+    config = moe.MoEConfig(micro.CONFIG, Gate(gate, 4, 2, capacity, losses=losses), shared=1)
+    found = Trainable(gate, partial(model, config), moe.loss, partial(batch, config), gpt.tokens)
+    parsed = Plan.parse(f"{plan} fp64")
+    with patch.object(parity, "find", lambda name: found):
+        return report(parsed, "moe", run_threads(parsed.size, parity.prove, parsed, "moe", 1))
+
+
+@pytest.mark.cases(4)
+@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("capacity", [None, 1.0])
+def test_every_gate_holds(gate: str, capacity: float | None):
+    """Parity, bytes and memory hold under every gate, and outputs where a capacity drops choices."""
+    assert proved("dp2 ep2", gate, capacity).holds
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("gate", ["gshard", "noisy-topk", "sigmoid"])
+def test_stages_hold(gate: str):
+    """Random numbers and the bias are those of one process in the stages of a pipeline too."""
+    assert proved("dp2 ep2 pp2 1f1b:2", gate, 1.0).holds
+
+
+@pytest.mark.parametrize(("gate", "capacity"), [("sigmoid", None), ("switch", 1.0)])
+def test_data_ranks_without_ep_hold(gate: str, capacity: float | None):
+    """The bias and the capacity are those of one process without an axis of experts too."""
+    assert proved("dp2", gate, capacity).holds
