@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -120,7 +121,8 @@ class Recomputation:
         self.kinds, self.choose = kinds, choose
         self.hosted, self.everything = hosted or {}, everything
         self.sizes, self.arena, self.device = sizes, Arena(), torch.device("cpu")
-        self.modules: dict[str, Recomputed] = {}
+        #: weak, so that the layers of a pipeline's other ranks are freed
+        self.modules = WeakValueDictionary[str, Recomputed]()
         self.known: dict[object, Any] = {}
         self.host: HostActivations | None = None
 
@@ -137,7 +139,8 @@ class Recomputation:
             self.host = HostActivations(model, world.tiers, self.hosted)
         self.arena, self.device = world.arenas.kept, world.device
         keep = None if self.sizes is None else self.arena.keep
-        self.modules = recompute(model, self.kinds, generators, axis, self.host, keep)
+        found = recompute(model, self.kinds, generators, axis, self.host, keep)
+        self.modules = WeakValueDictionary(found)
         if self.host is not None:
             self.host.install(hooks=self.everything)
 
