@@ -41,7 +41,8 @@ def test_the_bandwidth_of_both_ranks_and_its_share(tmp_path: Path) -> None:
     first, second = run_gloo(2, said, str(tmp_path), "offload:optim@disk")
     pattern = (
         r"disk .*: the steps of 2 ranks read 0 MiB at \d+ MiB/s \(alone it gives \d+\), "
-        r"wrote 0 MiB at \d+ MiB/s \(alone it gives \d+\); \d+ MiB/s while any request was under way, \d+% of"
+        r"wrote 0 MiB at \d+ MiB/s \(alone it gives \d+\); "
+        r"\d+ MiB/s while any request was under way, \d+% of"
     )
     assert re.match(pattern, first)
     assert str(tmp_path) in first
