@@ -1,6 +1,7 @@
 """What a run says of its disk at the end, and what does not count as memory."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import torch
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
+from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
-from shardwise.models.gpt import SIZES, parameters
+from shardwise.models.gpt import GPT, SIZES, parameters
+from shardwise.models.gpt import loss as gpt_loss
 from shardwise.train import loop
 from shardwise.train.config_sections import OffloadSection, SampleSection
 from shardwise.train.disk_share import StepsOnDisk, disk_share
-from shardwise.train.sizes import state_bytes
+from shardwise.train.sizes import disk_bytes, state_bytes
 from tests.pool import run_gloo
 from tests.train.runs import settings
 
@@ -95,6 +98,38 @@ def test_a_sample_from_parameters_on_a_disk_is_made_only_if_asked_for(
         assert ("no sample: each of its 240 tokens" in said) == expected
         assert (summary.sample == "") == expected
         assert "memory of the process" in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("dp2 zero2 offload:optim@disk", "dp2 zero3 offload:param@disk", "dp2 offload:optim@disk"),
+        *("dp1 bf16 offload:optim@disk", "dp2 zero3 bf16 offload:param@disk", "dp2 zero3"),
+    ],
+)
+def test_the_disk_that_a_run_needs_is_known_before_it_starts(words: str) -> None:
+    """The bytes of all ranks are those that the prediction has for each, without padding."""
+    sizes, plan = SIZES["tiny"], Plan.parse(words)
+    with torch.device("meta"):
+        model = GPT(sizes)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    batch = {"inputs": tokens, "targets": tokens}
+    found = sw.predict(model, plan, batch, loss=gpt_loss)
+    assert disk_bytes(sizes, plan) == pytest.approx(
+        plan.size * sum(found.disk_memory.values()), rel=1e-3
+    )
+
+
+def test_a_disk_that_is_too_small_is_named_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The paragraph has the bytes that are free, and those that the run needs."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 8, 1))
+    given = settings(tmp_path / "run", "fp32 offload:optim@disk")
+    changed = {"offload": OffloadSection(folder=str(tmp_path))}
+    with pytest.raises(InputError, match=r"whose disk has 1 B free.*take \d+\.\d KiB"):
+        loop.train(given.model_copy(update=changed), alone())
+    assert not given.folder.exists()
 
 
 @pytest.mark.parametrize(
