@@ -32,7 +32,7 @@ def plain(value: Any) -> Iterator[Tensor]:
 
 
 def _of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def live_bytes(storages: dict[int, StorageWeakRef]) -> int:

@@ -87,7 +87,7 @@ def test_a_sample_from_parameters_on_a_disk_is_made_only_if_asked_for(
     """Without sample.tokens the run says why there is none; with it the sample is printed."""
     for tokens, expected in ((None, True), (2, False)):
         given = settings(tmp_path / f"run{tokens}", "fp32 offload:param@disk")
-        chosen = {} if tokens is None else {"tokens": tokens}
+        chosen: dict[str, Any] = {} if tokens is None else {"tokens": tokens}
         changed = {
             "sample": SampleSection(**chosen),
             "offload": OffloadSection(folder=str(tmp_path)),
