@@ -17,6 +17,15 @@ WEIGHT_DECAY = 0.01
 
 
 @dataclass(frozen=True)
+class TierBytes:
+    """What a rank has in host memory and on a disk between steps, and copies in a step."""
+
+    host: int = 0
+    disk: int = 0
+    moved: int = 0
+
+
+@dataclass(frozen=True)
 class Loop:
     """A contender ready to train.
 
@@ -25,6 +34,7 @@ class Loop:
                   does not disturb the next contender
     shared_bytes  the bytes sent so far through shared memory, which no interface counts
     on_host       whether a tensor rests in host memory or on disk, which is no part of the peak
+    tiers         the bytes beyond the device; None: not known
     model         one with layers of experts, whose shares of a step are measured
     """
 
@@ -32,6 +42,7 @@ class Loop:
     settle: Callable[[], None] = lambda: None
     shared_bytes: Callable[[], int] = lambda: 0
     on_host: Callable[[Tensor], bool] = lambda _: False
+    tiers: Callable[[], TierBytes] | None = None
     model: nn.Module | None = None
 
 

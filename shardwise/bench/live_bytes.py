@@ -31,6 +31,10 @@ def plain(value: Any) -> Iterator[Tensor]:
         yield value
 
 
+def _of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
 def live_bytes(storages: dict[int, StorageWeakRef]) -> int:
     """The bytes of the storages that still exist; the others are removed from the dictionary."""
     total = 0
@@ -73,6 +77,13 @@ class LiveBytes(TorchDispatchMode):
                     continue
                 storage = tensor.untyped_storage()
                 self.storages.setdefault(storage._cdata, StorageWeakRef(storage))
+
+    def leave_out_host(self) -> None:
+        """Forget the storages that are in host memory, which were seen before that was known."""
+        for key, weak in list(self.storages.items()):
+            storage = torch.UntypedStorage._new_with_weak_ptr(weak.cdata)
+            if storage is not None and self.on_host(_of(storage)):
+                del self.storages[key]
 
     def bytes(self) -> int:
         """The bytes that are live now."""

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.bench.communication_bytes import CommunicationBytes
-from shardwise.bench.contender import Batch, Contender, Loop, Setup, Task
+from shardwise.bench.contender import Batch, Contender, Loop, Setup, Task, TierBytes
 from shardwise.bench.expert_shares import shares
 from shardwise.bench.live_bytes import LiveBytes
 from shardwise.bench.roster import ROSTER
@@ -54,6 +54,7 @@ class Record:
     loss: float | None = None
     note: str = ""
     buffers_bytes: int | None = None
+    tiers: TierBytes | None = None
 
 
 @dataclass
@@ -187,11 +188,14 @@ def _metered(runner: Runner) -> None:
     runner.live.watch(runner.batches)
     if runner.loop is not None:
         runner.live.on_host = runner.loop.on_host
+        runner.live.leave_out_host()
     with runner.live, runner.communication:
         runner.advance(1)
         runner.live.peak_bytes = runner.communication.peak_bytes = 0
         runner.advance(1)
     runner.record.peak_bytes = None if runner.contender.alone else runner.live.peak_bytes
+    if runner.loop is not None and runner.loop.tiers is not None:
+        runner.record.tiers = runner.loop.tiers()
     if runner.contender.package == "torch" and not runner.contender.alone:
         runner.record.buffers_bytes = runner.communication.peak_bytes  # other packages: not known
 

@@ -14,6 +14,7 @@ from shardwise.bench.contender import (
     Contender,
     Loop,
     Setup,
+    TierBytes,
 )
 from shardwise.bench.halves import stage_starts
 from shardwise.comm.torch_links import TorchLinks
@@ -76,8 +77,14 @@ def looped(engine: sw.Engine) -> Loop:
     def shared_bytes() -> int:
         return links.shared_bytes if isinstance(links, TorchLinks) else 0
 
+    def beyond() -> TierBytes:
+        sent = engine.measured_bytes()
+        moved = sum(count for kind, count in sent.items() if kind.startswith("tier "))
+        on_host, on_disk = engine.host_memory(), engine.disk_memory()
+        return TierBytes(sum(on_host.values()), sum(on_disk.values()), moved)
+
     tiers = engine.world.tiers
-    return Loop(step, settle, shared_bytes, lambda x: tiers.of(x) != "device")
+    return Loop(step, settle, shared_bytes, lambda x: tiers.of(x) != "device", beyond)
 
 
 DATA = tuple(Contender(word, word, planned(f"dp{{n}} {word}")) for word in ROWS)
@@ -113,8 +120,10 @@ OFFLOAD = tuple(
         ("zero2", "optim@disk"),
         ("zero3", "optim"),
         ("zero3", "param"),
+        ("zero3", "param@disk"),
     )
 )
+TILED = (Contender("zero3 tile:4", "zero3", planned("dp{n} zero3 tile:4"), against="zero3"),)
 TENSOR = (
     Contender("tp", "tp", planned("tp{n}"), whole_batch=True),
     Contender("tp sp", "tp sp", planned("tp{n} sp"), whole_batch=True),

@@ -34,7 +34,9 @@ _MEMORY: Final = (
 _OFFLOAD: Final = (
     *(each for each in ours.DATA if each.name in ("zero2", "zero3")),
     *ours.OFFLOAD,
+    *ours.TILED,
     torch_peers.OFFLOAD,
+    *deepspeed_peers.OFFLOAD,
 )
 _LAYERS: Final = (
     torch_peers.DDP,

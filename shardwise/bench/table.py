@@ -25,6 +25,9 @@ class Line:
     peak_bytes  the peak of live tensor bytes of any rank within a step
     buffers_bytes  the peak of those that belong to communication (communication_bytes.py)
     loss        the mean over ranks in the last step
+    host_bytes  the bytes that a rank has in host memory between steps, under an offload
+    disk_bytes  the same on a disk
+    moved_bytes  the bytes that it copies between tiers in a step
 
     None for what was not measured; `note` says why.
     """
@@ -40,6 +43,9 @@ class Line:
     buffers_bytes: int | None
     loss: float | None
     note: str
+    host_bytes: int | None = None
+    disk_bytes: int | None = None
+    moved_bytes: int | None = None
 
 
 def lines(task: Task, by_rank: Sequence[Sequence[Record]]) -> list[Line]:
@@ -77,6 +83,9 @@ def _line(
         buffers_bytes=_most([record.buffers_bytes for record in records]),
         loss=_mean([r.loss for r in records if r.loss is not None]),
         note=records[0].note or _late(records, wire_bytes),
+        host_bytes=_most([record.tiers and record.tiers.host for record in records]),
+        disk_bytes=_most([record.tiers and record.tiers.disk for record in records]),
+        moved_bytes=_most([record.tiers and record.tiers.moved for record in records]),
     )
 
 
@@ -110,20 +119,12 @@ def as_json(rows: Sequence[Line]) -> dict[str, Any]:
 
 def as_text(rows: Sequence[Line]) -> str:
     """The rows as text, one table per size."""
-    head = (
-        "contender",
-        "step ms",
-        "ratio",
-        "wire MiB",
-        "over least",
-        "peak MiB",
-        "buffers",
-        "loss",
-        "note",
-    )
+    head = ("contender", "step ms", "ratio", "wire MiB", "over least", "peak MiB", "buffers")
+    beyond = any(row.host_bytes or row.disk_bytes for row in rows)
+    head += (*(("host MiB", "disk MiB", "moved MiB") if beyond else ()), "loss", "note")
     blocks = []
     for size in dict.fromkeys(row.size for row in rows):
-        cells = [head, *(_cells(row) for row in rows if row.size == size)]
+        cells = [head, *(_cells(row, beyond) for row in rows if row.size == size)]
         widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
         ranks = next(row.ranks for row in rows if row.size == size)
         blocks.append(f"{size}, {ranks} ranks")
@@ -132,7 +133,8 @@ def as_text(rows: Sequence[Line]) -> str:
     return "\n".join(blocks).rstrip()
 
 
-def _cells(row: Line) -> tuple[str, ...]:
+def _cells(row: Line, beyond: bool) -> tuple[str, ...]:
+    tiers = (row.host_bytes, row.disk_bytes, row.moved_bytes) if beyond else ()
     return (
         row.contender,
         _number(row.step_s, 1, 1000.0),
@@ -141,6 +143,7 @@ def _cells(row: Line) -> tuple[str, ...]:
         _number(row.wire_ratio, 3),
         _number(row.peak_bytes, 1, 1 / MIB),
         _number(row.buffers_bytes, 1, 1 / MIB),
+        *(_number(count, 1, 1 / MIB) for count in tiers),
         _number(row.loss, 5),
         row.note,
     )

@@ -1,8 +1,10 @@
 """PyTorch's own data parallelism as contenders, with default settings."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import (
@@ -13,10 +15,19 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
-from shardwise.bench.contender import Contender, Loop, Setup, adamw, adamw_options, plain_loop
+from shardwise.bench.contender import (
+    Contender,
+    Loop,
+    Setup,
+    TierBytes,
+    adamw,
+    adamw_options,
+    plain_loop,
+)
 
 
 def ddp(model: nn.Module, setup: Setup) -> Loop:
@@ -70,9 +81,22 @@ def fsdp2(reshard: bool, offload: bool = False) -> Callable[[nn.Module, Setup], 
             if isinstance(module, setup.block):
                 fully_shard(module, **options)
         fully_shard(model, **options)
-        return plain_loop(model, adamw(model.parameters()), setup)
+        optimizer = adamw(model.parameters())
+        loop = plain_loop(model, optimizer, setup)
+        return replace(loop, tiers=lambda: resting(model, optimizer)) if offload else loop
 
     return build
+
+
+def resting(model: nn.Module, optimizer: torch.optim.Optimizer) -> TierBytes:
+    """Parameters and optimizer states, which rest in host memory; on CPUs nothing is copied."""
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    every: list[Any] = [*model.parameters(), *states]
+    return TierBytes(sum(_local(x).nbytes for x in every if isinstance(x, torch.Tensor)))
+
+
+def _local(x: Any) -> torch.Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
 
 
 DDP = Contender("torch DDP", "ddp", ddp)

@@ -6,13 +6,14 @@ load    the same into an engine of any plan, on any number of ranks
 
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise.checkpoint import load as reading
 from shardwise.checkpoint import save as writing
@@ -20,12 +21,14 @@ from shardwise.checkpoint.contents import MODEL
 from shardwise.checkpoint.description import described
 from shardwise.checkpoint.folder import all_in, as_path, find, is_whole, passed_over, prune
 from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint, open_checkpoint
+from shardwise.checkpoint.pages import Pages
+from shardwise.checkpoint.plans import PIECE_BYTES, split_block
 from shardwise.checkpoint.storage import Check
 from shardwise.comm.move import broadcast
 from shardwise.core.arguments import integer
 from shardwise.core.errors import InputError, bad
 from shardwise.engine import validate
-from shardwise.engine.box import Box
+from shardwise.engine.box import Box, block
 from shardwise.engine.engine import Engine
 
 
@@ -67,7 +70,14 @@ def write(engine: Engine, folder: str | os.PathLike[str], scalars: dict[str, Any
         "checkpoints are unchanged; resume from the newest."
     )
     folder = _of_expert(engine, as_path(folder))
-    return writing.save(folder, boxes, scalars, engine.world, refusal if name else "")
+    refusal = refusal if name else ""
+    return writing.save(folder, boxes, scalars, engine.world, refusal, _pages(engine))
+
+
+def _pages(engine: Engine) -> Pages:
+    """The pages of the engine's states on a disk; none elsewhere."""
+    states = engine.optimizer.disk
+    return Pages() if states is None else Pages(states.disk.drop)
 
 
 def _of_expert(engine: Engine, folder: Path) -> Path:
@@ -80,13 +90,21 @@ def _of_expert(engine: Engine, folder: Path) -> Path:
 def _first_not_finite(engine: Engine, boxes: Sequence[Box]) -> str:
     """The first trained weight (fp32 master) or optimizer state with a non-finite value; or ""."""
     trained = {name for flat in engine.flats if flat.trained for name in flat.names}
+    pages = _pages(engine)
     for box in boxes:
         kind, _, name = box.name.partition("/")
         checked = kind == "optim" or (kind == "model" and name in trained)
-        if checked and not bool(box.tensor.isfinite().all()):
+        if checked and not all(map(pages.finite, _pieces(box.tensor))):
             key, _, of = name.partition("/")
             return f"the optimizer's {key} of {of}" if kind == "optim" else name
     return ""
+
+
+def _pieces(tensor: Tensor) -> Iterator[Tensor]:
+    """Parts of a tensor: its finite elements are found in a few times the memory of one."""
+    numel = PIECE_BYTES // tensor.element_size()
+    for offsets, sizes in split_block((0,) * tensor.dim(), tuple(tensor.shape), numel):
+        yield block(tensor, offsets, sizes)
 
 
 def load(
@@ -126,7 +144,7 @@ def fill(engine: Engine, folder: Path, check: Check) -> dict[str, Any]:
     """
     if (names := imported_names(folder)) is not None:
         boxes = _of_weights(engine, names)
-        saved = reading.load(folder, boxes, engine.world, check, convert=True)
+        saved = reading.load(folder, boxes, engine.world, check, True, _pages(engine))
         engine.loaded()
         return saved
 
@@ -144,7 +162,7 @@ def fill(engine: Engine, folder: Path, check: Check) -> dict[str, Any]:
     idle = set(engine.optimizer.idle)
     engine.prepare()
     try:
-        saved = reading.load(folder, engine.boxes(), engine.world, checked)
+        saved = reading.load(folder, engine.boxes(), engine.world, checked, pages=_pages(engine))
     except BaseException:
         engine.optimizer.unprepare(engine.optimizer.idle - idle)
         raise

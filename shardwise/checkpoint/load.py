@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
 from shardwise.checkpoint.failure import reason
 from shardwise.checkpoint.folder import as_path
+from shardwise.checkpoint.pages import Pages
 from shardwise.checkpoint.plans import BoxLoadPlanner
 from shardwise.checkpoint.storage import Check, Pieces
 from shardwise.comm.world import World
@@ -25,6 +26,7 @@ def load(
     world: World,
     check: Check | None = None,
     convert: bool = False,
+    pages: Pages | None = None,
 ) -> dict[str, Any]:
     """Fill the boxes from the newest checkpoint in `folder`; returns its scalars.
 
@@ -34,6 +36,7 @@ def load(
     checks that the files belong to one save, `check`, the names, shapes and dtypes of its boxes,
     and the hashes of its share of the files.  No rank writes to a box before all checks have passed
     on every rank.  So files are read twice; only one piece at a time is held in memory.
+    `pages` gives back those of boxes in mapped files.
 
     Raises:
         InputError: there is no checkpoint; a tensor is missing or has another shape or dtype; a
@@ -48,7 +51,7 @@ def load(
             load_state(
                 {},
                 storage_reader=pieces,
-                planner=BoxLoadPlanner(boxes, str(folder), convert),
+                planner=BoxLoadPlanner(boxes, str(folder), convert, pages),
                 no_dist=world.size == 1,
                 process_group=world.group,
             )

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from shardwise.checkpoint.pages import Pages
 from shardwise.core.errors import InputError, Problem, RunError, refusal
 from shardwise.engine.box import Box, block
 
@@ -78,9 +79,13 @@ class BoxSavePlanner(SavePlanner):
     """
 
     def __init__(
-        self, boxes: Sequence[Box], piece_bytes: int = PIECE_BYTES, refusal: str = ""
+        self,
+        boxes: Sequence[Box],
+        piece_bytes: int = PIECE_BYTES,
+        refusal: str = "",
+        pages: Pages | None = None,
     ) -> None:
-        self.boxes, self.refusal = boxes, refusal
+        self.boxes, self.refusal, self.pages = boxes, refusal, pages or Pages()
         self.piece_bytes = piece_bytes
         self.tensors: dict[MetadataIndex, Tensor] = {}
 
@@ -144,6 +149,7 @@ class BoxSavePlanner(SavePlanner):
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        self.pages.seen(self.tensors[write_item.index])
         return _alone(self.tensors[write_item.index])
 
 
@@ -166,8 +172,14 @@ class BoxLoadPlanner(LoadPlanner):
     another shape or, unless values are converted, another dtype there.
     """
 
-    def __init__(self, boxes: Sequence[Box], checkpoint: str, convert: bool = False) -> None:
-        self.boxes = boxes
+    def __init__(
+        self,
+        boxes: Sequence[Box],
+        checkpoint: str,
+        convert: bool = False,
+        pages: Pages | None = None,
+    ) -> None:
+        self.boxes, self.pages = boxes, pages or Pages()
         self.checkpoint = checkpoint
         self.convert = convert
         self.tensors: dict[MetadataIndex, Tensor] = {}
@@ -226,6 +238,7 @@ class BoxLoadPlanner(LoadPlanner):
         """`resolve_tensor` returned the live data; copy it to further tensors of the box."""
         for other in self.also.get(read_item.dest_index, ()):
             block(other, read_item.dest_offsets, read_item.lengths).copy_(tensor)
+        self.pages.seen(tensor)
 
 
 def _write_item(box: Box, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> WriteItem:

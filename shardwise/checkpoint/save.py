@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.failure import LITTLE_BYTES, free_bytes, reason
+from shardwise.checkpoint.pages import Pages
 from shardwise.checkpoint.plans import BoxSavePlanner
 from shardwise.checkpoint.storage import Publisher
 from shardwise.comm.world import World
@@ -29,6 +30,7 @@ def save(
     scalars: dict[str, Any],
     world: World,
     refusal: str = "",
+    pages: Pages | None = None,
 ) -> Path:
     """Save a checkpoint in `folder`, which all ranks must see; returns its path.
 
@@ -36,7 +38,7 @@ def save(
     their tensors once; a box that several ranks hold is written by the one with the least to write.
     `scalars` is a JSON object, the same on every rank, with the "step" that names the checkpoint.
     If saving fails, older checkpoints are unchanged.  A non-empty `refusal` says why this rank's
-    boxes must not be saved.
+    boxes must not be saved.  `pages` gives back those of boxes in mapped files.
 
     Raises:
         InputError: the scalars have no step, or cannot be written as JSON.
@@ -57,7 +59,7 @@ def save(
             save_state(
                 {},
                 storage_writer=Publisher(folder, step, scalars),
-                planner=BoxSavePlanner(boxes, refusal=refusal),
+                planner=BoxSavePlanner(boxes, refusal=refusal, pages=pages),
                 no_dist=world.size == 1,
                 process_group=world.group,
             )

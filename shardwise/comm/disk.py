@@ -32,7 +32,6 @@ import mmap
 import os
 import tempfile
 import threading
-import time
 import weakref
 import zlib
 from collections.abc import Callable, Sequence
@@ -44,6 +43,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor
 
+from shardwise.comm.disk_use import DiskUse
 from shardwise.comm.ledger import TIER, Ledger
 from shardwise.core.chunks import ALIGN_BYTES, CHUNK_NUMEL, aligned
 from shardwise.core.errors import RunError, bad
@@ -53,6 +53,8 @@ from shardwise.core.moves import between
 THREADS: Final = 4
 
 
+#: os.preadv or os.pwritev.
+Transfer = Callable[[int, Sequence[memoryview], int], int]
 _FOLDER: Final = "offload.folder=/mnt/nvme, a folder on a local disk"
 
 
@@ -135,12 +137,11 @@ class Disk:
         self.memory = torch.empty(0, dtype=torch.uint8)
         self.failed: DiskError | None = None
         self.settle: Callable[[], None] = lambda: None  # wait for copies from or to the buffers
-        self.read_bytes, self.written_bytes, self.busy_s = 0, 0, 0.0
+        self.use = DiskUse()
         self._threads = ThreadPoolExecutor(THREADS, "shardwise-disk")
         self._free: list[Buffer] = []
         self.buffers = 0
         self._changed = threading.Condition()
-        self._under_way, self._since = 0, 0.0
 
     # --- the file and the buffers -------------------------------------------------------------
 
@@ -207,7 +208,8 @@ class Disk:
         """
         self.require()
         before, size = extent.writes.pop(chunk, None), extent.chunk_bytes(chunk)
-        self.read_bytes += self._count("disk", "host", buffer, size) if counted else size
+        if counted:
+            self._count("disk", "host", buffer, size)
         return self._threads.submit(self._read, extent, chunk, buffer, before)
 
     def begin_write(
@@ -220,7 +222,7 @@ class Disk:
         """Begin to write `buffer` once `ready()` returns, and give it back after that."""
         self.require()
         before, size = extent.writes.get(chunk), extent.chunk_bytes(chunk)
-        self.written_bytes += self._count("host", "disk", buffer, size)
+        self._count("host", "disk", buffer, size)
         done = self._threads.submit(self._write, extent, chunk, buffer, ready, before)
         extent.writes[chunk] = done
 
@@ -266,9 +268,8 @@ class Disk:
         for read in reads:
             read.result()
 
-    def _count(self, src: str, dst: str, buffer: Buffer, size: int) -> int:
+    def _count(self, src: str, dst: str, buffer: Buffer, size: int) -> None:
         self.ledger.begin(TIER, between(src, dst)).add(buffer.memory, size, peers=0)
-        return size
 
     def _read(
         self, extent: Extent, chunk: int, buffer: Buffer, before: Future[None] | None
@@ -301,40 +302,22 @@ class Disk:
 
     def _transfer(
         self,
-        act: Callable[[int, Sequence[memoryview], int], int],
+        act: Transfer,
         extent: Extent,
         chunk: int,
         buffer: Buffer,
     ) -> memoryview:
         """Read or write a chunk; the bytes of the buffer.  Raises DiskError."""
-        size, position, done = extent.chunk_bytes(chunk), extent.position(chunk), 0
-        self._begin()
+        size, position = extent.chunk_bytes(chunk), extent.position(chunk)
+        what = "write" if act is os.pwritev else "read"
         try:
-            while done < size:
-                moved = act(self.file, [buffer.view[done:size]], position + done)
-                if not moved:
-                    raise OSError(errno.EIO, "the file ends before the chunk")
-                done += moved
-            if not self.direct:
-                os.posix_fadvise(self.file, position, size, os.POSIX_FADV_DONTNEED)
+            with self.use.request("read" if what == "read" else "written", size):
+                _move(act, self.file, buffer.view[:size], position)
+                if not self.direct:
+                    os.posix_fadvise(self.file, position, size, os.POSIX_FADV_DONTNEED)
         except OSError as error:
-            what = "write" if act is os.pwritev else "read"
             raise self._fail(what, extent, chunk, str(error.strerror)) from None
-        finally:
-            self._end()
         return buffer.view[:size]
-
-    def _begin(self) -> None:
-        with self._changed:
-            if not self._under_way:
-                self._since = time.perf_counter()
-            self._under_way += 1
-
-    def _end(self) -> None:
-        with self._changed:
-            self._under_way -= 1
-            if not self._under_way:
-                self.busy_s += time.perf_counter() - self._since
 
     def _fail(self, what: str, extent: Extent, chunk: int, why: str) -> DiskError:
         error = DiskError(
@@ -347,6 +330,16 @@ class Disk:
             self.failed = self.failed or error
             self._changed.notify_all()
         return error
+
+
+def _move(act: Transfer, file: int, view: memoryview, position: int) -> None:
+    """Read or write all of `view`, in as many calls as the system makes of it."""
+    done = 0
+    while done < len(view):
+        moved = act(file, [view[done:]], position + done)
+        if not moved:
+            raise OSError(errno.EIO, "the file ends before the chunk")
+        done += moved
 
 
 def open_unnamed(folder: Path, rank: int, instead: str) -> int:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from shardwise.core.errors import bad
+from shardwise.core.suggest import suggest
 from shardwise.core.zero import Tier
 
 #: What may rest in host memory, or on a disk; and the choice by prediction.
@@ -30,6 +31,10 @@ WHAT: Final = ("optim", "param", "optim-delayed", "optim@disk", "param@disk", "a
 #: Steps before updates are delayed.
 UNDELAYED_STEPS: Final = 40
 MOST_STEPS: Final = 10**9
+_SHARE: Final = re.compile(r"[01]|[01]?\.[0-9]{1,15}")
+#: Other names of the tiers, for suggestions.
+_HOSTS: Final = ("host", "cpu", "ram", "memory")
+_DISKS: Final = ("disk", "nvme", "ssd", "file")
 _PARAM_TIERS: Final[dict[str, Tier]] = {"param": "host", "param@disk": "disk"}
 
 
@@ -90,14 +95,40 @@ def parse(text: str) -> Offload:
         return Offload(text)
     if what == "optim-delayed":
         return Offload("optim", _steps(number) if equals else UNDELAYED_STEPS)
-    if what == "optim" and equals:
+    if what == "optim" and equals and "@" not in number:
         return Offload("optim", share=_share(number))
+    _require_no_share(text)
     allowed = f"offload: and the states that rest in host memory or on disk: {' or '.join(WHAT)}"
-    raise bad(f"the plan word 'offload:{text}'", allowed, f"offload:{WHAT[0]}")
+    raise bad(f"the plan word 'offload:{text}'", allowed, f"offload:{_nearest(text)}")
+
+
+def _nearest(text: str) -> str:
+    """The value that was probably meant: one with a tier of another name, or a misspelt one."""
+    what, at, tier = text.partition("@")
+    word = suggest(what, ("optim", "param", "optim-delayed", "auto"), 0.5)
+    disk = (at and tier not in _HOSTS) or (not word and text in _DISKS)
+    word = word or "optim"
+    return f"{word}@disk" if disk and word in ("optim", "param") else word
+
+
+def _require_no_share(text: str) -> None:
+    """Raise InputError for a fraction of parameters, or of states on a disk."""
+    what, equals, share = text.partition("=")
+    share, at, _ = share.partition("@")
+    if not equals or what not in ("optim", "param") or not (at or what == "param"):
+        return
+    tier = "@disk" * bool(at)
+    known = _SHARE.fullmatch(share)
+    raise bad(
+        f"the plan word 'offload:{text}'",
+        "a fraction of the optimizer's states in host memory (offload:optim=0.5); parameters, and "
+        "states on a disk, are offloaded as a whole",
+        f"offload:{what}{tier}" + (f", or offload:optim={share}" if known else ""),
+    )
 
 
 def _share(text: str) -> float:
-    if re.fullmatch(r"[01]|[01]?\.[0-9]{1,15}", text) and 0 < float(text) <= 1:
+    if _SHARE.fullmatch(text) and 0 < float(text) <= 1:
         return float(text)
     raise bad(
         f"the plan word 'offload:optim={text}'",

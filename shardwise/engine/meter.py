@@ -41,6 +41,10 @@ if TYPE_CHECKING:
 CATEGORIES = ("parameters", "gradients", "optimizer", "buffers", "activations")
 
 
+#: What the error says of a bound, before its bytes.
+EXCEEDED = "where device_memory allows"
+
+
 class Place(NamedTuple):
     """The key of a count of bytes: category, unit ("" for bytes of no unit) and tier."""
 
@@ -147,7 +151,7 @@ class Meter(TorchDispatchMode):
         total = sum(places.values())
         if self.most_bytes is not None and total > self.most_bytes:
             raise torch.OutOfMemoryError(
-                f"{total:,} bytes on the device, where device_memory allows {self.most_bytes:,}: "
+                f"{total:,} bytes on the device, {EXCEEDED} {self.most_bytes:,}: "
                 + ", ".join(f"{name} {count:,}" for name, count in _by_category(places).items())
             )
         on_host = sum(count for place, count in every.items() if place.tier == "host")

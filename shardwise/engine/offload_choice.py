@@ -4,9 +4,10 @@
 
 The first that fits `device_memory` (on CUDA also the device's own memory) is taken; it must fit on
 every stage of a pipeline. A prediction has no temporary memory of kernels: leave room for it.
+States on a disk are not among them: they take as much of the device as those in host memory.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
@@ -15,7 +16,7 @@ from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import problems
 from shardwise.core.plan_parser import size_text
-from shardwise.prediction.peak import device_peak_bytes
+from shardwise.engine.device_room import bound_bytes, least_peak, peak_bytes
 from shardwise.prediction.prediction import Prediction
 
 AUTO = "auto"
@@ -33,18 +34,22 @@ def with_offload(
     """
     if plan.offload != AUTO:
         return plan
-    bound_bytes = _bound(plan, device)
+    bound = _bound(plan, device)
     least = 0
     for found in _candidates(plan, predict):
-        peak = max(device_peak_bytes(found.on(rank)) for rank in _stages(found))
-        if peak <= bound_bytes:
+        peak = peak_bytes(found)
+        if peak <= bound:
             return found.plan
         least = min(least or peak, peak)
+    near, near_bytes = least_peak(plan, predict)
+    sharded = near_bytes < least  # zero1 and zero2 keep all parameters on the device
     raise bad(
         f"'offload:auto' in the plan '{plan}', for whose step the least that a rank can store on "
         f"its device is {least:,} bytes, temporary memory of kernels apart",
-        f"a bound of {least:,} bytes or more, more ranks, recompute:full or a smaller batch",
-        f"device_memory:{size_text(-(-least // 2**20) * 2**20)}",
+        f"a bound of {least:,} bytes or more, more ranks, recompute:full or a smaller batch"
+        + f"; or {near.row}, which can offload parameters: {near_bytes:,} bytes" * sharded,
+        f"device_memory:{size_text(bound_bytes(least))}"
+        + f", or '{replace(near, device_memory_bytes=bound_bytes(near_bytes))}'" * sharded,
     )
 
 
@@ -83,13 +88,6 @@ def _candidates(plan: Plan, predict: Callable[[Plan], Prediction]) -> Iterator[P
     whole = replace(plan, offload="param")
     if not problems(whole):
         yield predict(whole)
-
-
-def _stages(found: Prediction) -> Iterable[int]:
-    """A rank of each pipeline stage, which differ in what they store."""
-    if found.plan.pipeline is None:
-        return [found.rank]
-    return {found.plan.coordinate(r).get("pp", 0): r for r in range(found.plan.size)}.values()
 
 
 def _rounded(share: float) -> float:

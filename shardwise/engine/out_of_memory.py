@@ -18,11 +18,14 @@ from shardwise.core.errors import InputError, bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import problems
 from shardwise.core.zero import ROWS
+from shardwise.engine.device_room import bound_bytes, least_peak, peak_bytes
 from shardwise.engine.engine import Engine
 from shardwise.prediction.prediction import Prediction
 
 Predictor = Callable[[Plan], Prediction]
 KEPT = "activations"
+#: From the least to the most; those on a disk relieve host memory alone.
+OFFLOADS = (None, "optim", "param", "optim@disk", "param@disk")
 CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "buffers", KEPT)
 
 
@@ -49,20 +52,21 @@ def explained(error: BaseException, engine: Engine, predict: Predictor) -> Input
     """
     plan, rank = engine.plan, engine.world.rank
     now, found = stored(engine), predict(plan)
-    helpful = remedies(plan, predict)
+    host = not isinstance(error, torch.OutOfMemoryError)  # which is a device's
+    helpful = remedies(plan, predict, host=host)
     said = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
     every = found.memory | {KEPT: found.activations}
     most = max(every, key=lambda category: every[category])
     problem = bad(
         f"a step of the plan '{plan}' for which rank {rank} has too little memory on "
         f"{engine.world.device} ({said}); most of what it stores is {most}",
-        "a plan, a model or a batch for which there is room",
+        "a plan, a model or a batch for which there is room" + _least(plan, predict),
         f"--plan '{helpful[0].plan}'" if helpful else "a smaller model or batch",
     )
     held = [(category, now.get(category), every.get(category)) for category in CATEGORIES]
     tables = [*_table((f"rank {rank} stores, bytes", "now", "predicted"), held)]
     if helpful:
-        before = _total(found)
+        before = _total(found, host)
         rows = [(str(r.plan), r.stored_bytes, before - r.stored_bytes) for r in helpful]
         tables += ["", *_table(("plans that store less, bytes", "predicted", "saves"), rows)]
     return InputError("\n".join([str(problem), "", *tables]))
@@ -79,14 +83,28 @@ def stored(engine: Engine) -> dict[str, int]:
     return found
 
 
-def remedies(plan: Plan, predict: Predictor) -> Sequence[Remedy]:
-    """Plans that differ in one word and store less, the smallest first."""
-    before, found = _total(predict(plan)), list[Remedy]()
+def _least(plan: Plan, predict: Predictor) -> str:
+    """The least bounds on device memory that a step meets, for a plan that has such a bound."""
+    if plan.device_memory_bytes is None:
+        return ""
+    (near, least), own = least_peak(plan, predict), peak_bytes(predict(plan))
+    return (
+        f"; with this model and batch device_memory can be {bound_bytes(own):,} bytes or more, "
+        f"and under '{near}' {bound_bytes(least):,}"
+    )
+
+
+def remedies(plan: Plan, predict: Predictor, *, host: bool = False) -> Sequence[Remedy]:
+    """Plans that differ in one word and store less, the smallest first.
+
+    `host`: it is the host that has too little memory, so what is stored there counts too.
+    """
+    before, found = _total(predict(plan), host), list[Remedy]()
     for changed in _changes(plan):
         if problems(changed):
             continue
         try:
-            after = _total(predict(changed))
+            after = _total(predict(changed), host)
         except InputError:  # a batch of too few rows, for example
             continue
         if after < before:
@@ -102,8 +120,9 @@ def _changes(plan: Plan) -> Iterator[Plan]:
         yield replace(plan, recompute="full")
     if not plan.activations_on_host:
         yield replace(plan, activations="host")
-    if plan.offload is None:
-        yield from (replace(plan, offload=what) for what in ("optim", "param"))
+    if plan.offload in OFFLOADS:
+        further = OFFLOADS[OFFLOADS.index(plan.offload) + 1 :]
+        yield from (replace(plan, offload=what) for what in further)
     yield replace(plan, accumulate=2 * plan.accumulate)
     if plan.precision in (None, "fp32", "fp64"):
         yield replace(plan, precision="bf16")
@@ -113,8 +132,9 @@ def _changes(plan: Plan) -> Iterator[Plan]:
         yield replace(plan, axes=axes)
 
 
-def _total(found: Prediction) -> int:
-    return sum(found.memory.values()) + found.activations + found.fetched
+def _total(found: Prediction, host: bool) -> int:
+    on_host = sum(found.host_memory.values()) + found.host_activations
+    return sum(found.memory.values()) + found.activations + found.fetched + host * on_host
 
 
 def _table(

@@ -1,21 +1,36 @@
 """The most bytes that a step stores on a rank's device, but for temporary memory of kernels.
 
-    between steps        parameters, gradients, optimizer, buffers (memory.py)
-    kept                 activations that autograd keeps, and those fetched from the host
-    gathered             three units: in use, ahead of it, and the one before
-    gradients on the way four units: two that are summed over ranks, two that are copied or filled
+    between steps         parameters, gradients, optimizer, buffers (memory.py)
+    kept                  activations that autograd keeps, and those fetched from the host
+    recomputed            what the backward pass of a recomputed module computes again
+    gathered              three units: in use, ahead of it, and the one before
+    gradients on the way  four units: one that is filled, and three that are summed or copied
 
-The parts are added up, although not all are largest at the same moment.
+The parts are added up for each unit of the backward pass, and the largest sum is the peak:
+
+    backward of unit k    kept by units 0 .. k, recomputed in k, gathered k-1 .. k+1,
+                          gradients of k .. k+3
+
+Under a pipeline, where several microbatches are on their way, the largest of each part is taken.
 """
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Final
 
+from shardwise.core.model_spec import ModelSpec
 from shardwise.prediction.group import Group, each_backward, groups
+from shardwise.prediction.host import pieces
 from shardwise.prediction.prediction import Prediction
+from shardwise.prediction.recompute import Within, storages
+from shardwise.prediction.tensor_moves import TENSOR
 
 GATHERED_UNITS: Final = 3
 GRADIENT_UNITS: Final = 4
+#: What a step of the tests' models stores at its peak, over the prediction: temporary memory of
+#: kernels comes on top, and not all units are where the prediction has them.
+LEAST: Final = 0.85
+MOST: Final = 1.2
 
 
 def device_peak_bytes(found: Prediction) -> int:
@@ -25,15 +40,75 @@ def device_peak_bytes(found: Prediction) -> int:
         stored_bytes = group.flat.padded * group.element_bytes
         gathered[group.unit.name] += stored_bytes * group.reshards
         gradients[group.unit.name] += stored_bytes * _on_the_way(group)
-    return (
-        sum(found.memory.values())
-        + found.activations
-        + found.fetched
-        + sum(count for _, count in gathered.most_common(GATHERED_UNITS))
-        + sum(count for _, count in gradients.most_common(GRADIENT_UNITS))
-    )
+    again = _again(found.spec)
+    lasting = sum(found.memory.values()) + found.fetched
+    if found.plan.pipeline is not None:
+        return (
+            lasting
+            + found.activations
+            + max(again.values(), default=0)
+            + sum(count for _, count in gathered.most_common(GATHERED_UNITS))
+            + sum(count for _, count in gradients.most_common(GRADIENT_UNITS))
+        )
+    kept, names = _kept(found), [unit.name for unit in found.model.units]
+    moments = [
+        sum(kept[: k + 1])
+        + again.get(k, 0)
+        + sum(gathered[name] for name in names[max(0, k - 1) : k + GATHERED_UNITS - 1])
+        + sum(gradients[name] for name in names[k : k + GRADIENT_UNITS])
+        for k in range(len(names))
+    ]
+    return lasting + max(moments, default=found.activations)
 
 
 def _on_the_way(group: Group) -> bool:
     """Whether its gradient is on the device only for a part of the backward pass."""
     return each_backward(group) or (group.trained and group.row.optim_tier != "device")
+
+
+def _kept(found: Prediction) -> list[int]:
+    """The bytes that autograd keeps until the backward pass of each unit has read them.
+
+    A storage that several units keep is freed with the first of them, which is last in backward.
+    """
+    place = _places(found.spec)
+    size, first = dict[object, int](), dict[object, int]()
+    ranks = found.plan.mesh.size_of(TENSOR)
+    for piece, moves in pieces(found.spec, found.spec.run.tape, ranks):
+        if not moves:
+            size[piece.key] = piece.stored_bytes
+            first[piece.key] = min(
+                place(piece.module), first.get(piece.key, len(found.model.units))
+            )
+    kept = [0] * len(found.model.units)
+    for key, k in first.items():
+        kept[k] += size[key]
+    return kept
+
+
+def _again(spec: ModelSpec) -> dict[int, int]:
+    """The most bytes that a recomputed module of each unit keeps after it is computed again."""
+    within, place = Within(spec.recomputed), _places(spec)
+    tape, kept = spec.run.tape, {key for key, _ in storages(spec.run.tape, spec.recomputed)}
+    modules = Counter[str]()
+    for name, storage in {*tape.saved}:
+        outer = within(name)
+        if outer is not None and storage not in kept:
+            modules[outer] += tape.storage_bytes[storage]
+    found: dict[int, int] = {}
+    for name, count in modules.items():
+        found[place(name)] = max(count, found.get(place(name), 0))
+    return found
+
+
+def _places(spec: ModelSpec) -> Callable[[str], int]:
+    """The number of the unit that a module is in; for the model and the loss the last one's."""
+    units = {name: k for k, unit in enumerate(spec.modules) for name in unit.modules if name}
+    within = Within(units)
+    outer = {name.rpartition(".")[0]: k for name, k in reversed(units.items()) if "." in name}
+
+    def place(name: str) -> int:
+        inner = within(name)
+        return units[inner] if inner is not None else outer.get(name, len(spec.modules) - 1)
+
+    return place

@@ -1,32 +1,80 @@
-"""The bandwidth at which a run used its disk, and its share of what the disk gives alone."""
+"""The bandwidth at which training steps used the disk, and its share of what the disk gives alone.
 
-from shardwise.comm.disk_bandwidth import FILE_BYTES, measure
+Evaluation, samples and checkpoints use the disk too, and do not count.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from shardwise.comm.disk_bandwidth import FILE_BYTES, DiskBandwidth, measure
+from shardwise.comm.disk_use import Used
 from shardwise.comm.objects import all_gather_object
 from shardwise.core.errors import InputError
 from shardwise.engine.engine import Engine
 
 
-def disk_share(engine: Engine, file_bytes: int = FILE_BYTES) -> str:
+class StepsOnDisk:
+    """What this rank reads and writes in steps, from its construction on."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.began, self.apart = self._used(), Used()
+
+    def _used(self) -> Used:
+        states = self.engine.optimizer.disk
+        if states is None:
+            return Used()
+        states.disk.sync()  # what was begun belongs to what was before
+        return states.disk.use.so_far
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Around what is no step: an evaluation, a checkpoint, a sample."""
+        before = self._used()
+        yield
+        self.apart += self._used() - before
+
+    def used(self) -> Used:
+        """All steps so far."""
+        return self._used() - self.began - self.apart
+
+
+def disk_share(steps: StepsOnDisk, file_bytes: int = FILE_BYTES) -> str:
     """What to say of the disk on rank 0, which measures it; "" for a run without one.
 
     Called by all ranks. The time is that in which some request of a rank is under way.
     """
+    engine = steps.engine
     if engine.optimizer.disk is None:
         return ""
-    disk = engine.optimizer.disk.disk
-    disk.sync()
-    own = disk.read_bytes, disk.written_bytes, disk.busy_s
-    found = all_gather_object(own, engine.world)
+    folder = engine.optimizer.disk.disk.folder
+    found = all_gather_object(steps.used(), engine.world)
     if engine.world.rank != 0:
         return ""
-    read, written, busy_s = (tuple(column) for column in zip(*found, strict=True))
-    rate = (sum(read) + sum(written)) / max(*busy_s, 1e-9)
-    said = (
-        f"disk {disk.folder}: {sum(read) / 2**20:.0f} MiB read and {sum(written) / 2**20:.0f} "
-        f"written by {len(found)} ranks, {rate / 2**20:.0f} MiB/s while in use"
-    )
     try:
-        alone = measure(disk.folder, file_bytes).both_bytes_per_s
+        alone = measure(folder, file_bytes)
     except InputError:  # no room for a file to measure with
+        alone = None
+    return f"disk {folder}: the steps of {len(found)} ranks " + _said(found, alone)
+
+
+def _said(found: list[Used], alone: DiskBandwidth | None) -> str:
+    """The rates of all ranks together, and their shares of those that the disk gives alone."""
+    read, written = (sum(used.read_bytes for used in found), sum(u.written_bytes for u in found))
+    parts = [
+        ("read", read, max(used.read_s for used in found), alone and alone.read_bytes_per_s),
+        ("wrote", written, max(u.written_s for u in found), alone and alone.write_bytes_per_s),
+    ]
+    words = [f"{what} {_rate(count, busy_s, most)}" for what, count, busy_s, most in parts]
+    both = (read + written) / max(*(used.busy_s for used in found), 1e-9)
+    said = f"{', '.join(words)}; {both / 2**20:.0f} MiB/s while any request was under way"
+    if alone is None:
         return said
-    return f"{said}, {rate / alone:.0%} of the {alone / 2**20:.0f} MiB/s that it gives alone"
+    most = alone.both_bytes_per_s
+    return f"{said}, {both / most:.0%} of the {most / 2**20:.0f} that it gives with both at once"
+
+
+def _rate(count: int, busy_s: float, most: float | None) -> str:
+    rate = count / max(busy_s, 1e-9)
+    of = f" (alone it gives {most / 2**20:.0f})" if most else ""
+    return f"{count / 2**20:.0f} MiB at {rate / 2**20:.0f} MiB/s{of}"

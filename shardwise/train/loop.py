@@ -36,7 +36,7 @@ from shardwise.train import folder, metrics, progress, report
 from shardwise.train.baseline import ddp_baseline
 from shardwise.train.config import Config
 from shardwise.train.data import Index, block, unigram_entropy
-from shardwise.train.disk_share import disk_share
+from shardwise.train.disk_share import StepsOnDisk, disk_share
 from shardwise.train.experts import step_loads
 from shardwise.train.learning import learning_rate
 from shardwise.train.metrics import Metrics, Record
@@ -52,6 +52,7 @@ from shardwise.train.model import (
 from shardwise.train.offload_trace import OffloadTracing
 from shardwise.train.peak import Peak, measured_peak
 from shardwise.train.prepare import Prepared, Start, prepare
+from shardwise.train.process_memory import process_memory, resident_bytes
 from shardwise.train.progress import Progress
 from shardwise.train.report import Cost, Summary
 from shardwise.train.sample import NextToken, sample, visible
@@ -92,6 +93,8 @@ class Run:
     tracing: Tracing
     updates: OffloadTracing
     memory: StepMemory
+    before: int  # bytes of this process before the model was made
+    disk: StepsOnDisk
     last: LastStep = field(default_factory=LastStep)
 
 
@@ -118,6 +121,7 @@ def train(
         if start.resume and (done := folder.finished(config)):
             return say(done, world, console)
         stop.leaving = False  # from here on, all ranks stop together
+        before = resident_bytes()
         engine = build(prepared, world)
         at = load_run(prepared, engine) if start.resume else Position()
         # every rank has checked the folder and built the engine, before rank 0 changes the folder
@@ -136,7 +140,8 @@ def train(
         tracing = Tracing(engine, at.step, config.train.steps, on=config.run.trace)
         memory = StepMemory(engine, at.step, config.train.steps)
         updates = OffloadTracing(engine, tracing.steps, on=config.run.trace)
-        run = Run(prepared, engine, peak, unigram, shown, kept, stop, tracing, updates, memory)
+        recorders = tracing, updates, memory, before, StepsOnDisk(engine)
+        run = Run(prepared, engine, peak, unigram, shown, kept, stop, *recorders)
         opening(run, at)
         early = any_rank(stop.received, world)
         stopped = early or steps(run, at)
@@ -185,14 +190,18 @@ def steps(run: Run, at: Position) -> bool:
             seconds = time.perf_counter() - began
         at = Position(at.step + 1, at.consumed + len(numbers))
         last = at.step == config.steps
-        validation = evaluate(run) if last or is_due(at.step, config.eval_every) else None
+        validation = None
+        if last or is_due(at.step, config.eval_every):
+            with run.disk.outside():
+                validation = evaluate(run)
         entry = record(run, done, at, seconds)
         if entry.memory_bytes is not None:
             entry = replace(entry, memory_bytes=entry.memory_bytes | run.memory.activations)
         tell(run, replace(entry, validation=validation))
         stop = any_rank(run.stop.received, run.engine.world)
         if last or stop or is_due(at.step, config.save_every):
-            save_run(run.prepared, run.engine, at)
+            with run.disk.outside():
+                save_run(run.prepared, run.engine, at)
         if stop and not last:
             run.progress.note(f"stopped by a signal after step {at.step}; the checkpoint is saved")
             return True
@@ -299,19 +308,36 @@ def likely(run: Run) -> NextToken:
     return after
 
 
+def sampled(run: Run, console: Console | None) -> str:
+    """The sample; none if `sample.tokens` is 0, or a default and parameters are on a disk."""
+    prepared, how = run.prepared, run.prepared.config.sample
+    if not how.tokens:
+        return ""
+    if prepared.plan.states.param_tier == "disk" and "tokens" not in how.model_fields_set:
+        why = f"no sample: each of its {how.tokens} tokens would read all parameters from the disk"
+        say(f"{why}; --set sample.tokens=8 makes a short one", run.engine.world, console)
+        return ""
+    seed, window = prepared.config.train.seed, prepared.corpus.sequence
+    with run.disk.outside():
+        return visible(sample(likely(run), prepared.vocabulary, window, how, seed))
+
+
 def own_cost(run: Run, *, loaded: bool) -> Cost:
     """The memory of this rank and the traffic of its last step, measured and predicted.
 
     Only measured without a step of this program, or for a model whose forward reads values.
     """
     engine, last = run.engine, run.last
-    measured = Cost(engine.memory(), {}, engine.measured_bytes(), {})
+    on_host = engine.world.device.type == "cpu"
+    process = process_memory(run.before, None, on_host=on_host)
+    measured = Cost(engine.memory(), {}, engine.measured_bytes(), {}, process=process)
     if last.share is None:
         return measured
     try:
         found = prediction_of(run.prepared, engine, last.share)
     except InputError:
         return measured
+    process = process_memory(run.before, found, on_host=on_host)
     train, before = run.prepared.config.train, engine.steps - 1
     sent = found.in_step(
         engine.steps_run - 1,
@@ -322,20 +348,17 @@ def own_cost(run: Run, *, loaded: bool) -> Cost:
     )
     known = {kind: n for kind, n in by_kind(sent).items() if kind not in found.bytes_between}
     between = found.bytes_between
-    return replace(measured, predicted_memory=found.memory, predicted_sent=known, between=between)
+    return Cost(measured.memory, found.memory, measured.sent, known, between, process)
 
 
 def finish(run: Run, began: Position, stopped: bool, console: Console | None) -> Summary | None:
     """Make the sample and collect the costs (all ranks), then write the report (rank 0)."""
     prepared, engine = run.prepared, run.engine
     config = prepared.config
-    text = ""
-    if config.sample.tokens and not stopped:
-        seed, window = config.train.seed, prepared.corpus.sequence
-        text = visible(sample(likely(run), prepared.vocabulary, window, config.sample, seed))
+    text = "" if stopped else sampled(run, console)
     recorded = run.tracing.recorded()
     costs = all_gather_object(own_cost(run, loaded=began.step > 0), engine.world)
-    disk = disk_share(engine)
+    disk = disk_share(run.disk)
     if engine.world.rank != 0:
         return None
     summary = Summary(

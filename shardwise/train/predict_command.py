@@ -7,6 +7,7 @@ and clipping, in fp64 if the plan names no precision, after its first steps.
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -41,6 +42,9 @@ def predict_command(
     """Predict the memory and the traffic of any rank of a plan, without starting a process."""
     began = time.perf_counter()
     found = prediction(plan, model, batch, sequence, rank)
+
+    from shardwise.prediction.peak import device_peak_bytes
+
     numbers: dict[str, Any] = {
         "plan": str(found.plan),
         "model": model,
@@ -52,6 +56,7 @@ def predict_command(
         "activations": found.activations,
         "host_activations": found.host_activations,
         "fetched": found.fetched,
+        "device_peak": device_peak_bytes(found),
         "recomputed": dict(found.recomputed),
         "recomputed_flops": found.recomputed_flops,
         "time_ms": round(1000 * (time.perf_counter() - began), 1),
@@ -60,8 +65,20 @@ def predict_command(
         print(json.dumps(numbers))
     else:
         show(numbers, Console(emoji=False, highlight=False))
-    for note in found.notes:
+    for note in (*found.notes, *exceeds(found)):
         print(f"Note: {note}.", file=sys.stderr)
+
+
+def exceeds(found: "Prediction") -> Iterator[str]:
+    """A note if the predicted peak of a step is above the plan's bound on device memory."""
+    from shardwise.prediction.peak import device_peak_bytes
+
+    bound, peak = found.plan.device_memory_bytes, device_peak_bytes(found)
+    if bound is not None and peak > bound:
+        yield (
+            f"a step stores {peak:,} bytes on the device, more than device_memory allows "
+            f"({bound:,}); offload:auto, offload:param or recompute:full stores less"
+        )
 
 
 class PredictRequest(NamedTuple):
@@ -150,6 +167,8 @@ def show(numbers: dict[str, Any], console: Console) -> None:
     if numbers["host_activations"]:
         table.add_row("held in a step: in host memory", f"{numbers['host_activations']:,}")
         table.add_row("of these on the device again, at most", f"{numbers['fetched']:,}")
+    peak = f"{numbers['device_peak']:,}"
+    table.add_row("held in a step: peak on the device, temporary memory apart", peak)
     for kind in dict.fromkeys(numbers["recomputed"].values()):
         names = [name for name, how in numbers["recomputed"].items() if how == kind]
         table.add_row(f"recomputed: {kind}", ", ".join(names))

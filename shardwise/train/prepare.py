@@ -128,7 +128,13 @@ def prepare(config: Config, ranks: int, start: Start) -> Prepared:
     packed = tokenise(source, config.data.tokens, config.cache)
 
     # imports torch, which takes seconds; the checks so far did not need it
-    from shardwise.train.sizes import machine_bytes, model_sizes, require_fit, require_memory
+    from shardwise.train.sizes import (
+        machine_bytes,
+        model_sizes,
+        require_disk,
+        require_fit,
+        require_memory,
+    )
 
     sizes = model_sizes(config.model, packed.vocabulary.size)
     check_fits(packed.vocabulary, sizes.vocabulary)
@@ -136,6 +142,7 @@ def prepare(config: Config, ranks: int, start: Start) -> Prepared:
     # with ranks started by torchrun, only this rank is known to be on this machine
     share = 1.0 if environment() is None else 1 / ranks
     require_memory(sizes, plan, machine_bytes(config.run.device), share)
+    require_disk(sizes, plan, config, share)
     before = folder.configured(config.folder) if start.resume else None
     if before is not None:
         check_same(model_sizes(before.model, packed.vocabulary.size), sizes)

@@ -16,6 +16,7 @@ from shardwise.train.folder import PLOTS
 from shardwise.train.memory_picture import Series, draw
 from shardwise.train.metrics import Record
 from shardwise.train.packed import Packed, publish
+from shardwise.train.process_memory import ProcessMemory
 from shardwise.train.progress import duration, size_text
 from shardwise.train.tracing import Recorded
 
@@ -25,7 +26,7 @@ class Cost:
     """A rank's memory by category and traffic per step by kind: measured and predicted.
 
     Predictions are empty if they are not possible. `between` has the least and the most bytes of
-    the kinds that depend on values.
+    the kinds that depend on values. `process` is the memory of the rank's process.
     """
 
     memory: dict[str, int]
@@ -33,6 +34,7 @@ class Cost:
     sent: dict[str, int]
     predicted_sent: dict[str, int]
     between: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    process: ProcessMemory | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,8 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         ("sent in a step", _sent(summary)),
         ("held between steps", _held(summary)),
     ]
+    if said := _process(summary):
+        found.append(("memory of the process", said))
     if summary.recorded is not None:
         found.append(("bubble", summary.recorded.bubbles))
     return found
@@ -222,6 +226,23 @@ def _held(summary: Summary) -> str:
     rank, cost = summary.memory
     whose = _whose(rank, [sum(of.memory.values()) for of in summary.costs])
     return f"{_against(cost.memory, cost.predicted_memory)} by {whose}"
+
+
+def _process(summary: Summary) -> str:
+    """The largest process; "" if none is measured."""
+    every = [(of.process, rank) for rank, of in enumerate(summary.costs) if of.process is not None]
+    if not every:
+        return ""
+    most, rank = max(every, key=lambda of: of[0].peak)
+    of_rank = f"rank {rank}, the most of any rank" if len(every) > 1 else "the rank"
+    said = f"{size_text(most.peak)} at its peak, by {of_rank}"
+    if not most.predicted:
+        return said
+    own = most.predicted - most.before
+    return (
+        f"{said}; predicted {size_text(most.predicted)}: {size_text(most.before)} before the model "
+        f"was made, {size_text(own)} of the model and a step"
+    )
 
 
 def _whose(rank: int, totals: Sequence[int]) -> str:

@@ -32,6 +32,7 @@ from shardwise.verify.limits import batch_norm_note, dropout_note
 from shardwise.verify.options import Options, table_in, units_in
 from shardwise.verify.parity import prove
 from shardwise.verify.report import Report, report, show
+from shardwise.verify.room import within_bound
 from shardwise.verify.smoke_test import smoke_test
 from shardwise.verify.wire import wire_of
 
@@ -73,12 +74,13 @@ def verify(
     # a wrong name or model raises here, before any rank starts
     made, options = smoke_test(model, plan, options)
     note = batch_norm_note(made, plan)
-    if not started:
-        findings = _on_new_ranks(plan, model, steps, options, note)
-    else:
-        world = init()
-        require(plan, world.size)
-        findings = all_gather_object(prove(world, plan, model, steps, options), world)
+    with within_bound(model, plan, options):
+        if not started:
+            findings = _on_new_ranks(plan, model, steps, options, note)
+        else:
+            world = init()
+            require(plan, world.size)
+            findings = all_gather_object(prove(world, plan, model, steps, options), world)
     found = replace(report(plan, model, findings), note=note, changed=dropout_note(made))
     if not wire:
         return found

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from shardwise.core.expert_moves import Loads
 from shardwise.engine.engine import Engine
 from shardwise.prediction.experts import EVEN
+from shardwise.prediction.peak import device_peak_bytes
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.traffic import Line, by_kind
 
@@ -23,7 +24,8 @@ class Costs:
     """The bytes of one step, by axis and kind: of the first step that differs, else of the last.
 
     `hold`: in every step so far, each line of the ledger equals its prediction, in each phase.
-    `activations` are the predicted bytes that autograd keeps. `notes` name parts of the prediction
+    `activations` are the predicted bytes that autograd keeps, and `peak` the most that is stored on
+    the device, under a plan with offload. `notes` name parts of the prediction
     that depend on values.
     """
 
@@ -32,6 +34,7 @@ class Costs:
     hold: bool = True
     activations: int = 0
     notes: tuple[str, ...] = ()
+    peak: int = 0
 
     def after(
         self,
@@ -64,7 +67,8 @@ class Costs:
         same = all(a <= by_kind(counted).get(name, 0) <= b for name, (a, b) in between.items())
         theory, counted = (_without(lines, between) for lines in (theory, counted))
         same = same and theory == counted
-        return Costs(by_kind(theory), by_kind(counted), same, prediction.activations, notes)
+        peak = 0 if prediction.plan.offload is None else device_peak_bytes(prediction)
+        return Costs(by_kind(theory), by_kind(counted), same, prediction.activations, notes, peak)
 
 
 def _without(lines: dict[Line, int], names: Collection[str]) -> dict[Line, int]:

@@ -28,6 +28,7 @@ TASK = Task("micro", MICRO, NAMES, rows=4, rounds=2, steps=2, warm_up=1)
 KEYS = [
     *("size", "contender", "ranks", "step_s", "ratio"),
     *("wire_bytes", "wire_ratio", "peak_bytes", "buffers_bytes", "loss", "note"),
+    *("host_bytes", "disk_bytes", "moved_bytes"),
 ]
 
 

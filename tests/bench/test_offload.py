@@ -15,9 +15,17 @@ def test_offload_trains_the_same_model() -> None:
     rows = {row.contender: row for row in table.lines(task, run_gloo(2, measured, task))}
     assert tuple(rows) == SUITES["offload"]
     for row in rows.values():
+        if row.contender.startswith("DeepSpeed") and row.loss is None:
+            assert row.note  # it is not installed, or its operators cannot be built
+            continue
         near = 1e-2 if "delayed" in row.contender else 1e-5
         assert row.loss == pytest.approx(rows["zero2"].loss, rel=near), row.note
         assert row.ratio is not None
+    on_disk = {name for name, row in rows.items() if row.disk_bytes}
+    assert on_disk == {"zero2 offload:optim@disk", "zero3 offload:param@disk"}
+    for name, row in rows.items():
+        if "offload:" in name:
+            assert row.host_bytes and row.moved_bytes, name
 
 
 @pytest.mark.parametrize("suite", SUITES)

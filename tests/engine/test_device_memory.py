@@ -8,11 +8,16 @@ import torch
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError, RankError
 from shardwise.core.plan import Plan
+from shardwise.engine.meter import Meter
 from shardwise.engine.offload_choice import with_offload
 from shardwise.engine.out_of_memory import explained, ran_out
+from shardwise.engine.parallelize import parallelize
 from shardwise.engine.prediction import predict
-from shardwise.prediction.peak import device_peak_bytes
+from shardwise.models.registry import find
+from shardwise.prediction.peak import LEAST, MOST, device_peak_bytes
 from shardwise.prediction.prediction import Prediction
+from shardwise.verify.options import Options
+from shardwise.verify.parity import build_options
 from tests.engine.cases import Case, Task, build, share
 from tests.pool import run_threads
 
@@ -115,3 +120,36 @@ def test_auto_needs_a_bound_and_a_batch():
         with_offload(Plan.parse("dp2 offload:auto"), predicted, torch.device("cpu"))
     with pytest.raises(RankError, match="shardwise predict"):
         run_threads(1, partial(stepped, plan="dp1 offload:auto device_memory:1MiB"))
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(
+    "plan",
+    [
+        f"{row} fp32 {words}".strip()
+        for row in ("dp2", "dp2 zero1", "dp2 zero2", "dp2 zero3")
+        for words in (
+            *("", "offload:optim", "offload:optim=0.5", "offload:optim-delayed=0"),
+            *("offload:param", "recompute:full offload:optim"),
+        )
+        if not (words == "offload:param" and row in ("dp2 zero1", "dp2 zero2"))
+    ],
+)
+def test_the_predicted_peak_is_that_of_a_step(plan: str):
+    """A step stores 0.85 to 1.2 times the prediction at its peak, temporaries of kernels too."""
+    predictions, peaks = zip(*run_threads(2, peak_of_a_step, plan), strict=True)
+    for expected, peak in zip(predictions, peaks, strict=True):
+        assert LEAST <= peak / expected <= MOST, (plan, peak, expected)
+
+
+def peak_of_a_step(world: World, words: str) -> tuple[int, int]:
+    """The peak of a rank's third step of verify's model: predicted, and measured."""
+    model, plan = find("gpt"), Plan.parse(words)
+    options = build_options(model, plan, Options())
+    engine = parallelize(model.build(), plan, world, tokens=model.tokens, **options)
+    batch = model.batch(2, 0)
+    for _ in range(3):
+        with Meter(engine) as meter:
+            engine.step(batch)
+    found = predict(model.build(), plan, batch, rank=world.rank, **options)
+    return device_peak_bytes(found), meter.peak_bytes

@@ -183,7 +183,7 @@ def overflowing(world: World, words: str) -> tuple[list[bool], list[float], dict
     return skipped, [], full_parameters(engine.flats)
 
 
-@pytest.mark.parametrize("what", ["optim", "param", "optim-delayed=9"])
+@pytest.mark.parametrize("what", ["optim", "param", "optim-delayed=9", "optim@disk", "param@disk"])
 def test_an_overflow_is_skipped_on_every_rank(what: str):
     """fp16 whose scaled loss overflows: nothing is updated, and the rest has the same bits."""
     plain = run_threads(2, overflowing, "dp2 zero3")

@@ -100,6 +100,22 @@ def test_gathered_units_are_named():
         assert "dp4 zero3 fp32" in text
 
 
+def test_a_host_without_memory_is_relieved_by_a_disk():
+    """States in host memory save nothing there: of the offloads only a disk is a remedy."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*[torch.nn.Linear(2048, 2048) for _ in range(4)])
+
+    def predictor(changed: Plan) -> Any:
+        return sw.predict(model, changed, torch.zeros(2, 2048), loss=lambda m, x: m(x).sum())
+
+    def offloads(*, host: bool) -> list[str]:
+        found = remedies(Plan.parse("dp2 zero3 fp32"), predictor, host=host)
+        return [r.plan.offload for r in found if r.plan.offload is not None]
+
+    assert offloads(host=False) == ["param", "param@disk", "optim", "optim@disk"]
+    assert offloads(host=True) == ["param@disk", "optim@disk"]
+
+
 @pytest.mark.parametrize(
     ("error", "expected"),
     [

@@ -1,6 +1,7 @@
 """What a run says of its disk at the end, and what does not count as memory."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,17 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.comm.world import World
+from shardwise.comm.world import World, alone
+from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
-from shardwise.models.gpt import SIZES, parameters
-from shardwise.train.disk_share import disk_share
-from shardwise.train.sizes import state_bytes
+from shardwise.models.gpt import GPT, SIZES, parameters
+from shardwise.models.gpt import loss as gpt_loss
+from shardwise.train import loop
+from shardwise.train.config_sections import OffloadSection, SampleSection
+from shardwise.train.disk_share import StepsOnDisk, disk_share
+from shardwise.train.sizes import disk_bytes, state_bytes
 from tests.pool import run_gloo
+from tests.train.runs import settings
 
 
 def said(world: World, folder: str, words: str) -> str:
@@ -25,19 +31,105 @@ def said(world: World, folder: str, words: str) -> str:
         loss=lambda model, x: model(x).square().mean(),
         offload_folder=folder,
     )
+    steps = StepsOnDisk(engine)
     engine.step(torch.ones(2, 4))
-    return disk_share(engine, 2**20)
+    with steps.outside():
+        engine.evaluate(torch.ones(2, 4))
+        sw.full_state_dict(engine)
+    return disk_share(steps, 2**20)
 
 
 def test_the_bandwidth_of_both_ranks_and_its_share(tmp_path: Path) -> None:
     """On rank 0, with the folder; nothing where no states are on a disk."""
     first, second = run_gloo(2, said, str(tmp_path), "offload:optim@disk")
-    pattern = r"disk .*: 0 MiB read and 0 written by 2 ranks, \d+ MiB/s while in use, \d+% of the"
+    pattern = (
+        r"disk .*: the steps of 2 ranks read 0 MiB at \d+ MiB/s \(alone it gives \d+\), "
+        r"wrote 0 MiB at \d+ MiB/s \(alone it gives \d+\); "
+        r"\d+ MiB/s while any request was under way, \d+% of"
+    )
     assert re.match(pattern, first)
     assert str(tmp_path) in first
     assert second == ""
     assert run_gloo(2, said, str(tmp_path), "") == ["", ""]
     assert list(tmp_path.iterdir()) == []
+
+
+def used(world: World, folder: str) -> list[tuple[int, int]]:
+    """Bytes read and written: predicted of two steps, in the steps, and beside them."""
+    engine: Any = sw.parallelize(
+        torch.nn.Linear(300, 300),
+        "zero3 fp32 offload:param@disk",
+        world,
+        loss=lambda model, x: model(x).square().mean(),
+        offload_folder=folder,
+    )
+    steps = StepsOnDisk(engine)
+    for _ in range(2):
+        engine.step(torch.ones(2, 300))
+        with steps.outside():
+            engine.evaluate(torch.ones(2, 300))
+    sent = engine.measured_bytes()
+    one = sent["tier disk_to_host"], sent["tier host_to_disk"]
+    found = [steps.used(), steps.apart]
+    return [(2 * one[0], 2 * one[1]), *((u.read_bytes, u.written_bytes) for u in found)]
+
+
+def test_only_steps_count(tmp_path: Path) -> None:
+    """The disk's counters have what the ledger has of the steps, and evaluations apart."""
+    for expected, steps, beside in run_gloo(2, used, str(tmp_path)):
+        assert steps == expected
+        assert beside[0] > 0 == beside[1]
+
+
+def test_a_sample_from_parameters_on_a_disk_is_made_only_if_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without sample.tokens the run says why there is none; with it the sample is printed."""
+    for tokens, expected in ((None, True), (2, False)):
+        given = settings(tmp_path / f"run{tokens}", "fp32 offload:param@disk")
+        chosen: dict[str, Any] = {} if tokens is None else {"tokens": tokens}
+        changed = {
+            "sample": SampleSection(**chosen),
+            "offload": OffloadSection(folder=str(tmp_path)),
+        }
+        summary = loop.train(given.model_copy(update=changed), alone())
+        assert summary is not None
+        said = capsys.readouterr().out
+        assert ("no sample: each of its 240 tokens" in said) == expected
+        assert (summary.sample == "") == expected
+        assert "memory of the process" in said
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("dp2 zero2 offload:optim@disk", "dp2 zero3 offload:param@disk", "dp2 offload:optim@disk"),
+        *("dp1 bf16 offload:optim@disk", "dp2 zero3 bf16 offload:param@disk", "dp2 zero3"),
+    ],
+)
+def test_the_disk_that_a_run_needs_is_known_before_it_starts(words: str) -> None:
+    """The bytes of all ranks are those that the prediction has for each, without padding."""
+    sizes, plan = SIZES["tiny"], Plan.parse(words)
+    with torch.device("meta"):
+        model = GPT(sizes)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    batch = {"inputs": tokens, "targets": tokens}
+    found = sw.predict(model, plan, batch, loss=gpt_loss)
+    assert disk_bytes(sizes, plan) == pytest.approx(
+        plan.size * sum(found.disk_memory.values()), rel=1e-3
+    )
+
+
+def test_a_disk_that_is_too_small_is_named_before_anything_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The paragraph has the bytes that are free, and those that the run needs."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(9, 8, 1))
+    given = settings(tmp_path / "run", "fp32 offload:optim@disk")
+    changed = {"offload": OffloadSection(folder=str(tmp_path))}
+    with pytest.raises(InputError, match=r"whose disk has 1 B free.*take \d+\.\d KiB"):
+        loop.train(given.model_copy(update=changed), alone())
+    assert not given.folder.exists()
 
 
 @pytest.mark.parametrize(

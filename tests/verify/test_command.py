@@ -209,6 +209,7 @@ def test_json_has_exactly_these_keys():
     """The object that scripts read, from processes that verify starts itself."""
     found: dict[str, Any] = json.loads(verify("dp2 zero2", "gpt", steps=1).json())
     keys = ["plan", "model", "holds", "bound", "parity", "bytes", "memory", "activations"]
+    keys += ["device_peak"]
     assert list(found) == [*keys, "first_difference", "uncovered", "strays", "wire", "columns"]
     assert found["plan"] == "dp2 zero2 fp64" and found["holds"]
     kinds = ["loss", "gradients", "weights", "optimizer", "evaluation", "outputs"]

@@ -1,0 +1,82 @@
+"""How a disk is used: the bytes read and written, and the time in which requests are under way.
+
+reads      [====]  [=======]                read_s     while some read is under way
+writes        [=====]    [====]             written_s  while some write is
+either     [========]  [======]             busy_s     while some request is
+"""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+Kind = Literal["read", "written"]
+
+
+@dataclass(frozen=True)
+class Used:
+    """Bytes and seconds; `-` gives what was used between two moments."""
+
+    read_bytes: int = 0
+    written_bytes: int = 0
+    read_s: float = 0.0
+    written_s: float = 0.0
+    busy_s: float = 0.0
+
+    def __sub__(self, before: "Used") -> "Used":
+        return Used(**{name: value - vars(before)[name] for name, value in vars(self).items()})
+
+    def __add__(self, other: "Used") -> "Used":
+        return Used(**{name: value + vars(other)[name] for name, value in vars(self).items()})
+
+
+@dataclass
+class _Clock:
+    """The time in which at least one request is under way."""
+
+    seconds: float = 0.0
+    requests: int = 0
+    since: float = 0.0
+
+    def change(self, by: int, now: float) -> None:
+        """Begin (1) or end (-1) a request."""
+        if self.requests:
+            self.seconds += now - self.since
+        self.since = now
+        self.requests += by
+
+
+@dataclass
+class DiskUse:
+    """Counts requests of several threads."""
+
+    counts: dict[str, int] = field(default_factory=lambda: {"read": 0, "written": 0})
+    clocks: dict[str, _Clock] = field(
+        default_factory=lambda: {name: _Clock() for name in ("read", "written", "busy")}
+    )
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextmanager
+    def request(self, kind: Kind, count: int) -> Iterator[None]:
+        """Around a request of `count` bytes."""
+        self._change(kind, 1, 0)
+        try:
+            yield
+        finally:
+            self._change(kind, -1, count)
+
+    def _change(self, kind: Kind, by: int, count: int) -> None:
+        with self.lock:
+            now = time.perf_counter()
+            self.counts[kind] += count
+            for clock in (self.clocks[kind], self.clocks["busy"]):
+                clock.change(by, now)
+
+    @property
+    def so_far(self) -> Used:
+        """All requests that are over."""
+        with self.lock:
+            seconds = [self.clocks[name].seconds for name in ("read", "written", "busy")]
+            return Used(self.counts["read"], self.counts["written"], *seconds)
