@@ -112,7 +112,8 @@ def _table(
     for group in grouped:
         taken |= styles(group, heads, ranks) or {}
     kv_heads = None if heads.kv_heads == heads.heads else heads.kv_heads
-    table = Table.of(_patterns({**words, **taken}, known), heads.heads, kv_heads)
+    styled = _patterns({**words, **taken}, known)
+    table = Table.of(styled, heads.heads, kv_heads, derived=True)
     return _with_sets(table, taken, known, lambda tried: runs(tried, grouped))
 
 

@@ -35,6 +35,7 @@ def table_command(
 def toml(derived: Derived) -> Iterator[str]:
     """The lines of a file for --table (verify/options.py); comments list replicated parameters."""
     table = derived.table
+    yield "derived = true  # the first step is compared with the plain model"
     for name, count in (("heads", table.heads), ("kv_heads", table.kv_heads)):
         if count is not None:
             yield f"{name} = {count}"
@@ -47,6 +48,9 @@ def toml(derived: Derived) -> Iterator[str]:
         yield f"\n[sets.{json.dumps(pattern)}]"
         for attribute, number in numbers:
             yield f"{attribute} = {json.dumps(number)}"
+    if not derived.whole:
+        yield "\n# Nothing stays whole on every rank."
+        return
     yield f"\n# {sum(each.bytes for each in derived.whole):,} bytes stay whole on every rank:"
     for each in sorted(derived.whole, key=lambda each: -each.bytes):
         yield f"#   {each.name}  {each.bytes:,} bytes: {each.why}"

@@ -13,7 +13,7 @@ from shardwise.core.tensor_plan import Table
 from shardwise.parallel.data.wrap_policy import Rule
 
 #: Keys that a file may have in addition to its styles, as in Table.of.
-BESIDE: Final = ("heads", "kv_heads", "sequence", "sets")
+BESIDE: Final = ("heads", "kv_heads", "sequence", "sets", "derived")
 EXAMPLE: Final = '"blocks.*.up" = "colwise" and "blocks.*.down" = "rowwise", one a line (TOML)'
 
 
