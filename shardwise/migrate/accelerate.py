@@ -89,7 +89,7 @@ def _microbatches(draft: Draft, value: Any) -> str | Wrong:
 def _flag(name: str, set_to: Any = True) -> Rule:
     """A key that is true or false, and sets a field of the draft if it is true."""
 
-    def rule(draft: Draft, value: Any) -> str | Wrong:
+    def _rule(draft: Draft, value: Any) -> str | Wrong:
         if not isinstance(value, bool):
             return Wrong("true or false", "true")
         if value and set_to is True:
@@ -98,7 +98,7 @@ def _flag(name: str, set_to: Any = True) -> Rule:
             return draft.say(name, set_to)
         return ""
 
-    return rule
+    return _rule
 
 
 def _on_cpu(draft: Draft, value: Any) -> str | Wrong:

@@ -27,14 +27,14 @@ OFFLOAD: Final = (
 
 
 def _enabled(precision: str) -> Rule:
-    def rule(draft: Draft, value: Any) -> str | Wrong:
+    def _rule(draft: Draft, value: Any) -> str | Wrong:
         if not isinstance(value, bool) and value != "auto":
             return Wrong("true, false or auto", "true")
         if value == "auto":
             return AUTO
         return draft.say("precision", precision) if value else ""
 
-    return rule
+    return _rule
 
 
 def accumulated(draft: Draft, value: Any) -> str | Wrong:

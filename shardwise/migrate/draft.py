@@ -147,14 +147,14 @@ def key(name: str, kind: str = "a number") -> Rule:
     `kind` is "a number", "a whole number", "true or false" or "text".
     """
 
-    def rule(draft: Draft, value: Any) -> str | Wrong:
+    def _rule(draft: Draft, value: Any) -> str | Wrong:
         if value == "auto":
             return AUTO
         if kind == "a whole number" and isinstance(value, float) and value.is_integer():
             value = int(value)  # JSON written as 1e4
         return draft.set(name, value) if _is(kind, value) else Wrong(kind, _EXAMPLES[kind])
 
-    return rule
+    return _rule
 
 
 _EXAMPLES: Final = {
@@ -184,7 +184,7 @@ def whole(value: Any) -> bool:
 def axis(name: str) -> Rule:
     """A number of ranks along an axis; -1: the remaining ranks."""
 
-    def rule(draft: Draft, value: Any) -> str | Wrong:
+    def _rule(draft: Draft, value: Any) -> str | Wrong:
         if value in ("auto", -1):
             return AUTO if value == "auto" else ""
         if not whole(value) or value < 1:
@@ -192,7 +192,7 @@ def axis(name: str) -> Rule:
         draft.axes[name] = value
         return ""
 
-    return rule
+    return _rule
 
 
 def only_if(condition: Callable[[Any], bool], text: str) -> Rule:
@@ -208,7 +208,7 @@ def word(
     `others` are values of the other system without a word here; `what` says why.
     """
 
-    def rule(draft: Draft, value: Any) -> str | Wrong:
+    def _rule(draft: Draft, value: Any) -> str | Wrong:
         known = value.upper() if isinstance(value, str) else value
         if value == "auto":
             return AUTO
@@ -219,7 +219,7 @@ def word(
             return Wrong(f"{', '.join(shown)} (in any case)", shown[0])
         return draft.say(name, words[known]) if words[known] is not None else ""
 
-    return rule
+    return _rule
 
 
 def ALWAYS(_draft: Draft, value: Any) -> str | Wrong:  # noqa: N802  # one of the constants below
@@ -241,7 +241,7 @@ def carry(draft: Draft, rules: Rules, values: Mapping[str, Any], project: str) -
     """
     keys = dict(flat(values))
     order = {name: number for number, name in enumerate(rules)}
-    found = {name: _rule(name, rules) for name in keys}
+    found = {name: _rule_of(name, rules) for name in keys}
     for name in sorted(keys, key=lambda each: order.get(found[each] or "", len(order))):
         pattern, value = found[name], keys[name]
         if misplaced := _misplaced(name, rules):
@@ -279,7 +279,7 @@ def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
             yield f"{before}{name}", value
 
 
-def _rule(name: str, rules: Rules) -> str | None:
+def _rule_of(name: str, rules: Rules) -> str | None:
     """The rule of a key: its own, or that of the nearest group."""
     if name in rules:
         return name

@@ -3,7 +3,6 @@
 import json
 import tomllib
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -57,13 +56,18 @@ def _drafted(files: Files) -> Draft:
 def _list_without_effect(draft: Draft, files: Files) -> None:
     """List keys without which the same would be carried over."""
     listed, whole = {name for name, _, _ in draft.left}, _drafted(files).carried
-    for project, values in files.items():
-        for name, value in flat(values):
-            if name in listed:
-                continue
-            with suppress(InputError):  # without the key the file is wrong
-                if _drafted(files | {project: _without(values, name)}).carried == whole:
-                    draft.left.append((name, value, SAME))
+    every = [(project, name, x) for project, own in files.items() for name, x in flat(own)]
+    for project, name, value in every:
+        if name not in listed and _carried(files, project, name) == whole:
+            draft.left.append((name, value, SAME))
+
+
+def _carried(files: Files, project: str, name: str) -> list[str]:
+    """What is carried over without a key; nothing if the file is then wrong."""
+    try:
+        return _drafted(files | {project: _without(files[project], name)}).carried
+    except InputError:
+        return []
 
 
 def _without(values: dict[str, Any], name: str) -> dict[str, Any]:

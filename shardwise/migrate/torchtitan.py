@@ -70,7 +70,7 @@ def _batch(draft: Draft, value: Any) -> str | Wrong:
 def _enabled(section: str, name: str, last: str) -> Rule:
     """Whether something is done at all; if not, its interval here is 0."""
 
-    def rule(draft: Draft, value: Any) -> str | Wrong:
+    def _rule(draft: Draft, value: Any) -> str | Wrong:
         if not isinstance(value, bool):
             return Wrong("true or false", "true")
         if value is False:
@@ -78,7 +78,7 @@ def _enabled(section: str, name: str, last: str) -> Rule:
             return f"{section}.{name} = 0 {last}"
         return ""
 
-    return rule
+    return _rule
 
 
 def _decay(draft: Draft, value: Any) -> str:
@@ -88,14 +88,14 @@ def _decay(draft: Draft, value: Any) -> str:
 
 
 def _beta(index: int) -> Any:
-    def rule(draft: Draft, value: Any) -> str | Wrong:
+    def _rule(draft: Draft, value: Any) -> str | Wrong:
         if not isinstance(value, float):
             return Wrong("a number", "0.9")
         betas = draft.values.setdefault("train", {}).setdefault("betas", [0.9, 0.95])
         betas[index] = value
         return ""
 
-    return rule
+    return _rule
 
 
 _CP: Final = only_if(lambda value: value != 1, CONTEXT)

@@ -219,6 +219,10 @@ class TrainOptions:
         str | None,
         typer.Option(help="The model, instead of the file's: a size of the GPT, or hf:./FOLDER."),
     ] = None
+    table: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Styles of tensor parallelism (shardwise table)."),
+    ] = None
     nproc: Annotated[
         int | None,
         typer.Option(
@@ -259,6 +263,7 @@ def train(**given: Any) -> None:
     asked = TrainOptions(**given)
     overrides = [*(asked.set_ or ()), *([] if asked.plan is None else [f"plan.text={asked.plan}"])]
     overrides += [] if asked.model is None else [f"model.name={asked.model}"]
+    overrides += [] if asked.table is None else [f"plan.table={asked.table.resolve()}"]
     overrides += ["run.trace=true"] * asked.trace + ["run.check_every=1"] * asked.check
     # a single process may exit at a signal; one of several ranks may not
     with StopSignal(leaving=environment() is None) as stop:

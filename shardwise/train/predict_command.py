@@ -8,6 +8,7 @@ import json
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -36,11 +37,14 @@ def predict_command(
         int | None, typer.Option(help="Positions of a row; the model's own if not given.")
     ] = None,
     rank: Annotated[int, typer.Option(help="The rank to predict.")] = 0,
+    table: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Styles by module, TOML or JSON.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Predict the memory and the traffic of any rank of a plan, without starting a process."""
     began = time.perf_counter()
-    found = prediction(plan, model, batch, sequence, rank)
+    found = prediction(plan, model, batch, sequence, rank, table)
     numbers: dict[str, Any] = {
         "plan": str(found.plan),
         "model": model,
@@ -79,19 +83,32 @@ class PredictRequest(NamedTuple):
 
 
 def prediction(
-    text: str, name: str, batch: int | None, sequence: int | None, rank: int
+    text: str,
+    name: str,
+    batch: int | None,
+    sequence: int | None,
+    rank: int,
+    table: Path | None = None,
 ) -> "Prediction":
     """The prediction for a command line. Raises InputError for values it does not support."""
-    found = predict_request(text, name, batch, sequence, rank)
+    found = predict_request(text, name, batch, sequence, rank, table)
     from shardwise.engine.prediction import predict
 
     return predict(found.plain, found.plan, found.batch, rank=rank, **found.options)
 
 
 def predict_request(
-    text: str, name: str, batch: int | None, sequence: int | None, rank: int
+    text: str,
+    name: str,
+    batch: int | None,
+    sequence: int | None,
+    rank: int,
+    table: Path | None = None,
 ) -> PredictRequest:
-    """The values of a command line. Raises InputError for unsupported ones."""
+    """The values of a command line; a model without a table gets a derived one.
+
+    Raises InputError for unsupported values.
+    """
     plan = Plan.parse(text)
     require(plan)
     plan = replace(plan, precision=plan.precision or "fp64").completed(None)
@@ -103,17 +120,20 @@ def predict_request(
     from shardwise.engine.prediction import predict
     from shardwise.models.registry import find
     from shardwise.verify import parity
-    from shardwise.verify.options import Options
+    from shardwise.verify.options import Options, table_in
     from shardwise.verify.oracles import is_asynchronous
+    from shardwise.verify.smoke_test import with_table
 
     trainable = find(name)
     rows = batch or ROWS * plan.microbatches
     made = _resized(trainable.make_batch(rows, parity.SEED), sequence, name)
     clip = None if is_asynchronous(plan) else 1.0
-    options = {"clip": clip, **parity.build_options(trainable, plan, Options())}
+    styles = Options(table=None if table is None else table_in(table))
+    chosen = with_table(name, plan, styles)
+    options = {"clip": clip, **parity.build_options(trainable, plan, chosen)}
     request = PredictRequest(plan, trainable, made, options)
-    chosen = with_offload(plan, lambda plan: predict(request.plain, plan, made, **options))
-    return request._replace(plan=chosen)
+    fitting = with_offload(plan, lambda plan: predict(request.plain, plan, made, **options))
+    return request._replace(plan=fitting)
 
 
 def _resized(batch: Any, sequence: int | None, name: str) -> Any:
