@@ -29,4 +29,4 @@ def table_or_derived(
     if ranks == 1 or table is not None:
         return table
     made = model()
-    return None if own_table(made) else derive_table(made, batch(), ranks, loss).table
+    return None if own_table(made) else derive_table(made, batch(), ranks, loss, sp=plan.sp).table

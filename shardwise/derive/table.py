@@ -24,6 +24,7 @@ from shardwise.core.styles import ModuleShape, general, parent
 from shardwise.core.tensor_plan import Table, matches
 from shardwise.core.tensor_plan_check import check
 from shardwise.derive.groups import Group, Heads, chosen, groups, outputs, styles
+from shardwise.derive.sequence import Refused, entries
 from shardwise.derive.sharded import Sharded, keeps_shapes
 from shardwise.derive.trace import Trace, traced
 from shardwise.engine.meta_pass import UNKNOWN, meta_copy
@@ -58,12 +59,16 @@ class Derived:
     sent_bytes: int
 
 
-def derive_table(model: nn.Module, batch: Any, ranks: int, loss: Loss | None = None) -> Derived:
+def derive_table(
+    model: nn.Module, batch: Any, ranks: int, loss: Loss | None = None, *, sp: bool = False
+) -> Derived:
     """The table of styles for `model` on `ranks` tensor ranks, from one pass on `batch`.
 
     `model` is not changed.  It runs on the meta device, or on the CPU if its forward reads values.
+    With `sp` the table has entries for the sequence.
 
-    Raises InputError if no layer can be sharded, with the reasons, or if the forward pass fails.
+    Raises InputError if no layer can be sharded, with the reasons, or if the forward pass fails;
+    with `sp` also if the positions of the model are not understood.
     """
     objective = own_loss if loss is None else loss
     plan, known = Plan((("tp", ranks),)), shapes(model)
@@ -94,10 +99,50 @@ def derive_table(model: nn.Module, batch: Any, ranks: int, loss: Loss | None = N
     whole = _whole(model, trace, {name: style.name for name, style in taken.items()}, why)
     if table is None or not table.styles or check(table, known, False, ranks):
         raise _nothing(model, ranks, whole)
+    if sp:
+        table = _with_sequence(model, table, trace, known, grouped, sharded)
+        plan = replace(plan, sp=True)
     cut = sum(p.numel() * p.element_size() for p in model.parameters())
     cut -= sum(each.bytes for each in whole)
     sent = predict(model, plan, batch, loss=objective, table=table)
     return Derived(table, whole, cut, _tensor_bytes(sent))
+
+
+def _with_sequence(
+    model: nn.Module,
+    table: Table,
+    trace: Trace,
+    known: Mapping[str, ModuleShape],
+    grouped: Sequence[Group],
+    sharded: Sharded,
+) -> Table:
+    """The table with `sequence` entries with which the sharded model runs.
+
+    Raises InputError with the reason if there are none.
+    """
+    taken = {name: str(style) for name, style in matches(table, list(known), sp=False).items()}
+    within = replace(sharded, plan=replace(sharded.plan, sp=True))
+    held = {id(p) for name in taken for p in model.get_submodule(name).parameters(recurse=False)}
+    owners = {
+        name
+        for name, module in model.named_modules()
+        if any(id(p) not in held for p in module.parameters(recurse=False))
+    }
+    ranks, why = sharded.plan.size, "the model does not run on shards of the positions"
+    try:
+        for split, join in itertools.product((False, True), repeat=2):
+            found = entries(trace, known, taken, grouped, owners, split=split, join=join)
+            made = replace(table, sequence=tuple(_patterns(found, known, taken).items()))
+            if not check(made, known, True, ranks) and keeps_shapes(within, made, trace, grouped):
+                return made
+    except Refused as error:
+        why = str(error)
+    raise bad(
+        f"sp of a {type(model).__name__}: {why}",
+        "models whose blocks act on each position separately, apart from attention",
+        f"tp{ranks} without sp, or a table with sequence entries of your own "
+        "(docs/tensor-tables.md)",
+    )
 
 
 def _table(
@@ -218,13 +263,16 @@ def _tensor_bytes(found: Any) -> int:
     return sum(count for line, count in found.sent().items() if line.axis == "tp")
 
 
-def _patterns(given: Mapping[str, str], known: Mapping[str, ModuleShape]) -> dict[str, str]:
+def _patterns(
+    given: Mapping[str, str], known: Mapping[str, ModuleShape], others: Mapping[str, str] = {}
+) -> dict[str, str]:
     """Styles by patterns for all layers, where they match no other module; else by names."""
     found: dict[str, str] = {}
     for name, style in given.items():
         pattern = general(name)
         matching = fnmatch.filter(known, pattern)
-        found[pattern if all(given.get(n) == style for n in matching) else name] = style
+        same = all(given.get(n) == style for n in matching)
+        found[pattern if same and not {*matching} & {*others} - {*given} else name] = style
     return found
 
 

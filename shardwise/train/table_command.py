@@ -18,6 +18,7 @@ def table_command(
         str, typer.Argument(help="gpt, gpt:SIZE, hf:NAME, hf:./FOLDER or file.py:build.")
     ],
     ranks: Annotated[int, typer.Option(help="Tensor ranks.")] = 2,
+    sp: Annotated[bool, typer.Option("--sp", help="With entries for the sequence.")] = False,
 ) -> None:
     """Derive a table from one pass of the model, and print it as TOML for verify --table.
 
@@ -25,9 +26,12 @@ def table_command(
     """
     integer("--ranks", ranks, 2, 2)
     found = find(model)
-    derived = derive_table(found.build(), found.batch(ROWS, 0), ranks, found.loss)
-    head = f"# {model} on {ranks} tensor ranks: {derived.cut_bytes:,} bytes of weights are sharded;"
-    typer.echo(f"{head} a rank sends\n# {derived.sent_bytes:,} bytes in a step of {ROWS} rows.")
+    derived = derive_table(found.build(), found.batch(ROWS, 0), ranks, found.loss, sp=sp)
+    on = f"{ranks} tensor ranks{' with sp' * sp}"
+    typer.echo(
+        f"# {model} on {on}: {derived.cut_bytes:,} bytes of weights are sharded; a rank sends"
+    )
+    typer.echo(f"# {derived.sent_bytes:,} bytes in a step of {ROWS} rows.")
     for line in toml(derived):
         typer.echo(line)
 

@@ -46,6 +46,7 @@ COMMANDS = {
     "bench": {
         *("words", "--size", "--ranks", "--repeats", "--link", "--device", "--json", "--help"),
     },
+    "table": {"model", "--ranks", "--sp", "--help"},
     "checkpoint inspect": {"path", "--json", "--deep", "--help"},
     "schedule": {
         *("name", "--stages", "--microbatches", "--chunks", "--batches", "--costs", "--hop"),
