@@ -42,13 +42,14 @@ def mixes_positions(
     """Whether an operation mixes positions: its rule is applied with an axis of their own."""
     if not positions:
         return False
-    roots, own = {axis.root for axis in positions}, Axis(positions[0].size)
-    swapped = [_each(one, lambda leaf: own if leaf in roots else leaf) for one in dims]
-    if not any(own in dim for one in swapped for dim in one):
+    roots = {axis.root for axis in positions}
+    own = {size: Axis(size) for size in {axis.size for axis in roots}}
+    swapped = [_each(one, lambda leaf: own[leaf.size] if leaf in roots else leaf) for one in dims]
+    used = {leaf for one in swapped for dim in one for leaf in dim} & {*own.values()}
+    if not used:
         return False
-    found = propagate(func, swapped, args, out)
-    kept = any(own.root in leaves(dim) for dim in found)
-    return bool(own.mixed) or len(own.leaves) > 1 or not kept
+    kept = {leaf for dim in propagate(func, swapped, args, out) for leaf in leaves(dim)}
+    return any(a.mixed or len(a.leaves) > 1 or a.root not in kept for a in used)
 
 
 def _each(dims: Dims, change: Callable[[Axis], Axis]) -> Dims:

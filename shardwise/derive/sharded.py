@@ -94,5 +94,10 @@ class _Shapes:
             self.found.append((named(func), tuple(made.shape)))
 
     def attention(self, given: Sequence[Tensor], out: Tensor, _: int) -> None:
-        """A fused attention on the meta device."""
+        """A fused attention on the meta device; it raises as on others for a mask of all heads."""
+        query, key, *rest = given
+        scores = (*query.shape[:-1], key.shape[-2])
+        for mask in rest[1:]:
+            if torch.broadcast_shapes(mask.shape, scores) != scores:
+                raise RuntimeError(f"a mask {tuple(mask.shape)} for scores {scores}")
         self.operation(ATTENTION, given, {}, out)

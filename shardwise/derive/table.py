@@ -14,6 +14,7 @@ import fnmatch
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -71,9 +72,24 @@ def derive_table(
     with `sp` also if the positions of the model are not understood.
     """
     objective = own_loss if loss is None else loss
+    for uniform in (True, False):
+        found = _derived(model, batch, ranks, objective, sp=sp, uniform=uniform)
+        if found is not None:
+            return found
+    raise AssertionError("the second raises an error itself")
+
+
+def _derived(
+    model: nn.Module, batch: Any, ranks: int, objective: Loss, *, sp: bool, uniform: bool
+) -> Derived | None:
+    """As `derive_table`; `uniform`: constants of one value are taken to be of a rank's own length.
+
+    None if the sharded model does not run with such constants.
+    """
     plan, known = Plan((("tp", ranks),)), shapes(model)
-    trace, plain = _trace(model, known, lambda whole: objective(whole, batch))
-    sharded = Sharded(plain, plan, lambda whole: objective(whole, batch))
+    call = partial(_called, objective, batch)
+    trace, plain = _trace(model, known, call, uniform=uniform)
+    sharded = Sharded(plain, plan, call)
     tied = {n for n, s in known.items() if s.tied} | {s.tied for s in known.values() if s.tied}
     found = groups(trace, ranks, tied)
     widest_first = sorted(found, key=lambda group: -len(group.layers))
@@ -92,6 +108,8 @@ def derive_table(
         why |= dict.fromkeys(counted, "its code does not run on a part of the heads")
         grouped = [group for group in grouped if group.widths == {1}]
         table = _table(words, grouped, ranks, known, runs)
+    if table is None and uniform:
+        return None
     if table is not None and words and joins(table):
         words = _vocabulary(trace, known, ranks, logits=False)
         table = _table(words, grouped, ranks, known, runs)
@@ -162,17 +180,25 @@ def _table(
     return _with_sets(table, taken, known, lambda tried: runs(tried, grouped))
 
 
+def _called(objective: Loss, batch: Any, whole: nn.Module) -> Tensor:
+    return objective(whole, batch)
+
+
 def _trace(
-    model: nn.Module, known: Mapping[str, ModuleShape], call: Callable[[nn.Module], Tensor]
+    model: nn.Module,
+    known: Mapping[str, ModuleShape],
+    call: Callable[[nn.Module], Tensor],
+    *,
+    uniform: bool,
 ) -> tuple[Trace, nn.Module]:
     """The trace of a copy of the model, on meta or else with values; and another such copy."""
     try:
-        return traced(meta_copy(model), known, call), meta_copy(model)
+        return traced(meta_copy(model), known, call, uniform=uniform), meta_copy(model)
     except UNKNOWN as error:
         if any(p.is_meta for p in model.parameters()):
             raise _fails(model, error, "on the meta device ") from error
     try:
-        return traced(copy.deepcopy(model), known, call), copy.deepcopy(model)
+        return traced(copy.deepcopy(model), known, call, uniform=uniform), copy.deepcopy(model)
     except UNKNOWN as error:
         raise _fails(model, error) from error
 

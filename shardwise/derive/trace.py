@@ -27,6 +27,9 @@ Key = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 #: Operations that mix features or positions: their results are compared with the sharded model's.
 CHECKED: Final = ("bmm", "baddbmm", "_softmax", "cat", "_scaled_dot_product_flash_attention")
 
+#: Operations whose results have one value, which a rank makes of its own length.
+UNIFORM: Final = ("zeros", "ones", "full", "empty", "scalar_tensor")
+
 ATTENTION: Final = torch.ops.aten._scaled_dot_product_flash_attention.default
 
 
@@ -64,6 +67,7 @@ class Trace:
         #: names and dims of the results of `CHECKED` operations, in their order
         self.checked: list[tuple[str, Dims]] = []
         self.done = False
+        self.uniform = True
         self.events: list[Event] = []
         #: the positions of each embedding's output, in the order of calls; and what is made of them
         self.sequences: list[Axis] = []
@@ -137,6 +141,10 @@ class Trace:
         """Trace the axes through an operation below autograd."""
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel()]
         if self.done or self._in_layer:
+            return
+        if self.uniform and named(func) in UNIFORM and not given:
+            for y in (x for x in tree_leaves(out) if isinstance(x, Tensor) and x.numel()):
+                self._keep(y, tuple(fresh(n) for n in y.shape), active=False)
             return
         if not any(map(self._tracked, given)) and not checked(func):
             return
@@ -244,9 +252,15 @@ def traced(
     model: nn.Module,
     shapes: Mapping[str, ModuleShape],
     call: Callable[[nn.Module], Any],
+    *,
+    uniform: bool = True,
 ) -> Trace:
-    """The axes of `model` in `call(model)`, a forward pass without gradients."""
+    """The axes of `model` in `call(model)`, a forward pass without gradients.
+
+    `uniform`: an axis of a constant of one value may be sharded.
+    """
     trace = Trace(model, shapes)
+    trace.uniform = uniform
     with (
         torch.no_grad(),
         torch.random.fork_rng(devices=[]),

@@ -100,6 +100,7 @@ def test_layers_in_a_row_are_paired():
     [
         ("one_key", "body.inner.q", "a replicated tensor is combined with it"),
         ("scaled", "body.inner.up", "a replicated tensor is combined with it"),
+        ("shifted", "body.*.inner.up", "a constant or the batch has its size"),
         ("convolution", "body.mix", "no layer of features in and out"),
     ],
 )
