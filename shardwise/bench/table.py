@@ -85,7 +85,7 @@ def _late(records: Sequence[Record], wire_bytes: float) -> str:
     late = statistics.median(
         _mean(moment) for moment in zip(*(r.late for r in records), strict=True)
     )
-    if late < max(LATE * wire_bytes, 0.05 * MIB):  # less is shown as 0.0 MiB
+    if not wire_bytes or late < LATE * wire_bytes:
         return ""
     return f"{late / MIB:.1f} MiB moved after its time was taken"
 
