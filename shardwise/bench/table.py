@@ -94,7 +94,7 @@ def _late(records: Sequence[Record], wire_bytes: float) -> str:
     late = statistics.median(
         _mean(moment) for moment in zip(*(r.late for r in records), strict=True)
     )
-    if late < LATE * wire_bytes:
+    if not wire_bytes or late < LATE * wire_bytes:
         return ""
     return f"{late / MIB:.1f} MiB moved after its time was taken"
 

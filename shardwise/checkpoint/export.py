@@ -10,6 +10,7 @@ A tied tensor is written under its first name; the others are in the file's head
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -26,7 +27,14 @@ from shardwise.checkpoint.folder import CHECKPOINTS, all_in, find, is_whole
 from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint, open_checkpoint
 from shardwise.checkpoint.save import save
 from shardwise.checkpoint.storage import read_piece, require_content
-from shardwise.checkpoint.weights_folder import CONFIG, INDEX, SINGLE, new_folder, open_weights
+from shardwise.checkpoint.weights_folder import (
+    CONFIG,
+    INDEX,
+    SINGLE,
+    WeightsFolder,
+    new_folder,
+    open_weights,
+)
 from shardwise.comm.world import alone
 from shardwise.core.errors import bad
 from shardwise.engine.box import Box, block
@@ -64,7 +72,7 @@ def export(
 
     Raises InputError if there is no checkpoint, it is damaged, or `to` exists without `overwrite`.
     """
-    opened = open_checkpoint(find(run))
+    opened = open_checkpoint(find(_checkpoints(run)))
     require_content(opened)
     model: dict[str, Any] = opened.scalars.get("model") or {}
     names = _names(opened, model)
@@ -90,15 +98,23 @@ def export(
     return Exported(to, len(names), total, len(groups), config is not None)
 
 
+def _checkpoints(run: Path) -> Path:
+    """The folder of checkpoints of a run's folder; others are one, or a checkpoint."""
+    inside = run / CHECKPOINTS
+    return inside if inside.is_dir() else run
+
+
 def import_weights(folder: Path, run: Path, *, overwrite: bool = False) -> Path:
     """Write the weights in `folder` as the checkpoint of step 0 in the run's folder `run`.
 
     `sw.load` and `shardwise train --resume` begin with these weights, under any plan, with a new
     optimizer.  Each rank reads its own part.  Returns the path of the checkpoint.
 
-    Raises InputError if `folder` has no weights, or `run` has a checkpoint without `overwrite`.
+    Raises InputError if `folder` has no weights, or of single experts that transformers joins, or
+    if `run` has a checkpoint without `overwrite`.
     """
     weights = open_weights(folder)
+    _require_own_names(weights)
     checkpoints = run / CHECKPOINTS
     there = all_in(checkpoints) if checkpoints.is_dir() else []
     if (there and not overwrite) or is_whole(run):
@@ -116,6 +132,22 @@ def import_weights(folder: Path, run: Path, *, overwrite: bool = False) -> Path:
     for path in there:
         shutil.rmtree(path)
     return save(checkpoints, boxes, scalars, alone())
+
+
+def _require_own_names(weights: WeightsFolder) -> None:
+    """Raise InputError for a model of transformers that joins weights of single experts.
+
+    Its `from_pretrained` renames and stacks them, so no run has parameters with the folder's names.
+    """
+    single = [name for name in weights.names if re.search(r"\.experts\.\d+\.", name)]
+    config = weights.config or {}
+    if single and "model_type" in config:
+        raise bad(
+            f"the folder '{weights.path}' of a {config['model_type']}, whose weights are of single "
+            f"experts ({min(single)}), which transformers joins as it loads them",
+            "folders with the names of the model's own parameters",
+            f"shardwise train CONFIG.toml --model hf:{weights.path}",
+        )
 
 
 def _names(opened: OpenCheckpoint, model: Mapping[str, Any]) -> dict[str, str]:

@@ -59,7 +59,8 @@ class Table:
     """Styles by pattern, in order; see the top of the file. Raises InputError for unknown words.
 
     `heads` and `kv_heads` are those of the model; styles and `sets` that count heads need them.
-    `kv_heads` defaults to `heads`.
+    `kv_heads` defaults to `heads`. A `derived` table comes from shapes alone: the engine compares
+    the first step under it with the plain model (engine/first_step.py).
     """
 
     styles: Entries
@@ -67,8 +68,11 @@ class Table:
     kv_heads: int | None = None
     sequence: Entries = ()
     sets: tuple[tuple[str, Entries], ...] = ()
+    derived: bool = False
 
     def __post_init__(self) -> None:
+        if self.derived not in (True, False):
+            raise bad(f"derived={self.derived!r} of a table", "true or false", "derived = true")
         for name, count in (("heads", self.heads), ("kv_heads", self.kv_heads)):
             whole = isinstance(count, int) and not isinstance(count, bool) and count > 0
             if count is not None and not whole:
@@ -97,6 +101,8 @@ class Table:
         kv_heads: int | None = None,
         sequence: Mapping[str, str] | None = None,
         sets: Mapping[str, Mapping[str, str]] | None = None,
+        *,
+        derived: bool = False,
     ) -> "Table":
         """The table from dicts, pattern to style, in their order.
 
@@ -110,6 +116,7 @@ class Table:
             kv_heads,
             _pairs("sequence", {} if sequence is None else sequence),
             tuple((pattern, _pairs("sets", numbers)) for pattern, numbers in counted),
+            derived,
         )
 
     def __str__(self) -> str:
@@ -119,6 +126,7 @@ class Table:
         arguments += [f"sequence={dict(self.sequence)!r}"] if self.sequence else []
         sets = {pattern: dict(numbers) for pattern, numbers in self.sets}
         arguments += [f"sets={sets!r}"] if sets else []
+        arguments += ["derived=True"] * self.derived
         return f"Table.of({', '.join(arguments)})"
 
     def under(self, name: str) -> "Table":

@@ -51,7 +51,8 @@ def _unknown(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor)
 
 
 def _constant(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:
-    return tuple(fresh(size, "a constant has its size") for size in out.shape)
+    """A tensor of one value, which a rank makes of its own length."""
+    return tuple(fresh(size) for size in out.shape)
 
 
 def _view(name: str, given: Sequence[Dims], args: Sequence[Any], out: Tensor) -> Dims:

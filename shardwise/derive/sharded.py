@@ -18,7 +18,7 @@ from shardwise.core.tensor_plan import Table
 from shardwise.core.uneven import even
 from shardwise.derive.axes import leaves
 from shardwise.derive.groups import Group
-from shardwise.derive.trace import ATTENTION, NoTape, Trace, checked
+from shardwise.derive.trace import ATTENTION, NoTape, Trace, checked, named
 from shardwise.engine.meta_pass import UNKNOWN, as_on_processor
 from shardwise.engine.model_spec import on_tensor_axis
 
@@ -43,9 +43,11 @@ def keeps_shapes(model: Sharded, table: Table, trace: Trace, grouped: Sequence[G
             return False
         part = {g.axis.root: even(0, g.axis.size, ranks).size(rank) for g in grouped}
         expected = [
-            tuple(_length([part.get(leaf, leaf.size) for leaf in leaves(dim)]) for dim in dims)
-            for dims in trace.checked
+            (name, tuple(_length([part.get(x, x.size) for x in leaves(dim)]) for dim in dims))
+            for name, dims in trace.checked
         ]
+        if model.plan.sp:  # the stream is gathered with `cat`
+            found, expected = ([e for e in x if e[0] != "cat"] for x in (found, expected))
         if found != expected:
             return False
     return True
@@ -58,8 +60,11 @@ def _length(sizes: Sequence[int]) -> int:
     return length
 
 
-def _shapes(model: nn.Module, call: Callable[[nn.Module], Any]) -> list[tuple[int, ...]]:
-    """The shapes of the results of checked operations in the model's forward."""
+Result = tuple[str, tuple[int, ...]]
+
+
+def _shapes(model: nn.Module, call: Callable[[nn.Module], Any]) -> list[Result]:
+    """The names and shapes of the results of checked operations in the model's forward."""
     record = _Shapes()
     end = model.register_forward_hook(record.end, prepend=True)
     try:
@@ -74,7 +79,7 @@ class _Shapes:
     """Records shapes until the model's forward ends."""
 
     def __init__(self) -> None:
-        self.found: list[tuple[int, ...]] = []
+        self.found: list[Result] = []
         self.done = False
         self.tape = NoTape()
 
@@ -86,8 +91,13 @@ class _Shapes:
         """An operation below autograd."""
         made = next((x for x in tree_leaves(out) if isinstance(x, Tensor)), None)
         if not self.done and made is not None and checked(func):
-            self.found.append(tuple(made.shape))
+            self.found.append((named(func), tuple(made.shape)))
 
     def attention(self, given: Sequence[Tensor], out: Tensor, _: int) -> None:
-        """A fused attention on the meta device."""
+        """A fused attention on the meta device; it raises as on others for a mask of all heads."""
+        query, key, *rest = given
+        scores = (*query.shape[:-1], key.shape[-2])
+        for mask in rest[1:]:
+            if torch.broadcast_shapes(mask.shape, scores) != scores:
+                raise RuntimeError(f"a mask {tuple(mask.shape)} for scores {scores}")
         self.operation(ATTENTION, given, {}, out)

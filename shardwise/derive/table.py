@@ -14,6 +14,7 @@ import fnmatch
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from shardwise.core.styles import ModuleShape, general, parent
 from shardwise.core.tensor_plan import Table, matches
 from shardwise.core.tensor_plan_check import check
 from shardwise.derive.groups import Group, Heads, chosen, groups, outputs, styles
+from shardwise.derive.sequence import Refused, entries
 from shardwise.derive.sharded import Sharded, keeps_shapes
 from shardwise.derive.trace import Trace, traced
 from shardwise.engine.meta_pass import UNKNOWN, meta_copy
@@ -58,17 +60,36 @@ class Derived:
     sent_bytes: int
 
 
-def derive_table(model: nn.Module, batch: Any, ranks: int, loss: Loss | None = None) -> Derived:
+def derive_table(
+    model: nn.Module, batch: Any, ranks: int, loss: Loss | None = None, *, sp: bool = False
+) -> Derived:
     """The table of styles for `model` on `ranks` tensor ranks, from one pass on `batch`.
 
     `model` is not changed.  It runs on the meta device, or on the CPU if its forward reads values.
+    With `sp` the table has entries for the sequence.
 
-    Raises InputError if no layer can be sharded, with the reasons, or if the forward pass fails.
+    Raises InputError if no layer can be sharded, with the reasons, or if the forward pass fails;
+    with `sp` also if the positions of the model are not understood.
     """
     objective = own_loss if loss is None else loss
+    for uniform in (True, False):
+        found = _derived(model, batch, ranks, objective, sp=sp, uniform=uniform)
+        if found is not None:
+            return found
+    raise AssertionError("the second raises an error itself")
+
+
+def _derived(
+    model: nn.Module, batch: Any, ranks: int, objective: Loss, *, sp: bool, uniform: bool
+) -> Derived | None:
+    """As `derive_table`; `uniform`: constants of one value are taken to be of a rank's own length.
+
+    None if the sharded model does not run with such constants.
+    """
     plan, known = Plan((("tp", ranks),)), shapes(model)
-    trace, plain = _trace(model, known, lambda whole: objective(whole, batch))
-    sharded = Sharded(plain, plan, lambda whole: objective(whole, batch))
+    call = partial(_called, objective, batch)
+    trace, plain = _trace(model, known, call, uniform=uniform)
+    sharded = Sharded(plain, plan, call)
     tied = {n for n, s in known.items() if s.tied} | {s.tied for s in known.values() if s.tied}
     found = groups(trace, ranks, tied)
     widest_first = sorted(found, key=lambda group: -len(group.layers))
@@ -87,6 +108,8 @@ def derive_table(model: nn.Module, batch: Any, ranks: int, loss: Loss | None = N
         why |= dict.fromkeys(counted, "its code does not run on a part of the heads")
         grouped = [group for group in grouped if group.widths == {1}]
         table = _table(words, grouped, ranks, known, runs)
+    if table is None and uniform:
+        return None
     if table is not None and words and joins(table):
         words = _vocabulary(trace, known, ranks, logits=False)
         table = _table(words, grouped, ranks, known, runs)
@@ -94,10 +117,50 @@ def derive_table(model: nn.Module, batch: Any, ranks: int, loss: Loss | None = N
     whole = _whole(model, trace, {name: style.name for name, style in taken.items()}, why)
     if table is None or not table.styles or check(table, known, False, ranks):
         raise _nothing(model, ranks, whole)
+    if sp:
+        table = _with_sequence(model, table, trace, known, grouped, sharded)
+        plan = replace(plan, sp=True)
     cut = sum(p.numel() * p.element_size() for p in model.parameters())
     cut -= sum(each.bytes for each in whole)
     sent = predict(model, plan, batch, loss=objective, table=table)
     return Derived(table, whole, cut, _tensor_bytes(sent))
+
+
+def _with_sequence(
+    model: nn.Module,
+    table: Table,
+    trace: Trace,
+    known: Mapping[str, ModuleShape],
+    grouped: Sequence[Group],
+    sharded: Sharded,
+) -> Table:
+    """The table with `sequence` entries with which the sharded model runs.
+
+    Raises InputError with the reason if there are none.
+    """
+    taken = {name: str(style) for name, style in matches(table, list(known), sp=False).items()}
+    within = replace(sharded, plan=replace(sharded.plan, sp=True))
+    held = {id(p) for name in taken for p in model.get_submodule(name).parameters(recurse=False)}
+    owners = {
+        name
+        for name, module in model.named_modules()
+        if any(id(p) not in held for p in module.parameters(recurse=False))
+    }
+    ranks, why = sharded.plan.size, "the model does not run on shards of the positions"
+    try:
+        for split, join in itertools.product((False, True), repeat=2):
+            found = entries(trace, known, taken, grouped, owners, split=split, join=join)
+            made = replace(table, sequence=tuple(_patterns(found, known, taken).items()))
+            if not check(made, known, True, ranks) and keeps_shapes(within, made, trace, grouped):
+                return made
+    except Refused as error:
+        why = str(error)
+    raise bad(
+        f"sp of a {type(model).__name__}: {why}",
+        "models whose blocks act on each position separately, apart from attention",
+        f"tp{ranks} without sp, or a table with sequence entries of your own "
+        "(docs/tensor-tables.md)",
+    )
 
 
 def _table(
@@ -112,21 +175,30 @@ def _table(
     for group in grouped:
         taken |= styles(group, heads, ranks) or {}
     kv_heads = None if heads.kv_heads == heads.heads else heads.kv_heads
-    table = Table.of(_patterns({**words, **taken}, known), heads.heads, kv_heads)
+    styled = _patterns({**words, **taken}, known)
+    table = Table.of(styled, heads.heads, kv_heads, derived=True)
     return _with_sets(table, taken, known, lambda tried: runs(tried, grouped))
 
 
+def _called(objective: Loss, batch: Any, whole: nn.Module) -> Tensor:
+    return objective(whole, batch)
+
+
 def _trace(
-    model: nn.Module, known: Mapping[str, ModuleShape], call: Callable[[nn.Module], Tensor]
+    model: nn.Module,
+    known: Mapping[str, ModuleShape],
+    call: Callable[[nn.Module], Tensor],
+    *,
+    uniform: bool,
 ) -> tuple[Trace, nn.Module]:
     """The trace of a copy of the model, on meta or else with values; and another such copy."""
     try:
-        return traced(meta_copy(model), known, call), meta_copy(model)
+        return traced(meta_copy(model), known, call, uniform=uniform), meta_copy(model)
     except UNKNOWN as error:
         if any(p.is_meta for p in model.parameters()):
             raise _fails(model, error, "on the meta device ") from error
     try:
-        return traced(copy.deepcopy(model), known, call), copy.deepcopy(model)
+        return traced(copy.deepcopy(model), known, call, uniform=uniform), copy.deepcopy(model)
     except UNKNOWN as error:
         raise _fails(model, error) from error
 
@@ -217,13 +289,16 @@ def _tensor_bytes(found: Any) -> int:
     return sum(count for line, count in found.sent().items() if line.axis == "tp")
 
 
-def _patterns(given: Mapping[str, str], known: Mapping[str, ModuleShape]) -> dict[str, str]:
+def _patterns(
+    given: Mapping[str, str], known: Mapping[str, ModuleShape], others: Mapping[str, str] = {}
+) -> dict[str, str]:
     """Styles by patterns for all layers, where they match no other module; else by names."""
     found: dict[str, str] = {}
     for name, style in given.items():
         pattern = general(name)
         matching = fnmatch.filter(known, pattern)
-        found[pattern if all(given.get(n) == style for n in matching) else name] = style
+        same = all(given.get(n) == style for n in matching)
+        found[pattern if same and not {*matching} & {*others} - {*given} else name] = style
     return found
 
 

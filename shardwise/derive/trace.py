@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.core.styles import ModuleShape
 from shardwise.derive.axes import Axis, Dim, fresh, leaves, mix, unite
+from shardwise.derive.events import Event, mixes_positions
 from shardwise.derive.operations import Dims, propagate
 from shardwise.engine.meta_pass import as_on_processor
 from shardwise.parallel.data.outputs import tensors_in
@@ -26,12 +27,15 @@ Key = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 #: Operations that mix features or positions: their results are compared with the sharded model's.
 CHECKED: Final = ("bmm", "baddbmm", "_softmax", "cat", "_scaled_dot_product_flash_attention")
 
+#: Operations whose results have one value, which a rank makes of its own length.
+UNIFORM: Final = ("zeros", "ones", "full", "empty", "scalar_tensor")
+
 ATTENTION: Final = torch.ops.aten._scaled_dot_product_flash_attention.default
 
 
 def checked(func: Any) -> bool:
     """Whether the shapes of an operation's results are compared."""
-    return func._schema.name.partition("::")[2] in CHECKED
+    return named(func) in CHECKED
 
 
 class Layer:
@@ -60,9 +64,14 @@ class Trace:
         #: pairs of a tensor that a gradient reaches and of what was computed with it
         self.met: list[tuple[Dims, Dims]] = []
         self.returned: list[Dims] = []
-        #: dims of the results of `CHECKED` operations, in their order
-        self.checked: list[Dims] = []
+        #: names and dims of the results of `CHECKED` operations, in their order
+        self.checked: list[tuple[str, Dims]] = []
         self.done = False
+        self.uniform = True
+        self.events: list[Event] = []
+        #: the positions of each embedding's output, in the order of calls; and what is made of them
+        self.sequences: list[Axis] = []
+        self.positions: list[Axis] = []
         self.tape = NoTape()
         self._known: dict[Key, Dims] = {}
         self._active: set[Key] = set()  # tensors that depend on parameters
@@ -79,7 +88,8 @@ class Trace:
         """Set hooks on every module during the pass."""
         handles: list[Any] = []
         for name, module in model.named_modules():
-            handles.append(module.register_forward_pre_hook(partial(self._begin, name)))
+            begin = partial(self._begin, name)
+            handles.append(module.register_forward_pre_hook(begin, with_kwargs=True))
             handles.append(module.register_forward_hook(partial(self._end, name), with_kwargs=True))
         try:
             yield
@@ -87,11 +97,19 @@ class Trace:
             for handle in handles:
                 handle.remove()
 
-    def _begin(self, name: str, *_: Any) -> None:
+    def _begin(self, name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        first = next((x for x in tensors_in((args, kwargs)) if x.numel()), None)
+        dims = () if first is None or self.done else (self._of(first),)
+        self._note("call", name, dims)
         self.inside.append(name)
+
+    def _note(self, kind: str, name: str, dims: tuple[Dims, ...], **more: bool) -> None:
+        if not self.done and not self._in_layer:
+            self.events.append(Event(kind, name, tuple(self.inside), dims, **more))
 
     def _end(self, name: str, _: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         self.inside.pop()
+        self._note("end", name, ())
         if not name:
             self.returned = [self._of(x) for x in tensors_in(out) if x.numel()]
             self.done = True
@@ -111,6 +129,8 @@ class Trace:
             given = given[:-1]
         else:
             own.mix("it is the width of an embedding")
+            self.sequences += [leaf for dim in given[1:2] for leaf in leaves(dim)]
+            self.positions += self.sequences[-1:]
         self.touched.setdefault(layer.name, []).append(given)
         self._keep(y, (*given, () if own.size == 1 else (own,)), active=True)
         self._whole[_key(y)] = layer
@@ -121,6 +141,10 @@ class Trace:
         """Trace the axes through an operation below autograd."""
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.numel()]
         if self.done or self._in_layer:
+            return
+        if self.uniform and named(func) in UNIFORM and not given:
+            for y in (x for x in tree_leaves(out) if isinstance(x, Tensor) and x.numel()):
+                self._keep(y, tuple(fresh(n) for n in y.shape), active=False)
             return
         if not any(map(self._tracked, given)) and not checked(func):
             return
@@ -141,13 +165,18 @@ class Trace:
         elif place and "split" not in str(func) and "unbind" not in str(func):
             found = tuple(fresh(n, "it is a second result") for n in y.shape)
         else:
+            mixes = mixes_positions(self.positions, func, dims, args, y)
+            active = any(_key(x) in self._active for x in given)
+            self._note("op", named(func), tuple(dims), mixes=mixes, active=active)
             found = propagate(func, dims, args, y)
         if len(found) != y.dim():
             mix([d for one in dims for d in one], f"{func} is not understood")
             found = tuple(fresh(n, f"{func} is not understood") for n in y.shape)
         if not place and checked(func):
-            self.checked.append(found)
+            self.checked.append((named(func), found))
         active = [x for x in given if _key(x) in self._active or _key(x) in self._params]
+        if active and self.positions and segment is None:
+            self._follow_positions(dims, found)
         for x, own in zip(given, dims, strict=True):
             if _key(x) in self._params:
                 self.read[self._params[_key(x)]] = own
@@ -155,6 +184,13 @@ class Trace:
             elif _key(x) in self._active and segment is None:
                 self.met.append((own, found))
         self._keep(y, found, active=bool(active) and y.is_floating_point())
+
+    def _follow_positions(self, given: Sequence[Dims], found: Dims) -> None:
+        """A convolution returns as many positions [B, T, W], of an axis of their own."""
+        before = {leaf for dims in given for dim in dims for leaf in leaves(dim)}
+        new = [leaf for dim in found for leaf in leaves(dim) if leaf not in before and leaf.mixed]
+        if len(found) == 3:
+            self.positions += [leaf for leaf in new if leaf.size == self.positions[0].size]
 
     def _segment(
         self, func: Any, given: Sequence[Tensor], args: Any, y: Tensor, place: int
@@ -216,9 +252,15 @@ def traced(
     model: nn.Module,
     shapes: Mapping[str, ModuleShape],
     call: Callable[[nn.Module], Any],
+    *,
+    uniform: bool = True,
 ) -> Trace:
-    """The axes of `model` in `call(model)`, a forward pass without gradients."""
+    """The axes of `model` in `call(model)`, a forward pass without gradients.
+
+    `uniform`: an axis of a constant of one value may be sharded.
+    """
     trace = Trace(model, shapes)
+    trace.uniform = uniform
     with (
         torch.no_grad(),
         torch.random.fork_rng(devices=[]),
@@ -234,6 +276,11 @@ class NoTape:
     """Takes the place of a recorded pass's tape; no tensor is saved for a backward pass."""
 
     saves = 0
+
+
+def named(func: Any) -> str:
+    """The name of an operation without its namespace."""
+    return func._schema.name.partition("::")[2]
 
 
 def _key(x: Tensor) -> Key:

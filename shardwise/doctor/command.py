@@ -78,6 +78,9 @@ def doctor_command(**given: Any) -> None:
     count = _count(
         asked.ranks, asked.mesh, start.size if start else None, gpus if kind == "cuda" else 4
     )
+    if asked.device == "cuda" and not gpus:
+        none = "--device cuda on a machine without a GPU that PyTorch sees"
+        raise bad(none, "cuda with a GPU for each rank, or cpu", "--device cpu")
     axes = Mesh.parse(f"dp{count}" if asked.mesh is None else asked.mesh)
     _fits(axes, count)
     first = start is None or start.rank == 0

@@ -98,8 +98,8 @@ class Diagnosis:
     def _slow(self) -> list[str]:
         seconds = {way: s for finding in self.findings for way, s in finding.pair_s.items()}
         return [
-            f"rank {rank} ({self.findings[rank].machine.host}) has a slow link: each of its "
-            f"messages of 1 MiB takes at least {times:.1f} times as long as the median one"
+            f"rank {rank} ({self.findings[rank].machine.host}) has a slow link: 1 MiB there and "
+            f"back with each partner takes at least {times:.1f} times as long as between others"
             for rank, times in slow_ranks(seconds).items()
         ]
 

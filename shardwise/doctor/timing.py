@@ -4,6 +4,7 @@ The bytes are those of the ledger, so the bandwidths of different collectives ca
 (Hockney's model, "The communication challenge for MPP", 1994.)
 """
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ SIZES: Final = tuple(2**power for power in range(10, 23, 2))
 REPEATS: Final = 7
 PAIR_ELEMENTS: Final = 2**18
 SLOW: Final = 2.0  # a link this many times slower than the median link is slow
+ALL_PAIRS: Final = 8  # the most ranks of which every pair is measured
 
 
 @dataclass(frozen=True)
@@ -152,12 +154,15 @@ def fits(timings: Sequence[Timing]) -> list[Fit]:
 
 
 def pairs(axis: Axis, device: torch.device) -> dict[tuple[int, int], float]:
-    """Seconds of a 1 MiB round trip, for every pair of neighbours and every pair with rank 0.
+    """Seconds of a 1 MiB round trip, for every pair of up to ALL_PAIRS ranks.
 
-    One pair at a time, so that a slow one does not delay others; the minimum of a few tries.
+    Of more ranks, for every pair of neighbours and every pair with rank 0. One pair at a time,
+    so that a slow one does not delay others; the minimum of a few tries.
     """
     n, rank = axis.size, axis.rank
     ways = {(r, (r + 1) % n) for r in range(n)} | {(0, r) for r in range(1, n)}
+    if n <= ALL_PAIRS:
+        ways = set(itertools.combinations(range(n), 2))
     ways = {(min(way), max(way)) for way in ways}
     x, found = torch.zeros(PAIR_ELEMENTS, device=device), dict[tuple[int, int], float]()
     for a, b in sorted(ways):
@@ -180,13 +185,16 @@ def _there_and_back(x: Tensor, axis: Axis, a: int, b: int) -> float:
 
 
 def slow_ranks(seconds: dict[tuple[int, int], float]) -> dict[int, float]:
-    """The ranks whose links are all slow, with their time relative to the median link.
+    """The ranks whose links are all slow, relative to the median link between other ranks.
 
     With two ranks there is one link, so the slow rank is unknown.
     """
     ranks = sorted({rank for pair in seconds for rank in pair})
     if len(ranks) < 3:
         return {}
-    middle = statistics.median_low(sorted(seconds.values()))
-    best = {r: min(s for pair, s in seconds.items() if r in pair) / middle for r in ranks}
+    best: dict[int, float] = {}
+    for r in ranks:
+        own = [s for pair, s in seconds.items() if r in pair]
+        others = [s for pair, s in seconds.items() if r not in pair]
+        best[r] = min(own) / statistics.median_low(others) if others else 0.0
     return {rank: times for rank, times in best.items() if times > SLOW}

@@ -17,7 +17,7 @@ differ if the tensors differ.  They do so in three steps, because a gradient of 
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -119,6 +119,8 @@ class ConsistencyCheck:
         self.axes = [axis for axis in (tensors.axis, pipeline) if axis and axis.size > 1]
         self.checked = 0  # steps so far that were not skipped
         self.every, self.compared_batch, self.compared_gradients = every, False, ""
+        #: what the first step does with its batch after this comparison (first_step.py)
+        self.before_first: Callable[[Any], None] | None = None
 
     def begin(self, step: int, batch: Any) -> None:
         """Decide what step `step` (from 0) compares, and compare the batch."""
@@ -128,6 +130,9 @@ class ConsistencyCheck:
         self.compared_gradients = each if self.axis.size > 1 else ""
         if self.compared_batch:
             self._require_batch(batch)
+        if self.before_first is not None:
+            self.before_first(batch)
+            self.before_first = None
 
     def end(self, *, skipped: bool) -> None:
         """The step has made its update, or skipped it."""

@@ -16,6 +16,7 @@ from shardwise.core.suggest import suggest
 from shardwise.engine import (
     compiled,
     consistency,
+    first_step,
     recompute_budget,
     stage_module,
     validate,
@@ -91,7 +92,7 @@ def parallelize(
     world = world.on(plan.mesh)
     asked = options["units"], fill, options["prefetch"], table, begin, beside
     more = options["least_unit_bytes"], recomputed, options["kernels"], layers
-    return Engine(model, Build(plan, world, *asked, *more), how)
+    return first_step.engine_of(model, Build(plan, world, *asked, *more), how)
 
 
 #: The options and their defaults.

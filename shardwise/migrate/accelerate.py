@@ -5,16 +5,26 @@
 
 from typing import Any, Final
 
-from shardwise.migrate.deepspeed import CONTEXT, OFFLOAD, STAGES, offloaded, offloaded_param
+from shardwise.migrate.deepspeed import (
+    CONTEXT,
+    OFFLOAD,
+    STAGES,
+    accumulated,
+    offloaded,
+    offloaded_param,
+)
 from shardwise.migrate.draft import (
     ALWAYS,
     LAUNCH,
     UNNEEDED,
     Draft,
+    Rule,
     Rules,
+    Wrong,
     axis,
     key,
     only_if,
+    whole,
     why,
     word,
 )
@@ -32,62 +42,69 @@ PRECISIONS: Final = {"NO": "fp32", "FP16": "fp16", "BF16": "bf16", False: "fp32"
 RESHARD: Final = {True: "zero3", False: "zero2"}
 
 
-def _strategy(draft: Draft, value: Any) -> str:
+def _strategy(draft: Draft, value: Any) -> str | Wrong:
     numbered = dict(enumerate(STRATEGIES, start=1))  # as torch's enum and older files
-    name = numbered.get(value, str(value).upper())
+    name = numbered.get(value, "") if whole(value) else str(value).upper()
     if name not in STRATEGIES:
-        return f"no strategy of FSDP: {', '.join(STRATEGIES)}"
+        return Wrong(", ".join(STRATEGIES), "FULL_SHARD")
     draft.row, draft.hybrid = STRATEGIES[name], "HYBRID" in name
-    one = draft.hybrid and (draft.hosts < 2 or not draft.processes)
+    if not draft.hybrid:
+        return ""
+    if draft.processes and draft.processes % draft.hosts:
+        counts = f"num_processes {draft.processes} on num_machines {draft.hosts}"
+        return Wrong(f"as many processes on each machine, not {counts}", "num_processes: 8")
+    one = draft.hosts < 2 or not draft.processes
     return "one copy on each host: with num_machines, dp_replicateN dp_shardM" if one else ""
 
 
-def _reshard(draft: Draft, value: Any) -> str:
+def _reshard(draft: Draft, value: Any) -> str | Wrong:
     if isinstance(value, str):
         return _strategy(draft, value)  # files for version 1 of FSDP
-    draft.row = RESHARD[bool(value)]
+    if not isinstance(value, bool):
+        return Wrong("true or false", "true")
+    return draft.say("row", RESHARD[value])
+
+
+def _processes(draft: Draft, value: Any) -> str | Wrong:
+    if not whole(value) or value < 1:
+        return Wrong("a number of processes from 1 up", "8")
+    draft.processes = value
     return ""
 
 
-def _processes(draft: Draft, value: Any) -> str:
-    draft.processes = value if isinstance(value, int) and value > 0 else None
-    return ""
-
-
-def _hosts(draft: Draft, value: Any) -> str:
-    draft.hosts = value if isinstance(value, int) else 1
+def _hosts(draft: Draft, value: Any) -> str | Wrong:
+    if not whole(value) or value < 1:
+        return Wrong("a number of machines from 1 up", "1")
+    draft.hosts = value
     return "" if draft.hosts == 1 else "start one torchrun on each host"
 
 
-def _microbatches(draft: Draft, value: Any) -> str:
+def _microbatches(draft: Draft, value: Any) -> str | Wrong:
+    if not whole(value) or value < 1:
+        return Wrong("a number of microbatches from 1 up", "8")
     draft.microbatches = value
     return ""
 
 
-def _sequence(draft: Draft, value: Any) -> str:
-    draft.sequence = bool(value)
-    return ""
+def _flag(name: str, set_to: Any = True) -> Rule:
+    """A key that is true or false, and sets a field of the draft if it is true."""
 
-
-def _accumulate(draft: Draft, value: Any) -> str:
-    if not isinstance(value, int):
-        return "auto: set accumulate:N"
-    draft.accumulate = value
-    return ""
-
-
-def _recompute(what: str) -> Any:
-    def rule(draft: Draft, value: Any) -> str:
-        if value is True:
-            draft.recompute = what
+    def _rule(draft: Draft, value: Any) -> str | Wrong:
+        if not isinstance(value, bool):
+            return Wrong("true or false", "true")
+        if value and set_to is True:
+            setattr(draft, name, True)
+        elif value:
+            return draft.say(name, set_to)
         return ""
 
-    return rule
+    return _rule
 
 
-def _activations(draft: Draft, value: Any) -> str:
-    draft.activations = bool(value)
-    return ""
+def _on_cpu(draft: Draft, value: Any) -> str | Wrong:
+    if not isinstance(value, bool):
+        return Wrong("true or false", "true")
+    return draft.set("run.device", "cpu") if value else ""
 
 
 RULES: Final[Rules] = {
@@ -96,13 +113,15 @@ RULES: Final[Rules] = {
     "distributed_type": only_if(
         lambda value: str(value).upper() not in (*KINDS, "FALSE"), "runs on GPUs and processors"
     ),
-    "mixed_precision": word("precision", PRECISIONS, "8-bit computation is not in this version"),
-    "gradient_accumulation_steps": _accumulate,
+    "mixed_precision": word(
+        "precision", PRECISIONS, "8-bit computation is not in this version", ("FP8",)
+    ),
+    "gradient_accumulation_steps": accumulated,
     "fsdp_config.fsdp_sharding_strategy": _strategy,
     "fsdp_config.fsdp_reshard_after_forward": _reshard,
-    "fsdp_config.fsdp_activation_checkpointing": _recompute("full"),
+    "fsdp_config.fsdp_activation_checkpointing": _flag("recompute", "full"),
     "fsdp_config.fsdp_offload_params": offloaded_param,
-    "fsdp_config.fsdp_activation_checkpointing_offload": _activations,
+    "fsdp_config.fsdp_activation_checkpointing_offload": _flag("activations"),
     "fsdp_config.fsdp_version": UNNEEDED,
     "fsdp_config.fsdp_auto_wrap_policy": why("blocks are found: units='auto' of sw.parallelize"),
     "fsdp_config.fsdp_transformer_layer_cls_to_wrap": why(
@@ -117,31 +136,29 @@ RULES: Final[Rules] = {
     "fsdp_config.fsdp_state_dict_type": why("checkpoints are sharded; sw.full_state_dict gathers"),
     "fsdp_config.fsdp_cpu_ram_efficient_loading": why("build the model on meta, and pass fill="),
     "fsdp_config.*": why("an option of FSDP without a counterpart"),
-    "deepspeed_config.zero_stage": word("row", STAGES, "no stage of ZeRO"),
-    "deepspeed_config.gradient_accumulation_steps": _accumulate,
+    "deepspeed_config.zero_stage": word("row", STAGES),
+    "deepspeed_config.gradient_accumulation_steps": accumulated,
     "deepspeed_config.gradient_clipping": key("train.clip"),
     "deepspeed_config.offload_optimizer_device": offloaded,
     "deepspeed_config.offload_param_device": offloaded_param,
-    "deepspeed_config.offload_optimizer_nvme_path": key("offload.folder"),
+    "deepspeed_config.offload_optimizer_nvme_path": key("offload.folder", "text"),
     "deepspeed_config.offload_param_nvme_path": why(OFFLOAD),
     "deepspeed_config.zero3_init_flag": why("build the model on meta, and pass fill="),
     "deepspeed_config.zero3_save_16bit_model": why("sw.full_state_dict(engine) gathers weights"),
-    "deepspeed_config.deepspeed_config_file": why(
-        "the file is not there: convert it by itself, with --from"
-    ),
+    "deepspeed_config.deepspeed_config_file": why("none: this file has all keys"),
     "deepspeed_config.deepspeed_moe_layer_cls_names": why("experts are found in the model"),
     "deepspeed_config.*": LAUNCH,
     "megatron_lm_config.megatron_lm_tp_degree": axis("tp"),
     "megatron_lm_config.megatron_lm_pp_degree": axis("pp"),
     "megatron_lm_config.megatron_lm_expert_model_parallel_size": axis("ep"),
     "megatron_lm_config.megatron_lm_num_micro_batches": _microbatches,
-    "megatron_lm_config.megatron_lm_sequence_parallelism": _sequence,
-    "megatron_lm_config.megatron_lm_recompute_activations": _recompute("selective"),
+    "megatron_lm_config.megatron_lm_sequence_parallelism": _flag("sequence"),
+    "megatron_lm_config.megatron_lm_recompute_activations": _flag("recompute", "selective"),
     "megatron_lm_config.megatron_lm_recompute_granularity": word(
-        "recompute", {"FULL": "full", "SELECTIVE": "selective"}, "full or selective"
+        "recompute", {"FULL": "full", "SELECTIVE": "selective"}
     ),
     "megatron_lm_config.megatron_lm_use_distributed_optimizer": word(
-        "row", {True: "zero1", False: "ddp"}, "true or false"
+        "row", {True: "zero1", False: "ddp"}
     ),
     "megatron_lm_config.megatron_lm_gradient_clipping": key("train.clip"),
     "megatron_lm_config.megatron_lm_context_parallel_size": only_if(
@@ -157,7 +174,7 @@ RULES: Final[Rules] = {
     "parallelism_config.*": why(CONTEXT),
     "fp8_config.*": why("8-bit computation is not in this version"),
     "dynamo_config.*": why("docs/compile.md says where torch.compile works"),
-    "use_cpu": why('run.device = "cpu", or sw.init("cpu")'),
+    "use_cpu": _on_cpu,
     "downcast_bf16": UNNEEDED,
     "debug": why("collectives of different shapes are found by run.check_every"),
     "enable_cpu_affinity": LAUNCH,

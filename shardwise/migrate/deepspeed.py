@@ -9,8 +9,10 @@ from shardwise.migrate.draft import (
     Draft,
     Rule,
     Rules,
+    Wrong,
     axis,
     key,
+    whole,
     why,
     word,
 )
@@ -25,19 +27,23 @@ OFFLOAD: Final = (
 
 
 def _enabled(precision: str) -> Rule:
-    def rule(draft: Draft, value: Any) -> str:
-        if value is True:
-            draft.precision = precision
-        return AUTO if value == "auto" else ""
+    def _rule(draft: Draft, value: Any) -> str | Wrong:
+        if not isinstance(value, bool) and value != "auto":
+            return Wrong("true, false or auto", "true")
+        if value == "auto":
+            return AUTO
+        return draft.say("precision", precision) if value else ""
 
-    return rule
+    return _rule
 
 
-def _accumulate(draft: Draft, value: Any) -> str:
-    if not isinstance(value, int):
+def accumulated(draft: Draft, value: Any) -> str | Wrong:
+    """A number of microbatches in a step, one after the other."""
+    if value == "auto":
         return AUTO
-    draft.accumulate = value
-    return ""
+    if not whole(value) or value < 1:
+        return Wrong("a whole number from 1 up, or auto", "4")
+    return draft.say("accumulate", value)
 
 
 def _optimizer(_draft: Draft, value: Any) -> str:
@@ -48,8 +54,12 @@ def _optimizer(_draft: Draft, value: Any) -> str:
     return "" if str(value).lower() in adam[:2] else "AdamW is used, without compressed gradients"
 
 
-def _betas(draft: Draft, value: Any) -> str:
-    return AUTO if value == "auto" else draft.set("train.betas", list(value))
+def _betas(draft: Draft, value: Any) -> str | Wrong:
+    if value == "auto":
+        return AUTO
+    if not isinstance(value, list) or len(value) != 2:
+        return Wrong("two numbers in brackets", "[0.9, 0.95]")
+    return draft.set("train.betas", value)
 
 
 def _scheduler(draft: Draft, value: Any) -> str:
@@ -60,20 +70,25 @@ def _scheduler(draft: Draft, value: Any) -> str:
     return draft.set("train.final", 0.0) if value == "WarmupDecayLR" else ""
 
 
-def offloaded(draft: Draft, value: Any) -> str:
+_DEVICES: Final = Wrong("cpu, nvme or none", '"cpu"')
+
+
+def offloaded(draft: Draft, value: Any) -> str | Wrong:
     """The optimizer state in host memory, or on a disk."""
-    draft.offload, draft.disk = value in ("cpu", True), value == "nvme"
-    known = draft.offload or value in ("nvme", "none", None, False)
-    return "" if known else OFFLOAD
+    value = str(value).lower()
+    draft.offload, draft.disk = value in ("cpu", "true"), value == "nvme"
+    known = draft.offload or value in ("nvme", "none", "false")
+    return "" if known else _DEVICES
 
 
-def offloaded_param(draft: Draft, value: Any) -> str:
+def offloaded_param(draft: Draft, value: Any) -> str | Wrong:
     """Parameters in host memory or on a disk, and the optimizer state with them."""
     value = str(value).lower()
     draft.offload_param, draft.disk_param = value in ("cpu", "true"), value == "nvme"
     if draft.offload_param and draft.disk:
         return "parameters rest on the device, or with the state: offload:param@disk has both there"
-    return "" if draft.offload_param or draft.disk_param or value in ("none", "false") else OFFLOAD
+    known = draft.offload_param or draft.disk_param or value in ("none", "false")
+    return "" if known else _DEVICES
 
 
 def _batch(_draft: Draft, value: Any) -> str:
@@ -81,15 +96,15 @@ def _batch(_draft: Draft, value: Any) -> str:
 
 
 RULES: Final[Rules] = {
-    "zero_optimization.stage": word("row", STAGES, "no stage of ZeRO"),
+    "zero_optimization.stage": word("row", STAGES),
     "fp16.enabled": _enabled("fp16"),
     "bf16.enabled": _enabled("bf16"),
     "bfloat16.enabled": _enabled("bf16"),
-    "gradient_accumulation_steps": _accumulate,
-    "train_batch_size": key("train.batch"),
+    "gradient_accumulation_steps": accumulated,
+    "train_batch_size": key("train.batch", "a whole number"),
     "train_micro_batch_size_per_gpu": _batch,
     "gradient_clipping": key("train.clip"),
-    "seed": key("train.seed"),
+    "seed": key("train.seed", "a whole number"),
     "optimizer.type": _optimizer,
     "optimizer.params.lr": key("train.lr"),
     "optimizer.params.weight_decay": key("train.weight_decay"),
@@ -99,8 +114,8 @@ RULES: Final[Rules] = {
     "optimizer.params.*": why("no option of shardwise train; in a script, sw.Optim(...)"),
     "scheduler.type": _scheduler,
     "scheduler.params.warmup_max_lr": key("train.lr"),
-    "scheduler.params.warmup_num_steps": key("train.warmup"),
-    "scheduler.params.total_num_steps": key("train.steps"),
+    "scheduler.params.warmup_num_steps": key("train.warmup", "a whole number"),
+    "scheduler.params.total_num_steps": key("train.steps", "a whole number"),
     "scheduler.params.cos_min_ratio": key("train.final"),
     "scheduler.params.*": why("the warmup of shardwise train is linear and begins near 0"),
     "tensor_parallel.autotp_size": axis("tp"),
@@ -109,8 +124,8 @@ RULES: Final[Rules] = {
     "zero_optimization.offload_optimizer.device": offloaded,
     "zero_optimization.offload_param.device": offloaded_param,
     "zero_optimization.offload_optimizer.pin_memory": ALWAYS,
-    "zero_optimization.offload_optimizer.nvme_path": key("offload.folder"),
-    "zero_optimization.offload_param.nvme_path": key("offload.folder"),
+    "zero_optimization.offload_optimizer.nvme_path": key("offload.folder", "text"),
+    "zero_optimization.offload_param.nvme_path": key("offload.folder", "text"),
     "zero_optimization.offload_optimizer.*": why(OFFLOAD),
     "zero_optimization.offload_param.*": why(OFFLOAD),
     "zero_optimization.cpu_offload": offloaded,
@@ -167,7 +182,7 @@ RULES: Final[Rules] = {
     "dump_state": UNNEEDED,
     "flops_profiler.*": why("the report of a run has its model flops utilization"),
     "comms_logger.*": why("the ledger counts every byte; shardwise predict says it before"),
-    "tensorboard.enabled": key("run.tensorboard"),
+    "tensorboard.enabled": key("run.tensorboard", "true or false"),
     "tensorboard.*": why("written into the run's folder"),
     "wandb.*": why("metrics are written to metrics.jsonl and TensorBoard"),
     "csv_monitor.*": why("metrics are written to metrics.jsonl and TensorBoard"),

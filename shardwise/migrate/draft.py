@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import problems
 
@@ -37,9 +38,16 @@ class Draft:
     hybrid: bool = False
 
     def set(self, key: str, value: Any) -> str:
-        """Set a key of the configuration, `section.name`."""
+        """Set a key of the configuration, `section.name`; the first of several values stays."""
         section, _, name = key.partition(".")
-        self.values.setdefault(section, {})[name] = value
+        kept = self.values.setdefault(section, {}).setdefault(name, value)
+        return "" if kept == value else f"{key} is {json.dumps(kept)} by another key"
+
+    def say(self, name: str, value: Any) -> str:
+        """Set a field that a plan word comes from; the first of several values stays."""
+        if getattr(self, name) not in (None, value):
+            return f"another key says {getattr(self, name)}"
+        setattr(self, name, value)
         return ""
 
     @property
@@ -79,15 +87,20 @@ class Draft:
         """The plan's text; without a number of data ranks, they are the remaining ranks."""
         return str(Plan.parse(" ".join(self.words)))
 
-    def toml(self, file: str, project: str) -> str:
-        """A configuration of `shardwise train`, with what could not be carried over as comments."""
-        lines = [f"# from {file}, a configuration of {project}", "", "[plan]"]
-        lines.append(f"text = {json.dumps(self.plan)}")
+    @property
+    def carried(self) -> list[str]:
+        """The lines of what is carried over."""
+        lines = ["", "[plan]", f"text = {json.dumps(self.plan)}"]
         for section, values in self.values.items():
             lines += ["", f"[{section}]"]
             lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
         if self.processes:
             lines += ["", f"# start it with --nproc {self.processes}"]
+        return lines
+
+    def toml(self, file: str, project: str) -> str:
+        """A configuration of `shardwise train`, with what could not be carried over as comments."""
+        lines = [f"# from {file}, a configuration of {project}", *self.carried]
         refused = [str(problem) for problem in problems(Plan.parse(self.plan))]
         if refused:
             lines += ["", "# This version refuses the plan:", *(f"#   {text}" for text in refused)]
@@ -108,10 +121,19 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-Rule = Callable[[Draft, Any], str]
+@dataclass(frozen=True)
+class Wrong:
+    """The answer of a rule for a value that the other system does not accept either."""
+
+    allowed: str
+    instead: str
+
+
+Rule = Callable[[Draft, Any], "str | Wrong"]
 Rules = Mapping[str, Rule]
 
 AUTO: Final = "auto: the program that reads the file decides; set the value that it takes"
+SAME: Final = "nothing to write: it is the default here, or another key of the file says it"
 
 
 def why(text: str) -> Rule:
@@ -119,21 +141,58 @@ def why(text: str) -> Rule:
     return lambda _draft, _value: text
 
 
-def key(name: str) -> Rule:
-    """A key that has the same meaning in the configuration of `shardwise train`."""
-    return lambda draft, value: AUTO if value == "auto" else draft.set(name, value)
+def key(name: str, kind: str = "a number") -> Rule:
+    """A key that has the same meaning in the configuration of `shardwise train`.
+
+    `kind` is "a number", "a whole number", "true or false" or "text".
+    """
+
+    def _rule(draft: Draft, value: Any) -> str | Wrong:
+        if value == "auto":
+            return AUTO
+        if kind == "a whole number" and isinstance(value, float) and value.is_integer():
+            value = int(value)  # JSON written as 1e4
+        return draft.set(name, value) if _is(kind, value) else Wrong(kind, _EXAMPLES[kind])
+
+    return _rule
+
+
+_EXAMPLES: Final = {
+    "a number": "1.0",
+    "a whole number": "8",
+    "true or false": "true",
+    "text": '"x"',
+}
+
+
+def _is(kind: str, value: Any) -> bool:
+    match kind:
+        case "true or false":
+            return isinstance(value, bool)
+        case "text":
+            return isinstance(value, str)
+        case "a whole number":
+            return whole(value)
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def whole(value: Any) -> bool:
+    """Whether a value is a whole number."""
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def axis(name: str) -> Rule:
-    """A number of ranks along an axis."""
+    """A number of ranks along an axis; -1: the remaining ranks."""
 
-    def rule(draft: Draft, value: Any) -> str:
-        if not isinstance(value, int) or value < 1:
-            return AUTO if value == "auto" else "" if value == -1 else "not a number of ranks"
+    def _rule(draft: Draft, value: Any) -> str | Wrong:
+        if value in ("auto", -1):
+            return AUTO if value == "auto" else ""
+        if not whole(value) or value < 1:
+            return Wrong("a number of ranks from 1 up", "2")
         draft.axes[name] = value
         return ""
 
-    return rule
+    return _rule
 
 
 def only_if(condition: Callable[[Any], bool], text: str) -> Rule:
@@ -141,38 +200,74 @@ def only_if(condition: Callable[[Any], bool], text: str) -> Rule:
     return lambda _draft, value: text if condition(value) else ""
 
 
-def word(name: str, words: Mapping[Any, str | None], what: str) -> Rule:
-    """A key whose values stand for plan words (None: the default); others are `what`."""
+def word(
+    name: str, words: Mapping[Any, str | None], what: str = "", others: tuple[str, ...] = ()
+) -> Rule:
+    """A key whose values stand for plan words (None: the default).
 
-    def rule(draft: Draft, value: Any) -> str:
+    `others` are values of the other system without a word here; `what` says why.
+    """
+
+    def _rule(draft: Draft, value: Any) -> str | Wrong:
         known = value.upper() if isinstance(value, str) else value
-        if known not in words:
-            return AUTO if value == "auto" else what
-        setattr(draft, name, words[known])
-        return ""
+        if value == "auto":
+            return AUTO
+        if isinstance(known, str) and known in others:
+            return what
+        if known not in words or not any(known is w or type(known) is type(w) for w in words):
+            shown = [json.dumps(each) for each in (*words, *others)]
+            return Wrong(f"{', '.join(shown)} (in any case)", shown[0])
+        return draft.say(name, words[known]) if words[known] is not None else ""
 
-    return rule
+    return _rule
+
+
+def ALWAYS(_draft: Draft, value: Any) -> str | Wrong:  # noqa: N802  # one of the constants below
+    """A switch of what Shardwise does in every run."""
+    if value is False:
+        return "it cannot be turned off: Shardwise does so always"
+    return "not needed: Shardwise does so always"
 
 
 #: Keys that Shardwise does not need.
-ALWAYS: Final = why("not needed: Shardwise does so always")
 UNNEEDED: Final = why("not needed: nothing in Shardwise depends on it")
 LAUNCH: Final = why("for the launcher: torchrun's options say where ranks run")
 
 
 def carry(draft: Draft, rules: Rules, values: Mapping[str, Any], project: str) -> None:
-    """Apply the rules to every key of `values`, in the order of the rules."""
+    """Apply the rules to every key of `values`, in the order of the rules.
+
+    Raises InputError for a value that the other system does not accept either.
+    """
     keys = dict(flat(values))
     order = {name: number for number, name in enumerate(rules)}
-    found = {name: _rule(name, rules) for name in keys}
+    found = {name: _rule_of(name, rules) for name in keys}
     for name in sorted(keys, key=lambda each: order.get(found[each] or "", len(order))):
-        pattern = found[name]
+        pattern, value = found[name], keys[name]
+        if misplaced := _misplaced(name, rules):
+            raise _wrong(name, value, misplaced, project)
         if pattern is None:
-            reason = f"no key that this version knows of {project}"
-        else:
-            reason = rules[pattern](draft, keys[name])
-        if reason:
-            draft.left.append((name, keys[name], reason))
+            draft.left.append((name, value, f"no key that this version knows of {project}"))
+            continue
+        answer = rules[pattern](draft, value)
+        if isinstance(answer, Wrong):
+            raise _wrong(name, value, answer, project)
+        if answer:
+            draft.left.append((name, value, answer))
+
+
+def _misplaced(name: str, rules: Rules) -> Wrong | None:
+    """A value in place of a section, or a section in place of a value."""
+    if any(rule.startswith(f"{name}.") for rule in rules) and name not in rules:
+        inner = next(rule for rule in rules if rule.startswith(f"{name}."))
+        return Wrong("a section of keys", f"{inner} under it, or leave {name} out")
+    parts = name.split(".")
+    outer = next((o for i in range(1, len(parts)) if (o := ".".join(parts[:i])) in rules), None)
+    return None if outer is None else Wrong(f"one value for {outer}", f"{outer} without keys in it")
+
+
+def _wrong(name: str, value: Any, wrong: Wrong, project: str) -> Exception:
+    return bad(f"{name} = {_shown(value)} in a file of {project}", wrong.allowed, wrong.instead)
 
 
 def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
@@ -184,7 +279,7 @@ def flat(values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any
             yield f"{before}{name}", value
 
 
-def _rule(name: str, rules: Rules) -> str | None:
+def _rule_of(name: str, rules: Rules) -> str | None:
     """The rule of a key: its own, or that of the nearest group."""
     if name in rules:
         return name

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from shardwise.core.errors import bad
+from shardwise.core.errors import InputError, bad
+from shardwise.core.plan import Plan
 from shardwise.migrate import accelerate, deepspeed, torchtitan
-from shardwise.migrate.draft import Draft, carry
+from shardwise.migrate.deepspeed import CONTEXT
+from shardwise.migrate.draft import SAME, Draft, carry, flat
 from shardwise.train.config import MOST_CHARACTERS, build
 
 _ALLOWED: Final = "DeepSpeed's JSON, accelerate's YAML, torchtitan's TOML"
@@ -29,24 +31,87 @@ def imported(path: Path) -> tuple[Draft, str]:
     if not known & set(values):
         given = f"--from {path}, without a key of {project.PROJECT}"
         raise bad(given, f"a configuration: {_ALLOWED}", _EXAMPLE)
-    draft = Draft()
+    files = {project.PROJECT: values}
     if project is accelerate:
-        values = _with_deepspeed(draft, values, path)
-    carry(draft, project.RULES, values, project.PROJECT)
+        files = _with_deepspeed(values, path)
+    draft = _drafted(files)
     _settle(draft)
+    _require_ranks(draft)
+    _list_without_effect(draft, files)
     return draft, project.PROJECT
 
 
-def _with_deepspeed(draft: Draft, values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Carry over the JSON that a YAML of accelerate names, if the file exists."""
+#: The values of each file by its project: accelerate's YAML comes after a JSON that it names.
+Files = dict[str, dict[str, Any]]
+
+
+def _drafted(files: Files) -> Draft:
+    draft = Draft()
+    for project in (deepspeed, accelerate, torchtitan):
+        if project.PROJECT in files:
+            carry(draft, project.RULES, files[project.PROJECT], project.PROJECT)
+    return draft
+
+
+def _list_without_effect(draft: Draft, files: Files) -> None:
+    """List keys without which the same would be carried over."""
+    listed, whole = {name for name, _, _ in draft.left}, _drafted(files).carried
+    every = [(project, name, x) for project, own in files.items() for name, x in flat(own)]
+    for project, name, value in every:
+        if name not in listed and _carried(files, project, name) == whole:
+            draft.left.append((name, value, SAME))
+
+
+def _carried(files: Files, project: str, name: str) -> list[str]:
+    """What is carried over without a key; nothing if the file is then wrong."""
+    try:
+        return _drafted(files | {project: _without(files[project], name)}).carried
+    except InputError:
+        return []
+
+
+def _without(values: dict[str, Any], name: str) -> dict[str, Any]:
+    """The values without the dotted key `name`."""
+    first, _, rest = name.partition(".")
+    if not rest:
+        return {key: value for key, value in values.items() if key != first}
+    return values | {first: _without(values[first], rest)}
+
+
+def _with_deepspeed(values: dict[str, Any], path: Path) -> Files:
+    """A YAML of accelerate with the JSON that it names, beside it or in the current folder.
+
+    Raises InputError if it is in neither.
+    """
     section = values.get("deepspeed_config")
     name = section.get("deepspeed_config_file") if isinstance(section, dict) else None
-    file = path.parent / name if isinstance(name, str) else None
-    if not isinstance(section, dict) or file is None or not file.is_file():
-        return values
-    carry(draft, deepspeed.RULES, parsed(file), deepspeed.PROJECT)
+    if not isinstance(section, dict) or name in (None, "none"):
+        return {accelerate.PROJECT: values}
+    files = [path.parent / str(name), Path(str(name))]
+    file = next((each for each in files if each.is_file()), None)
+    if file is None:
+        raise bad(
+            f"deepspeed_config_file: {name} in {path}, a file that does not exist",
+            f"the name of a DeepSpeed JSON beside {path.name} or in this folder",
+            "its path, or --from with the JSON itself",
+        )
     rest = {key: value for key, value in section.items() if key != "deepspeed_config_file"}
-    return values | {"deepspeed_config": rest}
+    own = values | {"deepspeed_config": rest}
+    return {deepspeed.PROJECT: parsed(file), accelerate.PROJECT: own}
+
+
+def _require_ranks(draft: Draft) -> None:
+    """Raise InputError if the axes do not multiply to the number of processes."""
+    plan, count = Plan.parse(draft.plan), draft.processes
+    if count is None or count == plan.size or (plan.open and count % plan.size == 0):
+        return
+    gone = [f"{name} = {value}" for name, value, why in draft.left if why == CONTEXT]
+    also = f"; {', '.join(gone)} is not carried over" if gone else ""
+    raise bad(
+        f"num_processes = {count} with the axes of the plan '{plan}'{also}",
+        "axes whose sizes multiply to the number of processes",
+        f"num_processes: {plan.size}, or other sizes of the axes",
+    )
 
 
 def _settle(draft: Draft) -> None:

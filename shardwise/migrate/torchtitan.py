@@ -3,7 +3,19 @@
 from typing import Any, Final
 
 from shardwise.migrate.deepspeed import CONTEXT, offloaded_param
-from shardwise.migrate.draft import ALWAYS, UNNEEDED, Draft, Rules, axis, key, only_if, why, word
+from shardwise.migrate.draft import (
+    ALWAYS,
+    UNNEEDED,
+    Draft,
+    Rule,
+    Rules,
+    Wrong,
+    axis,
+    key,
+    only_if,
+    why,
+    word,
+)
 
 PROJECT: Final = "torchtitan"
 SCHEDULES: Final = {
@@ -17,7 +29,7 @@ SCHEDULES: Final = {
 PRECISIONS: Final = {"BFLOAT16": "bf16", "FLOAT16": "fp16", "FLOAT32": "fp32"}
 
 
-def _shard(draft: Draft, value: Any) -> str:
+def _shard(draft: Draft, value: Any) -> str | Wrong:
     """-1 means all ranks that the other axes do not use."""
     if value != 1:
         draft.row = "zero3"
@@ -26,29 +38,47 @@ def _shard(draft: Draft, value: Any) -> str:
     return axis("dp_shard")(draft, value)
 
 
-def _reshard(draft: Draft, value: Any) -> str:
+def _reshard(draft: Draft, value: Any) -> str | Wrong:
     """`default` is to reshard, except under a pipeline."""
+    if value not in ("default", "always", "never"):
+        return Wrong("default, always or never", '"default"')
     keeps = value == "never" or (value == "default" and draft.axes.get("pp", 1) > 1)
     if keeps and draft.row == "zero3":
         draft.row = "zero2"
     return ""
 
 
-def _tensor(draft: Draft, value: Any) -> str:
+def _tensor(draft: Draft, value: Any) -> str | Wrong:
     draft.sequence = True  # torchtitan's tensor parallelism has sequence parallelism always
     return axis("tp")(draft, value)
 
 
-def _selective(draft: Draft, value: Any) -> str:
+def _selective(draft: Draft, value: Any) -> str | Wrong:
+    if value != "op" and not str(value).isdecimal():
+        return Wrong("op, or a number of layers in quotes", '"op"')
     if draft.recompute == "selective" and str(value).isdecimal():
         draft.recompute = f"every{value}"
     return ""
 
 
-def _batch(draft: Draft, value: Any) -> str:
+def _batch(draft: Draft, value: Any) -> str | Wrong:
     if value == -1:
+        return "-1: set train.batch, the local batch times the data ranks"
+    return key("train.batch", "a whole number")(draft, value)
+
+
+def _enabled(section: str, name: str, last: str) -> Rule:
+    """Whether something is done at all; if not, its interval here is 0."""
+
+    def _rule(draft: Draft, value: Any) -> str | Wrong:
+        if not isinstance(value, bool):
+            return Wrong("true or false", "true")
+        if value is False:
+            draft.set(f"{section}.{name}", 0)
+            return f"{section}.{name} = 0 {last}"
         return ""
-    return draft.set("train.batch", value)
+
+    return _rule
 
 
 def _decay(draft: Draft, value: Any) -> str:
@@ -58,12 +88,14 @@ def _decay(draft: Draft, value: Any) -> str:
 
 
 def _beta(index: int) -> Any:
-    def rule(draft: Draft, value: Any) -> str:
+    def _rule(draft: Draft, value: Any) -> str | Wrong:
+        if not isinstance(value, float):
+            return Wrong("a number", "0.9")
         betas = draft.values.setdefault("train", {}).setdefault("betas", [0.9, 0.95])
         betas[index] = value
         return ""
 
-    return rule
+    return _rule
 
 
 _CP: Final = only_if(lambda value: value != 1, CONTEXT)
@@ -80,7 +112,10 @@ RULES: Final[Rules] = {
     "parallelism.expert_parallel_degree": axis("ep"),
     "parallelism.context_parallel_degree": _CP,
     "parallelism.pipeline_parallel_schedule": word(
-        "schedule", SCHEDULES, f"schedules: {', '.join(SCHEDULES.values())}"
+        "schedule",
+        SCHEDULES,
+        f"schedules: {', '.join(SCHEDULES.values())}",
+        ("INTERLEAVEDZEROBUBBLE", "PIPELINESCHEDULESINGLE", "PIPELINESCHEDULEMULTI"),
     ),
     "parallelism.pipeline_parallel_microbatch_size": why(
         "a schedule counts microbatches: 1f1b:8 has 8 in a step"
@@ -91,14 +126,14 @@ RULES: Final[Rules] = {
     "parallelism.disable_loss_parallel": ALWAYS,
     "parallelism.enable_compiled_autograd": why("docs/compile.md says where it works"),
     "parallelism.*": why("an option of torchtitan without a counterpart"),
-    "training.steps": key("train.steps"),
-    "training.seq_len": key("model.sequence"),
+    "training.steps": key("train.steps", "a whole number"),
+    "training.seq_len": key("model.sequence", "a whole number"),
     "training.max_norm": key("train.clip"),
-    "training.seed": key("train.seed"),
+    "training.seed": key("train.seed", "a whole number"),
     "training.global_batch_size": _batch,
     "training.local_batch_size": why("train.batch is this times accumulate times the data ranks"),
     "training.batch_size": why("train.batch is this times the data ranks"),
-    "training.mixed_precision_param": word("precision", PRECISIONS, "bf16, fp16 or fp32"),
+    "training.mixed_precision_param": word("precision", PRECISIONS),
     "training.mixed_precision_reduce": why("gradients accumulate in fp32"),
     "training.dataset": why(_DATA),
     "training.dataset_path": why(_DATA),
@@ -116,7 +151,7 @@ RULES: Final[Rules] = {
     "optimizer.beta2": _beta(1),
     "optimizer.eps": why(_EPS),
     "optimizer.*": UNNEEDED,
-    "lr_scheduler.warmup_steps": key("train.warmup"),
+    "lr_scheduler.warmup_steps": key("train.warmup", "a whole number"),
     "lr_scheduler.decay_type": _decay,
     "lr_scheduler.min_lr_factor": key("train.final"),
     "lr_scheduler.decay_ratio": why("the decay begins after the warmup and lasts to the end"),
@@ -125,18 +160,27 @@ RULES: Final[Rules] = {
         "recompute",
         {"NONE": None, "SELECTIVE": "selective", "FULL": "full"},
         "full or selective; recompute:SIZE keeps within a budget",
+        ("MEMORY_BUDGET",),
     ),
     "activation_checkpoint.selective_ac_option": _selective,
     "activation_checkpoint.*": why("recompute:WHAT says what is kept"),
-    "checkpoint.interval": key("train.save_every"),
-    "checkpoint.keep_latest_k": key("train.keep"),
+    **dict.fromkeys(
+        ("checkpoint.enable", "checkpoint.enable_checkpoint"),
+        _enabled("train", "save_every", "saves only at the end of the run"),
+    ),
+    "checkpoint.interval": key("train.save_every", "a whole number"),
+    "checkpoint.keep_latest_k": key("train.keep", "a whole number"),
     "checkpoint.*": why("checkpoints are in the run's folder, and load under any plan"),
-    "job.dump_folder": key("run.folder"),
+    "job.dump_folder": key("run.folder", "text"),
     "job.*": UNNEEDED,
-    "metrics.enable_tensorboard": key("run.tensorboard"),
+    "metrics.enable_tensorboard": key("run.tensorboard", "true or false"),
     "metrics.*": why("metrics are written to metrics.jsonl and TensorBoard"),
     "profiling.*": why("run.trace records a pipeline's timeline"),
-    "validation.freq": key("train.eval_every"),
+    **dict.fromkeys(
+        ("validation.enable", "validation.enabled"),
+        _enabled("train", "eval_every", "validates only at the end of the run"),
+    ),
+    "validation.freq": key("train.eval_every", "a whole number"),
     "validation.*": why("data.validation is the share of sequences that are held out"),
     "model.*": why("shardwise train has a GPT of any size: [model]; in a script, any model"),
     "float8.*": _ON,

@@ -15,6 +15,7 @@ from shardwise.prediction.host import copied_bytes, fetched_bytes, kept_bytes
 from shardwise.prediction.memory import ADAM, OptimizerShape, by_tier, held_bytes, host_bytes
 from shardwise.prediction.rank_shape import added_flops_on, shape_on
 from shardwise.prediction.traffic import (
+    Counted,
     Line,
     by_kind,
     part_bytes,
@@ -171,7 +172,24 @@ class Prediction:
         `loads` as in `in_step`.
         """
         options: Mapping[str, bool] = {"norm": self.norm, "first": first, "meets": meets}
-        every = (
+        every = self._parts(compares, options, loads)
+        lines = {line for one in every for line in one}
+        return {line: sum(one.get(line, 0) for one in every) for line in lines}
+
+    @property
+    def messages(self) -> dict[str, int]:
+        """Messages of `bytes`, by axis and kind; one for each move of a unit or an activation."""
+        found: dict[Line, int] = {}
+        for one in self._parts("", {"norm": self.norm}, ()):
+            counts = one.messages if isinstance(one, Counted) else dict.fromkeys(one, 1)
+            for line, count in counts.items():
+                found[line] = found.get(line, 0) + count
+        return by_kind(found)
+
+    def _parts(
+        self, compares: str, options: Mapping[str, bool], loads: Sequence[Loads]
+    ) -> tuple[dict[Line, int], ...]:
+        return (
             step_bytes(self.plan, self.model, self.rank, compares=compares, **options),
             stage_bytes(self.plan, self.spec, self.rank),
             tensor_bytes(self.plan, self.spec, self.rank),
@@ -181,5 +199,3 @@ class Prediction:
             moved_bytes(self.plan, self.model, self.optimizer, self.rank),
             expert_bytes(self.plan, self.spec, self.rank, loads),
         )
-        lines = {line for one in every for line in one}
-        return {line: sum(one.get(line, 0) for one in every) for line in lines}

@@ -20,6 +20,7 @@ its updates.
 """
 
 import math
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -59,11 +60,19 @@ class Line(NamedTuple):
     phase: str
 
 
+class Counted(dict[Line, int]):
+    """Bytes by line, and the messages that they are in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: Counter[Line] = Counter()
+
+
 class Tariff:
     """The data axes of a plan, seen from one rank, and the bytes sent along them so far."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
-        self.plan, self.sent_bytes = plan, dict[Line, int]()
+        self.plan, self.sent_bytes = plan, Counted()
         self.shard, self.replicate = plan.shard_axis or "none", plan.replicate_axis or "none"
         self.coordinates = plan.coordinate(rank)
 
@@ -108,7 +117,9 @@ class Tariff:
         positions, smoothing, size = one
         ranks = self.size(axis)
         sent_bytes = loss_bytes(positions, ranks, smoothing=smoothing, element_bytes=size)
-        self.add(Line(axis, "all_reduce", "forward"), sent_bytes)
+        line = Line(axis, "all_reduce", "forward")
+        self.add(line, sent_bytes)
+        self.sent_bytes.messages[line] += bool(sent_bytes)  # the maxima, then the sums
 
     def broadcast(self, stored_bytes: int, phase: str) -> None:
         """The first rank of each data axis sends `stored_bytes` bytes to each of the others."""
@@ -129,6 +140,7 @@ class Tariff:
         """Count bytes; a line without any is left out."""
         if sent_bytes:
             self.sent_bytes[line] = self.sent_bytes.get(line, 0) + sent_bytes
+            self.sent_bytes.messages[line] += 1
 
 
 def step_bytes(

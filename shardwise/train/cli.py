@@ -219,6 +219,10 @@ class TrainOptions:
         str | None,
         typer.Option(help="The model, instead of the file's: a size of the GPT, or hf:./FOLDER."),
     ] = None
+    table: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Styles of tensor parallelism (shardwise table)."),
+    ] = None
     nproc: Annotated[
         int | None,
         typer.Option(
@@ -259,6 +263,7 @@ def train(**given: Any) -> None:
     asked = TrainOptions(**given)
     overrides = [*(asked.set_ or ()), *([] if asked.plan is None else [f"plan.text={asked.plan}"])]
     overrides += [] if asked.model is None else [f"model.name={asked.model}"]
+    overrides += [] if asked.table is None else [f"plan.table={asked.table.resolve()}"]
     overrides += ["run.trace=true"] * asked.trace + ["run.check_every=1"] * asked.check
     # a single process may exit at a signal; one of several ranks may not
     with StopSignal(leaving=environment() is None) as stop:
@@ -346,7 +351,10 @@ def plan(
         typer.Option("--from", help="Convert DeepSpeed's JSON, accelerate's YAML, torchtitan's."),
     ] = None,
 ) -> None:
-    """Check a plan and print its canonical text; or print the words; or convert a file."""
+    """Check a plan and print its canonical text; or print the words; or convert a file.
+
+    After "|" layers have words of their own: "dp4 zero3 | embed,head: tp4 zero1".
+    """
     from shardwise.core.plan import Plan, words_table
     from shardwise.core.plan_check import require
 
@@ -358,7 +366,6 @@ def plan(
         return
     if words or text is None:
         print(words_table())
-        print("\nAfter | layers have words of their own: dp4 zero3 | embed,head: tp4 zero1")
         return
     read = Plan.parse(text)
     require(read)

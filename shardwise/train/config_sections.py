@@ -109,12 +109,14 @@ class PlanSection(BaseModel):
     """[plan]: `text` in plan words.
 
     `stages` balances a pipeline's stages by "parameters" or by measured "time", or names the
-    modules that begin each stage except the first: "blocks.1, blocks.3".
+    modules that begin each stage except the first: "blocks.1, blocks.3". `table` is a file of
+    styles of tensor parallelism, as `shardwise table` prints it.
     """
 
     model_config = CLOSED
 
     text: str = ""
+    table: Text | None = None
     stages: Text = "parameters"
 
     @field_validator("stages", mode="before")

@@ -51,6 +51,9 @@ class Request:
         int | None, typer.Option(help="Positions of a row; the model's own if not given.")
     ] = None
     rank: Annotated[int, typer.Option(help="The rank.")] = 0
+    styles: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Styles of tensor parallelism.")
+    ] = None
     measure: Annotated[
         bool, typer.Option("--measure", help="Also measure a step, on local ranks.")
     ] = False
@@ -96,7 +99,10 @@ def print_step(request: Request, plan: str) -> None:
 
     Raises InputError for plans that cannot be predicted or started, RankError if a rank fails.
     """
-    given = plan, request.model, request.batch, request.sequence, request.rank
+    given = (
+        *(plan, request.model, request.batch, request.sequence, request.rank),
+        request.styles,
+    )
     wanted = predict_request(*given)
     found, events = predicted(wanted, request.rank)
     choice("--device", request.device, ("cpu", "cuda"))

@@ -1,5 +1,6 @@
 """The model of a run: of the configured sizes, built for its plan; and its batches."""
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -113,11 +114,18 @@ def _training(prepared: Prepared) -> dict[str, Any]:
         "loss": decoder.loss_of(prepared.sizes),
         # an infinite bound does not clip, but the norm is computed, and recorded
         "clip": train.clip or float("inf"),
+        "table": prepared.table,
     }
 
 
 def _built(prepared: Prepared, world: World) -> Engine:
     train = prepared.config.train
+    if prepared.table is not None and prepared.config.plan.table is None and world.rank == 0:
+        print(
+            f"shardwise: the table of tensor parallelism is derived; 'shardwise table "
+            f"{prepared.config.model.name}' prints it (docs/derived-tables.md)",
+            file=sys.stderr,
+        )
     with torch.device("meta"):
         model = decoder.build(prepared.sizes)
     return parallelize(

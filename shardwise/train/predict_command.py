@@ -4,11 +4,13 @@ The prediction is for the run that `shardwise verify PLAN` proves: the same mode
 and clipping, in fp64 if the plan names no precision, after its first steps.
 """
 
+import inspect
 import json
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -19,6 +21,8 @@ from shardwise.core.arguments import integer
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
+from shardwise.prediction.link_time import Cluster
+from shardwise.train.cluster import cluster_in
 
 if TYPE_CHECKING:
     from shardwise.models.trainable import Trainable
@@ -27,27 +31,42 @@ if TYPE_CHECKING:
 ROWS = 2  # per microbatch
 
 
-def predict_command(
-    plan: Annotated[str, typer.Argument(metavar="PLAN", help='Such as "dp5000 tp2 zero3 bf16".')],
-    model: Annotated[str, typer.Option(help="gpt, gpt:SIZE, hf:NAME or file.py:build.")] = "gpt",
+@dataclass(frozen=True)
+class PredictOptions:
+    """The options of `shardwise predict`."""
+
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help='Such as "dp5000 tp2 zero3 bf16".')]
+    model: Annotated[str, typer.Option(help="gpt, gpt:SIZE, hf:NAME or file.py:build.")] = "gpt"
     batch: Annotated[
         int | None, typer.Option(help="Rows of the rank's batch; 2 a microbatch if not given.")
-    ] = None,
+    ] = None
     sequence: Annotated[
         int | None, typer.Option(help="Positions of a row; the model's own if not given.")
-    ] = None,
-    rank: Annotated[int, typer.Option(help="The rank to predict.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> None:
+    ] = None
+    rank: Annotated[int, typer.Option(help="The rank to predict.")] = 0
+    table: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Styles by module, TOML or JSON.")
+    ] = None
+    cluster: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Links (doctor --save), for seconds beside the bytes."),
+    ] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False
+
+
+def predict_command(**given: Any) -> None:
     """Predict the memory and the traffic of any rank of a plan, without starting a process."""
     began = time.perf_counter()
-    found = prediction(plan, model, batch, sequence, rank)
+    asked = PredictOptions(**given)
+    links = None if asked.cluster is None else cluster_in(asked.cluster)
+    numbers = asked.plan, asked.model, asked.batch, asked.sequence, asked.rank
+    found = prediction(*numbers, asked.table)
 
     from shardwise.prediction.peak import device_peak_bytes
 
-    numbers: dict[str, Any] = {
+    printed: dict[str, Any] = {
         "plan": str(found.plan),
-        "model": model,
+        "model": asked.model,
         "world": found.world,
         "rank": found.rank,
         "memory": found.memory_by_tier,
@@ -59,12 +78,14 @@ def predict_command(
         "device_peak": device_peak_bytes(found),
         "recomputed": dict(found.recomputed),
         "recomputed_flops": found.recomputed_flops,
+        "messages": found.messages,
+        "seconds": None if links is None else seconds(found, links),
         "time_ms": round(1000 * (time.perf_counter() - began), 1),
     }
-    if as_json:
-        print(json.dumps(numbers))
+    if asked.as_json:
+        print(json.dumps(printed))
     else:
-        show(numbers, Console(emoji=False, highlight=False))
+        show(printed, Console(emoji=False, highlight=False))
     for note in (*found.notes, *exceeds(found)):
         print(f"Note: {note}.", file=sys.stderr)
 
@@ -79,6 +100,16 @@ def exceeds(found: "Prediction") -> Iterator[str]:
             f"a step stores {peak:,} bytes on the device, more than device_memory allows "
             f"({bound:,}); offload:auto, offload:param or recompute:full stores less"
         )
+
+
+# typer reads the options off a function's signature
+predict_command.__signature__ = inspect.signature(PredictOptions)
+
+
+def seconds(found: "Prediction", links: Cluster) -> dict[str, float]:
+    """Seconds of communication in a step, by axis and kind."""
+    messages = found.messages
+    return links.seconds((name, messages.get(name, 1), n) for name, n in found.bytes.items())
 
 
 class PredictRequest(NamedTuple):
@@ -96,19 +127,32 @@ class PredictRequest(NamedTuple):
 
 
 def prediction(
-    text: str, name: str, batch: int | None, sequence: int | None, rank: int
+    text: str,
+    name: str,
+    batch: int | None,
+    sequence: int | None,
+    rank: int,
+    table: Path | None = None,
 ) -> "Prediction":
     """The prediction for a command line. Raises InputError for values it does not support."""
-    found = predict_request(text, name, batch, sequence, rank)
+    found = predict_request(text, name, batch, sequence, rank, table)
     from shardwise.engine.prediction import predict
 
     return predict(found.plain, found.plan, found.batch, rank=rank, **found.options)
 
 
 def predict_request(
-    text: str, name: str, batch: int | None, sequence: int | None, rank: int
+    text: str,
+    name: str,
+    batch: int | None,
+    sequence: int | None,
+    rank: int,
+    table: Path | None = None,
 ) -> PredictRequest:
-    """The values of a command line. Raises InputError for unsupported ones."""
+    """The values of a command line; a model without a table gets a derived one.
+
+    Raises InputError for unsupported values.
+    """
     plan = Plan.parse(text)
     require(plan)
     plan = replace(plan, precision=plan.precision or "fp64").completed(None)
@@ -120,17 +164,20 @@ def predict_request(
     from shardwise.engine.prediction import predict
     from shardwise.models.registry import find
     from shardwise.verify import parity
-    from shardwise.verify.options import Options
+    from shardwise.verify.options import Options, table_in
     from shardwise.verify.oracles import is_asynchronous
+    from shardwise.verify.smoke_test import with_table
 
     trainable = find(name)
     rows = batch or ROWS * plan.microbatches
     made = _resized(trainable.make_batch(rows, parity.SEED), sequence, name)
     clip = None if is_asynchronous(plan) else 1.0
-    options = {"clip": clip, **parity.build_options(trainable, plan, Options())}
+    styles = Options(table=None if table is None else table_in(table))
+    chosen = with_table(name, plan, styles)
+    options = {"clip": clip, **parity.build_options(trainable, plan, chosen)}
     request = PredictRequest(plan, trainable, made, options)
-    chosen = with_offload(plan, lambda plan: predict(request.plain, plan, made, **options))
-    return request._replace(plan=chosen)
+    fitting = with_offload(plan, lambda plan: predict(request.plain, plan, made, **options))
+    return request._replace(plan=fitting)
 
 
 def _resized(batch: Any, sequence: int | None, name: str) -> Any:
@@ -160,7 +207,8 @@ def _of_length(x: Any, positions: int) -> Any:
 def show(numbers: dict[str, Any], console: Console) -> None:
     """The prediction as a table."""
     title = f"{numbers['plan']} on {numbers['model']}: rank {numbers['rank']} of {numbers['world']}"
-    table = Table("", "bytes", title=title)
+    timed: dict[str, float] | None = numbers["seconds"]
+    table = Table("", "bytes", *["seconds"] * (timed is not None), title=title)
     for category, count in numbers["memory"].items():
         table.add_row(f"held: {category}", f"{count:,}")
     table.add_row("held in a step: activations", f"{numbers['activations']:,}")
@@ -178,6 +226,11 @@ def show(numbers: dict[str, Any], console: Console) -> None:
     for kind, count in numbers["bytes"].items():
         least, most = numbers["bytes_between"].get(kind, (count, count))
         text = f"{count:,}" if least == most else f"{count:,} ({least:,} to {most:,})"
-        table.add_row(f"sent in a step: {kind}", text)
+        each = None if timed is None else timed.get(kind)
+        shown = "" if kind.startswith("tier ") else "not measured"
+        own = shown if each is None else f"{each:.2e} for {numbers['messages'].get(kind, 1)}"
+        table.add_row(f"sent in a step: {kind}", text, *[own] * (timed is not None))
+    if timed is not None:
+        table.add_row("all communication, if none overlaps", "", f"{sum(timed.values()):.2e}")
     console.print(table)
     console.print(f"computed in {numbers['time_ms']:,} ms, without starting a rank")

@@ -20,6 +20,9 @@ from shardwise.train.sources import find
 from shardwise.train.tokens import Vocabulary, check_fits
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from shardwise.core.tensor_plan import Table
     from shardwise.models.decoder import Sizes
 
 
@@ -53,6 +56,7 @@ class Prepared:
     plan: Plan
     corpus: Corpus
     sizes: "Sizes"
+    table: "Table | Mapping[str, str] | None" = None
 
     @property
     def batches(self) -> Batches:
@@ -134,11 +138,13 @@ def prepare(config: Config, ranks: int, start: Start) -> Prepared:
         require_disk,
         require_fit,
         require_memory,
+        run_table,
     )
 
     sizes = model_sizes(config.model, packed.vocabulary.size)
     check_fits(packed.vocabulary, sizes.vocabulary)
-    require_fit(sizes, plan)
+    table = run_table(config.plan.table, sizes, plan)
+    require_fit(sizes, plan, table)
     # with ranks started by torchrun, only this rank is known to be on this machine
     share = 1.0 if environment() is None else 1 / ranks
     require_memory(sizes, plan, machine_bytes(config.run.device), share)
@@ -146,4 +152,6 @@ def prepare(config: Config, ranks: int, start: Start) -> Prepared:
     before = folder.configured(config.folder) if start.resume else None
     if before is not None:
         check_same(model_sizes(before.model, packed.vocabulary.size), sizes)
-    return Prepared(config, plan, split(packed, sizes.sequence, config.data.validation), sizes)
+    return Prepared(
+        config, plan, split(packed, sizes.sequence, config.data.validation), sizes, table
+    )

@@ -2,27 +2,33 @@
 
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.suggest import suggest
+from shardwise.core.tensor_plan import Table
 from shardwise.core.zero import STATE_BYTES, bytes_per_parameter
+from shardwise.derive.choice import table_or_derived
 from shardwise.engine import expert_parallel, tensor_parallel
 from shardwise.models import hf, pretrained
-from shardwise.models.decoder import Sizes, build, numbers, parameters
+from shardwise.models.decoder import Sizes, build, loss_of, numbers, parameters
 from shardwise.models.gpt import SIZES, GPTConfig
 from shardwise.models.moe import MoEConfig
 from shardwise.parallel.expert.gate import Gate
 from shardwise.train.config import Config
 from shardwise.train.config_sections import ModelSection
 from shardwise.train.progress import size_text
+from shardwise.verify.options import table_in
 
 LAYER_BYTES: Final = 2**14  # the least memory of a layer's modules without weights, per process
+TABLE_ROWS: Final = 2  # of the batch from which a table is derived
 GPU_BYTES: Final = 2**39  # more than any GPU has
 _DEFAULT: Final = ModelSection().model_dump()
 #: Keys that only layers of experts read.
@@ -178,7 +184,23 @@ def require_memory(sizes: Sizes, plan: Plan, memory_bytes: int, share: float = 1
         )
 
 
-def require_fit(sizes: Sizes, plan: Plan) -> None:
+def run_table(file: str | None, sizes: Sizes, plan: Plan) -> Table | Mapping[str, str] | None:
+    """The table in the file `plan.table`, or a derived one for a model without its own.
+
+    Raises InputError for a file without a table, and if no layer can be sharded.
+    """
+    given = None if file is None else table_in(Path(file), "plan.table =")
+    tokens = torch.zeros(TABLE_ROWS, sizes.sequence, dtype=torch.int64)
+    batch = {"inputs": tokens, "targets": tokens}
+
+    def model() -> nn.Module:
+        with torch.device("meta"):
+            return build(sizes)
+
+    return table_or_derived(given, plan, model, lambda: batch, loss_of(sizes))
+
+
+def require_fit(sizes: Sizes, plan: Plan, table: Table | Mapping[str, str] | None = None) -> None:
     """Raise InputError if the plan has more tensor ranks than the model has heads or tokens."""
     single = sizes
     if isinstance(sizes, GPTConfig):
@@ -187,5 +209,5 @@ def require_fit(sizes: Sizes, plan: Plan) -> None:
         single = replace(sizes, gpt=replace(sizes.gpt, layers=1))
     with torch.device("meta"):
         model = build(single)
-    tensor_parallel.table_for(model, plan, None)
+    tensor_parallel.table_for(model, plan, table)
     expert_parallel.check_experts(model, plan)

@@ -18,6 +18,7 @@ def table_command(
         str, typer.Argument(help="gpt, gpt:SIZE, hf:NAME, hf:./FOLDER or file.py:build.")
     ],
     ranks: Annotated[int, typer.Option(help="Tensor ranks.")] = 2,
+    sp: Annotated[bool, typer.Option("--sp", help="With entries for the sequence.")] = False,
 ) -> None:
     """Derive a table from one pass of the model, and print it as TOML for verify --table.
 
@@ -25,9 +26,12 @@ def table_command(
     """
     integer("--ranks", ranks, 2, 2)
     found = find(model)
-    derived = derive_table(found.build(), found.batch(ROWS, 0), ranks, found.loss)
-    head = f"# {model} on {ranks} tensor ranks: {derived.cut_bytes:,} bytes of weights are sharded;"
-    typer.echo(f"{head} a rank sends\n# {derived.sent_bytes:,} bytes in a step of {ROWS} rows.")
+    derived = derive_table(found.build(), found.batch(ROWS, 0), ranks, found.loss, sp=sp)
+    on = f"{ranks} tensor ranks{' with sp' * sp}"
+    typer.echo(
+        f"# {model} on {on}: {derived.cut_bytes:,} bytes of weights are sharded; a rank sends"
+    )
+    typer.echo(f"# {derived.sent_bytes:,} bytes in a step of {ROWS} rows.")
     for line in toml(derived):
         typer.echo(line)
 
@@ -35,6 +39,7 @@ def table_command(
 def toml(derived: Derived) -> Iterator[str]:
     """The lines of a file for --table (verify/options.py); comments list replicated parameters."""
     table = derived.table
+    yield "derived = true  # the first step is compared with the plain model"
     for name, count in (("heads", table.heads), ("kv_heads", table.kv_heads)):
         if count is not None:
             yield f"{name} = {count}"
@@ -47,6 +52,9 @@ def toml(derived: Derived) -> Iterator[str]:
         yield f"\n[sets.{json.dumps(pattern)}]"
         for attribute, number in numbers:
             yield f"{attribute} = {json.dumps(number)}"
+    if not derived.whole:
+        yield "\n# Nothing stays whole on every rank."
+        return
     yield f"\n# {sum(each.bytes for each in derived.whole):,} bytes stay whole on every rank:"
     for each in sorted(derived.whole, key=lambda each: -each.bytes):
         yield f"#   {each.name}  {each.bytes:,} bytes: {each.why}"

@@ -13,7 +13,7 @@ from shardwise.core.tensor_plan import Table
 from shardwise.parallel.data.wrap_policy import Rule
 
 #: Keys that a file may have in addition to its styles, as in Table.of.
-BESIDE: Final = ("heads", "kv_heads", "sequence", "sets")
+BESIDE: Final = ("heads", "kv_heads", "sequence", "sets", "derived")
 EXAMPLE: Final = '"blocks.*.up" = "colwise" and "blocks.*.down" = "rowwise", one a line (TOML)'
 
 
@@ -38,19 +38,20 @@ def units_in(text: str) -> Rule:
     return int(number) * UNITS.get(unit, 1) if number.isdecimal() else text
 
 
-def table_in(path: Path) -> Table:
+def table_in(path: Path, option: str = "--table") -> Table:
     """The table in a TOML or JSON file: patterns of module names to styles.
 
     If it has more keys (heads, kv_heads, sequence, sets, as in Table.of), the patterns are under
-    `styles`. Raises InputError for a file that cannot be read, or has no table.
+    `styles`. `option` is what named the file. Raises InputError for a file that cannot be read, or
+    has no table.
     """
     try:
         text = path.read_text(encoding="utf-8")
         read = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError) as error:
-        raise bad(f"--table {path} ({error})", "a TOML or JSON file of styles", EXAMPLE) from None
+        raise bad(f"{option} {path} ({error})", "a TOML or JSON file of styles", EXAMPLE) from None
     if not isinstance(read, dict) or not read:
-        raise bad(f"--table {path}, which has no styles", "patterns and their styles", EXAMPLE)
+        raise bad(f"{option} {path}, which has no styles", "patterns and their styles", EXAMPLE)
     try:
         return _table(read)
     except InputError as error:

@@ -37,6 +37,7 @@ from shardwise.comm.world import World
 from shardwise.core.expert_moves import Loads
 from shardwise.core.independent import plan_of_expert, ranks_by_expert
 from shardwise.core.plan import BUCKET_BYTES, Plan
+from shardwise.core.tensor_plan import Table
 from shardwise.engine.batch import rows
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
@@ -171,12 +172,15 @@ def engine_of(
 
 def build_options(trainable: Trainable, plan: Plan, options: Options) -> dict[str, Any]:
     """The options that a proof passes to parallelize, and to the predictor."""
+    table = options.table
+    if isinstance(table, Table):  # a proof compares with the plain model itself
+        table = replace(table, derived=False)
     return {
         "optimizer": spec_of(plan),
         "loss": trainable.loss,
         "units": options.units,
         "least_unit_bytes": 0 if plan.bucket_bytes == BUCKET_BYTES else None,
-        "table": options.table,
+        "table": table,
     }
 
 

@@ -6,6 +6,7 @@ on every rank.
 
 import traceback
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -13,9 +14,8 @@ from torch import nn
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan import Plan
-from shardwise.derive.table import derive_table
+from shardwise.derive.choice import table_or_derived
 from shardwise.engine import recomputation, stage_module, tensor_parallel, weight_stashing
-from shardwise.engine.tensor_plan import own_table
 from shardwise.models.registry import find
 from shardwise.parallel.data.wrap_policy import choose
 from shardwise.verify.options import Options
@@ -47,15 +47,9 @@ def with_table(model: str, plan: Plan, options: Options) -> Options:
 
     Raises InputError if no layer can be sharded.
     """
-    ranks = plan.mesh.size_of(tensor_parallel.AXIS)
-    if ranks == 1 or options.table is not None:
-        return options
-    trainable = find(model)
-    made = trainable.build()
-    if own_table(made) is not None:
-        return options
-    batch = trainable.batch(ROWS, SEED)
-    return replace(options, table=derive_table(made, batch, ranks, trainable.loss).table)
+    own = find(model)
+    batch = partial(own.batch, ROWS, SEED)
+    return replace(options, table=table_or_derived(options.table, plan, own.build, batch, own.loss))
 
 
 def _trained(model: str, plan: Plan) -> nn.Module:

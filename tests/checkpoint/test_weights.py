@@ -1,5 +1,6 @@
 """Weights as safetensors: exported with the model's own names, imported under any plan."""
 
+import gc
 import json
 import re
 from pathlib import Path
@@ -121,6 +122,66 @@ def test_a_model_on_the_meta_device_is_filled_from_a_folder(tmp_path: Path):
         sw.fill_from(tmp_path / "w")("2.weight", torch.ones(6, 6))
     with pytest.raises(InputError, match=r"the weight 0\.weight of shape \(3, 6\)"):
         sw.fill_from(tmp_path / "w")("0.weight", torch.ones(3, 6))
+
+
+def peak(world: World, folder: str) -> tuple[int, int, int]:
+    """The most bytes of tensors while a model is filled; those of the model, and of a unit."""
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)))
+    sizes = [sum(p.nbytes for p in layer.parameters()) for layer in model]
+    read, seen = sw.fill_from(folder), list[int]()
+
+    def held() -> int:
+        tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)]
+        found = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
+        # the file of all weights is mapped: its pages are read as they are copied
+        own = [each.nbytes() for each in found.values() if each.device.type == "cpu"]
+        return sum(own) - sum(size for size in own if size == sum(sizes))
+
+    def fill(name: str, tensor: torch.Tensor) -> None:
+        read(name, tensor)
+        seen.append(held())
+
+    before = held()
+    sw.parallelize(
+        model, "dp2 zero3 fp32", world, loss=regression, fill=fill, least_unit_bytes=0, units="*"
+    )
+    return max(seen) - before, sum(sizes), sizes[0]
+
+
+def test_no_rank_holds_the_whole_while_it_is_filled(tmp_path: Path):
+    """At most its half of the model and two units more, of twelve."""
+    state = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12))).state_dict()
+    (tmp_path / "w").mkdir()
+    exporting.save_file(state, tmp_path / "w" / "model.safetensors")
+    for most, whole, unit in run_gloo(2, peak, str(tmp_path / "w")):
+        assert unit < most <= whole // 2 + 2 * unit
+
+
+def test_weights_of_single_experts_are_refused(tmp_path: Path):
+    """Transformers stacks them as it loads, so no run has parameters of these names."""
+    pytest.importorskip("transformers")
+    model: Any = hf.find("mixtral").build()
+    model.save_pretrained(tmp_path / "w")
+    with pytest.raises(InputError, match=r"\.experts\.0\..* --model hf:.*w\."):
+        import_weights(tmp_path / "w", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_index_of_several_files_is_loaded(tmp_path: Path):
+    """`from_pretrained` of many small files gives the logits of the trained model."""
+    transformers = pytest.importorskip("transformers")
+    found = hf.find("gpt2")
+    model = found.build()
+    engine = sw.parallelize(model, "fp32", alone(), optimizer=sw.SGD(lr=0.1), loss=found.loss)
+    engine.step(found.batch(2, 0))
+    sw.save(engine, tmp_path / "run" / "checkpoints")
+    done = export(tmp_path / "run", tmp_path / "weights", file_bytes=50_000)  # the run's folder
+    assert done.files > 3
+    plain = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "weights").eval()
+    tokens = found.batch(2, 1)["inputs"]
+    with torch.no_grad():
+        assert torch.equal(model.eval()(tokens).logits, plain(tokens).logits)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5"])

@@ -76,8 +76,13 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     return alone["rank 0 of 1"]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("launcher", ["torchrun", "accelerate", "deepspeed"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "torchrun",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("accelerate", "deepspeed")),
+    ],
+)
 def test_a_script_runs_unchanged_under(launcher: str, expected: str, tmp_path: Path):
     """Both ranks have the loss that one process has."""
     if launcher != "torchrun" and importlib.util.find_spec(launcher) is None:

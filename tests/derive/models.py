@@ -145,6 +145,20 @@ def chain():
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
 
 
+def shifted():
+    """A constant of one value and of a fixed length is added between a pair of layers."""
+    return Words(nn.Sequential(Residual(Shifted()), FeedForward())), loss, batch
+
+
+class Shifted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 20), nn.Linear(20, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x).relu() + torch.ones(20, dtype=x.dtype))
+
+
 def one_key():
     """Heads that share one key and one value: no rank may hold a part of the queries alone."""
     return Words(Residual(OneKey())), loss, batch

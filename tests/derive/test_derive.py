@@ -47,6 +47,7 @@ def proved(name: str, table: sw.Table, ranks: int = 2) -> Report:
     return report(plan, name, run_gloo(ranks, prove, plan, name, 2, Options(table=table)))
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_table_of_a_model_written_by_hand_holds(name: str):
     """Parity, bytes and memory; and every layer that can be sharded is."""
@@ -57,8 +58,14 @@ def test_the_table_of_a_model_written_by_hand_holds(name: str):
         assert {*matches(found.table, modules, sp=False)} == {*MODULES[name].split(", ")}
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.cases(3)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in ("gpt2", "t5", "llama") else pytest.param(kind, marks=pytest.mark.full)
+        for kind in TYPES
+    ],
+)
 def test_the_table_of_an_architecture_holds_and_sends_no_more_than_its_own(kind: str):
     """Of models of transformers; those with a plan of the library's or ours are compared."""
     pytest.importorskip("transformers")
@@ -100,6 +107,7 @@ def test_layers_in_a_row_are_paired():
     [
         ("one_key", "body.inner.q", "a replicated tensor is combined with it"),
         ("scaled", "body.inner.up", "a replicated tensor is combined with it"),
+        ("shifted", "body.*.inner.up", "a constant or the batch has its size"),
         ("convolution", "body.mix", "no layer of features in and out"),
     ],
 )

@@ -1,4 +1,5 @@
 import json
+import time
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -9,14 +10,14 @@ import pytest
 import torch
 
 from shardwise.comm import disk_bandwidth, move
-from shardwise.comm.world import World
+from shardwise.comm.world import Axis, World
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
 from shardwise.doctor import textbook
 from shardwise.doctor.command import examine
 from shardwise.doctor.diagnosis import Diagnosis, Finding
 from shardwise.doctor.machine import links, look
-from shardwise.doctor.timing import TIMED, Timing, fit, fits, slow_ranks
+from shardwise.doctor.timing import PAIR_ELEMENTS, TIMED, Timing, fit, fits, slow_ranks
 from shardwise.train.cli import main
 from tests.pool import run_gloo, run_threads
 
@@ -92,6 +93,24 @@ def test_a_rank_all_of_whose_links_are_slow_is_named() -> None:
     assert slow_ranks(seconds | {(1, 3): 1e-3}) == {2: pytest.approx(5.0)}
     assert slow_ranks({(0, 1): 1.0}) == {}
     assert slow_ranks(dict.fromkeys(ways, 1e-3)) == {}
+
+
+def test_a_rank_whose_sends_are_slow_is_named_by_the_whole_examination(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 2 of 4 waits 50 ms before each of its messages of 1 MiB; no other rank is named."""
+    begin = move.begin_send
+
+    def late(x: torch.Tensor, axis: Axis, to: int) -> Any:
+        if axis.rank == 2 and x.numel() == PAIR_ELEMENTS:
+            time.sleep(0.05)
+        return begin(x, axis, to)
+
+    monkeypatch.setattr(move, "begin_send", late)
+    mesh = Mesh.parse("dp4")
+    found = run_threads(4, lambda world: examine(world, mesh, 4096))
+    (slow,) = [text for text in Diagnosis("dp4", found).warnings if "slow link" in text]
+    assert slow.startswith("rank 2 (")
 
 
 def test_what_will_hurt_is_a_warning() -> None:

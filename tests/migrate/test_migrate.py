@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import problems
+from shardwise.migrate.draft import SAME
 from shardwise.migrate.read import imported
 from shardwise.train.cli import main
 from shardwise.train.config import build
@@ -248,7 +250,7 @@ def test_values_are_carried_over(tmp_path: Path) -> None:
     assert left["optimizer.params.weight_decay"].startswith("auto")
     assert "zero_optimization.offload_optimizer.device" not in left
     assert "offload:optim" in draft.words
-    assert "zero_optimization.offload_param.device" not in left
+    assert left["zero_optimization.offload_param.device"] == SAME  # none
     draft, _ = imported(written(tmp_path, TITAN, "toml"))
     assert draft.values["train"] | {"decay": "linear"} == draft.values["train"]
     assert draft.values["model"] == {"sequence": 8192}
@@ -265,11 +267,11 @@ def test_the_folder_of_states_on_a_disk(tmp_path: Path) -> None:
 
 
 def test_a_yaml_that_names_a_json_is_read_with_it(tmp_path: Path) -> None:
-    """The JSON beside it is carried over; without it, its name is left over."""
+    """The JSON beside it is carried over; without it, the YAML is refused."""
     named = LAUNCHED | {"deepspeed_config": {"deepspeed_config_file": "ds.json"}}
     file = written(tmp_path, named, "yaml")
-    left = [key for key, _, _ in imported(file)[0].left]
-    assert "deepspeed_config.deepspeed_config_file" in left
+    with pytest.raises(InputError, match=r"deepspeed_config_file: ds\.json .* does not exist"):
+        imported(file)
     (tmp_path / "ds.json").write_text(json.dumps(ZERO3))
     assert Plan.parse(imported(file)[0].plan) == Plan.parse("zero3 bf16")
 

@@ -17,3 +17,4 @@ def test_one_process_and_one_process_a_device_train_the_same_model() -> None:
     assert rows["sw.DDP"].wire_ratio == pytest.approx(1.0, rel=0.2)
     assert rows["sw.DataParallel"].wire_ratio is None
     assert rows["sw.DataParallel"].peak_bytes is None
+    assert "moved after" not in rows["sw.DataParallel"].note

@@ -17,6 +17,7 @@ COMMANDS = {
         "config",
         "--plan",
         "--model",
+        "--table",
         "--nproc",
         "--set",
         "--resume",
@@ -30,11 +31,13 @@ COMMANDS = {
         *("plan", "--model", "--steps", "--units", "--table", "--wire", "--json", "--help"),
     },
     "predict": {
-        *("plan", "--model", "--batch", "--sequence", "--rank", "--json", "--help"),
+        *("plan", "--model", "--batch", "--sequence", "--rank", "--table", "--cluster"),
+        *("--json", "--help"),
     },
     "memory": {
         *("plan", "--model", "--batch", "--sequence", "--rank", "--measure", "--svg", "--png"),
-        *("--table", "--params", "--ranks", "--optimizer", "--device", "--json", "--help"),
+        *("--styles", "--table", "--params", "--ranks", "--optimizer", "--device"),
+        *("--json", "--help"),
     },
     "doctor": {
         *("--ranks", "--mesh", "--device", "--disk", "--mib", "--save", "--picture", "--json"),
@@ -43,6 +46,7 @@ COMMANDS = {
     "bench": {
         *("words", "--size", "--ranks", "--repeats", "--link", "--device", "--json", "--help"),
     },
+    "table": {"model", "--ranks", "--sp", "--help"},
     "checkpoint inspect": {"path", "--json", "--deep", "--help"},
     "schedule": {
         *("name", "--stages", "--microbatches", "--chunks", "--batches", "--costs", "--hop"),

@@ -45,7 +45,7 @@ def proved(plan: str, gate: str, capacity: float | None) -> Report:
     config = moe.MoEConfig(micro.CONFIG, Gate(gate, 4, 2, capacity, losses=losses), shared=1)
     found = Trainable(gate, partial(model, config), moe.loss, partial(batch, config), gpt.tokens)
     parsed = Plan.parse(f"{plan} fp64")
-    with patch.object(parity, "find", lambda name: found):
+    with patch.object(parity, "find", lambda _: found):
         return report(parsed, "moe", run_threads(parsed.size, parity.prove, parsed, "moe", 1))
 
 
@@ -53,7 +53,7 @@ def proved(plan: str, gate: str, capacity: float | None) -> Report:
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("capacity", [None, 1.0])
 def test_every_gate_holds(gate: str, capacity: float | None):
-    """Parity, bytes and memory hold under every gate, and outputs where a capacity drops choices."""
+    """Parity, bytes, memory and outputs hold under every gate, also if a capacity drops choices."""
     assert proved("dp2 ep2", gate, capacity).holds
 
 
