@@ -5,7 +5,6 @@ axis keeps those of a rank's stages, and the data axes flatten these.  Stages an
 before, by the sizes of full parameters, so that all ranks make the same choice.
 """
 
-import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -125,8 +124,7 @@ def lay_out(model: nn.Module, build: Build, disk: Disk | None = None) -> Sharded
     experts = expert_parallel.lay_out(model, world, plan, how.axes)
     build.recompute.apply(model, world, tensors)
     staged = stage_module.lay_out(model, twins, world, schedule, build.starts, build.beside)
-    if build.recompute.kinds:
-        gc.collect()  # a recomputed layer of another rank is in a reference cycle
+    build.recompute.release(model)
     units = regions.shard(how, staged.own_units(specs), tensors, staged, experts)
     data = _driven(model, how, units, staged, Pace(ahead=build.prefetch, by_hand=False))
     kernels.install(model, data, sizes(units), several=True)

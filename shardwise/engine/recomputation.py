@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -121,8 +120,7 @@ class Recomputation:
         self.kinds, self.choose = kinds, choose
         self.hosted, self.everything = hosted or {}, everything
         self.sizes, self.arena, self.device = sizes, Arena(), torch.device("cpu")
-        #: weak, so that the layers of a pipeline's other ranks are freed
-        self.modules = WeakValueDictionary[str, Recomputed]()
+        self.modules: dict[str, Recomputed] = {}
         self.known: dict[object, Any] = {}
         self.host: HostActivations | None = None
 
@@ -139,10 +137,16 @@ class Recomputation:
             self.host = HostActivations(model, world.tiers, self.hosted)
         self.arena, self.device = world.arenas.kept, world.device
         keep = None if self.sizes is None else self.arena.keep
-        found = recompute(model, self.kinds, generators, axis, self.host, keep)
-        self.modules = WeakValueDictionary(found)
+        self.modules = recompute(model, self.kinds, generators, axis, self.host, keep)
         if self.host is not None:
             self.host.install(hooks=self.everything)
+
+    def release(self, model: nn.Module) -> None:
+        """Release modules that `model` no longer contains: layers of a pipeline's other ranks."""
+        own = {id(module) for module in model.modules()}
+        for name, module in list(self.modules.items()):
+            if id(module.module()) not in own:
+                self.modules.pop(name).release()
 
     def begin(self, batch: Any) -> None:
         """Begin a step on `batch`. Raises InputError for a budget that is too small."""

@@ -1,5 +1,8 @@
 """Recomputation with every other technique: parity, bytes, leaks, dropout."""
 
+import gc
+from weakref import ref
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,6 +14,7 @@ from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
 from shardwise.engine.model_spec import model_spec
 from shardwise.engine.parallelize import settled_options
+from shardwise.models import gpt
 from shardwise.prediction.traffic import part_bytes
 from tests.engine.cases import Case, Run, Task, ranks_of, rows_task, small_gpt
 from tests.engine.cases import train as trained
@@ -238,3 +242,20 @@ def test_a_module_in_two_stages_is_refused():
 
     for text in run_threads(2, begin):
         assert "recomputes blocks.1, with a stage that begins inside of it" in text
+
+
+def freed(world: World) -> bool:
+    """Whether the block of the other rank is freed when the engine has been built."""
+    model = small_gpt()
+    other = ref(model.get_submodule(f"blocks.{1 - world.rank}"))
+    sw.parallelize(model, "pp2 fp64 1f1b:2 recompute:full", world, loss=gpt.loss)
+    return other() is None
+
+
+def test_a_pipeline_rank_frees_recomputed_layers_of_others():
+    """Without waiting for the garbage collector: nothing refers to them."""
+    gc.disable()
+    try:
+        assert run_threads(2, freed) == [True, True]
+    finally:
+        gc.enable()

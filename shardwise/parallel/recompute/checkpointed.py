@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Self
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import torch
 from torch import Tensor, nn
@@ -74,6 +74,7 @@ class Recomputed:
         host: HostActivations | None = None,
         keep: Keep | None = None,
     ) -> None:
+        self.module = ref(module)
         self.forward, self.kind, self.generators = module.forward, kind, generators
         self.axis, self.host, self.keep = axis, host, keep
         self.alive: WeakSet[_First] = WeakSet()
@@ -107,6 +108,13 @@ class Recomputed:
             if self.host is not None:
                 products.replace(self.host.keep)
         return out
+
+    def release(self) -> None:
+        """Give the module its own forward back, so that no reference cycle keeps it."""
+        module = self.module()
+        if module is not None:
+            vars(module).pop("forward", None)
+        del self.forward, self.__wrapped__
 
     def kept_tensors(self) -> Iterator[Tensor]:
         """The kept inputs and outputs of products, of passes whose backward has not run yet."""
