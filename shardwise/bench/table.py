@@ -12,6 +12,8 @@ from shardwise.bench.roster import ROSTER
 
 MIB = 2**20
 LATE = 0.01  # the fraction of a contender's bytes that may be sent after its step without a note
+#: Less than this is not reported: it would be shown as 0.0 MiB.
+LEAST_LATE_BYTES = MIB / 20
 
 
 @dataclass(frozen=True)
@@ -94,7 +96,7 @@ def _late(records: Sequence[Record], wire_bytes: float) -> str:
     late = statistics.median(
         _mean(moment) for moment in zip(*(r.late for r in records), strict=True)
     )
-    if not wire_bytes or late < LATE * wire_bytes:
+    if not wire_bytes or late < max(LATE * wire_bytes, LEAST_LATE_BYTES):
         return ""
     return f"{late / MIB:.1f} MiB moved after its time was taken"
 

@@ -223,15 +223,17 @@ def row_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
 
 def tensor_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
     """The bytes `rank` sends along tensor axes for the activations of a step, by its styles."""
-    found: dict[Line, int] = {}
+    found = Counted()
     for number, tensors in {0: model.tensors, **model.layers}.items():
         if tensors is not None:
             axis = f"{TENSOR}.{number}" if number else TENSOR
-            found |= _tensor_bytes(plan, replace(model, tensors=tensors), rank, axis)
+            own = _tensor_bytes(plan, replace(model, tensors=tensors), rank, axis)
+            found.update(own)
+            found.messages.update(own.messages)
     return found
 
 
-def _tensor_bytes(plan: Plan, model: ModelSpec, rank: int, axis: str) -> dict[Line, int]:
+def _tensor_bytes(plan: Plan, model: ModelSpec, rank: int, axis: str) -> Counted:
     tariff, schedule = Tariff(plan, rank), schedule_of(plan)
     assert model.tensors is not None
     spec, size, mine = model.tensors, tariff.size(axis), set[int]()

@@ -187,7 +187,8 @@ def test_the_command_has_one_object(capsys: pytest.CaptureFixture[str]):
     found = json.loads(out)
     assert code == 0 and list(found) == [
         *("plan", "model", "world", "rank", "memory", "bytes", "bytes_between", "activations"),
-        *("host_activations", "fetched", "recomputed", "recomputed_flops", "time_ms"),
+        *("host_activations", "fetched", "device_peak", "recomputed", "recomputed_flops"),
+        *("messages", "seconds", "time_ms"),
     ]
     assert (found["plan"], found["world"], found["rank"]) == ("dp64 zero3 bf16", 64, 63)
     assert list(found["bytes"]) == ["dp all_gather", "dp reduce_scatter"]

@@ -70,7 +70,8 @@ def test_a_measurement_beside_the_prediction(plan: str) -> None:
         assert one["needed_bytes"] >= one["peak_bytes"] >= said["measured"]["peak"]["bytes"]
         assert one["peak_bytes"] <= peak and 0 <= one["fragmentation"] < 1
     if "pp2" in plan:
-        assert said["notes"] == ["the timeline of a step with pp is not predicted"]
+        (note,) = said["notes"]
+        assert note.startswith("the timeline of a step with pp is not predicted; its peak on the")
         return
     for event in measured:
         del event["by_category"]["temporary"], event["peak"]

@@ -64,7 +64,7 @@ def test_units_are_a_pattern_or_a_size():
 
 
 def test_a_table_is_derived_or_read_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    """Under sp, where none is derived, a model without a table is refused."""
+    """Under sp, a model whose sequence no embedding shows is refused."""
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "table.json").write_text('{"0": "colwise", "2": "rowwise"}')
     options = ["--model", f"{tmp_path / 'model.py'}:build", "--steps", "1"]
@@ -76,4 +76,5 @@ def test_a_table_is_derived_or_read_from_a_file(tmp_path: Path, capsys: pytest.C
         ends.append(leaving.value.code)
     said = capsys.readouterr()
     assert ends == [2, 0, 0], said.err
-    assert "sequence=" in said.err and said.out.count("It holds.") == 2
+    assert "no embedding shows which dim has the positions" in said.err
+    assert said.out.count("It holds.") == 2
