@@ -51,7 +51,7 @@ def test_a_run_derives_the_table(tmp_path: Path):
     table = prepare(
         configured(tmp_path / "three", weights, "tp2 zero1 fp64", steps=3), 2, Start()
     ).table
-    assert table is not None and table.derived
+    assert isinstance(table, Table) and table.derived
 
 
 def test_a_run_takes_a_table_from_a_file(tmp_path: Path):
