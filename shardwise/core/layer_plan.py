@@ -131,7 +131,7 @@ def _expanded(pattern: str) -> Iterator[str]:
         if not first <= last < first + MOST_LAYERS:
             raise bad(
                 f"the range {word} in the layers {pattern}",
-                "two numbers, the smaller one first",
+                f"at most {MOST_LAYERS:,} numbers, the smaller one first",
                 f"{pattern.replace(word, f'{min(first, last)}-{min(first, last) + 1}')}",
             )
         choices.append(map(str, range(first, last + 1)))

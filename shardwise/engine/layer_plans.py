@@ -141,7 +141,7 @@ def _require_untied(model: nn.Module, plan: Plan) -> None:
     for by_plan in users.values():
         if len(by_plan) > 1:
             first, second, *_ = by_plan.values()
-            words = plan.layers[0].words
+            words = plan.layers[max(by_plan) - 1].words
             layers = [name.rpartition(".")[0] for name in (first, second)]
             raise bad(
                 f"the plan '{plan}', in which {first} and {second}, which are one parameter, have "

@@ -29,6 +29,7 @@ from shardwise.kernels.matmul import Products
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.units import Unit
 from shardwise.parallel.data.wrap_policy import UnitSpec
+from shardwise.parallel.pipeline.placeholders import StandIn
 from shardwise.parallel.redistribute.exchange import RowExchange, between
 from shardwise.parallel.redistribute.hooks import LayerHooks, Random, hook_own_rows
 from shardwise.parallel.redistribute.redistributed import Redistributed
@@ -138,16 +139,21 @@ class Regions:
         """Hook the layers of other meshes; called after all other hooks are set.
 
         Recomputed modules get this rank's own rows, so that a recomputation does not move them.
+        Layers of a pipeline's other ranks have stand-ins here, which get no hooks.
         """
+        every = dict(model.named_modules(remove_duplicate=False))
+        here = {name: m for name, m in every.items() if not isinstance(m, StandIn)}
         for name in recomputed if self.exchange.axes else ():
-            if not any(region.layers.mesh and region.layers.holds(name) for region in self.regions):
-                hook_own_rows(model.get_submodule(name))
+            meshes = [region.layers for region in self.regions if region.layers.mesh]
+            if name in here and not any(each.holds(name) for each in meshes):
+                hook_own_rows(here[name])
         for region in self.regions:
             if region.layers.mesh:
                 random = self._random(region)
                 hooks = LayerHooks(self.exchange, region.degree, with_rows, random)
                 for name in region.layers.modules:
-                    hooks.install(name, model.get_submodule(name))
+                    if name in here:
+                        hooks.install(name, here[name])
                 model.register_forward_hook(partial(_end, hooks), always_call=True)
 
     def _random(self, region: Region) -> Random:
@@ -163,6 +169,7 @@ class Regions:
 
 def _end(hooks: LayerHooks, *_: object) -> None:
     hooks.moved.clear()
+    hooks.exchange.end()
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,7 @@ PLANS = [
     "dp2 zero3 | blocks.*.mlp: tp2 | blocks.*.attn: tp2 ddp",
     "dp2 pp2 zero1 1f1b:2 | head: tp2 | blocks.0: zero3",
     "dp2 pp2 zb-h1:2 | blocks.0-1: tp2",
+    "dp2 pp2 1f1b:2 | blocks.0.mlp: tp2",
     "dp2 tp2 pp2 gpipe:2 | blocks.0: dp4 zero3 | head: tp4",
     "dp2 zero3 bf16 | head: tp2 zero1",
     "dp2 fp16 | head: tp2 zero1",
@@ -232,6 +233,56 @@ def test_dropout_is_equal_on_the_ranks_of_a_mesh():
     """Ranks whose own random numbers differ draw the same masks for rows that they share."""
     first, second = run_gloo(2, dropped)
     assert torch.equal(first, second)
+
+
+class Norming(nn.Module):
+    """Two layers, with a value that is read under no_grad between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = micro.Block(1.0), micro.Block(1.0)
+        self.tensor_table = sw.Table.of({"[ab].up": "colwise", "[ab].down": "rowwise"})
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.a(x)
+        with torch.no_grad():
+            size = h.norm(dim=1, keepdim=True)
+        return self.b(h / size)
+
+
+def normed(world: World, plan: str) -> list[float]:
+    """The losses of three steps."""
+    engine = sw.parallelize(
+        settled(Norming()), plan, world, optimizer=sw.SGD(lr=0.1), loss=micro.error
+    )
+    batches = (tree_map(lambda x: x.chunk(2)[world.rank], micro.vectors(4, s)) for s in range(3))
+    whole = (micro.vectors(4, s) for s in range(3))
+    return [engine.step(batch).loss for batch in (batches if world.size > 1 else whole)]
+
+
+def test_a_value_read_under_no_grad():
+    """Code that reads a layer's output under no_grad first does not cut its gradient."""
+    found = run_threads(2, normed, "dp2 fp64 | a: tp2")
+    assert found[0] == pytest.approx(run_threads(1, normed, "fp64")[0], rel=1e-10)
+
+
+class Flattening(nn.Module):
+    """An embedding of all words of a batch, in one dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.tensor_table = sw.Table.of({"embed": "vocabulary"})
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.embed(words.flatten()).view(*words.shape, 6).sum(1)
+
+
+def test_inputs_whose_rows_are_flattened():
+    """They are refused: no dim counts the rows that the layer's ranks share."""
+    batch = torch.randint(7, (4, 5)), torch.randn(4, 6)
+    with pytest.raises(InputError, match="no dim 0 counts the rows"):
+        sw.predict(Flattening(), "dp2 | embed: tp2", batch, loss=micro.error)
 
 
 # --- checkpoints ---------------------------------------------------------------------------------

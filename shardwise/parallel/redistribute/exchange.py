@@ -55,6 +55,7 @@ class RowExchange:
     place    this rank among the `ranks` of its stage
     world    exchanges the counts of rows
     passes   the number of forwards so far
+    assumed  whether `counts` are those of the first layer of this forward
     gathers  called with each gather of rows, in forward and backward, for predictions
     """
 
@@ -66,6 +67,7 @@ class RowExchange:
     counts: Counts = ()
     parts: list[tuple[Any, Counts]] = field(default_factory=list)
     passes: int = 0
+    assumed: bool = False
     gathers: Callable[[RowGather], None] | None = None
 
     def begin(self, parts: Sequence[Any]) -> None:
@@ -79,7 +81,7 @@ class RowExchange:
         by_rank = every[first : first + self.ranks : self.base]
         counts = [tuple(rank[n] for rank in by_rank) for n in range(len(parts))]
         self.parts = list(zip(parts, counts, strict=True))
-        self.counts = counts[0]
+        self.counts, self.assumed = counts[0], False
 
     def enter(self, part: Any) -> None:
         """The forward of this microbatch begins."""
@@ -92,7 +94,12 @@ class RowExchange:
 
     def equal(self, inputs: Any) -> None:
         """All data ranks have as many rows as these inputs of a layer."""
-        self.counts = (_rows(inputs),) * (self.ranks // self.base)
+        self.counts, self.assumed = (_rows(inputs),) * (self.ranks // self.base), True
+
+    def end(self) -> None:
+        """A forward has ended; the numbers of rows of the next are not those of its layers."""
+        if self.assumed:
+            self.counts, self.assumed = (), False
 
     @property
     def ambiguous(self) -> bool:

@@ -60,7 +60,7 @@ class LayerHooks:
             """Move the rows of the inputs."""
             if not self.exchange.counts:
                 self.exchange.equal((args, kwargs))
-            rows = self._have_rows((args, kwargs))
+            rows = self._have_rows(name, (args, kwargs))
             found = tree_map(lambda x: self._enter(name, x, rows), (args, kwargs))
             if self.random is not None:
                 self.random.swap()
@@ -76,15 +76,20 @@ class LayerHooks:
             module.register_forward_hook(after),
         ]
 
-    def _have_rows(self, inputs: Any) -> set[int]:
-        """The ids of the tensors whose dim 0 counts the rows of the batch, on all ranks."""
+    def _have_rows(self, name: str, inputs: Any) -> set[int]:
+        """The ids of the tensors whose dim 0 counts the rows of the batch, on all ranks.
+
+        Raises InputError if no input does: each rank would compute its own rows' part alone.
+        """
         exchange = self.exchange
         own = exchange.held(exchange.base)
-        leaves = [x for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim() > 0]
-        leaves = [x for x in leaves if not isinstance(x, Redistributed)]
+        every = [x for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim() > 0]
+        leaves = [x for x in every if not isinstance(x, Redistributed)]
         flags = [x.shape[0] == own for x in leaves]
         if leaves and exchange.ambiguous and exchange.base != self.degree:
             flags = exchange.everywhere(flags, self.degree)
+        if len(leaves) == len(every) and not any(flags) and exchange.base != self.degree:
+            raise _no_rows(name, [list(x.shape) for x in every], own)
         return {id(x) for x, flag in zip(leaves, flags, strict=True) if flag}
 
     def _enter(self, name: str, x: Any, rows: Collection[int]) -> Any:
@@ -126,6 +131,15 @@ def hook_own_rows(module: nn.Module) -> Any:
 
 def _own_rows(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
     return plain((args, kwargs))
+
+
+def _no_rows(name: str, shapes: list[list[int]], rows: int) -> Exception:
+    return bad(
+        f"inputs of shape {', '.join(map(str, shapes)) or 'none'} of the layer {name}, which has a "
+        f"mesh of its own, for a batch of {rows} rows: no dim 0 counts the rows",
+        "layers that take activations [rows, ...] of the batch, or rows of it",
+        "the layer under the model's axes, or its inputs before rows are flattened",
+    )
 
 
 def _without_rows(name: str, x: Tensor) -> Exception:

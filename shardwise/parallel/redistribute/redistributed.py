@@ -43,12 +43,16 @@ class Redistributed(Tensor):
 
     def plain(self) -> Tensor:
         """This rank's own rows."""
-        if self.own is None:
-            exchange = self.exchange
-            whole = self.computed_from
+        exchange, whole = self.exchange, self.computed_from
+        if self.own is None or self._lacks_graph(self.own, whole):
             self.own = exchange.move(whole, self.degree, exchange.base, self.layer)
             self.version = self.own._version
         return self.own
+
+    def _lacks_graph(self, own: Tensor, whole: Tensor) -> bool:
+        """Whether `own` was taken under no_grad, and is read now where autograd records."""
+        records = torch.is_grad_enabled() and whole.requires_grad
+        return records and not own.requires_grad and own._version == self.version
 
     def at(self, degree: int) -> Tensor:
         """The rows at another degree, by one move."""
