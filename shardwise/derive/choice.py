@@ -25,7 +25,8 @@ def table_or_derived(
     None: the plan has no tensor axis, or the model has its own table.
     Raises InputError if no layer of the model can be sharded.
     """
-    ranks = plan.mesh.size_of(AXIS)
+    plans = (plan.of_layers(number) for number in range(len(plan.layers) + 1))
+    ranks = max(each.mesh.size_of(AXIS) for each in plans)
     if ranks == 1 or table is not None:
         return table
     made = model()

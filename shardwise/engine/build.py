@@ -137,7 +137,7 @@ def lay_out(model: nn.Module, build: Build, disk: Disk | None = None) -> Sharded
 
 
 def _sharding(model: nn.Module, build: Build, disk: Disk | None) -> Sharding:
-    """How the parameters are stored of which the model's own plan says it."""
+    """The storage of parameters under the model's own plan."""
     world, plan, offload = build.world, build.plan, build.plan.offloaded
     return Sharding(
         row=plan.states,

@@ -143,18 +143,15 @@ class Regions:
         """
         every = dict(model.named_modules(remove_duplicate=False))
         here = {name: m for name, m in every.items() if not isinstance(m, StandIn)}
-        for name in recomputed if self.exchange.axes else ():
-            meshes = [region.layers for region in self.regions if region.layers.mesh]
-            if name in here and not any(each.holds(name) for each in meshes):
+        meshes = [region for region in self.regions if region.layers.mesh]
+        for name in here.keys() & set(recomputed) if meshes else ():
+            if not any(region.layers.holds(name) for region in meshes):
                 hook_own_rows(here[name])
-        for region in self.regions:
-            if region.layers.mesh:
-                random = self._random(region)
-                hooks = LayerHooks(self.exchange, region.degree, with_rows, random)
-                for name in region.layers.modules:
-                    if name in here:
-                        hooks.install(name, here[name])
-                model.register_forward_hook(partial(_end, hooks), always_call=True)
+        for region in meshes:
+            hooks = LayerHooks(self.exchange, region.degree, with_rows, self._random(region))
+            for name in here.keys() & set(region.layers.modules):
+                hooks.install(name, here[name])
+            model.register_forward_hook(partial(_end, hooks), always_call=True)
 
     def _random(self, region: Region) -> Random:
         """Random numbers that are equal on the ranks of the region's tensor axis."""

@@ -6,8 +6,8 @@
     grouped    all experts at once  the same                      3 products, 9 with backward
 
 `torch.nn.functional.grouped_mm` multiplies the rows of all experts in one call. It saves what a
-call costs for each expert, and the stacking of the experts' gradients. Measured on a CPU it takes
-the same time from 4 to 7 experts, and half of it for 64 with few rows (docs/experts.md).
+call costs for each expert, and the stacking of the experts' gradients. On a CPU it is faster or
+slower with 4 experts, depending on the rows, and three times as fast with 64 (docs/experts.md).
 """
 
 from functools import lru_cache

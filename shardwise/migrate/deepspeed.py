@@ -57,7 +57,8 @@ def _optimizer(_draft: Draft, value: Any) -> str:
 def _betas(draft: Draft, value: Any) -> str | Wrong:
     if value == "auto":
         return AUTO
-    if not isinstance(value, list) or len(value) != 2:
+    numbers = isinstance(value, list) and all(type(each) in (int, float) for each in value)
+    if not numbers or len(value) != 2:
         return Wrong("two numbers in brackets", "[0.9, 0.95]")
     return draft.set("train.betas", value)
 

@@ -212,6 +212,8 @@ def word(
         known = value.upper() if isinstance(value, str) else value
         if value == "auto":
             return AUTO
+        if isinstance(value, list | dict):
+            known = json.dumps(value)  # no key of `words`
         if isinstance(known, str) and known in others:
             return what
         if known not in words or not any(known is w or type(known) is type(w) for w in words):

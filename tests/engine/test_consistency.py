@@ -16,9 +16,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
-from shardwise.core.layout import I
 from shardwise.core.mesh import Mesh
-from shardwise.core.param_layout import AxisLayout, Layout
 from shardwise.engine import consistency
 from shardwise.engine.prediction import Predictor
 from shardwise.engine.tensor_layout import nowhere
@@ -280,10 +278,9 @@ class Made:
     """Gradients of one flat group: one large, one of nothing but rounding."""
 
     names, pieces, trained = ["large", "small"], [(0, 1000), (1000, 1010)], True
-    layouts = (Layout(axes=(("tp", AxisLayout(I, 2)),)),)
 
     def __init__(self, rank: int, off: float, noise: float) -> None:
-        draw = torch.Generator().manual_seed(0)
+        draw, self.layouts = torch.Generator().manual_seed(0), [Mesh((("tp", 2),))]
         large = torch.randn(1000, generator=draw) * (1 + off * rank)
         self.grads, self.gshard = self, torch.cat([large, torch.full((10,), noise * (-1) ** rank)])
 
