@@ -17,6 +17,7 @@ from shardwise.core.arena_slots import Slots, gradient_slots
 from shardwise.core.hook import Hook, nothing
 from shardwise.engine import expert_parallel, stage_module, tensor_parallel
 from shardwise.engine.expert_parallel import ExpertLayout
+from shardwise.engine.layer_plans import require_units
 from shardwise.engine.regions import Regions
 from shardwise.engine.shard import (
     Sharding,
@@ -97,6 +98,7 @@ def lay_out(model: nn.Module, build: Build, disk: Disk | None = None) -> Sharded
     regions = Regions.open(build, how)
     if schedule is None:
         specs = units_of(model, how, tensor_ranks, regions.unit_key)
+        require_units(specs, plan)
         tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table, kernels.products)
         tensors.others = regions.lay_out(model, kernels.products)
         experts = expert_parallel.lay_out(model, world, plan, how.axes)
@@ -117,6 +119,7 @@ def lay_out(model: nn.Module, build: Build, disk: Disk | None = None) -> Sharded
         return {at[name] for name, _ in spec.params}, regions.unit_key(spec)
 
     specs = units_of(model, how, tensor_ranks, unit_key)
+    require_units(specs, plan)
     twins = stage_module.twin(model, world, plan, build.table)
     stage_module.agree(model, world.axis(stage_module.AXIS), world.device)
     tensors = tensor_parallel.lay_out(model, world, plan.sp, build.table, kernels.products)

@@ -5,7 +5,7 @@ plan with a pattern that matches it or a module around it.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
@@ -16,7 +16,7 @@ from shardwise.core.suggest import suggest
 from shardwise.core.tensor_plan import Table, matches
 from shardwise.engine import expert_parallel
 from shardwise.engine.tensor_plan import shapes
-from shardwise.parallel.data.wrap_policy import Rule, blocks, runs
+from shardwise.parallel.data.wrap_policy import Rule, UnitSpec, blocks, runs
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,10 @@ class LayerPlans:
     def meshes(self) -> tuple[Layers, ...]:
         """The layers with a mesh of their own."""
         return tuple(each for each in self.layers if each.mesh)
+
+    def outside(self, names: Iterable[str]) -> list[str]:
+        """Those of the modules that are in no layer with a mesh of its own."""
+        return [name for name in names if not any(each.holds(name) for each in self.meshes)]
 
     def alone(self, model: nn.Module, rule: Rule) -> list[str]:
         """The layers that are units of their own although they lie inside a block."""
@@ -90,6 +94,24 @@ def layer_plans(model: nn.Module, plan: Plan) -> LayerPlans:
     _require_untied(model, plan)
     _require_no_experts(model, plans)
     return plans
+
+
+def require_units(specs: Sequence[UnitSpec], plan: Plan) -> None:
+    """Raise InputError for a unit with parameters of layers of several plans.
+
+    A module that has parameters of its own is one unit with all modules inside of it, unless these
+    are blocks.
+    """
+    for spec in specs if plan.layers else ():
+        by_plan = {plan.layer_of(name): name for name, _ in spec.params}
+        if len(by_plan) > 1:
+            first, second, *_ = by_plan.values()
+            raise bad(
+                f"the plan '{plan}', in which {first} and {second} have different plans, and are "
+                f"in one unit, {spec.name or 'the model'}, which has parameters of its own",
+                "layers that are units, or lie in blocks: units= chooses the blocks",
+                "units=LayerClass, or one plan for both",
+            )
 
 
 def only(

@@ -46,6 +46,7 @@ from shardwise.engine import (
 )
 from shardwise.engine.batch import cast, filled, split
 from shardwise.engine.layer_passes import LayerPasses
+from shardwise.engine.layer_plans import require_units
 from shardwise.engine.partition import misplaced
 from shardwise.engine.shard import Sharding, cast_whole, gathers, units_of
 from shardwise.engine.spec import buffer_shapes, dtype_name
@@ -97,9 +98,10 @@ def model_spec(
     plans = tensor_parallel.layer_tables(plain, plan, options["table"])
     kinds = recomputation.recomputed_modules(plain, plan, options["units"], begin)
     hosted = recomputation.on_host(plain, plan, options["units"], kinds, begin)
-    how_sharded = _sharding(plan, options, tile(plain, plan, options["units"]))
-    how_sharded = replace(how_sharded, alone=tuple(plans.alone(plain, options["units"])))
+    alone = tuple(plans.alone(plain, options["units"]))
+    how_sharded = _sharding(plan, options, tile(plain, plan, options["units"]), alone)
     specs = units_of(plain, how_sharded, plan.mesh.size_of(TENSOR), unit_key)
+    require_units(specs, plan)
     how_sharded.tiling.show()
     shape = ModelShape(tuple(map(_unit_shape, specs)), buffer_shapes(plain))
     world, stages = _tensor_world(plan, rank), None
@@ -113,8 +115,7 @@ def model_spec(
     spec = ModelSpec(shape, _modules(plain, specs), ModelPass((), ()), recomputed=kinds, **how)
     record = partial(meta_pass.run, plain, real, call)
     if plans.meshes:
-        outside = [name for name in kinds if not any(each.holds(name) for each in plans.meshes)]
-        passes = LayerPasses(plans, plan, rank, (*begin, *outside))
+        passes = LayerPasses(plans, plan, rank, (*begin, *plans.outside(kinds)))
         rows = list(zip(parts, passes.counts(parts, counts), strict=True))
         return _with_meshes(spec, passes, table, (plain, record, call), rows)
     if table is None:
@@ -337,7 +338,9 @@ def _valueless(model: nn.Module) -> Exception:
     )
 
 
-def _sharding(plan: Plan, options: dict[str, Any], tiling: Tiling) -> Sharding:
+def _sharding(
+    plan: Plan, options: dict[str, Any], tiling: Tiling, alone: tuple[str, ...]
+) -> Sharding:
     """The values that the choice of units depends on, which exclude the axes."""
     return Sharding(
         row=plan.states,
@@ -348,6 +351,7 @@ def _sharding(plan: Plan, options: dict[str, Any], tiling: Tiling) -> Sharding:
         least_unit_bytes=options["least_unit_bytes"],
         tiling=tiling,
         gathers=gathers(plan),
+        alone=alone,
     )
 
 

@@ -151,6 +151,7 @@ class Regions:
             hooks = LayerHooks(self.exchange, region.degree, with_rows, self._random(region))
             for name in here.keys() & set(region.layers.modules):
                 hooks.install(name, here[name])
+            model.register_forward_pre_hook(partial(_begin, hooks))
             model.register_forward_hook(partial(_end, hooks), always_call=True)
 
     def _random(self, region: Region) -> Random:
@@ -164,9 +165,12 @@ class Regions:
         return Random(generators, first + 1_000_003 * place + region.layers.number, STATES)
 
 
+def _begin(hooks: LayerHooks, *_: object) -> None:
+    hooks.begin()
+
+
 def _end(hooks: LayerHooks, *_: object) -> None:
     hooks.moved.clear()
-    hooks.exchange.end()
 
 
 @dataclass(frozen=True)

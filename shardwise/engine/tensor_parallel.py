@@ -19,7 +19,7 @@ from shardwise.core.layout import R
 from shardwise.core.param_layout import AxisLayout, Groups
 from shardwise.core.plan import Plan
 from shardwise.core.styles import ModuleShape, Style
-from shardwise.core.tensor_plan import Table, assign, bias_cut, cuts, matches, numbers
+from shardwise.core.tensor_plan import Table, assign, bias_cut, cuts, matches, numbers, unmatched
 from shardwise.core.tensor_plan_check import check
 from shardwise.core.uneven import Cut
 from shardwise.engine import expert_tensor, rng
@@ -65,6 +65,8 @@ def layer_tables(model: nn.Module, plan: Plan, own: Table | Mapping[str, str] | 
     if all(each.plan.mesh.size_of(AXIS) == 1 for each in plans.meshes):
         return plans
     table, found = table_of(model, own), list(plans.layers)
+    if problems := unmatched(table, list(shapes(model)), sp=False):
+        raise refusal(f"the table of the {type(model).__name__}", problems)
     for each in plans.meshes:
         ranks = each.plan.mesh.size_of(AXIS)
         if ranks == 1:

@@ -13,7 +13,6 @@ from torch.utils._pytree import tree_map
 
 import shardwise as sw
 from shardwise.comm.world import World, alone
-from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
 from shardwise.engine.regions import exchange_of
 from shardwise.engine.tensor_parallel import layer_tables
@@ -23,7 +22,7 @@ from shardwise.parallel.redistribute.redistributed import Redistributed
 from shardwise.verify import memory, parity
 from shardwise.verify.finding import Finding
 from shardwise.verify.report import report
-from tests.engine.cases import Case, Task, oracle, settled, small_gpt, text, tied_gpt
+from tests.engine.cases import Case, Task, oracle, settled, small_gpt, text
 from tests.pool import run_gloo, run_threads
 from tests.verify import micro
 
@@ -266,25 +265,6 @@ def test_a_value_read_under_no_grad():
     assert found[0] == pytest.approx(run_threads(1, normed, "fp64")[0], rel=1e-10)
 
 
-class Flattening(nn.Module):
-    """An embedding of all words of a batch, in one dim."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(7, 6)
-        self.tensor_table = sw.Table.of({"embed": "vocabulary"})
-
-    def forward(self, words: Tensor) -> Tensor:
-        return self.embed(words.flatten()).view(*words.shape, 6).sum(1)
-
-
-def test_inputs_whose_rows_are_flattened():
-    """They are refused: no dim counts the rows that the layer's ranks share."""
-    batch = torch.randint(7, (4, 5)), torch.randn(4, 6)
-    with pytest.raises(InputError, match="no dim 0 counts the rows"):
-        sw.predict(Flattening(), "dp2 | embed: tp2", batch, loss=micro.error)
-
-
 # --- checkpoints ---------------------------------------------------------------------------------
 
 
@@ -327,55 +307,3 @@ def test_checkpoints_of_other_plans(first: str, second: str, tmp_path: Path):
     task = Task(batch=lambda step: text(step, 8))
     expected = oracle(task, Case("dp1"))
     assert found[0] == pytest.approx(expected.losses[-1], rel=1e-10)
-
-
-# --- refusals ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("plan", "make", "said"),
-    [
-        ("dp2 | emb: zero1", small_gpt, "Write instead: 'embed: zero1'"),
-        ("dp2 | blocks: tp2 | blocks.0: zero1", small_gpt, "all have an earlier plan"),
-        ("dp2 | blocks.0.mlp: tp2 | blocks.0: zero1", small_gpt, "is inside of the other"),
-        ("dp2 | head: tp2", tied_gpt, "'embed,head: tp2'"),
-        ("dp2 recompute:full | blocks.0.mlp: tp2", small_gpt, "contains the layer blocks.0.mlp"),
-        ("dp4 | blocks.0: tp4", small_gpt, "heads"),
-    ],
-)
-def test_models_that_do_not_fit(plan: str, make: Any, said: str):
-    """The error names the layer and the line to write; `predict` says the same."""
-    with pytest.raises(InputError) as error:
-        sw.predict(make(), plan, text(0, 8), loss=gpt.loss)
-    assert said in str(error.value)
-
-
-class Biased(nn.Module):
-    """A layer that takes a tensor with a gradient and without rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.shift = nn.Parameter(torch.zeros(3, 6))
-        self.block = Shifted()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.block(x, self.shift)
-
-
-class Shifted(nn.Module):
-    """A linear layer of an input and a shift."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.tensor_table = sw.Table.of({"linear": "colwise_gather_output"})
-
-    def forward(self, x: Tensor, shift: Tensor) -> Tensor:
-        return self.linear(x + shift.sum(0))
-
-
-def test_an_input_with_a_gradient_and_without_rows():
-    """It is refused: its gradient would be that of the rows of several ranks."""
-    batch = micro.vectors(4, 0)
-    with pytest.raises(InputError, match="does not count the rows of the batch"):
-        sw.predict(Biased().double(), "dp2 | block: tp2", batch, loss=micro.error)

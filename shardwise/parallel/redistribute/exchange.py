@@ -96,19 +96,22 @@ class RowExchange:
         """All data ranks have as many rows as these inputs of a layer."""
         self.counts, self.assumed = (_rows(inputs),) * (self.ranks // self.base), True
 
-    def end(self) -> None:
-        """A forward has ended; the numbers of rows of the next are not those of its layers."""
+    def drop_assumed(self) -> None:
+        """A forward begins, which may have other numbers of rows than the one before."""
         if self.assumed:
             self.counts, self.assumed = (), False
 
     @property
-    def ambiguous(self) -> bool:
-        """Whether a dim of size 1 may be that of a rank's only row, while others have several."""
-        return min(self.counts) == 1 < max(self.counts)
+    def uneven(self) -> bool:
+        """Whether ranks have different numbers of rows, so that one may take another dim for it."""
+        return min(self.counts) < max(self.counts)
 
-    def everywhere(self, flags: Sequence[bool], degree: int) -> list[bool]:
+    def everywhere(self, flags: Sequence[bool], degree: int, layer: str) -> list[bool]:
         """Which flags are true on all ranks between the base and another degree."""
         few, many = sorted((self.base, degree))
+        if self.gathers is not None:
+            numel = len(flags) * (many // few)
+            self.gathers(RowGather(layer, (few, many), numel, "int64", "forward"))
         own = torch.tensor([not flag for flag in flags], device=self.world.device).long()
         everyone = torch.stack(all_gather(own, self.axes[few, many]))
         return (everyone.sum(0) == 0).tolist()

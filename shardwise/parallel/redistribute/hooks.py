@@ -52,6 +52,7 @@ class LayerHooks:
         self.exchange, self.degree, self.wrap, self.random = exchange, degree, wrap, random
         #: in this forward, what was moved from tensors without a gradient, such as masks
         self.moved, self.passes = WeakIdKeyDictionary(), 0
+        self.inside = 0  # forwards of these layers that are running
 
     def install(self, name: str, module: nn.Module) -> list[Any]:
         """Hook one layer; set after all other hooks of this package."""
@@ -62,11 +63,13 @@ class LayerHooks:
                 self.exchange.equal((args, kwargs))
             rows = self._have_rows(name, (args, kwargs))
             found = tree_map(lambda x: self._enter(name, x, rows), (args, kwargs))
+            self.inside += 1
             if self.random is not None:
                 self.random.swap()
             return found
 
         def after(_: nn.Module, __: Any, out: Any) -> Any:
+            self.inside -= 1
             if self.random is not None:
                 self.random.swap()
             return tree_map(partial(self._leave, name), out)
@@ -74,7 +77,27 @@ class LayerHooks:
         return [
             module.register_forward_pre_hook(before, with_kwargs=True, prepend=True),
             module.register_forward_hook(after),
+            *(
+                part.register_forward_pre_hook(partial(self._require_inside, name))
+                for part in module.modules()
+                if part is not module
+            ),
         ]
+
+    def begin(self) -> None:
+        """A forward of the model begins."""
+        self.inside = 0
+        self.exchange.drop_assumed()
+
+    def _require_inside(self, name: str, part: nn.Module, _: Any) -> None:
+        """Raise InputError if a part of the layer is called outside of the layer's forward."""
+        if not self.inside and torch._C._current_graph_task_id() == -1:
+            raise bad(
+                f"a call of the {type(part).__name__} inside of the layer {name}, which has a mesh "
+                f"of its own, without a call of {name}",
+                "layers whose own forward calls what is inside of them",
+                "the layer under the model's axes, or patterns of the modules that are called",
+            )
 
     def _have_rows(self, name: str, inputs: Any) -> set[int]:
         """The ids of the tensors whose dim 0 counts the rows of the batch, on all ranks.
@@ -86,8 +109,8 @@ class LayerHooks:
         every = [x for x in tree_leaves(inputs) if isinstance(x, Tensor) and x.dim() > 0]
         leaves = [x for x in every if not isinstance(x, Redistributed)]
         flags = [x.shape[0] == own for x in leaves]
-        if leaves and exchange.ambiguous and exchange.base != self.degree:
-            flags = exchange.everywhere(flags, self.degree)
+        if leaves and exchange.uneven and exchange.base != self.degree:
+            flags = exchange.everywhere(flags, self.degree, name)
         if len(leaves) == len(every) and not any(flags) and exchange.base != self.degree:
             raise _no_rows(name, [list(x.shape) for x in every], own)
         return {id(x) for x, flag in zip(leaves, flags, strict=True) if flag}
@@ -113,13 +136,15 @@ class LayerHooks:
 
     def _leave(self, name: str, x: Any) -> Any:
         """An output of the layer, of which the model around it sees this rank's own rows."""
-        if not isinstance(x, Tensor) or x.dim() == 0:
+        if not isinstance(x, Tensor):
             return x
         if type(x) is not Tensor:
             found = self.wrap(x, self.exchange, self.degree, name)
             if found is not None:
                 return found
-        if x.shape[0] != self.exchange.held(self.degree):
+        if x.dim() == 0 or x.shape[0] != self.exchange.held(self.degree):
+            if x.requires_grad and self.degree != self.exchange.base:
+                raise _without_rows(name, x, "output")
             return x
         return Redistributed.of(x, self.exchange, self.degree, name)
 
@@ -142,10 +167,11 @@ def _no_rows(name: str, shapes: list[list[int]], rows: int) -> Exception:
     )
 
 
-def _without_rows(name: str, x: Tensor) -> Exception:
+def _without_rows(name: str, x: Tensor, what: str = "input") -> Exception:
     return bad(
-        f"an input of shape {list(x.shape)} of the layer {name}, which has a mesh of its own; the "
-        "input has a gradient, and its dim 0 does not count the rows of the batch",
-        "layers whose inputs with a gradient are activations [rows, ...]",
+        f"an {what} of shape {list(x.shape)} of the layer {name}, which has a mesh of its own; the "
+        f"{what} has a gradient, and its dim 0 does not count the rows of the batch",
+        "layers whose inputs and outputs with a gradient are activations [rows, ...], and one "
+        "number of rows in all forwards of a step",
         "the layers that make this tensor and those that take it under one plan",
     )
