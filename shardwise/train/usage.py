@@ -20,6 +20,7 @@ UsageError: Final[type[Exception]] = typer.BadParameter.__mro__[1]
 #: A line that works, for each command.
 EXAMPLES: Final[Mapping[str, str]] = {
     "doctor": "shardwise doctor --ranks 2",
+    "table": "shardwise table gpt --ranks 2",
     "train": "shardwise train examples/quickstart.toml",
     "verify": 'shardwise verify "dp2 zero3"',
     "predict": 'shardwise predict "dp64 zero3 bf16"',
@@ -33,6 +34,8 @@ EXAMPLES: Final[Mapping[str, str]] = {
 #: A value that works, for each option that takes one.
 VALUES: Final[Mapping[str, str]] = {
     "--disk": ".",
+    "--cluster": "cluster.toml",
+    "--styles": "table.toml",
     "--from": "ds_config.json",
     "--mesh": '"dp2 tp2"',
     "--mib": "16",
