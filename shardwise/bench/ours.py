@@ -131,8 +131,8 @@ TENSOR = (
 
 #: Data ranks whose embedding and head are on the tensor axis, beside the uniform plans.
 LAYERS = tuple(
-    Contender(f"{row} | embed,head: tp", row, planned(f"dp{{n}} {row} | embed,head: tp{{n}} {own}"))
-    for row, own in (("ddp", "ddp"), ("zero1", "ddp"), ("zero3", "ddp"))
+    Contender(f"{row} | embed,head: tp", row, planned(f"dp{{n}} {row} | embed,head: tp{{n}} ddp"))
+    for row in ("ddp", "zero1", "zero3")
 )
 
 #: Every schedule that torch has too, with 4 and 8 microbatches.

@@ -132,7 +132,7 @@ def _may_gather(stream: Stream, outer: str) -> bool:
             return True
         whole = event.has(stream.positions) and not event.has(stream.sharded)
         if event.kind == "op" and event.active and whole:
-            return False  # a residual in the module needs the stream as it is
+            return False  # a residual in the module needs the unchanged stream
         other = event.kind == "call" and whole and event.name not in stream.taken
         if other and stream.known[event.name].parameters:
             return False

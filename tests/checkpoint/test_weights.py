@@ -134,7 +134,7 @@ def peak(world: World, folder: str) -> tuple[int, int, int]:
     def held() -> int:
         tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, nn.Parameter)]
         found = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in tensors}
-        # the file of all weights is mapped: its pages are read as they are copied
+        # the file of all weights is mapped: each page is read when it is copied
         own = [each.nbytes() for each in found.values() if each.device.type == "cpu"]
         return sum(own) - sum(size for size in own if size == sum(sizes))
 

@@ -1,7 +1,7 @@
 """Activations with the rows of another tensor degree than the model around them.
 
 y = layer_a(x)      rows are gathered before layer_a; y keeps them gathered
-z = layer_b(y)      a layer of the same mesh takes y as it is: nothing is sent
+z = layer_b(y)      a layer of the same mesh takes y with these rows: nothing is sent
 z + 1               any other operation first takes this rank's own rows
 """
 
