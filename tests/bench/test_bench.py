@@ -121,14 +121,18 @@ def test_medians_are_of_the_slowest_rank_and_of_rounds() -> None:
     ranks = [
         [Record(REFERENCE, [1.0, 2.0, 4.0], [8.0] * 3, [0.0] * 3, 10, 2.0), row]
         for row in (
-            Record("zero1", [1.0, 1.0, 1.0], [100.0] * 3, [50.0] * 3, 20, 1.0),
-            Record("zero1", [2.0, 1.0, 3.0], [300.0] * 3, [50.0] * 3, 30, 3.0),
+            Record(
+                "zero1", [1.0, 1.0, 1.0], [100.0 * table.MIB] * 3, [50.0 * table.MIB] * 3, 20, 1.0
+            ),
+            Record(
+                "zero1", [2.0, 1.0, 3.0], [300.0 * table.MIB] * 3, [50.0 * table.MIB] * 3, 30, 3.0
+            ),
         )
     ]
     line = table.lines(task, ranks)[1]
-    assert (line.step_s, line.ratio, line.wire_bytes) == (2.0, 0.75, 200)
+    assert (line.step_s, line.ratio, line.wire_bytes) == (2.0, 0.75, 200 * table.MIB)
     assert (line.peak_bytes, line.loss) == (30, 2.0)
-    assert "moved after its time" in line.note
+    assert line.note == "50.0 MiB moved after its time was taken"
 
 
 @pytest.mark.parametrize(("row", "volume"), [("ddp", 2), ("zero1", 2), ("zero2", 2), ("zero3", 3)])

@@ -10,7 +10,7 @@ import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import RankError
 from shardwise.engine import first_step
-from tests.pool import run_threads
+from tests.pool import run_gloo, run_threads
 
 WIDTH, HIDDEN = 6, 8
 
@@ -67,10 +67,11 @@ def test_without_the_comparison_it_trains_wrong():
 @pytest.mark.parametrize("plan", ["tp2", "tp2 dp2 zero3 bf16", "tp2 pp2 1f1b:2"])
 def test_a_table_that_is_right_trains_on(plan: str, device: str):
     """In every precision and composition, with weights made on the meta device, and dropout."""
-    losses = run_threads(2 if plan == "tp2" else 4, trained, plan, False, True, device)
+    run = run_threads if device == "cpu" else run_gloo  # threads share the generator of weights
+    losses = run(2 if plan == "tp2" else 4, trained, plan, False, True, device)
     assert all(own == losses[0] for own in losses)
     alone = run_threads(1, trained, "bf16" if "bf16" in plan else "dp1", False, True, device)
-    if device == "meta":  # else threads share the generator of the initial weights
+    if device == "meta":
         assert losses[0] == pytest.approx(alone[0], rel=2e-2 if "bf16" in plan else 1e-5)
 
 
