@@ -60,7 +60,9 @@ def _of(plan: Plan, number: int, of: Callable[[Plan], list[Problem]]) -> list[Pr
             Problem(
                 f"{where}'{layer.words}': {product or 'no axis'}, of {ranks} ranks",
                 f"axes whose product is {ranks}, or divides it if it names no data axis",
-                f"'{','.join(layer.patterns)}: tp{ranks}' or '... dp{ranks}'",
+                " or ".join(
+                    f"'{','.join(layer.patterns)}: {axis}{ranks}'" for axis in ("tp", "dp")
+                ),
             )
         ]
     return [Problem(f"{where}{one.given}", one.allowed, one.instead) for one in of(own)]

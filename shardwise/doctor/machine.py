@@ -5,7 +5,6 @@ import platform
 import socket
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.cuda import nccl
 import shardwise
 from shardwise.comm.backends import available_backends
 from shardwise.comm.host import host_number
+from shardwise.comm.host_memory import free_bytes, limit_bytes
 
 #: NVML's levels of the nearest common ancestor of two GPUs, in nvidia-smi's terms.
 LEVELS = {0: "same board", 10: "PIX", 20: "PXB", 30: "PHB", 40: "NODE", 50: "SYS"}
@@ -46,14 +46,14 @@ class Machine:
 def look() -> Machine:
     """This machine."""
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    page = os.sysconf("SC_PAGE_SIZE")
+    memory_bytes = limit_bytes(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     return Machine(
         host=socket.gethostname(),
         host_number=host_number(),
         cores=len(os.sched_getaffinity(0)),
         threads=torch.get_num_threads(),
-        memory_bytes=limit_bytes(page * os.sysconf("SC_PHYS_PAGES")),
-        free_bytes=page * os.sysconf("SC_AVPHYS_PAGES"),
+        memory_bytes=memory_bytes,
+        free_bytes=int(min(memory_bytes, free_bytes())),
         gpus=tuple(Gpu(each.name, each.total_memory) for each in properties),
         links=links(_nvml()) if properties else (),
         backends=available_backends(),
@@ -118,10 +118,3 @@ def _nvlinks(nvml: Any, gpu: Any) -> int:
         except nvml.NVMLError:  # a number that this GPU does not have
             break
     return count
-
-
-def limit_bytes(memory_bytes: int) -> int:
-    """The memory that a process may use: the machine's, or the limit of its container."""
-    file = Path("/sys/fs/cgroup/memory.max")
-    text = file.read_text().strip() if file.exists() else "max"
-    return min(memory_bytes, int(text)) if text.isdecimal() else memory_bytes

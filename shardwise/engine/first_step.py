@@ -18,13 +18,14 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from shardwise.comm import host_memory
+from shardwise.comm.host import host_number
 from shardwise.comm.move import all_gather, begin_sum, broadcast, part
 from shardwise.comm.world import World
 from shardwise.core.errors import bad
@@ -120,19 +121,19 @@ def _not_compared(world: World, why: str) -> None:
 
 
 def _fits(needed: int, world: World) -> bool:
-    """Whether every rank has `needed` bytes free."""
-    own = torch.tensor([free_bytes(world)], dtype=torch.float64, device=world.device)
-    return min(float(x) for x in all_gather(own, world.everyone)) >= needed
+    """Whether every rank has `needed` bytes free; ranks of one host share its memory."""
+    host, free = free_bytes(world)
+    own = torch.tensor([host, free], dtype=torch.float64, device=world.device)
+    everyone = [tuple(x.tolist()) for x in all_gather(own, world.everyone)]
+    hosts = [host for host, _ in everyone]
+    return all(free >= needed * hosts.count(host) for host, free in everyone)
 
 
-def free_bytes(world: World) -> float:
-    """The free memory of this rank's device; of a host's, a share for each rank."""
+def free_bytes(world: World) -> tuple[int, float]:
+    """The number of the memory that this rank shares with others, and its free bytes."""
     if world.device.type == "cuda":
-        return float(torch.cuda.mem_get_info(world.device)[0])
-    file = Path("/proc/meminfo")
-    lines = file.read_text().splitlines() if file.exists() else []
-    free = next((int(x.split()[1]) for x in lines if x.startswith("MemAvailable")), None)
-    return math.inf if free is None else free * 1024 / world.size
+        return world.rank, float(torch.cuda.mem_get_info(world.device)[0])
+    return host_number(), host_memory.free_bytes()
 
 
 def _with_weights(engine: Engine, given: Plain, dtype: torch.dtype | None) -> nn.Module:

@@ -63,6 +63,7 @@ def test_inputs_whose_rows_are_flattened():
     ("plan", "make", "said"),
     [
         ("dp2 | emb: zero1", small_gpt, "Write instead: 'embed: zero1'"),
+        ("dp2 | blocks.0-99: zero1", small_gpt, "which match no module of the GPT"),
         ("dp2 | blocks: tp2 | blocks.0: zero1", small_gpt, "all have an earlier plan"),
         ("dp2 | blocks.0.mlp: tp2 | blocks.0: zero1", small_gpt, "is inside of the other"),
         ("dp2 | head: tp2", tied_gpt, "'embed,head: tp2'"),
