@@ -112,7 +112,7 @@ def _derived(
         return None
     if table is not None and words and joins(table):
         words = _vocabulary(trace, known, ranks, logits=False)
-        table = _table(words, grouped, ranks, known, runs)
+        table = _table(words, grouped, ranks, known, runs) or table
     taken = {} if table is None else matches(table, list(known), sp=False)
     whole = _whole(model, trace, {name: style.name for name, style in taken.items()}, why)
     if table is None or not table.styles or check(table, known, False, ranks):

@@ -78,7 +78,7 @@ def test_a_table_that_is_right_trains_on(plan: str, device: str):
 def test_too_little_memory_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    """Two ranks of a host that has too little for both: nothing is compared, one line says so."""
+    """Two ranks of a host with too little for both compare nothing, and one line says so."""
     monkeypatch.setattr(first_step, "free_bytes", lambda world: (7, 2 * 1760 - 1))
     run_threads(2, trained, "tp2", True)
     said = capsys.readouterr().err
