@@ -79,7 +79,7 @@ def test_too_little_memory_is_said(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     """Two ranks of a host with too little for both compare nothing, and one line says so."""
-    monkeypatch.setattr(first_step, "free_bytes", lambda world: (7, 2 * 1760 - 1))
+    monkeypatch.setattr(first_step, "free_bytes", lambda _: (7, 2 * 1760 - 1))
     run_threads(2, trained, "tp2", True)
     said = capsys.readouterr().err
     assert said.count("is not compared") == 1
