@@ -62,7 +62,7 @@ def _reshard(draft: Draft, value: Any) -> str | Wrong:
         return _strategy(draft, value)  # files for version 1 of FSDP
     if not isinstance(value, bool):
         return Wrong("true or false", "true")
-    return draft.say("row", RESHARD[value])
+    return draft.set_field("row", RESHARD[value])
 
 
 def _processes(draft: Draft, value: Any) -> str | Wrong:
@@ -95,7 +95,7 @@ def _flag(name: str, set_to: Any = True) -> Rule:
         if value and set_to is True:
             setattr(draft, name, True)
         elif value:
-            return draft.say(name, set_to)
+            return draft.set_field(name, set_to)
         return ""
 
     return _rule

@@ -32,7 +32,7 @@ def _enabled(precision: str) -> Rule:
             return Wrong("true, false or auto", "true")
         if value == "auto":
             return AUTO
-        return draft.say("precision", precision) if value else ""
+        return draft.set_field("precision", precision) if value else ""
 
     return _rule
 
@@ -43,7 +43,7 @@ def accumulated(draft: Draft, value: Any) -> str | Wrong:
         return AUTO
     if not whole(value) or value < 1:
         return Wrong("a whole number from 1 up, or auto", "4")
-    return draft.say("accumulate", value)
+    return draft.set_field("accumulate", value)
 
 
 def _optimizer(_draft: Draft, value: Any) -> str:

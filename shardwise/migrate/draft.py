@@ -43,7 +43,7 @@ class Draft:
         kept = self.values.setdefault(section, {}).setdefault(name, value)
         return "" if kept == value else f"{key} is {json.dumps(kept)} by another key"
 
-    def say(self, name: str, value: Any) -> str:
+    def set_field(self, name: str, value: Any) -> str:
         """Set a field that a plan word comes from; the first of several values stays."""
         if getattr(self, name) not in (None, value):
             return f"another key says {getattr(self, name)}"
@@ -53,10 +53,10 @@ class Draft:
     @property
     def _offload(self) -> list[str]:
         """The word `offload`; rows that keep all parameters and update a block have no `param`."""
-        whole = self.row in ("zero3", "ddp", None)
+        has_param = self.row in ("zero3", "ddp", None)
         if self.disk or self.disk_param:
-            return ["offload:param@disk" if self.disk_param and whole else "offload:optim@disk"]
-        if self.offload_param and whole:
+            return ["offload:param@disk" if self.disk_param and has_param else "offload:optim@disk"]
+        if self.offload_param and has_param:
             return ["offload:param"]
         return ["offload:optim"] * (self.offload or self.offload_param)
 
@@ -219,7 +219,7 @@ def word(
         if known not in words or not any(known is w or type(known) is type(w) for w in words):
             shown = [json.dumps(each) for each in (*words, *others)]
             return Wrong(f"{', '.join(shown)} (in any case)", shown[0])
-        return draft.say(name, words[known]) if words[known] is not None else ""
+        return draft.set_field(name, words[known]) if words[known] is not None else ""
 
     return _rule
 
