@@ -32,12 +32,15 @@ from torch.nn.modules import module as modules
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.core.hook import Driver, Hook
-from shardwise.kernels.matmul import Products
+from shardwise.kernels.matmul import BY_TORCH, Products
 from shardwise.kernels.rms_norm import Norm
 
 #: The least elements of a table, or of the input of a norm: for fewer the node costs more than it
 #: saves.
 LEAST = 2**16
+#: The most numbers of rows for which a layer uses another library than torch.  OneDNN keeps some
+#: 300 KiB of code for each shape, up to 1,024 shapes: generated text has a new one for each token.
+MOST_LENGTHS = 16
 
 
 class Sink(Driver, Protocol):
@@ -228,6 +231,7 @@ class _Product:
 
     def __init__(self, weight: nn.Parameter, products: Products, sink: Sink | None) -> None:
         self.weight, self.products, self.sink = weight, products, sink
+        self.lengths: set[int] = set()
 
     def mark(self, module: nn.Module, args: Any) -> Any:
         """The pre-hook: the marked input if our node computes the product."""
@@ -248,7 +252,11 @@ class _Product:
         """The product, of shapes [..., in], [out, in] and [out]."""
         if func is not functional.linear or len(args) != 2 or args[0] is not self.weight:
             return None
-        return _Linear.apply(x, *args, self.products, self._weight_sink())
+        rows = x.numel() // max(1, x.shape[-1])
+        if len(self.lengths) < MOST_LENGTHS:
+            self.lengths.add(rows)
+        products = self.products if rows in self.lengths else BY_TORCH
+        return _Linear.apply(x, *args, products, self._weight_sink())
 
 
 class _Linear(torch.autograd.Function):

@@ -1,12 +1,16 @@
 """Which library multiplies: the same numbers by each, and the one that is known to be faster."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.nn import functional
 
 from shardwise.kernels import matmul
+from shardwise.kernels.fused_linear import MOST_LENGTHS, take_over
 from shardwise.kernels.matmul import (
     BY_BOTH,
     BY_ONEDNN,
@@ -139,3 +143,19 @@ def test_without_the_systems_file_the_interpreter_is_asked(
     monkeypatch.setattr(matmul, "CPU_INFO", tmp_path / "none")
     monkeypatch.setattr("platform.processor", lambda: "x86, AuthenticAMD")
     assert matmul._processor() == "x86, AuthenticAMD"
+
+
+def test_new_numbers_of_rows_are_left_to_torch():
+    """A layer uses the library for the first numbers of rows alone: it keeps code for each."""
+    layer, lengths = nn.Linear(256, 256), list[int]()
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        lengths.append(len(x))
+        return functional.linear(x, weight, bias)
+
+    library = replace(BY_TORCH, linear=linear)
+    take_over(layer, library, None, cast("Any", None), {layer.weight: layer.weight.numel()})
+    for rows in range(1, MOST_LENGTHS + 3):
+        layer(torch.ones(rows, 256))
+    layer(torch.ones(1, 256))
+    assert lengths == [*range(1, MOST_LENGTHS + 1), 1]
