@@ -22,7 +22,7 @@ from tests.forks import fork_ranks
 #: Ranks are threads or processes, more than there are processors: each has one thread of torch's.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-CASES = 3
+CASES = 2
 #: Files of which every case runs: it costs next to nothing, or is a fact of its own.
 WHOLE = ("tests/test_house.py", "tests/core/")
 

@@ -21,6 +21,7 @@ def measured(world: World, task: Task) -> list[Record]:
     return measure(task)
 
 
+@pytest.mark.full
 def test_mixtures_of_eight_train_the_same_model() -> None:
     """Their losses agree; ours report their shares of a step; who is not installed says so."""
     rows = {row.contender: row for row in table.lines(TASK, run_gloo(2, measured, TASK))}

@@ -9,6 +9,7 @@ from tests.bench.test_bench import TASK, measured, replace
 from tests.pool import run_gloo
 
 
+@pytest.mark.full
 def test_offload_trains_the_same_model() -> None:
     """All contenders end with one loss, but for the one whose updates are a step late."""
     task = replace(TASK, contenders=SUITES["offload"])

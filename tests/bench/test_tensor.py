@@ -33,6 +33,7 @@ def measured(world: World, task: Task) -> list[Record]:
     return measure(task)
 
 
+@pytest.mark.full
 def test_everyone_trains_the_same_model() -> None:
     """Every loss is torch DDP's, with few key heads as well; who is refused says so."""
     rows = {row.contender: row for row in table.lines(TASK, run_gloo(2, measured, TASK))}

@@ -22,12 +22,14 @@ SHAPES = st.lists(st.integers(0, 7), max_size=4)
 TENSORS = st.lists(st.tuples(SHAPES, st.sampled_from(DTYPES)), min_size=1, max_size=3)
 
 
-@given(
+GIVEN = given(
     described=TENSORS,
     before=st.tuples(st.sampled_from(sorted(CUTS)), st.integers(1, 6)),
     after=st.tuples(st.sampled_from(sorted(CUTS)), st.integers(1, 6)),
     piece_bytes=st.sampled_from([1, 24, 2**20]),
 )
+
+
 def fills(described: list, before: tuple[str, int], after: tuple[str, int], piece_bytes: int):
     """Save tensors by n ranks, and fill the boxes of m ranks exactly."""
     tensors = {f"t{i}": sample(shape, dtype, i) for i, (shape, dtype) in enumerate(described)}
@@ -46,7 +48,7 @@ def fills(described: list, before: tuple[str, int], after: tuple[str, int], piec
 @pytest.mark.parametrize("examples", [12, pytest.param(60, marks=pytest.mark.full)])
 def test_boxes_cut_in_any_way_load_into_boxes_cut_in_any_other(examples: int):
     """Tensors of any shape and dtype, saved by n ranks, fill the boxes of m ranks exactly."""
-    settings(max_examples=examples, deadline=None)(fills)()
+    settings(max_examples=examples, deadline=None)(GIVEN(fills))()
 
 
 @settings(max_examples=100, deadline=None)

@@ -116,6 +116,7 @@ def die_at(count: int, folder: Path) -> None:
     sys.addaudithook(watch)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork beside threads: the child is brief
 @pytest.mark.parametrize("step", [200, 100])
 def test_a_crash_at_any_moment_leaves_a_whole_checkpoint(tmp_path: Path, step: int):

@@ -56,6 +56,7 @@ def test_a_run_goes_on_under_any_other_plan(ring: list[str], tmp_path: Path):
     check(HEADS, ring, tmp_path)
 
 
+@pytest.mark.full
 def test_packed_weights_go_through_files(tmp_path: Path):
     """Queries, keys and values in one weight, fewer keys than ranks; and back."""
     plans = ["tp4", "dp2 tp2 zero3", "dp2 zero1", "tp3 sp", "tp2"]

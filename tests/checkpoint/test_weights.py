@@ -314,6 +314,7 @@ def test_a_failed_export_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
+@pytest.mark.full
 def test_verify_takes_a_folder_of_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """`hf:./folder` has the weights of the folder, and the plan is proved on them."""
     pytest.importorskip("transformers")

@@ -46,6 +46,7 @@ def ran(tmp_path: Path, how: str, where: str) -> subprocess.CompletedProcess[str
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.full
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("where", ["all", "1"])
 def test_torchrun_shows_one_paragraph(tmp_path: Path, where: str):

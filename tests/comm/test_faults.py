@@ -130,6 +130,7 @@ def hold_the_lock_then_stop() -> None:
     all_reduce(torch.ones(1), world.everyone)
 
 
+@pytest.mark.full
 def test_a_rank_that_is_stopped_ends_the_run(monkeypatch: pytest.MonkeyPatch):
     """It is named, with its place; a slow rank that gives no beat for as long is left alone."""
     monkeypatch.setenv("SHARDWISE_FROZEN_S", "0.5")

@@ -42,6 +42,7 @@ def wait_for_each_other() -> None:
         all_reduce(torch.ones(1), world.everyone)
 
 
+@pytest.mark.full
 def test_ranks_that_wait_for_each_other_are_told():
     """None of them is done, and none would ever be."""
     with pytest.raises(RankError, match=r"every rank is waiting in a collective") as caught:

@@ -52,6 +52,7 @@ def _ways(rank: int, folder: str, port: int, outbox: Any) -> None:
     outbox.put((rank, found))
 
 
+@pytest.mark.full
 def test_a_group_is_used_however_it_was_initialised(tmp_path: Path) -> None:
     """A file store, a TCPStore, no named backend, a HashStore: none asks for the environment."""
     context = mp.get_context("spawn")

@@ -171,6 +171,7 @@ def return_a_function() -> object:
     return lambda: None
 
 
+@pytest.mark.full
 def test_a_rank_that_leaves_without_a_result_has_failed():
     """Leaving by os._exit(0) is a failure, also when every rank does it."""
     with pytest.raises(RankError, match=r"exit code 0 before its function had returned"):
@@ -243,6 +244,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_the_ranks_of_spawn(tmp_path: Path):
     """The launcher raises KeyboardInterrupt, and takes its ranks with it."""
     script = tmp_path / "script.py"

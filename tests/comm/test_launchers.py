@@ -92,6 +92,7 @@ def test_a_script_runs_unchanged_under(launcher: str, expected: str, tmp_path: P
     assert found == {"rank 0 of 2": expected, "rank 1 of 2": expected}
 
 
+@pytest.mark.full
 def test_a_script_runs_unchanged_in_the_environment_of_srun(expected: str, tmp_path: Path):
     """With the variables that srun sets for each task, whether or not Slurm is here."""
     if shutil.which("srun") and "SLURM_JOB_ID" in os.environ:  # inside of an allocation

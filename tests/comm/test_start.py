@@ -76,6 +76,7 @@ def test_a_rank_that_hangs_is_found_by_its_peers():
     assert all(f"rank {rank}: comm/meeting.py:" in said for rank in (0, 1))
 
 
+@pytest.mark.full
 def test_ranks_that_are_watched_end_in_peace():
     """The watch ends with the world, and says nothing."""
     for rank, (code, out, said) in enumerate(ended("end", range(2), 2, SHARDWISE_FROZEN_S="1")):

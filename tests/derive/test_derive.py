@@ -47,7 +47,7 @@ def proved(name: str, table: sw.Table, ranks: int = 2) -> Report:
     return report(plan, name, run_gloo(ranks, prove, plan, name, 2, Options(table=table)))
 
 
-@pytest.mark.cases(5)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_table_of_a_model_written_by_hand_holds(name: str):
     """Parity, bytes and memory; and every layer that can be sharded is."""
@@ -58,7 +58,7 @@ def test_the_table_of_a_model_written_by_hand_holds(name: str):
         assert {*matches(found.table, modules, sp=False)} == {*MODULES[name].split(", ")}
 
 
-@pytest.mark.cases(3)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -118,6 +118,7 @@ def test_what_is_not_understood_stays_whole(name: str, layer: str, why: str):
     assert proved(f"{HAND}:{name}", found.table).holds
 
 
+@pytest.mark.full
 def test_heads_that_ranks_do_not_divide():
     """Three ranks and four heads: the table counts heads, and attributes with them."""
     name = f"{HAND}:encoder_decoder"
@@ -174,6 +175,7 @@ def test_the_command_prints_a_table_to_keep(tmp_path: Path, capsys: pytest.Captu
     assert (code, printed.err.count("\n")) == (2, 1)
 
 
+@pytest.mark.full
 def test_verify_derives_the_table_of_a_model_without_one(capsys: pytest.CaptureFixture[str]):
     """`verify tp2` needs no table."""
     assert run(capsys, "verify", "tp2", "--model", f"{HAND}:tied", "--steps", "1")[0] == 0

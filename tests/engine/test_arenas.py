@@ -58,6 +58,7 @@ def test_parity_on_processes():
     assert_counted(ranks)
 
 
+@pytest.mark.full
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", ["dp2 zero3 recompute:full", "tp2 recompute:partitioned"])
 def test_a_step_leaves_its_slots_free(plan: str):
@@ -147,6 +148,7 @@ def recorded(world: World, plan: str) -> Trace:
     return recorder.trace
 
 
+@pytest.mark.full
 def test_a_step_that_does_not_fit_without_arenas():
     """Without arenas it needs 6 % more than with them, whose fragmentation is below 5 %."""
     plan = "dp2 zero3 recompute:full"

@@ -135,6 +135,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("how", "when", "backend"), CASES)
 def test_compiled_models_and_blocks_train_as_plain_ones(how: str, when: str, backend: str):
     """As without a compiler on one process; blocks share a graph, which breaks nowhere.

@@ -104,6 +104,7 @@ def test_it_fits_on_every_stage():
             assert (found.offload or "")[:5] == (expected or "")
 
 
+@pytest.mark.full
 def test_a_chosen_plan_runs_in_its_bound():
     """With room for temporaries the chosen plan runs; without offload there is too little."""
     bound = device_peak_bytes(predicted(Plan.parse("dp1 fp32 offload:optim")))

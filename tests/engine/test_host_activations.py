@@ -138,6 +138,7 @@ def test_host_bytes_of_stages(plan: str, words: str):
         assert (host, fetched) == (told, ahead)
 
 
+@pytest.mark.full
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("words", [*WORDS[:3], "recompute:partitioned-host"])
 @pytest.mark.parametrize("plan", ["dp2 zero3", "tp2", "tp2 sp"])

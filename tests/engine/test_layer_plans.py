@@ -82,7 +82,7 @@ def assert_holds(plan: str, findings: list[Finding]) -> None:
     assert found.holds, found
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("plan", PLANS)
 def test_parity_bytes_and_memory(plan: str):
     """Rows, meshes, recomputation and offload of single layers, with the other techniques."""
@@ -90,6 +90,7 @@ def test_parity_bytes_and_memory(plan: str):
         assert_holds(plan, run_threads(Plan.parse(plan).size, prove, plan))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", [HEAD, DEEP])
 def test_on_processes(plan: str):
     """The same on 2 and on 4 gloo processes."""

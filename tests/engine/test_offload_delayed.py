@@ -231,6 +231,7 @@ def measured(world: World) -> list[Any]:
     return meter.leaks()
 
 
+@pytest.mark.full
 def test_nothing_leaks():
     """Gradients take turns in two buffers: a step leaves no new memory."""
     assert run_threads(2, measured) == [[], []]

@@ -73,6 +73,7 @@ def test_with_other_optimizers(kind: Any, options: dict[str, Any]):
             assert (counted, held[1:]) == (predicted, formula[1:])
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", ["dp2", "dp2 zero1", "dp2 zero2 accumulate:2", "dp2 zero3"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_no_bit_changes_in_16_bits(plan: str, precision: str):

@@ -53,7 +53,7 @@ def test_parity_and_costs(plan: str, clip: float | None):
     assert_costs(results, on_disk=True)
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize("words", WITH)
 def test_with_other_techniques(words: str, chunks: None):
     """Together with accumulation, recomputation, hybrid sharding, tensor ranks and pipelines."""
@@ -63,6 +63,7 @@ def test_with_other_techniques(words: str, chunks: None):
     assert_costs(results, on_disk=True)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", ["dp2", "dp2 zero3"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_no_bit_changes_in_16_bits(plan: str, precision: str):
@@ -139,6 +140,7 @@ def arena(world: World, width: int, plan: str) -> tuple[Run, list[int], int, int
     return run, peaks, disk, host, sum(device.values()) - device["buffers"], meter.leaks()
 
 
+@pytest.mark.full
 def test_parameters_larger_than_the_host_memory_they_have(monkeypatch: pytest.MonkeyPatch):
     """Nothing stays on the device; the host's peak is that of the buffers for any model."""
     for module in ("comm.disk", "core.chunks", "engine.disk_states"):

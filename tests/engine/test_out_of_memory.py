@@ -91,6 +91,7 @@ def test_the_error_has_who_holds_what_and_what_would_help():
         assert "dp2 fp32 recompute:full" in words and "dp2 fp32 accumulate:2" in words
 
 
+@pytest.mark.full
 def test_gathered_units_are_named():
     """Under zero3 what is gathered when memory runs out is a line of its own."""
     for text, _, memory in run_threads(2, bounded, "dp2 zero3 fp32", 0.9):

@@ -332,6 +332,7 @@ def proved(world: World, plan: str, trainable: Trainable) -> tuple[float, bool, 
     return largest(found), found.bytes_hold, found.memory_measured == found.memory_predicted
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("model", ["hf:llama", "hf:gpt2", "hf:t5"])
 @pytest.mark.parametrize("plan", ["pp2 1f1b:2", "pp3 zb-h1:3"])
 def test_models_of_transformers(plan: str, model: str):

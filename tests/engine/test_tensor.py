@@ -106,6 +106,7 @@ def test_every_row_of_the_data_table_goes_with_it(plan: str):
     assert_counted(ranks)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("row", ["zero1", "zero3"])
 def test_two_data_axes_go_with_it(row: str):
     """Replicas of shards of parts, on 8 ranks."""

@@ -127,6 +127,7 @@ def whole(world: World, case: Case) -> dict[str, Any]:
 # --- memory --------------------------------------------------------------------------------------
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", ["dp2 zero3 tile:3", "dp2 zero3 tile:2=* accumulate:2 bf16"])
 def test_every_event_is_predicted_to_the_byte(plan: str):
     """Parameters, gathered tiles, gradients, optimizer and kept activations, on every rank."""

@@ -92,6 +92,7 @@ def test_every_event_is_predicted_to_the_byte(plan: str):
     check(run_threads(ranks_of(plan), both, plan, "gpt", {}))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", ["dp2 zero3 fp64", "dp4 zero2 bf16", "dp2 tp2 zero3"])
 def test_on_gloo(plan: str):
     """The same on real processes."""

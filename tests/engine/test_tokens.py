@@ -132,6 +132,7 @@ def test_data_rows_with_fp32_inside(plan: str, more: str, clip: float | None):
     assert_same(run_threads(ranks_of(plan), train, READER, case), oracle(READER, case), 1e-12)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", [*STAGED, *ACROSS])
 def test_pipelines_and_tensor_ranks_with_fp32_inside(plan: str):
     """Stages, tensor ranks and both beside data ranks: 1e-10, and the bytes stay as predicted."""
@@ -170,6 +171,7 @@ def proved(world: World, plan: str) -> Finding:
     return compare(build(world, READER, case), one, theory, lambda _, s, __: changing(s % 4), 4)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", ["pp2 pipedream:4", "pp2 2bw:4", "pp2 dp2 zero1 pipedream:2"])
 def test_updates_of_a_schedule_that_changes_its_own_weights(plan: str):
     """PipeDream's: each update divides by the tokens of its own microbatches, fp32 inside."""
@@ -209,6 +211,7 @@ LLAMA_WIDE = Task(llama, changing, llama_loss, counted)
 LLAMAS = {"dp2": LLAMA, "dp2 zero3 accumulate:2": LLAMA, "pp2 1f1b:4": LLAMA, "tp2": LLAMA_WIDE}
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", LLAMAS)
 def test_llama_of_transformers(plan: str):
     """Gradients and weights of a Llama in fp64, fp32 inside, are one process's to 1e-10."""
@@ -222,6 +225,7 @@ def test_llama_of_transformers(plan: str):
     assert_parity(found, expected, 1e-10)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", ["dp2 zero1 accumulate:2 fp64", "pp2 1f1b:4 fp64"])
 def test_hf_llama_is_proved(plan: str):
     """`verify` of hf:llama, whose rows end at places of their own: counts change at each step."""

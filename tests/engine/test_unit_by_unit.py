@@ -138,6 +138,7 @@ def peaks_of_siblings(world: World, plan: str) -> list[tuple[int, int]]:
     return peaks_of(build(world, task, case), foreseen(world, task, case), task.batch)
 
 
+@pytest.mark.full
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("word", ["1f1b:4", "zb-h1:4", "zb-v:4"])
 def test_units_that_read_one_input(word: str):

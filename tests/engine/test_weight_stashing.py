@@ -106,6 +106,7 @@ def test_parity(plan: str):
     assert all(one.memory_measured == one.memory_predicted for one in found)
 
 
+@pytest.mark.full
 def test_a_proof_takes_the_simulation():
     """`shardwise verify` compares such a plan with the simulation, and does not clip."""
     plan = Plan.parse("pp2 pipedream:2 fp64")

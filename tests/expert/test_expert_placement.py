@@ -96,6 +96,7 @@ def test_training_does_not_change(name: str, plan: str):
     assert_counted(found)
 
 
+@pytest.mark.full
 def test_masters_move_in_bf16():
     """In bf16 the fp32 weights and moments move too: the losses are bit for bit the same."""
     task, case = moe.task("topk"), Case("dp4 ep2 zero3 bf16", clip=0.5, **ADAMW)
@@ -111,6 +112,7 @@ def reloaded(world: World, task: Task, plan: str, folder: str) -> Held:
     return held
 
 
+@pytest.mark.full
 def test_checkpoints_name_experts_by_their_numbers(tmp_path: Path):
     """A checkpoint of one placement is continued under another, and under none."""
     task, plan = moe.task("topk"), "dp4 ep2 zero3"

@@ -17,7 +17,7 @@ from tests.expert.test_expert_parallel import check_between
 from tests.pool import run_gloo
 
 
-@pytest.mark.cases(6)
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "plan",
     [

@@ -120,6 +120,7 @@ def continued(world: World, plan: str, folder: str, expert: int | None = None) -
     return held
 
 
+@pytest.mark.full
 def test_checkpoints(tmp_path: Path):
     """Each expert has its own checkpoint, which any plan of one model or of all continues."""
     made = run_gloo(4, saved, f"dp4 ep2 zero3 {WORD} fp64", str(tmp_path))

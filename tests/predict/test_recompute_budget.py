@@ -137,6 +137,7 @@ def test_a_budget_is_met_and_used(share: float):
     assert 0.95 * budget <= kept <= budget
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("words", ["tp2", "tp2 sp"])
 def test_a_budget_on_the_tensor_axis(words: str):
     """Each rank keeps its own part of a block; both keep the budget, and choose the same."""

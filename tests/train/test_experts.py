@@ -42,6 +42,7 @@ def test_loads_of_every_step(plan: str, ranks: int, tmp_path: Path):
     assert "The busiest expert" in (given.folder / "report.md").read_text()
 
 
+@pytest.mark.full
 def test_loads_do_not_depend_on_the_plan(tmp_path: Path):
     """Two ranks record the loads, the dropped share and the entropy that one rank does."""
     plans = {"fp64": 1, "dp2 ep2 zero2 fp64": 2}

@@ -11,6 +11,7 @@ from tests.pool import run_gloo
 from tests.train import runs
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", ["dp2 zero2 fp64", "pp2 1f1b:2 fp64"])
 def test_a_loss_that_is_not_a_number_names_step_and_rank(plan: str, tmp_path: Path) -> None:
     """Rank 1's loss is NaN in step 4: both ranks stop there, and the checkpoint of step 2 stays.
@@ -25,6 +26,7 @@ def test_a_loss_that_is_not_a_number_names_step_and_rank(plan: str, tmp_path: Pa
     assert [path.name for path in all_in(given.folder / "checkpoints")] == ["step-000002"]
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", ["dp2 zero2 fp64", "pp2 1f1b:2 fp64"])
 def test_a_gradient_that_is_not_a_number_names_step_and_ranks(plan: str, tmp_path: Path) -> None:
     """Every loss is finite, a gradient is not: the ranks that made it, in stages all before it."""

@@ -49,7 +49,7 @@ def same(one: list[Record], other: list[Record]) -> None:
         assert (a.validation or 0.0) == pytest.approx(b.validation or 0.0, rel=1e-10)
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_curve_is_that_of_one_rank(plan: str, whole: list[Record], tmp_path: Path) -> None:
     """Loss, gradient norm and validation loss of every step, uneven shares and epochs' ends too."""
@@ -93,6 +93,7 @@ def test_a_signal_before_the_first_step_leaves_no_trace(where: str, tmp_path: Pa
     assert len(runs.run(given, 2)) == 7
 
 
+@pytest.mark.full
 def test_a_signal_before_a_resumed_run_goes_on_keeps_it(
     whole: list[Record], tmp_path: Path
 ) -> None:
@@ -104,6 +105,7 @@ def test_a_signal_before_a_resumed_run_goes_on_keeps_it(
     same(runs.run(given, start=Start(resume=True)), whole)
 
 
+@pytest.mark.full
 def test_what_was_done_after_the_checkpoint_is_done_again_once(
     whole: list[Record], tmp_path: Path
 ) -> None:
@@ -154,6 +156,7 @@ def test_the_quickstart_holds_and_sends_what_the_formulas_say(tmp_path: Path) ->
     assert sum(cost.sent.values()) > 2 * cost.memory["parameters"]
 
 
+@pytest.mark.full
 def test_a_resumed_run_sends_what_is_predicted(tmp_path: Path) -> None:
     """After a last batch of two sequences, and in the third step after a checkpoint."""
     for plan, steps in (("dp2 zero1", 4), ("tp2", 7)):
@@ -175,6 +178,7 @@ def test_mfu_is_the_models_operations_over_what_the_peak_allows(tmp_path: Path) 
         assert record.mfu == pytest.approx(record.tokens * flops_per_token(sizes) / possible)
 
 
+@pytest.mark.full
 def test_other_data_cannot_be_resumed_with(tmp_path: Path) -> None:
     """Another seed or other text would make the run's place in the data mean nothing."""
     runs.run(runs.settings(tmp_path / "run", steps=2))
@@ -184,6 +188,7 @@ def test_other_data_cannot_be_resumed_with(tmp_path: Path) -> None:
     assert config.read(tmp_path / "run" / "config.toml").train.seed == 0
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("told", [True, False])
 def test_another_model_cannot_be_resumed_with(told: bool, tmp_path: Path) -> None:
     """The sizes that differ are named where the run says its own; the run stays as it was."""
@@ -226,6 +231,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.full
 def test_a_pointer_to_a_checkpoint_that_is_gone_is_said(tmp_path: Path) -> None:
     """The run goes on from the one before, and names both."""
     given = runs.settings(tmp_path / "run", steps=3, eval_every=0)
@@ -253,6 +259,7 @@ def test_damage_is_answered_with_what_resume_can_follow(tmp_path: Path) -> None:
     assert len(runs.run(more, start=Start(resume=True))) == 6
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_refused_start_leaves_nothing_behind(ranks: int, tmp_path: Path) -> None:
     """What the engine refuses is refused before the folder is there; mended, it trains."""
@@ -359,6 +366,7 @@ def saying(world: World, given: config.Config) -> str:
     return out.getvalue()
 
 
+@pytest.mark.full
 def test_a_run_balanced_by_time_is_the_same_run(tmp_path: Path, whole: list[Record]):
     """It says where it has cut, and its curve is that of one process."""
     given = staged(tmp_path / "run", "time")

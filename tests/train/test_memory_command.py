@@ -57,6 +57,7 @@ def test_the_moments_of_a_step(tmp_path: Path) -> None:
     assert "<svg" in file.read_text() and "parameters" in shown("dp2 zero3")
 
 
+@pytest.mark.full
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", ["dp2 zero3", "pp2 zb-h1:2 recompute:full fp32"])
 def test_a_measurement_beside_the_prediction(plan: str) -> None:

@@ -65,6 +65,7 @@ def test_the_page_shows_the_script_for_transformers() -> None:
     assert SNIPPET.findall(page) == [(ROOT / "examples/hf.py").read_text(encoding="utf-8")]
 
 
+@pytest.mark.full
 def test_a_model_of_transformers_from_a_configuration_and_from_a_folder_to_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,6 +99,7 @@ def _run(folder: Path, *argv: str, script: str = "train.py") -> str:
     return done.stdout
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(
     ("page", "number"),
     [

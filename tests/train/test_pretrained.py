@@ -36,7 +36,7 @@ def configured(at: Path, weights: Path, plan: str, **train: Any) -> config.Confi
     return config.build(base | {"model": model})
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("plan", ["dp2 zero3", "tp2 zero1", "pp2 1f1b:2"])
 def test_every_plan_trains_the_weights_of_the_folder(kind: str, plan: str, tmp_path: Path):
@@ -58,6 +58,7 @@ def test_every_plan_trains_the_weights_of_the_folder(kind: str, plan: str, tmp_p
     assert [each.loss for each in run(given, ranks=2)] == pytest.approx(expected, rel=1e-10)
 
 
+@pytest.mark.full
 def test_its_run_is_exported_for_transformers(tmp_path: Path):
     """Trained, resumed, exported; from_pretrained has the weights of the last checkpoint."""
     weights = folder("llama", tmp_path / "w")

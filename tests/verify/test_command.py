@@ -44,6 +44,7 @@ def on_gloo(plan: str, model: str = "gpt") -> Report:
     return report(read, model, run_gloo(read.size, prove, read, model, 3))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_plans_hold(plan: str):
     """Parity, bytes and memory hold on real processes."""
@@ -62,6 +63,7 @@ def shortly(plan: str, model: str) -> Report:
     return report(read, model, run_gloo(read.size, prove_shortly, read, model))
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("model", ["gpt2", "llama", "bert", "mistral", "qwen3", "t5"])
 def test_models_of_transformers_hold(model: str):
     """Tied embeddings, encoders, decoders: sharded, they are what one process computes."""
@@ -353,6 +355,7 @@ def test_dropout_is_set_to_zero_and_the_report_says_so(
         assert said in " ".join((err if json_too else out).split())
 
 
+@pytest.mark.full
 def test_a_rank_that_batch_norm_refuses_is_told_why(own: str):
     """With one row on a rank torch has no statistics: the reason is given, and no traceback."""
     with pytest.raises(RunError, match=r"has batch norm \(1\), whose statistics") as error:

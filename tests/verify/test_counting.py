@@ -116,6 +116,7 @@ def leaking() -> Iterator[None]:
     KEPT.clear()
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("sabotage", "grows"), [(cloned, 1), (leaking, 10 / 3)])
 def test_memory_that_is_in_no_category(
     sabotage: Callable[[], AbstractContextManager[None]], grows: float

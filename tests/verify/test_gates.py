@@ -49,7 +49,7 @@ def proved(plan: str, gate: str, capacity: float | None) -> Report:
         return report(parsed, "moe", run_threads(parsed.size, parity.prove, parsed, "moe", 1))
 
 
-@pytest.mark.cases(4)
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("capacity", [None, 1.0])
 def test_every_gate_holds(gate: str, capacity: float | None):
@@ -57,6 +57,7 @@ def test_every_gate_holds(gate: str, capacity: float | None):
     assert proved("dp2 ep2", gate, capacity).holds
 
 
+@pytest.mark.full
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("gate", ["gshard", "noisy-topk", "sigmoid"])
 def test_stages_hold(gate: str):
@@ -64,6 +65,7 @@ def test_stages_hold(gate: str):
     assert proved("dp2 ep2 pp2 1f1b:2", gate, 1.0).holds
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("gate", "capacity"), [("sigmoid", None), ("switch", 1.0)])
 def test_data_ranks_without_ep_hold(gate: str, capacity: float | None):
     """The bias and the capacity are those of one process without an axis of experts too."""

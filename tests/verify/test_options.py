@@ -63,6 +63,7 @@ def test_units_are_a_pattern_or_a_size():
     assert units_in("²") == "²"  # a digit that is no number
 
 
+@pytest.mark.full
 def test_a_table_is_derived_or_read_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Under sp, a model whose sequence no embedding shows is refused."""
     (tmp_path / "model.py").write_text(MODEL)

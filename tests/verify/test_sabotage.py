@@ -227,6 +227,7 @@ def test_looks_and_loads_are_compared(what: str, model: str, monkeypatch: pytest
     assert first is not None and first.kind == kind
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", ["dp2 zero3 fp64", "tp2 fp64", "pp2 pipedream:2 fp64"])
 def test_what_is_whole_holds_and_leaves_no_folder(
     plan: str, model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
