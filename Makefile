@@ -33,7 +33,8 @@ train-moe: setup
 test: setup
 	$(TESTS) $(ARGS)
 
-# Every case of every matrix of tests: the sample that `make test` runs, then the rest.
+# The matrices of tests: the sample that `make test` runs, then the rest. Every combination of the
+# longest matrices (marked `crossed`) runs with ARGS=--matrix=full.
 test-all: test
 	$(TESTS) --matrix=rest $(ARGS)
 

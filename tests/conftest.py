@@ -4,16 +4,18 @@ A test with more than `CASES` parameter sets is a matrix; the marker `cases(n)` 
 Its sample is the same in every run: the cases are shuffled with a seed made from the test's name,
 and those that show a parameter value not seen yet come first. Tests marked `full` belong to the
 rest: long ones, of facts that another test shows on fewer processes. `pytest --matrix=full` runs
-everything, `--matrix=rest` what the sample leaves out.
+everything, `--matrix=rest` what the sample leaves out. Of a long test marked `crossed`, whose cases
+are all combinations of several parameters, the rest has each value of each parameter, once.
 """
 
 import gc
+import itertools
 import os
 import random
 import sys
 import zlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
@@ -64,16 +66,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     which = config.getoption("--matrix")
     if which == "full":
         return
-    tests: defaultdict[str, list[pytest.Item]] = defaultdict(list)
-    for item in items:
-        if item.get_closest_marker("full") is None:
-            tests[item.nodeid.partition("[")[0]].append(item)
-    chosen = {item.nodeid for name, cases in tests.items() for item in sample(name, cases)}
-    wanted = [item for item in items if (item.nodeid in chosen) == (which == "sample")]
-    left_out = [item for item in items if (item.nodeid in chosen) != (which == "sample")]
+    short = _by_test(item for item in items if item.get_closest_marker("full") is None)
+    chosen = {item.nodeid for name, cases in short.items() for item in sample(name, cases)}
+    if which == "rest":
+        every = _by_test(items).items()
+        chosen = {item.nodeid for name, cases in every for item in rest(name, cases)} - chosen
+    left_out = [item for item in items if item.nodeid not in chosen]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = wanted
+        items[:] = [item for item in items if item.nodeid in chosen]
+
+
+def _by_test(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    tests: defaultdict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        tests[item.nodeid.partition("[")[0]].append(item)
+    return tests
 
 
 def sample(name: str, cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
@@ -82,16 +90,26 @@ def sample(name: str, cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
     size = CASES if marker is None else marker.args[0]
     if len(cases) <= size or name.startswith(WHOLE):
         return cases
+    return [case for case, _ in itertools.islice(_by_news(name, cases), size)]
+
+
+def rest(name: str, cases: Sequence[pytest.Item]) -> Sequence[pytest.Item]:
+    """All cases of one test; of a crossed matrix, those with a value not seen yet."""
+    if cases[0].get_closest_marker("crossed") is None:
+        return cases
+    return [case for case, news in _by_news(name, cases) if news]
+
+
+def _by_news(name: str, cases: Sequence[pytest.Item]) -> Iterator[tuple[pytest.Item, int]]:
+    """Each case, and how many parameter values it shows first; the most first."""
     left = list(cases)
     random.Random(zlib.crc32(name.encode())).shuffle(left)
     seen: set[tuple[str, str]] = set()
-    found: list[pytest.Item] = []
-    while len(found) < size:
+    while left:
         best = max(left, key=lambda case: len(_values(case) - seen))  # the first of the best
         left.remove(best)
-        found.append(best)
+        yield best, len(_values(best) - seen)
         seen |= _values(best)
-    return found
 
 
 def _values(case: pytest.Item) -> set[tuple[str, str]]:

@@ -129,6 +129,7 @@ def on_stages(world: World, plan: str) -> list[int]:
     return [*measured, told.host_activations, told.fetched]
 
 
+@pytest.mark.crossed
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("words", WORDS[:2])
 @pytest.mark.parametrize("plan", ["pp2 1f1b:4", "pp2 gpipe:4", "pp2 zb-h1:4", "pp2 zb-v:4"])

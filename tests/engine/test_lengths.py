@@ -101,6 +101,7 @@ def work(cross: bool, lengths: tuple[int, int], again: bool = False, turn: bool 
     return Task(partial(Translator, cross, again), partial(pair, lengths, turn), loss, None)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("lengths", [(8, 7), (7, 8), (9, 5), (4, 4), (1, 3)])
 @pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("plan", ["tp2 sp", "dp2 tp2 sp zero2 accumulate:2"])

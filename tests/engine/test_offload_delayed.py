@@ -95,6 +95,7 @@ def assert_same(results: list[Any], wanted: tuple[list[float], dict[str, Tensor]
             assert difference(weight, wanted[1][name]) <= 1e-10, name
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("undelayed", [0, 3])
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("plan", ["dp1", "dp2", "dp2 zero1", "dp2 zero2", "dp2 zero3", "dp4 zero2"])

@@ -34,6 +34,7 @@ TASK, TIED = Task(), Task(tied_gpt)
 WORD = "offload:optim@disk"
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("plan", PLANS)
 def test_parity_and_costs(plan: str, clip: float | None):

@@ -56,6 +56,7 @@ def test_updates_beside_arrivals(plan: str):
     assert_costs(results)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("words", WITH)
 def test_with_other_techniques(words: str, clip: float | None):

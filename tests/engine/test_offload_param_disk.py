@@ -53,6 +53,7 @@ def test_parity_and_costs(plan: str, clip: float | None):
     assert_costs(results, on_disk=True)
 
 
+@pytest.mark.crossed
 @pytest.mark.cases(3)
 @pytest.mark.parametrize("words", WITH)
 def test_with_other_techniques(words: str, chunks: None):

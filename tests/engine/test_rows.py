@@ -59,6 +59,7 @@ def test_a_row_that_is_not_in_the_table(ranks: int, words: str):
         assert_counted(found)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("words", ["dp2", "dp2 accumulate:3", "dp2 pp2 gpipe:2", "dp2 tp2"])
 @pytest.mark.parametrize("row", [INVENTED, *OTHERS], ids=str)
 def test_other_rows(row: Row, words: str):

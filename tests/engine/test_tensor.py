@@ -84,6 +84,7 @@ def train_kind(world: World, name: str, case: Case) -> Held:
     return train(world, task(name), case)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("plan", ["tp2", "tp2 sp"])
 @pytest.mark.parametrize("name", KINDS)
 def test_tables_of_ones_own_train(name: str, plan: str):
@@ -129,6 +130,7 @@ SHARED = [f"dp2 tp2 {row}" for row in ROWS] + ["tp3", "tp4 sp", "dp2 tp2 sp zero
 SHARED += ["pp2 tp2 1f1b:2", "pp2 tp2 zero1 zb-h1:3"]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("plan", SHARED)
 @pytest.mark.parametrize("keys", [1, 2])
 def test_packed_heads_that_ranks_share(plan: str, keys: int):

@@ -67,6 +67,7 @@ def test_parity_and_costs(plan: str):
     assert_costs(results)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("clip", [None, 0.5])
 @pytest.mark.parametrize("words", WITH)
 def test_with_other_techniques(words: str, clip: float | None):

@@ -34,6 +34,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("capacity", [None, 1.0])
 def test_rows(plan: str, capacity: float | None):
@@ -41,6 +42,7 @@ def test_rows(plan: str, capacity: float | None):
     moe.holds(moe.task("topk-renormalised", capacity), plan)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("name", GATES)
 @pytest.mark.parametrize(
     ("plan", "capacity"), [("dp2 ep2", 1.0), ("dp4 ep2 zero3", None), ("dp4 ep4", 1.25)]
@@ -57,6 +59,7 @@ def test_every_gate(name: str):
     moe.holds(moe.task(name, 1.0), "dp2 ep2", run_threads)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("name", ["switch", "expert-choice", "sigmoid", "noisy-topk"])
 @pytest.mark.parametrize("plan", ["dp4 ep2 zero3", "dp4 ep4", "dp4 zero1"])
 def test_ranks_without_rows(name: str, plan: str):
@@ -82,6 +85,7 @@ def test_with_other_words(words: str, capacity: float | None):
     moe.holds(moe.task("topk", capacity), f"dp2 ep2 zero3 {words}")
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("name", ["sigmoid", "expert-choice", "hash", "switch"])
 @pytest.mark.parametrize(
     "plan",

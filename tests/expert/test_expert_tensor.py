@@ -17,6 +17,7 @@ from tests.expert.test_expert_parallel import check_between
 from tests.pool import run_gloo
 
 
+@pytest.mark.crossed
 @pytest.mark.cases(3)
 @pytest.mark.parametrize(
     "plan",
@@ -41,6 +42,7 @@ def test_parity_bytes_and_memory(plan: str, capacity: float | None):
     moe.holds(moe.task("topk-renormalised", capacity, rows=9), plan)
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("name", GATES)
 @pytest.mark.parametrize("plan", ["dp2 tp2 ep2 sp", "tp2"])
 def test_gates(name: str, plan: str):

@@ -32,6 +32,7 @@ def task(name: str, rows: int) -> Task:
     return Task(partial(made, name), partial(batch, name, rows), hf.causal_loss, hf.tokens)
 
 
+@pytest.mark.crossed
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss"])
 @pytest.mark.parametrize(

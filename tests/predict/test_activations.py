@@ -110,6 +110,7 @@ PLANS = [
 ]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("shape", BLOCKS)
 def test_live_bytes_equal_the_formula(shape: str, plan: str):

@@ -55,6 +55,7 @@ def trained(world: World, plan: str, kind: str, clip: float | None) -> list[bool
     return [*held, ours.memory() == told.memory, ours.measured_bytes() == told.bytes]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize("kind", ["gpt", "tied", "mixed"])
 @pytest.mark.parametrize("plan", [*DATA, *PIPELINES])
 def test_a_run_is_as_predicted(plan: str, kind: str):

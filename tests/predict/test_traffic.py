@@ -45,6 +45,7 @@ def differing(world: World, plan: str, kind: str, clip: float | None) -> list[An
     return [pair for pair in pairs if pair[0] != pair[1]]
 
 
+@pytest.mark.crossed
 @pytest.mark.parametrize(("plan", "kind"), CASES)
 def test_ledger_equals_prediction(plan: str, kind: str):
     """Before the first step and in each, every rank sends what is predicted, on every line."""

@@ -36,6 +36,7 @@ def configured(at: Path, weights: Path, plan: str, **train: Any) -> config.Confi
     return config.build(base | {"model": model})
 
 
+@pytest.mark.crossed
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "mixtral"])
 @pytest.mark.parametrize("plan", ["dp2 zero3", "tp2 zero1", "pp2 1f1b:2"])

@@ -74,6 +74,7 @@ def test_models_of_transformers_hold(model: str):
 TENSOR = ["gpt2", "llama", "qwen3", "mistral", "gemma2", "phi3", "mixtral", "qwen3_moe"]
 
 
+@pytest.mark.crossed
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", ["tp2 fp64", "tp2 sp fp64", "tp4 fp64"])
 @pytest.mark.parametrize("model", TENSOR)

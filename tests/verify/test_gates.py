@@ -49,6 +49,7 @@ def proved(plan: str, gate: str, capacity: float | None) -> Report:
         return report(parsed, "moe", run_threads(parsed.size, parity.prove, parsed, "moe", 1))
 
 
+@pytest.mark.crossed
 @pytest.mark.cases(2)
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("capacity", [None, 1.0])
