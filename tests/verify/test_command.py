@@ -32,10 +32,9 @@ from shardwise.verify.report import Report, report, show
 from tests.pool import run_gloo, run_threads
 
 PLANS = [
-    *("dp2 fp64", "dp2 zero1 fp64", "dp2 zero2 fp64", "dp2 zero3 fp64", "dp4 zero3 bf16"),
-    *("dp2 zero3 fp16", "dp2 zero1 fp32", "dp_replicate2 dp_shard2 zero3 fp64"),
-    *("dp2 zero2 accumulate:2 fp64", "pp2 dp2 zero3 1f1b:2 fp64"),
-    *("tp2 fp64", "tp4 sp fp64", "dp2 tp2 zero3 bf16", "dp2 tp2 sp zero3 fp64"),
+    *("dp2 fp64", "dp2 zero1 fp32", "dp2 zero2 accumulate:2 fp64", "dp2 zero3 fp64"),
+    *("dp4 zero3 bf16", "dp2 zero3 fp16", "dp_replicate2 dp_shard2 zero3 fp64"),
+    *("pp2 dp2 zero3 1f1b:2 fp64", "tp4 sp fp64", "dp2 tp2 sp zero3 fp64"),
 ]
 
 
@@ -48,8 +47,7 @@ def on_gloo(plan: str, model: str = "gpt") -> Report:
 @pytest.mark.parametrize("plan", PLANS)
 def test_plans_hold(plan: str):
     """Parity, bytes and memory hold on real processes."""
-    found = on_gloo(plan)
-    assert found.holds and found.first_difference is None
+    assert on_gloo(plan).holds
 
 
 def prove_shortly(world: World, plan: Plan, model: str) -> Finding:
