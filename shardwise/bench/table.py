@@ -85,9 +85,9 @@ def _line(
         buffers_bytes=_most([record.buffers_bytes for record in records]),
         loss=_mean([r.loss for r in records if r.loss is not None]),
         note=records[0].note or _late(records, wire_bytes),
-        host_bytes=_most([record.tiers and record.tiers.host for record in records]),
-        disk_bytes=_most([record.tiers and record.tiers.disk for record in records]),
-        moved_bytes=_most([record.tiers and record.tiers.moved for record in records]),
+        host_bytes=_most([record.tiers and record.tiers.host_bytes for record in records]),
+        disk_bytes=_most([record.tiers and record.tiers.disk_bytes for record in records]),
+        moved_bytes=_most([record.tiers and record.tiers.moved_bytes for record in records]),
     )
 
 

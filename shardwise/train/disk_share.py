@@ -14,11 +14,14 @@ from shardwise.engine.engine import Engine
 
 
 class StepsOnDisk:
-    """What this rank reads and writes in steps, from its construction on."""
+    """What this rank reads and writes in steps, from its construction on.
+
+    `used_before` is what it had used by then; `used_outside` what was no step since.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.began, self.apart = self._used(), Used()
+        self.used_before, self.used_outside = self._used(), Used()
 
     def _used(self) -> Used:
         states = self.engine.optimizer.disk
@@ -32,11 +35,11 @@ class StepsOnDisk:
         """Around what is no step: an evaluation, a checkpoint, a sample."""
         before = self._used()
         yield
-        self.apart += self._used() - before
+        self.used_outside += self._used() - before
 
     def used(self) -> Used:
         """All steps so far."""
-        return self._used() - self.began - self.apart
+        return self._used() - self.used_before - self.used_outside
 
 
 def disk_share(steps: StepsOnDisk, file_bytes: int = FILE_BYTES) -> str:

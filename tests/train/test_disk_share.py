@@ -70,7 +70,7 @@ def used(world: World, folder: str) -> list[tuple[int, int]]:
             engine.evaluate(torch.ones(2, 300))
     sent = engine.measured_bytes()
     one = sent["tier disk_to_host"], sent["tier host_to_disk"]
-    found = [steps.used(), steps.apart]
+    found = [steps.used(), steps.used_outside]
     return [(2 * one[0], 2 * one[1]), *((u.read_bytes, u.written_bytes) for u in found)]
 
 
