@@ -357,7 +357,8 @@ def finish(run: Run, began: Position, stopped: bool, console: Console | None) ->
     config = prepared.config
     text = "" if stopped else sampled(run, console)
     recorded = run.tracing.recorded()
-    costs = all_gather_object(own_cost(run, loaded=began.step > 0), engine.world)
+    with run.disk.outside():
+        costs = all_gather_object(own_cost(run, loaded=began.step > 0), engine.world)
     disk = disk_share(run.disk)
     if engine.world.rank != 0:
         return None
