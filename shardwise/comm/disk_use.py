@@ -3,7 +3,7 @@
 reads      [====]  [=======]                read_s     while some read is under way
 writes        [=====]    [====]             written_s  while some write is
 either     [========]  [======]             busy_s     while some request is
-a step     [c][w][u][u][w][u][c]            waited_s   while the step waits for a request or a buffer
+a step     [c][w][u][u][w][u][c]            waited_s   while it waits for a request or a buffer
                                             updated_s  while it updates chunks; the rest computes
 """
 
@@ -84,7 +84,7 @@ class DiskUse:
         with self.lock:
             now = time.perf_counter()
             self.clocks[what].change(by, now)
-            if what == "read" or what == "written":
+            if what in self.counts:
                 self.counts[what] += count
                 self.clocks["busy"].change(by, now)
 

@@ -17,7 +17,7 @@ from shardwise.engine.engine import Engine
 class StepsOnDisk:
     """What this rank reads and writes in steps, from its construction on.
 
-    `used_before` is what it had used by then; `used_outside` and `outside_s` what was no step since.
+    `used_before` is what it had used by then; `used_outside` and `outside_s` are of no step.
     """
 
     def __init__(self, engine: Engine) -> None:

@@ -3,7 +3,7 @@
 import os
 import re
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,14 +24,14 @@ TASK = wide_task(2048)
 def slow_down(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Let each read and write of a file take DELAY_S longer; their names as they are made."""
     made = list[str]()
+
+    def slow(name: str, real: Any, *given: Any) -> int:
+        made.append(name)
+        time.sleep(DELAY_S)
+        return real(*given)
+
     for name in ("preadv", "pwritev"):
-
-        def act(*given: Any, name: str = name, real: Any = getattr(os, name)) -> int:
-            made.append(name)
-            time.sleep(DELAY_S)
-            return real(*given)
-
-        monkeypatch.setattr(os, name, act)
+        monkeypatch.setattr(os, name, partial(slow, name, getattr(os, name)))
     return made
 
 
@@ -52,8 +52,8 @@ def waiting(world: World, plan: str) -> tuple[Run, Used, int, str]:
 
 
 @pytest.mark.parametrize("plan", ["dp2 zero2 offload:optim@disk", "dp2 zero3 offload:param@disk"])
-def test_a_slow_disk_is_waited_for(plan: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """More chunks than buffers, all slow: parity, no deadlock, and how long steps waited is said."""
+def test_a_slow_disk_is_waited_for(plan: str, monkeypatch: pytest.MonkeyPatch):
+    """More chunks than buffers, all slow: parity, no deadlock, and the run says how it waited."""
     for module in ("comm.disk", "core.chunks", "engine.disk_states"):
         monkeypatch.setattr(f"shardwise.{module}.CHUNK_NUMEL", 512)
     made = slow_down(monkeypatch)
