@@ -116,6 +116,7 @@ def test_a_host_without_memory_is_relieved_by_a_disk():
     assert offloads("", host=False) == ["param", "optim"]
     assert offloads("", host=True) == ["param@disk", "optim@disk"]
     assert offloads("offload:optim", host=False) == ["param"]
+    assert offloads("offload:optim=0.5", host=False) == ["param", "optim"]
     # on a CPU "param" has no second copy of the weights
     assert offloads("offload:optim", host=True) == ["param@disk", "optim@disk", "param"]
     assert offloads("offload:optim@disk", host=False) == ["param@disk"]
