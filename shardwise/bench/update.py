@@ -213,7 +213,7 @@ def _fill(rows: dict[str, UpdateLine], turns: dict[str, _Turns], ready: dict[str
     fastest = [
         min(times) for times in zip(*(turns[p].updates for p in _PEERS if p in turns), strict=True)
     ]
-    wanted = torch.cat([w.flatten() for w in ready[FSDP2].weights()])
+    wanted = torch.cat([w.detach().flatten() for w in ready[FSDP2].weights()])
     for name, own in turns.items():
         row, both = rows[name], list(map(sum, zip(own.updates, own.copies, strict=True)))
         row.update_s, row.copies_s = map(statistics.median, (own.updates, own.copies))
