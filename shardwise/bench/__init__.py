@@ -9,4 +9,6 @@ measure.py      one rank's part of a run: build, meter, warm up, then timed roun
 live_bytes.py   a meter of live tensor bytes
 table.py        the results as text and JSON
 suite.py        running a suite at its sizes; link.py between two hosts; cuda.py on one GPU
+update.py       the suite `update`: the optimizer's step in host memory alone
+disk.py         the suite `disk`: what a step with states on a disk makes of its bandwidth
 """

@@ -1,17 +1,23 @@
 """The command `shardwise bench`."""
 
 import json
-from typing import Annotated
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Final
 
 import typer
 
-from shardwise.bench import cuda
+from shardwise.bench import cuda, disk, update
 from shardwise.bench.roster import SUITES
+from shardwise.bench.stack import parameter_count
 from shardwise.bench.suite import plan_tasks, run
 from shardwise.bench.table import as_json, as_text
-from shardwise.core.arguments import choice
+from shardwise.core.arguments import choice, integer
 from shardwise.core.errors import bad
 from shardwise.core.suggest import suggest
+
+#: Suites that measure a part of offload, and the number of parameters without --size.
+_OF_OFFLOAD: Final = {"update": "100M", "disk": "25M"}
 
 
 def bench_command(
@@ -19,12 +25,12 @@ def bench_command(
         list[str],
         typer.Argument(
             metavar="SUITE",
-            help="data, tensor, pipeline, memory, offload, layers, dataparallel, experts; after "
-            "it contenders.",
+            help="data, tensor, pipeline, memory, offload, layers, dataparallel, experts, update, "
+            "disk; after it contenders, after disk its folder.",
         ),
     ],
     size: Annotated[
-        list[str] | None, typer.Option(help="small, tiny; both by default, of experts tiny.")
+        list[str] | None, typer.Option(help="small, tiny; of update and disk a number such as 25M.")
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="Processes on this machine, 2 or more.")] = None,
     repeats: Annotated[int | None, typer.Option(help="Rounds; a median is over them.")] = None,
@@ -34,10 +40,16 @@ def bench_command(
 ) -> None:
     """Measure side by side with the peers: step time, bytes on the wire, memory, loss."""
     suite, *contenders = words
-    if suite not in SUITES:
-        close = suggest(suite, SUITES, 0.5) or next(iter(SUITES))
-        raise bad(f'the suite "{suite}"', ", ".join(SUITES), f"shardwise bench {close}")
+    every = (*SUITES, *_OF_OFFLOAD)
+    if suite not in every:
+        close = suggest(suite, every, 0.5) or every[0]
+        raise bad(f'the suite "{suite}"', ", ".join(every), f"shardwise bench {close}")
     choice("--device", device, ("cpu", "cuda"))
+    if suite in _OF_OFFLOAD and device == "cpu":
+        if link is not None:
+            raise bad(f"--link with the suite {suite}", "no --link", f"shardwise bench {suite}")
+        print(_of_offload(suite, contenders, size or (), ranks, repeats, as_object))
+        return
     if device == "cuda" and suite != "data":
         allowed = "the suite data, since --device cuda runs on one rank"
         raise bad(f"--device cuda with the suite {suite}", allowed, f"bench {suite} --device cpu")
@@ -56,3 +68,34 @@ def bench_command(
         raise bad(f"{ranks} ranks with --link", "one rank on each of two hosts", "--ranks 2")
     rows = run(plan_tasks(suite, size or (), ranks, repeats, contenders), ranks, link)
     print(json.dumps(as_json(rows), indent=2) if as_object else as_text(rows))
+
+
+def _of_offload(
+    suite: str,
+    words: Sequence[str],
+    sizes: Sequence[str],
+    ranks: int | None,
+    rounds: int | None,
+    as_object: bool,
+) -> str:
+    """The results of the suites `update` and `disk`."""
+    usual = _OF_OFFLOAD[suite]
+    if len(sizes) > 1:
+        raise bad(f"--size {' --size '.join(sizes)}", "one size", f"--size {usual}")
+    count = parameter_count(sizes[0] if sizes else usual, usual)
+    if rounds is not None:
+        integer("--repeats", rounds, 1, 5)
+    if suite == "update":
+        if words or ranks not in (None, 1):
+            raise bad(
+                "bench update with more words, or --ranks", "one rank", "shardwise bench update"
+            )
+        found = update.run(count, rounds)
+        return json.dumps(update.as_json(found), indent=2) if as_object else update.as_text(found)
+    if len(words) != 1:
+        given = f"bench disk with {len(words)} folders"
+        raise bad(given, "the folder whose disk is measured", "shardwise bench disk /mnt/nvme")
+    if ranks is not None:
+        integer("--ranks", ranks, 1, 1)
+    rows = disk.run(Path(words[0]), count, ranks or 1, rounds)
+    return json.dumps(disk.as_json(rows), indent=2) if as_object else disk.as_text(rows)

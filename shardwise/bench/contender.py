@@ -20,9 +20,9 @@ WEIGHT_DECAY = 0.01
 class TierBytes:
     """What a rank has in host memory and on a disk between steps, and copies in a step."""
 
-    host: int = 0
-    disk: int = 0
-    moved: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    moved_bytes: int = 0
 
 
 @dataclass(frozen=True)

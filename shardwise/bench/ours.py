@@ -79,9 +79,9 @@ def looped(engine: sw.Engine) -> Loop:
 
     def beyond() -> TierBytes:
         sent = engine.measured_bytes()
-        moved = sum(count for kind, count in sent.items() if kind.startswith("tier "))
+        moved_bytes = sum(count for kind, count in sent.items() if kind.startswith("tier "))
         on_host, on_disk = engine.host_memory(), engine.disk_memory()
-        return TierBytes(sum(on_host.values()), sum(on_disk.values()), moved)
+        return TierBytes(sum(on_host.values()), sum(on_disk.values()), moved_bytes)
 
     tiers = engine.world.tiers
     return Loop(step, settle, shared_bytes, lambda x: tiers.of(x) != "device", beyond)

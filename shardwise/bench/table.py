@@ -85,9 +85,9 @@ def _line(
         buffers_bytes=_most([record.buffers_bytes for record in records]),
         loss=_mean([r.loss for r in records if r.loss is not None]),
         note=records[0].note or _late(records, wire_bytes),
-        host_bytes=_most([record.tiers and record.tiers.host for record in records]),
-        disk_bytes=_most([record.tiers and record.tiers.disk for record in records]),
-        moved_bytes=_most([record.tiers and record.tiers.moved for record in records]),
+        host_bytes=_most([record.tiers and record.tiers.host_bytes for record in records]),
+        disk_bytes=_most([record.tiers and record.tiers.disk_bytes for record in records]),
+        moved_bytes=_most([record.tiers and record.tiers.moved_bytes for record in records]),
     )
 
 
@@ -127,10 +127,9 @@ def as_text(rows: Sequence[Line]) -> str:
     blocks = []
     for size in dict.fromkeys(row.size for row in rows):
         cells = [head, *(_cells(row, beyond) for row in rows if row.size == size)]
-        widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
         ranks = next(row.ranks for row in rows if row.size == size)
         blocks.append(f"{size}, {ranks} ranks")
-        blocks.extend(_aligned(line, widths) for line in cells)
+        blocks.extend(aligned(cells))
         blocks.append("")
     return "\n".join(blocks).rstrip()
 
@@ -153,6 +152,12 @@ def _cells(row: Line, beyond: bool) -> tuple[str, ...]:
 
 def _number(value: float | None, digits: int, scale: float = 1.0) -> str:
     return "-" if value is None else f"{value * scale:.{digits}f}"
+
+
+def aligned(cells: Sequence[tuple[str, ...]]) -> list[str]:
+    """Lines of a name, numbers to the right, and a note, the first line of titles."""
+    widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
+    return [_aligned(line, widths) for line in cells]
 
 
 def _aligned(line: tuple[str, ...], widths: list[int]) -> str:

@@ -39,7 +39,7 @@ class Fetch:
             if not self.begun:
                 self._read(self.disk.acquire())
             chunk, buffer, read = self.begun.popleft()
-            read.result()
+            self.disk.finish(read)
             first, last = self.extent.span(chunk)
             self.copy(buffer.tensor(self.out.dtype, last - first), self.out[first:last])
             self.disk.release(buffer)

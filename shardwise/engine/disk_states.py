@@ -129,8 +129,9 @@ class DiskStates:
         ]
         fresh: dict[Tensor, State] = {}
         for job, buffers in read_ahead(self.disk, jobs):
-            self._update_chunk(job, buffers, factor, fresh)
-            self._publish_chunk(job, buffers[0], buffers[1])
+            with self.disk.use.spending("updated"):
+                self._update_chunk(job, buffers, factor, fresh)
+                self._publish_chunk(job, buffers[0], buffers[1])
             for extent, buffer in zip(job.extents[1:], buffers[1:], strict=True):
                 self.disk.begin_write(extent, job.chunk, buffer)
         for target, state in fresh.items():
@@ -148,7 +149,8 @@ class DiskStates:
         if gradient.dtype != master.dtype:
             assert self.wide is not None
             gradient = self.wide.tensor(master.dtype, last - first).copy_(gradient)
-        gradient.mul_(factor)
+        if factor != 1.0:
+            gradient.mul_(factor)
         named = dict(zip(self.states[k], states, strict=True))
         members: list[tuple[int, nn.Parameter, dict[str, Tensor]]] = []
         for i, low, high in self._inside(flat, first, last):

@@ -24,7 +24,7 @@ from shardwise.prediction.prediction import Prediction
 
 Predictor = Callable[[Plan], Prediction]
 KEPT = "activations"
-#: From the least to the most; those on a disk relieve host memory alone.
+#: From the least to the most; those on a disk relieve the host, and no more of the device.
 OFFLOADS = (None, "optim", "param", "optim@disk", "param@disk")
 CATEGORIES = ("parameters", "gathered", "gradients", "optimizer", "buffers", KEPT)
 
@@ -100,7 +100,7 @@ def remedies(plan: Plan, predict: Predictor, *, host: bool = False) -> Sequence[
     `host`: it is the host that has too little memory, so what is stored there counts too.
     """
     before, found = _total(predict(plan), host), list[Remedy]()
-    for changed in _changes(plan):
+    for changed in _changes(plan, host):
         if problems(changed):
             continue
         try:
@@ -112,7 +112,7 @@ def remedies(plan: Plan, predict: Predictor, *, host: bool = False) -> Sequence[
     return sorted(found, key=lambda remedy: remedy.stored_bytes)
 
 
-def _changes(plan: Plan) -> Iterator[Plan]:
+def _changes(plan: Plan, host: bool) -> Iterator[Plan]:
     names = list(ROWS)
     if plan.row in names and plan.data_size > 1:
         yield from (replace(plan, row=row) for row in names[names.index(plan.row) + 1 :])
@@ -120,9 +120,7 @@ def _changes(plan: Plan) -> Iterator[Plan]:
         yield replace(plan, recompute="full")
     if not plan.activations_on_host:
         yield replace(plan, activations="host")
-    if plan.offload in OFFLOADS:
-        further = OFFLOADS[OFFLOADS.index(plan.offload) + 1 :]
-        yield from (replace(plan, offload=what) for what in further)
+    yield from (replace(plan, offload=what) for what in _offloads(plan.offload, host))
     yield replace(plan, accumulate=2 * plan.accumulate)
     if plan.precision in (None, "fp32", "fp64"):
         yield replace(plan, precision="bf16")
@@ -130,6 +128,18 @@ def _changes(plan: Plan) -> Iterator[Plan]:
     if shard is not None:
         axes = tuple((name, 2 * size if name == shard else size) for name, size in plan.axes)
         yield replace(plan, axes=axes)
+
+
+def _offloads(now: str | None, host: bool) -> Iterator[str]:
+    """Further offloads: to a disk only if the host is short of memory, or states are there now."""
+    if now is not None and now.startswith("optim="):  # the states of some units
+        now = None
+    if now not in OFFLOADS:
+        return
+    to_disk = host or (now is not None and now.endswith("@disk"))
+    for what in OFFLOADS[OFFLOADS.index(now) + 1 :]:
+        if what is not None and (to_disk or not what.endswith("@disk")):
+            yield what
 
 
 def _total(found: Prediction, host: bool) -> int:

@@ -3,6 +3,7 @@
 Evaluation, samples and checkpoints use the disk too, and do not count.
 """
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,11 +15,15 @@ from shardwise.engine.engine import Engine
 
 
 class StepsOnDisk:
-    """What this rank reads and writes in steps, from its construction on."""
+    """What this rank reads and writes in steps, from its construction on.
+
+    `used_before` is what it had used by then; `used_outside` and `outside_s` are of no step.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.began, self.apart = self._used(), Used()
+        self.used_before, self.used_outside = self._used(), Used()
+        self.began_s, self.outside_s = time.perf_counter(), 0.0
 
     def _used(self) -> Used:
         states = self.engine.optimizer.disk
@@ -30,13 +35,19 @@ class StepsOnDisk:
     @contextmanager
     def outside(self) -> Iterator[None]:
         """Around what is no step: an evaluation, a checkpoint, a sample."""
-        before = self._used()
+        before, began_s = self._used(), time.perf_counter()
         yield
-        self.apart += self._used() - before
+        self.used_outside += self._used() - before
+        self.outside_s += time.perf_counter() - began_s
 
     def used(self) -> Used:
         """All steps so far."""
-        return self._used() - self.began - self.apart
+        return self._used() - self.used_before - self.used_outside
+
+    @property
+    def seconds(self) -> float:
+        """The time since the construction that was not outside of steps."""
+        return time.perf_counter() - self.began_s - self.outside_s
 
 
 def disk_share(steps: StepsOnDisk, file_bytes: int = FILE_BYTES) -> str:
@@ -48,14 +59,18 @@ def disk_share(steps: StepsOnDisk, file_bytes: int = FILE_BYTES) -> str:
     if engine.optimizer.disk is None:
         return ""
     folder = engine.optimizer.disk.disk.folder
-    found = all_gather_object(steps.used(), engine.world)
+    found, took_s = all_gather_object(steps.used(), engine.world), steps.seconds
     if engine.world.rank != 0:
         return ""
     try:
         alone = measure(folder, file_bytes)
     except InputError:  # no room for a file to measure with
         alone = None
-    return f"disk {folder}: the steps of {len(found)} ranks " + _said(found, alone)
+    waited_s = max(used.waited_s for used in found)
+    return (
+        f"disk {folder}: the steps of {len(found)} ranks {_said(found, alone)}; "
+        f"they waited {waited_s:.1f} of {took_s:.1f} s for it"
+    )
 
 
 def _said(found: list[Used], alone: DiskBandwidth | None) -> str:

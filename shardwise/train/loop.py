@@ -93,7 +93,7 @@ class Run:
     tracing: Tracing
     updates: OffloadTracing
     memory: StepMemory
-    before: int  # bytes of this process before the model was made
+    before_bytes: int  # of this process, before the model was made
     disk: StepsOnDisk
     last: LastStep = field(default_factory=LastStep)
 
@@ -329,7 +329,7 @@ def own_cost(run: Run, *, loaded: bool) -> Cost:
     """
     engine, last = run.engine, run.last
     on_host = engine.world.device.type == "cpu"
-    process = process_memory(run.before, None, on_host=on_host)
+    process = process_memory(run.before_bytes, None, on_host=on_host)
     measured = Cost(engine.memory(), {}, engine.measured_bytes(), {}, process=process)
     if last.share is None:
         return measured
@@ -337,7 +337,7 @@ def own_cost(run: Run, *, loaded: bool) -> Cost:
         found = prediction_of(run.prepared, engine, last.share)
     except InputError:
         return measured
-    process = process_memory(run.before, found, on_host=on_host)
+    process = process_memory(run.before_bytes, found, on_host=on_host)
     train, before = run.prepared.config.train, engine.steps - 1
     sent = found.in_step(
         engine.steps_run - 1,
@@ -357,7 +357,8 @@ def finish(run: Run, began: Position, stopped: bool, console: Console | None) ->
     config = prepared.config
     text = "" if stopped else sampled(run, console)
     recorded = run.tracing.recorded()
-    costs = all_gather_object(own_cost(run, loaded=began.step > 0), engine.world)
+    with run.disk.outside():
+        costs = all_gather_object(own_cost(run, loaded=began.step > 0), engine.world)
     disk = disk_share(run.disk)
     if engine.world.rank != 0:
         return None

@@ -23,11 +23,14 @@ _STATUS: Final = Path("/proc/self/status")
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Bytes of one rank's process; `predicted` is 0 where no prediction is possible."""
+    """One rank's process; `predicted_bytes` is 0 where no prediction is possible.
 
-    peak: int
-    before: int
-    predicted: int = 0
+    `before_bytes` is what it had before anything of the model was made.
+    """
+
+    peak_bytes: int
+    before_bytes: int
+    predicted_bytes: int = 0
 
 
 def resident_bytes() -> int:
@@ -41,16 +44,16 @@ def peak_bytes() -> int:
     return _status("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def process_memory(before: int, found: Prediction | None, *, on_host: bool) -> ProcessMemory:
-    """The peak of this process, which had `before` bytes before the model was made.
+def process_memory(before_bytes: int, found: Prediction | None, *, on_host: bool) -> ProcessMemory:
+    """The peak of this process, which had `before_bytes` before the model was made.
 
     `on_host`: the device is the host's memory.
     """
     if found is None:
-        return ProcessMemory(peak_bytes(), before)
+        return ProcessMemory(peak_bytes(), before_bytes)
     host = sum(found.host_memory.values()) + found.host_activations
     device = device_peak_bytes(found) if on_host else 0
-    return ProcessMemory(peak_bytes(), before, before + device + host)
+    return ProcessMemory(peak_bytes(), before_bytes, before_bytes + device + host)
 
 
 def _status(name: str) -> int:

@@ -233,15 +233,15 @@ def _process(summary: Summary) -> str:
     every = [(of.process, rank) for rank, of in enumerate(summary.costs) if of.process is not None]
     if not every:
         return ""
-    most, rank = max(every, key=lambda of: of[0].peak)
+    most, rank = max(every, key=lambda of: of[0].peak_bytes)
     of_rank = f"rank {rank}, the most of any rank" if len(every) > 1 else "the rank"
-    said = f"{size_text(most.peak)} at its peak, by {of_rank}"
-    if not most.predicted:
+    said = f"{size_text(most.peak_bytes)} at its peak, by {of_rank}"
+    if not most.predicted_bytes:
         return said
-    own = most.predicted - most.before
+    own = most.predicted_bytes - most.before_bytes
     return (
-        f"{said}; predicted {size_text(most.predicted)}: {size_text(most.before)} before the model "
-        f"was made, {size_text(own)} of the model and a step"
+        f"{said}; predicted {size_text(most.predicted_bytes)}: {size_text(most.before_bytes)} "
+        f"before the model was made, {size_text(own)} of the model and a step"
     )
 
 

@@ -24,8 +24,8 @@ class Costs:
     """The bytes of one step, by axis and kind: of the first step that differs, else of the last.
 
     `hold`: in every step so far, each line of the ledger equals its prediction, in each phase.
-    `activations` are the predicted bytes that autograd keeps, and `peak` the most that is stored on
-    the device, under a plan with offload. `notes` name parts of the prediction
+    `activations` are the predicted bytes that autograd keeps, and `peak_bytes` the most that is
+    stored on the device, under a plan with offload. `notes` name parts of the prediction
     that depend on values.
     """
 
@@ -34,7 +34,7 @@ class Costs:
     hold: bool = True
     activations: int = 0
     notes: tuple[str, ...] = ()
-    peak: int = 0
+    peak_bytes: int = 0
 
     def after(
         self,

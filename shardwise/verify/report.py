@@ -52,8 +52,8 @@ class Report:
     `uncovered` names a tensor that the ranks together do not compare exactly once, or is empty.
     `note` says why the model cannot match one process, and `changed` what the proof changed in it
     (limits.py); both may be empty. `strays` lists that rank's storages in no category (memory.py).
-    `activations` are the predicted bytes that autograd keeps, and `peak` the predicted peak on the
-    device with offload; both are not measured. `depends`
+    `activations` are the predicted bytes that autograd keeps, and `peak_bytes` the predicted peak
+    on the device with offload; both are not measured. `depends`
     names the parts of the prediction that depend on values. `wire` is the result of `--wire`
     (wire.py).
     """
@@ -71,7 +71,7 @@ class Report:
     strays: str = ""
     activations: int = 0
     depends: tuple[str, ...] = ()
-    peak: int = 0
+    peak_bytes: int = 0
     wire: Wire | None = None
 
     @property
@@ -98,7 +98,7 @@ class Report:
             "bytes": self.sent,
             "memory": self.memory,
             "activations": {"theory": self.activations},
-            "device_peak": {"theory": self.peak},
+            "device_peak": {"theory": self.peak_bytes},
             "first_difference": first and vars(first),
             "uncovered": self.uncovered,
             "strays": self.strays,
@@ -138,7 +138,7 @@ def report(plan: Plan, model: str, findings: Sequence[Finding]) -> Report:
         strays=held.strays,
         activations=sent.costs.activations,
         depends=sent.costs.notes,
-        peak=sent.costs.peak,
+        peak_bytes=sent.costs.peak_bytes,
     )
 
 
@@ -186,7 +186,7 @@ def show(found: Report, console: Console) -> None:
         errors.add_row(kind, f"{error:.1e}{times}", bound, _mark(error <= found.bound))
     console.print(errors)
     table = Table("bytes of one rank", *COLUMNS.values(), "")
-    known = {"activations": found.activations, "peak on the device": found.peak}
+    known = {"activations": found.activations, "peak on the device": found.peak_bytes}
     known = {name: n for name, n in known.items() if n}  # not under ep; not without offload
     kept: Columns = {"theory": known}
     for what, columns in (("sent", found.sent), ("held", found.memory), ("held in a step", kept)):

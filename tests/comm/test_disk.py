@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.comm import disk as module
+from shardwise.comm.checksum import checksum
 from shardwise.comm.disk import Disk, DiskError, Extent
 from shardwise.comm.ledger import Key, Ledger
 from shardwise.core.chunks import ALIGN_BYTES, CHUNK_NUMEL, aligned
@@ -105,6 +106,21 @@ def test_values_written_to_the_map_are_accepted(tmp_path: Path):
     disk.accept()
     assert torch.equal(read(disk, extent), values)
     assert torch.equal(extent.tensor, values)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 8 * 4 * ALIGN_BYTES - 65), st.integers(0, 2**64 - 1), st.integers(0, 99))
+def test_a_checksum_finds_bursts_and_blocks_out_of_place(first: int, burst: int, seed: int):
+    """Up to 64 bits changed anywhere; a block that is lost, or has changed places with another."""
+    own = torch.Generator().manual_seed(seed)
+    blocks = torch.randint(0, 256, (4, ALIGN_BYTES), dtype=torch.uint8, generator=own)
+    before = checksum(memoryview(blocks.numpy().tobytes()))
+    whole = int.from_bytes(blocks.numpy().tobytes(), "little") ^ (burst << first)
+    bits_in_one_block = first // (8 * ALIGN_BYTES) == (first + 63) // (8 * ALIGN_BYTES)
+    if burst and bits_in_one_block:
+        assert checksum(memoryview(whole.to_bytes(4 * ALIGN_BYTES, "little"))) != before
+    for changed in (blocks[[0, 2, 1, 3]], blocks[[3, 1, 2, 0]], blocks[[0, 1, 2, 2]]):
+        assert checksum(memoryview(changed.numpy().tobytes())) != before
 
 
 def test_the_folder_stays_empty(tmp_path: Path):

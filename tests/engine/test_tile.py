@@ -125,6 +125,51 @@ def whole(world: World, case: Case) -> dict[str, Any]:
     return {"losses": losses, "gradients": gradients, "weights": full_parameters(engine.flats)}
 
 
+def loud_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The loss of a GPT, much larger for rows that are marked."""
+    return gpt.loss(model, batch) * (1 + 2.0**24 * batch["loud"].sum())
+
+
+def overflowing(world: World, plan: str, loud: int | None) -> tuple[list[bool], Any, list[float]]:
+    """Five steps, or four without `loud`, in which only the last rank's gradients overflow.
+
+    Returns the skipped steps, the weights, and the loss scales. A skipped step changes no state.
+    """
+    task = Task(loss=loud_loss)
+    engine = build(world, task, Case(f"{plan} fp16", options={"lr": 0.01, "eps": 1e-4}))
+    engine.scale.value = 256.0
+    skipped, scales = list[bool](), list[float]()
+    for step in (0, 1, 2, 3, 4) if loud is not None else (0, 1, 3, 4):
+        marks = torch.zeros(7)
+        marks[-1] = float(step == loud)
+        # one batch: the number of tokens of the step before scales gradients, too
+        own = share(text(0) | {"loud": marks}, engine.data_rank, engine.data_ranks)
+        before = [box.tensor.clone() for box in engine.boxes()]
+        skipped.append(engine.step(own).skipped)
+        scales.append(engine.scale.value)
+        after = [box.tensor for box in engine.boxes()]
+        assert skipped[-1] == (len(before) == len(after) and all(map(torch.equal, before, after)))
+        engine.scale.value = 256.0
+    return skipped, full_parameters(engine.flats), scales
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        *("dp2 zero3 tile:3=*", "dp2 zero3 tile:3=* accumulate:2"),
+        *("dp2 zero3 tile:3 offload:param", "dp2 zero3 tile:3=* offload:optim@disk"),
+    ],
+)
+def test_an_overflow_on_one_rank_skips_every_tile_on_all(plan: str):
+    """fp16: states stay as they were, the scale is halved, and the rest is as without that step."""
+    with_it, without = (run_threads(2, overflowing, plan, loud) for loud in (2, None))
+    for (skipped, weights, scales), (_, expected, _) in zip(with_it, without, strict=True):
+        assert skipped == [False, False, True, False, False]
+        assert scales == [256.0, 256.0, 128.0, 256.0, 256.0]
+        for name, weight in weights.items():
+            assert torch.equal(weight, expected[name]), name
+
+
 # --- memory --------------------------------------------------------------------------------------
 
 

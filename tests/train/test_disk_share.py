@@ -45,7 +45,8 @@ def test_the_bandwidth_of_both_ranks_and_its_share(tmp_path: Path) -> None:
     pattern = (
         r"disk .*: the steps of 2 ranks read 0 MiB at \d+ MiB/s \(alone it gives \d+\), "
         r"wrote 0 MiB at \d+ MiB/s \(alone it gives \d+\); "
-        r"\d+ MiB/s while any request was under way, \d+% of"
+        r"\d+ MiB/s while any request was under way, \d+% of the \d+ that it gives with both at "
+        r"once; they waited \d+\.\d of \d+\.\d s for it$"
     )
     assert re.match(pattern, first)
     assert str(tmp_path) in first
@@ -70,7 +71,7 @@ def used(world: World, folder: str) -> list[tuple[int, int]]:
             engine.evaluate(torch.ones(2, 300))
     sent = engine.measured_bytes()
     one = sent["tier disk_to_host"], sent["tier host_to_disk"]
-    found = [steps.used(), steps.apart]
+    found = [steps.used(), steps.used_outside]
     return [(2 * one[0], 2 * one[1]), *((u.read_bytes, u.written_bytes) for u in found)]
 
 

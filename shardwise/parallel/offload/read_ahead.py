@@ -40,5 +40,5 @@ def read_ahead(disk: Disk, jobs: Sequence[Job]) -> Iterator[tuple[Job, list[Buff
             begun.append((job, buffers, [disk.begin_read(e, job.chunk, b) for e, b in pairs]))
         job, buffers, reads = begun.popleft()
         for read in reads:
-            read.result()
+            disk.finish(read)
         yield job, buffers
