@@ -3,6 +3,7 @@
 N  tokens of this rank      D  width      F  hidden width of an expert      E  experts
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.world import Axis
+from shardwise.core.arguments import integer, is_number
 from shardwise.core.errors import NonFiniteError, bad
 from shardwise.core.expert_moves import ExpertMove
 from shardwise.kernels.experts import feed_forward
 from shardwise.parallel.expert import hard
 from shardwise.parallel.expert.dispatch import Exchange
-from shardwise.parallel.expert.gate import FIXED, Extra, Gate, is_number, require_count
+from shardwise.parallel.expert.gate import FIXED, Extra, Gate
 from shardwise.parallel.expert.gates import balanced_bias
 from shardwise.parallel.expert.global_batch import GlobalBatch, phase
 from shardwise.parallel.expert.passes import Passes, uniform
@@ -153,11 +155,11 @@ class MoE(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        require_count("width", width, "sw.MoE(width=64, ...), the width of a token")
-        require_count("hidden", hidden, "sw.MoE(width, hidden=256, ...), the width in an expert")
+        integer("width", width, least=1, example=64)
+        integer("hidden", hidden, least=1, example=256)
         if not isinstance(gate, Gate):
             raise bad(f"the gate {gate!r}", "a sw.Gate", 'sw.Gate("topk", experts=8, k=2)')
-        if not (is_number(bias_rate) and bias_rate >= 0):
+        if not (is_number(bias_rate) and 0 <= bias_rate < math.inf):
             raise bad(f"bias_rate = {bias_rate!r}", "a finite number from 0 up", "bias_rate = 1e-3")
         self.gate, self.bias_rate = gate, bias_rate
         routed, noisy = gate.name not in FIXED, gate.name == "noisy-topk"
