@@ -132,18 +132,29 @@ class Gate:
         return self.name in HARD
 
     def route(
-        self, logits: Tensor, batch: GlobalBatch, extra: Extra = Extra(), *, losses: bool = True
+        self,
+        logits: Tensor,
+        batch: GlobalBatch,
+        extra: Extra = Extra(),
+        *,
+        losses: bool = True,
+        layer: str = "a gate",
     ) -> Routing:
         """The routing of N tokens with logits [N, E]. Called by all data ranks.
 
-        `losses`: whether the auxiliary losses are computed.
+        `losses`: whether the auxiliary losses are computed. `layer`: its name, for errors.
+        Raises InputError, on all data ranks, if a rank's `extra.target` has an expert that does
+        not exist.
         """
         if self.name == "expert-choice":
             return self._by_experts(logits, batch, losses=losses)
         choice = self.choose(logits, extra)
         wanted = torch.ones_like(choice.experts, dtype=torch.bool)
         wanted = wanted if choice.wanted is None else choice.wanted
-        lined = queues((choice.experts, wanted), logits, self.capacity, batch)
+        chosen = choice.experts, wanted
+        lined = queues(chosen, logits, self.capacity, batch, choice.valid)
+        if extra.target is not None:
+            hard.require_experts(extra.target, self.experts, lined.facts.valid, batch, layer)
         weights = choice.weights.to(logits)
         of = torch.zeros_like(logits).scatter(-1, choice.experts, weights * wanted)
         counts = lined.asked[: choice.balanced].sum(0).to(logits.device)

@@ -190,7 +190,8 @@ class MoE(nn.Module):
         for `argmax` the experts that it learns to predict (None: its own choice).
 
         Raises:
-            InputError: a hard gate without `target`, a `cluster` gate without centroids.
+            InputError: a hard gate without `target`, a `cluster` gate without centroids; on all
+                data ranks, if the `target` of a rank has an expert that does not exist.
             NonFiniteError: on all data ranks, if a rank's logits are infinite or NaN.
         """
         every_ND = self.place.entered(x).flatten(0, -2)
@@ -200,7 +201,9 @@ class MoE(nn.Module):
         if self.router is not None:
             logits = self.router(x_ND).to(dtype)
         extra = self._extra(x_ND, None if target is None else target.flatten()[: len(x_ND)])
-        routing = self.gate.route(logits, self.place.batch, extra, losses=self.training)
+        routing = self.gate.route(
+            logits, self.place.batch, extra, losses=self.training, layer=self._name
+        )
         self._require_finite(routing)
         self._remember(routing)
         place = self.place
