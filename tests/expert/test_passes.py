@@ -2,12 +2,18 @@
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
+from shardwise.comm.world import World
 from shardwise.core.errors import RunError
+from shardwise.engine.expert_parallel import layers_of
 from shardwise.parallel.expert.passes import uniform
+from tests.engine.cases import Case
+from tests.engine.tensors import build
 from tests.expert import moe
+from tests.pool import run_threads
 
 
 @pytest.mark.parametrize("name", ["gshard", "noisy-topk"])
@@ -25,6 +31,31 @@ def test_random_gates_in_a_pipeline(name: str, plan: str):
 def test_recomputation_repeats_a_pass(name: str, words: str):
     """A recomputation routes as its forward pass did, after other microbatches have run."""
     moe.holds(moe.task(name, rows=16), f"dp2 ep2 {words} recompute:full")
+
+
+def most_kept(world: World, words: str) -> tuple[int, int, bool]:
+    """The most passes that a layer keeps in a step, those after it, and whether as tensors."""
+    engine = build(world, moe.task("sigmoid", rows=8), Case(f"dp2 ep2 {words} fp64"))
+    layers = list(layers_of(engine.model).values())
+    seen: list[int] = []
+    kinds: list[bool] = []
+
+    def see(module: nn.Module, *_: object) -> None:
+        assert isinstance(module, sw.MoE)
+        seen.append(len(module.passed.known))
+        kinds.extend(isinstance(found, Tensor) for found in module.passed.known.values())
+
+    for each in layers:
+        each.register_forward_hook(see)
+    for step in range(2):
+        engine.step(moe.batch("sigmoid", 4, step))
+    return max(seen), sum(len(each.passed.known) for each in layers), all(kinds)
+
+
+def test_only_passes_that_are_recomputed_are_kept():
+    """A layer keeps a step's biases as tensors while they may be repeated, and none afterwards."""
+    assert run_threads(2, most_kept, "accumulate:4") == [(0, 0, True)] * 2
+    assert run_threads(2, most_kept, "accumulate:4 recompute:full") == [(4, 0, True)] * 2
 
 
 def layer(name: str) -> sw.MoE:

@@ -8,10 +8,8 @@ states of torch's generators are.
 
 A recomputation must repeat what its first forward pass did, and others have run since. `Passes` has
 the methods of a torch.Generator that the plan word `recompute` calls before the first forward and
-around its repetition.
+around its repetition. It keeps nothing if nobody calls them, and nothing beyond a training step.
 """
-
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -19,20 +17,19 @@ from torch import Tensor
 from shardwise.core.errors import RunError
 from shardwise.parallel.expert import hard
 
-#: So many passes may be under way whose activations are recomputed.
-MOST_PASSES: Final = 4096
-#: What determines a pass: its number, or the bias of the experts.
-Pass = tuple[float, ...]
-
 
 class Passes:
-    """What determined the last passes, by how many passes of the layer went before each."""
+    """What determined the passes of a step: each its number, or its bias of the experts [E].
+
+    `known` has them by how many passes of the layer went before; only if they may be repeated.
+    """
 
     def __init__(self) -> None:
-        self.before, self.known = 0, dict[int, Pass]()
+        self.before, self.known, self.repeats = 0, dict[int, Tensor](), False
 
     def get_state(self) -> Tensor:
-        """How many passes have run."""
+        """How many passes have run. Those that follow may be repeated."""
+        self.repeats = True
         return torch.tensor(self.before, device="cpu")
 
     def set_state(self, state: Tensor) -> Tensor:
@@ -40,14 +37,18 @@ class Passes:
         self.before = int(state)
         return state
 
-    def first(self, found: Pass) -> None:
-        """A forward pass is determined by `found`."""
-        self.known[self.before] = found
+    def first(self, found: Tensor) -> None:
+        """A forward pass is determined by the values of `found`."""
+        if self.repeats:
+            self.known[self.before] = found.clone()
         self.before += 1
-        if len(self.known) > MOST_PASSES:
-            del self.known[next(iter(self.known))]
 
-    def again(self, layer: str) -> Pass:
+    def end(self) -> None:
+        """The training step ended: none of its passes is repeated later."""
+        self.known.clear()
+        self.repeats = False
+
+    def again(self, layer: str) -> Tensor:
         """What determined the forward pass that is recomputed.
 
         Raises RunError if something recomputes that did not return to the state of that pass.
