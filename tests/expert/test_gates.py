@@ -283,10 +283,12 @@ def test_experts_that_there_are_not(name: str, target: list[int]):
         ((8, 2.5), "hidden=2.5"),
         ((8, 8, "topk"), "the gate 'topk'"),
         ((8, 8, Gate("topk", 4), None, math.nan), "bias_rate = nan"),
+        ((8, 8, Gate("gshard", 4), None, 1e-3, 1.5), "seed=1.5"),
+        ((8, 8, Gate("gshard", 4), None, 1e-3, -1), "seed=-1"),
     ],
 )
 def test_a_layer_that_cannot_be_is_refused(arguments: tuple[object, ...], given: str):
-    """Widths, gate and bias rate of a layer are checked when it is made."""
+    """Widths, gate, bias rate and seed of a layer are checked when it is made."""
     more = arguments if len(arguments) > 2 else (*arguments, Gate("topk", 4))
     with pytest.raises(InputError) as error:
         MoE(*more)  # type: ignore[arg-type]

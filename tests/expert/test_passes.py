@@ -9,7 +9,11 @@ import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import RunError
 from shardwise.engine.expert_parallel import layers_of
-from shardwise.parallel.expert.passes import uniform
+from shardwise.models import decoder
+from shardwise.models.initial import fill
+from shardwise.parallel.expert.passes import key_of, uniform
+from shardwise.train.config_sections import ModelSection
+from shardwise.train.sizes import model_sizes
 from tests.engine.cases import Case
 from tests.engine.tensors import build
 from tests.expert import moe
@@ -79,13 +83,54 @@ def test_each_pass_draws_other_numbers(name: str):
     assert torch.equal(again, loaded(x)[0])
 
 
+class TwoLayers(nn.Module):
+    """Two layers of experts with the same seed and the same weights, beside each other."""
+
+    def __init__(self, name: str = "gshard", seed: int = 0) -> None:
+        super().__init__()
+        gate = sw.Gate(name, experts=4, k=2)
+        self.first, self.second = (sw.MoE(8, 8, gate, seed=seed) for _ in range(2))
+        fill(self, seed=3)
+        self.second.load_state_dict(self.first.state_dict())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x)[0], self.second(x)[0]
+
+
+@pytest.mark.parametrize("name", ["gshard", "noisy-topk"])
+def test_each_layer_and_seed_draws_other_numbers(name: str):
+    """Layers of one model with one seed draw different numbers, and other ones by the seed."""
+    x, made = torch.randn(64, 8), list[Tensor]()
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        made.extend(each.detach() for each in model(x))
+        return made[-1].sum() * 0.0 + sum(p.sum() for p in model.parameters())
+
+    for seed in (0, 1, 0):
+        model = TwoLayers(name, seed)
+        sw.parallelize(model, "", sw.init(), optimizer=sw.AdamW(lr=0.0), loss=loss).step(x)
+    pairs = [(a, b) for a in range(4) for b in range(a)]
+    assert not any(torch.equal(made[a], made[b]) for a, b in pairs)
+    assert torch.equal(made[0], made[4])
+    assert torch.equal(made[1], made[5])
+
+
+def test_the_seed_of_a_run_is_that_of_its_gates():
+    """`train.seed` reaches every layer of experts of the model."""
+    sizes = model_sizes(ModelSection(experts=4, gate="gshard"), 256, seed=7)
+    with torch.device("meta"):
+        layers = layers_of(decoder.build(sizes))
+    assert [each.seed for each in layers.values()] == [7] * len(layers)
+
+
 def test_numbers_are_uniform():
-    """The hash of places spreads evenly between 0 and 1, differently in each layer and pass."""
-    rows = torch.arange(4000)
-    found = uniform(rows, 0, 0)
+    """The hash of places spreads evenly between 0 and 1, differently by seed, layer and pass."""
+    rows, key = torch.arange(4000), key_of(0, "blocks.0.moe")
+    found = uniform(rows, key, 0)
     assert abs(float(found.mean()) - 0.5) < 0.02
     assert abs(float(found.var()) - 1 / 12) < 0.005
-    for other in (uniform(rows, 1, 0), uniform(rows, 0, 1)):
+    others = key_of(1, "blocks.0.moe"), key_of(0, "blocks.1.moe")
+    for other in (uniform(rows, key, 1), *(uniform(rows, each, 0) for each in others)):
         assert abs(float(torch.corrcoef(torch.stack([found, other]))[0, 1])) < 0.05
 
 

@@ -5,7 +5,7 @@ N  tokens of this rank      D  width      F  hidden width of an expert      E  e
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from shardwise.parallel.expert.dispatch import Exchange
 from shardwise.parallel.expert.gate import FIXED, Extra, Gate
 from shardwise.parallel.expert.gates import balanced_bias
 from shardwise.parallel.expert.global_batch import GlobalBatch, phase
-from shardwise.parallel.expert.passes import Passes, uniform
+from shardwise.parallel.expert.passes import Passes, key_of, uniform
 from shardwise.parallel.expert.routing import Routing
 
 
@@ -140,7 +140,8 @@ class MoE(nn.Module):
 
     shared: a module from D to D that every token goes through as well; None: none.
     bias_rate: for the gate `sigmoid`, by how much its bias changes after a training step.
-    seed: of the random numbers of `gshard` and `noisy-topk`, another one for each layer of a model.
+    seed: of the random numbers of `gshard` and `noisy-topk`; layers of one model draw different
+        ones if they have names (`name_layers`) or different seeds.
 
     `load` is that of the last forward pass; None before the first.
     """
@@ -161,6 +162,7 @@ class MoE(nn.Module):
             raise bad(f"the gate {gate!r}", "a sw.Gate", 'sw.Gate("topk", experts=8, k=2)')
         if not (is_number(bias_rate) and 0 <= bias_rate < math.inf):
             raise bad(f"bias_rate = {bias_rate!r}", "a finite number from 0 up", "bias_rate = 1e-3")
+        integer("seed", seed, least=0, example=0)
         self.gate, self.bias_rate = gate, bias_rate
         routed, noisy = gate.name not in FIXED, gate.name == "noisy-topk"
         self.router = nn.Linear(width, gate.experts, bias=False) if routed else None
@@ -265,12 +267,12 @@ class MoE(nn.Module):
         own = torch.tensor([len(x_ND)], device="cpu")
         sizes = batch.gather(own if x_ND.is_meta else own.to(x_ND.device)).flatten().tolist()
         number = self._pass_number(counts=sum(sizes) > 0)
-        first = sum(sizes[: batch.rank])
+        first, key = sum(sizes[: batch.rank]), key_of(self.seed, self.place.name)
         rows = torch.arange(first, first + len(x_ND), device=x_ND.device)
         if self.spread is None:
-            return Extra(random=uniform(rows, self.seed, number))
+            return Extra(random=uniform(rows, key, number))
         numbers = rows.unsqueeze(1) * experts + torch.arange(experts, device=x_ND.device)
-        normal = torch.special.ndtri(uniform(numbers, self.seed, number))
+        normal = torch.special.ndtri(uniform(numbers, key, number))
         return Extra(random=normal, spread=self.spread(x_ND))
 
     def _pass_number(self, *, counts: bool) -> int:
@@ -316,3 +318,13 @@ class MoE(nn.Module):
             total = total + self.gate.losses.get(name, 1.0) * value
         share = total / self.place.parts
         return share + (total - share).detach() if self.place.parts > 1 else total
+
+
+def name_layers(model: nn.Module) -> None:
+    """Give every layer of experts its name in `model`, on which its random numbers depend.
+
+    sw.parallelize does so.
+    """
+    for name, layer in model.named_modules():
+        if isinstance(layer, MoE):
+            layer.place = replace(layer.place, name=name)

@@ -1,6 +1,6 @@
 """Passes of a gate that changes with them: random numbers, and a bias that follows the loads.
 
-    random number = hash(seed of the layer, number of the pass, place in the global batch)
+    random number = hash(seed, name of the layer, number of the pass, place in the global batch)
 
 A pass is a microbatch, and passes are numbered in a buffer, which is saved with the model. So one
 process, any number of data ranks and the stages of a pipeline draw the same numbers, whatever the
@@ -10,6 +10,8 @@ A recomputation must repeat what its first forward pass did, and others have run
 the methods of a torch.Generator that the plan word `recompute` calls before the first forward and
 around its repetition. It keeps nothing if nobody calls them, and nothing beyond a training step.
 """
+
+import hashlib
 
 import torch
 from torch import Tensor
@@ -63,10 +65,16 @@ class Passes:
         return self.known[self.before - 1]
 
 
-def uniform(numbers: Tensor, seed: int, number: int) -> Tensor:
+def key_of(seed: int, layer: str) -> int:
+    """64 bits of a hash of a seed and a layer's name: the key of its random numbers."""
+    digest = hashlib.sha256(f"{seed}/{layer}".encode()).digest()
+    return int.from_bytes(digest[:8], "big")
+
+
+def uniform(numbers: Tensor, key: int, number: int) -> Tensor:
     """A number between 0 and 1, neither of them, for each integer: 52 bits of its hash.
 
     `number` is that of the pass.
     """
-    bits = (hard.mixed(numbers, (seed << 40) + number) >> 12) & ((1 << 52) - 1)
+    bits = (hard.mixed(numbers, key + number) >> 12) & ((1 << 52) - 1)
     return (bits.double() + 0.5) / (1 << 52)
