@@ -23,6 +23,7 @@ from shardwise.engine.prediction import Predictor, predict
 from shardwise.engine.stage_module import stage_starts
 from shardwise.engine.timeline import predict_events
 from shardwise.models import decoder, gpt
+from shardwise.parallel.expert.stacked import stacked_experts
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.timeline import Event
 from shardwise.train.config_sections import TrainSection
@@ -95,6 +96,12 @@ def predicted_step(prepared: Prepared, engine: Engine, share: Batch) -> Sequence
         model = decoder.build(prepared.sizes)
     rank, named = engine.world.rank, _training(prepared)
     return predict_events(model, engine.plan, share, rank=rank, **named)[1]
+
+
+def stacked_names(prepared: Prepared) -> list[str]:
+    """The modules of the run's model that hold stacked experts of transformers."""
+    with torch.device("meta"):
+        return list(stacked_experts(decoder.build(prepared.sizes)))
 
 
 def optimizer_of(train: TrainSection) -> OptimizerSpec:
