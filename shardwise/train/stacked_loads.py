@@ -3,8 +3,8 @@
     router ── logits [N, E] ──> entropy          experts ── chosen [N, K] ──> choices by expert
 
 Each rank counts its own tokens, on the device, and after the step the ranks add them up. So loads
-are those of the global batch under any plan; the library drops no choice. Ranks of the tensor axis
-have the same tokens, except under `sp`.
+are those of the global batch under any plan; the library drops no choice. Tensor ranks have the same
+tokens, except under `sp`: then each counts its shard of the sequence, without padding.
 """
 
 from collections.abc import Collection
@@ -24,16 +24,19 @@ from shardwise.parallel.expert.stacked import experts_of, router_beside
 class StackedLoads:
     """Counts the choices of the modules `names` of an engine's model; without names it is free.
 
-    `counted` has by layer the choices by expert [E], and `entropies` by layer the sum over tokens
-    and their number.
+    `counted` has by layer the choices by expert [E], `entropies` the sum over tokens and their
+    number, and `shards` the positions of the sequence in the layer's last input.
     """
 
     def __init__(self, engine: Engine, names: Collection[str]) -> None:
         self.engine, self.names = engine, tuple(names)
         self.counted: dict[str, Tensor] = {}
         self.entropies: dict[str, Tensor] = {}
+        self.shards: dict[str, int] = {}
         for name in self.names:
             module = engine.model.get_submodule(name)
+            block = engine.model.get_submodule(name.rpartition(".")[0])
+            block.register_forward_pre_hook(partial(self._begun, name))
             module.register_forward_pre_hook(partial(self._chosen, name))
             router = router_beside(engine.model, name)
             if router is not None:
@@ -74,15 +77,31 @@ class StackedLoads:
     def _add(self, sums: dict[str, Tensor], name: str, value: Tensor) -> None:
         sums[name] = value if name not in sums else sums[name] + value
 
+    def _begun(self, name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
+        """The block of experts has the input [B, T, D]."""
+        if args and isinstance(args[0], Tensor) and args[0].dim() > 2:
+            self.shards[name] = args[0].shape[-2]
+
+    def _unpadded(self, name: str, x: Tensor) -> Tensor:
+        """Those of `x` [N, ...] that are tokens; shards of a sequence are padded to one size."""
+        tensors, size = self.engine.tensors, self.shards.get(name)
+        if not self.engine.plan.sp or size is None:
+            return x
+        length = tensors.stream.lengths.known.get(size, size * tensors.axis.size)
+        own = min(max(length - tensors.axis.rank * size, 0), size)
+        return x.unflatten(0, (-1, size))[:, :own].flatten(0, 1)
+
     def _chosen(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._counts():
-            counts = torch.bincount(args[1].flatten(), minlength=experts_of(module))
+            chosen = self._unpadded(name, args[1])
+            counts = torch.bincount(chosen.flatten(), minlength=experts_of(module))
             self._add(self.counted, name, counts)
 
     def _routed(self, name: str, experts: int, _: nn.Module, args: Any, made: Any) -> None:
         logits = made[0] if isinstance(made, tuple) else made
         if self._counts() and isinstance(logits, Tensor) and logits.shape[-1] == experts:
-            self._add(self.entropies, name, _entropy(logits.detach().flatten(0, -2).double()))
+            own = self._unpadded(name, logits.detach().flatten(0, -2))
+            self._add(self.entropies, name, _entropy(own.double()))
 
 
 def _entropy(logits_NE: Tensor) -> Tensor:
