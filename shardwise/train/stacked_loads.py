@@ -3,7 +3,7 @@
     router ── logits [N, E] ──> entropy          experts ── chosen [N, K] ──> choices by expert
 
 Each rank counts its own tokens, on the device, and after the step the ranks add them up. So loads
-are those of the global batch under any plan; the library drops no choice. Tensor ranks have the same
+are those of the global batch under any plan; the library drops no choice. Tensor ranks have equal
 tokens, except under `sp`: then each counts its shard of the sequence, without padding.
 """
 
