@@ -5,6 +5,8 @@ expert: with k experts per token and one shared expert, a token takes as many op
 whose hidden width is k + 1 times as large.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -75,10 +77,11 @@ def tiny(text: str) -> MoEConfig:
     return MoEConfig(TINY, Gate(name, *counts, capacity, losses=losses), shared=1)
 
 
-def fit_clusters(model: nn.Module, batch: dict[str, Tensor]) -> None:
-    """Fit the centroids of every `cluster` gate on a first pass over `batch`, layer by layer.
+@contextmanager
+def fitting_clusters(model: nn.Module) -> Iterator[None]:
+    """Inside, a forward pass fits the centroids of every `cluster` gate, one layer after the other.
 
-    Called by all data ranks.
+    All data ranks make the pass.
     """
 
     def fit(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -86,13 +89,20 @@ def fit_clusters(model: nn.Module, batch: dict[str, Tensor]) -> None:
         layer.fit(inputs[0])
 
     layers = [module for module in model.modules() if isinstance(module, MoE)]
-    handles = [layer.register_forward_pre_hook(fit) for layer in layers]
+    handles = [
+        layer.register_forward_pre_hook(fit) for layer in layers if layer.gate.name == "cluster"
+    ]
     try:
-        with torch.no_grad():
-            model(batch["inputs"])
+        yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def fit_clusters(model: nn.Module, tokens_BT: Tensor) -> None:
+    """Fit the centroids of every `cluster` gate on a first pass over tokens, in one process."""
+    with fitting_clusters(model), torch.no_grad():
+        model(tokens_BT)
 
 
 class Output(NamedTuple):

@@ -44,6 +44,8 @@ from shardwise.train.model import (
     Batch,
     batch,
     build,
+    fit_clusters,
+    has_clusters,
     optimizer_of,
     prediction_of,
     predictor,
@@ -147,6 +149,8 @@ def train(
         recorders = tracing, updates, memory, before, StepsOnDisk(engine), stacked
         run = Run(prepared, engine, peak, unigram, shown, kept, stop, *recorders)
         opening(run, at)
+        if at.step == 0 and has_clusters(prepared):
+            fit_clusters(engine, share(run, prepared.batches.numbers(0)))
         early = any_rank(stop.received, world)
         stopped = early or steps(run, at)
         if not early and (said := updates.write(config.folder)):

@@ -96,10 +96,10 @@ def _in_folder(section: ModelSection) -> Sizes:
 def _moe_config(section: ModelSection, experts: int, dense: GPTConfig) -> MoEConfig:
     losses = {"balance": section.balance, "z": section.router_z}
     gate = Gate(section.gate, experts, section.experts_per_token, section.capacity, losses=losses)
-    if gate.name in ("assigned", "argmax", "cluster"):
+    if gate.name in ("assigned", "argmax"):
         raise bad(
             f"model.gate = '{gate.name}' in a run on text, which does not assign tokens to experts",
-            "a gate that reads logits or token ids",
+            "a gate that reads logits, token ids or features",
             "model.gate = 'hash'",
         )
     return MoEConfig(dense, gate, section.shared_experts)

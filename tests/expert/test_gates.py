@@ -208,6 +208,12 @@ def test_balanced_clusters():
     assert clusters.bincount().tolist() == [8, 8, 8]
 
 
+def test_clusters_of_too_few_tokens():
+    """A first pass with fewer tokens than clusters is refused with both numbers."""
+    with pytest.raises(InputError, match="over 3 tokens, to fit 4 clusters"):
+        hard.balanced_clusters(logits_of(3, 5), 4, ALONE)
+
+
 @pytest.mark.parametrize("name", ["assigned", "hash", "cluster", "argmax"])
 def test_hard_gates(name: str):
     """A hard gate sends each token to its expert with weight 1, and no gradient to the logits."""

@@ -117,13 +117,20 @@ def balanced_clusters(
     No cluster has more than ceil(tokens / experts) features of the global batch. Features take the
     nearest cluster with room, those that would lose most by the second nearest first. All data
     ranks gather the features and compute the same. After Gross et al., arXiv 1704.06363, section
-    3.1, where clusters of images are balanced by hand.
+    3.1, where clusters of images are balanced by hand. Raises InputError for fewer features than
+    experts.
     """
     sizes = batch.sizes(len(features), features.device)
     padded = features.new_zeros(max(sizes), features.shape[-1])
     padded[: len(features)] = features.detach()
     parts = [x[:size] for x, size in zip(batch.gather(padded), sizes, strict=True)]
     every = torch.cat(parts)
+    if len(every) < experts:
+        raise bad(
+            f"a first pass over {len(every)} tokens, to fit {experts} clusters",
+            "as many tokens as experts, or more",
+            f"a larger first batch, or experts={max(1, len(every))}",
+        )
     draw = torch.Generator().manual_seed(seed)
     first = torch.randperm(len(every), generator=draw)[:experts].to(every.device)
     centroids = every[first]

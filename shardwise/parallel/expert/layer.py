@@ -225,12 +225,14 @@ class MoE(nn.Module):
         """Fit the centroids of a `cluster` gate on features [..., D] of a first pass.
 
         Returns the balanced cluster of each feature. Called by all data ranks.
+        Raises InputError, on all of them, for fewer features than experts.
         """
-        found, clusters = hard.balanced_clusters(
-            features.flatten(0, -2), self.gate.experts, self.place.batch
-        )
+        dtype = torch.promote_types(features.dtype, torch.float32)
+        x_ND = features.detach().flatten(0, -2).to(dtype)
+        own, experts = x_ND[:0] if self.place.absent() else x_ND, self.gate.experts
+        found, clusters = hard.balanced_clusters(own, experts, self.place.batch)
         self.get_buffer("centroids").copy_(found)
-        return clusters.view(features.shape[:-1])
+        return clusters.view(features.shape[:-1]) if len(own) == len(x_ND) else clusters
 
     def _extra(self, x_ND: Tensor, target_N: Tensor | None) -> Extra:
         """What the gate reads beside the logits."""
