@@ -84,6 +84,11 @@ class ShardedModel:
         self.experts.enter(part)
         self.rows.enter(part)
 
+    def end(self) -> None:
+        """All passes of a training step have run."""
+        self.experts.end()
+        self.rows.forget()
+
     @property
     def data_rank(self) -> int:
         """The index of this rank's share of the global batch."""

@@ -170,7 +170,7 @@ class Engine:
         sum_scale = self.scale.value / power_of_two(self.expected)
         summed = self.passes.run(parts, counts, sum_scale)
         self.tensors.end()
-        self.sharded.rows.forget()
+        self.sharded.end()
         with self.ledger.phase("update"):
             loss = summed / max(1, sum(counts))
             arriving = self.consistency.compare_gradients(self._arrivals(), loss, self.flats)

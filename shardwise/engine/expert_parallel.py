@@ -30,6 +30,7 @@ from shardwise.core.uneven import even
 from shardwise.engine.batch import filled
 from shardwise.parallel.expert.global_batch import GlobalBatch
 from shardwise.parallel.expert.layer import Load, MoE, Place
+from shardwise.parallel.expert.passes import Passes
 from shardwise.parallel.expert.routing import Routing
 from shardwise.parallel.expert.stacked import (
     StackedOnRanks,
@@ -61,13 +62,20 @@ class ExpertLayout:
     routes: bool = False
     loads: dict[str, Load] = field(default_factory=dict[str, Load])
     layouts: dict[str, AxisLayout] = field(default_factory=dict)
+    passes: list[Passes] = field(default_factory=list[Passes])  # of the layers
     stand_ins: list[Any] = field(default_factory=list)
     absent: bool = False  # whether the current batch is a stand-in for one without rows
 
     def begin(self, parts: Sequence[Any]) -> list[Any]:
         """A training step on these parts of a batch begins; returns the parts with stand-ins."""
         self.loads.clear()
+        self.end()  # a step that raised left its passes
         return self.with_stand_ins(parts)
+
+    def end(self) -> None:
+        """All passes of the step have run."""
+        for passes in self.passes:
+            passes.end()
 
     def see(self, name: str, routing: Routing) -> None:
         """Add the routing of a training pass to the loads of the layer of that name."""
@@ -204,6 +212,7 @@ def lay_out(model: nn.Module, world: World, plan: Plan, data: tuple[Axis, Axis])
     layouts = layouts_of(model, n)
     layers = layers_of(model)
     layout = ExpertLayout(axis, shard, replicate, bool(layers or layouts), layouts=layouts)
+    layout.passes.extend(layer.passed for layer in layers.values())
     batch = GlobalBatch((data[1], data[0]))
     first = batch.rank - axis.rank
     for name, layer in layers.items():

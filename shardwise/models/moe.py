@@ -5,6 +5,8 @@ expert: with k experts per token and one shared expert, a token takes as many op
 whose hidden width is k + 1 times as large.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -17,7 +19,7 @@ from shardwise.core.tensor_plan import Table
 from shardwise.models import gpt
 from shardwise.models.gpt import IGNORED, NORM_EPS, Attention, GPTConfig, SwiGLU, rotation
 from shardwise.parallel.expert.gate import FIXED, Gate
-from shardwise.parallel.expert.layer import MoE
+from shardwise.parallel.expert.layer import MoE, name_layers
 
 FORM: Final = "GATE, and after colons a capacity, the number of experts, and those of a token"
 TINY: Final = GPTConfig(
@@ -32,11 +34,13 @@ class MoEConfig:
     gpt     the sizes of everything else; its `hidden` is the hidden width of one expert
     gate    the gate of every layer, with the number of experts
     shared  how many experts of that width all tokens share
+    seed    of the random numbers of the gates
     """
 
     gpt: GPTConfig
     gate: Gate
     shared: int = 0
+    seed: int = 0
 
     @property
     def vocabulary(self) -> int:
@@ -73,10 +77,11 @@ def tiny(text: str) -> MoEConfig:
     return MoEConfig(TINY, Gate(name, *counts, capacity, losses=losses), shared=1)
 
 
-def fit_clusters(model: nn.Module, batch: dict[str, Tensor]) -> None:
-    """Fit the centroids of every `cluster` gate on a first pass over `batch`, layer by layer.
+@contextmanager
+def fitting_clusters(model: nn.Module) -> Iterator[None]:
+    """Inside, a forward pass fits the centroids of every `cluster` gate, one layer after the other.
 
-    Called by all data ranks.
+    All data ranks make the pass.
     """
 
     def fit(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -84,13 +89,20 @@ def fit_clusters(model: nn.Module, batch: dict[str, Tensor]) -> None:
         layer.fit(inputs[0])
 
     layers = [module for module in model.modules() if isinstance(module, MoE)]
-    handles = [layer.register_forward_pre_hook(fit) for layer in layers]
+    handles = [
+        layer.register_forward_pre_hook(fit) for layer in layers if layer.gate.name == "cluster"
+    ]
     try:
-        with torch.no_grad():
-            model(batch["inputs"])
+        yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def fit_clusters(model: nn.Module, tokens_BT: Tensor) -> None:
+    """Fit the centroids of every `cluster` gate on a first pass over tokens, in one process."""
+    with fitting_clusters(model), torch.no_grad():
+        model(tokens_BT)
 
 
 class Output(NamedTuple):
@@ -107,11 +119,12 @@ class MoEGPT(nn.Module):
         super().__init__()
         self.config, sizes = config, config.gpt
         self.embed = nn.Embedding(sizes.vocabulary, sizes.width)
-        self.blocks = nn.ModuleList(MoEBlock(config, n) for n in range(sizes.layers))
+        self.blocks = nn.ModuleList(MoEBlock(config) for _ in range(sizes.layers))
         self.norm = nn.RMSNorm(sizes.width, eps=NORM_EPS)
         self.head = nn.Linear(sizes.width, sizes.vocabulary, bias=False)
         if sizes.tied:
             self.head.weight = self.embed.weight
+        name_layers(self)
 
     def forward(self, tokens_BT: Tensor, experts_BT: Tensor | None = None) -> Output:
         """`experts_BT`: the expert of each token, for the gates `assigned` and `argmax`."""
@@ -135,9 +148,9 @@ class MoEGPT(nn.Module):
 
 
 class MoEBlock(nn.Module):
-    """Layer `number` of the MoE GPT. It adds its auxiliary loss to those of the layers before."""
+    """A layer of the MoE GPT. It adds its auxiliary loss to those of the layers before."""
 
-    def __init__(self, config: MoEConfig, number: int = 0) -> None:
+    def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         sizes = config.gpt
         self.attn_norm = nn.RMSNorm(sizes.width, eps=NORM_EPS)
@@ -145,7 +158,7 @@ class MoEBlock(nn.Module):
         self.moe_norm = nn.RMSNorm(sizes.width, eps=NORM_EPS)
         wide = replace(sizes, hidden=sizes.hidden * max(1, config.shared))
         shared = SwiGLU(wide) if config.shared else None
-        self.moe = MoE(sizes.width, sizes.hidden, config.gate, shared, seed=number)
+        self.moe = MoE(sizes.width, sizes.hidden, config.gate, shared, seed=config.seed)
 
     def forward(
         self,

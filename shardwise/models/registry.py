@@ -60,7 +60,7 @@ def of_moe(name: str, config: MoEConfig, seed: int = 0) -> Trainable:
         """The model, with clusters of the tokens of a first pass."""
         model = build()
         if not next(model.parameters()).is_meta:
-            moe.fit_clusters(model, make_batch(FIRST_PASS, seed))
+            moe.fit_clusters(model, make_batch(FIRST_PASS, seed)["inputs"])
         return model
 
     made = fitted if clusters else build

@@ -7,6 +7,7 @@ from shardwise.comm.objects import all_gather_object
 from shardwise.engine.engine import Engine
 from shardwise.parallel.expert.layer import Load
 from shardwise.train.metrics import Record
+from shardwise.train.stacked_loads import StackedLoads
 
 PICTURE: Final = "experts.png"
 
@@ -15,7 +16,8 @@ class StepLoads(NamedTuple):
     """The layers of experts in a training step, of all stages.
 
     `computed` are choices by layer and expert, `dropped` is their share beyond the capacity,
-    `entropy` is that of a token's probabilities in nats: the mean over tokens and layers.
+    `entropy` is that of a token's probabilities in nats: the mean over tokens and layers; None if
+    no layer tells it.
     """
 
     computed: dict[str, list[int]] | None = None
@@ -23,10 +25,10 @@ class StepLoads(NamedTuple):
     entropy: float | None = None
 
 
-def step_loads(engine: Engine) -> StepLoads:
+def step_loads(engine: Engine, stacked: StackedLoads) -> StepLoads:
     """The loads of the last step. Called by all ranks; stages of a pipeline tell each other."""
     own = engine.sharded.experts
-    found: dict[str, Load] = dict(own.loads)
+    found: dict[str, Load] = own.loads | stacked.take()
     if own.routes and engine.staging:
         for loads in all_gather_object(dict(own.loads), engine.world):
             found |= loads
@@ -34,10 +36,11 @@ def step_loads(engine: Engine) -> StepLoads:
         return StepLoads()
     layers = [found[name] for name in sorted(found, key=_place)]
     wanted = sum(sum(load.wanted) for load in layers)
+    entropies = [load.entropy for load in layers if load.tokens]
     return StepLoads(
         {name: list(found[name].computed) for name in sorted(found, key=_place)},
         sum(load.dropped for load in layers) / max(1, wanted),
-        sum(load.entropy for load in layers) / len(layers),
+        sum(entropies) / len(entropies) if entropies else None,
     )
 
 
@@ -99,4 +102,5 @@ def words(record: Record) -> str:
         return ""
     most = f"busiest expert {busiest(record.expert_loads):.2f}x the mean"
     dropped = f"{record.dropped or 0:.1%} dropped"
-    return f"{most}, {dropped}, gate entropy {record.gate_entropy or 0:.2f}"
+    entropy = "" if record.gate_entropy is None else f", gate entropy {record.gate_entropy:.2f}"
+    return f"{most}, {dropped}{entropy}"

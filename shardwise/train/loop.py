@@ -44,9 +44,12 @@ from shardwise.train.model import (
     Batch,
     batch,
     build,
+    fit_clusters,
+    has_clusters,
     optimizer_of,
     prediction_of,
     predictor,
+    stacked_names,
     with_least_offload,
 )
 from shardwise.train.offload_trace import OffloadTracing
@@ -57,6 +60,7 @@ from shardwise.train.progress import Progress
 from shardwise.train.report import Cost, Summary
 from shardwise.train.sample import NextToken, sample, visible
 from shardwise.train.saving import Position, load_run, save_run
+from shardwise.train.stacked_loads import StackedLoads
 from shardwise.train.step_memory import StepMemory
 from shardwise.train.stop import any_rank
 from shardwise.train.stop_signal import NOTHING, StopSignal
@@ -95,6 +99,7 @@ class Run:
     memory: StepMemory
     before_bytes: int  # of this process, before the model was made
     disk: StepsOnDisk
+    stacked: StackedLoads
     last: LastStep = field(default_factory=LastStep)
 
 
@@ -140,9 +145,12 @@ def train(
         tracing = Tracing(engine, at.step, config.train.steps, on=config.run.trace)
         memory = StepMemory(engine, at.step, config.train.steps)
         updates = OffloadTracing(engine, tracing.steps, on=config.run.trace)
-        recorders = tracing, updates, memory, before, StepsOnDisk(engine)
+        stacked = StackedLoads(engine, stacked_names(prepared))
+        recorders = tracing, updates, memory, before, StepsOnDisk(engine), stacked
         run = Run(prepared, engine, peak, unigram, shown, kept, stop, *recorders)
         opening(run, at)
+        if at.step == 0 and has_clusters(prepared):
+            fit_clusters(engine, share(run, prepared.batches.numbers(0)))
         early = any_rank(stop.received, world)
         stopped = early or steps(run, at)
         if not early and (said := updates.write(config.folder)):
@@ -264,7 +272,7 @@ def record(run: Run, done: StepMetrics, at: Position, seconds: float) -> Record:
     """The step as a record. MFU: this rank's share of the model's operations over its peak."""
     flops = done.tokens / run.engine.world.size * flops_per_token(run.prepared.sizes)
     mfu = run.peak.share(flops / seconds)
-    loads = step_loads(run.engine)
+    loads = step_loads(run.engine, run.stacked)
     look = at.step % MEMORY_EVERY == 0 or at.step in (1, 2, run.prepared.config.train.steps)
     return Record(
         step=at.step,

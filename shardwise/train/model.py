@@ -22,7 +22,8 @@ from shardwise.engine.partition import balance_by_time
 from shardwise.engine.prediction import Predictor, predict
 from shardwise.engine.stage_module import stage_starts
 from shardwise.engine.timeline import predict_events
-from shardwise.models import decoder, gpt
+from shardwise.models import decoder, gpt, moe
+from shardwise.parallel.expert.stacked import stacked_experts
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.timeline import Event
 from shardwise.train.config_sections import TrainSection
@@ -95,6 +96,27 @@ def predicted_step(prepared: Prepared, engine: Engine, share: Batch) -> Sequence
         model = decoder.build(prepared.sizes)
     rank, named = engine.world.rank, _training(prepared)
     return predict_events(model, engine.plan, share, rank=rank, **named)[1]
+
+
+def has_clusters(prepared: Prepared) -> bool:
+    """Whether the gates of the run's model have clusters, which a first pass fits."""
+    sizes = prepared.sizes
+    return isinstance(sizes, moe.MoEConfig) and sizes.gate.name == "cluster"
+
+
+def fit_clusters(engine: Engine, share: Batch) -> None:
+    """Fit the clusters of tokens on a first pass over a global batch, `share` is this rank's part.
+
+    Called by all ranks, before the first step. Centroids are buffers: checkpoints have them.
+    """
+    with moe.fitting_clusters(engine.model):
+        engine.evaluate(share)
+
+
+def stacked_names(prepared: Prepared) -> list[str]:
+    """The modules of the run's model that hold stacked experts of transformers."""
+    with torch.device("meta"):
+        return list(stacked_experts(decoder.build(prepared.sizes)))
 
 
 def optimizer_of(train: TrainSection) -> OptimizerSpec:
@@ -186,6 +208,8 @@ def _measured(prepared: Prepared, device: torch.device) -> list[str]:
     tokens = torch.zeros(rows, prepared.sizes.sequence, dtype=torch.int64, device=device)
     with torch.device(device):
         model = decoder.build(prepared.sizes)
+    if has_clusters(prepared):
+        moe.fit_clusters(model, tokens)
     return list(balance_by_time(model, lambda whole: whole(tokens), len(schedule.home)))
 
 

@@ -141,7 +141,7 @@ def prepare(config: Config, ranks: int, start: Start) -> Prepared:
         run_table,
     )
 
-    sizes = model_sizes(config.model, packed.vocabulary.size)
+    sizes = model_sizes(config.model, packed.vocabulary.size, config.train.seed)
     check_fits(packed.vocabulary, sizes.vocabulary)
     table = run_table(config.plan.table, sizes, plan)
     require_fit(sizes, plan, table)

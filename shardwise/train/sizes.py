@@ -42,10 +42,11 @@ OF_EXPERTS: Final = (
 )
 
 
-def model_sizes(section: ModelSection, vocabulary: int) -> Sizes:
+def model_sizes(section: ModelSection, vocabulary: int, seed: int = 0) -> Sizes:
     """The named sizes with the tokenizer's vocabulary, overridden by the keys of the section.
 
-    Those of `hf:./FOLDER` are the folder's, but for the length of a training sequence.
+    Those of `hf:./FOLDER` are the folder's, but for the length of a training sequence. `seed` is
+    that of the random numbers of gates.
     """
     if section.name.startswith(pretrained.PREFIX):
         return _in_folder(section)
@@ -60,7 +61,7 @@ def model_sizes(section: ModelSection, vocabulary: int) -> Sizes:
         sizes["kv_heads"] = sizes["heads"]
     dense = replace(SIZES[section.name], **sizes)
     if section.experts is not None:
-        return _moe_config(section, section.experts, dense)
+        return replace(_moe_config(section, section.experts, dense), seed=seed)
     of_experts = [name for name in OF_EXPERTS if getattr(section, name) != _DEFAULT[name]]
     if of_experts:
         key, value = of_experts[0], getattr(section, of_experts[0])
@@ -95,10 +96,10 @@ def _in_folder(section: ModelSection) -> Sizes:
 def _moe_config(section: ModelSection, experts: int, dense: GPTConfig) -> MoEConfig:
     losses = {"balance": section.balance, "z": section.router_z}
     gate = Gate(section.gate, experts, section.experts_per_token, section.capacity, losses=losses)
-    if gate.name in ("assigned", "argmax", "cluster"):
+    if gate.name in ("assigned", "argmax"):
         raise bad(
             f"model.gate = '{gate.name}' in a run on text, which does not assign tokens to experts",
-            "a gate that reads logits or token ids",
+            "a gate that reads logits, token ids or features",
             "model.gate = 'hash'",
         )
     return MoEConfig(dense, gate, section.shared_experts)

@@ -21,6 +21,7 @@ from shardwise.engine import stage_module
 from shardwise.engine.expert_parallel import experts_in
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.training import DTYPES, Loss
+from shardwise.parallel.expert.layer import name_layers
 from shardwise.verify.async_oracle import AsyncOracle, Staleness, pipedream, two_buffered
 from shardwise.verify.oracle import HALF, WHOLE_BATCH, Microbatches, Oracle, Task
 
@@ -67,6 +68,7 @@ def oracles_of(
     def oracle(dtype: torch.dtype, rounded: torch.dtype | None = None) -> Oracle | AsyncOracle:
         """The oracle in a precision, from weights that were rounded to another one."""
         model, task = build(), Task(loss, tokens or _rows, optimizer_of(spec), rounded)
+        name_layers(model)  # their random numbers are those of the run
         if is_asynchronous(plan):
             return AsyncOracle(model, task, dtype, staleness_of(model, plan, starts))
         scale, offload = LOSS_SCALE if dtype is torch.float16 else 1.0, plan.offloaded

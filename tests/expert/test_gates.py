@@ -208,6 +208,12 @@ def test_balanced_clusters():
     assert clusters.bincount().tolist() == [8, 8, 8]
 
 
+def test_clusters_of_too_few_tokens():
+    """A first pass with fewer tokens than clusters is refused with both numbers."""
+    with pytest.raises(InputError, match="over 3 tokens, to fit 4 clusters"):
+        hard.balanced_clusters(logits_of(3, 5), 4, ALONE)
+
+
 @pytest.mark.parametrize("name", ["assigned", "hash", "cluster", "argmax"])
 def test_hard_gates(name: str):
     """A hard gate sends each token to its expert with weight 1, and no gradient to the logits."""
@@ -235,8 +241,8 @@ def test_argmax_learns_the_assignment():
     ("options", "given", "instead"),
     [
         ({"name": "swich"}, 'the gate "swich"', 'gate = "switch"'),
-        ({"name": "topk", "k": 5}, "k = 5 with 4 experts", "k = 4, or experts = 5"),
-        ({"name": "topk", "k": 0}, "k = 0 with 4 experts", "k = 1"),
+        ({"name": "topk", "k": 5}, "k=5 with 4 experts", "k=4, or experts=5"),
+        ({"name": "topk", "k": 0}, "k=0", "k=2"),
         ({"name": "switch", "capacity": 0.5}, "capacity = 0.5", "capacity = 1.25"),
         ({"name": "switch", "capacity": math.nan}, "capacity = nan", "capacity = 1.25"),
         ({"name": "switch", "losses": {"balanc": 1.0}}, 'the loss "balanc"', "balance"),
@@ -244,10 +250,11 @@ def test_argmax_learns_the_assignment():
         ({"name": "switch", "losses": {"z": math.nan}}, "the coefficient nan", "losses = "),
         ({"name": "switch", "losses": 0.1}, "losses = 0.1", "losses = "),
         ({"name": "topk", "scale": math.nan}, "scale = nan", "scale = 1.0"),
+        ({"name": "topk", "scale": math.inf}, "scale = inf", "scale = 1.0"),
         ({"name": "topk", "scale": 0}, "scale = 0", "scale = 1.0"),
-        ({"name": "topk", "k": 1.5}, "k = 1.5 with 4 experts", "k = 1"),
-        ({"name": "topk", "experts": "4"}, "experts = '4'", "experts = 8"),
-        ({"name": "topk", "experts": 0}, "experts = 0", "experts = 8"),
+        ({"name": "topk", "k": 1.5}, "k=1.5", "k=2"),
+        ({"name": "topk", "experts": "4"}, "experts='4'", "experts=8"),
+        ({"name": "topk", "experts": 0}, "experts=0", "experts=8"),
         ({"name": "switch", "capacity": "1"}, "capacity = '1'", "capacity = 1.25"),
     ],
 )
@@ -277,15 +284,17 @@ def test_experts_that_there_are_not(name: str, target: list[int]):
 @pytest.mark.parametrize(
     ("arguments", "given"),
     [
-        ((0, 8), "width = 0"),
-        ((8, -1), "hidden = -1"),
-        ((8, 2.5), "hidden = 2.5"),
+        ((0, 8), "width=0"),
+        ((8, -1), "hidden=-1"),
+        ((8, 2.5), "hidden=2.5"),
         ((8, 8, "topk"), "the gate 'topk'"),
         ((8, 8, Gate("topk", 4), None, math.nan), "bias_rate = nan"),
+        ((8, 8, Gate("gshard", 4), None, 1e-3, 1.5), "seed=1.5"),
+        ((8, 8, Gate("gshard", 4), None, 1e-3, -1), "seed=-1"),
     ],
 )
 def test_a_layer_that_cannot_be_is_refused(arguments: tuple[object, ...], given: str):
-    """Widths, gate and bias rate of a layer are checked when it is made."""
+    """Widths, gate, bias rate and seed of a layer are checked when it is made."""
     more = arguments if len(arguments) > 2 else (*arguments, Gate("topk", 4))
     with pytest.raises(InputError) as error:
         MoE(*more)  # type: ignore[arg-type]

@@ -1,14 +1,18 @@
 """A routing of a batch that several data ranks share is that of one process."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
 from shardwise.comm.world import World
+from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
 from shardwise.parallel.expert import hard
 from shardwise.parallel.expert.gate import GATES, Extra, Gate
 from shardwise.parallel.expert.global_batch import GlobalBatch
+from shardwise.parallel.expert.layer import MoE
 from tests.pool import run_gloo, run_threads
 
 F64 = torch.float64
@@ -106,3 +110,20 @@ def clustered(world: World, shares: list[int]):
 def test_clusters():
     """Balanced clusters of features that several ranks share are those of one process."""
     assert run_threads(4, clustered, SHARES["one empty"]) == [True] * 4
+
+
+def assigned_wrongly(world: World, name: str, wrong: Tensor, said: str) -> None:
+    """Only rank 1 is given experts that do not exist."""
+    layer = MoE(8, 8, Gate(name, E))
+    batch = GlobalBatch((world.on(Mesh.parse("dp2")).axis("dp"),))
+    layer.place = replace(layer.place, batch=batch, name="blocks.3.moe")
+    target = wrong if world.rank else torch.tensor([0, 3, 1])
+    with pytest.raises(InputError, match=f"blocks.3.moe, .* {said} on data rank 1. Allowed"):
+        layer(torch.randn(3, 8), target)
+
+
+@pytest.mark.parametrize("name", ["assigned", "argmax"])
+def test_experts_of_one_rank_that_do_not_exist(name: str):
+    """An assignment that one rank cannot use is an error on all, with the layer and the rank."""
+    run_gloo(2, assigned_wrongly, name, torch.tensor([4, 0, -1]), "-1 to 4")
+    run_gloo(2, assigned_wrongly, name, torch.tensor([0.0, 1.0, 2.0]), r"0 to 2 \(floating point\)")

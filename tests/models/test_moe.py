@@ -59,8 +59,8 @@ def test_example():
     ("keys", "given"),
     [
         ({"experts": 4, "gate": "swich"}, 'the gate "swich"'),
-        ({"experts": 4, "experts_per_token": 5}, "k = 5 with 4 experts"),
-        ({"experts": 4, "gate": "cluster"}, "model.gate = 'cluster'"),
+        ({"experts": 4, "experts_per_token": 5}, "k=5 with 4 experts"),
+        ({"experts": 4, "gate": "argmax"}, "model.gate = 'argmax'"),
     ],
 )
 def test_wrong_keys(keys: dict[str, object], given: str):

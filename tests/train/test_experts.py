@@ -9,6 +9,7 @@ from shardwise.core.errors import InputError
 from shardwise.train import config, experts
 from shardwise.train.config_sections import ModelSection
 from shardwise.train.metrics import Record
+from shardwise.train.prepare import Start
 from shardwise.train.progress import line
 from shardwise.train.sizes import model_sizes
 from tests.train import runs
@@ -18,6 +19,12 @@ def settings(folder: Path, plan: str, **model: Any) -> config.Config:
     dense = runs.settings(folder, plan, steps=3, eval_every=2)
     own = {"experts": 4, "experts_per_token": 2, **model}
     return dense.model_copy(update={"model": dense.model.model_copy(update=own)})
+
+
+def constant(given: config.Config) -> config.Config:
+    """The same with a learning rate that does not depend on the number of steps."""
+    train = given.train.model_copy(update={"decay": "constant"})
+    return given.model_copy(update={"train": train})
 
 
 @pytest.mark.parametrize(
@@ -54,6 +61,32 @@ def test_loads_do_not_depend_on_the_plan(tmp_path: Path):
     assert [r.dropped for r in one] == [r.dropped for r in two]
     assert any(record.dropped for record in one)
     assert [r.gate_entropy for r in one] == pytest.approx([r.gate_entropy for r in two], rel=1e-10)
+
+
+@pytest.mark.parametrize(("plan", "ranks"), [("dp2 ep2 zero2", 2), ("tp2", 2), ("pp2 1f1b:2", 2)])
+def test_clusters_are_fitted_before_the_first_step(plan: str, ranks: int, tmp_path: Path):
+    """Under every plan on the first batch, as in one process; a resumed run has the same ones."""
+    given = settings(tmp_path / "one", "fp64", gate="cluster")
+    one = runs.run(given)
+    two = runs.run(settings(tmp_path / "two", f"{plan} fp64", gate="cluster"), ranks)
+    assert [r.expert_loads for r in one] == [r.expert_loads for r in two]
+    assert [r.loss for r in one] == pytest.approx([r.loss for r in two], rel=1e-10)
+    first = one[0].expert_loads or {}
+    assert len(first) == 2
+    assert all(max(own) - min(own) < one[0].tokens // 4 for own in first.values())
+
+
+def test_clusters_are_in_the_checkpoint(tmp_path: Path):
+    """A run that is stopped after two steps and resumed is the run that was not stopped."""
+    whole, begun = (
+        constant(settings(tmp_path / name, "fp64", gate="cluster")) for name in ("whole", "begun")
+    )
+    short = begun.model_copy(update={"train": begun.train.model_copy(update={"steps": 2})})
+    expected = runs.run(whole)
+    runs.run(short)
+    resumed = runs.run(begun, start=Start(resume=True))
+    assert [r.expert_loads for r in resumed] == [r.expert_loads for r in expected]
+    assert resumed[-1].loss == pytest.approx(expected[-1].loss, rel=1e-10)
 
 
 def test_a_line_of_the_progress_has_the_busiest_expert():

@@ -1,5 +1,6 @@
 """Proofs of every gate, with more than one data rank, on threads."""
 
+from collections.abc import Callable
 from functools import partial
 from unittest.mock import patch
 
@@ -8,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.plan import Plan
+from shardwise.engine.expert_parallel import layers_of
 from shardwise.models import gpt, moe
 from shardwise.models.initial import fill
 from shardwise.models.trainable import Trainable
 from shardwise.parallel.expert.gate import GATES, Gate
+from shardwise.parallel.expert.layer import Place
 from shardwise.verify import parity
 from shardwise.verify.report import Report, report
 from tests.pool import run_threads
@@ -31,6 +34,14 @@ def model(config: moe.MoEConfig) -> nn.Module:
     return made
 
 
+def unnamed(config: moe.MoEConfig) -> nn.Module:
+    """The same as a user's model, whose layers have no names of their own."""
+    made = model(config)
+    for layer in layers_of(made).values():
+        layer.place = Place()
+    return made
+
+
 def batch(config: moe.MoEConfig, rows: int, seed: int) -> dict[str, Tensor]:
     return micro.text(rows, seed) | {
         name: value % 4
@@ -39,7 +50,12 @@ def batch(config: moe.MoEConfig, rows: int, seed: int) -> dict[str, Tensor]:
     }
 
 
-def proved(plan: str, gate: str, capacity: float | None) -> Report:
+def proved(
+    plan: str,
+    gate: str,
+    capacity: float | None,
+    model: Callable[[moe.MoEConfig], nn.Module] = model,
+) -> Report:
     """A proof of one step of a small MoE GPT, on threads."""
     losses = {"balance": 0.3, "importance": 0.2, "z": 0.1}
     config = moe.MoEConfig(micro.CONFIG, Gate(gate, 4, 2, capacity, losses=losses), shared=1)
@@ -71,3 +87,9 @@ def test_stages_hold(gate: str):
 def test_data_ranks_without_ep_hold(gate: str, capacity: float | None):
     """The bias and the capacity are those of one process without an axis of experts too."""
     assert proved("dp2", gate, capacity).holds
+
+
+@pytest.mark.parametrize("gate", ["gshard", "noisy-topk"])
+def test_layers_of_a_users_model_hold(gate: str):
+    """The oracle's layers get the names of the run's, and so draw the same random numbers."""
+    assert proved("dp2 ep2", gate, None, unnamed).holds

@@ -20,6 +20,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from shardwise.core.arguments import integer, is_number
 from shardwise.core.errors import bad
 from shardwise.core.suggest import suggest
 from shardwise.parallel.expert import gates, hard
@@ -47,24 +48,6 @@ HARD: Final = ("assigned", "hash", "cluster", "argmax")
 #: Gates without a router.
 FIXED: Final = ("assigned", "hash", "cluster")
 LOSSES: Final = ("balance", "importance", "z")
-
-
-def is_count(value: object) -> bool:
-    """Whether it is a whole number from 1 up."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def is_number(value: object) -> bool:
-    """Whether it is a finite number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return False
-    return math.isfinite(value)
-
-
-def require_count(name: str, value: object, instead: str) -> None:
-    """Raise InputError for what is no whole number from 1 up."""
-    if not is_count(value):
-        raise bad(f"{name} = {value!r}", "a whole number from 1 up", instead)
 
 
 @dataclass(frozen=True)
@@ -107,26 +90,27 @@ class Gate:
         if self.name not in GATES:
             near = suggest(self.name, GATES)
             raise bad(f'the gate "{self.name}"', ", ".join(GATES), f'gate = "{near}"')
-        require_count("experts", self.experts, "experts = 8")
+        integer("experts", self.experts, least=1, example=8)
         object.__setattr__(self, "k", GATES[self.name] or self.k)
-        if not is_count(self.k) or self.k > self.experts:
-            fits = self.k if is_count(self.k) else 1
+        integer("k", self.k, least=1, example=min(2, self.experts))
+        if self.k > self.experts:
             raise bad(
-                f"k = {self.k!r} with {self.experts} experts under the gate {self.name}",
+                f"k={self.k} with {self.experts} experts under the gate {self.name}",
                 "k from 1 up to the number of experts",
-                f"k = {min(fits, self.experts)}, or experts = {max(fits, self.experts)}",
+                f"k={self.experts}, or experts={self.k}",
             )
         self._require_numbers()
 
     def _require_numbers(self) -> None:
         """Raise InputError for a capacity, a scale or losses that cannot be."""
-        if self.capacity is not None and not (is_number(self.capacity) and self.capacity >= 1):
+        capacity = 1.0 if self.capacity is None else self.capacity
+        if not (is_number(capacity) and 1 <= capacity < math.inf):
             raise bad(
                 f"capacity = {self.capacity!r}, in multiples of an expert's share of the tokens",
                 "1 or more, or none to drop no token",
                 "capacity = 1.25",
             )
-        if not (is_number(self.scale) and self.scale > 0):
+        if not (is_number(self.scale) and 0 < self.scale < math.inf):
             given = f"scale = {self.scale!r}, by which the weights of the experts are multiplied"
             raise bad(given, "a finite number above 0", "scale = 1.0")
         if not isinstance(self.losses, Mapping):
@@ -135,7 +119,7 @@ class Gate:
         for name, coefficient in self.losses.items():
             if name not in LOSSES:
                 raise bad(f'the loss "{name}"', ", ".join(LOSSES), suggest(name, LOSSES))
-            if not (is_number(coefficient) and coefficient >= 0):
+            if not (is_number(coefficient) and 0 <= coefficient < math.inf):
                 raise bad(
                     f"the coefficient {coefficient!r} of the loss {name}",
                     "a finite number from 0 up",
@@ -148,18 +132,29 @@ class Gate:
         return self.name in HARD
 
     def route(
-        self, logits: Tensor, batch: GlobalBatch, extra: Extra = Extra(), *, losses: bool = True
+        self,
+        logits: Tensor,
+        batch: GlobalBatch,
+        extra: Extra = Extra(),
+        *,
+        losses: bool = True,
+        layer: str = "a gate",
     ) -> Routing:
         """The routing of N tokens with logits [N, E]. Called by all data ranks.
 
-        `losses`: whether the auxiliary losses are computed.
+        `losses`: whether the auxiliary losses are computed. `layer`: its name, for errors.
+        Raises InputError, on all data ranks, if a rank's `extra.target` has an expert that does
+        not exist.
         """
         if self.name == "expert-choice":
             return self._by_experts(logits, batch, losses=losses)
         choice = self.choose(logits, extra)
         wanted = torch.ones_like(choice.experts, dtype=torch.bool)
         wanted = wanted if choice.wanted is None else choice.wanted
-        lined = queues((choice.experts, wanted), logits, self.capacity, batch)
+        chosen = choice.experts, wanted
+        lined = queues(chosen, logits, self.capacity, batch, choice.valid)
+        if extra.target is not None:
+            hard.require_experts(extra.target, self.experts, lined.facts.valid, batch, layer)
         weights = choice.weights.to(logits)
         of = torch.zeros_like(logits).scatter(-1, choice.experts, weights * wanted)
         counts = lined.asked[: choice.balanced].sum(0).to(logits.device)

@@ -22,6 +22,8 @@ class Choice:
     probabilities  [N, E], differentiable: of what the auxiliary losses are computed
     wanted         [N, K]; None: all choices
     balanced       how many of the K choices the balance loss counts
+    valid          without dims, whether the experts that a hard gate was given exist; where they
+                   do not, `experts` has others. None: none were given
     """
 
     experts: Tensor
@@ -29,6 +31,7 @@ class Choice:
     probabilities: Tensor
     wanted: Tensor | None = None
     balanced: int | None = None
+    valid: Tensor | None = None
 
 
 def switch(logits: Tensor) -> Choice:

@@ -17,24 +17,46 @@ from shardwise.parallel.expert.global_batch import GlobalBatch
 
 def assigned(assignment: Tensor, experts: int) -> Choice:
     """The expert of each token from outside: `assignment` [N], from 0 to experts - 1."""
-    require_experts(assignment, experts)
-    weights = torch.ones(len(assignment), 1, dtype=torch.float64, device=assignment.device)
-    zeros = weights.new_zeros(len(assignment), experts)
-    probabilities = zeros.scatter(1, assignment.view(-1, 1), 1.0)
-    return Choice(assignment.view(-1, 1), weights, probabilities)
+    chosen, valid = _within(assignment, experts)
+    weights = torch.ones(len(chosen), 1, dtype=torch.float64, device=chosen.device)
+    zeros = weights.new_zeros(len(chosen), experts)
+    probabilities = zeros.scatter(1, chosen.view(-1, 1), 1.0)
+    return Choice(chosen.view(-1, 1), weights, probabilities, valid=valid)
 
 
-def require_experts(assignment: Tensor, experts: int) -> None:
-    """Raise InputError for an assignment [N] to experts that there are not."""
-    if assignment.is_meta or not len(assignment):
+def _within(assignment: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """The assignment [N] with existing experts only, and whether it had no others."""
+    chosen = assignment.long().clamp(0, experts - 1)
+    if assignment.is_floating_point():
+        return chosen, torch.zeros((), dtype=torch.bool, device=chosen.device)
+    return chosen, (chosen == assignment).all()
+
+
+def require_experts(
+    assignment: Tensor, experts: int, valid: tuple[bool, ...], batch: GlobalBatch, layer: str
+) -> None:
+    """Raise InputError, on all data ranks, if the assignment [N] of any is not `valid`.
+
+    `valid` is known to all of them: no rank waits for one that raises.
+    """
+    if all(valid):
         return
-    least, most = assignment.aminmax()
-    if least < 0 or most >= experts or assignment.is_floating_point():
-        raise bad(
-            f"an assignment of tokens to the experts {least} to {most} ({assignment.dtype})",
-            f"integers from 0 to {experts - 1}, for {experts} experts",
-            f"Gate(..., experts={int(most) + 1}), or another assignment",
-        )
+    found = torch.zeros(3, dtype=torch.float64, device=assignment.device)
+    if len(assignment):
+        found[0], found[1] = assignment.aminmax()
+    found[2] = assignment.is_floating_point()
+    every = batch.gather(found).tolist()
+    of = [
+        f"{low:g} to {high:g}{' (floating point)' if floating else ''} on data rank {rank}"
+        for rank, (low, high, floating) in enumerate(every)
+        if not valid[rank]
+    ]
+    more = int(max(high for _, high, _ in every)) + 1
+    raise bad(
+        f"for {layer}, an assignment of tokens to the experts {' and '.join(of)}",
+        f"integers from 0 to {experts - 1}, for {experts} experts",
+        f"Gate(..., experts={max(more, experts)}), or another assignment",
+    )
 
 
 def hashed(ids: Tensor, experts: int, seed: int = 0) -> Tensor:
@@ -70,10 +92,10 @@ def argmax(logits: Tensor, targets: Tensor | None = None) -> Choice:
     The router learns to predict an assignment, such as that of balanced clusters, by cross-entropy
     (`assignment_loss`). Gross et al., arXiv 1704.06363, section 3.1.
     """
-    chosen = logits.argmax(-1) if targets is None else targets
-    require_experts(chosen, logits.shape[-1])
+    given = logits.argmax(-1) if targets is None else targets
+    chosen, valid = _within(given, logits.shape[-1])
     weights = torch.ones_like(logits[:, :1])
-    return Choice(chosen.view(-1, 1), weights, logits.softmax(-1))
+    return Choice(chosen.view(-1, 1), weights, logits.softmax(-1), valid=valid)
 
 
 def assignment_loss(logits: Tensor, targets: Tensor, tokens: int, batch: GlobalBatch) -> Tensor:
@@ -95,13 +117,20 @@ def balanced_clusters(
     No cluster has more than ceil(tokens / experts) features of the global batch. Features take the
     nearest cluster with room, those that would lose most by the second nearest first. All data
     ranks gather the features and compute the same. After Gross et al., arXiv 1704.06363, section
-    3.1, where clusters of images are balanced by hand.
+    3.1, where clusters of images are balanced by hand. Raises InputError for fewer features than
+    experts.
     """
     sizes = batch.sizes(len(features), features.device)
     padded = features.new_zeros(max(sizes), features.shape[-1])
     padded[: len(features)] = features.detach()
     parts = [x[:size] for x, size in zip(batch.gather(padded), sizes, strict=True)]
     every = torch.cat(parts)
+    if len(every) < experts:
+        raise bad(
+            f"a first pass over {len(every)} tokens, to fit {experts} clusters",
+            "as many tokens as experts, or more",
+            f"a larger first batch, or experts={max(1, len(every))}",
+        )
     draw = torch.Generator().manual_seed(seed)
     first = torch.randperm(len(every), generator=draw)[:experts].to(every.device)
     centroids = every[first]

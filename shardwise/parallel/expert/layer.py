@@ -3,23 +3,25 @@
 N  tokens of this rank      D  width      F  hidden width of an expert      E  experts
 """
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.comm.world import Axis
+from shardwise.core.arguments import integer, is_number
 from shardwise.core.errors import NonFiniteError, bad
 from shardwise.core.expert_moves import ExpertMove
 from shardwise.kernels.experts import feed_forward
 from shardwise.parallel.expert import hard
 from shardwise.parallel.expert.dispatch import Exchange
-from shardwise.parallel.expert.gate import FIXED, Extra, Gate, is_number, require_count
+from shardwise.parallel.expert.gate import FIXED, Extra, Gate
 from shardwise.parallel.expert.gates import balanced_bias
 from shardwise.parallel.expert.global_batch import GlobalBatch, phase
-from shardwise.parallel.expert.passes import Passes, uniform
+from shardwise.parallel.expert.passes import Passes, key_of, uniform
 from shardwise.parallel.expert.routing import Routing
 
 
@@ -138,7 +140,8 @@ class MoE(nn.Module):
 
     shared: a module from D to D that every token goes through as well; None: none.
     bias_rate: for the gate `sigmoid`, by how much its bias changes after a training step.
-    seed: of the random numbers of `gshard` and `noisy-topk`, another one for each layer of a model.
+    seed: of the random numbers of `gshard` and `noisy-topk`; layers of one model draw different
+        ones if they have names (`name_layers`) or different seeds.
 
     `load` is that of the last forward pass; None before the first.
     """
@@ -153,12 +156,13 @@ class MoE(nn.Module):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        require_count("width", width, "sw.MoE(width=64, ...), the width of a token")
-        require_count("hidden", hidden, "sw.MoE(width, hidden=256, ...), the width in an expert")
+        integer("width", width, least=1, example=64)
+        integer("hidden", hidden, least=1, example=256)
         if not isinstance(gate, Gate):
             raise bad(f"the gate {gate!r}", "a sw.Gate", 'sw.Gate("topk", experts=8, k=2)')
-        if not (is_number(bias_rate) and bias_rate >= 0):
+        if not (is_number(bias_rate) and 0 <= bias_rate < math.inf):
             raise bad(f"bias_rate = {bias_rate!r}", "a finite number from 0 up", "bias_rate = 1e-3")
+        integer("seed", seed, least=0, example=0)
         self.gate, self.bias_rate = gate, bias_rate
         routed, noisy = gate.name not in FIXED, gate.name == "noisy-topk"
         self.router = nn.Linear(width, gate.experts, bias=False) if routed else None
@@ -188,7 +192,8 @@ class MoE(nn.Module):
         for `argmax` the experts that it learns to predict (None: its own choice).
 
         Raises:
-            InputError: a hard gate without `target`, a `cluster` gate without centroids.
+            InputError: a hard gate without `target`, a `cluster` gate without centroids; on all
+                data ranks, if the `target` of a rank has an expert that does not exist.
             NonFiniteError: on all data ranks, if a rank's logits are infinite or NaN.
         """
         every_ND = self.place.entered(x).flatten(0, -2)
@@ -198,7 +203,9 @@ class MoE(nn.Module):
         if self.router is not None:
             logits = self.router(x_ND).to(dtype)
         extra = self._extra(x_ND, None if target is None else target.flatten()[: len(x_ND)])
-        routing = self.gate.route(logits, self.place.batch, extra, losses=self.training)
+        routing = self.gate.route(
+            logits, self.place.batch, extra, losses=self.training, layer=self._name
+        )
         self._require_finite(routing)
         self._remember(routing)
         place = self.place
@@ -218,12 +225,14 @@ class MoE(nn.Module):
         """Fit the centroids of a `cluster` gate on features [..., D] of a first pass.
 
         Returns the balanced cluster of each feature. Called by all data ranks.
+        Raises InputError, on all of them, for fewer features than experts.
         """
-        found, clusters = hard.balanced_clusters(
-            features.flatten(0, -2), self.gate.experts, self.place.batch
-        )
+        dtype = torch.promote_types(features.dtype, torch.float32)
+        x_ND = features.detach().flatten(0, -2).to(dtype)
+        own, experts = x_ND[:0] if self.place.absent() else x_ND, self.gate.experts
+        found, clusters = hard.balanced_clusters(own, experts, self.place.batch)
         self.get_buffer("centroids").copy_(found)
-        return clusters.view(features.shape[:-1])
+        return clusters.view(features.shape[:-1]) if len(own) == len(x_ND) else clusters
 
     def _extra(self, x_ND: Tensor, target_N: Tensor | None) -> Extra:
         """What the gate reads beside the logits."""
@@ -249,9 +258,9 @@ class MoE(nn.Module):
         if not self.training or bias.is_meta:
             return bias
         if phase() == "backward":
-            return bias.new_tensor(self.passed.again(self._name))
+            return self.passed.again(self._name)
         bias.data.copy_(balanced_bias(bias, choices, self.bias_rate))
-        self.passed.first(tuple(bias.tolist()))
+        self.passed.first(bias)
         return bias
 
     def _random(self, x_ND: Tensor) -> Extra:
@@ -260,12 +269,12 @@ class MoE(nn.Module):
         own = torch.tensor([len(x_ND)], device="cpu")
         sizes = batch.gather(own if x_ND.is_meta else own.to(x_ND.device)).flatten().tolist()
         number = self._pass_number(counts=sum(sizes) > 0)
-        first = sum(sizes[: batch.rank])
+        first, key = sum(sizes[: batch.rank]), key_of(self.seed, self.place.name)
         rows = torch.arange(first, first + len(x_ND), device=x_ND.device)
         if self.spread is None:
-            return Extra(random=uniform(rows, self.seed, number))
+            return Extra(random=uniform(rows, key, number))
         numbers = rows.unsqueeze(1) * experts + torch.arange(experts, device=x_ND.device)
-        normal = torch.special.ndtri(uniform(numbers, self.seed, number))
+        normal = torch.special.ndtri(uniform(numbers, key, number))
         return Extra(random=normal, spread=self.spread(x_ND))
 
     def _pass_number(self, *, counts: bool) -> int:
@@ -274,9 +283,9 @@ class MoE(nn.Module):
         if passes.is_meta:
             return 0
         if phase() == "backward":
-            return int(self.passed.again(self._name)[0])
+            return int(self.passed.again(self._name))
         number = int(passes)
-        self.passed.first((number,))
+        self.passed.first(passes)
         passes.data.add_(int(counts))
         return number
 
@@ -311,3 +320,13 @@ class MoE(nn.Module):
             total = total + self.gate.losses.get(name, 1.0) * value
         share = total / self.place.parts
         return share + (total - share).detach() if self.place.parts > 1 else total
+
+
+def name_layers(model: nn.Module) -> None:
+    """Give every layer of experts its name in `model`, on which its random numbers depend.
+
+    sw.parallelize does so.
+    """
+    for name, layer in model.named_modules():
+        if isinstance(layer, MoE):
+            layer.place = replace(layer.place, name=name)

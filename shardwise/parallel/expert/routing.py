@@ -23,6 +23,9 @@ from shardwise.parallel.expert.global_batch import GlobalBatch
 
 #: Integers that a data rank tells of its logits, beside the counts of its choices.
 TOLD: Final = 3
+#: The bits of the flags among them.
+FINITE: Final = 1
+VALID: Final = 2
 
 
 @dataclass(frozen=True)
@@ -74,11 +77,13 @@ def queues(
     logits_NE: Tensor,
     factor: float | None,
     batch: GlobalBatch,
+    valid: Tensor | None = None,
 ) -> Queues:
     """Line up choices: experts [N, K], and which of them are wanted [N, K].
 
     One all-gather of K*E + 3 numbers, called by all data ranks.
     factor: the capacity of an expert, in multiples of its share under an even load; None: no bound.
+    valid: without dims, whether the experts given to this rank exist; None: none were given.
     """
     (experts_NK, wanted_NK), (_, experts) = choices, logits_NE.shape
     n, k = experts_NK.shape
@@ -93,7 +98,7 @@ def queues(
     within[order] = torch.arange(n * k, device=key.device) - (counts.cumsum(0) - counts)[key[order]]
 
     counts = counts[:-1]
-    everyone = batch.gather(torch.cat([counts, told(logits_NE)])).cpu()
+    everyone = batch.gather(torch.cat([counts, told(logits_NE, valid)])).cpu()
     known = Facts.of(everyone[:, -TOLD:])
     counts_RKE = everyone[:, :-TOLD].view(-1, k, experts)
     slots_KE = counts_RKE.sum(0)
@@ -120,11 +125,13 @@ class Facts:
     sizes    tokens by data rank
     finite   by data rank, whether its logits are all finite
     entropy  of the softmax of a token's logits, in nats: the mean over the global batch
+    valid    by data rank, whether the experts that a hard gate was given exist
     """
 
     sizes: tuple[int, ...]
     finite: tuple[bool, ...]
     entropy: float = 0.0
+    valid: tuple[bool, ...] = ()
 
     @property
     def tokens(self) -> int:
@@ -134,20 +141,23 @@ class Facts:
     @classmethod
     def of(cls, told_RT: Tensor) -> "Facts":
         """From what each data rank has `told`."""
-        sizes, finite, _ = told_RT.t().tolist()
+        sizes, flags, _ = told_RT.t().tolist()
         summed = float(told_RT[:, -1].contiguous().view(torch.float64).sum())
-        return cls(tuple(sizes), tuple(map(bool, finite)), summed / max(1, sum(sizes)))
+        finite, valid = (tuple(bool(flag & bit) for flag in flags) for bit in (FINITE, VALID))
+        return cls(tuple(sizes), finite, summed / max(1, sum(sizes)), valid)
 
 
-def told(logits_NE: Tensor) -> Tensor:
-    """TOLD integers of a data rank: tokens, whether all logits are finite, the bits of a double.
+def told(logits_NE: Tensor, valid: Tensor | None = None) -> Tensor:
+    """TOLD integers of a data rank: tokens, flags, and the bits of a double.
 
-    That is the sum of the tokens' entropies.
+    The flags say whether all logits are finite, and whether the experts given to it exist. The
+    double is the sum of the tokens' entropies.
     """
     logits_NE = logits_NE.detach()
     rows = torch.tensor(len(logits_NE), device=logits_NE.device)
     entropy = torch.special.entr(logits_NE.double().softmax(-1)).sum()
-    return torch.stack([rows, torch.isfinite(logits_NE).all().long(), entropy.view(torch.int64)])
+    flags = FINITE * torch.isfinite(logits_NE).all() + VALID * (True if valid is None else valid)
+    return torch.stack([rows, flags, entropy.view(torch.int64)])
 
 
 def facts(logits_NE: Tensor, batch: GlobalBatch) -> Facts:

@@ -1,0 +1,83 @@
+"""A gate that is badly balanced at the start of a run on the embedded text becomes even."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.comm.world import World, alone
+from shardwise.engine.engine import Engine
+from shardwise.engine.expert_parallel import layers_of
+from shardwise.models import decoder
+from shardwise.models.initial import initial
+from shardwise.parallel.data.initial_weights import Fill
+from shardwise.train import config, experts, loop
+from shardwise.train.metrics import Record, read
+from shardwise.train.prepare import Prepared
+
+
+def settings(folder: Path, gate: str, *, balanced: bool) -> config.Config:
+    """160 steps of 2,048 bytes on a model of one layer, with the defaults of the gate."""
+    sizes = {"layers": 1, "width": 32, "heads": 2, "hidden": 32, "sequence": 64}
+    by_loss = balanced and gate == "switch"
+    own = {"experts": 8, "gate": gate} | ({} if by_loss else {"balance": 0.0})
+    steps = {"steps": 160, "batch": 32, "lr": 3e-3, "warmup": 1, "decay": "constant"}
+    rare = {"eval_every": 0, "save_every": 0, "eval_sequences": 2}
+    return config.build(
+        {
+            "model": sizes | own,
+            "data": {"source": "stdlib", "cache": str(folder / "cache")},
+            "train": steps | rare,
+            "plan": {"text": "fp32"},
+            "sample": {"tokens": 0},
+            "run": {"folder": str(folder / "run"), "tensorboard": False, "device": "cpu"},
+        }
+    )
+
+
+def skewed(name: str, tensor: Tensor) -> None:
+    """Initial weights; the logits of the first expert are five times as large as the others'."""
+    initial(name, tensor, 0)
+    if name.endswith("router.weight"):
+        with torch.no_grad():
+            tensor[0] *= 5.0
+
+
+def filled(*_: object) -> Fill:
+    return skewed
+
+
+def without_bias(prepared: Prepared, world: World) -> Engine:
+    engine = BUILD(prepared, world)
+    for layer in layers_of(engine.model).values():
+        layer.bias_rate = 0.0
+    return engine
+
+
+BUILD = loop.build
+
+
+def records(folder: Path, gate: str, patch: pytest.MonkeyPatch, *, balanced: bool) -> list[Record]:
+    patch.setattr(decoder, "fill", filled)
+    if not balanced:
+        patch.setattr(loop, "build", without_bias)
+    given = settings(folder, gate, balanced=balanced)
+    loop.train(given, alone())
+    return read(given.folder)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("balanced", [True, False])
+@pytest.mark.parametrize("gate", ["switch", "sigmoid"])
+def test_a_badly_balanced_gate(
+    gate: str, balanced: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The loss or the bias brings the busiest expert below 1.5 times the mean; else it stays."""
+    found = records(tmp_path, gate, monkeypatch, balanced=balanced)
+    first, last = (experts.summed(part) for part in experts.first_and_last(found))
+    at_start, ended = experts.busiest(experts.summed(found[:1])), experts.busiest(last)
+    print(f"{gate}: {at_start:.2f} at first, {experts.busiest(first):.2f}, {ended:.2f} at the end")
+    assert at_start > 1.9
+    assert experts.busiest(first) > 2.0
+    assert (ended <= 1.5) == balanced
