@@ -228,6 +228,7 @@ def test_a_model_of_transformers_is_filled_from_a_folder(name: str, tmp_path: Pa
         assert got == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.full
 def test_a_run_of_train_begins_with_exported_weights(tmp_path: Path):
     """Trained, exported, imported into another run, and resumed there from step 0."""
     first = run(settings(tmp_path / "first"))

@@ -60,6 +60,7 @@ def ended(
         return found
 
 
+@pytest.mark.full
 def test_a_rank_that_is_stopped_is_found_by_its_peers():
     """Without a launcher of ours the rank before it says so, and ends."""
     (code, _, said), _ = ended("stop", range(2), 2, SHARDWISE_FROZEN_S="1")

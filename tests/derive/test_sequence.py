@@ -78,6 +78,7 @@ def test_what_is_not_understood_is_refused(name: str, why: str):
         derive_table(found.build(), found.batch(2, 0), 2, found.loss, sp=True)
 
 
+@pytest.mark.full
 def test_the_command_prints_the_entries(capsys: pytest.CaptureFixture[str]):
     """`shardwise table MODEL --ranks 2 --sp` has a section [sequence]; verify derives it."""
     code, printed = run(capsys, "table", f"{HAND}:tied", "--ranks", "2", "--sp")

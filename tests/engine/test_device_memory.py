@@ -123,7 +123,7 @@ def test_auto_needs_a_bound_and_a_batch():
         run_threads(1, partial(stepped, plan="dp1 offload:auto device_memory:1MiB"))
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     "plan",
     [

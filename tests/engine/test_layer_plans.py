@@ -82,7 +82,7 @@ def assert_holds(plan: str, findings: list[Finding]) -> None:
     assert found.holds, found
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", PLANS)
 def test_parity_bytes_and_memory(plan: str):
     """Rows, meshes, recomputation and offload of single layers, with the other techniques."""

@@ -132,6 +132,7 @@ def test_data_rows_with_fp32_inside(plan: str, more: str, clip: float | None):
     assert_same(run_threads(ranks_of(plan), train, READER, case), oracle(READER, case), 1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("plan", [*STAGED, *ACROSS])
 def test_pipelines_and_tensor_ranks_with_fp32_inside(plan: str):

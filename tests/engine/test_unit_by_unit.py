@@ -153,6 +153,7 @@ def test_units_that_read_one_input(word: str):
         assert measured == predicted
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "plan", ["pp2 tp2 dp2 zero3 1f1b:2", pytest.param("tp2 dp2 zero3", marks=pytest.mark.full)]
 )

@@ -73,6 +73,7 @@ def _placed(loads: Loads, order: dict[str, tuple[int, ...]]) -> Loads:
     return replace(loads, choices=choices)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.crossed
 @pytest.mark.parametrize(
     "plan",

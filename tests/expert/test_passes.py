@@ -20,6 +20,7 @@ from tests.expert import moe
 from tests.pool import run_threads
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("name", ["gshard", "noisy-topk"])
 @pytest.mark.parametrize(
     "plan",

@@ -63,6 +63,7 @@ def test_loads_do_not_depend_on_the_plan(tmp_path: Path):
     assert [r.gate_entropy for r in one] == pytest.approx([r.gate_entropy for r in two], rel=1e-10)
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(("plan", "ranks"), [("dp2 ep2 zero2", 2), ("tp2", 2), ("pp2 1f1b:2", 2)])
 def test_clusters_are_fitted_before_the_first_step(plan: str, ranks: int, tmp_path: Path):
     """Under every plan on the first batch, as in one process; a resumed run has the same ones."""
@@ -76,6 +77,7 @@ def test_clusters_are_fitted_before_the_first_step(plan: str, ranks: int, tmp_pa
     assert all(max(own) - min(own) < one[0].tokens // 4 for own in first.values())
 
 
+@pytest.mark.full
 def test_clusters_are_in_the_checkpoint(tmp_path: Path):
     """A run that is stopped after two steps and resumed is the run that was not stopped."""
     whole, begun = (

@@ -242,6 +242,7 @@ def test_a_pointer_to_a_checkpoint_that_is_gone_is_said(tmp_path: Path) -> None:
     assert "names step-000003, which is no complete checkpoint: step-000002 is" in said.getvalue()
 
 
+@pytest.mark.full
 def test_damage_is_answered_with_what_resume_can_follow(tmp_path: Path) -> None:
     """The folder to remove is named; without it the same command goes on from the one before."""
     given = runs.settings(tmp_path / "run", steps=4)

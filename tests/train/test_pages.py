@@ -99,7 +99,7 @@ def _run(folder: Path, *argv: str, script: str = "train.py") -> str:
     return done.stdout
 
 
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("page", "number"),
     [

@@ -55,7 +55,8 @@ def assert_plan(kind: str, plan: str, at: Path) -> None:
     assert_same(run(configured(at / "two", weights, f"{plan} fp64", steps=2), ranks=2), expected)
 
 
-@pytest.mark.cases(5)
+@pytest.mark.crossed
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe", "qwen2_moe", "deepseek_v3"])
 @pytest.mark.parametrize("plan", ["dp2 zero3", "dp2 ep2 zero2", "tp2", "pp2 1f1b:2"])
 def test_every_plan_records_the_loads_of_one_process(kind: str, plan: str, tmp_path: Path):
@@ -63,6 +64,7 @@ def test_every_plan_records_the_loads_of_one_process(kind: str, plan: str, tmp_p
     assert_plan(kind, plan, tmp_path)
 
 
+@pytest.mark.full
 def test_loads_of_shards_of_the_sequence(tmp_path: Path):
     """Under sp the tensor ranks count the tokens of their shards, and their loads are added."""
     assert_plan("mixtral", "tp2 sp", tmp_path)

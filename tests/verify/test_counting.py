@@ -70,6 +70,7 @@ def one_more_sum() -> Iterator[None]:
         yield
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize(
     ("plan", "sabotage"),
     [("dp2", half_price), ("dp2 zero3", gathered_twice), ("dp2 zero1", one_more_sum)],

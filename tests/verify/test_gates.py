@@ -66,7 +66,7 @@ def proved(
 
 
 @pytest.mark.crossed
-@pytest.mark.cases(2)
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("gate", GATES)
 @pytest.mark.parametrize("capacity", [None, 1.0])
 def test_every_gate_holds(gate: str, capacity: float | None):

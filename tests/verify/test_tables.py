@@ -97,6 +97,7 @@ def proved(tmp_path: Path, build: str, plan: str = "tp2 sp fp64") -> Report:
     return report(read, name, run_gloo(read.size, prove, read, name, 2))
 
 
+@pytest.mark.full
 def test_code_that_mixes_what_ranks_share_computes_something_else(tmp_path: Path):
     """All ranks go on from the same wrong numbers, which are not one process's: verify finds it."""
     assert not proved(tmp_path, "shifted").holds

@@ -45,6 +45,7 @@ def more_each_step(world: World, extra_bytes: int) -> Wire:
     return wire._joined([mine] * world.size, "host")
 
 
+@pytest.mark.full
 def test_an_all_reduce_that_nobody_counted_is_seen():
     """A 16th more than the step's own bytes: theory and ledger agree, the interface does not.
 
