@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from shardwise.core.errors import InputError
@@ -101,6 +102,31 @@ def test_a_second_backward_pass_recomputes_again(kind: str):
     loss = model(x).square().sum()
     first = torch.autograd.grad(loss, x, retain_graph=True)[0]
     assert torch.equal(first, torch.autograd.grad(loss, x)[0])
+
+
+class Doubled(TorchFunctionMode):
+    """Twice the softmax."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return 2 * out if func is Tensor.softmax else out
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_function_mode_of_the_forward_holds_in_the_recomputation(kind: str):
+    """As that in which models of transformers compute in fp64; backward runs outside of it."""
+    found: list[Tensor] = []
+    for each in (None, kind):
+        model = made(each)
+        torch.manual_seed(1)
+        x = torch.randn(ROWS, LENGTH, WIDTH, dtype=torch.float64, requires_grad=True)
+        with Doubled():
+            loss = model(x).square().sum()
+        loss.backward()
+        found.append(
+            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        )
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=0)
 
 
 def test_the_module_is_what_it_was():

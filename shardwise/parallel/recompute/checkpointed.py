@@ -11,13 +11,14 @@ hooks on the module run once.  The second forward ends at the last tensor that a
 It computes the same as the first one:
 
     random numbers        are drawn from the same states of the generators
+    function modes        around the forward pass (torch.overrides) are entered again
     running statistics    of batch normalisation are not updated a second time
     parameters            are gathered: the backward pass of the module has gathered them
     collectives           inside of the module are sent again, by all ranks
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self
 from weakref import WeakSet, ref
@@ -25,6 +26,7 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -149,10 +151,12 @@ class _First:
     def __init__(self, generators: Generators, products: KeptProducts | None, inputs: Any) -> None:
         self.generators, self.products, self.inputs = generators, products, inputs
         self.states: States | None = None
+        self.modes = list[TorchFunctionMode]()
         self.entered = ExitStack()
 
     def __enter__(self) -> Self:
         self.states = self.generators.states()
+        self.modes = _get_current_function_mode_stack()
         if self.products is not None:
             self.entered.enter_context(self.products.keeping())
         return self
@@ -172,6 +176,9 @@ class _Again:
 
     def __enter__(self) -> Self:
         first, self.entered = self.first, ExitStack()
+        active = _get_current_function_mode_stack()
+        for mode in first.modes:
+            self.entered.enter_context(nullcontext() if mode in active else mode)
         self.entered.enter_context(_statistics_unchanged(self.norms))
         if first.states is not None:
             self.entered.enter_context(first.generators.replay(first.states))
