@@ -12,7 +12,7 @@ from torch import nn
 
 from shardwise.core.errors import bad
 
-_WIDTH: Final = 1024
+_WIDTH: Final = 2048
 _SIZE: Final = re.compile(r"([1-9]\d*)([KM]?)")
 _UNITS: Final = {"": 1, "K": 10**3, "M": 10**6}
 
