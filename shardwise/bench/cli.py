@@ -7,7 +7,7 @@ from typing import Annotated, Final
 
 import typer
 
-from shardwise.bench import cuda, disk, update
+from shardwise.bench import cuda, disk, largest, update
 from shardwise.bench.roster import SUITES
 from shardwise.bench.stack import parameter_count
 from shardwise.bench.suite import plan_tasks, run
@@ -18,6 +18,7 @@ from shardwise.core.suggest import suggest
 
 #: Suites that measure a part of offload, and the number of parameters without --size.
 _OF_OFFLOAD: Final = {"update": "100M", "disk": "25M"}
+_ON_CUDA: Final = ("data", "offload")
 
 
 def bench_command(
@@ -50,24 +51,34 @@ def bench_command(
             raise bad(f"--link with the suite {suite}", "no --link", f"shardwise bench {suite}")
         print(_of_offload(suite, contenders, size or (), ranks, repeats, as_object))
         return
-    if device == "cuda" and suite != "data":
-        allowed = "the suite data, since --device cuda runs on one rank"
+    if device == "cuda" and suite not in _ON_CUDA:
+        allowed = f"the suites {' and '.join(_ON_CUDA)}, since --device cuda runs on one rank"
         raise bad(f"--device cuda with the suite {suite}", allowed, f"bench {suite} --device cpu")
     if device == "cuda" and (contenders or size or link or ranks is not None):
         raise bad(
             "--device cuda with contenders, --size, --ranks or --link",
             "--device cuda with --repeats and --json only: it runs one rank on its own models",
-            "shardwise bench data --device cuda",
+            f"shardwise bench {suite} --device cuda",
         )
     ranks = 2 if ranks is None else ranks
     if device == "cuda":
-        rows = cuda.run(repeats)
-        print(json.dumps(cuda.as_json(rows), indent=2) if as_object else cuda.as_text(rows))
+        print(_on_cuda(suite, repeats, as_object))
         return
     if link is not None and ranks != 2:
         raise bad(f"{ranks} ranks with --link", "one rank on each of two hosts", "--ranks 2")
     rows = run(plan_tasks(suite, size or (), ranks, repeats, contenders), ranks, link)
     print(json.dumps(as_json(rows), indent=2) if as_object else as_text(rows))
+
+
+def _on_cuda(suite: str, rounds: int | None, as_object: bool) -> str:
+    """The results of a suite on one GPU."""
+    if rounds is not None:
+        integer("--repeats", rounds, 1, 5)
+    if suite == "data":
+        rows = cuda.run(rounds)
+        return json.dumps(cuda.as_json(rows), indent=2) if as_object else cuda.as_text(rows)
+    found = largest.run(rounds)
+    return json.dumps(largest.as_json(found), indent=2) if as_object else largest.as_text(found)
 
 
 def _of_offload(

@@ -72,12 +72,7 @@ class DeviceLine:
 
 def run(rounds: int | None) -> list[DeviceLine]:
     """All comparisons, in one process on the first GPU. Raises InputError without a GPU."""
-    if not torch.cuda.is_available():
-        raise bad(
-            "--device cuda, where PyTorch sees no GPU",
-            "a machine with an NVIDIA GPU and a PyTorch built for it; or the CPU",
-            "shardwise bench data --device cpu",
-        )
+    require_gpu("data")
     count = 10 if rounds is None else rounds
     sizes = (("small", SIZES["small"], "fp32", 32), ("1B", BILLION, "bf16", 4))
     pairs = [
@@ -86,6 +81,16 @@ def run(rounds: int | None) -> list[DeviceLine]:
         for row in ROWS
     ]
     return spawn(rank, ranks=1, args=(pairs,), device="cuda")[0]
+
+
+def require_gpu(suite: str) -> None:
+    """Raise InputError where PyTorch sees no GPU."""
+    if not torch.cuda.is_available():
+        raise bad(
+            "--device cuda, where PyTorch sees no GPU",
+            "a machine with an NVIDIA GPU and a PyTorch built for it; or the CPU",
+            f"shardwise bench {suite} --device cpu",
+        )
 
 
 def rank(pairs: Sequence[Pair]) -> list[DeviceLine]:

@@ -1,0 +1,251 @@
+"""The suite `offload` on one GPU: the largest model that trains, and what its copies cost.
+
+    layers    the most for which a step is predicted to fit: bytes on the device and on the host
+              grow by the same for each layer; a step that runs out of memory takes a tenth fewer
+    TFLOP/s   the model's operations in a step, those of recomputation apart
+    hidden    the part of the time of copies between device and host in which kernels ran
+
+All are in bf16 with `recompute:full`, 16 bytes of states a parameter.  So a GPU holds at most its
+memory/16 parameters, and with offload (device + host)/16 (ZeRO-Offload, arXiv 2101.06840).
+"""
+
+import gc
+import statistics
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+import shardwise as sw
+from shardwise.bench.contender import Setup
+from shardwise.bench.cuda import BILLION, require_gpu
+from shardwise.bench.ours import engine_of
+from shardwise.bench.table import aligned
+from shardwise.comm.host_memory import free_bytes
+from shardwise.comm.launch import spawn
+from shardwise.models import gpt
+from shardwise.models.gpt import GPTConfig
+from shardwise.models.registry import of_gpt
+from shardwise.prediction.peak import device_peak_bytes
+from shardwise.prediction.prediction import Prediction
+
+WORDS: Final = ("", "offload:optim", "offload:param")
+STATE_BYTES: Final = 16
+#: The part of the host's free memory that states may take.
+HOST_PART: Final = 0.8
+ROUNDS: Final = 3
+#: With one layer there is no class of blocks to recompute.
+FEWEST: Final = 2
+GIB: Final = 2**30
+
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a model is fitted into: bytes by tier, and the batch; `config` without its layers.
+
+    `words` are further plan words.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    config: GPTConfig
+    rows: int
+    device: str = "cuda"
+    words: str = ""
+
+
+@dataclass(frozen=True)
+class LargestLine:
+    """The largest model of a plan; None for what was not measured.
+
+    share   its parameters over those of which the states fill the device and, with offload, the
+            part of the host's memory that they may take
+    hidden  the part of the copies' time that lies beside kernels
+    """
+
+    contender: str
+    layers: int
+    parameters: int
+    share: float
+    step_s: float
+    tflops: float
+    hidden: float | None
+    peak_bytes: int | None
+    predicted_bytes: int
+
+
+def run(rounds: int | None) -> list[LargestLine]:
+    """The largest models on the first GPU. Raises InputError without a GPU."""
+    require_gpu("offload")
+    return spawn(rank, ranks=1, args=(rounds or ROUNDS,), device="cuda")[0]
+
+
+def rank(rounds: int) -> list[LargestLine]:
+    """The one rank, on NCCL."""
+    dist.init_process_group("nccl")
+    device_bytes = torch.cuda.get_device_properties(0).total_memory
+    room = Room(device_bytes, int(HOST_PART * free_bytes()), BILLION, rows=4)
+    return [largest(words, room, rounds) for words in WORDS]
+
+
+def largest(words: str, room: Room, rounds: int) -> LargestLine:
+    """The largest model that trains under the plan `words` in this room."""
+    layers = most_layers(lambda count: predicted(words, room, count), room)
+    while layers >= FEWEST:
+        try:
+            return measured(words, room, layers, rounds)
+        except torch.OutOfMemoryError:
+            layers = min(layers - 1, layers * 9 // 10)
+        gc.collect()  # after the exception, whose frames hold the engine
+        if room.device == "cuda":
+            torch.cuda.empty_cache()
+    return LargestLine(words or "none", 0, 0, 0.0, 0.0, 0.0, None, None, 0)
+
+
+def most_layers(predict: Callable[[int], Prediction], room: Room) -> int:
+    """The most layers with which a step is predicted to fit."""
+    few, more = (_by_tier(predict(count)) for count in (2, 4))
+    fitting: list[int] = []
+    for least, most, bound in zip(few, more, (room.device_bytes, room.host_bytes), strict=True):
+        a_layer = (most - least) / 2
+        if a_layer > 0:
+            fitting.append(int((bound - least) / a_layer) + 2)
+    return max(0, min(fitting))
+
+
+def _by_tier(found: Prediction) -> tuple[int, int]:
+    return device_peak_bytes(found), sum(found.host_memory.values())
+
+
+def predicted(words: str, room: Room, layers: int) -> Prediction:
+    """The prediction for a step of a model with so many layers."""
+    config = replace(room.config, layers=layers)
+    with torch.device("meta"):
+        model = gpt.GPT(config)
+    batch = of_gpt("largest", config).batch(room.rows, 0)
+    return sw.predict(
+        model, f"bf16 {_plan(words, room)}", batch, optimizer=sw.AdamW(), loss=gpt.loss
+    )
+
+
+def _plan(words: str, room: Room) -> str:
+    return f"dp1 recompute:full {room.words} {words}"
+
+
+def measured(words: str, room: Room, layers: int, rounds: int) -> LargestLine:
+    """Train a model with so many layers. Raises torch.OutOfMemoryError."""
+    config, device = replace(room.config, layers=layers), torch.device(room.device)
+    with torch.device("meta"):
+        model = gpt.GPT(config)
+    setup = Setup(gpt.loss, gpt.Block, 1, device, "bf16")
+    engine = engine_of(model, _plan(words, room), setup, fill=_fill)
+    batch = of_gpt("largest", config).batch(room.rows, 0, device)
+    times: list[float] = []
+    for _ in range(rounds + 1):
+        began = time.perf_counter()
+        engine.step(batch)
+        _settle(engine, device)
+        times.append(time.perf_counter() - began)
+    step_s = statistics.median(times[1:])
+    count = gpt.parameters(config)
+    flops = gpt.flops_per_token(config) * room.rows * config.sequence
+    full = room.device_bytes + (room.host_bytes if words else 0)
+    return LargestLine(
+        contender=words or "none",
+        layers=layers,
+        parameters=count,
+        share=count * STATE_BYTES / full,
+        step_s=step_s,
+        tflops=flops / step_s / 1e12,
+        hidden=hidden_share(lambda: _settled_step(engine, batch, device), device),
+        peak_bytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+        predicted_bytes=device_peak_bytes(predicted(words, room, layers)),
+    )
+
+
+def _fill(name: str, tensor: Tensor) -> None:
+    """Small random weights; gains of norms are 1."""
+    if tensor.dim() > 1:
+        tensor.normal_(std=0.02)
+    else:
+        tensor.fill_(float("norm" in name))
+
+
+def _settled_step(engine: sw.Engine, batch: Any, device: torch.device) -> None:
+    engine.step(batch)
+    _settle(engine, device)
+
+
+def _settle(engine: sw.Engine, device: torch.device) -> None:
+    engine.wait()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def hidden_share(step: Callable[[], None], device: torch.device) -> float | None:
+    """The part of the copies' time in which kernels ran; None without copies that overlap."""
+    if device.type != "cuda":
+        return None
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        step()
+    copies: list[Span] = []
+    kernels: list[Span] = []
+    for event in found.events() or ():
+        if event.device_type == DeviceType.CUDA:
+            span = float(event.time_range.start), float(event.time_range.end)
+            between = "HtoD" in event.name or "DtoH" in event.name
+            (copies if between else kernels).append(span)
+    return covered(copies, kernels)
+
+
+def covered(spans: Iterable[Span], by: Iterable[Span]) -> float | None:
+    """The part of the length of `spans` that lies inside of some span of `by`; None without any."""
+    merged: list[Span] = []
+    for first, last in sorted(by):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(last, merged[-1][1])
+        else:
+            merged.append((first, last))
+    ends = [last for _, last in merged]
+    length = inside = 0.0
+    for first, last in spans:
+        length += last - first
+        for low, high in merged[bisect_left(ends, first) :]:
+            if low >= last:
+                break
+            inside += min(last, high) - max(first, low)
+    return inside / length if length else None
+
+
+def as_json(rows: Sequence[LargestLine]) -> dict[str, Any]:
+    """The object that `--json` prints."""
+    return {"rows": [asdict(row) for row in rows]}
+
+
+def as_text(rows: Sequence[LargestLine]) -> str:
+    """The rows as a table."""
+    head = ("plan", "layers", "parameters", "of memory", "step ms", "TFLOP/s", "hidden")
+    return "\n".join(aligned([(*head, "peak GiB", "predicted"), *map(_cells, rows)]))
+
+
+def _cells(row: LargestLine) -> tuple[str, ...]:
+    return (
+        row.contender,
+        str(row.layers),
+        f"{row.parameters / 1e9:.3f}e9",
+        f"{row.share:.0%}",
+        f"{row.step_s * 1e3:.1f}",
+        f"{row.tflops:.1f}",
+        "-" if row.hidden is None else f"{row.hidden:.0%}",
+        "-" if row.peak_bytes is None else f"{row.peak_bytes / GIB:.1f}",
+        f"{row.predicted_bytes / GIB:.1f}",
+    )
