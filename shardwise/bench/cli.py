@@ -98,9 +98,8 @@ def _of_offload(
         integer("--repeats", rounds, 1, 5)
     if suite == "update":
         if words or ranks not in (None, 1):
-            raise bad(
-                "bench update with more words, or --ranks", "one rank", "shardwise bench update"
-            )
+            given = f"bench update {' '.join(words) or f'--ranks {ranks}'}"
+            raise bad(given, "no further words, and one rank", "shardwise bench update")
         found = update.run(count, rounds)
         return json.dumps(update.as_json(found), indent=2) if as_object else update.as_text(found)
     if len(words) != 1:

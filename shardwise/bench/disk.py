@@ -79,8 +79,9 @@ class DiskLine:
 def run(
     folder: Path, count: int, ranks: int, rounds: int | None, file_bytes: int = FILE_BYTES
 ) -> list[DiskLine]:
-    """Measure in new processes. Raises InputError for a folder that cannot hold the states."""
-    measure(folder, file_bytes)  # for its errors, and so that blocks of the disk are allocated
+    """Measure in new processes. Raises InputError for a folder that cannot be written."""
+    option = "shardwise bench disk"
+    measure(folder, file_bytes, option)  # for its errors; also allocates blocks of the disk
     steps = ROUNDS if rounds is None else rounds
     return spawn(rank, ranks, (str(folder), count, steps, file_bytes))[0]
 

@@ -101,13 +101,14 @@ def largest(words: str, room: Room, rounds: int) -> LargestLine:
     """The largest model that trains under the plan `words` in this room."""
     layers = most_layers(lambda count: predicted(words, room, count), room)
     while layers >= FEWEST:
+        gc.collect()  # the engine before, which is in cycles
+        if room.device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         try:
             return measured(words, room, layers, rounds)
         except torch.OutOfMemoryError:
             layers = min(layers - 1, layers * 9 // 10)
-        gc.collect()  # after the exception, whose frames hold the engine
-        if room.device == "cuda":
-            torch.cuda.empty_cache()
     return LargestLine(words or "none", 0, 0, 0.0, 0.0, 0.0, None, None, 0)
 
 
@@ -159,6 +160,7 @@ def measured(words: str, room: Room, layers: int, rounds: int) -> LargestLine:
     count = gpt.parameters(config)
     flops = gpt.flops_per_token(config) * room.rows * config.sequence
     full = room.device_bytes + (room.host_bytes if words else 0)
+    peak_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     return LargestLine(
         contender=words or "none",
         layers=layers,
@@ -167,7 +169,7 @@ def measured(words: str, room: Room, layers: int, rounds: int) -> LargestLine:
         step_s=step_s,
         tflops=flops / step_s / 1e12,
         hidden=hidden_share(lambda: _settled_step(engine, batch, device), device),
-        peak_bytes=torch.cuda.max_memory_allocated() if device.type == "cuda" else None,
+        peak_bytes=peak_bytes,
         predicted_bytes=device_peak_bytes(predicted(words, room, layers)),
     )
 

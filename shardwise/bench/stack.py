@@ -1,6 +1,6 @@
 """A stack of square linear layers with about a given number of parameters, and that number as text.
 
-Of `update` and `disk`, which measure what depends on the number of parameters alone.
+The suites `update` and `disk` use it: what they measure depends on the number alone.
 """
 
 import re

@@ -191,6 +191,7 @@ def compare(count: int, rounds: int) -> list[UpdateLine]:
             ready[name].step()
             rows[name].note = _NOTES.get(name, "")
         except ModuleNotFoundError as error:
+            ready.pop(name, None)
             rows[name].note = f"{error.name} is not installed"
         except Exception as error:  # noqa: BLE001 - it becomes the note of the row
             ready.pop(name, None)
@@ -209,19 +210,24 @@ def compare(count: int, rounds: int) -> list[UpdateLine]:
 
 def _fill(rows: dict[str, UpdateLine], turns: dict[str, _Turns], ready: dict[str, Updater]) -> None:
     """Set the numbers of the contenders that ran."""
-    fastest = [
-        min(times) for times in zip(*(turns[p].updates for p in _PEERS if p in turns), strict=True)
-    ]
-    wanted = torch.cat([w.detach().flatten() for w in ready[FSDP2].weights()])
+    peers = [turns[name].updates for name in _PEERS if name in turns]
+    fastest = [min(times) for times in zip(*peers, strict=True)]
+    wanted = _weights(ready[FSDP2]) if FSDP2 in ready else None
     for name, own in turns.items():
         row, both = rows[name], list(map(sum, zip(own.updates, own.copies, strict=True)))
         row.update_s, row.copies_s = map(statistics.median, (own.updates, own.copies))
-        row.ratio, row.with_copies = (
-            statistics.median(a / b for a, b in zip(times, fastest, strict=True))
-            for times in (own.updates, both)
-        )
-        found = torch.cat([w.detach().flatten() for w in ready[name].weights()])
-        row.difference = float((found - wanted).abs().max() / wanted.abs().max())
+        if fastest:
+            row.ratio, row.with_copies = (
+                statistics.median(a / b for a, b in zip(times, fastest, strict=True))
+                for times in (own.updates, both)
+            )
+        if wanted is not None:
+            apart = (_weights(ready[name]) - wanted).abs().max()
+            row.difference = float(apart / wanted.abs().max())
+
+
+def _weights(updater: Updater) -> Tensor:
+    return torch.cat([w.detach().flatten() for w in updater.weights()])
 
 
 def as_json(rows: Sequence[UpdateLine]) -> dict[str, Any]:

@@ -48,23 +48,26 @@ class DiskBandwidth:
         )
 
 
-def measure(folder: Path, file_bytes: int = FILE_BYTES) -> DiskBandwidth:
+def measure(folder: Path, file_bytes: int = FILE_BYTES, option: str = "--disk") -> DiskBandwidth:
     """Write and read a file of `file_bytes`, or one chunk, in `folder`; none is left.
+
+    `option` stands before the folder in errors.
 
     Raises InputError for a folder that is not there, is full, or cannot be written.
     """
     if not folder.is_dir():
-        raise bad(f"--disk {folder}, which is no folder", "a folder that exists", "--disk .")
+        given = f"{option} {folder}, which is no folder"
+        raise bad(given, "a folder that exists", f"{option} .")
     free = shutil.disk_usage(folder).free
     if free < 2 * file_bytes:
-        given = f"--disk {folder}, with {free / 2**20:.0f} MiB free"
-        raise bad(given, f"a folder with {2 * file_bytes / 2**20:.0f} MiB free", "--disk /tmp")
-    file = open_unnamed(folder, 0, "--disk /tmp")
+        given = f"{option} {folder}, with {free / 2**20:.0f} MiB free"
+        raise bad(given, f"a folder with {2 * file_bytes / 2**20:.0f} MiB free", f"{option} /tmp")
+    file = open_unnamed(folder, 0, f"{option} /tmp")
     try:
         return _measured(str(folder), file, max(1, file_bytes // CHUNK_BYTES))
     except OSError as error:
-        given = f"--disk {folder}, which cannot be written ({error.strerror})"
-        raise bad(given, "a folder that this process may write to", "--disk /tmp") from None
+        given = f"{option} {folder}, which cannot be written ({error.strerror})"
+        raise bad(given, "a folder that this process may write to", f"{option} /tmp") from None
     finally:
         os.close(file)
 

@@ -1,6 +1,7 @@
 """The memory of a host: what its processes may use, and what is free of it.
 
-A container has a limit of its own, in the files of control groups (version 2, then version 1).
+A container has a limit of its own, in the files of control groups (version 2, then version 1). The
+cache of files that it has read counts as used there, and is free for whoever needs it.
 """
 
 import math
@@ -8,9 +9,13 @@ from pathlib import Path
 from typing import Final
 
 _GROUPS: Final = Path("/sys/fs/cgroup")
-_LIMITS: Final = (
-    ("memory.max", "memory.current"),
-    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+#: The files with the limit, the use, and the counts of which one is the cache of files.
+_FILES: Final = (
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        *("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+        *("memory/memory.stat", "total_inactive_file"),
+    ),
 )
 
 
@@ -27,11 +32,15 @@ def free_bytes() -> float:
     return min([math.inf, *free, *(limit - used for limit, used in _limits())])
 
 
-def _limits() -> list[tuple[int, int]]:
-    """The limit and the use of each control group that has a limit, in bytes."""
-    texts = [
-        tuple(file.read_text().strip() for file in (_GROUPS / own, _GROUPS / used))
-        for own, used in _LIMITS
-        if (_GROUPS / own).exists() and (_GROUPS / used).exists()
-    ]
-    return [(int(own), int(used)) for own, used in texts if own.isdecimal()]
+def _limits(groups: Path = _GROUPS) -> list[tuple[int, int]]:
+    """The limit and the use of each control group that has a limit, in bytes, without the cache."""
+    found: list[tuple[int, int]] = []
+    for limit, used, counts, cache in _FILES:
+        if not all((groups / name).exists() for name in (limit, used, counts)):
+            continue
+        text = (groups / limit).read_text().strip()
+        lines = map(str.split, (groups / counts).read_text().splitlines())
+        cached = sum(int(line[1]) for line in lines if line[0] == cache)
+        if text.isdecimal():
+            found.append((int(text), max(0, int((groups / used).read_text()) - cached)))
+    return found

@@ -61,9 +61,9 @@ class LayerPlan:
         return any(_matches(name, pattern) for pattern in self.patterns)
 
     def unmatched(self, names: Iterable[str]) -> list[str]:
-        """The patterns that match none of `names`; of a range, each number that matches none."""
-        known, every = list(names), (each for p in self.patterns for each in _expanded(p))
-        return [p for p in every if not any(fnmatchcase(name, p) for name in known)]
+        """The patterns that match none of `names`; a range is a pattern for each of its numbers."""
+        known, patterns = list(names), (each for p in self.patterns for each in _expanded(p))
+        return [p for p in patterns if not any(fnmatchcase(name, p) for name in known)]
 
 
 def split_layers(text: Any) -> tuple[str, tuple[LayerPlan, ...]]:

@@ -38,8 +38,9 @@ from shardwise.kernels.rms_norm import Norm
 #: The least elements of a table, or of the input of a norm: for fewer the node costs more than it
 #: saves.
 LEAST = 2**16
-#: The most numbers of rows for which a layer uses another library than torch.  OneDNN keeps some
-#: 300 KiB of code for each shape, up to 1,024 shapes: generated text has a new one for each token.
+#: The most numbers of rows for which a layer uses another library than torch: the first of passes
+#: with gradients.  OneDNN keeps some 300 KiB of code for each shape, up to 1,024 shapes, and
+#: generated text has a new one for each token.
 MOST_LENGTHS = 16
 
 
@@ -253,7 +254,7 @@ class _Product:
         if func is not functional.linear or len(args) != 2 or args[0] is not self.weight:
             return None
         rows = x.shape[:-1].numel()
-        if len(self.lengths) < MOST_LENGTHS:
+        if torch.is_grad_enabled() and len(self.lengths) < MOST_LENGTHS:
             self.lengths.add(rows)
         products = self.products if rows in self.lengths else BY_TORCH
         return _Linear.apply(x, *args, products, self._weight_sink())

@@ -136,8 +136,7 @@ def train(
             folder.claim(config, start.overwrite)
             if not start.resume:
                 stack.callback(folder.forget, config.folder)  # keeps a run with a recorded step
-        dtype = engine.dtype or torch.float32
-        peak = Peak(measured_peak(world.device, dtype, world.barrier))
+        peak = Peak(measured_peak(world.device, engine.dtype or torch.float32, world.barrier))
         unigram = unigram_entropy(prepared.corpus) if first else math.nan
         board = config.run.tensorboard
         kept = stack.enter_context(metrics.opened(config.folder, at.step, board)) if first else None
@@ -150,7 +149,8 @@ def train(
         run = Run(prepared, engine, peak, unigram, shown, kept, stop, *recorders)
         opening(run, at)
         if at.step == 0 and has_clusters(prepared):
-            fit_clusters(engine, share(run, prepared.batches.numbers(0)))
+            with run.disk.outside():
+                fit_clusters(engine, share(run, prepared.batches.numbers(0)))
         early = any_rank(stop.received, world)
         stopped = early or steps(run, at)
         if not early and (said := updates.write(config.folder)):

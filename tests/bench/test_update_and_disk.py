@@ -89,7 +89,7 @@ def test_numbers_of_parameters() -> None:
         (["update"], {"size": ["small"]}, "--size 100M"),
         (["update", "fsdp2"], {}, "shardwise bench update"),
         (["disk"], {}, "shardwise bench disk /mnt/nvme"),
-        (["disk", "/none"], {}, "--disk ."),
+        (["disk", "/none"], {}, "shardwise bench disk ."),
         (["disk", "/tmp"], {"link": "1gbit"}, "shardwise bench disk"),
     ]
     for words, more, instead in wrong:

@@ -6,6 +6,8 @@ No gradient reaches the router through the output, so its experts train as indep
 their share of the tokens.
 """
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -17,15 +19,15 @@ from shardwise.parallel.expert.global_batch import GlobalBatch
 
 def assigned(assignment: Tensor, experts: int) -> Choice:
     """The expert of each token from outside: `assignment` [N], from 0 to experts - 1."""
-    chosen, valid = _within(assignment, experts)
+    chosen, valid = _existing(assignment, experts)
     weights = torch.ones(len(chosen), 1, dtype=torch.float64, device=chosen.device)
     zeros = weights.new_zeros(len(chosen), experts)
     probabilities = zeros.scatter(1, chosen.view(-1, 1), 1.0)
     return Choice(chosen.view(-1, 1), weights, probabilities, valid=valid)
 
 
-def _within(assignment: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """The assignment [N] with existing experts only, and whether it had no others."""
+def _existing(assignment: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """The assignment [N] clamped to the experts that exist, and whether nothing was clamped."""
     chosen = assignment.long().clamp(0, experts - 1)
     if assignment.is_floating_point():
         return chosen, torch.zeros((), dtype=torch.bool, device=chosen.device)
@@ -51,11 +53,14 @@ def require_experts(
         for rank, (low, high, floating) in enumerate(every)
         if not valid[rank]
     ]
-    more = int(max(high for _, high, _ in every)) + 1
+    highest = max(high if math.isfinite(high) else 0.0 for _, high, _ in every)
+    instead = "target.long()" if any(row[2] for row in every) else "ids of experts from 0 up"
+    if highest >= experts:
+        instead = f"Gate(..., experts={int(highest) + 1}), or another assignment"
     raise bad(
         f"for {layer}, an assignment of tokens to the experts {' and '.join(of)}",
         f"integers from 0 to {experts - 1}, for {experts} experts",
-        f"Gate(..., experts={max(more, experts)}), or another assignment",
+        instead,
     )
 
 
@@ -93,7 +98,7 @@ def argmax(logits: Tensor, targets: Tensor | None = None) -> Choice:
     (`assignment_loss`). Gross et al., arXiv 1704.06363, section 3.1.
     """
     given = logits.argmax(-1) if targets is None else targets
-    chosen, valid = _within(given, logits.shape[-1])
+    chosen, valid = _existing(given, logits.shape[-1])
     weights = torch.ones_like(logits[:, :1])
     return Choice(chosen.view(-1, 1), weights, logits.softmax(-1), valid=valid)
 

@@ -18,7 +18,7 @@ It computes the same as the first one:
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, Self
 from weakref import WeakSet, ref
@@ -26,7 +26,12 @@ from weakref import WeakSet, ref
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import (
+    TorchFunctionMode,
+    _get_current_function_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint
 
@@ -177,8 +182,9 @@ class _Again:
     def __enter__(self) -> Self:
         first, self.entered = self.first, ExitStack()
         active = _get_current_function_mode_stack()
-        for mode in first.modes:
-            self.entered.enter_context(nullcontext() if mode in active else mode)
+        for mode in [mode for mode in first.modes if mode not in active]:
+            _push_mode(mode)  # `with mode` may change more: torch.device sets its own state
+            self.entered.callback(_pop_mode)
         self.entered.enter_context(_statistics_unchanged(self.norms))
         if first.states is not None:
             self.entered.enter_context(first.generators.replay(first.states))
