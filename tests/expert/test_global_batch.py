@@ -1,5 +1,6 @@
 """A routing of a batch that several data ranks share is that of one process."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -112,18 +113,27 @@ def test_clusters():
     assert run_threads(4, clustered, SHARES["one empty"]) == [True] * 4
 
 
-def assigned_wrongly(world: World, name: str, wrong: Tensor, said: str) -> None:
-    """Only rank 1 is given experts that do not exist."""
+def assigned_wrongly(world: World, name: str, wrong: Tensor, said: str, instead: str) -> None:
+    """Only rank 1 is given experts that do not exist; rank 0 has its own choice, if it may."""
     layer = MoE(8, 8, Gate(name, E))
     batch = GlobalBatch((world.on(Mesh.parse("dp2")).axis("dp"),))
     layer.place = replace(layer.place, batch=batch, name="blocks.3.moe")
-    target = wrong if world.rank else torch.tensor([0, 3, 1])
-    with pytest.raises(InputError, match=f"blocks.3.moe, .* {said} on data rank 1. Allowed"):
+    chosen = torch.tensor([0, 3, 1]) if name == "assigned" else None
+    target = wrong if world.rank else chosen
+    with pytest.raises(
+        InputError, match=f"blocks.3.moe, .* {said} on data rank 1. Allowed.*instead: {instead}"
+    ):
         layer(torch.randn(3, 8), target)
 
 
 @pytest.mark.parametrize("name", ["assigned", "argmax"])
 def test_experts_of_one_rank_that_do_not_exist(name: str):
     """An assignment that one rank cannot use is an error on all, with the layer and the rank."""
-    run_gloo(2, assigned_wrongly, name, torch.tensor([4, 0, -1]), "-1 to 4")
-    run_gloo(2, assigned_wrongly, name, torch.tensor([0.0, 1.0, 2.0]), r"0 to 2 \(floating point\)")
+    wrong: list[tuple[list[float], str, str]] = [
+        ([4, 0, -1], "-1 to 4", r"Gate\(..., experts=5\)"),
+        ([0, -2, 1], "-2 to 1", "ids of experts from 0 up"),
+        ([0.0, 1.0, 2.0], r"0 to 2 \(floating point\)", r"target.long\(\)"),
+        ([0.0, math.nan, 2.0], r"nan to nan \(floating point\)", r"target.long\(\)"),
+    ]
+    for target, said, instead in wrong:
+        run_gloo(2, assigned_wrongly, name, torch.tensor(target), said, instead)

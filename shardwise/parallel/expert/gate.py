@@ -153,7 +153,8 @@ class Gate:
         wanted = wanted if choice.wanted is None else choice.wanted
         chosen = choice.experts, wanted
         lined = queues(chosen, logits, self.capacity, batch, choice.valid)
-        target = logits.new_zeros(0) if extra.target is None else extra.target
+        none = logits.new_zeros(0, dtype=torch.long)
+        target = none if extra.target is None else extra.target
         hard.require_experts(target, self.experts, lined.facts.valid, batch, layer)
         weights = choice.weights.to(logits)
         of = torch.zeros_like(logits).scatter(-1, choice.experts, weights * wanted)
