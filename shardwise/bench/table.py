@@ -155,7 +155,7 @@ def _number(value: float | None, digits: int, scale: float = 1.0) -> str:
 
 
 def aligned(cells: Sequence[tuple[str, ...]]) -> list[str]:
-    """Lines of a name, numbers to the right, and a note, the first line of titles."""
+    """The rows in columns: a name, numbers aligned right, and a note. The first row has titles."""
     widths = [max(len(line[i]) for line in cells) for i in range(len(cells[0]))]
     return [_aligned(line, widths) for line in cells]
 

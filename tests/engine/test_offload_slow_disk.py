@@ -22,7 +22,7 @@ TASK = wide_task(2048)
 
 
 def slow_down(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Let each read and write of a file take DELAY_S longer; their names as they are made."""
+    """Delay each read and write of a file by DELAY_S; return a list that gets the name of each."""
     made = list[str]()
 
     def slow(name: str, real: Any, *given: Any) -> int:
