@@ -22,7 +22,7 @@ from shardwise.parallel.expert.stacked import experts_of, router_beside
 
 
 class StackedLoads:
-    """Counts the choices of the modules `names` of an engine's model; without names it does nothing.
+    """Counts the choices of the modules `names` of an engine's model, of none without names.
 
     `counted` has by layer the choices by expert [E], `entropies` the sum over tokens and their
     number, and `shards` the positions of the sequence in the layer's last input.

@@ -22,8 +22,8 @@ class Choice:
     probabilities  [N, E], differentiable: of what the auxiliary losses are computed
     wanted         [N, K]; None: all choices
     balanced       how many of the K choices the balance loss counts
-    valid          without dims, whether the experts that a hard gate was given exist; where they
-                   do not, `experts` has others. None: none were given
+    valid          without dims, whether every assigned expert of a hard gate exists; those that
+                   do not are replaced in `experts`
     """
 
     experts: Tensor

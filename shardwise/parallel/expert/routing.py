@@ -125,7 +125,7 @@ class Facts:
     sizes    tokens by data rank
     finite   by data rank, whether its logits are all finite
     entropy  of the softmax of a token's logits, in nats: the mean over the global batch
-    valid    by data rank, whether the experts that a hard gate was given exist
+    valid    by data rank, whether every assigned expert of a hard gate exists
     """
 
     sizes: tuple[int, ...]
