@@ -23,7 +23,7 @@ class Choice:
     wanted         [N, K]; None: all choices
     balanced       how many of the K choices the balance loss counts
     valid          without dims, whether every assigned expert of a hard gate exists; those that
-                   do not are replaced in `experts`
+                   do not are replaced in `experts`. None: no experts were assigned
     """
 
     experts: Tensor
