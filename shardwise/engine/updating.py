@@ -27,7 +27,7 @@ from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.hooks import Data
 from shardwise.parallel.data.units import Unit
 from shardwise.parallel.offload.delayed import NextStep
-from shardwise.parallel.offload.host_thread import HostThread, InPlace
+from shardwise.parallel.offload.host_thread import MOST_BYTES, HostThread, InPlace
 from shardwise.parallel.offload.spans import Spans
 
 #: Units of at least this size together are updated in one call.
@@ -77,14 +77,15 @@ class Updates:
         ready: list[Flat] = []
         enough = self.early_bytes or EARLY_BYTES
         enough = math.inf if self.optimizer.disk else enough  # a disk is read in one go
-        with self._thread() as thread:
+        with self._thread(correction) as thread:
             for unit in arriving:
                 unit.attach_grads()
                 ready += [flat for flat in self.flats if flat in unit.trained]
-                if sum(flat.shard.nbytes for flat in ready) >= enough:
-                    self._update(thread, ready, correction)
+                if _size_bytes(ready) >= enough:
+                    thread.run(ready, _size_bytes(ready))
                     ready = []
-            self._update(thread, ready, correction)
+            if ready:
+                thread.run(ready, _size_bytes(ready))
         self.guard.passed()
 
     def by_norm(self, correction: float, *, update: bool) -> float:
@@ -102,9 +103,9 @@ class Updates:
         if self.delays():
             self._later(factor)
         else:
-            with self._thread() as thread:
-                for flats in self._parts():
-                    self._update(thread, flats, factor)
+            with self._thread(factor) as thread:
+                for flats in self.parts():
+                    thread.run(flats, _size_bytes(flats))
             self.guard.passed()
         self.scale.update(overflow=False)
         return norm
@@ -135,19 +136,27 @@ class Updates:
         """
         return self.optimizer.disk is None and any(f.moves.host_update for f in self.flats)
 
-    def _thread(self) -> HostThread | InPlace:
-        return HostThread() if self._on_host else InPlace()
+    def _thread(self, factor: float) -> HostThread[Flat] | InPlace[Flat]:
+        """What updates flat groups, with gradients times `factor`."""
 
-    def _parts(self) -> list[Sequence[Flat]]:
-        """What is updated at once when all gradients are there: all, or on the host a unit."""
+        def update(flats: Sequence[Flat]) -> None:
+            self.spans.timed(_name(flats), partial(self.optimizer.step, flats, factor))()
+
+        if self._on_host:
+            return HostThread(update, self._publish, self.early_bytes or MOST_BYTES)
+        return InPlace(update, self._publish)
+
+    def parts(self) -> list[Sequence[Flat]]:
+        """What is updated at once when all gradients are there: all, or on the host 64 MiB."""
         if not self._on_host:
-            return [self.flats]
-        return [unit.trained for unit in self.data.units.order if unit.trained]
-
-    def _update(self, thread: HostThread | InPlace, flats: Sequence[Flat], factor: float) -> None:
-        if flats:
-            step = partial(self.optimizer.step, flats, factor)
-            thread.run(self.spans.timed(_name(flats), step), partial(self._publish, flats))
+            return [self.flats] if self.flats else []
+        found, part = list[Sequence[Flat]](), list[Flat]()
+        for unit in self.data.units.order:
+            part += unit.trained
+            if _size_bytes(part) >= (self.early_bytes or MOST_BYTES):
+                found.append(part)
+                part = []
+        return [*found, part] if part else found
 
     def _later(self, factor: float) -> None:
         """Finish the updates of the step before, and begin those of this one beside the next."""
@@ -157,7 +166,7 @@ class Updates:
                 self.spans.timed(_name(flats), self.optimizer.later(flats, factor)),
                 partial(self.optimizer.publish, flats),
             )
-            for flats in self._parts()
+            for flats in self.parts()
         ]
         for flat in self.optimizer.flats:
             flat.grads.clear()
@@ -186,6 +195,10 @@ class Updates:
         """The factor of all gradients: removes the loss scale and clips (Pascanu et al., 2013)."""
         shrink = 1.0 if self.clip is None else min(1.0, self.clip / (norm + 1e-6))
         return shrink / self.scale.value
+
+
+def _size_bytes(flats: Sequence[Flat]) -> int:
+    return sum(flat.shard.nbytes for flat in flats)
 
 
 def _name(flats: Sequence[Flat]) -> str:

@@ -2,13 +2,13 @@
 
 import gc
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from threading import get_ident
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from shardwise.comm.world import World
 from shardwise.core.offload import parse
@@ -188,32 +188,40 @@ def test_checkpoints_of_any_tier(before: str, after: str):
 
 
 def test_updates_run_in_order_and_are_published_by_the_caller():
-    """Updates run one after the other on another thread; what follows each runs on this one."""
-    seen: list[tuple[str, int, bool]] = []
-    here = threading.get_ident()
+    """On another thread, what waits together up to a size; what follows each runs on this one."""
+    seen: list[tuple[str, list[int], bool]] = []
+    here, first = threading.get_ident(), threading.Event()
 
-    def note(what: str, k: int) -> None:
-        seen.append((what, k, threading.get_ident() == here))
+    def update(items: Sequence[int]) -> None:
+        assert first.wait(10)
+        seen.append(("update", list(items), threading.get_ident() == here))
 
-    with HostThread() as thread:
-        for k in range(3):
-            thread.run(lambda k=k: note("update", k), lambda k=k: note("publish", k))
+    def publish(items: Sequence[int]) -> None:
+        seen.append(("publish", list(items), threading.get_ident() == here))
+
+    with HostThread(update, publish, most_bytes=20) as thread:
+        thread.run([0], 20)
+        for k in range(1, 6):
+            thread.run([k], 10)
+        first.set()
+    parts = [[0], [1, 2], [3, 4], [5]]
     for what, at_home in (("update", False), ("publish", True)):
-        assert [one for one in seen if one[0] == what] == [(what, k, at_home) for k in range(3)]
+        assert [one for one in seen if one[0] == what] == [(what, part, at_home) for part in parts]
 
 
 def test_an_error_of_an_update_is_raised():
     """An error on the host's thread ends the step; updates that wait behind it are dropped."""
-    published: list[Tensor] = []
+    updated: list[int] = []
 
-    def fail() -> None:
-        raise ValueError("no such state")
+    def update(items: Sequence[int]) -> None:
+        if items == [0]:
+            raise ValueError("no such state")
 
     def run() -> None:
-        with HostThread() as thread:
-            thread.run(fail, lambda: None)
-            thread.run(lambda: None, lambda: published.append(torch.zeros(1)))
+        with HostThread(update, updated.extend, most_bytes=1) as thread:
+            thread.run([0], 1)
+            thread.run([1], 1)
 
     with pytest.raises(ValueError, match="no such state"):
         run()
-    assert published == []
+    assert updated == []
