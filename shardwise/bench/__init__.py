@@ -10,5 +10,6 @@ live_bytes.py   a meter of live tensor bytes
 table.py        the results as text and JSON
 suite.py        running a suite at its sizes; link.py between two hosts; cuda.py on one GPU
 update.py       the suite `update`: the optimizer's step in host memory alone
+largest.py      the suite `offload` on one GPU: the largest models; fit.py what fits, by prediction
 disk.py         the suite `disk`: what a step with states on a disk makes of its bandwidth
 """

@@ -46,23 +46,16 @@ def bench_command(
         close = suggest(suite, every, 0.5) or every[0]
         raise bad(f'the suite "{suite}"', ", ".join(every), f"shardwise bench {close}")
     choice("--device", device, ("cpu", "cuda"))
+    if device == "cuda":
+        _require_one_rank(suite, contenders, size, link, ranks)
     if suite in _OF_OFFLOAD and device == "cpu":
         if link is not None:
             raise bad(f"--link with the suite {suite}", "no --link", f"shardwise bench {suite}")
         print(_of_offload(suite, contenders, size or (), ranks, repeats, as_object))
         return
-    if device == "cuda" and suite not in _ON_CUDA:
-        allowed = f"the suites {' and '.join(_ON_CUDA)}, since --device cuda runs on one rank"
-        raise bad(f"--device cuda with the suite {suite}", allowed, f"bench {suite} --device cpu")
-    if device == "cuda" and (contenders or size or link or ranks is not None):
-        raise bad(
-            "--device cuda with contenders, --size, --ranks or --link",
-            "--device cuda with --repeats and --json only: it runs one rank on its own models",
-            f"shardwise bench {suite} --device cuda",
-        )
     ranks = 2 if ranks is None else ranks
     if device == "cuda":
-        print(_on_cuda(suite, repeats, as_object))
+        print(_on_cuda(suite, contenders, repeats, as_object))
         return
     if link is not None and ranks != 2:
         raise bad(f"{ranks} ranks with --link", "one rank on each of two hosts", "--ranks 2")
@@ -70,14 +63,34 @@ def bench_command(
     print(json.dumps(as_json(rows), indent=2) if as_object else as_text(rows))
 
 
-def _on_cuda(suite: str, rounds: int | None, as_object: bool) -> str:
-    """The results of a suite on one GPU."""
+def _require_one_rank(
+    suite: str,
+    words: Sequence[str],
+    sizes: Sequence[str] | None,
+    link: str | None,
+    ranks: int | None,
+) -> None:
+    """Raise InputError for what does not go with --device cuda."""
+    if suite not in _ON_CUDA:
+        allowed = f"the suites {' and '.join(_ON_CUDA)}, since --device cuda runs on one rank"
+        raise bad(f"--device cuda with the suite {suite}", allowed, f"bench {suite} --device cpu")
+    if len(words) > (suite == "offload") or sizes or link or ranks is not None:
+        folder = "; offload also with the folder of a disk" * (suite == "offload")
+        raise bad(
+            "--device cuda with contenders, --size, --ranks or --link",
+            "--device cuda with --repeats and --json: it runs one rank on its own models" + folder,
+            f"shardwise bench {suite}{' /mnt/nvme' * bool(folder)} --device cuda",
+        )
+
+
+def _on_cuda(suite: str, words: Sequence[str], rounds: int | None, as_object: bool) -> str:
+    """The results of a suite on one GPU; `words` may be the folder of the suite `offload`."""
     if rounds is not None:
         integer("--repeats", rounds, 1, 5)
     if suite == "data":
         rows = cuda.run(rounds)
         return json.dumps(cuda.as_json(rows), indent=2) if as_object else cuda.as_text(rows)
-    found = largest.run(rounds)
+    found = largest.run(Path(words[0]) if words else None, rounds)
     return json.dumps(largest.as_json(found), indent=2) if as_object else largest.as_text(found)
 
 

@@ -1,20 +1,24 @@
 """The suite `offload` on one GPU: the largest model that trains, and what its copies cost.
 
-    layers    the most for which a step is predicted to fit: bytes on the device and on the host
-              grow by the same for each layer; a step that runs out of memory takes a tenth fewer
+    layers    the most for which a step is predicted to fit: bytes of each tier grow by the same for
+              each layer; after a step that runs out of memory, with a tenth less on the device
     TFLOP/s   the model's operations in a step, those of recomputation apart
     hidden    the part of the time of copies between device and host in which kernels ran
 
 All are in bf16 with `recompute:full`, 16 bytes of states a parameter.  So a GPU holds at most its
-memory/16 parameters, and with offload (device + host)/16 (ZeRO-Offload, arXiv 2101.06840).
+memory/16 parameters, with offload (device + host)/16 (ZeRO-Offload, arXiv 2101.06840), and with a
+disk (device + host + disk)/16 (ZeRO-Infinity, arXiv 2104.07857).
 """
 
 import gc
+import os
+import shutil
 import statistics
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -26,49 +30,43 @@ from torch.profiler import ProfilerActivity, profile
 import shardwise as sw
 from shardwise.bench.contender import Setup
 from shardwise.bench.cuda import BILLION, require_gpu
+from shardwise.bench.fit import (
+    FEWEST,
+    FILLED_DISK,
+    FILLED_HOST,
+    Fit,
+    Room,
+    most_layers,
+    plan_of,
+    predicted,
+)
 from shardwise.bench.ours import engine_of
 from shardwise.bench.table import aligned
+from shardwise.comm.disk import open_unnamed
 from shardwise.comm.host_memory import free_bytes
 from shardwise.comm.launch import spawn
 from shardwise.models import gpt
-from shardwise.models.gpt import GPTConfig
 from shardwise.models.registry import of_gpt
 from shardwise.prediction.peak import device_peak_bytes
-from shardwise.prediction.prediction import Prediction
 
-WORDS: Final = ("", "offload:optim", "offload:param")
+OFFLOADS: Final = (None, "optim", FILLED_HOST, "param")
+ON_DISK: Final = ("optim@disk", FILLED_DISK, "param@disk")
 STATE_BYTES: Final = 16
-#: The part of the host's free memory that states may take.
+#: The part of the host's free memory, and of the disk's, that states may take.
 HOST_PART: Final = 0.8
+DISK_PART: Final = 0.9
 ROUNDS: Final = 3
-#: With one layer there is no class of blocks to recompute.
-FEWEST: Final = 2
 GIB: Final = 2**30
 
 Span = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Room:
-    """What a model is fitted into: bytes by tier, and the batch; `config` without its layers.
-
-    `words` are further plan words.
-    """
-
-    device_bytes: int
-    host_bytes: int
-    config: GPTConfig
-    rows: int
-    device: str = "cuda"
-    words: str = ""
-
-
-@dataclass(frozen=True)
 class LargestLine:
     """The largest model of a plan; None for what was not measured.
 
-    share   its parameters over those of which the states fill the device and, with offload, the
-            part of the host's memory that they may take
+    share   its parameters over those of which the states fill the device and, as far as the plan
+            uses them, the parts of the host's memory and of the disk that they may take
     hidden  the part of the copies' time that lies beside kernels
     """
 
@@ -83,72 +81,59 @@ class LargestLine:
     predicted_bytes: int
 
 
-def run(rounds: int | None) -> list[LargestLine]:
-    """The largest models on the first GPU. Raises InputError without a GPU."""
+def run(folder: Path | None, rounds: int | None) -> list[LargestLine]:
+    """The largest models on the first GPU, and with a folder on the disk that it is on.
+
+    Raises InputError without a GPU, and for a folder that cannot be written.
+    """
     require_gpu("offload")
-    return spawn(rank, ranks=1, args=(rounds or ROUNDS,), device="cuda")[0]
+    if folder is not None:
+        os.close(open_unnamed(folder, 0, "shardwise bench offload /mnt/nvme --device cuda"))
+    return spawn(rank, 1, (folder and str(folder), rounds or ROUNDS), device="cuda")[0]
 
 
-def rank(rounds: int) -> list[LargestLine]:
+def rank(folder: str | None, rounds: int) -> list[LargestLine]:
     """The one rank, on NCCL."""
     dist.init_process_group("nccl")
     device_bytes = torch.cuda.get_device_properties(0).total_memory
-    room = Room(device_bytes, int(HOST_PART * free_bytes()), BILLION, rows=4)
-    return [largest(words, room, rounds) for words in WORDS]
+    disk_bytes = int(DISK_PART * shutil.disk_usage(folder).free) if folder else 0
+    host_bytes = int(HOST_PART * free_bytes())
+    room = Room(device_bytes, host_bytes, disk_bytes, BILLION, rows=4, folder=folder)
+    return [largest(offload, room, rounds) for offload in (*OFFLOADS, *ON_DISK * bool(folder))]
 
 
-def largest(words: str, room: Room, rounds: int) -> LargestLine:
-    """The largest model that trains under the plan `words` in this room."""
-    layers = most_layers(lambda count: predicted(words, room, count), room)
-    while layers >= FEWEST:
+def largest(offload: str | None, room: Room, rounds: int) -> LargestLine:
+    """The largest model that trains with this value of `offload:` in this room."""
+    left = room
+    while (fit := most_layers(offload, left)).layers >= FEWEST:
         gc.collect()  # the engine before, which is in cycles
         if room.device == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         try:
-            return measured(words, room, layers, rounds)
+            return measured(fit, room, rounds)
         except torch.OutOfMemoryError:
-            layers = min(layers - 1, layers * 9 // 10)
-    return LargestLine(words or "none", 0, 0, 0.0, 0.0, 0.0, None, None, 0)
+            peak = device_peak_bytes(predicted(fit.offload, room, fit.layers))
+            left = replace(left, device_bytes=min(peak, left.device_bytes) * 9 // 10)
+    return LargestLine(_name(offload), 0, 0, 0.0, 0.0, 0.0, None, None, 0)
 
 
-def most_layers(predict: Callable[[int], Prediction], room: Room) -> int:
-    """The most layers with which a step is predicted to fit."""
-    few, more = (_by_tier(predict(count)) for count in (2, 4))
-    fitting: list[int] = []
-    for least, most, bound in zip(few, more, (room.device_bytes, room.host_bytes), strict=True):
-        a_layer = (most - least) / 2
-        if a_layer > 0:
-            fitting.append(int((bound - least) / a_layer) + 2)
-    return max(0, min(fitting))
+def _name(offload: str | None) -> str:
+    return "none" if offload is None else f"offload:{offload}"
 
 
-def _by_tier(found: Prediction) -> tuple[int, int]:
-    return device_peak_bytes(found), sum(found.host_memory.values())
-
-
-def predicted(words: str, room: Room, layers: int) -> Prediction:
-    """The prediction for a step of a model with so many layers."""
-    config = replace(room.config, layers=layers)
-    with torch.device("meta"):
-        model = gpt.GPT(config)
-    batch = of_gpt("largest", config).batch(room.rows, 0)
-    return sw.predict(
-        model, f"bf16 {_plan(words, room)}", batch, optimizer=sw.AdamW(), loss=gpt.loss
-    )
-
-
-def _plan(words: str, room: Room) -> str:
-    return f"dp1 recompute:full {room.words} {words}"
-
-
-def measured(words: str, room: Room, layers: int, rounds: int) -> LargestLine:
-    """Train a model with so many layers. Raises torch.OutOfMemoryError."""
-    config, device = replace(room.config, layers=layers), torch.device(room.device)
+def measured(fit: Fit, room: Room, rounds: int) -> LargestLine:
+    """Train a model that is predicted to fit. Raises torch.OutOfMemoryError."""
+    config, device = replace(room.config, layers=fit.layers), torch.device(room.device)
     with torch.device("meta"):
         model = gpt.GPT(config)
     setup = Setup(gpt.loss, gpt.Block, 1, device, "bf16")
-    engine = engine_of(model, _plan(words, room), setup, fill=_fill)
+    engine = engine_of(
+        *(model, plan_of(fit.offload, room), setup),
+        fill=_fill,
+        offload_folder=room.folder,
+        least_unit_bytes=room.least_unit_bytes,
+    )
     batch = of_gpt("largest", config).batch(room.rows, 0, device)
     times: list[float] = []
     for _ in range(rounds + 1):
@@ -159,18 +144,20 @@ def measured(words: str, room: Room, layers: int, rounds: int) -> LargestLine:
     step_s = statistics.median(times[1:])
     count = gpt.parameters(config)
     flops = gpt.flops_per_token(config) * room.rows * config.sequence
-    full = room.device_bytes + (room.host_bytes if words else 0)
+    full = room.device_bytes
+    full += room.host_bytes * (fit.offload is not None)
+    full += room.disk_bytes * ("disk" in (fit.offload or ""))
     peak_bytes = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
     return LargestLine(
-        contender=words or "none",
-        layers=layers,
+        contender=_name(fit.offload),
+        layers=fit.layers,
         parameters=count,
         share=count * STATE_BYTES / full,
         step_s=step_s,
         tflops=flops / step_s / 1e12,
         hidden=hidden_share(lambda: _settled_step(engine, batch, device), device),
         peak_bytes=peak_bytes,
-        predicted_bytes=device_peak_bytes(predicted(words, room, layers)),
+        predicted_bytes=device_peak_bytes(predicted(fit.offload, room, fit.layers)),
     )
 
 

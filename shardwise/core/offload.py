@@ -13,6 +13,9 @@
     offload:optim@disk        the optimizer's state, masters and gradients rest on a disk, from
                               where they are streamed through host memory for the update
     offload:param@disk        parameters too: each unit is streamed to the device before it is used
+    offload:optim=0.9,disk=0.5
+                              three tiers: states of 0.9 of the parameters leave the device, of
+                              these those of 0.5 for a disk; `optim,disk=0.5`: all leave it
 
 (Delayed parameter update: ZeRO-Offload, arXiv 2101.06840, section 5.2, with 40 steps before it.)
 """
@@ -28,10 +31,12 @@ from shardwise.core.zero import Tier
 
 #: What may rest in host memory, or on a disk; and the choice by prediction.
 WHAT: Final = ("optim", "param", "optim-delayed", "optim@disk", "param@disk", "auto")
+_SPLIT: Final = re.compile(r"optim(?:=([^,=]*))?(?:,disk=([^,=]*))?")
 #: Steps before updates are delayed.
 UNDELAYED_STEPS: Final = 40
 MOST_STEPS: Final = 10**9
 _SHARE: Final = re.compile(r"[01]|[01]?\.[0-9]{1,15}")
+_FRACTION: Final = re.compile(r"(optim|param)(?:=([^@]+)(?:@.*)?|@[^=]*=(.+))")
 #: Other names of the tiers, for suggestions.
 _HOSTS: Final = ("host", "cpu", "ram", "memory")
 _DISKS: Final = ("disk", "nvme", "ssd", "file")
@@ -46,11 +51,13 @@ class Offload:
                 the same with "@disk"; "auto" is not chosen yet, and leaves all on the device
     undelayed   the number of steps before updates are made one step late; None: never
     share       the fraction of the trained parameters, at least, whose states leave the device
+    disk_share  the fraction, at least, whose states rest on a disk; at most `share`
     """
 
     what: str
     undelayed: int | None = None
     share: float = 1.0
+    disk_share: float = 0.0
 
     @property
     def param_tier(self) -> Tier:
@@ -59,29 +66,34 @@ class Offload:
 
     @property
     def optim_tier(self) -> Tier:
-        """The tier of the optimizer's state."""
+        """The tier of the optimizer's state, if that is the same for all units."""
         if self.what == "auto":
             return "device"
-        return "disk" if self.what.endswith("@disk") else "host"
+        return "disk" if self.disk_share == 1 else "host"
+
+    @property
+    def by_unit(self) -> bool:
+        """Whether states of units rest on different tiers."""
+        return self.share < 1 or 0 < self.disk_share < 1
 
     def delays(self, step: int) -> bool:
         """Whether the update of step number `step`, from 0, is used one step later."""
         return self.undelayed is not None and step >= self.undelayed
 
-    def first_unit(self, numels: Sequence[int]) -> int:
-        """The place of the first of the units whose states leave the device.
+    def tiers(self, numels: Sequence[int]) -> list[Tier]:
+        """The tier of the optimizer's state of each unit: of the last ones the furthest.
 
         `numels` are the units' trained parameters on this rank, in the order of the model.
         """
-        wanted, found, first = self.share * sum(numels), 0, len(numels)
-        while first and found < wanted:
-            first -= 1
-            found += numels[first]
-        return first
+        on_host, on_disk = (_first(share, numels) for share in (self.share, self.disk_share))
+        places = range(len(numels))
+        order: tuple[Tier, ...] = ("device", "host", "disk")
+        return [order[(k >= on_host) + (k >= on_disk)] for k in places]
 
     def __str__(self) -> str:
-        if self.share < 1:
-            return f"{self.what}={self.share!r}"
+        if self.by_unit:
+            share = f"={self.share!r}" * (self.share < 1)
+            return f"{self.what}{share}" + f",disk={self.disk_share!r}" * (self.disk_share > 0)
         if self.undelayed is None:
             return self.what
         number = "" if self.undelayed == UNDELAYED_STEPS else f"={self.undelayed}"
@@ -92,14 +104,40 @@ def parse(text: str) -> Offload:
     """The value of `offload:` as written. Raises InputError for any other."""
     what, equals, number = text.partition("=")
     if text in ("optim", "param", "optim@disk", "param@disk", "auto"):
-        return Offload(text)
+        return Offload(text, disk_share=float(text.endswith("@disk")))
     if what == "optim-delayed":
         return Offload("optim", _steps(number) if equals else UNDELAYED_STEPS)
-    if what == "optim" and equals and "@" not in number:
-        return Offload("optim", share=_share(number))
+    if "@" not in text and (split := _SPLIT.fullmatch(text)):
+        return _split(text, *split.groups())
     _require_no_share(text)
     allowed = f"offload: and the states that rest in host memory or on disk: {' or '.join(WHAT)}"
     raise bad(f"the plan word 'offload:{text}'", allowed, f"offload:{_nearest(text)}")
+
+
+def _first(share: float, numels: Sequence[int]) -> int:
+    """The first of the fewest units at the end that have this fraction of all parameters."""
+    wanted, found, first = share * sum(numels), 0, len(numels)
+    while first and found < wanted:
+        first -= 1
+        found += numels[first]
+    return first
+
+
+def _split(text: str, leaving: str | None, on_disk: str | None) -> Offload:
+    """The value of "optim=LEAVING,disk=ON_DISK", of which either may be left out."""
+    share = 1.0 if leaving is None else _share(leaving, text, "optim=0.5")
+    if on_disk is None:
+        return Offload("optim", share=share)
+    disk_share = _share(on_disk, text, "optim,disk=0.5")
+    if disk_share > share:
+        raise bad(
+            f"the plan word 'offload:optim={share!r},disk={disk_share!r}'",
+            "on the disk a part of what leaves the device: at most the first of both fractions",
+            f"offload:optim={disk_share!r},disk={share!r}",
+        )
+    if disk_share == 1:
+        return Offload("optim@disk", disk_share=1.0)
+    return Offload("optim", share=share, disk_share=disk_share)
 
 
 def _nearest(text: str) -> str:
@@ -112,28 +150,30 @@ def _nearest(text: str) -> str:
 
 
 def _require_no_share(text: str) -> None:
-    """Raise InputError for a fraction of parameters, or of states on a disk."""
-    what, equals, share = text.partition("=")
-    share, at, _ = share.partition("@")
-    if not equals or what not in ("optim", "param") or not (at or what == "param"):
+    """Raise InputError for a fraction of parameters, or of states with "@disk"."""
+    found = _FRACTION.fullmatch(text)
+    if found is None:
         return
-    tier = "@disk" * bool(at)
-    known = _SHARE.fullmatch(share)
+    what, (share,) = found[1], filter(None, (found[2], found[3]))
+    tier = "@disk" * ("@" in text)
+    near = f"optim={share}" + f",disk={share}" * bool(tier)
+    near = near if _SHARE.fullmatch(share) else "optim=0.5"
     raise bad(
         f"the plan word 'offload:{text}'",
-        "a fraction of the optimizer's states in host memory (offload:optim=0.5); parameters, and "
-        "states on a disk, are offloaded as a whole",
-        f"offload:{what}{tier}" + (f", or offload:optim={share}" if known else ""),
+        "a fraction of the optimizer's states in host memory (offload:optim=0.5), or on a disk "
+        "(offload:optim=0.5,disk=0.5); parameters are offloaded as a whole",
+        f"offload:param{tier}, or " * (what == "param") + f"offload:{near}",
     )
 
 
-def _share(text: str) -> float:
-    if _SHARE.fullmatch(text) and 0 < float(text) <= 1:
-        return float(text)
+def _share(number: str, text: str, instead: str) -> float:
+    """The fraction `number` in the word `text`."""
+    if _SHARE.fullmatch(number) and 0 < float(number) <= 1:
+        return float(number)
     raise bad(
-        f"the plan word 'offload:optim={text}'",
+        f"the plan word 'offload:{text}'",
         "a fraction of the parameters, above 0 and at most 1; without the word all stay",
-        "offload:optim=0.5",
+        f"offload:{instead}",
     )
 
 

@@ -234,11 +234,11 @@ class Plan:
     def states(self) -> Row:
         """The row of the states table, with the tiers on which `offload` lets all states rest."""
         offload = self.offloaded
-        return row_of(self.row) if offload is None or offload.share < 1 else self.offloaded_states
+        return row_of(self.row) if offload is None or offload.by_unit else self.offloaded_states
 
     @property
     def offloaded_states(self) -> Row:
-        """The row of units whose states `offload` lets rest on other tiers."""
+        """The row with the tiers of `offload`, which are the same for all units."""
         row, offload = row_of(self.row), self.offloaded
         if offload is None:
             return row

@@ -23,6 +23,7 @@ what checkpoints read, and write.  The update replaces only the tensors without 
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from threading import Lock
 from typing import Any
 
 import torch
@@ -67,16 +68,21 @@ class DiskStates:
             for weight, (flat, dtype) in zip(self.weights, pairs, strict=True)
         ]
         self.states = [{key: self._allocate(key, flat, d) for key in keys} for flat, d in pairs]
-        self.squares: list[Tensor] = []  # of gradients of this step, before they left the device
+        self.squares: dict[int, Tensor] = {}  # of gradients of this step that have left the device
         self.mapped = False  # whether pages of the maps may be in memory
         for k, flat in enumerate(flats):
             flat.grads.host_grad = self.gradients[k].tensor
             self._store(flat, self.masters[k], self.weights[k])
         self.wide = disk.acquire() if flats else None  # gradients of 16 bits, in 32
 
-    def attach(self, optimizer: Optimizer, targets: Sequence[Sequence[nn.Parameter]]) -> None:
-        """Step by `optimizer`, over parameters `targets`, views of the masters."""
-        self.torch, self.targets = optimizer, targets
+    def attach(
+        self, optimizer: Optimizer, targets: Sequence[Sequence[nn.Parameter]], lock: Lock
+    ) -> None:
+        """Step by `optimizer`, over parameters `targets`, views of the masters.
+
+        A thread of the host may step by it too: whoever does so has `lock`.
+        """
+        self.torch, self.targets, self.lock = optimizer, targets, lock
         groups = enumerate(optimizer.param_groups)
         self.group_of = {id(p): g for g, group in groups for p in group["params"]}
 
@@ -173,13 +179,13 @@ class DiskStates:
     @torch.no_grad()
     def see(self, flat: Flat) -> None:
         """Take the squares of a gradient on the device, which is about to be copied to the disk."""
-        if flat.grads.gshard is not None and counts(flat):
-            self.squares.append(squares(flat))
+        if flat.moves.on_disk and flat.grads.gshard is not None and counts(flat):
+            self.squares[id(flat)] = squares(flat)
 
-    def squared_norm(self) -> Tensor:
-        """The sum of squares of all gradients seen since the last call."""
-        found, self.squares = self.squares, []
-        return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64)
+    def squares_of(self, flats: Sequence[Flat]) -> list[Tensor]:
+        """The sums of squares of the gradients of `flats` seen since the last call."""
+        found = [self.squares.pop(id(flat), None) for flat in flats]
+        return [squared for squared in found if squared is not None]
 
     def _inside(self, flat: Flat, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         """Parameters with a gradient, and where they are in elements [first, last) of the block."""
@@ -196,8 +202,9 @@ class DiskStates:
             [p for whole, p in pairs if self.group_of[id(whole)] == g]
             for g in range(len(self.torch.param_groups))
         ]
-        even_out(self.torch, members)
-        step_over(self.torch, members)
+        with self.lock:
+            even_out(self.torch, members)
+            step_over(self.torch, members)
 
     def _new_state(self, k: int, i: int, after: State, views: dict[str, Tensor]) -> State:
         """The parameter's new state: values of the piece go to `views`, the rest is kept."""
@@ -306,7 +313,7 @@ def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) ->
     Raises InputError without a folder, and for one that cannot be written.
     """
     folder = training.offload_folder
-    if plan.states.optim_tier != "disk":
+    if not (plan.offloaded and plan.offloaded.disk_share):
         return None
     if folder is None:
         raise bad(

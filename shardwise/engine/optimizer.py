@@ -21,6 +21,7 @@ torch's own optimizer, and the rates a scheduler writes there are used by the ne
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from threading import Lock
 from typing import Any
 
 import torch
@@ -52,7 +53,9 @@ class ShardedOptimizer(Optimizer):
     ) -> None:
         self.flats = [flat for flat in flats if flat.trained]
         self.tiers = tiers or Tiers()
-        self.disk = disk and DiskStates(spec, self.flats, self.tiers, disk)
+        on_disk = [flat for flat in self.flats if flat.moves.on_disk]
+        self.disk = disk and DiskStates(spec, on_disk, self.tiers, disk)
+        self.lock = Lock()  # of whoever steps by `self.torch`: this thread, or one of the host
         self.masters: dict[int, Tensor] = {
             k: self._master(flat)
             for k, flat in enumerate(self.flats)
@@ -69,7 +72,9 @@ class ShardedOptimizer(Optimizer):
             self.torch = spec.build(named)
             super().__init__(self.torch.param_groups, self.torch.defaults)
         if self.disk is not None:
-            self.disk.attach(self.torch, self.targets)
+            pairs = zip(self.flats, self.targets, strict=True)
+            targets = [own for flat, own in pairs if flat.moves.on_disk]
+            self.disk.attach(self.torch, targets, self.lock)
         self.param_groups, self.state = self.torch.param_groups, self.torch.state  # shared
         self.spec_options = [groups.options(group) for group in self.param_groups]
         places = [{id(p) for p in group["params"]} for group in self.torch.param_groups]
@@ -82,8 +87,8 @@ class ShardedOptimizer(Optimizer):
 
     def _master(self, flat: Flat) -> Tensor:
         """A copy of the shard on the tier of its optimizer state, with 32 bits or more."""
-        if self.disk is not None:
-            return self.disk.masters[self.flats.index(flat)].tensor
+        if self.disk is not None and flat.moves.on_disk:
+            return self.disk.masters[self.disk.flats.index(flat)].tensor
         if not flat.moves.host_update:
             return flat.shard.float()
         if flat.moves.fetch:
@@ -118,10 +123,9 @@ class ShardedOptimizer(Optimizer):
         self.factor = factor
         chosen = [k for k, flat in enumerate(self.flats) if flat in flats]
         self._wake(chosen)
-        if self.disk is not None:
-            self.disk.update(chosen, factor)
-            return
-        even_out(self.torch)
+        if self.disk is not None and (far := [flat for flat in flats if flat.moves.on_disk]):
+            self.disk.update([self.disk.flats.index(flat) for flat in far], factor)
+            chosen = [k for k in chosen if not self.flats[k].moves.on_disk]
         plain = [k for k in chosen if k not in self.masters]
         gradients = {k: self._gradients(k, factor) for k in chosen}
         if plain:
@@ -137,7 +141,6 @@ class ShardedOptimizer(Optimizer):
         self.factor = factor
         chosen = [k for k, flat in enumerate(self.flats) if flat in flats]
         self._wake(chosen)
-        even_out(self.torch)
         options = [dict(group) for group in self.param_groups]
         every = {k: self._gradients(k, factor) for k in chosen}
 
@@ -166,7 +169,9 @@ class ShardedOptimizer(Optimizer):
         members = [
             [p for k in chosen for p in self.members[k][g]] for g in range(len(self.param_groups))
         ]
-        step_over(self.torch, members, options)
+        with self.lock:
+            even_out(self.torch, members)
+            step_over(self.torch, members, options)
 
     def _wake(self, chosen: Sequence[int]) -> None:
         """Reset the state of parameters that get their first gradient after `prepare`."""
@@ -188,33 +193,35 @@ class ShardedOptimizer(Optimizer):
         In 16 bits each has its own call, which needs its gradients in 32.
         """
         wide = [k for k in gradients if self.flats[k].dtype not in HALF]
-        for part in [wide, *([k] for k in gradients if k not in wide)]:
+        parts = [wide, *([k] for k in gradients if k not in wide)]
+        for part in filter(None, parts):
             for k in part:
                 self.tiers.settle(self.masters[k])
                 for p in self.flats[k].params if options is None else ():  # else in another step
                     p.grad = None
-                for target, gradient in zip(self.targets[k], gradients[k], strict=True):
-                    if gradient is None or k in wide:  # multiplied already
-                        target.grad = gradient
-                    else:
-                        target.grad = gradient.float().mul_(factor)
-            if part:
-                self._step_only(part, options)
+                own = gradients[k] if k in wide else _in_32_bits(gradients[k], factor)
+                for target, gradient in zip(self.targets[k], own, strict=True):
+                    target.grad = gradient
+            self._step_only(part, options)
             for k in part:
-                for target in self.targets[k]:
-                    target.grad = None
-                flat = self.flats[k]
-                if not _apart(flat):
-                    self.tiers.settle(flat.shard)
-                    flat.shard.copy_(self.masters[k])
+                self._end_step(k)
+
+    def _end_step(self, k: int) -> None:
+        """Drop the gradients, and copy the masters to the weights that are on their tier."""
+        flat = self.flats[k]
+        for target in self.targets[k]:
+            target.grad = None
+        if not _apart(flat):
+            self.tiers.settle(flat.shard)
+            flat.shard.copy_(self.masters[k])
 
     @torch.no_grad()
     def publish(self, flats: Sequence[Flat] | None = None) -> None:
         """Copy the masters of `flats` (None: of all) that are in host memory to the device."""
-        if self.disk is not None:  # whose update has copied them, chunk by chunk
-            return
         for k, flat in enumerate(self.flats):
             if not flat.moves.host_update or (flats is not None and flat not in flats):
+                continue
+            if flat.moves.on_disk:  # its update has copied it, chunk by chunk
                 continue
             self._own(k)
             if _apart(flat):
@@ -292,18 +299,16 @@ class ShardedOptimizer(Optimizer):
         return float(self.param_groups[0]["lr"])
 
     def squared_norm(self, flats: Sequence[Flat]) -> Tensor:
-        """The sum of squares of the gradients in this rank's blocks, padding (zeros) included.
-
-        Only those of `flats`; with states on a disk, of all.
+        """The sum of squares of the gradients of `flats` in this rank's blocks.
 
         If several ranks of an axis other than the data axes hold a gradient, one of them counts it.
         """
+        near = [flat for flat in flats if not flat.moves.on_disk]
+        mine = [flat for flat in near if flat.grads.gshard is not None and counts(flat)]
+        found = [squares(flat) for flat in mine]
         if self.disk is not None:
-            return self.disk.squared_norm()
-        mine = [flat for flat in flats if flat.grads.gshard is not None and counts(flat)]
-        if not mine:
-            return torch.zeros((), dtype=torch.float64)
-        return torch.stack([squares(flat) for flat in mine]).sum()
+            found += self.disk.squares_of(flats)
+        return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64)
 
     def prepare(self) -> None:
         """Create missing states without an update.
@@ -312,8 +317,10 @@ class ShardedOptimizer(Optimizer):
         """
         if self.disk is not None:
             self.idle |= self.disk.prepare()
-            return
-        everything = [t for targets in self.targets for t in targets]
+        pairs = zip(self.flats, self.targets, strict=True)
+        near = [pair for pair in pairs if not pair[0].moves.on_disk]
+        everything = [t for _, targets in near for t in targets]
+        names = [name for flat, _ in near for name in flat.names]
         fresh = {id(t): t.detach().clone() for t in everything if not self.torch.state.get(t)}
         gradients = [t.grad for t in everything]
         rates = [group["lr"] for group in self.torch.param_groups]
@@ -326,11 +333,11 @@ class ShardedOptimizer(Optimizer):
             for target, gradient in zip(everything, gradients, strict=True):
                 target.copy_(fresh.get(id(target), target))
                 target.grad = gradient
-        self.idle |= {n for n, t in zip(self.names, everything, strict=True) if id(t) in fresh}
+        self.idle |= {n for n, t in zip(names, everything, strict=True) if id(t) in fresh}
         for group, lr in zip(self.torch.param_groups, rates, strict=True):
             group["lr"] = lr
         for k, flat in enumerate(self.flats):
-            if flat.moves.host_update:
+            if flat.moves.host_update and not flat.moves.on_disk:
                 self.tiers.settle(self.masters.get(k, flat.shard))  # it is about to be loaded into
                 self._own(k)
 
@@ -377,6 +384,10 @@ class ShardedOptimizer(Optimizer):
         if self.disk is not None:
             for tensor in self.disk.tensors():
                 act(tensor)
+
+
+def _in_32_bits(gradients: Sequence[Tensor | None], factor: float) -> list[Tensor | None]:
+    return [None if g is None else g.float().mul_(factor) for g in gradients]
 
 
 def _apart(flat: Flat) -> bool:

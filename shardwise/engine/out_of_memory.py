@@ -132,11 +132,11 @@ def _changes(plan: Plan, host: bool) -> Iterator[Plan]:
 
 def _offloads(now: str | None, host: bool) -> Iterator[str]:
     """Further offloads: to a disk only if the host is short of memory, or states are there now."""
-    if now is not None and now.startswith("optim="):  # the states of some units
+    to_disk = host or "disk" in (now or "")
+    if now is not None and now.startswith(("optim=", "optim,")):  # the states of some units
         now = None
     if now not in OFFLOADS:
         return
-    to_disk = host or (now is not None and now.endswith("@disk"))
     for what in OFFLOADS[OFFLOADS.index(now) + 1 :]:
         if what is not None and (to_disk or not what.endswith("@disk")):
             yield what

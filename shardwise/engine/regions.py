@@ -72,7 +72,7 @@ class Regions:
                 for name in (each.plan.shard_axis, each.plan.replicate_axis)
             )
             shard, replicate = axes
-            stored = replace(how, row=row, shard=shard, replicate=replicate, offloaded_row=row)
+            stored = replace(how, row=row, shard=shard, replicate=replicate)
             found.append(Region(each, own, stored, nowhere()))
         return cls(build.plan, found, exchange_of(world, build.plan, plans))
 

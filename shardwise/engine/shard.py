@@ -50,7 +50,7 @@ class Sharding:
     broadcast_buffers: whether buffers are rank 0's in every training forward, or at first only.
     tiers: of this rank, where the row keeps states in host memory.
     late: whether updates there are made beside the next step.
-    offload: which of the units are under `offloaded_row`; None where `row` is that of all.
+    offload: the tiers of the states of each unit; None where `row` is that of all.
     arena: of this rank, for gradients until they are reduced.
     disk: of this rank, where the row keeps states on a disk.
     tiling: the linear layers that are gathered in tiles.
@@ -73,7 +73,6 @@ class Sharding:
     tiers: Tiers = field(default_factory=Tiers)
     late: bool = False
     offload: Offload | None = None
-    offloaded_row: Row | None = None
     arena: Arena = field(default_factory=Arena)
     disk: Disk | None = None
     tiling: Tiling = field(default_factory=Tiling)
@@ -145,8 +144,8 @@ def shard(
         {name: layout_of(name, how, tensors, staged, experts) for name, _ in spec.params}
         for spec in specs
     ]
-    if how.offload is not None and how.offloaded_row is not None:
-        by_unit = _partly(how.offload, how.offloaded_row, specs, by_unit)
+    if how.offload is not None:
+        by_unit = _partly(how.offload, how.row, specs, by_unit)
     for spec, layouts in zip(specs, by_unit, strict=True):
         groups: list[Flat] = []
         for group in _groups(spec, layouts):
@@ -178,12 +177,12 @@ def _partly(
     specs: Sequence[UnitSpec],
     by_unit: Sequence[dict[str, Layout]],
 ) -> list[dict[str, Layout]]:
-    """The layouts of each unit: under `row` in those whose states leave the device."""
+    """The layouts of each unit: under `row`, with the optimizer's state on the unit's tier."""
     numels = [sum(p.numel() for _, p in spec.params if p.requires_grad) for spec in specs]
-    first = offload.first_unit(numels)
+    rows = [replace(row, optim_tier=tier) for tier in offload.tiers(numels)]
     return [
-        layouts if at < first else {name: replace(one, row=row) for name, one in layouts.items()}
-        for at, layouts in enumerate(by_unit)
+        {name: replace(one, row=row) for name, one in layouts.items()}
+        for row, layouts in zip(rows, by_unit, strict=True)
     ]
 
 

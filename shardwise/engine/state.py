@@ -84,7 +84,7 @@ def gradients(optimizer: ShardedOptimizer) -> list[Box]:
         if flat.grads.gshard is None:
             continue
         # 16-bit gradients are multiplied on their way to the master, others in place
-        apart = flat.dtype in HALF or optimizer.disk is not None
+        apart = flat.dtype in HALF or flat.moves.on_disk
         factor = optimizer.factor if apart else 1.0
         wide = torch.promote_types(flat.dtype, torch.float32)
         used = flat.grads.gshard.to(wide) * factor if factor != 1.0 else flat.grads.gshard

@@ -49,17 +49,17 @@ def step_over(
             group["params"] = params
 
 
-def even_out(optimizer: Optimizer, members: Sequence[list[nn.Parameter]] | None = None) -> None:
+def even_out(optimizer: Optimizer, members: Sequence[list[nn.Parameter]]) -> None:
     """Give all momenta of a fused SGD their zeros, which is how they begin in any case.
+
+    Those of `members`, the parameters to update of each group.
 
     The kernel takes a list with all of them or none; which parameters have had a gradient
     differs.  (With dampening the first momentum is not the damped sum with zero: not fused.)
     """
     if not isinstance(optimizer, torch.optim.SGD) or not optimizer.defaults.get("fused"):
         return
-    groups = optimizer.param_groups
-    every = [group["params"] for group in groups] if members is None else members
-    for group, params in zip(groups, every, strict=True):
+    for group, params in zip(optimizer.param_groups, members, strict=True):
         for p in params if group["momentum"] else ():
             state = optimizer.state[p]
             if state.get("momentum_buffer") is None:

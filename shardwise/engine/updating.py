@@ -74,18 +74,18 @@ class Updates:
             self._later(correction)
             return
         self.next_step.finish()
-        ready: list[Flat] = []
+        ready, near = list[Flat](), self.near
         enough = self.early_bytes or EARLY_BYTES
-        enough = math.inf if self.optimizer.disk else enough  # a disk is read in one go
         with self._thread(correction) as thread:
             for unit in arriving:
                 unit.attach_grads()
-                ready += [flat for flat in self.flats if flat in unit.trained]
+                ready += [flat for flat in near if flat in unit.trained]
                 if _size_bytes(ready) >= enough:
                     thread.run(ready, _size_bytes(ready))
                     ready = []
             if ready:
                 thread.run(ready, _size_bytes(ready))
+            self._update_disk(correction)
         self.guard.passed()
 
     def by_norm(self, correction: float, *, update: bool) -> float:
@@ -106,6 +106,7 @@ class Updates:
             with self._thread(factor) as thread:
                 for flats in self.parts():
                     thread.run(flats, _size_bytes(flats))
+                self._update_disk(factor)
             self.guard.passed()
         self.scale.update(overflow=False)
         return norm
@@ -129,12 +130,23 @@ class Updates:
         return error
 
     @property
-    def _on_host(self) -> bool:
-        """Whether updates are made on states in host memory, by another thread.
+    def near(self) -> list[Flat]:
+        """Flat groups with states in memory."""
+        return [flat for flat in self.flats if not flat.moves.on_disk]
 
-        States on a disk are updated by this one, which streams them: the disk's threads are others.
+    def _update_disk(self, factor: float) -> None:
+        """Update the states on a disk, all in one go.
+
+        This thread streams them: the disk's threads are others.
         """
-        return self.optimizer.disk is None and any(f.moves.host_update for f in self.flats)
+        if flats := [flat for flat in self.flats if flat.moves.on_disk]:
+            self.spans.timed(_name(flats), partial(self.optimizer.step, flats, factor))()
+            self._publish(flats)
+
+    @property
+    def _on_host(self) -> bool:
+        """Whether updates are made on states in host memory, by another thread."""
+        return any(flat.moves.host_update for flat in self.near)
 
     def _thread(self, factor: float) -> HostThread[Flat] | InPlace[Flat]:
         """What updates flat groups, with gradients times `factor`."""
@@ -149,10 +161,10 @@ class Updates:
     def parts(self) -> list[Sequence[Flat]]:
         """What is updated at once when all gradients are there: all, or on the host 64 MiB."""
         if not self._on_host:
-            return [self.flats] if self.flats else []
+            return [self.near] if self.near else []
         found, part = list[Sequence[Flat]](), list[Flat]()
         for unit in self.data.units.order:
-            part += unit.trained
+            part += [flat for flat in unit.trained if not flat.moves.on_disk]
             if _size_bytes(part) >= (self.early_bytes or MOST_BYTES):
                 found.append(part)
                 part = []

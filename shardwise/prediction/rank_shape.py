@@ -24,6 +24,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.schedule.memory import most_alive
 from shardwise.core.schedule.schedule import Schedule
+from shardwise.core.zero import Tier
 from shardwise.prediction.gathers import gathers, order_of
 from shardwise.prediction.group import groups, layout_of
 from shardwise.prediction.recompute import added_flops
@@ -38,17 +39,16 @@ EXPERTS, REST = "ep", "edp"
 def shape_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelShape:
     """The units as `rank` holds them, and how often it gathers each."""
     shape, offload = _shape_on(spec, plan, rank), plan.offloaded
-    if offload is None or offload.share == 1:
+    if offload is None or not offload.by_unit:
         return shape
     numels = [sum(p.numel for p in unit.params if p.trainable) for unit in shape.units]
-    first = offload.first_unit(numels)
-    kept, leaving = shape.units[:first], shape.units[first:]
-    return replace(shape, units=(*kept, *(_offloaded(unit, plan) for unit in leaving)))
+    tiers = zip(shape.units, offload.tiers(numels), strict=True)
+    return replace(shape, units=tuple(_offloaded(unit, plan, tier) for unit, tier in tiers))
 
 
-def _offloaded(unit: UnitShape, plan: Plan) -> UnitShape:
-    """The unit with its states on the tiers of `offload`."""
-    row = plan.offloaded_states
+def _offloaded(unit: UnitShape, plan: Plan, tier: Tier) -> UnitShape:
+    """The unit with its optimizer's states on `tier`."""
+    row = replace(plan.states, optim_tier=tier)
     params = [replace(p, layout=replace(layout_of(plan, p), row=row)) for p in unit.params]
     return replace(unit, params=tuple(params))
 

@@ -109,20 +109,28 @@ def state_bytes(sizes: Sizes, plan: Plan) -> int:
     """A lower bound of the bytes on all ranks between steps: weights, gradients, Adam's state.
 
     It excludes padding, parameters that tensor ranks replicate, activations, and what rests on a
-    disk.
+    disk; gradients and optimizer states if those of any unit do.
     """
     shard, states = plan.mesh.size_of(plan.shard_axis or "none"), plan.states
     param, grad, optim = STATE_BYTES[plan.precision or "fp32"]
     param *= states.param_tier != "disk"
-    grad, optim = (n * (states.optim_tier != "disk") for n in (grad, optim))
+    grad, optim = (n * (disk_share(plan) == 0) for n in (grad, optim))
     each = bytes_per_parameter(states, shard, param, grad, optim)
     # tensor ranks and stages divide the parameters; the data ranks replicate each part,
     # at least once for each group over which experts are distributed
     return int(parameters(sizes) * each * plan.data_size / plan.ep)
 
 
+def disk_share(plan: Plan) -> float:
+    """The fraction of the parameters whose gradients and optimizer states rest on a disk."""
+    return 0.0 if plan.offloaded is None else plan.offloaded.disk_share
+
+
 def disk_bytes(sizes: Sizes, plan: Plan, optimizer: str = "adamw") -> int:
-    """The bytes of all ranks' states on a disk, without padding (prediction/disk.py)."""
+    """The bytes of all ranks' states on a disk, without padding (prediction/disk.py).
+
+    At least: units are there as a whole.
+    """
     states, precision = plan.states, plan.precision or "fp32"
     param, grad, optim = STATE_BYTES[precision]
     wide = 8 if precision == "fp64" else 4
@@ -130,7 +138,7 @@ def disk_bytes(sizes: Sizes, plan: Plan, optimizer: str = "adamw") -> int:
     if states.param_tier != "disk" and precision not in ("bf16", "fp16"):
         optim += param  # a master apart from the parameter on the device
     param *= states.param_tier == "disk"
-    grad, optim = (n * (states.optim_tier == "disk") for n in (grad, optim))
+    grad, optim = (n * disk_share(plan) for n in (grad, optim))
     # gradients on a disk are always those of the block that a rank updates
     shard = plan.mesh.size_of(plan.shard_axis or "none")
     own = 1 / shard if states.optim.kind == "S" else 1.0

@@ -26,7 +26,10 @@ PLANS = st.builds(
     schedule=st.none() | SCHEDULE_TEXTS,
     sp=st.booleans(),
     recompute=st.none() | RECOMPUTED,
-    offload=st.none() | st.sampled_from([*WHAT, "optim=0.6", "optim-delayed=3"]),
+    offload=st.none()
+    | st.sampled_from(
+        [*WHAT, "optim=0.6", "optim=0.6,disk=0.25", "optim,disk=0.5", "optim-delayed=3"]
+    ),
     buffers_bytes=st.none() | COUNTS,
 )
 
@@ -164,7 +167,14 @@ def test_every_word_of_the_table_is_read(word):
         ("offload:param@cpu", "offload:param"),
         ("offload:nvme", "offload:optim@disk"),
         ("offload:param=0.5", "offload:param, or offload:optim=0.5"),
-        ("offload:optim=0.5@disk", "offload:optim@disk, or offload:optim=0.5"),
+        ("offload:param@disk=0.5", "offload:param@disk, or offload:optim=0.5,disk=0.5"),
+        ("offload:optim=0.5@disk", "offload:optim=0.5,disk=0.5"),
+        ("offload:optim@disk=0.5", "offload:optim=0.5,disk=0.5"),
+        ("offload:optim=0.5@disk=0.5", "offload:optim=0.5"),
+        ("offload:optim=0.3,disk=0.6", "offload:optim=0.6,disk=0.3"),
+        ("offload:optim,disk=0", "offload:optim,disk=0.5"),
+        ("offload:optim,disk=", "offload:optim,disk=0.5"),
+        ("offload:optim=x,disk=0.5", "offload:optim=0.5"),
         ("offload:optim-delayed@disk", "offload:optim-delayed"),
         ("offload:optim=0", "offload:optim=0.5"),
         ("offload:optim=1.5", "offload:optim=0.5"),

@@ -140,7 +140,7 @@ def test_the_fewest_units_with_the_fraction():
     """Units are taken from the last on, until they have at least the fraction."""
     numels = [40, 10, 0, 30, 20]
     first = {
-        text: parse(text).first_unit(numels)
+        text: parse(text).tiers(numels).index("host")
         for text in ("optim=0.1", "optim=0.2", "optim=0.21", "optim=0.5", "optim=0.61", "optim=1")
     }
     assert list(first.values()) == [4, 4, 3, 3, 0, 0]

@@ -4,6 +4,7 @@ gather       the move of the parameter to R: before use (zero3) or after the upd
 reduce       the move of the gradient from P: after each backward pass, or once before the update
 replicas     the axes over which the reduced block is then summed, once before the update
 host_update  whether it is then copied to host memory, for an update there
+on_disk      whether its optimizer's state rests on a disk, from where it comes for the update
 fetch        the tier from which the parameter is copied to the device before use; None: it is there
 """
 
@@ -33,6 +34,7 @@ class RowMoves:
     each_backward: bool  # whether `reduce` runs after each backward pass
     replicas: tuple[Axis, ...]
     host_update: bool
+    on_disk: bool = False
     fetch: Tier | None = None
 
 
@@ -58,5 +60,6 @@ def row_moves(row: Row, shard: Axis, replicate: Axis, *, trained: bool) -> RowMo
         any(move.moment is Moment.BACKWARD for move in sums),
         tuple(axis_move(move).axis for move in sums[1:]),
         host_update=trained and row.optim_tier != "device",
+        on_disk=trained and row.optim_tier == "disk",
         fetch=None if row.param_tier == "device" else row.param_tier,
     )

@@ -1,0 +1,117 @@
+"""`offload:optim=0.7,disk=0.3`: units with states on the device, on the host and on a disk."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from shardwise.comm.world import World
+from shardwise.core.offload import parse
+from shardwise.core.plan import Plan
+from shardwise.engine.meter import Meter
+from tests.engine.cases import PLANS, Case, Task, build, oracle, share, tied_gpt
+from tests.engine.offloading import WITH, assert_parity, assert_resumes, trained
+from tests.pool import run_gloo, run_threads
+
+TASK, TIED = Task(), Task(tied_gpt)
+WORD = "offload:optim=0.7,disk=0.3"
+
+
+def assert_three_tiers(results: list[Any], tiers: str = "device host disk") -> None:
+    """Bytes sent and held are those predicted, and all of `tiers` have optimizer states."""
+    for _, costs in results:
+        for (counted, predicted), (held, formula) in costs:
+            assert counted == predicted
+            assert held == formula
+            by_tier = dict(zip(("device", "host", "disk"), held, strict=True))
+            assert all(by_tier[tier]["optimizer"] > 0 for tier in tiers.split())
+
+
+@pytest.mark.crossed
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("plan", PLANS)
+def test_parity_and_costs(plan: str, clip: float | None):
+    """fp64, ranks that begin with different weights: 3 steps on real processes."""
+    case = Case(f"{plan} fp64 {WORD}", clip=clip, seeds=True)
+    results = run_gloo(Plan.parse(plan).size, trained, TASK, case)
+    assert_parity(results, oracle(TASK, case), 1e-10)
+    assert_three_tiers(results)
+
+
+@pytest.mark.parametrize("words", WITH)
+def test_with_other_techniques(words: str):
+    """Together with accumulation, recomputation, hybrid sharding, tensor ranks and pipelines."""
+    case = Case(f"{words} fp64 {WORD}", clip=0.5)
+    results = run_threads(Plan.parse(words).size, trained, TIED, case)
+    assert_parity(results, oracle(TIED, case), 1e-10)
+    assert_three_tiers(results, "" if "pp2" in words else "device host disk")
+
+
+@pytest.mark.parametrize("what", ["optim,disk=0.5", "optim=0.4,disk=0.4"])
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+        (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
+    ],
+)
+def test_two_tiers_and_other_optimizers(what: str, kind: Any, options: dict[str, Any]):
+    """Host and disk, device and disk; momenta that a step makes, on the tier of each unit."""
+    case = Case(f"dp2 zero2 fp64 offload:{what}", kind=kind, options=options)
+    results = run_threads(2, trained, TASK, case)
+    assert_parity(results, oracle(TASK, case), 1e-10)
+    assert_three_tiers(results, "disk " + ("host" if "optim," in what else "device"))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_no_bit_changes_in_16_bits(precision: str):
+    """Masters on three tiers, overflows of fp16 skipped: the numbers of the plan without."""
+    plain, offloaded = (
+        run_threads(2, trained, TASK, Case(f"dp2 zero2 {precision} {words}", clip=0.5, steps=4))
+        for words in ("", WORD)
+    )
+    for (run, _), (other, _) in zip(plain, offloaded, strict=True):
+        assert run.losses == other.losses
+        assert run.norms == pytest.approx(other.norms, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (f"dp2 zero2 {WORD}", "ddp"),
+        ("dp2 zero3 offload:optim@disk", f"dp2 zero1 {WORD}"),
+        (f"dp2 {WORD}", "dp_replicate2 dp_shard2 zero3 offload:optim=0.9,disk=0.1"),
+    ],
+)
+def test_checkpoints_of_any_tier(before: str, after: str):
+    """Saved after two steps under one plan and resumed under another: a run without a stop."""
+    assert_resumes(TASK, before, after)
+
+
+def leaks_of(world: World) -> list[Any]:
+    """What is alive after a step that was not alive before."""
+    engine = build(world, TASK, Case(f"dp2 zero2 fp64 {WORD}", clip=0.5))
+    meter = Meter(engine)
+    for step in range(3):
+        with meter:
+            engine.step(share(TASK.batch(step), world.rank, world.size))
+    world.barrier()  # until then the other thread may hold a message of this one
+    gc.collect()
+    return meter.leaks()
+
+
+def test_a_step_leaves_nothing():
+    """No buffer or slot of a tier outlives a step."""
+    assert run_threads(2, leaks_of) == [[], []]
+
+
+def test_units_go_to_the_tiers_in_the_order_of_their_gradients():
+    """The last units, whose gradients come first, go furthest; by whole units."""
+    numels = [40, 10, 10, 10, 30]
+    assert parse("optim=0.5,disk=0.3").tiers(numels) == ["device"] * 2 + ["host"] * 2 + ["disk"]
+    assert parse("optim=0.5,disk=0.31").tiers(numels) == ["device"] * 2 + ["host"] + ["disk"] * 2
+    assert parse("optim,disk=0.3").tiers(numels) == ["host"] * 4 + ["disk"]
+    assert parse("optim=0.5").tiers(numels) == ["device"] * 2 + ["host"] * 3
+    assert parse("optim=0.3,disk=0.3").tiers(numels) == ["device"] * 4 + ["disk"]
+    assert str(parse("optim,disk=1")) == "optim@disk"
