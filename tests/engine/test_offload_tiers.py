@@ -24,7 +24,8 @@ def assert_three_tiers(results: list[Any], tiers: str = "device host disk") -> N
         for (counted, predicted), (held, formula) in costs:
             assert counted == predicted
             assert held == formula
-            by_tier = dict(zip(("device", "host", "disk"), held, strict=True))
+            device, host, disk = held
+            by_tier = {"device": device, "host": host, "disk": disk}
             assert all(by_tier[tier]["optimizer"] > 0 for tier in tiers.split())
 
 

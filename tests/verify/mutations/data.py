@@ -256,9 +256,10 @@ def buffers_not_sent(patch: Patch) -> None:
 
 
 def _before_masters(patch: Patch, act: Any) -> None:
-    def step(real: Any, optimizer: ShardedOptimizer, k: int, *args: Any) -> None:
-        act(optimizer.flats[k])
-        real(optimizer, k, *args)
+    def step(real: Any, optimizer: ShardedOptimizer, gradients: Any, *args: Any) -> None:
+        for k in gradients:
+            act(optimizer.flats[k])
+        real(optimizer, gradients, *args)
 
     around(patch, ShardedOptimizer, "_step_masters", step)
 
@@ -274,9 +275,10 @@ def three_percent(patch: Patch) -> None:
 
 
 def masters_in_16_bits(patch: Patch) -> None:
-    def step(real: Any, optimizer: ShardedOptimizer, k: int, *args: Any) -> None:
-        real(optimizer, k, *args)
-        optimizer.masters[k].copy_(optimizer.flats[k].shard)
+    def step(real: Any, optimizer: ShardedOptimizer, gradients: Any, *args: Any) -> None:
+        real(optimizer, gradients, *args)
+        for k in gradients:
+            optimizer.masters[k].copy_(optimizer.flats[k].shard)
 
     around(patch, ShardedOptimizer, "_step_masters", step)
 
