@@ -64,9 +64,9 @@ def most_layers(offload: str | None, room: Room) -> Fit:
         return Fit(max(0, min(found)), offload)
 
     def words(layers: int) -> str | None:
-        return filled(predicted("optim", room, layers), offload, room)
+        return fractions(predicted("optim", room, layers), offload, room)
 
-    layers = max(FEWEST, _about_filled(offload, room))
+    layers = max(FEWEST, _estimate(offload, room))
     while layers >= FEWEST and words(layers) is None:
         layers -= 1
     while layers >= FEWEST and words(layers + 1) is not None:
@@ -74,7 +74,7 @@ def most_layers(offload: str | None, room: Room) -> Fit:
     return Fit(layers, words(layers)) if layers >= FEWEST else Fit(0, offload)
 
 
-def _about_filled(offload: str, room: Room) -> int:
+def _estimate(offload: str, room: Room) -> int:
     """An estimate of the layers with which each tier is full.
 
     Layers on the host or the disk leave their weights on the device, which is full of them and of
@@ -89,7 +89,7 @@ def _about_filled(offload: str, room: Room) -> int:
     return int(min(most_away, away + max(0.0, device - first - away * weights) / kept))
 
 
-def filled(found: Prediction, offload: str, room: Room) -> str | None:
+def fractions(found: Prediction, offload: str, room: Room) -> str | None:
     """The value of `offload:` with which each tier is as full as can be; None if all do not fit.
 
     `found` has all states on the host.
@@ -101,24 +101,27 @@ def filled(found: Prediction, offload: str, room: Room) -> str | None:
         leaving, far = (sum(numels[k:]) / sum(numels) for k in (on_device, in_memory))
         if not leaving:
             return None
-        share = "" if leaving == 1 else f"={_below(leaving)!r}"
-        return f"optim{share}" + f",disk={_below(far)!r}" * (far > 0)
+        share = "" if leaving == 1 else f"={_rounded_down(leaving)!r}"
+        return f"optim{share}" + f",disk={_rounded_down(far)!r}" * (far > 0)
 
     def fits(tier: int, on_device: int, in_memory: int) -> bool:
         changed = replace(found.plan, offload=words(on_device, in_memory))
         return _by_tier(found.on(0, changed))[tier] <= _bounds(room)[tier]
 
-    every = range(len(numels) + 1)
-    near = bisect_left(every, True, key=lambda k: not fits(0, k, len(numels))) - 1
-    memory = len(numels)
-    if offload == FILLED_DISK:
-        memory = near + bisect_left(every[near:], True, key=lambda k: not fits(1, near, k)) - 1
-    if near < 0 or memory < near or not all(fits(tier, near, memory) for tier in (1, 2)):
+    every, units = range(len(numels) + 1), len(numels)
+    device = bisect_left(every, True, key=lambda k: not fits(0, k, units)) - 1
+    if device < 0:
         return None
-    return words(near, memory)
+    memory = units
+    if offload == FILLED_DISK:
+        over = bisect_left(every[device:], True, key=lambda k: not fits(1, device, k))
+        memory = device + over - 1
+    if memory < device or not all(fits(tier, device, memory) for tier in (1, 2)):
+        return None
+    return words(device, memory)
 
 
-def _below(share: float) -> float:
+def _rounded_down(share: float) -> float:
     """The share in six digits, not above it, so that it is that of the same units."""
     return int(share * 10**6) / 10**6
 

@@ -123,8 +123,8 @@ class ShardedOptimizer(Optimizer):
         self.factor = factor
         chosen = [k for k, flat in enumerate(self.flats) if flat in flats]
         self._wake(chosen)
-        if self.disk is not None and (far := [flat for flat in flats if flat.moves.on_disk]):
-            self.disk.update([self.disk.flats.index(flat) for flat in far], factor)
+        if self.disk is not None and (on_disk := [flat for flat in flats if flat.moves.on_disk]):
+            self.disk.update([self.disk.flats.index(flat) for flat in on_disk], factor)
             chosen = [k for k in chosen if not self.flats[k].moves.on_disk]
         plain = [k for k in chosen if k not in self.masters]
         gradients = {k: self._gradients(k, factor) for k in chosen}
@@ -303,9 +303,8 @@ class ShardedOptimizer(Optimizer):
 
         If several ranks of an axis other than the data axes hold a gradient, one of them counts it.
         """
-        near = [flat for flat in flats if not flat.moves.on_disk]
-        mine = [flat for flat in near if flat.grads.gshard is not None and counts(flat)]
-        found = [squares(flat) for flat in mine]
+        in_memory = [f for f in flats if not f.moves.on_disk and f.grads.gshard is not None]
+        found = [squares(flat) for flat in in_memory if counts(flat)]
         if self.disk is not None:
             found += self.disk.squares_of(flats)
         return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64)
@@ -318,9 +317,9 @@ class ShardedOptimizer(Optimizer):
         if self.disk is not None:
             self.idle |= self.disk.prepare()
         pairs = zip(self.flats, self.targets, strict=True)
-        near = [pair for pair in pairs if not pair[0].moves.on_disk]
-        everything = [t for _, targets in near for t in targets]
-        names = [name for flat, _ in near for name in flat.names]
+        in_memory = [pair for pair in pairs if not pair[0].moves.on_disk]
+        everything = [t for _, targets in in_memory for t in targets]
+        names = [name for flat, _ in in_memory for name in flat.names]
         fresh = {id(t): t.detach().clone() for t in everything if not self.torch.state.get(t)}
         gradients = [t.grad for t in everything]
         rates = [group["lr"] for group in self.torch.param_groups]

@@ -74,12 +74,12 @@ class Updates:
             self._later(correction)
             return
         self.next_step.finish()
-        ready, near = list[Flat](), self.near
+        ready, in_memory = list[Flat](), self.in_memory
         enough = self.early_bytes or EARLY_BYTES
         with self._thread(correction) as thread:
             for unit in arriving:
                 unit.attach_grads()
-                ready += [flat for flat in near if flat in unit.trained]
+                ready += [flat for flat in in_memory if flat in unit.trained]
                 if _size_bytes(ready) >= enough:
                     thread.run(ready, _size_bytes(ready))
                     ready = []
@@ -130,7 +130,7 @@ class Updates:
         return error
 
     @property
-    def near(self) -> list[Flat]:
+    def in_memory(self) -> list[Flat]:
         """Flat groups with states in memory."""
         return [flat for flat in self.flats if not flat.moves.on_disk]
 
@@ -146,7 +146,7 @@ class Updates:
     @property
     def _on_host(self) -> bool:
         """Whether updates are made on states in host memory, by another thread."""
-        return any(flat.moves.host_update for flat in self.near)
+        return any(flat.moves.host_update for flat in self.in_memory)
 
     def _thread(self, factor: float) -> HostThread[Flat] | InPlace[Flat]:
         """What updates flat groups, with gradients times `factor`."""
@@ -161,7 +161,7 @@ class Updates:
     def parts(self) -> list[Sequence[Flat]]:
         """What is updated at once when all gradients are there: all, or on the host 64 MiB."""
         if not self._on_host:
-            return [self.near] if self.near else []
+            return [self.in_memory] if self.in_memory else []
         found, part = list[Sequence[Flat]](), list[Flat]()
         for unit in self.data.units.order:
             part += [flat for flat in unit.trained if not flat.moves.on_disk]

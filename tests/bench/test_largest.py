@@ -11,7 +11,7 @@ from shardwise.bench.fit import (
     FILLED_HOST,
     Fit,
     Room,
-    filled,
+    fractions,
     most_layers,
     predicted,
 )
@@ -77,7 +77,7 @@ def test_three_tiers_are_filled_with_whole_units():
         for size, bound in list(zip(used, (8 * MIB, 6 * MIB, 4 * MIB), strict=True))[:tiers]:
             assert bound - a_layer < size <= bound
     more = predicted("optim", room, three.layers + 1)
-    assert filled(more, FILLED_DISK, room) is None
+    assert fractions(more, FILLED_DISK, room) is None
 
 
 @pytest.mark.usefixtures("small_chunks")
