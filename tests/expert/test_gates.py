@@ -144,7 +144,7 @@ def test_queues(n: int, k: int, experts: int, factor: float | None):
                 length[e] += 1
     assert found.positions.tolist() == expected
     assert found.loads.tolist() == [[min(x, capacity) for x in length]]
-    assert found.asked.sum(0).tolist() == length
+    assert found.wanted_by_choice.sum(0).tolist() == length
     assert found.dropped == sum(max(0, x - capacity) for x in length)
 
 
@@ -191,7 +191,7 @@ def splitmix64(x: int, seed: int) -> int:
 @given(st.integers(0, 2**40), st.integers(0, 100))
 def test_hash_is_splitmix64(x: int, seed: int):
     """Tensors of signed integers give the bits of splitmix64 on unsigned ones."""
-    assert int(hard.mixed(torch.tensor([x]), seed)) % (1 << 64) == splitmix64(x, seed)
+    assert int(hard.mix_bits(torch.tensor([x]), seed)) % (1 << 64) == splitmix64(x, seed)
 
 
 def test_balanced_clusters():

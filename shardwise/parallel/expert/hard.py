@@ -19,14 +19,14 @@ from shardwise.parallel.expert.global_batch import GlobalBatch
 
 def assigned(assignment: Tensor, experts: int) -> Choice:
     """The expert of each token from outside: `assignment` [N], from 0 to experts - 1."""
-    chosen, valid = _existing(assignment, experts)
+    chosen, valid = _clamp_to_experts(assignment, experts)
     weights = torch.ones(len(chosen), 1, dtype=torch.float64, device=chosen.device)
     zeros = weights.new_zeros(len(chosen), experts)
     probabilities = zeros.scatter(1, chosen.view(-1, 1), 1.0)
     return Choice(chosen.view(-1, 1), weights, probabilities, valid=valid)
 
 
-def _existing(assignment: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def _clamp_to_experts(assignment: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """The assignment [N] clamped to the experts that exist, and whether nothing was clamped."""
     chosen = assignment.long().clamp(0, experts - 1)
     if assignment.is_floating_point():
@@ -70,23 +70,23 @@ def hashed(ids: Tensor, experts: int, seed: int = 0) -> Tensor:
     Hash layers (Roller et al., arXiv 2106.04426), section 3.1. The hash is the finalizer of
     splitmix64 (Steele et al., "Fast splittable pseudorandom number generators", OOPSLA 2014).
     """
-    return (mixed(ids, seed) >> 1).remainder(experts)
+    return (mix_bits(ids, seed) >> 1).remainder(experts)
 
 
-def mixed(x: Tensor, seed: int) -> Tensor:
+def mix_bits(x: Tensor, seed: int) -> Tensor:
     """64 random-looking bits for each integer of `x`, the same on every machine."""
-    z = x.long() + _signed(seed * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15)
-    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
-    return z ^ _shifted(z, 31)
+    z = x.long() + _to_int64(seed * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15)
+    z = (z ^ _shift_right(z, 30)) * _to_int64(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift_right(z, 27)) * _to_int64(0x94D049BB133111EB)
+    return z ^ _shift_right(z, 31)
 
 
-def _shifted(z: Tensor, bits: int) -> Tensor:
+def _shift_right(z: Tensor, bits: int) -> Tensor:
     """A shift to the right that brings in zeros: torch's own copies the sign."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _signed(number: int) -> int:
+def _to_int64(number: int) -> int:
     """A number modulo 2^64 as torch's int64 has it."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
@@ -98,7 +98,7 @@ def argmax(logits: Tensor, targets: Tensor | None = None) -> Choice:
     (`assignment_loss`). Gross et al., arXiv 1704.06363, section 3.1.
     """
     given = logits.argmax(-1) if targets is None else targets
-    chosen, valid = _existing(given, logits.shape[-1])
+    chosen, valid = _clamp_to_experts(given, logits.shape[-1])
     weights = torch.ones_like(logits[:, :1])
     return Choice(chosen.view(-1, 1), weights, logits.softmax(-1), valid=valid)
 
