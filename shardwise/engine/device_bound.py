@@ -53,9 +53,7 @@ class DeviceBound(TorchDispatchMode):
         self.counts_always = False  # in this step
 
     def __enter__(self) -> Self:
-        optimizer = self.engine.optimizer
-        makes_states = not optimizer.complete or bool(optimizer.idle)
-        self.counts_always = self.engine.updates.on_host and makes_states
+        self.counts_always = self.engine.updates.makes_states_on_host
         self._count()
         return super().__enter__()
 

@@ -128,7 +128,7 @@ class Updates:
         return error
 
     @property
-    def on_host(self) -> bool:
+    def _on_host(self) -> bool:
         """Whether updates are made on states in host memory, by another thread.
 
         States on a disk are updated by this one, which streams them: the disk's threads are others.
@@ -136,11 +136,11 @@ class Updates:
         return self.optimizer.disk is None and any(f.moves.host_update for f in self.flats)
 
     def _thread(self) -> HostThread | InPlace:
-        return HostThread() if self.on_host else InPlace()
+        return HostThread() if self._on_host else InPlace()
 
     def _parts(self) -> list[Sequence[Flat]]:
         """What is updated at once when all gradients are there: all, or on the host a unit."""
-        if not self.on_host:
+        if not self._on_host:
             return [self.flats]
         return [unit.trained for unit in self.data.units.order if unit.trained]
 
@@ -169,6 +169,12 @@ class Updates:
         self.optimizer.publish(flats)
         for flat in flats:
             flat.grads.clear()
+
+    @property
+    def makes_states_on_host(self) -> bool:
+        """Whether another thread still has to make some of the optimizer's states."""
+        missing = not self.optimizer.complete or bool(self.optimizer.idle)
+        return missing and self._on_host
 
     def _norm(self, correction: float) -> float:
         """The norm of the global gradient, without the loss scale."""
