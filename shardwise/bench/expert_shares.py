@@ -57,7 +57,9 @@ def timed(model: nn.Module) -> Iterator[Clock]:
     layers = [layer for layer in model.modules() if isinstance(layer, MoE)]
     before = [layer.place for layer in layers]
     for layer in layers:
-        layer.place = replace(layer.place, routed=partial(_routed, clock, layer.place.routed))
+        layer.place = replace(
+            layer.place, on_routing=partial(_routed, clock, layer.place.on_routing)
+        )
         handles += _hooks(layer, clock)
     try:
         yield clock

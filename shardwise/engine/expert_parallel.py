@@ -30,7 +30,7 @@ from shardwise.core.uneven import even
 from shardwise.engine.batch import filled
 from shardwise.parallel.expert.global_batch import GlobalBatch
 from shardwise.parallel.expert.layer import Load, MoE, Place
-from shardwise.parallel.expert.passes import Passes
+from shardwise.parallel.expert.passes import PassRecords
 from shardwise.parallel.expert.routing import Routing
 from shardwise.parallel.expert.stacked import (
     StackedOnRanks,
@@ -62,7 +62,7 @@ class ExpertLayout:
     routes: bool = False
     loads: dict[str, Load] = field(default_factory=dict[str, Load])
     layouts: dict[str, AxisLayout] = field(default_factory=dict)
-    passes: list[Passes] = field(default_factory=list[Passes])  # of the layers
+    pass_records: list[PassRecords] = field(default_factory=list[PassRecords])  # of the layers
     stand_ins: list[Any] = field(default_factory=list)
     absent: bool = False  # whether the current batch is a stand-in for one without rows
 
@@ -74,8 +74,8 @@ class ExpertLayout:
 
     def end(self) -> None:
         """All passes of the step have run."""
-        for passes in self.passes:
-            passes.end()
+        for records in self.pass_records:
+            records.end()
 
     def see(self, name: str, routing: Routing) -> None:
         """Add the routing of a training pass to the loads of the layer of that name."""
@@ -212,14 +212,14 @@ def lay_out(model: nn.Module, world: World, plan: Plan, data: tuple[Axis, Axis])
     layouts = layouts_of(model, n)
     layers = layers_of(model)
     layout = ExpertLayout(axis, shard, replicate, bool(layers or layouts), layouts=layouts)
-    layout.passes.extend(layer.passed for layer in layers.values())
+    layout.pass_records.extend(layer.pass_records for layer in layers.values())
     batch = GlobalBatch((data[1], data[0]))
     first = batch.rank - axis.rank
     for name, layer in layers.items():
         peers = tuple(range(first, first + n))
         see = partial(layout.see, name)
-        absent = {"absent": lambda: layout.absent, "routed": see}
-        layer.place = replace(layer.place, batch=batch, ep=axis, peers=peers, name=name, **absent)
+        calls = {"has_no_rows": lambda: layout.absent, "on_routing": see}
+        layer.place = replace(layer.place, batch=batch, ep=axis, peers=peers, name=name, **calls)
     for name, module in stacked_experts(model).items() if n > 1 else ():
         group = Place(GlobalBatch((axis,)), axis, tuple(range(n)), name, lambda: layout.absent)
         if isinstance(module.forward, StackedOnRanks):  # on the tensor axis

@@ -26,7 +26,7 @@ from shardwise.core.param_layout import AxisLayout
 from shardwise.core.styles import Style, general
 from shardwise.core.uneven import Cut, even, packed
 from shardwise.engine.tensor_layout import Tensors
-from shardwise.parallel.expert.layer import Experts, MoE, Place, unchanged
+from shardwise.parallel.expert.layer import Experts, MoE, Place, identity
 from shardwise.parallel.expert.stacked import StackedOnRanks, stacked_experts
 
 
@@ -75,7 +75,7 @@ def on_tensor_axis(model: nn.Module, tensors: Tensors, *, sp: bool) -> None:
     axis, stream = tensors.axis, tensors.stream
     for layer in model.modules():
         if isinstance(layer, MoE):
-            enter = unchanged if sp else stream.spread  # what is gathered is used differently
+            enter = identity if sp else stream.spread  # what is gathered is used differently
             layer.place = replace(layer.place, enter=enter, leave=stream.leave, parts=axis.size)
     for name, module in stacked_experts(model).items():
         if tensors.of(f"{name}.down_proj").cut is not None:

@@ -14,8 +14,6 @@ of live storages (units resize theirs to zero and back).
     activations                                  all other tensors created under the meter: those
                                                  that autograd saves, and received messages
 
-With `most_bytes` it raises torch.OutOfMemoryError when more is live on the device.
-
 Storages are on the device, or in host memory (comm/tiers.py). The result of an operation is where
 its operands are. `peak_bytes`, `peak` and `most` are of the device.
 
@@ -41,10 +39,6 @@ if TYPE_CHECKING:
 CATEGORIES = ("parameters", "gradients", "optimizer", "buffers", "activations")
 
 
-#: What the error says of a bound, before its bytes.
-EXCEEDED = "where device_memory allows"
-
-
 class Place(NamedTuple):
     """The key of a count of bytes: category, unit ("" for bytes of no unit) and tier."""
 
@@ -62,25 +56,41 @@ class Leak:
     place: Place
 
 
-class _Storage:
-    """A weak reference to a storage, which prevents reuse of its address."""
+class Storage:
+    """A weak reference to a storage, which prevents reuse of its address.
+
+    `counted_bytes` are its bytes when they were last looked at, 0 before.
+    """
 
     def __init__(self, storage: UntypedStorage, place: Place, made_by: str) -> None:
         self.weak, self.place, self.made_by = StorageWeakRef(storage), place, made_by
+        self.counted_bytes = 0
 
     def nbytes(self) -> int | None:
         """Its bytes now; None once it is freed."""
         storage = UntypedStorage._new_with_weak_ptr(self.weak.cdata)
         return None if storage is None else storage.nbytes()
 
+    def count(self) -> int | None:
+        """The same, which are then the counted bytes."""
+        nbytes = self.nbytes()
+        self.counted_bytes = nbytes or 0
+        return nbytes
+
+    def growth_bytes(self) -> int:
+        """By how much it has grown beyond the counted bytes; these are then counted too."""
+        growth = max(0, (self.nbytes() or 0) - self.counted_bytes)
+        self.counted_bytes += growth
+        return growth
+
 
 class Meter(TorchDispatchMode):
     """Measures one engine while entered; it may be entered again for a later step."""
 
-    def __init__(self, engine: "Engine", most_bytes: int | None = None) -> None:
+    def __init__(self, engine: "Engine") -> None:
         super().__init__()
-        self.engine, self.most_bytes = engine, most_bytes
-        self.storages: dict[int, _Storage] = {}
+        self.engine = engine
+        self.storages: dict[int, Storage] = {}
         self.before: set[int] = set()
         self.peak_bytes = 0
         self.peak_places: dict[Place, int] = {}
@@ -101,10 +111,7 @@ class Meter(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         made = func(*args, **(kwargs or {}))
-        place = Place("activations", self._running(), self._tier(args, made))
-        for leaf in pytree.tree_leaves(made):
-            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-                self._track(leaf, place, str(func))
+        self.track(func, args, made)
         self._look()
         return made
 
@@ -113,19 +120,19 @@ class Meter(TorchDispatchMode):
     @property
     def peak(self) -> dict[str, int]:
         """Bytes by category at the moment when most bytes were live."""
-        return _by_category(self.peak_places)
+        return by_category(self.peak_places)
 
     @property
     def host_peak(self) -> dict[str, int]:
         """Bytes of host memory by category at the moment when most were live there."""
-        return _by_category(self.host_places)
+        return by_category(self.host_places)
 
     def now(self) -> dict[Place, int]:
         """Bytes by category and unit that are live now."""
         self._claim()
         total: dict[Place, int] = {}
         for key, storage in list(self.storages.items()):
-            nbytes = storage.nbytes()
+            nbytes = storage.count()
             if nbytes is None:
                 del self.storages[key]
             elif nbytes:
@@ -145,15 +152,26 @@ class Meter(TorchDispatchMode):
 
     # --- tracking -----------------------------------------------------------------------------
 
+    def track(self, func: Any, args: Any, made: Any) -> int:
+        """Track the results of an operation.
+
+        Returns the bytes by which it made or enlarged storages; not those that are the host's.
+        """
+        place, growth = None, 0
+        for leaf in pytree.tree_leaves(made):
+            if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+                tracked = self.storages.get(leaf.untyped_storage()._cdata)
+                if tracked is None:
+                    place = place or Place("activations", self._running(), self._tier(args))
+                    tracked = self._track(leaf, place, str(func))
+                if tracked is not None and self.engine.world.tiers.of(leaf) == "device":
+                    growth += tracked.growth_bytes()
+        return growth
+
     def _look(self) -> None:
         every = self.now()
         places = {place: count for place, count in every.items() if place.tier == "device"}
         total = sum(places.values())
-        if self.most_bytes is not None and total > self.most_bytes:
-            raise torch.OutOfMemoryError(
-                f"{total:,} bytes on the device, {EXCEEDED} {self.most_bytes:,}: "
-                + ", ".join(f"{name} {count:,}" for name, count in _by_category(places).items())
-            )
         on_host = sum(count for place, count in every.items() if place.tier == "host")
         if on_host > self.host_bytes:
             self.host_bytes = on_host
@@ -166,17 +184,18 @@ class Meter(TorchDispatchMode):
         for category in (key for key in CATEGORIES if now[key] > self.most.get(key, 0)):
             self.most[category] = now[category]
 
-    def _track(self, tensor: Tensor, place: Place, made_by: str) -> None:
+    def _track(self, tensor: Tensor, place: Place, made_by: str) -> Storage | None:
+        """Track a storage that is not; None for one in an arena, which is counted with it."""
         storage = tensor.untyped_storage()
-        if self.engine.world.arenas.hold(tensor):
-            return  # counted with the arena
-        if storage.device.type != "meta" and storage._cdata not in self.storages:
-            tier = self.engine.world.tiers.of(tensor)
-            if tier != "device":
-                place = place._replace(tier=tier)
-            self.storages[storage._cdata] = _Storage(storage, place, made_by)
+        if storage.device.type == "meta" or self.engine.world.arenas.hold(tensor):
+            return None
+        tier = self.engine.world.tiers.of(tensor)
+        if tier != "device":
+            place = place._replace(tier=tier)
+        tracked = self.storages[storage._cdata] = Storage(storage, place, made_by)
+        return tracked
 
-    def _tier(self, args: Any, made: Any) -> Tier:
+    def _tier(self, args: Any) -> Tier:
         """The tier of new results: that of the operands; a copy has one on each tier."""
         operands = (x for x in pytree.tree_leaves(args) if isinstance(x, Tensor))
         found = {self._known_tier(x) for x in operands}
@@ -190,13 +209,11 @@ class Meter(TorchDispatchMode):
         """Give the engine's own storages their category, in the order of precedence."""
         tiers = self.engine.world.tiers
         for place, tensor in self._owned():
-            key = tensor.untyped_storage()._cdata
-            place = place._replace(tier=tiers.of(tensor))
-            tracked = self.storages.get(key)
+            tracked, tier = self.storages.get(tensor.untyped_storage()._cdata), tiers.of(tensor)
             if tracked is None:
                 self._track(tensor, place, "the engine")
-            elif tracked.place.category == "activations" or tracked.place.tier != place.tier:
-                tracked.place = place
+            elif tracked.place.category == "activations" or tracked.place.tier != tier:
+                tracked.place = place._replace(tier=tier)
 
     def _owned(self) -> Iterator[tuple[Place, Tensor]]:
         engine = self.engine
@@ -222,5 +239,6 @@ class Meter(TorchDispatchMode):
         return inside[-1].name if inside else ""
 
 
-def _by_category(places: dict[Place, int]) -> dict[str, int]:
+def by_category(places: dict[Place, int]) -> dict[str, int]:
+    """Bytes by category, 0 for a category without any."""
     return {c: sum(n for place, n in places.items() if place.category == c) for c in CATEGORIES}

@@ -129,8 +129,8 @@ class Recomputation:
 
         Under sequence parallelism the inputs of modules are already shards.
         """
-        passes = [layer.passed for layer in layers_of(model).values()]
-        generators = Generators([*generators_of(world.device), *passes], STATES)
+        records = [layer.pass_records for layer in layers_of(model).values()]
+        generators = Generators([*generators_of(world.device), *records], STATES)
         whole = tensors.axis.size > 1 and not tensors.stream.split
         axis = tensors.axis if whole else None
         if self.hosted:

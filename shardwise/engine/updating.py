@@ -191,6 +191,12 @@ class Updates:
         for flat in flats:
             flat.grads.clear()
 
+    @property
+    def makes_states_on_host(self) -> bool:
+        """Whether another thread still has to make some of the optimizer's states."""
+        missing = not self.optimizer.complete or bool(self.optimizer.idle)
+        return missing and self._on_host
+
     def _norm(self, correction: float) -> float:
         """The norm of the global gradient, without the loss scale."""
         with self.ledger.phase("check"):

@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if argv is None else argv)
     app = application(given)
     try:
-        code = app(spelled(given), standalone_mode=False, prog_name="shardwise")
+        code = app(with_resume_value(given), standalone_mode=False, prog_name="shardwise")
     except UsageError as error:
         print(answer(error, get_command(app), given), file=sys.stderr)
         code = 2
@@ -130,7 +130,7 @@ def end_in(seconds: float, code: int) -> None:
     threading.Thread(target=_end, name="end", daemon=True).start()
 
 
-def spelled(given: Sequence[str]) -> list[str]:
+def with_resume_value(given: Sequence[str]) -> list[str]:
     """Give `--resume` a value, since the command line library has no optional values."""
     words, result = list(given), list[str]()
     while words:
@@ -186,11 +186,11 @@ def command(name: str, given: Sequence[str]) -> Callable[..., Any]:
     if name in given:
         return getattr(import_module(module), function)
 
-    def named() -> None:
+    def placeholder() -> None:
         return None
 
-    named.__doc__ = line
-    return named
+    placeholder.__doc__ = line
+    return placeholder
 
 
 def print_version(asked: bool) -> None:
@@ -290,27 +290,27 @@ def _train(
     from shardwise.comm.rendezvous import environment
     from shardwise.core.plan import Plan
     from shardwise.train.config import read
-    from shardwise.train.folder import finished, forget
+    from shardwise.train.folder import finished_message, forget
     from shardwise.train.prepare import prepare
 
     settings = read(config, overrides)
     if environment() is None:
         ranks = Plan.parse(settings.plan.text).size if nproc is None else nproc
         require_local(ranks)
-        settled = start.settled(settings)
+        settled = start.resolve_auto(settings)
         prepare(settings, ranks, settled)
         if nproc is None:
             require_cores(ranks, settings.plan.text)
-        if settled.resume and (done := finished(settings)):
+        if settled.resume and (done := finished_message(settings)):
             print(done)
             return 0
         if ranks > 1:
-            before = _trained(settings.folder)
+            before = _metrics_mtime_ns(settings.folder)
             code = _launch(config, overrides, start, ranks)
             if code and not settled.resume:  # rank 0 may have been killed before it could
                 forget(settings.folder)
             # a signal may have killed ranks before they installed a handler
-            stop.leaving = code > 128 and _trained(settings.folder) in (0, before)
+            stop.leaving = code > 128 and _metrics_mtime_ns(settings.folder) in (0, before)
             if stop.leaving:
                 raise KeyboardInterrupt
             return code
@@ -326,7 +326,7 @@ def _train(
     return 0
 
 
-def _trained(folder: Path) -> int:
+def _metrics_mtime_ns(folder: Path) -> int:
     """A number that changes when a run records a step."""
     file = folder / "metrics.jsonl"
     return file.stat().st_mtime_ns if file.exists() else 0

@@ -138,7 +138,9 @@ def override(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
         key, equals, value = text.partition("=")
         section, dot, name = key.strip().partition(".")
         if not (equals and dot and section and name):
-            instead = _full(key.strip(), value.strip()) if equals else "--set train.steps=100"
+            instead = (
+                _with_section(key.strip(), value.strip()) if equals else "--set train.steps=100"
+            )
             raise bad(f"--set {text}", "section.key=value", instead)
         part = merged.setdefault(section, {})
         if isinstance(part, dict):
@@ -146,7 +148,7 @@ def override(values: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, A
     return merged
 
 
-def _full(key: str, value: str) -> str:
+def _with_section(key: str, value: str) -> str:
     """The override that was probably meant by `key=value` without a section, or an example."""
     if key in Config.model_fields:  # a section without a key
         return f"--set {key}.{next(iter(_fields(key)))}={value}, for example"
@@ -200,15 +202,17 @@ def _problem(found: dict[str, Any], values: Mapping[str, Any]) -> Problem:
         section, name = path[:2]
         key, given = f"{section}.{name}", values[section][name]
     if found["type"] == "extra_forbidden":
-        return _unknown(path)
+        return _unknown_key(path)
     if found["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return Problem(f"{key} = {given!r}", f"a section [{key}] of keys", f"[{key}]")
-    remedy = _meant(path, given)
+    remedy = _in_right_type(path, given)
     instead = f"{key} = {_toml(remedy)}" if remedy is not None else f"leave {key} out"
-    return Problem(f"{key} = {_shown(given)}", _PAIR if len(path) > 2 else _allowed(found), instead)
+    return Problem(
+        f"{key} = {_short_json(given)}", _PAIR if len(path) > 2 else _expectation(found), instead
+    )
 
 
-def _meant(path: Sequence[str], given: Any) -> Any:
+def _in_right_type(path: Sequence[str], given: Any) -> Any:
     """The same value in the right type (8 for "8" and for 8.0); else the default."""
     found = [_value(given)] if isinstance(given, str) else [str(given)]
     found += [int(given)] if isinstance(given, float) and given.is_integer() else []
@@ -221,7 +225,7 @@ def _meant(path: Sequence[str], given: Any) -> Any:
     return _default(path)
 
 
-def _allowed(found: dict[str, Any]) -> str:
+def _expectation(found: dict[str, Any]) -> str:
     """The range or type that pydantic expects, without its 'Input should be'."""
     message = str(found["msg"])
     for opening in ("Input should be ", "Value should be ", "String should have "):
@@ -244,7 +248,7 @@ _WORDS: Final = {
 }
 
 
-def _unknown(path: list[str]) -> Problem:
+def _unknown_key(path: list[str]) -> Problem:
     parent = Config.model_fields if len(path) == 1 else _fields(path[0])
     names = list(parent)
     close = suggest(path[-1], names, 0.5)
@@ -269,7 +273,7 @@ def _default(path: Sequence[str]) -> Any:
     return field.default if field is not None else None
 
 
-def _shown(given: Any) -> str:
+def _short_json(given: Any) -> str:
     text = json.dumps(given, default=str)
     return text if len(text) < 80 else text[:77] + "..."
 

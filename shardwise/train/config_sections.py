@@ -121,7 +121,7 @@ class PlanSection(BaseModel):
 
     @field_validator("stages", mode="before")
     @classmethod
-    def _listed(cls, given: Any) -> Any:
+    def _join_list(cls, given: Any) -> Any:
         """Accept a list of names too."""
         listed = isinstance(given, list) and all(isinstance(name, str) for name in given)
         return ", ".join(given) if listed else given

@@ -17,15 +17,15 @@ from shardwise.engine.engine import Engine
 class StepsOnDisk:
     """What this rank reads and writes in steps, from its construction on.
 
-    `used_before` is what it had used by then; `used_outside` and `outside_s` are of no step.
+    `use_before` is what it had used by then; `use_outside` and `outside_s` are of no step.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self.used_before, self.used_outside = self._used(), Used()
+        self.use_before, self.use_outside = self._use_so_far(), Used()
         self.began_s, self.outside_s = time.perf_counter(), 0.0
 
-    def _used(self) -> Used:
+    def _use_so_far(self) -> Used:
         states = self.engine.optimizer.disk
         if states is None:
             return Used()
@@ -33,16 +33,16 @@ class StepsOnDisk:
         return states.disk.use.so_far
 
     @contextmanager
-    def outside(self) -> Iterator[None]:
+    def outside_of_steps(self) -> Iterator[None]:
         """Around what is no step: an evaluation, a checkpoint, a sample."""
-        before, began_s = self._used(), time.perf_counter()
+        before, began_s = self._use_so_far(), time.perf_counter()
         yield
-        self.used_outside += self._used() - before
+        self.use_outside += self._use_so_far() - before
         self.outside_s += time.perf_counter() - began_s
 
-    def used(self) -> Used:
+    def use_in_steps(self) -> Used:
         """All steps so far."""
-        return self._used() - self.used_before - self.used_outside
+        return self._use_so_far() - self.use_before - self.use_outside
 
     @property
     def seconds(self) -> float:
@@ -59,7 +59,7 @@ def disk_share(steps: StepsOnDisk, file_bytes: int = FILE_BYTES) -> str:
     if engine.optimizer.disk is None:
         return ""
     folder = engine.optimizer.disk.disk.folder
-    found, took_s = all_gather_object(steps.used(), engine.world), steps.seconds
+    found, took_s = all_gather_object(steps.use_in_steps(), engine.world), steps.seconds
     if engine.world.rank != 0:
         return ""
     try:
@@ -68,12 +68,12 @@ def disk_share(steps: StepsOnDisk, file_bytes: int = FILE_BYTES) -> str:
         alone = None
     waited_s = max(used.waited_s for used in found)
     return (
-        f"disk {folder}: the steps of {len(found)} ranks {_said(found, alone)}; "
+        f"disk {folder}: the steps of {len(found)} ranks {_rates_text(found, alone)}; "
         f"they waited {waited_s:.1f} of {took_s:.1f} s for it"
     )
 
 
-def _said(found: list[Used], alone: DiskBandwidth | None) -> str:
+def _rates_text(found: list[Used], alone: DiskBandwidth | None) -> str:
     """The rates of all ranks together, and their shares of those that the disk gives alone."""
     read, written = (sum(used.read_bytes for used in found), sum(u.written_bytes for u in found))
     parts = [

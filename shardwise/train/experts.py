@@ -49,12 +49,12 @@ def _place(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
 
 
-def relative(loads: dict[str, list[int]]) -> dict[str, list[float]]:
+def relative_loads(loads: dict[str, list[int]]) -> dict[str, list[float]]:
     """By layer, the load of each expert as a multiple of the mean."""
     return {name: [len(own) * n / max(1, sum(own)) for n in own] for name, own in loads.items()}
 
 
-def summed(records: Sequence[Record]) -> dict[str, list[int]]:
+def sum_loads(records: Sequence[Record]) -> dict[str, list[int]]:
     """The loads of all steps of `records` that have any."""
     found: dict[str, list[int]] = {}
     for record in records:
@@ -72,21 +72,24 @@ def first_and_last(records: Sequence[Record]) -> tuple[Sequence[Record], Sequenc
 
 def busiest(loads: dict[str, list[int]]) -> float:
     """The largest load of an expert in any layer, as a multiple of the mean of its layer."""
-    return max(max(own) for own in relative(loads).values())
+    return max(max(own) for own in relative_loads(loads).values())
 
 
 def panels(records: Sequence[Record]) -> list[tuple[str, dict[str, list[float]]]]:
     """A heat map's panels, layer by expert: of the first and of the last tenth of the steps."""
     pairs = zip(("first", "last"), first_and_last(records), strict=True)
     return [
-        (f"{title} tenth of the steps, in multiples of an even load", relative(summed(part)))
+        (
+            f"{title} tenth of the steps, in multiples of an even load",
+            relative_loads(sum_loads(part)),
+        )
         for title, part in pairs
     ]
 
 
 def lines(records: Sequence[Record]) -> list[str]:
     """The part of report.md on experts; nothing without any."""
-    first, last = (summed(part) for part in first_and_last(records))
+    first, last = (sum_loads(part) for part in first_and_last(records))
     if not last:
         return []
     text = (

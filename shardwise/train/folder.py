@@ -26,7 +26,7 @@ from typing import Final
 from shardwise.checkpoint.folder import CHECKPOINTS, all_in, find, step_of
 from shardwise.core.errors import InputError, bad
 from shardwise.train.config import Config, dump, read
-from shardwise.train.packed import PROBE, publish, unwritable
+from shardwise.train.packed import PROBE, publish, unwritable_folder
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
@@ -55,7 +55,7 @@ def check(config: Config, resume: bool, overwrite: bool) -> None:
         run = bool(found) and is_run(folder)
         saved = all_in(folder / CHECKPOINTS)
     except OSError as error:  # a name that is too long; no permission to read the folder
-        raise unwritable(folder, "run.folder", error) from None
+        raise unwritable_folder(folder, "run.folder", error) from None
     if found and not run:
         raise _foreign(folder, found)
     if resume and not saved:
@@ -80,12 +80,12 @@ def is_run(folder: Path) -> bool:
     return _is_dump(folder / CONFIG) or _is_record(folder / METRICS) or bool(all_in(checkpoints))
 
 
-def saved(config: Config) -> bool:
+def has_checkpoint(config: Config) -> bool:
     """Whether a run has saved a checkpoint. Raises InputError for a folder that cannot be read."""
     try:
         return bool(all_in(config.folder / CHECKPOINTS))
     except OSError as error:
-        raise unwritable(config.folder, "run.folder", error) from None
+        raise unwritable_folder(config.folder, "run.folder", error) from None
 
 
 def claim(config: Config, overwrite: bool) -> None:
@@ -97,10 +97,10 @@ def claim(config: Config, overwrite: bool) -> None:
         text = dump(config)
         publish(config.folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
     except OSError as error:
-        raise unwritable(config.folder, "run.folder", error) from None
+        raise unwritable_folder(config.folder, "run.folder", error) from None
 
 
-def configured(folder: Path) -> Config | None:
+def config_of(folder: Path) -> Config | None:
     """The configuration of the run in a folder; None if there is no readable one."""
     try:
         return read(folder / CONFIG)
@@ -108,7 +108,7 @@ def configured(folder: Path) -> Config | None:
         return None
 
 
-def finished(config: Config) -> str:
+def finished_message(config: Config) -> str:
     """The message for --resume of a run that has finished; "" for any other run.
 
     Call it after `check`. It reads only the name of the checkpoint.
@@ -206,4 +206,4 @@ def _try_to_write(folder: Path) -> None:
         with tempfile.TemporaryFile(dir=there, prefix=PROBE):
             pass
     except OSError as error:
-        raise unwritable(folder, "run.folder", error) from None
+        raise unwritable_folder(folder, "run.folder", error) from None

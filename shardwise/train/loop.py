@@ -54,7 +54,7 @@ from shardwise.train.model import (
 )
 from shardwise.train.offload_trace import OffloadTracing
 from shardwise.train.peak import Peak, measured_peak
-from shardwise.train.prepare import Prepared, Start, prepare
+from shardwise.train.prepare import PreparedRun, Start, prepare
 from shardwise.train.process_memory import process_memory, resident_bytes
 from shardwise.train.progress import Progress
 from shardwise.train.report import Cost, Summary
@@ -87,7 +87,7 @@ class LastStep:
 class Run:
     """The objects that a step uses and reports to."""
 
-    prepared: Prepared
+    prepared: PreparedRun
     engine: Engine
     peak: Peak
     unigram: float
@@ -118,12 +118,12 @@ def train(
     Raises InputError for wrong inputs, before anything is written, and NonFiniteError for a
     non-finite loss or gradient; older checkpoints stay.
     """
-    start = (start or Start()).settled(config)
+    start = (start or Start()).resolve_auto(config)
     with ExitStack() as stack:
         first = world.rank == 0
         stop = stop or stack.enter_context(StopSignal())
         prepared = with_least_offload(prepare(config, world.size, start), world)
-        if start.resume and (done := folder.finished(config)):
+        if start.resume and (done := folder.finished_message(config)):
             return say(done, world, console)
         stop.leaving = False  # from here on, all ranks stop together
         before = resident_bytes()
@@ -139,8 +139,8 @@ def train(
         peak = Peak(measured_peak(world.device, engine.dtype or torch.float32, world.barrier))
         unigram = unigram_entropy(prepared.corpus) if first else math.nan
         board = config.run.tensorboard
-        kept = stack.enter_context(metrics.opened(config.folder, at.step, board)) if first else None
-        shown = stack.enter_context(progress.opened(config.train.steps, first, console))
+        kept = stack.enter_context(metrics.writer(config.folder, at.step, board)) if first else None
+        shown = stack.enter_context(progress.display(config.train.steps, first, console))
         tracing = Tracing(engine, at.step, config.train.steps, on=config.run.trace)
         memory = StepMemory(engine, at.step, config.train.steps)
         updates = OffloadTracing(engine, tracing.steps, on=config.run.trace)
@@ -149,7 +149,7 @@ def train(
         run = Run(prepared, engine, peak, unigram, shown, kept, stop, *recorders)
         opening(run, at)
         if at.step == 0 and has_clusters(prepared):
-            with run.disk.outside():
+            with run.disk.outside_of_steps():
                 fit_clusters(engine, share(run, prepared.batches.numbers(0)))
         early = any_rank(stop.received, world)
         stopped = early or steps(run, at)
@@ -194,13 +194,13 @@ def steps(run: Run, at: Position) -> bool:
         mine = share(run, numbers)
         recording = run.tracing.recording(at.step), run.updates.recording(at.step)
         with recording[0], recording[1], run.memory.measuring(at.step, mine):
-            done = trained(run, mine)
+            done = train_step(run, mine)
             seconds = time.perf_counter() - began
         at = Position(at.step + 1, at.consumed + len(numbers))
         last = at.step == config.steps
         validation = None
         if last or is_due(at.step, config.eval_every):
-            with run.disk.outside():
+            with run.disk.outside_of_steps():
                 validation = evaluate(run)
         entry = record(run, done, at, seconds)
         if entry.memory_bytes is not None:
@@ -208,7 +208,7 @@ def steps(run: Run, at: Position) -> bool:
         tell(run, replace(entry, validation=validation))
         stop = any_rank(run.stop.received, run.engine.world)
         if last or stop or is_due(at.step, config.save_every):
-            with run.disk.outside():
+            with run.disk.outside_of_steps():
                 save_run(run.prepared, run.engine, at)
         if stop and not last:
             run.progress.note(f"stopped by a signal after step {at.step}; the checkpoint is saved")
@@ -228,7 +228,7 @@ def is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def trained(run: Run, mine: Batch) -> StepMetrics:
+def train_step(run: Run, mine: Batch) -> StepMetrics:
     """Run a step. Raises NonFiniteError, on every rank, and InputError if memory runs out."""
     try:
         done = run.engine.step(mine)
@@ -236,13 +236,13 @@ def trained(run: Run, mine: Batch) -> StepMetrics:
         return done
     except (RuntimeError, MemoryError) as error:
         if isinstance(error, NonFiniteError):
-            raise _stopped(run, error) from None
+            raise _with_advice(run, error) from None
         if ran_out(error):
             raise explained(error, run.engine, predictor(run.prepared, mine)) from error
         raise
 
 
-def _stopped(run: Run, error: NonFiniteError) -> NonFiniteError:
+def _with_advice(run: Run, error: NonFiniteError) -> NonFiniteError:
     """The error with advice on how to continue."""
     checkpoints = run.prepared.config.folder / folder.CHECKPOINTS
     kept = "No checkpoint had been saved yet. A smaller train.lr or a longer train.warmup may help"
@@ -301,7 +301,7 @@ def tell(run: Run, record: Record) -> None:
         run.metrics.write(record)
 
 
-def likely(run: Run) -> NextToken:
+def next_token_logits(run: Run) -> NextToken:
     """The trained model as a function to the next token's logits, the same on all ranks."""
     engine, size = run.engine, run.prepared.vocabulary.size
     # rows of the model beyond the vocabulary are never sampled
@@ -316,7 +316,7 @@ def likely(run: Run) -> NextToken:
     return after
 
 
-def sampled(run: Run, console: Console | None) -> str:
+def sample_text(run: Run, console: Console | None) -> str:
     """The sample; none if `sample.tokens` is 0, or a default and parameters are on a disk."""
     prepared, how = run.prepared, run.prepared.config.sample
     if not how.tokens:
@@ -326,8 +326,8 @@ def sampled(run: Run, console: Console | None) -> str:
         say(f"{why}; --set sample.tokens=8 makes a short one", run.engine.world, console)
         return ""
     seed, window = prepared.config.train.seed, prepared.corpus.sequence
-    with run.disk.outside():
-        return visible(sample(likely(run), prepared.vocabulary, window, how, seed))
+    with run.disk.outside_of_steps():
+        return visible(sample(next_token_logits(run), prepared.vocabulary, window, how, seed))
 
 
 def own_cost(run: Run, *, loaded: bool) -> Cost:
@@ -354,8 +354,8 @@ def own_cost(run: Run, *, loaded: bool) -> Cost:
         skipped=last.skipped_before,
         flushed=is_due(before, train.eval_every) or is_due(before, train.save_every),
     )
-    known = {kind: n for kind, n in by_kind(sent).items() if kind not in found.bytes_between}
     between = found.bytes_between
+    known = {kind: n for kind, n in by_kind(sent).items() if kind not in between}
     return Cost(measured.memory, found.memory, measured.sent, known, between, process)
 
 
@@ -363,9 +363,9 @@ def finish(run: Run, began: Position, stopped: bool, console: Console | None) ->
     """Make the sample and collect the costs (all ranks), then write the report (rank 0)."""
     prepared, engine = run.prepared, run.engine
     config = prepared.config
-    text = "" if stopped else sampled(run, console)
-    recorded = run.tracing.recorded()
-    with run.disk.outside():
+    text = "" if stopped else sample_text(run, console)
+    recording = run.tracing.gather_recording()
+    with run.disk.outside_of_steps():
         costs = all_gather_object(own_cost(run, loaded=began.step > 0), engine.world)
     disk = disk_share(run.disk)
     if engine.world.rank != 0:
@@ -384,7 +384,7 @@ def finish(run: Run, began: Position, stopped: bool, console: Console | None) ->
         baseline=ddp_baseline(prepared.sizes, prepared.plan, optimizer_of(prepared.config.train)),
         sample=text,
         stopped=stopped,
-        recorded=recorded,
+        recording=recording,
         step=run.memory.series(prepared),
     )
     if text:

@@ -104,10 +104,10 @@ def print_step(request: Request, plan: str) -> None:
         request.styles,
     )
     wanted = predict_request(*given)
-    found, events = predicted(wanted, request.rank)
+    found, events = predict_step(wanted, request.rank)
     choice("--device", request.device, ("cpu", "cuda"))
     measured, placements, allocator = (
-        _measured_on_ranks(wanted, (*given, request.device))[request.rank]
+        _measure_on_ranks(wanted, (*given, request.device))[request.rank]
         if request.measure
         else ([], {}, {})
     )
@@ -143,7 +143,7 @@ def print_step(request: Request, plan: str) -> None:
             print_allocator(allocator)
 
 
-def predicted(wanted: PredictRequest, rank: int) -> "tuple[Prediction, Sequence[Event]]":
+def predict_step(wanted: PredictRequest, rank: int) -> "tuple[Prediction, Sequence[Event]]":
     """The prediction, and the events of a step; none if they are not predicted."""
     from shardwise.engine.prediction import predict
     from shardwise.engine.timeline import predict_events
@@ -155,7 +155,7 @@ def predicted(wanted: PredictRequest, rank: int) -> "tuple[Prediction, Sequence[
     return predict_events(wanted.plain, wanted.plan, wanted.batch, **named)
 
 
-def _measured_on_ranks(wanted: PredictRequest, given: tuple[Any, ...]) -> "list[Measured]":
+def _measure_on_ranks(wanted: PredictRequest, given: tuple[Any, ...]) -> "list[Measured]":
     """The events of a step, and how an allocator places it, on each of new local ranks."""
     from shardwise.comm.launch import spawn
     from shardwise.comm.local import require_local
@@ -163,10 +163,10 @@ def _measured_on_ranks(wanted: PredictRequest, given: tuple[Any, ...]) -> "list[
     ranks = wanted.plan.size
     require_local(ranks)
     with Console(stderr=True).status(f"{wanted.plan}: {STEPS} steps on {ranks} ranks"):
-        return spawn(_measured, ranks, given, device=given[-1])
+        return spawn(_measure_step, ranks, given, device=given[-1])
 
 
-def _measured(*given: Any) -> "Measured":
+def _measure_step(*given: Any) -> "Measured":
     """The last of a few steps on this rank and on a device, each on the same batch."""
     from torch import Tensor
     from torch.utils._pytree import tree_map_only

@@ -115,7 +115,7 @@ def tags(record: Record) -> dict[str, float]:
 
 
 @contextmanager
-def opened(folder: Path, after: int, tensorboard: bool) -> Iterator[Metrics]:
+def writer(folder: Path, after: int, tensorboard: bool) -> Iterator[Metrics]:
     """Open the metrics of the run in `folder`, to continue after step `after`."""
     keep_until(folder, after)
     board = None

@@ -28,17 +28,17 @@ from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.timeline import Event
 from shardwise.train.config_sections import TrainSection
 from shardwise.train.data import Rows, padded
-from shardwise.train.prepare import Prepared
+from shardwise.train.prepare import PreparedRun
 from shardwise.train.progress import size_text
 from shardwise.train.sizes import state_bytes
 
 Batch = dict[str, Tensor]
 
 
-def build(prepared: Prepared, world: World) -> Engine:
+def build(prepared: PreparedRun, world: World) -> Engine:
     """The engine; the first weights depend only on the seed, or the folder; made unit by unit."""
     try:
-        return _built(prepared, world)
+        return _build_engine(prepared, world)
     except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError on a CPU
         if isinstance(error, RuntimeError) and "alloc" not in str(error).lower().split("\n")[0]:
             raise
@@ -51,7 +51,7 @@ def build(prepared: Prepared, world: World) -> Engine:
         ) from error
 
 
-def with_least_offload(prepared: Prepared, world: World) -> Prepared:
+def with_least_offload(prepared: PreparedRun, world: World) -> PreparedRun:
     """The run with the offload that `offload:auto` stands for, by the prediction for rank 0.
 
     Raises InputError if no offload fits.
@@ -65,14 +65,14 @@ def with_least_offload(prepared: Prepared, world: World) -> Prepared:
     return replace(prepared, plan=with_offload(plan, predictor(prepared, share), world.device))
 
 
-def predictor(prepared: Prepared, share: Batch) -> Callable[[Plan], Prediction]:
+def predictor(prepared: PreparedRun, share: Batch) -> Callable[[Plan], Prediction]:
     """Predictions of the run under other plans, for a rank with the part `share` of the batch."""
     with torch.device("meta"):
         model = decoder.build(prepared.sizes)
     return lambda plan: predict(model, plan, share, **_training(prepared))
 
 
-def prediction_of(prepared: Prepared, engine: Engine, share: Batch) -> Prediction:
+def prediction_of(prepared: PreparedRun, engine: Engine, share: Batch) -> Prediction:
     """The prediction for this rank of the run, with the part `share` of the batch."""
     with torch.device("meta"):
         model = decoder.build(prepared.sizes)
@@ -87,7 +87,7 @@ def prediction_of(prepared: Prepared, engine: Engine, share: Batch) -> Predictio
     ).of(share)
 
 
-def predicted_step(prepared: Prepared, engine: Engine, share: Batch) -> Sequence[Event]:
+def predicted_step(prepared: PreparedRun, engine: Engine, share: Batch) -> Sequence[Event]:
     """The memory of this rank at each moment of a step of the run on `share`.
 
     Raises InputError for a plan whose timeline is not predicted.
@@ -98,7 +98,7 @@ def predicted_step(prepared: Prepared, engine: Engine, share: Batch) -> Sequence
     return predict_events(model, engine.plan, share, rank=rank, **named)[1]
 
 
-def has_clusters(prepared: Prepared) -> bool:
+def has_clusters(prepared: PreparedRun) -> bool:
     """Whether the gates of the run's model have clusters, which a first pass fits."""
     sizes = prepared.sizes
     return isinstance(sizes, moe.MoEConfig) and sizes.gate.name == "cluster"
@@ -113,7 +113,7 @@ def fit_clusters(engine: Engine, share: Batch) -> None:
         engine.evaluate(share)
 
 
-def stacked_names(prepared: Prepared) -> list[str]:
+def stacked_names(prepared: PreparedRun) -> list[str]:
     """The modules of the run's model that hold stacked experts of transformers."""
     with torch.device("meta"):
         return list(stacked_experts(decoder.build(prepared.sizes)))
@@ -127,7 +127,7 @@ def optimizer_of(train: TrainSection) -> OptimizerSpec:
     return (Lion if train.optimizer == "lion" else AdamW)(**options, betas=train.betas)
 
 
-def _training(prepared: Prepared) -> dict[str, Any]:
+def _training(prepared: PreparedRun) -> dict[str, Any]:
     """The options of parallelize that do not depend on the plan."""
     train = prepared.config.train
     return {
@@ -140,7 +140,7 @@ def _training(prepared: Prepared) -> dict[str, Any]:
     }
 
 
-def _built(prepared: Prepared, world: World) -> Engine:
+def _build_engine(prepared: PreparedRun, world: World) -> Engine:
     train = prepared.config.train
     if prepared.table is not None and prepared.config.plan.table is None and world.rank == 0:
         print(
@@ -164,7 +164,7 @@ def _built(prepared: Prepared, world: World) -> Engine:
     )
 
 
-def starts(prepared: Prepared, world: World) -> list[str] | None:
+def starts(prepared: PreparedRun, world: World) -> list[str] | None:
     """The modules that begin each stage except the first; None to balance parameters.
 
     To balance by time, the first rank measures a forward pass of one microbatch, and broadcasts
@@ -176,13 +176,13 @@ def starts(prepared: Prepared, world: World) -> list[str] | None:
     with torch.device("meta"):
         model = decoder.build(prepared.sizes)
     if given != "time":
-        return _named(model, given)
+        return _stage_names(model, given)
     stage_starts(model, prepared.plan, None)  # raises for too few layers, before measuring
-    measured = _measured(prepared, world.device) if world.rank == 0 else []
+    measured = _stages_by_time(prepared, world.device) if world.rank == 0 else []
     return all_gather_object(measured, world)[0]
 
 
-def _named(model: nn.Module, given: str) -> list[str]:
+def _stage_names(model: nn.Module, given: str) -> list[str]:
     """The modules in `plan.stages`. Raises InputError for an unknown one."""
     names = [name.strip() for name in given.split(",") if name.strip()]
     known = [name for name, _ in model.named_modules() if name]
@@ -200,7 +200,7 @@ def _named(model: nn.Module, given: str) -> list[str]:
     return names
 
 
-def _measured(prepared: Prepared, device: torch.device) -> list[str]:
+def _stages_by_time(prepared: PreparedRun, device: torch.device) -> list[str]:
     """The stages whose slowest takes the least time on `device`."""
     plan, schedule = prepared.plan, schedule_of(prepared.plan)
     assert schedule is not None

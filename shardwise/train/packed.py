@@ -76,10 +76,10 @@ def make_folder(folder: Path, what: str) -> None:
         with tempfile.TemporaryFile(dir=folder, prefix=PROBE):
             pass
     except OSError as error:
-        raise unwritable(folder, what, error) from None
+        raise unwritable_folder(folder, what, error) from None
 
 
-def unwritable(folder: Path, what: str, error: OSError) -> InputError:
+def unwritable_folder(folder: Path, what: str, error: OSError) -> InputError:
     """The error for a folder, set by the key `what`, that cannot be created, read or written."""
     return bad(
         f"{what} = '{folder}', where nothing can be written ({error.strerror})",

@@ -24,7 +24,7 @@ def loss(path: Path, records: Sequence[Record], unigram: float) -> None:
     losses = [record.loss for record in records]
     top = max([unigram, *filter(math.isfinite, losses[:1])])
     axes.plot(steps, losses, color=MEASURED, alpha=0.25, linewidth=0.8)
-    axes.plot(steps, smoothed(losses), color=MEASURED, label="training, smoothed")
+    axes.plot(steps, smooth(losses), color=MEASURED, label="training, smoothed")
     evaluated = [(r.step, r.validation) for r in records if r.validation is not None]
     if evaluated:
         axes.plot(*zip(*evaluated, strict=True), "o-", color=PREDICTED, label="validation")
@@ -101,7 +101,7 @@ def heat_map(path: Path, panels: Sequence[tuple[str, dict[str, list[float]]]]) -
     figure.savefig(path, dpi=120)
 
 
-def smoothed(losses: Sequence[float], weight: float = 0.9) -> list[float]:
+def smooth(losses: Sequence[float], weight: float = 0.9) -> list[float]:
     """The exponential moving mean with bias correction, as Adam corrects its moments.
 
     A loss that is not finite, of a step that was skipped, is passed over.

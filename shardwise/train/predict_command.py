@@ -170,7 +170,7 @@ def predict_request(
 
     trainable = find(name)
     rows = batch or ROWS * plan.microbatches
-    made = _resized(trainable.make_batch(rows, parity.SEED), sequence, name)
+    made = _resize(trainable.make_batch(rows, parity.SEED), sequence, name)
     clip = None if is_asynchronous(plan) else 1.0
     styles = Options(table=None if table is None else table_in(table))
     chosen = with_table(name, plan, styles)
@@ -180,7 +180,7 @@ def predict_request(
     return request._replace(plan=fitting)
 
 
-def _resized(batch: Any, sequence: int | None, name: str) -> Any:
+def _resize(batch: Any, sequence: int | None, name: str) -> Any:
     """The batch with rows of `sequence` positions: dim 1 of its integer tensors."""
     if sequence is None:
         return batch

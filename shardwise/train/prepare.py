@@ -37,19 +37,19 @@ class Start:
     overwrite: bool = False
     auto: bool = False
 
-    def settled(self, config: Config) -> "Start":
+    def resolve_auto(self, config: Config) -> "Start":
         """Resolve `auto` by the contents of the folder.
 
         All ranks must call it, before one of them changes the folder.
         """
         if not self.auto or self.overwrite:
             return replace(self, resume=self.resume or self.auto, auto=False)
-        saved = folder.saved(config)
+        saved = folder.has_checkpoint(config)
         return Start(resume=saved, overwrite=not saved and folder.is_run(config.folder))
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedRun:
     """The checked inputs of a run."""
 
     config: Config
@@ -124,7 +124,7 @@ def check_same(before: "Sizes", now: "Sizes") -> None:
         )
 
 
-def prepare(config: Config, ranks: int, start: Start) -> Prepared:
+def prepare(config: Config, ranks: int, start: Start) -> PreparedRun:
     """Check and prepare the inputs of a run on `ranks` ranks. Raises InputError for wrong ones."""
     plan = checked_plan(config, ranks)
     folder.check(config, start.resume, start.overwrite)
@@ -149,9 +149,9 @@ def prepare(config: Config, ranks: int, start: Start) -> Prepared:
     share = 1.0 if environment() is None else 1 / ranks
     require_memory(sizes, plan, machine_bytes(config.run.device), share)
     require_disk(sizes, plan, config, share)
-    before = folder.configured(config.folder) if start.resume else None
+    before = folder.config_of(config.folder) if start.resume else None
     if before is not None:
         check_same(model_sizes(before.model, packed.vocabulary.size), sizes)
-    return Prepared(
+    return PreparedRun(
         config, plan, split(packed, sizes.sequence, config.data.validation), sizes, table
     )

@@ -1,8 +1,8 @@
 """Progress of a run: a live table on a terminal, or lines for a log file.
 
-Live      a table that is redrawn: bar, loss, speed, bytes, memory
-Plain     lines for a log file: the first step, then one every ten seconds
-Silent    nothing, on ranks other than the first
+LiveProgress    a table that is redrawn: bar, loss, speed, bytes, memory
+PlainProgress   lines for a log file: the first step, then one every ten seconds
+SilentProgress  nothing, on ranks other than the first
 """
 
 import sys
@@ -31,7 +31,7 @@ class Progress(Protocol):
     def note(self, text: str) -> None: ...
 
 
-class Silent:
+class SilentProgress:
     """Shows nothing."""
 
     def step(self, record: Record) -> None:
@@ -41,7 +41,7 @@ class Silent:
         pass
 
 
-class Plain:
+class PlainProgress:
     """A line for the first and last step, for evaluations, and every ten seconds."""
 
     def __init__(self, console: Console, steps: int) -> None:
@@ -61,7 +61,7 @@ class Plain:
         self._console.print(text, soft_wrap=True)
 
 
-class Live:
+class LiveProgress:
     """A table that is redrawn at each step, with notes above it."""
 
     def __init__(self, live: RichLive, steps: int) -> None:
@@ -89,7 +89,7 @@ class Live:
         bar.add_column(justify="right")
         bar.add_row(ProgressBar(self._steps, record.step), self._left(record))
         table = Table.grid(padding=(0, 3))
-        for label, value in {**values(record), "validation": shown(self._validation)}.items():
+        for label, value in {**values(record), "validation": loss_text(self._validation)}.items():
             table.add_row(Text(label, style="dim"), value)
         memory = "  ".join(f"{name} {size_text(size)}" for name, size in self._memory.items())
         table.add_row(Text("memory, rank 0", style="dim"), memory)
@@ -106,22 +106,22 @@ class Live:
 
 
 @contextmanager
-def opened(steps: int, first: bool, console: Console | None = None) -> Iterator[Progress]:
+def display(steps: int, first: bool, console: Console | None = None) -> Iterator[Progress]:
     """The display for the kind of output; silent unless this is the `first` rank."""
     console = console or Console(file=sys.stdout, highlight=False)
     if not first:
-        yield Silent()
+        yield SilentProgress()
     elif console.is_terminal:
         with RichLive(console=console, refresh_per_second=8) as live:
-            yield Live(live, steps)
+            yield LiveProgress(live, steps)
     else:
-        yield Plain(console, steps)
+        yield PlainProgress(console, steps)
 
 
 def values(record: Record) -> dict[str, str]:
     """The record's numbers as text."""
     return {
-        "loss": shown(record.loss),
+        "loss": loss_text(record.loss),
         "tokens/s": f"{record.tokens_per_s:,.0f}",
         "MFU": f"{record.mfu:.1%} of this machine's matrix products",
         "bytes/step": f"{size_text(record.sent_bytes)} sent by rank 0",
@@ -142,7 +142,7 @@ def line(record: Record, steps: int) -> str:
     return "  ".join(parts)
 
 
-def shown(value: float | None) -> str:
+def loss_text(value: float | None) -> str:
     """A loss with four digits, or a dash."""
     return "-" if value is None else f"{value:.4f}"
 

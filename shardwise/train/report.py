@@ -18,22 +18,22 @@ from shardwise.train.metrics import Record
 from shardwise.train.packed import Packed, publish
 from shardwise.train.process_memory import ProcessMemory
 from shardwise.train.progress import duration, size_text
-from shardwise.train.tracing import Recorded
+from shardwise.train.tracing import Recording
 
 
 @dataclass(frozen=True)
 class Cost:
     """A rank's memory by category and traffic per step by kind: measured and predicted.
 
-    Predictions are empty if they are not possible. `between` has the least and the most bytes of
-    the kinds that depend on values. `process` is the memory of the rank's process.
+    Predictions are empty if they are not possible. `bytes_between` has the least and the most bytes
+    of the kinds that depend on values. `process` is the memory of the rank's process.
     """
 
     memory: dict[str, int]
     predicted_memory: dict[str, int]
     sent: dict[str, int]
     predicted_sent: dict[str, int]
-    between: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
+    bytes_between: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     process: ProcessMemory | None = None
 
 
@@ -59,7 +59,7 @@ class Summary:
     began: int = 0
     sample: str = ""
     stopped: bool = False
-    recorded: Recorded | None = None
+    recording: Recording | None = None
     step: Sequence[Series] = ()
 
     @property
@@ -92,7 +92,7 @@ class Summary:
 def rows(summary: Summary) -> list[tuple[str, str]]:
     """The table: names and values."""
     records, last = summary.records, summary.records[-1]
-    smooth = plots.smoothed([record.loss for record in records])[-1]
+    smooth = plots.smooth([record.loss for record in records])[-1]
     found = [
         ("plan", f"{summary.plan} on {ranks_text(summary.ranks)}"),
         ("model", f"{summary.parameters:,} parameters"),
@@ -115,13 +115,13 @@ def rows(summary: Summary) -> list[tuple[str, str]]:
         ("unigram baseline", _loss(summary, summary.unigram)),
         ("speed", f"{speed:,.0f} tokens/s (median)"),
         ("MFU", f"{mfu:.1%} of the {peak} that matrix products reach on this machine, each rank"),
-        ("sent in a step", _sent(summary)),
-        ("held between steps", _held(summary)),
+        ("sent in a step", _sent_text(summary)),
+        ("held between steps", _memory_text(summary)),
     ]
     if said := _process(summary):
         found.append(("memory of the process", said))
-    if summary.recorded is not None:
-        found.append(("bubble", summary.recorded.bubbles))
+    if summary.recording is not None:
+        found.append(("bubble", summary.recording.bubbles))
     return found
 
 
@@ -149,9 +149,9 @@ def write(summary: Summary) -> Path:
     plots.bars(folder / PLOTS / "bytes.png", traffic, sent.sent, sent.predicted_sent, ddp.sent)
     if summary.step:
         draw(folder / PLOTS / step_memory.PICTURE, summary.step)
-    if summary.recorded is not None:
-        tracing.write(folder, summary.recorded)
-    if experts.summed(summary.records):
+    if summary.recording is not None:
+        tracing.write(folder, summary.recording)
+    if experts.sum_loads(summary.records):
         plots.heat_map(folder / PLOTS / experts.PICTURE, experts.panels(summary.records))
     path = folder / "report.md"
     publish(path, lambda beside: beside.write_text(text(summary), encoding="utf-8"))
@@ -166,16 +166,16 @@ def text(summary: Summary) -> str:
     if summary.stopped:
         lines += ["Stopped by a signal, with a checkpoint; `--resume` continues from it.", ""]
     lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows(summary)), ""]
-    lines += ["## Loss", "", "![loss](plots/loss.png)", "", _explained(summary), ""]
+    lines += ["## Loss", "", "![loss](plots/loss.png)", "", _baseline_text(summary), ""]
     lines += ["## Memory", "", "![memory](plots/memory.png)", ""]
-    lines += [*_beside(holder, held.memory, held.predicted_memory, ddp.memory), ""]
+    lines += [*_bytes_table(holder, held.memory, held.predicted_memory, ddp.memory), ""]
     lines += step_memory.lines(summary.step)
     lines += ["## Bytes", "", "![bytes](plots/bytes.png)", ""]
-    lines += [*_beside(sender, sent.sent, sent.predicted_sent, ddp.sent), ""]
-    for kind, (least, most) in sent.between.items():
+    lines += [*_bytes_table(sender, sent.sent, sent.predicted_sent, ddp.sent), ""]
+    for kind, (least, most) in sent.bytes_between.items():
         lines += [f"{kind} depends on where the tokens go: {least:,} to {most:,} bytes.", ""]
     lines += experts.lines(summary.records)
-    lines += tracing.lines(summary.recorded)
+    lines += tracing.lines(summary.recording)
     if summary.sample:
         quoted = "\n".join(f"    {line}" for line in summary.sample.splitlines())
         lines += ["## Sample", "", quoted, ""]
@@ -187,14 +187,14 @@ def ranks_text(ranks: int) -> str:
     return f"{ranks} rank{'s' * (ranks > 1)}"
 
 
-def _explained(summary: Summary) -> str:
+def _baseline_text(summary: Summary) -> str:
     return (
         f"The baseline ({summary.unigram:.4f} nats a token) is the entropy of the validation "
         "tokens' own frequencies: the best loss of a model that ignores the previous tokens."
     )
 
 
-def _beside(
+def _bytes_table(
     rank: int, measured: dict[str, int], predicted: dict[str, int], ddp: dict[str, int]
 ) -> list[str]:
     """A table of bytes, with a column for `ddp` on the same ranks if the plan is another."""
@@ -210,22 +210,22 @@ def _beside(
     return [*lines, f"| {plots.TOTAL} | {' | '.join(totals)} |"]
 
 
-def _sent(summary: Summary) -> str:
+def _sent_text(summary: Summary) -> str:
     rank, cost = summary.sent
     if summary.ranks == 1:
         return "nothing: there is one rank"
     whose = _whose(rank, [sum(of.sent.values()) for of in summary.costs])
     exchanged = "".join(
         f", and {size_text(cost.sent.get(kind, 0))} of {kind}, which depends on the routing"
-        for kind in cost.between
+        for kind in cost.bytes_between
     )
-    return f"{_against(cost.sent, cost.predicted_sent)} by {whose}{exchanged}"
+    return f"{_compared_text(cost.sent, cost.predicted_sent)} by {whose}{exchanged}"
 
 
-def _held(summary: Summary) -> str:
+def _memory_text(summary: Summary) -> str:
     rank, cost = summary.memory
     whose = _whose(rank, [sum(of.memory.values()) for of in summary.costs])
-    return f"{_against(cost.memory, cost.predicted_memory)} by {whose}"
+    return f"{_compared_text(cost.memory, cost.predicted_memory)} by {whose}"
 
 
 def _process(summary: Summary) -> str:
@@ -249,7 +249,7 @@ def _whose(rank: int, totals: Sequence[int]) -> str:
     return f"rank {rank}, the most of any rank" if len(set(totals)) > 1 else "each rank"
 
 
-def _against(measured: dict[str, int], predicted: dict[str, int]) -> str:
+def _compared_text(measured: dict[str, int], predicted: dict[str, int]) -> str:
     """The sum over the categories that both have, compared with the prediction."""
     names = [name for name in measured if name in predicted]
     ours, theirs = (sum(sizes[name] for name in names) for sizes in (measured, predicted))

@@ -12,7 +12,7 @@ from shardwise.checkpoint.folder import CHECKPOINTS, prune
 from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint
 from shardwise.core.errors import bad
 from shardwise.engine.engine import Engine
-from shardwise.train.prepare import Prepared
+from shardwise.train.prepare import PreparedRun
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Position:
     consumed: int = 0
 
 
-def save_run(prepared: Prepared, engine: Engine, at: Position) -> None:
+def save_run(prepared: PreparedRun, engine: Engine, at: Position) -> None:
     """Save a checkpoint, and remove all but the newest. All ranks must call it."""
     folder = prepared.config.folder / CHECKPOINTS
     scalars = {
@@ -38,7 +38,7 @@ def save_run(prepared: Prepared, engine: Engine, at: Position) -> None:
         prune(folder, prepared.config.train.keep)
 
 
-def load_run(prepared: Prepared, engine: Engine) -> Position:
+def load_run(prepared: PreparedRun, engine: Engine) -> Position:
     """Load the latest checkpoint into the engine. All ranks must call it.
 
     Raises InputError if the data or the model differs from the checkpoint's, or a file is damaged;

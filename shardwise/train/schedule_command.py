@@ -103,7 +103,7 @@ def read_costs(given: str, hop: float, stages: int) -> Costs:
     for part in map(str.strip, given.split(",")):
         op, _, times = part.partition("=")
         values = [_time(time) for time in times.split("/")]
-        if wrong := _wrong(op, times, found, stages):
+        if wrong := _cost_problem(op, times, found, stages):
             allowed = f"{', '.join(_OPS)}, each once with {_TIME}, or one for each of "
             allowed += f"{stages} stages"
             raise bad(f"the costs '{given}': {wrong}", allowed, "--costs F=1,I=1,W=1")
@@ -119,7 +119,7 @@ LEAST, MOST = 1e-12, 1e12
 _TIME = f"a time of 0, or from {LEAST:g} to {MOST:g}"
 
 
-def _wrong(op: str, times: str, found: Mapping[str, Any], stages: int) -> str:
+def _cost_problem(op: str, times: str, found: Mapping[str, Any], stages: int) -> str:
     """The problem of one part of the costs, `op`=`times`; "" if none."""
     if op not in _OPS:
         return f"'{op}' is no action"
@@ -145,8 +145,8 @@ def _subject(request: Request) -> Subject:
     name, _, numbers = request.name.partition(":")
     exists = os.path.exists(request.name)  # noqa: PTH110 (which raises for a name that is too long)
     if name not in LIBRARY and (exists or {".", "/"} & set(request.name)):
-        return _own(request)
-    _known(name)
+        return _subject_of_file(request)
+    _require_known(name)
     m, _, v = numbers.partition("x")
     if numbers and not all(re.fullmatch("[0-9]{1,18}", number) for number in (m, v or "1")):
         raise bad(f"'{request.name}'", "a name, or with a colon M or MxV after it", f"{name}:8")
@@ -164,7 +164,7 @@ def _subject(request: Request) -> Subject:
     return Subject(title, written(name, n), (found, n))
 
 
-def _known(name: str) -> None:
+def _require_known(name: str) -> None:
     """Raise InputError if the library has no schedule of that name."""
     try:
         entry(name)
@@ -178,7 +178,7 @@ def _count(number: int, noun: str, plural: str = "s") -> str:
     return f"{number} {noun}{plural * (number != 1)}"
 
 
-def _own(request: Request) -> Subject:
+def _subject_of_file(request: Request) -> Subject:
     """The user's own schedule, from a file."""
     if request.stages or request.microbatches or request.chunks or request.batches > 1:
         given = f"the file {request.name} and sizes as options"

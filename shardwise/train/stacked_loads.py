@@ -24,38 +24,38 @@ from shardwise.parallel.expert.stacked import experts_of, router_beside
 class StackedLoads:
     """Counts the choices of the modules `names` of an engine's model, of none without names.
 
-    `counted` has by layer the choices by expert [E], `entropies` the sum over tokens and their
-    number, and `shards` the positions of the sequence in the layer's last input.
+    `choices` has by layer the numbers of choices by expert [E], `entropies` the sum over tokens and
+    their number, and `shards` the positions of the sequence in the layer's last input.
     """
 
     def __init__(self, engine: Engine, names: Collection[str]) -> None:
         self.engine, self.names = engine, tuple(names)
-        self.counted: dict[str, Tensor] = {}
+        self.choices: dict[str, Tensor] = {}
         self.entropies: dict[str, Tensor] = {}
         self.shards: dict[str, int] = {}
         for name in self.names:
             module = engine.model.get_submodule(name)
             block = engine.model.get_submodule(name.rpartition(".")[0])
-            block.register_forward_pre_hook(partial(self._begun, name))
-            module.register_forward_pre_hook(partial(self._chosen, name))
+            block.register_forward_pre_hook(partial(self._note_sequence_shard, name))
+            module.register_forward_pre_hook(partial(self._count_choices, name))
             router = router_beside(engine.model, name)
             if router is not None:
-                router.register_forward_hook(partial(self._routed, name, experts_of(module)))
+                router.register_forward_hook(partial(self._add_entropy, name, experts_of(module)))
 
     def take(self) -> dict[str, Load]:
         """The loads of the step, by layer, the same on every rank. Called by all ranks."""
         if not self.names:
             return {}
         found: dict[str, list[float]] = {}
-        for own in all_gather_object(self._own(), self.engine.world):
+        for own in all_gather_object(self._sums_of_rank(), self.engine.world):
             for name, numbers in own.items():
                 before = found.get(name, [0] * len(numbers))
                 found[name] = [a + b for a, b in zip(before, numbers, strict=True)]
-        self.counted.clear()
+        self.choices.clear()
         self.entropies.clear()
         return {name: _load(*numbers) for name, numbers in found.items()}
 
-    def _own(self) -> dict[str, list[float]]:
+    def _sums_of_rank(self) -> dict[str, list[float]]:
         """What this rank adds to the sums: nothing if another one has the same tokens.
 
         By layer the sum of the entropies, the tokens, and the choices by expert.
@@ -65,10 +65,10 @@ class StackedLoads:
         none = torch.zeros(2)
         return {
             name: self.entropies.get(name, none).tolist() + counts.tolist()
-            for name, counts in self.counted.items()
+            for name, counts in self.choices.items()
         }
 
-    def _counts(self) -> bool:
+    def _is_counted(self) -> bool:
         """Whether the pass is one of training, over rows of the batch, and no recomputation."""
         absent = self.engine.sharded.experts.absent
         return torch.is_grad_enabled() and phase() == "forward" and not absent
@@ -77,12 +77,12 @@ class StackedLoads:
     def _add(self, sums: dict[str, Tensor], name: str, value: Tensor) -> None:
         sums[name] = value if name not in sums else sums[name] + value
 
-    def _begun(self, name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
+    def _note_sequence_shard(self, name: str, _: nn.Module, args: tuple[Any, ...]) -> None:
         """The block of experts has the input [B, T, D]."""
         if args and isinstance(args[0], Tensor) and args[0].dim() > 2:
             self.shards[name] = args[0].shape[-2]
 
-    def _unpadded(self, name: str, x: Tensor) -> Tensor:
+    def _without_padding(self, name: str, x: Tensor) -> Tensor:
         """Those of `x` [N, ...] that are tokens; shards of a sequence are padded to one size."""
         tensors, size = self.engine.tensors, self.shards.get(name)
         if not self.engine.plan.sp or size is None:
@@ -91,16 +91,16 @@ class StackedLoads:
         own = min(max(length - tensors.axis.rank * size, 0), size)
         return x.unflatten(0, (-1, size))[:, :own].flatten(0, 1)
 
-    def _chosen(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._counts():
-            chosen = self._unpadded(name, args[1])
+    def _count_choices(self, name: str, module: nn.Module, args: tuple[Any, ...]) -> None:
+        if self._is_counted():
+            chosen = self._without_padding(name, args[1])
             counts = torch.bincount(chosen.flatten(), minlength=experts_of(module))
-            self._add(self.counted, name, counts)
+            self._add(self.choices, name, counts)
 
-    def _routed(self, name: str, experts: int, _: nn.Module, args: Any, made: Any) -> None:
+    def _add_entropy(self, name: str, experts: int, _: nn.Module, args: Any, made: Any) -> None:
         logits = made[0] if isinstance(made, tuple) else made
-        if self._counts() and isinstance(logits, Tensor) and logits.shape[-1] == experts:
-            own = self._unpadded(name, logits.detach().flatten(0, -2))
+        if self._is_counted() and isinstance(logits, Tensor) and logits.shape[-1] == experts:
+            own = self._without_padding(name, logits.detach().flatten(0, -2))
             self._add(self.entropies, name, _entropy(own.double()))
 
 

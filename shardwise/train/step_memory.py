@@ -14,7 +14,7 @@ from shardwise.engine.timeline import measuring
 from shardwise.prediction.timeline import Event
 from shardwise.train.memory_picture import Series, peaks_in_markdown
 from shardwise.train.model import predicted_step
-from shardwise.train.prepare import Prepared
+from shardwise.train.prepare import PreparedRun
 
 PICTURE = "step.png"
 
@@ -41,7 +41,7 @@ class StepMemory:
         self.events, self.batch = meter.events, batch
         self.activations = {"activations": meter.peak["activations"]}
 
-    def series(self, prepared: Prepared) -> Sequence[Series]:
+    def series(self, prepared: PreparedRun) -> Sequence[Series]:
         """The step of this rank, measured and, if possible, predicted."""
         if not self.events:
             return ()

@@ -33,7 +33,7 @@ PICTURE = "timeline.svg"
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Recording:
     """The recording: `pipelines[k]` has the steps of pipeline k, `numbers` their numbers.
 
     `ranks[k]` are the world ranks of pipeline k, in its order.
@@ -99,20 +99,20 @@ class Tracing:
         self.seen += [found] if found is not None else []
         self.numbers.append(step + 1)
 
-    def recorded(self) -> Recorded | None:
+    def gather_recording(self) -> Recording | None:
         """The recording of all pipelines; None if empty.  All ranks must call it."""
         if not self.numbers:
             return None
         world = self.engine.world
         pipelines = tuple(tuple(seen) for seen in all_gather_object(self.seen, world) if seen)
-        return Recorded(tuple(self.numbers), pipelines, tuple(world.mesh.lines(AXIS)))
+        return Recording(tuple(self.numbers), pipelines, tuple(world.mesh.lines(AXIS)))
 
 
-def write(folder: Path, recorded: Recorded) -> None:
+def write(folder: Path, recording: Recording) -> None:
     """Write the trace and the picture into the run's folder."""
-    publish(folder / TRACE, lambda beside: beside.write_text(trace(recorded), encoding="utf-8"))
-    typical = recorded.typical
-    number = recorded.numbers[recorded.pipelines[0].index(typical)]
+    publish(folder / TRACE, lambda beside: beside.write_text(trace(recording), encoding="utf-8"))
+    typical = recording.typical
+    number = recording.numbers[recording.pipelines[0].index(typical)]
     measured, predicted = typical.timeline, typical.predicted
     title, below = (
         f"{what}: {timeline.makespan * 1e3:.1f} ms, bubble {timeline.bubble:.1%}"
@@ -122,19 +122,19 @@ def write(folder: Path, recorded: Recorded) -> None:
     publish(folder / PICTURE, lambda beside: beside.write_text(drawn, encoding="utf-8"))
 
 
-def trace(recorded: Recorded) -> str:
+def trace(recording: Recording) -> str:
     """All steps of all pipelines as one trace: a process per pipeline, each with its own clock.
 
     Every event except the names has its step in `args`.
     """
     events: list[dict[str, Any]] = []
-    for k, steps in enumerate(recorded.pipelines):
-        tracks = _names(steps[0].schedule, recorded.ranks[k])
+    for k, steps in enumerate(recording.pipelines):
+        tracks = _names(steps[0].schedule, recording.ranks[k])
         tracks[0] |= {"args": {"name": f"pipeline {k}"}}
-        for n, (number, seen) in enumerate(zip(recorded.numbers, steps, strict=True)):
+        for n, (number, seen) in enumerate(zip(recording.numbers, steps, strict=True)):
             later_us = (_start_s(seen) - _start_s(steps[0])) * 1e6
-            found = [_moved(event, later_us, f"{k}.{n}") for event in _events(seen)]
-            whole = _whole(found, number, len(recorded.ranks[k]))
+            found = [_shift_event(event, later_us, f"{k}.{n}") for event in _events(seen)]
+            whole = _step_event(found, number, len(recording.ranks[k]))
             tracks += [event | {"args": {"step": number}} for event in (whole, *found)]
         events += [event | {"pid": k} for event in tracks]
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
@@ -155,7 +155,7 @@ def _stages(stages: Sequence[int], rank: int) -> str:
     return f"stage{plural} {', '.join(map(str, stages))}, rank {rank}"
 
 
-def _whole(events: Sequence[dict[str, Any]], number: int, track: int) -> dict[str, Any]:
+def _step_event(events: Sequence[dict[str, Any]], number: int, track: int) -> dict[str, Any]:
     """The event of a whole step, on a track of its own."""
     start = min(event["ts"] for event in events)
     end = max(event["ts"] + event.get("dur", 0.0) for event in events)
@@ -168,7 +168,7 @@ def _events(seen: Measured) -> list[dict[str, Any]]:
     return [event for event in json.loads(as_trace(seen))["traceEvents"] if event["ph"] != "M"]
 
 
-def _moved(event: dict[str, Any], later_us: float, step: str) -> dict[str, Any]:
+def _shift_event(event: dict[str, Any], later_us: float, step: str) -> dict[str, Any]:
     """The event moved by `later_us`; an arrow gets an id that is unique in the trace."""
     arrow = {"id": f"{step}.{event['id']}"} if "id" in event else {}
     return event | arrow | {"ts": event["ts"] + later_us}
@@ -178,13 +178,13 @@ def _start_s(seen: Measured) -> float:
     return min(row[0].start_s for row in seen.rows if row)
 
 
-def lines(recorded: Recorded | None) -> Sequence[str]:
+def lines(recording: Recording | None) -> Sequence[str]:
     """The section of the report, as lines of Markdown; empty without a recording."""
-    if recorded is None:
+    if recording is None:
         return ()
     said = (
         "The bubble is the fraction of time in which the ranks of a pipeline wait. The predicted "
         "bubble is that of the schedule with the mean times of the step's actions and messages. "
         f"`{TRACE}` has all recorded steps, for chrome://tracing or ui.perfetto.dev."
     )
-    return ["## Timeline", "", f"![timeline]({PICTURE})", "", said, "", *recorded.table(), ""]
+    return ["## Timeline", "", f"![timeline]({PICTURE})", "", said, "", *recording.table(), ""]

@@ -78,14 +78,14 @@ def answer(error: Any, group: Any, given: Sequence[str]) -> str:
     """
     if type(error).__name__ == "NoArgsIsHelpError":
         return str(error.format_message())
-    path, command = _asked(group, given)
+    path, command = _command_in(group, given)
     line = " ".join(shlex.join(["shardwise", *given]).split())
     line = line if len(line) < LONGEST else line[:LONGEST] + "..."
     instead = _instead(error, path, command)
     return str(Problem(f"{line} ({_what(error)})", _allowed(path, command), instead))
 
 
-def _asked(group: Any, given: Sequence[str]) -> tuple[str, Any]:
+def _command_in(group: Any, given: Sequence[str]) -> tuple[str, Any]:
     """The command in `given`, and its full name."""
     path, command = "shardwise", group
     for word in given:

@@ -34,7 +34,9 @@ class Choices:
     def __init__(self, model: nn.Module) -> None:
         self.seen: dict[str, list[Tensor]] = {}  # by layer: [N, E] of each microbatch
         for name, layer in layers_of(model).items():
-            layer.place = replace(layer.place, routed=partial(self._see, name, layer.gate.experts))
+            layer.place = replace(
+                layer.place, on_routing=partial(self._see, name, layer.gate.experts)
+            )
         self.by_shard = frozenset(stacked_experts(model))  # under sp
         for name, module in stacked_experts(model).items():
             module.register_forward_pre_hook(partial(self._see_stacked, name))

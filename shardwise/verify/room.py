@@ -8,8 +8,8 @@ import torch
 
 from shardwise.core.errors import RankError
 from shardwise.core.plan import Plan
+from shardwise.engine.device_bound import EXCEEDED
 from shardwise.engine.device_room import no_room, require_room
-from shardwise.engine.meter import EXCEEDED
 from shardwise.models.registry import find
 from shardwise.prediction.prediction import Prediction
 from shardwise.verify.limits import without_dropout

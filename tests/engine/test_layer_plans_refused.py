@@ -64,6 +64,11 @@ def test_inputs_whose_rows_are_flattened():
     [
         ("dp2 | emb: zero1", small_gpt, "Write instead: 'embed: zero1'"),
         ("dp2 | blocks.0-99: zero1", small_gpt, "which match no module of the GPT"),
+        ("dp4 | blocks.1-9: tp2", small_gpt, "the layers blocks.1-9 in the plan"),
+        ("dp4 | blocks.1-9: tp2", small_gpt, "some of which match no module"),
+        ("dp4 | blocks.0-9: tp2", small_gpt, "Write instead: 'blocks.0-1: tp2'"),
+        ("dp4 | blocks.7-9: tp2", small_gpt, "tp2', which match no module"),
+        ("dp4 | embed,blocks.1-9: tp2", small_gpt, "Write instead: 'embed,blocks.1: tp2'"),
         ("dp2 | blocks: tp2 | blocks.0: zero1", small_gpt, "all have an earlier plan"),
         ("dp2 | blocks.0.mlp: tp2 | blocks.0: zero1", small_gpt, "is inside of the other"),
         ("dp2 | head: tp2", tied_gpt, "'embed,head: tp2'"),

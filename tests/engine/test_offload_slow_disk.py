@@ -43,7 +43,7 @@ def waiting(world: World, plan: str) -> tuple[Run, Used, int, str]:
     for step in range(case.steps):
         own = share(TASK.batch(step), world.rank, world.size)
         run.losses.append(engine.step(own).loss)
-    used, states = steps.used(), engine.optimizer.disk
+    used, states = steps.use_in_steps(), engine.optimizer.disk
     assert states is not None
     assert states.disk.free == states.disk.buffers - 1  # the one that widens gradients is kept
     chunks = sum(extent.chunks for extent in states.disk.extents)

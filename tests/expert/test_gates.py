@@ -1,12 +1,14 @@
 """Gates against their papers' equations, written out token by token."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.core.errors import InputError
 from shardwise.parallel.expert import gates, hard
@@ -144,7 +146,7 @@ def test_queues(n: int, k: int, experts: int, factor: float | None):
                 length[e] += 1
     assert found.positions.tolist() == expected
     assert found.loads.tolist() == [[min(x, capacity) for x in length]]
-    assert found.asked.sum(0).tolist() == length
+    assert found.wanted_by_choice.sum(0).tolist() == length
     assert found.dropped == sum(max(0, x - capacity) for x in length)
 
 
@@ -191,7 +193,7 @@ def splitmix64(x: int, seed: int) -> int:
 @given(st.integers(0, 2**40), st.integers(0, 100))
 def test_hash_is_splitmix64(x: int, seed: int):
     """Tensors of signed integers give the bits of splitmix64 on unsigned ones."""
-    assert int(hard.mixed(torch.tensor([x]), seed)) % (1 << 64) == splitmix64(x, seed)
+    assert int(hard.mix_bits(torch.tensor([x]), seed)) % (1 << 64) == splitmix64(x, seed)
 
 
 def test_balanced_clusters():
@@ -206,6 +208,68 @@ def test_balanced_clusters():
     lopsided = torch.cat([features[:1].expand(20, 2), features[:4]])
     _, clusters = hard.balanced_clusters(lopsided, 3, ALONE)
     assert clusters.bincount().tolist() == [8, 8, 8]
+
+
+def in_turn(distances: list[list[int]]) -> list[int]:
+    """The clusters of features that choose one after the other."""
+    experts = len(distances[0])
+    room = [-(-len(distances) // experts)] * experts
+    near = [sorted(line)[:2] for line in distances]
+    found = [0] * len(distances)
+    for row in sorted(range(len(distances)), key=lambda row: near[row][0] - near[row][-1]):
+        free = [cluster for cluster in range(experts) if room[cluster]]
+        found[row] = min(free, key=lambda cluster: distances[row][cluster])
+        room[found[row]] -= 1
+    return found
+
+
+@given(st.integers(1, 6), st.integers(1, 40), st.integers(1, 30), st.integers(0, 10_000))
+def test_balanced_clusters_are_chosen_in_turn(experts: int, n: int, most: int, seed: int):
+    """Features take the nearest cluster with room, those first that would lose most; ties too."""
+    draw = torch.Generator().manual_seed(seed)
+    distances = torch.randint(most, (n, experts), generator=draw)
+    found = hard._assign_with_room(distances.to(F64))
+    assert found.tolist() == in_turn(distances.tolist())
+
+
+def test_clusters_of_equal_features():
+    """Clusters of equal features fill one after the other, and the first is the nearest."""
+    features = torch.randn(1, 5, dtype=F64).expand(10, 5)
+    centroids, clusters = hard.balanced_clusters(features, 4, ALONE)
+    assert clusters.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3]
+    assert hard.nearest(features, centroids).tolist() == [0] * 10
+
+
+class Largest(TorchDispatchMode):
+    """The elements of the largest result of an operation."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, Tensor):
+            self.elements = max(self.elements, made.numel())
+        return made
+
+
+def test_clusters_take_memory_for_features_and_distances_only():
+    """No operation makes a tensor [N, E, D], nor one that is larger than [N, D] and [N, E]."""
+    n, experts, width = 96, 8, 16
+    with Largest() as largest:
+        centroids, _ = hard.balanced_clusters(logits_of(n, width), experts, ALONE)
+        hard.nearest(logits_of(n, width), centroids)
+    assert largest.elements == n * width
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16])
+def test_nearest(dtype: torch.dtype):
+    """The nearest centroid is the same whatever part of the features a rank has."""
+    features, centroids = logits_of(3000, 500).to(dtype), logits_of(9, 500, seed=1).to(dtype)
+    distances = (features[:, None].double() - centroids.double()).square().sum(-1)
+    found = hard.nearest(features, centroids)
+    assert torch.equal(found, distances.argmin(-1))
+    assert torch.equal(torch.cat([hard.nearest(x, centroids) for x in features.split(7)]), found)
+    assert len(hard.nearest(features[:0], centroids)) == 0
 
 
 def test_clusters_of_too_few_tokens():

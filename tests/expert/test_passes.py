@@ -47,14 +47,14 @@ def most_kept(world: World, words: str) -> tuple[int, int, bool]:
 
     def see(module: nn.Module, *_: object) -> None:
         assert isinstance(module, sw.MoE)
-        seen.append(len(module.passed.known))
-        kinds.extend(isinstance(found, Tensor) for found in module.passed.known.values())
+        seen.append(len(module.pass_records.values))
+        kinds.extend(isinstance(found, Tensor) for found in module.pass_records.values.values())
 
     for each in layers:
         each.register_forward_hook(see)
     for step in range(2):
         engine.step(moe.batch("sigmoid", 4, step))
-    return max(seen), sum(len(each.passed.known) for each in layers), all(kinds)
+    return max(seen), sum(len(each.pass_records.values) for each in layers), all(kinds)
 
 
 def test_only_passes_that_are_recomputed_are_kept():

@@ -17,7 +17,7 @@ from shardwise.engine.engine import Engine
 from shardwise.models import gpt
 from shardwise.train import config, loop
 from shardwise.train.metrics import Record, read
-from shardwise.train.prepare import Prepared, Start
+from shardwise.train.prepare import PreparedRun, Start
 from shardwise.train.report import Cost
 from tests.pool import run_gloo
 
@@ -104,7 +104,7 @@ def poisoned(
             return loss + (loss * 0).sqrt() if bad else loss
         return loss * float("nan") if bad else loss
 
-    def build(prepared: Prepared, world: World) -> Engine:
+    def build(prepared: PreparedRun, world: World) -> Engine:
         engines.append(built(prepared, world))
         return engines[0]
 

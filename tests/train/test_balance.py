@@ -14,7 +14,7 @@ from shardwise.models.initial import initial
 from shardwise.parallel.data.initial_weights import Fill
 from shardwise.train import config, experts, loop
 from shardwise.train.metrics import Record, read
-from shardwise.train.prepare import Prepared
+from shardwise.train.prepare import PreparedRun
 
 
 def settings(folder: Path, gate: str, *, balanced: bool) -> config.Config:
@@ -48,7 +48,7 @@ def filled(*_: object) -> Fill:
     return skewed
 
 
-def without_bias(prepared: Prepared, world: World) -> Engine:
+def without_bias(prepared: PreparedRun, world: World) -> Engine:
     engine = BUILD(prepared, world)
     for layer in layers_of(engine.model).values():
         layer.bias_rate = 0.0
@@ -75,8 +75,8 @@ def test_a_badly_balanced_gate(
 ):
     """The loss or the bias brings the busiest expert below 1.5 times the mean; else it stays."""
     found = records(tmp_path, gate, monkeypatch, balanced=balanced)
-    first, last = (experts.summed(part) for part in experts.first_and_last(found))
-    at_start, ended = experts.busiest(experts.summed(found[:1])), experts.busiest(last)
+    first, last = (experts.sum_loads(part) for part in experts.first_and_last(found))
+    at_start, ended = experts.busiest(experts.sum_loads(found[:1])), experts.busiest(last)
     print(f"{gate}: {at_start:.2f} at first, {experts.busiest(first):.2f}, {ended:.2f} at the end")
     assert at_start > 1.9
     assert experts.busiest(first) > 2.0

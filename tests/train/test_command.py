@@ -111,7 +111,7 @@ def test_ranks_that_fail_before_a_step_leave_no_run(
 ) -> None:
     """The rank that would remove it may have been ended; what can be resumed is never removed."""
     left = tmp_path / "run" / "config.toml"
-    monkeypatch.setattr("shardwise.train.folder.finished", lambda _: "")
+    monkeypatch.setattr("shardwise.train.folder.finished_message", lambda _: "")
     monkeypatch.setattr("shardwise.train.prepare.prepare", lambda *_: None)
 
     def launched(*_: object) -> int:

@@ -33,7 +33,7 @@ def said(world: World, folder: str, words: str) -> str:
     )
     steps = StepsOnDisk(engine)
     engine.step(torch.ones(2, 4))
-    with steps.outside():
+    with steps.outside_of_steps():
         engine.evaluate(torch.ones(2, 4))
         sw.full_state_dict(engine)
     return disk_share(steps, 2**20)
@@ -67,11 +67,11 @@ def used(world: World, folder: str) -> list[tuple[int, int]]:
     steps = StepsOnDisk(engine)
     for _ in range(2):
         engine.step(torch.ones(2, 300))
-        with steps.outside():
+        with steps.outside_of_steps():
             engine.evaluate(torch.ones(2, 300))
     sent = engine.measured_bytes()
     one = sent["tier disk_to_host"], sent["tier host_to_disk"]
-    found = [steps.used(), steps.used_outside]
+    found = [steps.use_in_steps(), steps.use_outside]
     return [(2 * one[0], 2 * one[1]), *((u.read_bytes, u.written_bytes) for u in found)]
 
 

@@ -13,7 +13,7 @@ ONE = Record(
 
 
 def write(folder: Path, first: int, last: int) -> None:
-    with metrics.opened(folder, first - 1, tensorboard=False) as kept:
+    with metrics.writer(folder, first - 1, tensorboard=False) as kept:
         for step in range(first, last + 1):
             kept.write(replace(ONE, step=step, consumed=8 * step))
 
@@ -21,7 +21,7 @@ def write(folder: Path, first: int, last: int) -> None:
 def test_what_is_written_reads_back(tmp_path: Path) -> None:
     """One object a step; what a step does not have is not in its line."""
     evaluated = replace(ONE, step=2, validation=3.25, memory_bytes={"parameters": 12})
-    with metrics.opened(tmp_path, 0, tensorboard=False) as kept:
+    with metrics.writer(tmp_path, 0, tensorboard=False) as kept:
         kept.write(ONE)
         kept.write(evaluated)
     assert metrics.read(tmp_path) == [ONE, evaluated]
@@ -51,7 +51,7 @@ def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     record = replace(ONE, validation=3.0, memory_bytes={"parameters": 12})
-    with metrics.opened(tmp_path, 0, tensorboard=True) as kept:
+    with metrics.writer(tmp_path, 0, tensorboard=True) as kept:
         kept.write(record)
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()

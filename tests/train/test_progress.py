@@ -18,7 +18,7 @@ def console(terminal: bool) -> tuple[Console, io.StringIO]:
 def test_a_log_gets_plain_lines() -> None:
     """The first step, evaluations and the last have a line with loss, speed, MFU and bytes."""
     out, file = console(terminal=False)
-    with progress.opened(100, first=True, console=out) as shown:
+    with progress.display(100, first=True, console=out) as shown:
         shown.step(ONE)
         shown.step(replace(ONE, step=2))
         shown.step(replace(ONE, step=3, validation=3.25, memory_bytes={"parameters": 2048}))
@@ -39,7 +39,7 @@ def test_a_log_gets_plain_lines() -> None:
 def test_a_terminal_gets_one_picture_with_everything() -> None:
     """Bar, loss, validation, speed, MFU, bytes and memory by category; the latest of each stays."""
     out, file = console(terminal=True)
-    with progress.opened(100, first=True, console=out) as shown:
+    with progress.display(100, first=True, console=out) as shown:
         shown.step(replace(ONE, validation=3.25, memory_bytes={"parameters": 2048}))
         shown.step(replace(ONE, step=2))
     text = file.getvalue()
@@ -51,7 +51,7 @@ def test_a_terminal_gets_one_picture_with_everything() -> None:
 def test_other_ranks_show_nothing() -> None:
     """Rank 1 writes no line."""
     out, file = console(terminal=False)
-    with progress.opened(100, first=False, console=out) as shown:
+    with progress.display(100, first=False, console=out) as shown:
         shown.step(ONE)
         shown.note("saved")
     assert file.getvalue() == ""

@@ -111,9 +111,9 @@ def test_nats_a_token_become_bits_a_byte(tmp_path: Path) -> None:
 
 def test_smoothing_starts_at_the_first_value_and_keeps_a_constant() -> None:
     """The moving mean is not pulled to zero at its start."""
-    assert plots.smoothed([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
-    assert plots.smoothed([5.0, 1.0])[0] == pytest.approx(5.0)
-    assert 1.0 < plots.smoothed([5.0, 1.0])[1] < 5.0
+    assert plots.smooth([3.0, 3.0, 3.0]) == pytest.approx([3.0, 3.0, 3.0])
+    assert plots.smooth([5.0, 1.0])[0] == pytest.approx(5.0)
+    assert 1.0 < plots.smooth([5.0, 1.0])[1] < 5.0
 
 
 def test_ddp_on_the_same_ranks_stands_beside(

@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.core.errors import InputError
 from shardwise.train import config, folder, prepare
-from shardwise.train.cli import spelled
+from shardwise.train.cli import with_resume_value
 from shardwise.train.metrics import read
 from shardwise.train.prepare import Start
 from tests.train import killed, runs
@@ -33,7 +33,7 @@ def test_torchrun_restarts_end_in_the_undisturbed_curve(tmp_path: Path) -> None:
 
 def settled(given: config.Config) -> Start:
     """What `--resume auto` comes to, after the checks of any start."""
-    start = Start(auto=True).settled(given)
+    start = Start(auto=True).resolve_auto(given)
     folder.check(given, start.resume, start.overwrite)
     return start
 
@@ -58,7 +58,7 @@ def test_auto_replaces_nothing_of_others(tmp_path: Path) -> None:
     (given.folder / "thesis.txt").write_text("years of work")
     with pytest.raises(InputError, match="a folder with other files"):
         settled(given)
-    both = Start(overwrite=True, auto=True).settled(given)
+    both = Start(overwrite=True, auto=True).resolve_auto(given)
     with pytest.raises(InputError, match="both --resume and --overwrite"):
         prepare.prepare(given, 1, both)
 
@@ -76,4 +76,4 @@ def test_auto_replaces_nothing_of_others(tmp_path: Path) -> None:
 )
 def test_resume_takes_a_word_or_none(given: str, read_as: str) -> None:
     """`auto` behind it is its value; anything else is an argument of its own."""
-    assert spelled(given.split()) == read_as.split()
+    assert with_resume_value(given.split()) == read_as.split()

@@ -23,7 +23,7 @@ from torch import Tensor
 from shardwise.comm.overlap import begin_rows
 from shardwise.comm.world import Axis
 from shardwise.core.expert_moves import ExpertMove
-from shardwise.parallel.expert.global_batch import GlobalBatch, Record, phase, unrecorded
+from shardwise.parallel.expert.global_batch import GlobalBatch, Record, phase, record_nothing
 from shardwise.parallel.expert.routing import Routing
 
 
@@ -31,19 +31,19 @@ from shardwise.parallel.expert.routing import Routing
 class Exchange:
     """The rows that one rank sends to, and receives from, the ranks of its `ep` axis.
 
-    choices  of the N*K choices of this rank the computed ones, by expert
-    sent     rows for each rank
-    blocks   [n, E / n] the rows received, by rank and then by expert
-    tokens   of this rank
-    record   is called with each move before it is made
+    choices    of the N*K choices of this rank the computed ones, by expert
+    sent_rows  how many go to each rank
+    blocks     [n, E / n] the rows received, by rank and then by expert
+    tokens     of this rank
+    record     is called with each move before it is made
     """
 
     ep: Axis
     choices: Tensor
-    sent: list[int]
+    sent_rows: list[int]
     blocks: Tensor
     tokens: int = 0
-    record: Record = unrecorded
+    record: Record = record_nothing
 
     @classmethod
     def of(
@@ -72,12 +72,12 @@ class Exchange:
         return cls(ep, choices, sent, by_rank[:, ep.rank], tokens, batch.record)
 
     @property
-    def received(self) -> list[int]:
+    def received_rows(self) -> list[int]:
         """How many rows come from each rank."""
         return self.blocks.sum(1).tolist()
 
     @property
-    def by_expert(self) -> list[int]:
+    def rows_by_expert(self) -> list[int]:
         """How many rows each expert of this rank computes."""
         return self.blocks.sum(0).tolist()
 
@@ -87,7 +87,7 @@ class Exchange:
 
     def begin_dispatch(self, rows: Tensor) -> Callable[[], Tensor]:
         """Begin `dispatch`; returns a function that waits for its result."""
-        arrive = self._begun("dispatch", rows, self.received, self.sent)
+        arrive = self._begin_exchange("dispatch", rows, self.received_rows, self.sent_rows)
         if self.ep.size == 1:
             return arrive
         return lambda: arrive().index_select(0, self._order(rows.device))
@@ -96,9 +96,9 @@ class Exchange:
         """The inverse of `dispatch`."""
         if self.ep.size > 1:
             rows = rows.index_select(0, self._order(rows.device).argsort())
-        return self._begun("combine", rows, self.sent, self.received)()
+        return self._begin_exchange("combine", rows, self.sent_rows, self.received_rows)()
 
-    def _begun(
+    def _begin_exchange(
         self,
         kind: Literal["dispatch", "combine"],
         rows: Tensor,

@@ -27,7 +27,13 @@ from shardwise.parallel.expert import gates, hard
 from shardwise.parallel.expert.gates import Choice
 from shardwise.parallel.expert.global_batch import GlobalBatch
 from shardwise.parallel.expert.losses import GateOutput, losses_of
-from shardwise.parallel.expert.routing import Routing, capacity_of, even_counts, facts, queues
+from shardwise.parallel.expert.routing import (
+    Routing,
+    capacity_of,
+    even_counts,
+    gather_facts,
+    queues,
+)
 
 #: The gates, and how many experts a token has where the gate determines it.
 GATES: Final[dict[str, int | None]] = {
@@ -158,14 +164,14 @@ class Gate:
         hard.require_experts(target, self.experts, lined.facts.valid, batch, layer)
         weights = choice.weights.to(logits)
         of = torch.zeros_like(logits).scatter(-1, choice.experts, weights * wanted)
-        counts = lined.asked[: choice.balanced].sum(0).to(logits.device)
+        counts = lined.wanted_by_choice[: choice.balance_choices].sum(0).to(logits.device)
         found = GateOutput(logits, choice.probabilities, of, counts, lined.facts.tokens)
         routing = Routing(
             choice.experts,
             weights * self.scale,
             lined.positions,
             lined.loads,
-            lined.asked.sum(0),
+            lined.wanted_by_choice.sum(0),
             lined.dropped,
             lined.facts.finite,
             lined.facts.tokens,
@@ -212,7 +218,7 @@ class Gate:
 
     def _by_experts(self, logits: Tensor, batch: GlobalBatch, *, losses: bool) -> Routing:
         """Each expert takes its share of the tokens of the global batch, which ranks gather."""
-        known = facts(logits, batch)
+        known = gather_facts(logits, batch)
         sizes, tokens = known.sizes, known.tokens
         scores = logits.softmax(-1)
         padded = scores.new_zeros(max(sizes), self.experts)

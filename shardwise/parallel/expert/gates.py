@@ -17,20 +17,20 @@ from torch.nn import functional
 class Choice:
     """The experts that each token asks for.
 
-    experts        [N, K] by descending score
-    weights        [N, K], differentiable
-    probabilities  [N, E], differentiable: of what the auxiliary losses are computed
-    wanted         [N, K]; None: all choices
-    balanced       how many of the K choices the balance loss counts
-    valid          without dims, whether every assigned expert of a hard gate exists; those that
-                   do not are replaced in `experts`. None: no experts were assigned
+    experts          [N, K] by descending score
+    weights          [N, K], differentiable
+    probabilities    [N, E], differentiable: of what the auxiliary losses are computed
+    wanted           [N, K]; None: all choices
+    balance_choices  how many of the K choices the balance loss counts
+    valid            without dims, whether every assigned expert of a hard gate exists; those that
+                     do not are replaced in `experts`. None: no experts were assigned
     """
 
     experts: Tensor
     weights: Tensor
     probabilities: Tensor
     wanted: Tensor | None = None
-    balanced: int | None = None
+    balance_choices: int | None = None
     valid: Tensor | None = None
 
 
@@ -58,7 +58,7 @@ def gshard(logits: Tensor, uniform: Tensor | None = None) -> Choice:
     if uniform is not None:
         wanted = torch.ones_like(experts, dtype=torch.bool)
         wanted[:, 1] = 2 * weights[:, 1] > uniform
-    return Choice(experts, weights, probabilities, wanted, balanced=1)
+    return Choice(experts, weights, probabilities, wanted, balance_choices=1)
 
 
 def topk_softmax_before(logits: Tensor, k: int, *, normalised: bool = False) -> Choice:

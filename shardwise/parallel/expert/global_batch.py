@@ -20,7 +20,7 @@ from shardwise.core.layout import P, R
 Record = Callable[[ExpertMove], None]
 
 
-def unrecorded(_: ExpertMove) -> None:
+def record_nothing(_: ExpertMove) -> None:
     """Nobody counts the moves."""
 
 
@@ -37,7 +37,7 @@ class GlobalBatch:
     """
 
     axes: tuple[Axis, ...] = ()
-    record: Record = unrecorded
+    record: Record = record_nothing
 
     @property
     def ranks(self) -> int:

@@ -19,14 +19,14 @@ from shardwise.parallel.expert.global_batch import GlobalBatch
 
 def assigned(assignment: Tensor, experts: int) -> Choice:
     """The expert of each token from outside: `assignment` [N], from 0 to experts - 1."""
-    chosen, valid = _existing(assignment, experts)
+    chosen, valid = _clamp_to_experts(assignment, experts)
     weights = torch.ones(len(chosen), 1, dtype=torch.float64, device=chosen.device)
     zeros = weights.new_zeros(len(chosen), experts)
     probabilities = zeros.scatter(1, chosen.view(-1, 1), 1.0)
     return Choice(chosen.view(-1, 1), weights, probabilities, valid=valid)
 
 
-def _existing(assignment: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def _clamp_to_experts(assignment: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     """The assignment [N] clamped to the experts that exist, and whether nothing was clamped."""
     chosen = assignment.long().clamp(0, experts - 1)
     if assignment.is_floating_point():
@@ -70,23 +70,23 @@ def hashed(ids: Tensor, experts: int, seed: int = 0) -> Tensor:
     Hash layers (Roller et al., arXiv 2106.04426), section 3.1. The hash is the finalizer of
     splitmix64 (Steele et al., "Fast splittable pseudorandom number generators", OOPSLA 2014).
     """
-    return (mixed(ids, seed) >> 1).remainder(experts)
+    return (mix_bits(ids, seed) >> 1).remainder(experts)
 
 
-def mixed(x: Tensor, seed: int) -> Tensor:
+def mix_bits(x: Tensor, seed: int) -> Tensor:
     """64 random-looking bits for each integer of `x`, the same on every machine."""
-    z = x.long() + _signed(seed * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15)
-    z = (z ^ _shifted(z, 30)) * _signed(0xBF58476D1CE4E5B9)
-    z = (z ^ _shifted(z, 27)) * _signed(0x94D049BB133111EB)
-    return z ^ _shifted(z, 31)
+    z = x.long() + _to_int64(seed * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15)
+    z = (z ^ _shift_right(z, 30)) * _to_int64(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift_right(z, 27)) * _to_int64(0x94D049BB133111EB)
+    return z ^ _shift_right(z, 31)
 
 
-def _shifted(z: Tensor, bits: int) -> Tensor:
+def _shift_right(z: Tensor, bits: int) -> Tensor:
     """A shift to the right that brings in zeros: torch's own copies the sign."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def _signed(number: int) -> int:
+def _to_int64(number: int) -> int:
     """A number modulo 2^64 as torch's int64 has it."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
@@ -98,7 +98,7 @@ def argmax(logits: Tensor, targets: Tensor | None = None) -> Choice:
     (`assignment_loss`). Gross et al., arXiv 1704.06363, section 3.1.
     """
     given = logits.argmax(-1) if targets is None else targets
-    chosen, valid = _existing(given, logits.shape[-1])
+    chosen, valid = _clamp_to_experts(given, logits.shape[-1])
     weights = torch.ones_like(logits[:, :1])
     return Choice(chosen.view(-1, 1), weights, logits.softmax(-1), valid=valid)
 
@@ -121,9 +121,9 @@ def balanced_clusters(
 
     No cluster has more than ceil(tokens / experts) features of the global batch. Features take the
     nearest cluster with room, those that would lose most by the second nearest first. All data
-    ranks gather the features and compute the same. After Gross et al., arXiv 1704.06363, section
-    3.1, where clusters of images are balanced by hand. Raises InputError for fewer features than
-    experts.
+    ranks gather the features and compute the same, with O(N (D + E)) memory. After Gross et al.,
+    arXiv 1704.06363, section 3.1, where clusters of images are balanced by hand. Raises InputError
+    for fewer features than experts.
     """
     sizes = batch.sizes(len(features), features.device)
     padded = features.new_zeros(max(sizes), features.shape[-1])
@@ -139,33 +139,74 @@ def balanced_clusters(
     draw = torch.Generator().manual_seed(seed)
     first = torch.randperm(len(every), generator=draw)[:experts].to(every.device)
     centroids = every[first]
-    clusters = _with_room(every, centroids)
+    clusters = _assign_with_room(_distances(every, centroids))
     for _ in range(iterations):
-        sums = torch.zeros_like(centroids).index_add_(0, clusters, every)
-        counts = clusters.bincount(minlength=len(centroids)).to(sums)
-        centroids = torch.where(counts[:, None] > 0, sums / counts[:, None].clamp(min=1), centroids)
-        moved = _with_room(every, centroids)
+        centroids = _means(every, clusters, centroids)
+        moved = _assign_with_room(_distances(every, centroids))
         if torch.equal(moved, clusters):
             break
         clusters = moved
     return centroids, clusters.split(sizes)[batch.rank]
 
 
-def _with_room(features: Tensor, centroids: Tensor) -> Tensor:
-    """The cluster of each feature, of which none has more than its share."""
-    distances = _distances(features, centroids)
-    room = [-(-len(features) // len(centroids))] * len(centroids)
-    preferred = distances.argsort(dim=-1, stable=True)
-    near = distances.gather(-1, preferred[:, :2])
+def _assign_with_room(distances_NE: Tensor) -> Tensor:
+    """The cluster of each feature; a cluster has room for ceil(N / E) of them.
+
+    The same as if features chose one after the other. They choose all at once: a cluster that more
+    want than it has room for is full for all that come later, and those choose again:
+
+        order of choice   1   2   3   4          a cluster has room for 2
+        nearest           a   a   a   b          a is full from 3 on
+        then              a   a   b   b
+
+    At most E rounds, since in each the first cluster that is full is so for good.
+    """
+    n, experts = distances_NE.shape
+    room = -(-n // experts)
+    near = distances_NE.topk(min(2, experts), largest=False).values
     order = (near[:, -1] - near[:, 0]).argsort(descending=True, stable=True)
-    found = torch.empty(len(features), dtype=torch.int64)
-    choices = preferred.tolist()
-    for row in order.tolist():
-        found[row] = cluster = next(each for each in choices[row] if room[each])
-        room[cluster] -= 1
-    return found.to(features.device)
+    left_NE = distances_NE[order]  # infinite to clusters that are full
+    chosen = left_NE.argmin(-1)
+    while (over := (counts := chosen.bincount(minlength=experts)) > room).any():
+        by_cluster = chosen.argsort(stable=True)
+        full_from = by_cluster[(counts.cumsum(0) - counts + room)[over]].tolist()
+        for cluster, start in zip(over.nonzero().flatten().tolist(), full_from, strict=True):
+            left_NE[start:, cluster] = math.inf
+        chosen[min(full_from) :] = left_NE[min(full_from) :].argmin(-1)
+    return torch.empty_like(chosen).index_copy_(0, order, chosen)
+
+
+def _means(features: Tensor, clusters: Tensor, centroids: Tensor) -> Tensor:
+    """The mean feature of each cluster [E, D]; of one without features, the old centroid.
+
+    A matrix product, because index_add on CUDA adds in a different order each time: then ranks
+    would get different centroids.
+    """
+    members = functional.one_hot(clusters, len(centroids)).double()
+    sums = torch.zeros_like(centroids, dtype=torch.float64)
+    for own, part in zip(_in_parts(members, features), _in_parts(features, features), strict=True):
+        sums.addmm_(own.t(), part.double())
+    counts = members.sum(0).unsqueeze(1)
+    return torch.where(counts > 0, (sums / counts.clamp(min=1)).to(centroids), centroids)
 
 
 def _distances(features: Tensor, centroids: Tensor) -> Tensor:
-    """The squared distance of each feature to each centroid, [N, E]."""
-    return (features[:, None] - centroids).square().sum(-1)
+    """The squared distance of each feature to each centroid minus the feature's square, [N, E].
+
+        |x - c|^2 - |x|^2  =  |c|^2 - 2 x c
+
+    A matrix product rounds differently for other numbers of features. It is made in fp64, so that
+    rounding does not decide which centroid is nearest. Equal centroids have equal distances.
+    """
+    c_ED = centroids.double()
+    parts = [
+        torch.addmm(c_ED.square().sum(-1), part.double(), c_ED.t(), alpha=-2)
+        for part in _in_parts(features, features)
+    ]
+    between_EE = torch.cdist(c_ED, c_ED, compute_mode="donot_use_mm_for_euclid_dist")
+    return torch.cat(parts)[:, (between_EE == 0).int().argmax(-1)]
+
+
+def _in_parts(rows: Tensor, features: Tensor) -> tuple[Tensor, ...]:
+    """Parts of the rows, each for features that take 8 MiB in fp64."""
+    return rows.split(max(1, (1 << 20) // features.shape[-1]))

@@ -21,15 +21,15 @@ from shardwise.parallel.expert.dispatch import Exchange
 from shardwise.parallel.expert.gate import FIXED, Extra, Gate
 from shardwise.parallel.expert.gates import balanced_bias
 from shardwise.parallel.expert.global_batch import GlobalBatch, phase
-from shardwise.parallel.expert.passes import Passes, key_of, uniform
+from shardwise.parallel.expert.passes import PassRecords, key_of, uniform
 from shardwise.parallel.expert.routing import Routing
 
 
-def unseen(_: Routing) -> None:
+def ignore_routing(_: Routing) -> None:
     """Nobody looks at the routings."""
 
 
-def unchanged(x: Tensor) -> Tensor:
+def identity(x: Tensor) -> Tensor:
     """No other rank computes a part of the experts."""
     return x
 
@@ -38,10 +38,10 @@ def unchanged(x: Tensor) -> Tensor:
 class Place:
     """Where a layer is: the data ranks, the axis of its experts, and the layer's name.
 
-    peers are the data ranks along `ep`. absent() says that the tokens of this forward pass stand in
-    for a batch without rows: the layer takes part without a token. routed() is called with the
-    routing of each forward pass. `slots` are the experts in the order of the ranks that have them;
-    empty: in the order of their numbers.
+    peers are the data ranks along `ep`. has_no_rows() says that the tokens of this forward pass
+    stand in for a batch without rows: the layer takes part without a token. on_routing() is called
+    with the routing of each forward pass. `slots` are the experts in the order of the ranks that
+    have them; empty: in the order of their numbers.
 
     With `parts` above 1 as many ranks compute the same tokens, each with a part of the hidden
     features of every expert: `enter` makes of the layer's input what they use differently, and
@@ -52,21 +52,21 @@ class Place:
     ep: Axis = field(default_factory=lambda: Axis("ep"))
     peers: tuple[int, ...] = (0,)
     name: str = ""
-    absent: Callable[[], bool] = lambda: False
-    routed: Callable[[Routing], None] = unseen
-    enter: Callable[[Tensor], Tensor] = unchanged
-    leave: Callable[[Tensor], Tensor] = unchanged
+    has_no_rows: Callable[[], bool] = lambda: False
+    on_routing: Callable[[Routing], None] = ignore_routing
+    enter: Callable[[Tensor], Tensor] = identity
+    leave: Callable[[Tensor], Tensor] = identity
     parts: int = 1
     slots: tuple[int, ...] = ()
 
-    def entered(self, x: Tensor) -> Tensor:
+    def enter_and_record(self, x: Tensor) -> Tensor:
         """`x` as the ranks that compute parts use it; their gradients are summed."""
         now = phase()
         returns = int(x.requires_grad and now == "forward")
         self.batch.record(ExpertMove("enter", x.numel(), x.element_size(), now, returns))
         return self.enter(x)
 
-    def left(self, y: Tensor) -> Tensor:
+    def leave_and_record(self, y: Tensor) -> Tensor:
         """The sum of the parts' outputs y [..., T, D]."""
         now = phase()
         returns = int(y.requires_grad and now == "forward")
@@ -171,7 +171,7 @@ class MoE(nn.Module):
         self.shared = shared
         self.place = Place()
         self.load: Load | None = None
-        self.seed, self.passed = seed, Passes()
+        self.seed, self.pass_records = seed, PassRecords()
         if gate.name in ("gshard", "noisy-topk"):
             self.register_buffer("passes", torch.zeros((), dtype=torch.int64))
         shapes = {"sigmoid": {"bias": gate.experts, "choices": gate.experts}}.get(gate.name, {})
@@ -196,8 +196,8 @@ class MoE(nn.Module):
                 data ranks, if the `target` of a rank has an expert that does not exist.
             NonFiniteError: on all data ranks, if a rank's logits are infinite or NaN.
         """
-        every_ND = self.place.entered(x).flatten(0, -2)
-        x_ND = every_ND[:0] if self.place.absent() else every_ND
+        every_ND = self.place.enter_and_record(x).flatten(0, -2)
+        x_ND = every_ND[:0] if self.place.has_no_rows() else every_ND
         dtype = torch.promote_types(x.dtype, torch.float32)
         logits = x_ND.new_zeros(len(x_ND), self.gate.experts, dtype=dtype)
         if self.router is not None:
@@ -213,10 +213,10 @@ class MoE(nn.Module):
         token = exchange.choices // routing.experts.shape[1]
         arrive = exchange.begin_dispatch(x_ND.index_select(0, token))
         of_shared = None if self.shared is None else self.shared(x)  # while rows are under way
-        made = exchange.combine(self.experts(arrive(), exchange.by_expert))
+        made = exchange.combine(self.experts(arrive(), exchange.rows_by_expert))
         weights = routing.weights.flatten()[exchange.choices].unsqueeze(-1)
         y_ND = torch.zeros_like(every_ND).index_add(0, token, made * weights.to(made))
-        y = place.left(y_ND.view_as(x))
+        y = place.leave_and_record(y_ND.view_as(x))
         if of_shared is not None:
             y = y + of_shared
         return y, self._loss(routing, logits)
@@ -229,7 +229,7 @@ class MoE(nn.Module):
         """
         dtype = torch.promote_types(features.dtype, torch.float32)
         x_ND = features.detach().flatten(0, -2).to(dtype)
-        own, experts = x_ND[:0] if self.place.absent() else x_ND, self.gate.experts
+        own, experts = x_ND[:0] if self.place.has_no_rows() else x_ND, self.gate.experts
         found, clusters = hard.balanced_clusters(own, experts, self.place.batch)
         self.get_buffer("centroids").copy_(found)
         return clusters.view(features.shape[:-1]) if len(own) == len(x_ND) else clusters
@@ -246,24 +246,24 @@ class MoE(nn.Module):
                     raise bad(given, "centroids fitted on a first pass", "layer.fit(features)")
                 return Extra(target=hard.nearest(x_ND.detach(), centroids.to(x_ND)))
             case "sigmoid":
-                return Extra(bias=self._balanced())
+                return Extra(bias=self._bias_of_pass())
             case "gshard" | "noisy-topk" if self.training:
-                return self._random(x_ND)
+                return self._random_numbers(x_ND)
             case _:
                 return Extra(target=target_N)
 
-    def _balanced(self) -> Tensor:
+    def _bias_of_pass(self) -> Tensor:
         """The bias; before a training pass it follows the choices of the training pass before."""
         bias, choices = self.get_buffer("bias"), self.get_buffer("choices")
         if not self.training or bias.is_meta:
             return bias
         if phase() == "backward":
-            return self.passed.again(self._name)
+            return self.pass_records.replay(self._name)
         bias.data.copy_(balanced_bias(bias, choices, self.bias_rate))
-        self.passed.first(bias)
+        self.pass_records.record(bias)
         return bias
 
-    def _random(self, x_ND: Tensor) -> Extra:
+    def _random_numbers(self, x_ND: Tensor) -> Extra:
         """The random numbers of a training pass (passes.py)."""
         batch, experts = self.place.batch, self.gate.experts
         own = torch.tensor([len(x_ND)], device="cpu")
@@ -283,9 +283,9 @@ class MoE(nn.Module):
         if passes.is_meta:
             return 0
         if phase() == "backward":
-            return int(self.passed.again(self._name))
+            return int(self.pass_records.replay(self._name))
         number = int(passes)
-        self.passed.first(passes)
+        self.pass_records.record(passes)
         passes.data.add_(int(counts))
         return number
 
@@ -305,7 +305,7 @@ class MoE(nn.Module):
     def _remember(self, routing: Routing) -> None:
         if phase() == "backward":  # activations are recomputed
             return
-        self.place.routed(routing)
+        self.place.on_routing(routing)
         self.load = Load.of(routing)
         if self.training and self.gate.name == "sigmoid":
             self.get_buffer("choices").data.copy_(routing.wanted)

@@ -6,9 +6,10 @@ A pass is a microbatch, and passes are numbered in a buffer, which is saved with
 process, any number of data ranks and the stages of a pipeline draw the same numbers, whatever the
 states of torch's generators are.
 
-A recomputation must repeat what its first forward pass did, and others have run since. `Passes` has
-the methods of a torch.Generator that the plan word `recompute` calls before the first forward and
-around its repetition. It keeps nothing if nobody calls them, and nothing beyond a training step.
+A recomputation must repeat what its first forward pass did, and others have run since.
+`PassRecords` has the methods of a torch.Generator that the plan word `recompute` calls before the
+first forward and around its repetition. It keeps nothing if nobody calls them, and nothing beyond a
+training step.
 """
 
 import hashlib
@@ -20,49 +21,50 @@ from shardwise.core.errors import RunError
 from shardwise.parallel.expert import hard
 
 
-class Passes:
-    """What determined the passes of a step: each its number, or its bias of the experts [E].
+class PassRecords:
+    """What determined the passes of a step: for each its number, or its bias of the experts [E].
 
-    `known` has them by how many passes of the layer went before; only if they may be repeated.
+    `position` is how many passes of the layer have run, and `values` are by the position before the
+    pass. They are kept while `recording`: when passes may be repeated.
     """
 
     def __init__(self) -> None:
-        self.before, self.known, self.repeats = 0, dict[int, Tensor](), False
+        self.position, self.values, self.recording = 0, dict[int, Tensor](), False
 
     def get_state(self) -> Tensor:
         """How many passes have run. Those that follow may be repeated."""
-        self.repeats = True
-        return torch.tensor(self.before, device="cpu")
+        self.recording = True
+        return torch.tensor(self.position, device="cpu")
 
     def set_state(self, state: Tensor) -> Tensor:
         """Return to a state; the next pass repeats the one that ran in it."""
-        self.before = int(state)
+        self.position = int(state)
         return state
 
-    def first(self, found: Tensor) -> None:
-        """A forward pass is determined by the values of `found`."""
-        if self.repeats:
-            self.known[self.before] = found.clone()
-        self.before += 1
+    def record(self, value: Tensor) -> None:
+        """Keep the value that determines a forward pass, if the pass may be repeated."""
+        if self.recording:
+            self.values[self.position] = value.clone()
+        self.position += 1
 
     def end(self) -> None:
-        """The training step ended: none of its passes is repeated later."""
-        self.known.clear()
-        self.repeats = False
+        """Forget all: the training step ended, and none of its passes is repeated later."""
+        self.values.clear()
+        self.recording = False
 
-    def again(self, layer: str) -> Tensor:
-        """What determined the forward pass that is recomputed.
+    def replay(self, layer: str) -> Tensor:
+        """The value that was recorded for the pass that is recomputed now.
 
         Raises RunError if something recomputes that did not return to the state of that pass.
         """
-        if self.before not in self.known:
+        if self.position not in self.values:
             raise RunError(
                 f"The activations of {layer} are recomputed by something that does not know the "
                 "random numbers or the bias of its gate, such as torch.utils.checkpoint. Write the "
                 'plan word recompute instead, or a gate that has neither, such as "topk".'
             )
-        self.before += 1
-        return self.known[self.before - 1]
+        self.position += 1
+        return self.values[self.position - 1]
 
 
 def key_of(seed: int, layer: str) -> int:
@@ -76,5 +78,5 @@ def uniform(numbers: Tensor, key: int, number: int) -> Tensor:
 
     `number` is that of the pass.
     """
-    bits = (hard.mixed(numbers, key + number) >> 12) & ((1 << 52) - 1)
+    bits = (hard.mix_bits(numbers, key + number) >> 12) & ((1 << 52) - 1)
     return (bits.double() + 0.5) / (1 << 52)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from shardwise.parallel.expert.global_batch import GlobalBatch
 
-#: Integers that a data rank tells of its logits, beside the counts of its choices.
-TOLD: Final = 3
+#: Integers of `pack_facts`, which a data rank sends beside the counts of its choices.
+FACT_COUNT: Final = 3
 #: The bits of the flags among them.
 FINITE: Final = 1
 VALID: Final = 2
@@ -62,7 +62,7 @@ class Queues:
 
     positions: Tensor
     loads: Tensor
-    asked: Tensor  # [K, E] choices of the global batch, kept or not
+    wanted_by_choice: Tensor  # [K, E] choices of the global batch, kept or not
     dropped: int
     facts: "Facts"
 
@@ -88,8 +88,8 @@ def queues(
     (experts_NK, wanted_NK), (_, experts) = choices, logits_NE.shape
     n, k = experts_NK.shape
     if logits_NE.is_meta:
-        batch.gather(logits_NE.new_empty(k * experts + TOLD, dtype=torch.int64))
-        return _even(experts_NK, experts, batch.ranks)
+        batch.gather(logits_NE.new_empty(k * experts + FACT_COUNT, dtype=torch.int64))
+        return _even_queues(experts_NK, experts, batch.ranks)
     key = (torch.arange(k, device=experts_NK.device) * experts + experts_NK).t().flatten()
     key = torch.where(wanted_NK.t().flatten(), key, k * experts)  # those not wanted: the last queue
     counts = torch.bincount(key, minlength=k * experts + 1)
@@ -98,11 +98,11 @@ def queues(
     within[order] = torch.arange(n * k, device=key.device) - (counts.cumsum(0) - counts)[key[order]]
 
     counts = counts[:-1]
-    everyone = batch.gather(torch.cat([counts, told(logits_NE, valid)])).cpu()
-    known = Facts.of(everyone[:, -TOLD:])
-    counts_RKE = everyone[:, :-TOLD].view(-1, k, experts)
+    everyone = batch.gather(torch.cat([counts, pack_facts(logits_NE, valid)])).cpu()
+    known = Facts.of(everyone[:, -FACT_COUNT:])
+    counts_RKE = everyone[:, :-FACT_COUNT].view(-1, k, experts)
     slots_KE = counts_RKE.sum(0)
-    first_RKE = _before(slots_KE) + _before(counts_RKE)
+    first_RKE = _sum_before(slots_KE) + _sum_before(counts_RKE)
 
     capacity = capacity_of(factor, known.tokens * k, experts)
     kept_RKE = counts_RKE
@@ -139,16 +139,16 @@ class Facts:
         return sum(self.sizes)
 
     @classmethod
-    def of(cls, told_RT: Tensor) -> "Facts":
-        """From what each data rank has `told`."""
-        sizes, flags, _ = told_RT.t().tolist()
-        summed = float(told_RT[:, -1].contiguous().view(torch.float64).sum())
+    def of(cls, packed_RT: Tensor) -> "Facts":
+        """From the integers that each data rank packed (`pack_facts`)."""
+        sizes, flags, _ = packed_RT.t().tolist()
+        summed = float(packed_RT[:, -1].contiguous().view(torch.float64).sum())
         finite, valid = (tuple(bool(flag & bit) for flag in flags) for bit in (FINITE, VALID))
         return cls(tuple(sizes), finite, summed / max(1, sum(sizes)), valid)
 
 
-def told(logits_NE: Tensor, valid: Tensor | None = None) -> Tensor:
-    """TOLD integers of a data rank: tokens, flags, and the bits of a double.
+def pack_facts(logits_NE: Tensor, valid: Tensor | None = None) -> Tensor:
+    """FACT_COUNT integers of a data rank: tokens, flags, and the bits of a double.
 
     The flags say whether all logits are finite, and whether the experts given to it exist. The
     double is the sum of the tokens' entropies.
@@ -160,12 +160,12 @@ def told(logits_NE: Tensor, valid: Tensor | None = None) -> Tensor:
     return torch.stack([rows, flags, entropy.view(torch.int64)])
 
 
-def facts(logits_NE: Tensor, batch: GlobalBatch) -> Facts:
-    """What all data ranks tell of their logits. One all-gather of TOLD numbers."""
+def gather_facts(logits_NE: Tensor, batch: GlobalBatch) -> Facts:
+    """The facts of all data ranks. One all-gather of FACT_COUNT numbers."""
     if logits_NE.is_meta:
-        batch.gather(logits_NE.new_empty(TOLD, dtype=torch.int64))
+        batch.gather(logits_NE.new_empty(FACT_COUNT, dtype=torch.int64))
         return Facts((len(logits_NE),) * batch.ranks, (True,) * batch.ranks)
-    return Facts.of(batch.gather(told(logits_NE)).cpu())
+    return Facts.of(batch.gather(pack_facts(logits_NE)).cpu())
 
 
 def even_counts(choices: int, experts: int) -> Tensor:
@@ -173,15 +173,16 @@ def even_counts(choices: int, experts: int) -> Tensor:
     return (choices + torch.arange(experts, device="cpu").flip(0)) // experts
 
 
-def _even(experts_NK: Tensor, experts: int, ranks: int) -> Queues:
+def _even_queues(experts_NK: Tensor, experts: int, ranks: int) -> Queues:
     """The queues of choices on the meta device: every data rank has as many, and none is lost."""
     n, k = experts_NK.shape
     own = even_counts(n * k, experts)
-    asked = torch.stack([even_counts(ranks * n, experts) for _ in range(k)])
+    wanted_KE = torch.stack([even_counts(ranks * n, experts) for _ in range(k)])
     positions = torch.empty_like(experts_NK, device="meta")
-    return Queues(positions, own.expand(ranks, -1), asked, 0, Facts((n,) * ranks, (True,) * ranks))
+    facts = Facts((n,) * ranks, (True,) * ranks)
+    return Queues(positions, own.expand(ranks, -1), wanted_KE, 0, facts)
 
 
-def _before(counts: Tensor) -> Tensor:
+def _sum_before(counts: Tensor) -> Tensor:
     """The sum of what comes before, along the first dim."""
     return counts.cumsum(0) - counts

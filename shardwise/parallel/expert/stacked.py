@@ -82,40 +82,40 @@ class StackedOnRanks:
         self.place, self.experts = place, experts_of(module)
         own: Any = copy.copy(module)  # which shares its parameters
         own.num_experts = self.experts // place.ep.size
-        self.own, self.__wrapped__ = own, module.forward
+        self.own_experts, self.__wrapped__ = own, module.forward
 
     def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Rows [N, D] to [N, D]. Called by all ranks of the axis."""
-        place, absent = self.place, self.place.absent()
+        place, no_rows = self.place, self.place.has_no_rows()
         x_ND, weights_NK = place.enter(hidden_states), place.enter(top_k_weights)
-        x_ND = x_ND[:0] if absent else x_ND
-        experts_NK = top_k_index[:0] if absent else top_k_index
+        x_ND = x_ND[:0] if no_rows else x_ND
+        experts_NK = top_k_index[:0] if no_rows else top_k_index
         own = torch.bincount(experts_NK.flatten(), minlength=self.experts)
-        finite = torch.isfinite(weights_NK.detach()).all() | absent  # of what absent ranks stand in
-        told = place.batch.gather(torch.cat([own, finite.long().view(1)])).cpu()
-        loads = told[:, :-1]
-        _require_finite(told[:, -1].tolist(), place.name)
+        finite = torch.isfinite(weights_NK.detach()).all() | no_rows  # a stand-in's do not count
+        everyone = place.batch.gather(torch.cat([own, finite.long().view(1)])).cpu()
+        loads = everyone[:, :-1]
+        _require_finite(everyone[:, -1].tolist(), place.name)
         routing = Routing(experts_NK, weights_NK, experts_NK, loads, loads.sum(0), 0, ())
         exchange = Exchange.of(routing, place.batch, place.ep, place.peers)
         token = exchange.choices // experts_NK.shape[1]
         rows = exchange.dispatch(x_ND.index_select(0, token))
-        made = exchange.combine(self._computed(rows, exchange.by_expert))
+        made = exchange.combine(self._run_experts(rows, exchange.rows_by_expert))
         weights = weights_NK.flatten()[exchange.choices].unsqueeze(-1)
         made = (made * weights).to(hidden_states.dtype)
         return place.leave(torch.zeros_like(hidden_states).index_add(0, token, made))
 
-    def _computed(self, rows: Tensor, counts: list[int]) -> Tensor:
+    def _run_experts(self, rows: Tensor, counts: list[int]) -> Tensor:
         """What this rank's experts make of rows by expert.
 
         Without rows the module's forward uses no weight: other ranks would wait for the backward
         pass of this one.
         """
         if not len(rows):
-            return rows + sum(p[:0].sum() for p in self.own.parameters(recurse=False))
+            return rows + sum(p[:0].sum() for p in self.own_experts.parameters(recurse=False))
         expert = torch.arange(len(counts), device=rows.device)
         expert = expert.repeat_interleave(torch.tensor(counts, device=rows.device)).view(-1, 1)
-        forward: Callable[..., Tensor] = type(self.own).forward
-        return forward(self.own, rows, expert, torch.ones_like(expert, dtype=rows.dtype))
+        forward: Callable[..., Tensor] = type(self.own_experts).forward
+        return forward(self.own_experts, rows, expert, torch.ones_like(expert, dtype=rows.dtype))
 
 
 def _require_finite(finite: list[int], name: str) -> None:
