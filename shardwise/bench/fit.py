@@ -57,7 +57,10 @@ class Fit:
 
 
 def most_layers(offload: str | None, room: Room) -> Fit:
-    """The most layers with which a step is predicted to fit, and for `...` the fractions."""
+    """The most layers with which a step is predicted to fit, and for `...` the fractions.
+
+    To one in a hundred: each prediction takes seconds where there are hundreds of layers.
+    """
     if offload not in (FILLED_HOST, FILLED_DISK):
         tiers = zip(_growth(offload, room), _bounds(room), strict=True)
         found = [int((bound - first) / each) for (first, each), bound in tiers if each > 0]
@@ -67,10 +70,11 @@ def most_layers(offload: str | None, room: Room) -> Fit:
         return fractions(predicted("optim", room, layers), offload, room)
 
     layers = max(FEWEST, _estimate(offload, room))
+    step = max(1, layers // 100)
     while layers >= FEWEST and words(layers) is None:
-        layers -= 1
-    while layers >= FEWEST and words(layers + 1) is not None:
-        layers += 1
+        layers -= step
+    while layers >= FEWEST and words(layers + step) is not None:
+        layers += step
     return Fit(layers, words(layers)) if layers >= FEWEST else Fit(0, offload)
 
 
