@@ -16,6 +16,7 @@ from typing import Final
 import torch
 
 import shardwise as sw
+from shardwise.core.offload import share_text
 from shardwise.models import gpt
 from shardwise.models.gpt import GPTConfig
 from shardwise.models.registry import of_gpt
@@ -105,8 +106,8 @@ def fractions(found: Prediction, offload: str, room: Room) -> str | None:
         leaving, far = (sum(numels[k:]) / sum(numels) for k in (on_device, in_memory))
         if not leaving:
             return None
-        share = "" if leaving == 1 else f"={_rounded_down(leaving)!r}"
-        return f"optim{share}" + f",disk={_rounded_down(far)!r}" * (far > 0)
+        share = "" if leaving == 1 else f"={share_text(_rounded_down(leaving))}"
+        return f"optim{share}" + f",disk={share_text(_rounded_down(far))}" * (far > 0)
 
     def fits(tier: int, on_device: int, in_memory: int) -> bool:
         changed = replace(found.plan, offload=words(on_device, in_memory))

@@ -92,8 +92,9 @@ class Offload:
 
     def __str__(self) -> str:
         if self.by_unit:
-            share = f"={self.share!r}" * (self.share < 1)
-            return f"{self.what}{share}" + f",disk={self.disk_share!r}" * (self.disk_share > 0)
+            share = f"={share_text(self.share)}" * (self.share < 1)
+            disk = f",disk={share_text(self.disk_share)}" * (self.disk_share > 0)
+            return f"{self.what}{share}{disk}"
         if self.undelayed is None:
             return self.what
         number = "" if self.undelayed == UNDELAYED_STEPS else f"={self.undelayed}"
@@ -114,6 +115,11 @@ def parse(text: str) -> Offload:
     raise bad(f"the plan word 'offload:{text}'", allowed, f"offload:{_nearest(text)}")
 
 
+def share_text(share: float) -> str:
+    """A fraction as the word has it, without an exponent: "0.5", "0.00001"."""
+    return f"{share:.15f}".rstrip("0").removesuffix(".") if share < 1 else "1"
+
+
 def _first(share: float, numels: Sequence[int]) -> int:
     """The first of the fewest units at the end that have this fraction of all parameters."""
     wanted, found, first = share * sum(numels), 0, len(numels)
@@ -131,9 +137,9 @@ def _split(text: str, leaving: str | None, on_disk: str | None) -> Offload:
     disk_share = _share(on_disk, text, "optim,disk=0.5")
     if disk_share > share:
         raise bad(
-            f"the plan word 'offload:optim={share!r},disk={disk_share!r}'",
-            "on the disk a part of what leaves the device: at most the first of both fractions",
-            f"offload:optim={disk_share!r},disk={share!r}",
+            f"the plan word 'offload:{text}'",
+            "a fraction on the disk of at most the first, which is what leaves the device",
+            f"offload:optim={share_text(disk_share)},disk={share_text(share)}",
         )
     if disk_share == 1:
         return Offload("optim@disk", disk_share=1.0)

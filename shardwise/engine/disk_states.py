@@ -259,15 +259,24 @@ class DiskStates:
             for i, target in enumerate(self.targets[k]):
                 if self.torch.state.get(target):
                     continue
-                first = self.first[self.group_of[id(target)]]
-                self.torch.state[target] = {
-                    key: self._view(k, i, self.states[k][key])
-                    if _streamed(v)
-                    else self._owned(_copied(v))
-                    for key, v in first.items()
-                }
+                self.torch.state[target] = self._first_state(k, i, target)
                 idle.add(flat.names[i])
         return idle
+
+    def _first_state(self, k: int, i: int, target: Tensor) -> State:
+        """The state of a parameter before its first update: zeros, and what has no dims.
+
+        All states of a parameter without dims stay in host memory, as in an update.
+        """
+        found: State = {}
+        for key, value in self.first[self.group_of[id(target)]].items():
+            if not _streamed(value):
+                found[key] = self._owned(_copied(value))
+            elif target.dim():
+                found[key] = self._view(k, i, self.states[k][key])
+            else:
+                found[key] = self._owned(torch.zeros((), dtype=self.states[k][key].dtype))
+        return found
 
     def _owned(self, value: Any) -> Any:
         return self.tiers.own(value) if isinstance(value, Tensor) else value
@@ -331,19 +340,20 @@ def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) ->
 
 
 def first_states(spec: OptimizerSpec) -> list[State]:
-    """For each group of the specification, the state of a parameter of two elements after one step.
+    """For each group of the specification, the state of a matrix after one step.
 
     What is streamed is on the meta device.
 
-    Raises InputError for a class that makes its state with the optimizer, before any step.
+    Raises InputError for a class that makes its state with the optimizer, before any step, and for
+    one whose states have not the shape of the parameter.
     """
     found: list[State] = []
     for own in ({}, *spec.groups.values()):
-        probe = nn.Parameter(torch.zeros(2, device="cpu"))
+        probe = nn.Parameter(torch.zeros(2, 3, device="cpu"))
         optimizer = spec.kind([{"params": [probe], **own}], **spec.options)
         if optimizer.state.get(probe):
             raise bad(
-                f"offload:optim@disk with {spec.kind.__name__}, whose state is made before the "
+                f"states on a disk with {spec.kind.__name__}, whose state is made before the "
                 "first step, all of it in host memory",
                 "an elementwise class that makes its state in its first step",
                 "sw.AdamW(lr=3e-4), or offload:optim",
@@ -351,6 +361,13 @@ def first_states(spec: OptimizerSpec) -> list[State]:
         probe.grad = torch.zeros_like(probe)
         optimizer.step()
         made = optimizer.state.get(probe, {}).items()
+        if any(_streamed(value) and value.shape != probe.shape for _, value in made):
+            raise bad(
+                f"states on a disk with {spec.kind.__name__}, whose states are means of rows and "
+                "columns of whole matrices",
+                "an elementwise class: a disk is read in chunks of the flat parameter",
+                "sw.AdamW(lr=3e-4), or offload:optim",
+            )
         found.append({key: v.to("meta") if _streamed(v) else v for key, v in made})
     return found
 

@@ -307,7 +307,10 @@ class ShardedOptimizer(Optimizer):
         found = [squares(flat) for flat in in_memory if counts(flat)]
         if self.disk is not None:
             found += self.disk.squares_of(flats)
-        return torch.stack(found).sum() if found else torch.zeros((), dtype=torch.float64)
+        if not found:
+            return torch.zeros((), dtype=torch.float64)
+        # those of gradients in host memory are there, others on the device
+        return torch.stack([squared.to(found[0].device) for squared in found]).sum()
 
     def prepare(self) -> None:
         """Create missing states without an update.

@@ -31,13 +31,16 @@ def boxes(model: nn.Module, sharded: ShardedModel, optimizer: ShardedOptimizer) 
 
     Raises DiskError for states on a disk that are not as they were written.
     """
-    if optimizer.disk is not None:
-        optimizer.disk.expose(check=True)
     return [*weights(sharded.flats, optimizer), *_optimizer(optimizer), *buffers(model, sharded)]
 
 
 def weights(flats: Sequence[Flat], optimizer: ShardedOptimizer) -> list[Box]:
-    """The boxes of this rank's pieces of the parameters."""
+    """The boxes of this rank's pieces of the parameters.
+
+    Raises DiskError for states on a disk that are not as they were written.
+    """
+    if optimizer.disk is not None:
+        optimizer.disk.expose(check=True)
     masters = {id(f): optimizer.masters.get(k) for k, f in enumerate(optimizer.flats)}
     return [box for flat in flats for box in boxes_of(flat, "model", masters.get(id(flat)))]
 

@@ -140,7 +140,9 @@ class Updates:
         This thread streams them: the disk's threads are others.
         """
         if flats := [flat for flat in self.flats if flat.moves.on_disk]:
-            self.spans.timed(_name(flats), partial(self.optimizer.step, flats, factor))()
+            update = partial(self.optimizer.step, flats, factor)
+            # one track of the trace: that of the other thread, where it updates too
+            update() if self._on_host else self.spans.timed(_name(flats), update)()
             self._publish(flats)
 
     @property

@@ -6,6 +6,7 @@ gradients and optimizer states. --measure trains three steps on local ranks, and
 
 import inspect
 import json
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -181,7 +182,10 @@ def _measure_step(*given: Any) -> "Measured":
     world, wanted = init(device), predict_request(*request)
     batch = tree_map_only(Tensor, lambda x: x.to(world.device), wanted.batch)
     options: dict[str, Any] = wanted.options | {"tokens": wanted.trainable.tokens}
-    engine = parallelize(wanted.trainable.build(), wanted.plan, world, **options)
+    folder = tempfile.gettempdir()
+    engine = parallelize(
+        wanted.trainable.build(), wanted.plan, world, offload_folder=folder, **options
+    )
     for _ in range(STEPS - 1):
         engine.step(batch)
     recorder = Recorder()

@@ -1,12 +1,17 @@
 """`offload:optim=0.7,disk=0.3`: units with states on the device, on the host and on a disk."""
 
 import gc
+import os
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import shardwise as sw
 from shardwise.comm.world import World
+from shardwise.core.errors import InputError
 from shardwise.core.offload import parse
 from shardwise.core.plan import Plan
 from shardwise.engine.meter import Meter
@@ -116,3 +121,90 @@ def test_units_go_to_the_tiers_in_the_order_of_their_gradients():
     assert parse("optim=0.5").tiers(numels) == ["device"] * 2 + ["host"] * 3
     assert parse("optim=0.3,disk=0.3").tiers(numels) == ["device"] * 4 + ["disk"]
     assert str(parse("optim,disk=1")) == "optim@disk"
+    assert str(parse("optim=0.9,disk=0.00001")) == "optim=0.9,disk=0.00001"
+
+
+class Scaled(torch.nn.Module):
+    """Twelve layers, and a parameter without dims in the last unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        own = torch.Generator().manual_seed(0)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(12))
+        self.scale = torch.nn.Parameter(torch.tensor(1.0))
+        for p in self.layers.parameters():
+            torch.nn.init.normal_(p, std=0.2, generator=own)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, 64] to [N, 64]."""
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x * self.scale
+
+
+def scaled_engine(plan: str, folder: Path) -> sw.Engine:
+    """With groups of the optimizer, of which each unit has members."""
+    return sw.parallelize(
+        Scaled().double(),
+        f"fp64 {plan}",
+        sw.init(),
+        optimizer=sw.AdamW(lr=1e-2, groups={"*bias": {"weight_decay": 0.0}, "scale": {"lr": 0.1}}),
+        loss=lambda model, x: model(x).square().mean(),
+        offload_folder=str(folder),
+        least_unit_bytes=1,
+    )
+
+
+def steps_of(engine: sw.Engine, first: int, last: int) -> list[float]:
+    """The losses of some steps."""
+    rows = torch.randn(8, 64, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return [engine.step(rows * (k + 1)).loss for k in range(first, last)]
+
+
+@pytest.mark.parametrize("words", ["offload:optim,disk=0.5", "offload:optim@disk"])
+def test_both_threads_step_by_one_optimizer(words: str, tmp_path: Path):
+    """Groups of the optimizer, stepped on the host and from the disk at once: no bit changes."""
+    wanted = steps_of(scaled_engine("", tmp_path), 0, 8)
+    for _ in range(3):
+        assert steps_of(scaled_engine(words, tmp_path), 0, 8) == wanted
+
+
+def test_a_parameter_without_dims_after_loading(tmp_path: Path):
+    """Its states stay in host memory, so that a loaded run goes on as the other does."""
+    words = "offload:optim@disk"
+    engine = scaled_engine(words, tmp_path)
+    steps_of(engine, 0, 2)
+    sw.save(engine, tmp_path / "saved")
+    again = scaled_engine(words, tmp_path)
+    sw.load(again, tmp_path / "saved")
+    assert steps_of(again, 2, 6) == steps_of(engine, 2, 6)
+
+
+@pytest.mark.parametrize("what", ["optim,disk=0.5", "optim@disk", "param@disk"])
+def test_full_weights_while_the_disk_writes(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """`sw.full_state_dict` waits for writes that are under way."""
+    write = os.pwritev
+
+    def slow(*args: Any) -> int:
+        time.sleep(0.02)
+        return write(*args)
+
+    plain, engine = (scaled_engine(plan, tmp_path) for plan in ("", f"offload:{what}"))
+    monkeypatch.setattr(os, "pwritev", slow)
+    assert steps_of(plain, 0, 2) == steps_of(engine, 0, 2)
+    wanted, found = (sw.full_state_dict(each) for each in (plain, engine))
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+
+
+def test_states_that_are_means_of_matrices_are_refused(tmp_path: Path):
+    """Adafactor's rows and columns are not in a chunk of the flat parameter."""
+    with pytest.raises(InputError, match="means of rows and columns"):
+        sw.parallelize(
+            Scaled(),
+            WORD,
+            sw.init(),
+            optimizer=sw.Optim(torch.optim.Adafactor, lr=0.1),
+            offload_folder=str(tmp_path),
+        )
