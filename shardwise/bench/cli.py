@@ -73,7 +73,11 @@ def _require_one_rank(
     """Raise InputError for what does not go with --device cuda."""
     if suite not in _ON_CUDA:
         allowed = f"the suites {' and '.join(_ON_CUDA)}, since --device cuda runs on one rank"
-        raise bad(f"--device cuda with the suite {suite}", allowed, f"bench {suite} --device cpu")
+        raise bad(
+            f"--device cuda with the suite {suite}",
+            allowed,
+            f"shardwise bench {suite} --device cpu",
+        )
     if len(words) > (suite == "offload") or sizes or link or ranks is not None:
         folder = "; offload also with the folder of a disk" * (suite == "offload")
         raise bad(

@@ -56,7 +56,7 @@ class Training:
     tokens        tokens(batch) is their number; None: the rows of the batch
     clip          the largest norm of the gradient; None: no clipping
     on_nonfinite  "raise" or "skip" a step whose loss or gradient is not finite
-    offload_folder  the folder of states that rest on a disk (offload:...@disk)
+    offload_folder  the folder of states that rest on a disk (offload:optim@disk and others)
     check_every   steps between two consistency checks (consistency.py); 0: only in the first step
     """
 

@@ -156,7 +156,7 @@ class RunSection(BaseModel):
 
 
 class OffloadSection(BaseModel):
-    """[offload]: the folder of states that rest on a disk, under a plan with offload:...@disk."""
+    """[offload]: the folder of states that rest on a disk, under a plan with offload to one."""
 
     model_config = CLOSED
 
