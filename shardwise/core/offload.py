@@ -138,7 +138,7 @@ def _split(text: str, leaving: str | None, on_disk: str | None) -> Offload:
     if disk_share > share:
         raise bad(
             f"the plan word 'offload:{text}'",
-            "a fraction on the disk of at most the first, which is what leaves the device",
+            "a disk fraction that does not exceed the first one, which leaves the device",
             f"offload:optim={share_text(disk_share)},disk={share_text(share)}",
         )
     if disk_share == 1:

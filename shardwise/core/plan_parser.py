@@ -100,8 +100,8 @@ WORDS: tuple[Word, ...] = (
         "offload:optim",
         "states that rest in host memory: optim, updated there (optim=0.6: of a fraction of the "
         "parameters), or param, parameters too; optim-delayed, updated beside the next step after "
-        "the first 40 (optim-delayed=N); optim@disk, param@disk, on a disk; auto, the least of "
-        "these in host memory that fits device_memory; optim=0.9,disk=0.5, on three tiers",
+        "the first 40 (optim-delayed=N); optim@disk, param@disk, on a disk; optim=0.9,disk=0.5, "
+        "0.9 off the device, 0.5 on a disk; auto, the least in host memory that fits device_memory",
     ),
     Word("tile:N", "tile:4", "gather large linear layers in N tiles (tile:N=NAMES: these layers)"),
     Word("buffers:SIZE", "buffers:64MiB", "communication buffers of SIZE (the default: 2 buckets)"),

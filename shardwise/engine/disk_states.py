@@ -80,7 +80,7 @@ class DiskStates:
     ) -> None:
         """Step by `optimizer`, over parameters `targets`, views of the masters.
 
-        A thread of the host may step by it too: whoever does so has `lock`.
+        `lock` is held during a step: the host's thread may step by it too.
         """
         self.torch, self.targets, self.lock = optimizer, targets, lock
         groups = enumerate(optimizer.param_groups)

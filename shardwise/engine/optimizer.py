@@ -55,7 +55,7 @@ class ShardedOptimizer(Optimizer):
         self.tiers = tiers or Tiers()
         on_disk = [flat for flat in self.flats if flat.moves.on_disk]
         self.disk = disk and DiskStates(spec, on_disk, self.tiers, disk)
-        self.lock = Lock()  # of whoever steps by `self.torch`: this thread, or one of the host
+        self.lock = Lock()  # held while a thread, this or the host's, steps `self.torch`
         self.masters: dict[int, Tensor] = {
             k: self._master(flat)
             for k, flat in enumerate(self.flats)

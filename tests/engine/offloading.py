@@ -59,6 +59,13 @@ def trained(world: World, task: Task, case: Case) -> tuple[Run, list[Any]]:
     return run, costs
 
 
+def trained_as_one(run: Any, task: Task, case: Case) -> list[Any]:
+    """What each rank of `run` (run_gloo or run_threads) trained; parity with one process holds."""
+    results = run(Plan.parse(case.plan).size, trained, task, case)
+    assert_parity(results, oracle(task, case), 1e-10)
+    return results
+
+
 def assert_parity(results: list[Any], wanted: Run, tolerance: float) -> None:
     """Losses, norms, every piece of a gradient, and weights are those of one process."""
     for run, _ in results:

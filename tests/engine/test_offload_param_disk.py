@@ -17,7 +17,13 @@ from shardwise.core.plan_check import problems
 from shardwise.engine.meter import Meter
 from shardwise.engine.state_dict import full_parameters
 from tests.engine.cases import Case, Run, Task, build, difference, oracle, share, tied_gpt
-from tests.engine.offloading import assert_costs, assert_parity, assert_resumes, trained
+from tests.engine.offloading import (
+    assert_costs,
+    assert_parity,
+    assert_resumes,
+    trained,
+    trained_as_one,
+)
 from tests.engine.test_offload_disk import wide_task
 from tests.pool import run_gloo, run_threads
 
@@ -48,8 +54,7 @@ def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
 def test_parity_and_costs(plan: str, clip: float | None):
     """fp64, ranks that begin with different weights: 3 steps on real processes."""
     case = Case(f"{plan} fp64 {WORD}", clip=clip, seeds=True)
-    results = run_gloo(Plan.parse(plan).size, trained, TASK, case)
-    assert_parity(results, oracle(TASK, case), 1e-10)
+    results = trained_as_one(run_gloo, TASK, case)
     assert_costs(results, on_disk=True)
 
 
@@ -59,8 +64,7 @@ def test_parity_and_costs(plan: str, clip: float | None):
 def test_with_other_techniques(words: str, chunks: None):
     """Together with accumulation, recomputation, hybrid sharding, tensor ranks and pipelines."""
     case = Case(f"{words} fp64 {WORD}", clip=0.5)
-    results = run_threads(Plan.parse(words).size, trained, TIED, case)
-    assert_parity(results, oracle(TIED, case), 1e-10)
+    results = trained_as_one(run_threads, TIED, case)
     assert_costs(results, on_disk=True)
 
 

@@ -13,10 +13,9 @@ import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.offload import parse
-from shardwise.core.plan import Plan
 from shardwise.engine.meter import Meter
 from tests.engine.cases import PLANS, Case, Task, build, oracle, share, tied_gpt
-from tests.engine.offloading import WITH, assert_parity, assert_resumes, trained
+from tests.engine.offloading import WITH, assert_parity, assert_resumes, trained, trained_as_one
 from tests.pool import run_gloo, run_threads
 
 TASK, TIED = Task(), Task(tied_gpt)
@@ -40,8 +39,7 @@ def assert_three_tiers(results: list[Any], tiers: str = "device host disk") -> N
 def test_parity_and_costs(plan: str, clip: float | None):
     """fp64, ranks that begin with different weights: 3 steps on real processes."""
     case = Case(f"{plan} fp64 {WORD}", clip=clip, seeds=True)
-    results = run_gloo(Plan.parse(plan).size, trained, TASK, case)
-    assert_parity(results, oracle(TASK, case), 1e-10)
+    results = trained_as_one(run_gloo, TASK, case)
     assert_three_tiers(results)
 
 
@@ -49,8 +47,7 @@ def test_parity_and_costs(plan: str, clip: float | None):
 def test_with_other_techniques(words: str):
     """Together with accumulation, recomputation, hybrid sharding, tensor ranks and pipelines."""
     case = Case(f"{words} fp64 {WORD}", clip=0.5)
-    results = run_threads(Plan.parse(words).size, trained, TIED, case)
-    assert_parity(results, oracle(TIED, case), 1e-10)
+    results = trained_as_one(run_threads, TIED, case)
     assert_three_tiers(results, "" if "pp2" in words else "device host disk")
 
 
