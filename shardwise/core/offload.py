@@ -31,6 +31,8 @@ from shardwise.core.zero import Tier
 
 #: What may rest in host memory, or on a disk; and the choice by prediction.
 WHAT: Final = ("optim", "param", "optim-delayed", "optim@disk", "param@disk", "auto")
+#: The same by fractions of the parameters.
+BY_FRACTION: Final = ("optim=0.5", "optim,disk=0.5", "optim=0.9,disk=0.5")
 _SPLIT: Final = re.compile(r"optim(?:=([^,=]*))?(?:,disk=([^,=]*))?")
 #: Steps before updates are delayed.
 UNDELAYED_STEPS: Final = 40
@@ -110,8 +112,15 @@ def parse(text: str) -> Offload:
         return Offload("optim", _steps(number) if equals else UNDELAYED_STEPS)
     if "@" not in text and (split := _SPLIT.fullmatch(text)):
         return _split(text, *split.groups())
+    if text.startswith("disk=") and _is_share(text.removeprefix("disk=")):
+        raise bad(
+            f"the plan word 'offload:{text}'",
+            "the states before the fraction of them that rests on a disk",
+            f"offload:optim,{text}",
+        )
     _require_no_share(text)
-    allowed = f"offload: and the states that rest in host memory or on disk: {' or '.join(WHAT)}"
+    words = ", ".join(WHAT + BY_FRACTION)
+    allowed = f"offload: and the states that rest in host memory or on disk: {words}"
     raise bad(f"the plan word 'offload:{text}'", allowed, f"offload:{_nearest(text)}")
 
 
@@ -131,10 +140,12 @@ def _first(share: float, numels: Sequence[int]) -> int:
 
 def _split(text: str, leaving: str | None, on_disk: str | None) -> Offload:
     """The value of "optim=LEAVING,disk=ON_DISK", of which either may be left out."""
-    share = 1.0 if leaving is None else _share(leaving, text, "optim=0.5")
+    disk = f",disk={on_disk}" if on_disk is not None and _is_share(on_disk) else ""
+    share = 1.0 if leaving is None else _share(leaving, text, f"optim{disk or '=0.5'}")
     if on_disk is None:
         return Offload("optim", share=share)
-    disk_share = _share(on_disk, text, "optim,disk=0.5")
+    near = "optim,disk=0.5" if leaving is None else f"optim={leaving},disk={leaving}"
+    disk_share = _share(on_disk, text, near)
     if disk_share > share:
         raise bad(
             f"the plan word 'offload:{text}'",
@@ -172,9 +183,13 @@ def _require_no_share(text: str) -> None:
     )
 
 
+def _is_share(number: str) -> bool:
+    return _SHARE.fullmatch(number) is not None and 0 < float(number) <= 1
+
+
 def _share(number: str, text: str, instead: str) -> float:
     """The fraction `number` in the word `text`."""
-    if _SHARE.fullmatch(number) and 0 < float(number) <= 1:
+    if _is_share(number):
         return float(number)
     raise bad(
         f"the plan word 'offload:{text}'",

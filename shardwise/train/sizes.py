@@ -109,19 +109,22 @@ def state_bytes(sizes: Sizes, plan: Plan) -> int:
     """A lower bound of the bytes on all ranks between steps: weights, gradients, Adam's state.
 
     It excludes padding, parameters that tensor ranks replicate, activations, and what rests on a
-    disk; gradients and optimizer states if those of any unit do.
+    disk: units are there as a whole, so that one may exceed the plan's fraction.
     """
     shard, states = plan.mesh.size_of(plan.shard_axis or "none"), plan.states
     param, grad, optim = STATE_BYTES[plan.precision or "fp32"]
     param *= states.param_tier != "disk"
-    grad, optim = (n * (disk_share(plan) == 0) for n in (grad, optim))
+    on_disk = fraction_on_disk(plan)
+    if on_disk:
+        largest = parameters(_one_layer(sizes)) / parameters(sizes)
+        grad, optim = (n * max(0.0, 1 - on_disk - largest) for n in (grad, optim))
     each = bytes_per_parameter(states, shard, param, grad, optim)
     # tensor ranks and stages divide the parameters; the data ranks replicate each part,
     # at least once for each group over which experts are distributed
     return int(parameters(sizes) * each * plan.data_size / plan.ep)
 
 
-def disk_share(plan: Plan) -> float:
+def fraction_on_disk(plan: Plan) -> float:
     """The fraction of the parameters whose gradients and optimizer states rest on a disk."""
     return 0.0 if plan.offloaded is None else plan.offloaded.disk_share
 
@@ -138,7 +141,7 @@ def disk_bytes(sizes: Sizes, plan: Plan, optimizer: str = "adamw") -> int:
     if states.param_tier != "disk" and precision not in ("bf16", "fp16"):
         optim += param  # a master apart from the parameter on the device
     param *= states.param_tier == "disk"
-    grad, optim = (n * disk_share(plan) for n in (grad, optim))
+    grad, optim = (n * fraction_on_disk(plan) for n in (grad, optim))
     # gradients on a disk are always those of the block that a rank updates
     shard = plan.mesh.size_of(plan.shard_axis or "none")
     own = 1 / shard if states.optim.kind == "S" else 1.0
@@ -211,12 +214,16 @@ def run_table(file: str | None, sizes: Sizes, plan: Plan) -> Table | Mapping[str
 
 def require_fit(sizes: Sizes, plan: Plan, table: Table | Mapping[str, str] | None = None) -> None:
     """Raise InputError if the plan has more tensor ranks than the model has heads or tokens."""
-    single = sizes
-    if isinstance(sizes, GPTConfig):
-        single = replace(sizes, layers=1)
-    elif isinstance(sizes, MoEConfig):
-        single = replace(sizes, gpt=replace(sizes.gpt, layers=1))
     with torch.device("meta"):
-        model = build(single)
+        model = build(_one_layer(sizes))
     tensor_parallel.table_for(model, plan, table)
     expert_parallel.check_experts(model, plan)
+
+
+def _one_layer(sizes: Sizes) -> Sizes:
+    """The sizes with one layer; those of a folder as they are."""
+    if isinstance(sizes, GPTConfig):
+        return replace(sizes, layers=1)
+    if isinstance(sizes, MoEConfig):
+        return replace(sizes, gpt=replace(sizes.gpt, layers=1))
+    return sizes

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import AXES
-from shardwise.core.offload import WHAT
+from shardwise.core.offload import BY_FRACTION, WHAT
 from shardwise.core.plan import WORDS, Plan, words_table
 from shardwise.core.plan_parser import PRECISIONS, SCHEDULES, size_text
 from shardwise.core.zero import ROWS
@@ -27,9 +27,7 @@ PLANS = st.builds(
     sp=st.booleans(),
     recompute=st.none() | RECOMPUTED,
     offload=st.none()
-    | st.sampled_from(
-        [*WHAT, "optim=0.6", "optim=0.6,disk=0.25", "optim,disk=0.5", "optim-delayed=3"]
-    ),
+    | st.sampled_from([*WHAT, *BY_FRACTION, "optim=0.6,disk=0.25", "optim-delayed=3"]),
     buffers_bytes=st.none() | COUNTS,
 )
 
@@ -174,7 +172,9 @@ def test_every_word_of_the_table_is_read(word):
         ("offload:optim=0.3,disk=0.6", "offload:optim=0.6,disk=0.3"),
         ("offload:optim,disk=0", "offload:optim,disk=0.5"),
         ("offload:optim,disk=", "offload:optim,disk=0.5"),
-        ("offload:optim=x,disk=0.5", "offload:optim=0.5"),
+        ("offload:optim=x,disk=0.5", "offload:optim,disk=0.5"),
+        ("offload:optim=0.9,disk=0", "offload:optim=0.9,disk=0.9"),
+        ("offload:disk=0.5", "offload:optim,disk=0.5"),
         ("offload:optim-delayed@disk", "offload:optim-delayed"),
         ("offload:optim=0", "offload:optim=0.5"),
         ("offload:optim=1.5", "offload:optim=0.5"),
