@@ -4,8 +4,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 ARGS ?=
-# Files of tests run two at a time.
-TESTS := $(BIN)/python -m pytest -n 2 --dist loadfile
+# Files of tests run two at a time. A test that hangs ends its process (pyproject.toml), which starts
+# once more and repeats it.
+TESTS := $(BIN)/python -m pytest -n 2 --dist loadfile --max-worker-restart 1
 
 .PHONY: setup train train-moe test test-all check format wheel clean
 

@@ -8,8 +8,11 @@ Both return the results in rank order and raise RankError for the first rank tha
 
 import atexit
 import gc
+import multiprocessing
+import os
 import pickle
 import socket
+import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +36,16 @@ def run_threads(ranks: int, function: Callable[..., Any], *args: Any) -> list[An
     return on_threads(ranks, lambda rank, links: function(world_of(rank, ranks, CPU, links), *args))
 
 
+def _follow_parent() -> None:
+    """End this process when that of pytest ends, which may be killed and call no exit handler."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
 def _serve(rank: int, ranks: int, port: int, inbox: Any, outbox: Any) -> None:
+    threading.Thread(target=_follow_parent, name="parent", daemon=True).start()
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
     patience = timedelta(seconds=180)

@@ -8,12 +8,18 @@ Ranks meet at a board: each shows its tensor, all wait, each reads what it needs
 
 A collective counts by its definition (volume.py), as in a library.  Tests on threads prove logic,
 not transports.  A rank that fails breaks every gate, so the others stop at once.
+
+Garbage is not collected while ranks run.  Some functions of torch take a lock of their own and then
+allocate a Python object, such as `Generator.get_state`.  A collection that begins there may run a
+finalizer and switch threads; if the next thread waits for the same lock, it does so with the GIL,
+and both wait forever.
 """
 
+import gc
 import queue
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -175,12 +181,24 @@ def on_threads(ranks: int, body: Callable[[int, Links], Any]) -> list[Any]:
             hub.abort()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with _without_collections():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     failures.sort(key=lambda f: isinstance(f[1], threading.BrokenBarrierError))
     if failures:
         rank, error = failures[0]
         raise RankError(rank, f"{type(error).__name__}: {error}") from error
     return results
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

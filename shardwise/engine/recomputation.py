@@ -14,7 +14,7 @@ from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.engine.expert_parallel import layers_of
 from shardwise.engine.layer_plans import layer_plans
-from shardwise.engine.rng import STATES, generators_of
+from shardwise.engine.rng import generators_of
 from shardwise.engine.tensor_layout import Tensors
 from shardwise.parallel.data.wrap_policy import Rule, blocks
 from shardwise.parallel.recompute import choice
@@ -130,7 +130,7 @@ class Recomputation:
         Under sequence parallelism the inputs of modules are already shards.
         """
         records = [layer.pass_records for layer in layers_of(model).values()]
-        generators = Generators([*generators_of(world.device), *records], STATES)
+        generators = Generators([*generators_of(world.device), *records])
         whole = tensors.axis.size > 1 and not tensors.stream.split
         axis = tensors.axis if whole else None
         if self.hosted:

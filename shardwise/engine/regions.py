@@ -20,7 +20,7 @@ from shardwise.core.plan import Plan
 from shardwise.engine import tensor_parallel
 from shardwise.engine.expert_parallel import REST, ExpertLayout
 from shardwise.engine.layer_plans import LayerPlans, Layers
-from shardwise.engine.rng import STATES, generators_of
+from shardwise.engine.rng import generators_of
 from shardwise.engine.shard import Sharding, flats_of, shard
 from shardwise.engine.stage_module import Staging
 from shardwise.engine.tensor_layout import Tensors, nowhere
@@ -162,7 +162,7 @@ class Regions:
         first = int(broadcast(seed, tensor).item())
         place = self.exchange.place // region.degree
         generators = generators_of(world.device)
-        return Random(generators, first + 1_000_003 * place + region.layers.number, STATES)
+        return Random(generators, first + 1_000_003 * place + region.layers.number)
 
 
 def _begin(hooks: LayerHooks, *_: object) -> None:

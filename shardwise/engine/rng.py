@@ -17,7 +17,6 @@ generator.  Losses depend on the number of tensor ranks, as the masks do.
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from threading import Lock
 from typing import Any, Final
 
 import torch
@@ -57,9 +56,6 @@ _RANDOM: Final = {
     ),
     lambda *_, **__: 1.0,
 )
-#: Ranks that are threads share torch's generators.  Without this lock two of them can deadlock on
-#: torch's own, which `get_state` holds while the garbage collector may switch threads.
-STATES: Final = Lock()
 
 
 def generators_of(device: torch.device) -> list[torch.Generator]:
@@ -73,16 +69,14 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
 def seeded(device: torch.device, seed: int) -> Iterator[None]:
     """Seed torch's default generators; afterwards they continue from where they were."""
     generators = generators_of(device)  # torch.manual_seed walks the stack for each device
-    with STATES:
-        before = [generator.get_state() for generator in generators]
-        for generator in generators:
-            generator.manual_seed(seed)
+    before = [generator.get_state() for generator in generators]
+    for generator in generators:
+        generator.manual_seed(seed)
     try:
         yield
     finally:
-        with STATES:
-            for generator, state in zip(generators, before, strict=True):
-                generator.set_state(state)
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
 
 
 def synchronize(axis: Axis, device: torch.device) -> None:

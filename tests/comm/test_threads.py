@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import threading
 import time
 
@@ -70,3 +72,34 @@ def own_copy(world: World) -> list[float]:
 def test_ranks_do_not_write_into_each_others_tensors():
     """Fifty rounds of sums in place, without a lock in sight, stay exact."""
     assert run_threads(4, own_copy) == [[1.5, 1.5]] * 4
+
+
+#: A collection of garbage begins in some calls of `get_state`, and a finalizer switches threads.
+STATES_AND_GARBAGE = """
+import faulthandler, gc, time, torch
+from shardwise.comm.threads import on_threads
+
+class Cycle:
+    def __init__(self):
+        self.me = self
+    def __del__(self):
+        time.sleep(0)
+
+def read(rank, links):
+    for i in range(1000):
+        objects = [[] for _ in range(i % 5)]
+        Cycle()
+        torch.default_generator.get_state()
+
+faulthandler.dump_traceback_later(40, exit=True)
+gc.freeze()
+for threshold in range(5, 15):
+    gc.set_threshold(threshold)
+    on_threads(2, read)
+assert gc.isenabled()
+"""
+
+
+def test_ranks_that_read_the_state_of_a_generator_do_not_deadlock():
+    """Torch holds a lock of its own in `get_state`: garbage is not collected there."""
+    subprocess.run([sys.executable, "-c", STATES_AND_GARBAGE], check=True, timeout=120)

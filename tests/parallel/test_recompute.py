@@ -2,7 +2,6 @@
 
 import copy
 import inspect
-from threading import Lock
 from typing import Any
 
 import pytest
@@ -53,7 +52,7 @@ def made(kind: str | None, model: type[nn.Module] = Model) -> nn.Module:
     torch.manual_seed(0)
     found = model().double()
     kinds = dict.fromkeys(["blocks.0", "blocks.2"], kind) if kind else {}
-    recompute(found, kinds, Generators([torch.default_generator], Lock()))
+    recompute(found, kinds, Generators([torch.default_generator]))
     return found
 
 

@@ -1,7 +1,7 @@
 """Replays the random numbers of the forward pass in a recomputation."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Protocol
 
 from torch import Tensor
@@ -22,23 +22,19 @@ class Generator(Protocol):
 
 
 class Generators:
-    """The generators from which modules draw; `lock` is held while a state is read or set."""
+    """The generators from which modules draw."""
 
-    def __init__(
-        self, generators: Sequence[Generator], lock: AbstractContextManager[object]
-    ) -> None:
-        self.generators, self.lock = list(generators), lock
+    def __init__(self, generators: Sequence[Generator]) -> None:
+        self.generators = list(generators)
 
     def states(self) -> States:
         """The states of all generators."""
-        with self.lock:
-            return [generator.get_state() for generator in self.generators]
+        return [generator.get_state() for generator in self.generators]
 
     def set(self, states: States) -> None:
         """Set the states of all generators."""
-        with self.lock:
-            for generator, state in zip(self.generators, states, strict=True):
-                generator.set_state(state)
+        for generator, state in zip(self.generators, states, strict=True):
+            generator.set_state(state)
 
     @contextmanager
     def replay(self, states: States) -> Iterator[None]:

@@ -27,17 +27,16 @@ class Random:
     `states` are those of `generators`, which the layer uses in place of the rank's own.
     """
 
-    def __init__(self, generators: list[torch.Generator], seed: int, lock: Any) -> None:
-        self.generators, self.lock = generators, lock
+    def __init__(self, generators: list[torch.Generator], seed: int) -> None:
+        self.generators = generators
         self.states = [torch.Generator(g.device).manual_seed(seed).get_state() for g in generators]
 
     def swap(self) -> None:
         """Exchange the states with those of the generators."""
-        with self.lock:
-            now = [generator.get_state() for generator in self.generators]
-            for generator, state in zip(self.generators, self.states, strict=True):
-                generator.set_state(state)
-            self.states = now
+        now = [generator.get_state() for generator in self.generators]
+        for generator, state in zip(self.generators, self.states, strict=True):
+            generator.set_state(state)
+        self.states = now
 
 
 class LayerHooks:
