@@ -11,6 +11,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import queue
 import socket
 import threading
 import traceback
@@ -94,8 +95,14 @@ class Pool:
             inbox.put((function, args))
         results: list[Any] = [None] * len(self.inboxes)
         failures: list[tuple[int, str]] = []
-        for _ in self.inboxes:
-            rank, good, value = self.outbox.get(timeout=400)
+        silent = set(range(len(results)))
+        while silent:
+            try:
+                rank, good, value = self.outbox.get(timeout=400)
+            except queue.Empty:
+                failures += [(rank, "it did not answer within 400 s") for rank in sorted(silent)]
+                break
+            silent.remove(rank)
             results[rank] = value
             if not good:
                 failures.append((rank, value))
