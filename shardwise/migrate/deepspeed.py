@@ -82,6 +82,16 @@ def offloaded(draft: Draft, value: Any) -> str | Wrong:
     return "" if known else _DEVICES
 
 
+def _ratio(draft: Draft, value: Any) -> str | Wrong:
+    """The fraction of the parameters whose state is in host memory."""
+    if type(value) not in (int, float) or not 0 <= value <= 1:
+        return Wrong("a number from 0 to 1", "0.5")
+    if value < 1 and (draft.disk or draft.offload_param or draft.disk_param):
+        return "only the optimizer state in host memory has a fraction: offload:optim=0.5"
+    draft.offload_share = float(value)
+    return ""
+
+
 def offloaded_param(draft: Draft, value: Any) -> str | Wrong:
     """Parameters in host memory or on a disk, and the optimizer state with them."""
     value = str(value).lower()
@@ -125,6 +135,7 @@ RULES: Final[Rules] = {
     "zero_optimization.offload_optimizer.device": offloaded,
     "zero_optimization.offload_param.device": offloaded_param,
     "zero_optimization.offload_optimizer.pin_memory": ALWAYS,
+    "zero_optimization.offload_optimizer.ratio": _ratio,
     "zero_optimization.offload_optimizer.nvme_path": key("offload.folder", "text"),
     "zero_optimization.offload_param.nvme_path": key("offload.folder", "text"),
     "zero_optimization.offload_optimizer.*": why(OFFLOAD),

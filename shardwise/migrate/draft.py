@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shardwise.core.errors import bad
+from shardwise.core.offload import share_text
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import problems
 
@@ -26,6 +27,7 @@ class Draft:
     microbatches: int | None = None
     sequence: bool = False
     offload: bool = False  # of the optimizer state to host memory
+    offload_share: float = 1.0  # the fraction of it
     offload_param: bool = False  # of parameters too
     disk: bool = False  # the optimizer state to a disk
     disk_param: bool = False  # parameters too
@@ -58,6 +60,8 @@ class Draft:
             return ["offload:param@disk" if self.disk_param and has_param else "offload:optim@disk"]
         if self.offload_param and has_param:
             return ["offload:param"]
+        if self.offload and self.offload_share < 1:
+            return [f"offload:optim={share_text(self.offload_share)}"] * (self.offload_share > 0)
         return ["offload:optim"] * (self.offload or self.offload_param)
 
     @property

@@ -151,6 +151,11 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "tape"}}},
         "cpu, nvme or none",
     ),
+    "a ratio": (
+        "json",
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"ratio": 2}}},
+        "a number from 0 to 1",
+    ),
     "betas": ("json", {"optimizer": {"params": {"betas": [0.9]}}}, "two numbers"),
     "no section of FSDP": ("yaml", LAUNCHED | {"fsdp_config": 3}, "fsdp_config = 3"),
     "a strategy": ("yaml", fsdp(fsdp_sharding_strategy="FULL"), 'fsdp_sharding_strategy = "FULL"'),

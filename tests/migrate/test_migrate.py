@@ -135,6 +135,16 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}},
         "zero3 offload:param",
     ),
+    "a part of the optimizer's state": (
+        "json",
+        {
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "cpu", "ratio": 0.3},
+            }
+        },
+        "zero3 offload:optim=0.3",
+    ),
     "ZeRO-Infinity's optimizer": (
         "json",
         {
@@ -264,6 +274,15 @@ def test_the_folder_of_states_on_a_disk(tmp_path: Path) -> None:
     draft, _ = imported(written(tmp_path, {"zero_optimization": stage3}, "json"))
     assert draft.values["offload"] == {"folder": "/mnt/nvme"}
     assert [key for key, _, _ in draft.left] == ["zero_optimization.offload_param.device"]
+
+
+def test_a_fraction_of_the_states_on_a_disk_is_left_over(tmp_path: Path) -> None:
+    """DeepSpeed's ratio is of the updates on the host, which those on a disk all are."""
+    offload = {"device": "nvme", "nvme_path": "/mnt/nvme", "ratio": 0.5}
+    stage3 = {"stage": 3, "offload_optimizer": offload}
+    draft, _ = imported(written(tmp_path, {"zero_optimization": stage3}, "json"))
+    assert "offload:optim@disk" in draft.words
+    assert [key for key, _, _ in draft.left] == ["zero_optimization.offload_optimizer.ratio"]
 
 
 def test_a_yaml_that_names_a_json_is_read_with_it(tmp_path: Path) -> None:
