@@ -45,7 +45,8 @@ class Updates:
     early_bytes  units of at least this size together are updated in one call; None: EARLY_BYTES
     delays       whether the update of this step is made beside the next
     next_step    what runs such updates
-    spans        the times of updates, where they are recorded
+    spans        the times of updates in memory, where they are recorded
+    disk_spans   those of updates from a disk
     """
 
     optimizer: ShardedOptimizer
@@ -62,6 +63,7 @@ class Updates:
     next_step: NextStep = field(default_factory=NextStep)
     early_bytes: int | None = None
     spans: Spans = field(default_factory=Spans)
+    disk_spans: Spans = field(default_factory=Spans)
 
     def early(self, arriving: Iterable[Unit], correction: float) -> None:
         """Update units as soon as their gradients are summed, while other sums are under way.
@@ -141,8 +143,7 @@ class Updates:
         """
         if flats := [flat for flat in self.flats if flat.moves.on_disk]:
             update = partial(self.optimizer.step, flats, factor)
-            # one track of the trace: that of the other thread, where it updates too
-            update() if self._on_host else self.spans.timed(_name(flats), update)()
+            self.disk_spans.timed(_name(flats), update)()
             self._publish(flats)
 
     @property

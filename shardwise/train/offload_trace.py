@@ -1,7 +1,8 @@
-"""The measured timeline of a run with updates in host memory and without a pipeline.
+"""The measured timeline of a run with updates in host memory or on a disk, without a pipeline.
 
     rank 0    main thread    F0.0 B0.0 F0.1 B0.1 ...          trace.json, for chrome://tracing
               host thread           update head   update blocks.1 ...    or ui.perfetto.dev
+              disk                                     update blocks.2 .. blocks.9
 
 A few steps are recorded, as of a pipeline (tracing.py).
 """
@@ -22,17 +23,17 @@ from shardwise.train.packed import publish
 from shardwise.train.tracing import TRACE
 
 #: Tracks of a rank.
-STEPS, MAIN, HOST = "steps", "main thread", "host thread"
+STEPS, MAIN, HOST, DISK = "steps", "main thread", "host thread", "disk"
 
 
 class OffloadTracing:
-    """Records the `steps` of a run; nothing unless `on` and updates are made in host memory."""
+    """Records the `steps` of a run; nothing unless `on` and states are offloaded."""
 
     def __init__(self, engine: Engine, steps: range, *, on: bool) -> None:
         self.engine, self.steps = engine, steps
         passes = engine.passes if on and engine.plan.offload is not None else None
         self.passes = passes if isinstance(passes, OneStage) else None
-        self.tracks: dict[str, list[Span]] = {STEPS: [], MAIN: [], HOST: []}
+        self.tracks: dict[str, list[Span]] = {STEPS: [], MAIN: [], HOST: [], DISK: []}
 
     @contextmanager
     def recording(self, step: int) -> Iterator[None]:
@@ -41,12 +42,12 @@ class OffloadTracing:
             yield
             return
         recorder = self.passes.watch = Recorder(self.passes.device)
-        spans, start_s = self.engine.updates.spans, time.perf_counter()
-        spans.on = True
+        updates, start_s = self.engine.updates, time.perf_counter()
+        updates.spans.on = updates.disk_spans.on = True
         try:
             yield
         finally:
-            self.passes.watch, spans.on = None, False
+            self.passes.watch, updates.spans.on, updates.disk_spans.on = None, False, False
         self.tracks[STEPS].append(Span(f"step {step + 1}", start_s, time.perf_counter()))
         self.tracks[MAIN] += [Span(str(seen.step), *seen[1:]) for seen in recorder.seen]
 
@@ -59,25 +60,28 @@ class OffloadTracing:
             return ""
         self.engine.flush()  # a delayed update may be under way
         self.tracks[HOST] = list(self.engine.updates.spans.seen)
+        self.tracks[DISK] = list(self.engine.updates.disk_spans.seen)
         every = all_gather_object(self.tracks, self.engine.world)
         if self.engine.world.rank == 0:
             text = trace(every)
             publish(folder / TRACE, lambda beside: beside.write_text(text, encoding="utf-8"))
         spent, beside = overlap(every[0])
+        steps = len(self.tracks[STEPS])
         return (
-            f"updates in host memory: {spent * 1e3:.0f} ms in {len(self.tracks[STEPS])} steps, "
+            f"updates of offloaded states: {spent * 1e3:.0f} ms in {steps} steps, "
             f"{beside / spent if spent else 0:.0%} of it beside forward and backward ({TRACE})"
         )
 
 
 def overlap(tracks: dict[str, Sequence[Span]]) -> tuple[float, float]:
     """Seconds of updates, and those of them in which the main thread ran a pass."""
+    updates = [*tracks[HOST], *tracks[DISK]]
     both = (
         min(update.end_s, act.end_s) - max(update.start_s, act.start_s)
-        for update in tracks[HOST]
+        for update in updates
         for act in tracks[MAIN]
     )
-    return sum(one.end_s - one.start_s for one in tracks[HOST]), sum(s for s in both if s > 0)
+    return sum(one.end_s - one.start_s for one in updates), sum(s for s in both if s > 0)
 
 
 def trace(every: Sequence[dict[str, Sequence[Span]]]) -> str:

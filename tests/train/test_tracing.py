@@ -8,6 +8,7 @@ import pytest
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError
 from shardwise.train import loop
+from shardwise.train.config_sections import OffloadSection
 from tests.pool import run_gloo
 from tests.train import runs
 
@@ -50,22 +51,27 @@ def test_every_rank_of_every_pipeline_is_recorded(tmp_path: Path) -> None:
     assert drawn.count(", measured: ") == drawn.count(">predicted: ") == 1
 
 
-@pytest.mark.parametrize("what", ["optim", "optim-delayed=0"])
-def test_updates_in_host_memory_are_recorded(tmp_path: Path, what: str) -> None:
-    """Passes of the main thread, and the updates of all parameters on the host's, on each rank."""
-    plan = f"dp2 zero2 fp32 offload:{what}"
+@pytest.mark.parametrize(
+    "what", ["zero2 offload:optim", "zero2 offload:optim-delayed=0", "zero3 offload:optim,disk=0.5"]
+)
+def test_updates_of_offloaded_states_are_recorded(tmp_path: Path, what: str) -> None:
+    """Passes of the main thread, updates on the host's thread and from the disk, on each rank."""
+    plan = f"dp2 fp32 {what}"
     given = runs.settings(tmp_path / "run", plan, save_every=0, eval_every=0, clip=0.0)
     run = given.run.model_copy(update={"trace": True})
-    run_gloo(2, runs.trained, given.model_copy(update={"run": run}), None)
+    units = given.model.model_copy(update={"width": 256, "hidden": 512})  # of 2 MiB and more
+    changed = {"run": run, "model": units, "offload": OffloadSection(folder=str(tmp_path))}
+    run_gloo(2, runs.trained, given.model_copy(update=changed), None)
     events = json.loads((given.folder / "trace.json").read_text())["traceEvents"]
     for rank in (0, 1):
         seen = [e for e in events if e["pid"] == rank and e["ph"] == "X"]
-        tracks = ("steps", "main thread", "host thread")
-        steps, passes, updates = ([e for e in seen if e["cat"] == track] for track in tracks)
+        tracks = ("steps", "main thread", "host thread", "disk")
+        steps, passes, updates, disk = ([e for e in seen if e["cat"] == t] for t in tracks)
         assert [e["name"] for e in steps] == [f"step {step}" for step in range(3, 8)]
         assert [e["name"] for e in passes if e["name"][0] in "FB"] == ["F0.0", "B0.0"] * 5
         assert len(updates) >= 5
-        assert all(e["name"].startswith("update ") for e in updates)
+        assert all(e["name"].startswith("update ") for e in updates + disk)
+        assert len(disk) == 5 * ("disk" in what)
         if "delayed" in what:  # the update of a step begins after its passes
             assert updates[0]["ts"] >= passes[1]["ts"] + passes[1]["dur"]
 
