@@ -57,6 +57,13 @@ def bench_command(
     if device == "cuda":
         print(_on_cuda(suite, contenders, repeats, as_object))
         return
+    if suite == "offload" and contenders and Path(contenders[0]).is_dir():
+        raise bad(
+            f"the folder {contenders[0]} without --device cuda",
+            "a folder with the search for the largest model of a GPU; or bench disk, on a CPU",
+            f"shardwise bench offload {contenders[0]} --device cuda, or shardwise bench disk "
+            f"{contenders[0]}",
+        )
     if link is not None and ranks != 2:
         raise bad(f"{ranks} ranks with --link", "one rank on each of two hosts", "--ranks 2")
     rows = run(plan_tasks(suite, size or (), ranks, repeats, contenders), ranks, link)

@@ -50,7 +50,7 @@ class StepsOnDisk:
         return time.perf_counter() - self.began_s - self.outside_s
 
 
-def disk_share(steps: StepsOnDisk, file_bytes: int = FILE_BYTES) -> str:
+def disk_line(steps: StepsOnDisk, file_bytes: int = FILE_BYTES) -> str:
     """What to say of the disk on rank 0, which measures it; "" for a run without one.
 
     Called by all ranks. The time is that in which some request of a rank is under way.

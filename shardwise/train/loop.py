@@ -36,7 +36,7 @@ from shardwise.train import folder, metrics, progress, report
 from shardwise.train.baseline import ddp_baseline
 from shardwise.train.config import Config
 from shardwise.train.data import Index, block, unigram_entropy
-from shardwise.train.disk_share import StepsOnDisk, disk_share
+from shardwise.train.disk_share import StepsOnDisk, disk_line
 from shardwise.train.experts import step_loads
 from shardwise.train.learning import learning_rate
 from shardwise.train.metrics import Metrics, Record
@@ -367,7 +367,7 @@ def finish(run: Run, began: Position, stopped: bool, console: Console | None) ->
     recording = run.tracing.gather_recording()
     with run.disk.outside_of_steps():
         costs = all_gather_object(own_cost(run, loaded=began.step > 0), engine.world)
-    disk = disk_share(run.disk)
+    disk = disk_line(run.disk)
     if engine.world.rank != 0:
         return None
     summary = Summary(

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.bench import largest
+from shardwise.bench.cli import bench_command
 from shardwise.bench.fit import (
     FILLED_DISK,
     FILLED_HOST,
@@ -129,3 +130,11 @@ def test_a_folder_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(InputError, match="the folder /none, which is not there"):
         largest.run(Path("/none"), None)
+
+
+def test_a_folder_without_a_gpu_is_refused(tmp_path: Path):
+    """The error names both commands that read a folder."""
+    with pytest.raises(
+        InputError, match=r"bench offload \S+ --device cuda, or shardwise bench disk"
+    ):
+        bench_command(["offload", str(tmp_path)])

@@ -12,7 +12,7 @@ from shardwise.comm.disk import THREADS
 from shardwise.comm.disk_use import Used
 from shardwise.comm.world import World
 from shardwise.engine.state_dict import full_parameters
-from shardwise.train.disk_share import StepsOnDisk, disk_share
+from shardwise.train.disk_share import StepsOnDisk, disk_line
 from tests.engine.cases import Case, Run, build, difference, oracle, share
 from tests.engine.test_offload_disk import wide_task
 from tests.pool import run_threads
@@ -48,7 +48,7 @@ def waiting(world: World, plan: str) -> tuple[Run, Used, int, str]:
     assert states.disk.free == states.disk.buffers - 1  # the one that widens gradients is kept
     chunks = sum(extent.chunks for extent in states.disk.extents)
     run.weights = full_parameters(engine.flats)
-    return run, used, chunks, disk_share(steps, 2**20)
+    return run, used, chunks, disk_line(steps, 2**20)
 
 
 @pytest.mark.parametrize("plan", ["dp2 zero2 offload:optim@disk", "dp2 zero3 offload:param@disk"])

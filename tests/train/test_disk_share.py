@@ -17,7 +17,7 @@ from shardwise.models.gpt import GPT, SIZES, parameters
 from shardwise.models.gpt import loss as gpt_loss
 from shardwise.train import loop
 from shardwise.train.config_sections import OffloadSection, SampleSection
-from shardwise.train.disk_share import StepsOnDisk, disk_share
+from shardwise.train.disk_share import StepsOnDisk, disk_line
 from shardwise.train.sizes import disk_bytes, state_bytes
 from tests.pool import run_gloo
 from tests.train.runs import settings
@@ -37,7 +37,7 @@ def said(world: World, folder: str, words: str) -> str:
     with steps.outside_of_steps():
         engine.evaluate(torch.ones(2, 4))
         sw.full_state_dict(engine)
-    return disk_share(steps, 2**20)
+    return disk_line(steps, 2**20)
 
 
 def test_the_bandwidth_of_both_ranks_and_its_share(tmp_path: Path) -> None:
