@@ -16,6 +16,7 @@ from shardwise.core.offload import parse
 from shardwise.engine.meter import Meter
 from tests.engine.cases import PLANS, Case, Task, build, oracle, share, tied_gpt
 from tests.engine.offloading import WITH, assert_parity, assert_resumes, trained, trained_as_one
+from tests.engine.test_precision import overflowing
 from tests.pool import run_gloo, run_threads
 
 TASK, TIED = Task(), Task(tied_gpt)
@@ -69,7 +70,7 @@ def test_two_tiers_and_other_optimizers(what: str, kind: Any, options: dict[str,
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_no_bit_changes_in_16_bits(precision: str):
-    """Masters on three tiers, overflows of fp16 skipped: the numbers of the plan without."""
+    """Masters on three tiers: the losses and the weights of the plan without."""
     plain, offloaded = (
         run_threads(2, trained, TASK, Case(f"dp2 zero2 {precision} {words}", clip=0.5, steps=4))
         for words in ("", WORD)
@@ -77,6 +78,19 @@ def test_no_bit_changes_in_16_bits(precision: str):
     for (run, _), (other, _) in zip(plain, offloaded, strict=True):
         assert run.losses == other.losses
         assert run.norms == pytest.approx(other.norms, rel=1e-6)
+        assert run.weights.keys() == other.weights.keys() != set()
+        assert all(torch.equal(run.weights[name], other.weights[name]) for name in run.weights)
+
+
+def test_an_overflow_updates_no_tier():
+    """All ranks leave the update out on every tier, halve the scale, and go on."""
+    plain, offloaded = (
+        run_threads(2, overflowing, f"dp2 zero2 fp16 {words}") for words in ("", WORD)
+    )
+    for log, other in zip(plain, offloaded, strict=True):
+        assert other.skipped == [False, False, True, False, False, False]
+        assert other.moved == [not skipped for skipped in other.skipped]
+        assert (other.scales, other.losses) == (log.scales, log.losses)
 
 
 @pytest.mark.parametrize(
