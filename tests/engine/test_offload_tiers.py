@@ -8,15 +8,30 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.offload import parse
 from shardwise.engine.meter import Meter
-from tests.engine.cases import PLANS, Case, Task, build, oracle, share, tied_gpt
+from tests.engine.cases import (
+    PLANS,
+    Case,
+    Task,
+    build,
+    difference,
+    expected_near,
+    oracle,
+    rows_task,
+    settled,
+    share,
+    tied_gpt,
+)
 from tests.engine.offloading import WITH, assert_parity, assert_resumes, trained, trained_as_one
 from tests.engine.test_precision import overflowing
+from tests.engine.test_zoo import DECAY, gated
+from tests.engine.zoo import Gated
 from tests.pool import run_gloo, run_threads
 
 TASK, TIED = Task(), Task(tied_gpt)
@@ -66,6 +81,24 @@ def test_two_tiers_and_other_optimizers(what: str, kind: Any, options: dict[str,
     results = run_threads(2, trained, TASK, case)
     assert_parity(results, oracle(TASK, case), 1e-10)
     assert_three_tiers(results, "disk " + ("host" if "optim," in what else "device"))
+
+
+def late(step: int) -> tuple[Tensor, Tensor]:
+    """Rows that do not ask for the module `side` in the first step."""
+    return gated(1 if step == 0 else 2)
+
+
+@pytest.mark.parametrize("words", ["", "offload:optim", "offload:optim@disk"])
+def test_a_first_gradient_beside_momenta(words: str):
+    """One call of torch's SGD has parameters that have a momentum, and some that have none yet."""
+    task = rows_task(lambda: settled(Gated()), late)
+    case = Case(f"dp2 zero2 fp64 {words}", units=2**20, **DECAY["SGD"])
+    wanted = oracle(task, case)
+    assert [g["side.weight"] is None for g in wanted.grads] == [True, False, False]
+    for run, _ in run_threads(2, trained, task, case):
+        assert run.losses == expected_near(wanted.losses, 1e-10)
+        for name, weight in wanted.weights.items():
+            assert difference(run.weights[name], weight) <= 1e-10, name
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
