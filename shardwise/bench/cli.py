@@ -60,7 +60,7 @@ def bench_command(
     if suite == "offload" and contenders and Path(contenders[0]).is_dir():
         raise bad(
             f"the folder {contenders[0]} without --device cuda",
-            "a folder with the search for the largest model of a GPU; or bench disk, on a CPU",
+            "a folder with --device cuda, for the largest model; or bench disk, on a CPU",
             f"shardwise bench offload {contenders[0]} --device cuda, or shardwise bench disk "
             f"{contenders[0]}",
         )

@@ -31,7 +31,7 @@ from shardwise.core.zero import Tier
 
 #: What may rest in host memory, or on a disk; and the choice by prediction.
 WHAT: Final = ("optim", "param", "optim-delayed", "optim@disk", "param@disk", "auto")
-#: The same by fractions of the parameters.
+#: Examples of words with fractions of the parameters.
 BY_FRACTION: Final = ("optim=0.5", "optim,disk=0.5", "optim=0.9,disk=0.5")
 _SPLIT: Final = re.compile(r"optim(?:=([^,=]*))?(?:,disk=([^,=]*))?")
 #: Steps before updates are delayed.

@@ -109,7 +109,7 @@ def state_bytes(sizes: Sizes, plan: Plan) -> int:
     """A lower bound of the bytes on all ranks between steps: weights, gradients, Adam's state.
 
     It excludes padding, parameters that tensor ranks replicate, activations, and what rests on a
-    disk: units are there as a whole, so that one may exceed the plan's fraction.
+    disk. Only whole units rest there, so up to one unit more than the plan's fraction is excluded.
     """
     shard, states = plan.mesh.size_of(plan.shard_axis or "none"), plan.states
     param, grad, optim = STATE_BYTES[plan.precision or "fp32"]
@@ -221,7 +221,7 @@ def require_fit(sizes: Sizes, plan: Plan, table: Table | Mapping[str, str] | Non
 
 
 def _one_layer(sizes: Sizes) -> Sizes:
-    """The sizes with one layer; those of a folder as they are."""
+    """The sizes of the model with a single layer; a model from a folder keeps all its layers."""
     if isinstance(sizes, GPTConfig):
         return replace(sizes, layers=1)
     if isinstance(sizes, MoEConfig):
