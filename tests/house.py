@@ -23,7 +23,8 @@ LAYERS = (
 )
 #: What a parallel run is compared with.
 ORACLES = ("shardwise.verify.oracle", "shardwise.verify.async_oracle")
-FILE_LINES, FUNCTION_LINES, PARAMETERS, NESTING, SHORT_LINES = 400, 60, 7, 3, 6
+FILE_LINES, FUNCTION_LINES, NESTING, SHORT_LINES = 450, 60, 3, 6
+POSITIONAL, KEYWORD_ONLY = 7, 16  # parameters of a function
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -106,10 +107,13 @@ def length(function: Function) -> int:
 def few_parameters(source: Source) -> list[str]:
     found = []
     for f in source.functions():
-        names = [a.arg for a in [*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs]]
+        names = [a.arg for a in [*f.args.posonlyargs, *f.args.args]]
         count = len(names) - (names[:1] in (["self"], ["cls"]))
-        if count > PARAMETERS:
-            found.append(source.say(f, f"{f.name} has {count} parameters ({PARAMETERS})"))
+        options = len(f.args.kwonlyargs)
+        if count > POSITIONAL:
+            found.append(source.say(f, f"{f.name} has {count} parameters ({POSITIONAL})"))
+        if options > KEYWORD_ONLY:
+            found.append(source.say(f, f"{f.name} has {options} options ({KEYWORD_ONLY})"))
     return found
 
 

@@ -39,11 +39,12 @@ def f(x):
 
 #: rule -> (path, text) pairs that it must complain of once, and pairs that it must let pass.
 BAD: dict[Rule, list[tuple[str, str]]] = {
-    house.short_file: [("shardwise/core/x.py", "x = 1\n" * 401)],
+    house.short_file: [("shardwise/core/x.py", "x = 1\n" * 451)],
     house.short_functions: [("shardwise/core/x.py", body(61))],
     house.few_parameters: [
         ("shardwise/core/x.py", "def f(a, b, c, d, e, f, g, h): ..."),
-        ("shardwise/core/x.py", "class A:\n    def f(self, a, b, c, d, /, e, f, *, g, h): ..."),
+        ("shardwise/core/x.py", "class A:\n    def f(self, a, b, c, d, /, e, f, g, h, *, i): ..."),
+        ("shardwise/core/x.py", f"def f(*, {', '.join(f'x{i}' for i in range(17))}): ..."),
     ],
     house.shallow_functions: [
         ("shardwise/core/x.py", NESTED.format("while a: a = 0")),
@@ -108,10 +109,10 @@ BAD: dict[Rule, list[tuple[str, str]]] = {
     house.says_its_fact: [("tests/test_x.py", "def test_x():\n    assert True")],
 }
 GOOD: dict[Rule, list[tuple[str, str]]] = {
-    house.short_file: [("shardwise/core/x.py", "x = 1\n" * 400)],
+    house.short_file: [("shardwise/core/x.py", "x = 1\n" * 450)],
     house.short_functions: [("shardwise/core/x.py", body(60))],
     house.few_parameters: [
-        ("shardwise/core/x.py", "class A:\n    def f(self, a, b, c, d, e, f, g): ...")
+        ("shardwise/core/x.py", "class A:\n    def f(self, a, b, c, d, e, f, g, *, h, i): ...")
     ],
     house.shallow_functions: [
         ("shardwise/core/x.py", NESTED.format("a = 0")),
