@@ -18,6 +18,7 @@ from shardwise.core.hook import Hook, nothing
 from shardwise.engine import expert_parallel, stage_module, tensor_parallel
 from shardwise.engine.expert_parallel import ExpertLayout
 from shardwise.engine.layer_plans import require_units
+from shardwise.engine.reads import guard_shards
 from shardwise.engine.regions import Regions
 from shardwise.engine.shard import (
     Sharding,
@@ -114,6 +115,7 @@ def lay_out(model: nn.Module, build: Build, disk: Disk | None = None) -> Sharded
             world.arenas.gradients.reserve(_gradient_slots(units, data.pace), world.device)
         kernels.install(model, data, sizes(units), several=plan.accumulate > 1)
         regions.install(model, build.recompute.kinds)
+        guard_shards(model, data)
         return ShardedModel(
             *(how.axes, tensors, experts, None, data, flats_of(units)),
             *(regions.exchange, regions.norms(units, experts)),
@@ -137,6 +139,7 @@ def lay_out(model: nn.Module, build: Build, disk: Disk | None = None) -> Sharded
     data = _driven(model, how, units, staged, Pace(ahead=build.prefetch, by_hand=False))
     kernels.install(model, data, sizes(units), several=True)
     regions.install(model, build.recompute.kinds)
+    guard_shards(model, data)
     model.register_forward_pre_hook(Hook(data, nothing))  # refuses copies of a sharded model
     return ShardedModel(
         *(how.axes, tensors, experts, staged, data, flats_of(units)),

@@ -110,6 +110,7 @@ class Engine:
 
     def _objective(self, model: nn.Module, part: Any) -> Tensor:
         self.sharded.enter(part)
+        self.data.computes_loss = torch.is_grad_enabled()
         with hint.shapes(self.tensors):
             return self.training.loss(model, cast(part, self.dtype))
 

@@ -123,6 +123,7 @@ class ShardedOptimizer(Optimizer):
         self.factor = factor
         chosen = [k for k, flat in enumerate(self.flats) if flat in flats]
         self._wake(chosen)
+        self.follow()
         if self.disk is not None and (on_disk := [flat for flat in flats if flat.moves.on_disk]):
             self.disk.update([self.disk.flats.index(flat) for flat in on_disk], factor)
             chosen = [k for k in chosen if not self.flats[k].moves.on_disk]
@@ -131,6 +132,15 @@ class ShardedOptimizer(Optimizer):
         if plain:
             self._step_only(plain)
         self._step_masters({k: gradients[k] for k in chosen if k in self.masters}, factor)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Copy weights that the program has written to their masters."""
+        for k, flat in enumerate(self.flats):
+            flat.take_assigned()
+            for index in flat.assigned if k in self.masters else ():
+                self.targets[k][index].copy_(flat.views.part(index, flat.shard))
+            flat.assigned.clear()
 
     def later(self, flats: Sequence[Flat], factor: float) -> Callable[[], None]:
         """The update of `flats`, all in host memory, as a function that may run beside a step.

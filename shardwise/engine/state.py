@@ -39,6 +39,7 @@ def weights(flats: Sequence[Flat], optimizer: ShardedOptimizer) -> list[Box]:
 
     Raises DiskError for states on a disk that are not as they were written.
     """
+    optimizer.follow()
     if optimizer.disk is not None:
         optimizer.disk.expose(check=True)
     masters = {id(f): optimizer.masters.get(k) for k, f in enumerate(optimizer.flats)}
@@ -47,6 +48,7 @@ def weights(flats: Sequence[Flat], optimizer: ShardedOptimizer) -> list[Box]:
 
 def boxes_of(flat: Flat, kind: str, block: Tensor | None = None) -> Iterator[Box]:
     """The boxes of this rank's block of a flat parameter, with values from `block` if not None."""
+    flat.take_assigned()
     values = flat.shard if block is None else block
     for index, (name, (low, high)) in enumerate(zip(flat.names, flat.pieces, strict=True)):
         yield from _pieces(flat, index, f"{kind}/{name}", values[low:high])

@@ -21,14 +21,15 @@ def keep_keys(module: nn.Module, data: Data, flats: Sequence[Flat]) -> list[Remo
     if not any(flat.split for flat in flats):  # p is whole between steps
         return []
     return [
-        module.register_state_dict_pre_hook(partial(_gather_all, flats)),
+        module.register_state_dict_pre_hook(partial(_gather_all, data, flats)),
         module.register_state_dict_post_hook(partial(_copy_whole, data)),
-        module.register_load_state_dict_pre_hook(partial(_before_load, flats)),
+        module.register_load_state_dict_pre_hook(partial(_gather_all, data, flats)),
         module.register_load_state_dict_post_hook(partial(_after_load, data, flats)),
     ]
 
 
-def _gather_all(flats: Sequence[Flat], *_: Any) -> None:
+def _gather_all(data: Data, flats: Sequence[Flat], *_: Any) -> None:
+    data.units.to_sharded()  # also what was open for reads
     for flat in flats:
         flat.unshard()
 
@@ -39,10 +40,6 @@ def _copy_whole(data: Data, _: nn.Module, state: dict[str, Any], *_more: Any) ->
         if isinstance(value, Tensor):
             state[key] = value.detach().clone()
     data.units.to_sharded()
-
-
-def _before_load(flats: Sequence[Flat], *_: Any) -> None:
-    _gather_all(flats)
 
 
 @torch.no_grad()

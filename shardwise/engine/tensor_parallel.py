@@ -24,6 +24,7 @@ from shardwise.core.tensor_plan_check import check
 from shardwise.core.uneven import Cut
 from shardwise.engine import expert_tensor, rng
 from shardwise.engine.layer_plans import LayerPlans, layer_plans, only
+from shardwise.engine.reads import guard_layer
 from shardwise.engine.tensor_layout import Tensors, nowhere
 from shardwise.engine.tensor_plan import shapes, table_of, without
 from shardwise.kernels.matmul import BY_TORCH, Products
@@ -203,15 +204,18 @@ class _Layout:
         summed = style.name in ("replicated", "sequence")
         # under sp the bias of a rowwise layer is added to shards of the sequence
         row = style.name.startswith("rowwise") and self.stream.split
-        module = self.model.get_submodule(name)
+        module, split = self.model.get_submodule(name), list[str]()
         for key, p in module.named_parameters(recurse=summed):
             full = self.names[id(p)]
             cut = {"weight": weight, "bias": bias}.get(key)
             if cut is not None:
                 self.wanted[full] = (p, cut)
+                split.append(key)
             elif summed or (key == "bias" and row):
                 self.tensors.layouts[full] = AxisLayout(R, self.axis.size)
                 self.tensors.sums[full] = self.axis
+        if split:
+            guard_layer(module, split, name)
 
     def hold_experts(self, sp: bool) -> None:
         """Record the layouts of layers of experts, which no style says."""

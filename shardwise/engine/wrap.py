@@ -29,6 +29,7 @@ from shardwise.core.zero import ROWS
 from shardwise.engine import consistency, validate
 from shardwise.engine.meta_buffers import materialise
 from shardwise.engine.norm import squared_norm
+from shardwise.engine.reads import guard_shards
 from shardwise.engine.shard import (
     Sharding,
     default_fill,
@@ -180,6 +181,7 @@ def _wrap(module: nn.Module, how: Sharding, world: World) -> nn.Module:
     data = hooked(module, how, sharded_units, pace)
     data.handles += kernels.install(module, data, sizes(sharded_units))
     data.handles += keep_keys(module, data, flats_of(sharded_units))
+    data.handles += guard_shards(module, data)
     if data.split:
         data.units.to_sharded()
     return module

@@ -25,6 +25,10 @@ is the map of a file, which training never touches: `begin_unshard` begins to re
 The moves are those of the row (row_moves.py): `begin_unshard` carries out `fetch` and `gather`.
 Those of the gradients are in `grads` (flat_gradient.py).
 
+A program may write to parameters: in place, or by `p.data = ...`.  `take_assigned` takes over what
+was assigned before p.data is set again, and `keep_writes` copies what a forward pass has written to
+`full` into `shard`.  `assigned` lists the parameters whose fp32 masters must follow.
+
 `full` keeps one storage (its size goes to 0 and back), because autograd remembers views of it
 between forward and backward; where weights have several versions at once, each has its own
 (`renew`).  With n = 1 every block is the whole: nothing is ever gathered, and p.data keeps its
@@ -32,7 +36,7 @@ shape; that is a row that shards nothing (`ddp`), and any row on one rank.  Only
 then in another memory while SHARDED.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 
 import torch
@@ -41,6 +45,7 @@ from torch import Tensor, nn
 from shardwise.comm.move import start
 from shardwise.comm.tiers import begin_copy
 from shardwise.comm.transport import Pending
+from shardwise.core.errors import bad
 from shardwise.parallel.data.flat_gradient import AddProduct, FlatGradient
 from shardwise.parallel.data.flat_views import FlatViews
 from shardwise.parallel.data.initial_weights import Fill, initialize
@@ -93,6 +98,9 @@ class Flat:
         self.grads = FlatGradient(params, self.views, self.moves, local, like, add_to)
         self.coming = Pending()
         self.state = State.UNSHARDED
+        self.data: list[Tensor] = []  # what was last set as the data of each parameter
+        self.versions: list[int] = []  # of the parameters, when they became views of `full`
+        self.assigned: set[int] = set()
         self.point_at(self.full)
         if self.reshards:
             self.reshard()
@@ -113,9 +121,13 @@ class Flat:
 
     def point_at(self, full: Tensor) -> None:
         """Make the parameters views of `full`, a tensor with the offsets of `self.full`."""
-        views = self.full_views if full is self.full else self.views.every(full)
-        for p, view in zip(self.params, views, strict=True):
-            p.data = view
+        self._set(self.full_views if full is self.full else self.views.every(full))
+        self.versions = [p._version for p in self.params]
+
+    def _set(self, data: Sequence[Tensor]) -> None:
+        for p, tensor in zip(self.params, data, strict=True):
+            p.data = tensor
+        self.data = list(data)
 
     def renew(self) -> None:
         """Copy `full` to a new buffer and continue there; the old buffer keeps its values.
@@ -132,6 +144,7 @@ class Flat:
         """Start to gather `full` while computation goes on."""
         if self.state is not State.SHARDED:
             return
+        self.take_assigned()
         if self.reshards:
             self.full.untyped_storage().resize_(self.plan.padded * self.full.element_size())
         self.coming = self._gather()
@@ -160,6 +173,9 @@ class Flat:
             return
         self.begin_unshard()
         self.coming.wait()
+        if self.take_assigned():  # since the gather began
+            self.begin_unshard()
+            self.coming.wait()
         self.point_at(self.full)
         self.state = State.UNSHARDED
 
@@ -169,8 +185,8 @@ class Flat:
             return
         if self.state is State.UNSHARDING:
             self.coming.wait()
-        for i, p in enumerate(self.params):
-            p.data = self.views.part(i, self.shard)
+        self.take_assigned()
+        self._set([self.views.part(i, self.shard) for i in range(len(self.params))])
         self.state = State.SHARDED
 
     def reshard(self) -> None:
@@ -182,9 +198,10 @@ class Flat:
     def set_placeholders(self) -> None:
         """Give p.data its own shape without memory: a gradient arrives, but no node reads p."""
         if self.state is State.SHARDED:
-            for p, view, shape in zip(self.params, self.full_views, self.shapes, strict=True):
-                # on the device, where the gradient is: `shard` may be on the host
-                p.data = view if self.moves.fetch else self.shard[:1].expand(shape)
+            # on the device, where the gradient is: `shard` may be on the host
+            first = self.shard[:1]
+            expanded = [first.expand(shape) for shape in self.shapes]
+            self._set(self.full_views if self.moves.fetch else expanded)
 
     def keep_block(self) -> None:
         """Copy this rank's block from `full`, after a write to `full`."""
@@ -194,7 +211,108 @@ class Flat:
         elif self.reshards:
             self.shard.copy_(self.views.block(self.full))
 
+    # --- what the program writes ----------------------------------------------------------------
+
+    @torch.no_grad()
+    def take_assigned(self) -> bool:
+        """Take over the tensors of `p.data = ...`; returns whether there were any.
+
+        A program that swaps weights keeps the tensor that it replaces, which is a view of ours: the
+        values go to new memory, and that tensor keeps its own.
+
+        Raises:
+            InputError: a tensor of another shape, dtype or device than the parameter or its piece;
+                parameters that are updated on another tier than they rest on.
+        """
+        pairs = enumerate(zip(self.params, self.data, strict=True))
+        changed = {i: p.data for i, (p, own) in pairs if not _is_view_of_ours(p, own)}
+        if not changed:
+            return False
+        for i, value in changed.items():
+            self._require_assignable(i, value)
+        full = self.state is State.UNSHARDED
+        if full and self.reshards:  # autograd remembers views of `full`
+            for i, value in changed.items():
+                self.full_views[i].copy_(value)
+            self.keep_block()
+            self.point_at(self.full)
+        else:
+            self._renew_with(changed)
+        self.assigned |= changed.keys()
+        return True
+
+    def _renew_with(self, changed: Mapping[int, Tensor]) -> None:
+        """Copy what p.data is a view of to new memory, with the values of `changed`."""
+        if not self.reshards:
+            self.full = self.full.clone()
+            self.shard, self.full_views = self.views.block(self.full), self.views.every(self.full)
+        elif self.moves.fetch:
+            self.shard = self.tiers.empty_like(self.shard, "host").copy_(self.shard)
+        else:
+            self.shard = self.shard.clone()
+        if self.state is State.UNSHARDED:
+            self._set(self.full_views)
+        else:
+            self._set([self.views.part(i, self.shard) for i in range(len(self.params))])
+            self.state = State.SHARDED
+        for i, value in changed.items():
+            if value.shape != self.data[i].shape:
+                low = self.plan.origin(i, self.rank)
+                value = value.reshape(-1)[low : low + self.data[i].numel()]
+            self.data[i].copy_(value.view_as(self.data[i]))
+
+    def _require_assignable(self, index: int, value: Tensor) -> None:
+        name, like = self.names[index], self.data[index]
+        shapes = (self.data[index].shape, self.shapes[index])
+        if self.moves.on_disk or (self.moves.host_update and self.moves.fetch != "host"):
+            raise bad(
+                f"{name}.data = ..., where the update is made from masters on another tier",
+                "values that were there before sw.parallelize, or that sw.load reads",
+                "the same plan without offload, or the values before sw.parallelize",
+            )
+        if value.shape in shapes and (value.dtype, value.device) == (like.dtype, like.device):
+            return
+        raise bad(
+            f"{name}.data = a tensor {list(value.shape)} of {value.dtype} on {value.device}",
+            f"{' or '.join(str(list(s)) for s in dict.fromkeys(shapes))} of {like.dtype} on "
+            f"{like.device}, as the parameter is sharded",
+            "sw.unwrap(module) before .to(), .half() or another shape, and wrap it again",
+        )
+
+    @torch.no_grad()
+    def keep_writes(self, *, of_forward: bool = True) -> None:
+        """Keep in `shard` what a forward pass of training, or the program, has written to `full`.
+
+        Always, because a write to p.data leaves no trace.  Costs a copy of the shard.
+
+        Raises InputError for a write of a forward pass where parameters rest on another tier than
+        the device, and for any write where they rest on a disk.
+        """
+        if not self.reshards or self.state is not State.UNSHARDED:
+            return
+        versions = [p._version for p in self.params]
+        written = [i for i, old in enumerate(self.versions) if versions[i] != old]
+        tier = self.moves.fetch
+        if written and (tier == "disk" or (tier and of_forward)):
+            raise bad(
+                f"a write to {self.names[written[0]]}, which rests on the {tier}, "
+                + ("in a forward pass" if of_forward else "through model.NAME"),
+                "writes between the passes, to this rank's piece in model.parameters()",
+                "the write after the update of a step; or the plan without offload of parameters",
+            )
+        if tier is None or not of_forward:
+            self.keep_block()
+        self.assigned.update(written)
+        self.versions = versions
+
     @property
     def is_sharded(self) -> bool:
         """Whether p.data is this rank's piece."""
         return self.state is State.SHARDED
+
+
+def _is_view_of_ours(p: Tensor, own: Tensor) -> bool:
+    """Whether the data of `p` is still `own`; of an empty piece only the storage tells."""
+    if p.data_ptr() != own.data_ptr() or p.shape != own.shape:
+        return False
+    return bool(own.numel()) or (p.untyped_storage().data_ptr() == own.untyped_storage().data_ptr())

@@ -85,6 +85,8 @@ class Data:
         self.reads = True  # whether this backward pass reads weights
         self.latest: Unit | None = None  # that was used: whole until another is
         self.in_backward = False
+        self.in_root = False  # a forward pass of the root is running
+        self.computes_loss = False  # what follows in the program, from a recorded pass
         self.mute = False  # whether gradients of this backward pass count for nothing
         self.handles: list[RemovableHandle] = []  # of everything that is hung on the model
         self.frozen = [p for u in units.order for g in u.groups if not g.trained for p in g.params]
@@ -117,7 +119,7 @@ class Data:
         begin = Hook(self, graph_break(self._before_root))
         end = Hook(self, graph_break(self._after_root))
         self.handles.append(self.root.register_forward_pre_hook(begin, prepend=True))
-        self.handles.append(self.root.register_forward_hook(end))
+        self.handles.append(self.root.register_forward_hook(end, always_call=True))
 
     @property
     def use_order(self) -> UseOrder[Unit]:
@@ -190,11 +192,20 @@ class Data:
             if unit is not self.latest and not unit.stays_unsharded:
                 unit.reshard()
 
+    # --- reads outside of the calls that gather (reads.py) --------------------------------------
+
+    def open(self, unit: Unit) -> None:
+        """Gather `unit` for a read, and keep it until this pass, or the next, ends."""
+        if unit.reshards and not unit.opened:
+            self.consensus.gathers(unit.number)
+        unit.open(self._begin_backward)
+
     # --- forward ------------------------------------------------------------------------------
 
     def _before_root(self, module: nn.Module, args: Any) -> None:
         if self._in_backward():
             return
+        self.in_root = True
         if any(p.requires_grad for p in self.frozen):
             raise bad(
                 f"a {type(module).__name__} with a parameter that was frozen when it was sharded "
@@ -202,6 +213,8 @@ class Data:
                 "the same trained parameters as when the model was sharded",
                 "requires_grad_(True) before the wrapping, and lr=0 for the group at first",
             )
+        for group in (group for unit in self.units.order for group in unit.groups):
+            group.take_assigned()
         self.consensus.phase("forward")
         self.use_order.ended |= not torch.is_grad_enabled()
         self.units.begin_unshard()  # if the user's optimizer has updated them
@@ -240,9 +253,13 @@ class Data:
             return
         unit.depth -= 1
         recording = torch.is_grad_enabled()
+        if recording and not unit.reshards and not self.in_root and self.staged is None:
+            self.computes_loss |= self._watch(out, self._begin_backward)
         if recording and unit.reshards and not self.in_backward:
+            self.computes_loss = True
             calls = self.use_order.calls
             unit.reached = self._watch(out, partial(self._before_backward, unit, calls, len(calls)))
+        unit.ran |= module.training and not self.in_backward
         over = unit.depth == 0 and module is unit.modules[-1] and not self.in_backward
         if over and not recording:
             unit.reshard()
@@ -251,14 +268,15 @@ class Data:
             self.latest = unit
 
     def _after_root(self, module: nn.Module, args: Any, out: Any) -> None:
+        self.in_root = False
         if self.in_backward:
             return
         if torch.is_grad_enabled():
-            self._watch(out, self._begin_backward)
+            self.computes_loss = self._watch(out, self._begin_backward)
             return
         self.use_order.ended = True
         if self.pace.by_hand:
-            self.units.to_sharded()
+            self.units.to_sharded(between_passes=False)
 
     def _learn(self) -> None:
         """Store the use order of this forward when backward begins, for the next forward."""
@@ -282,7 +300,7 @@ class Data:
     def abandon(self) -> None:
         """Drop the state that a failed step has left."""
         self.sums.finish()
-        self.in_backward, self.latest = False, None
+        self.in_backward, self.computes_loss, self.latest = False, False, None
         if self.staged is not None:
             self.staged.waiting = []
         self.units.drop()
@@ -298,7 +316,7 @@ class Data:
                 "gradients of gradients if every rank holds the full parameters",
                 "sw.DDP(module), or the plan word ddp",
             )
-        self.in_backward = True
+        self.in_backward, self.computes_loss = True, False
         self._learn()
         self.sums.begin()
         self.consensus.phase("backward")
@@ -369,6 +387,13 @@ class Data:
     def collected(self, p: nn.Parameter) -> None:
         """Collect the gradient of `p`, which is complete for this pass."""
         unit, group, index = self.places[p]
+        if p.grad is not None and p.grad.shape != group.shapes[index]:
+            p.grad = None
+            raise bad(
+                f"a loss that was computed from this rank's piece of {group.names[index]}",
+                "losses of what model(x) and model.NAME give; of model.parameters() after model(x)",
+                "loss = model(x).mean(), then loss += sum(p.norm() for p in model.parameters())",
+            )
         self._begin_backward()
         if unit.complete:  # checkpointed reentrantly
             raise bad(f"two gradients of {unit.name} in one pass", "one", "use_reentrant=False")

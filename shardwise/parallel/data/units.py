@@ -6,9 +6,11 @@
 During a pass hooks unshard and reshard them one by one (hooks.py).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.core.hook import in_backward
 from shardwise.parallel.data.flat_parameter import Flat
@@ -28,6 +30,9 @@ class Unit:
         self.stays_unsharded = False
         self.depth = 0  # forward passes of its modules that are running
         self.used = False  # in a forward pass since it was freed
+        self.ran = False  # in a forward pass of training since it was freed
+        self.opened = False  # gathered for a read outside of its modules' calls
+        self.recorded: list[RemovableHandle] = []  # hooks, if autograd has recorded the read
         self.missing = self.expected = sum(len(group.params) for group in self.trained)
         self.complete = False
 
@@ -41,14 +46,43 @@ class Unit:
         for group in self.groups:
             group.unshard()
 
+    def open(self, begin_backward: Callable[[], None]) -> None:
+        """Gather it for a read outside of its modules' calls, until `close`.
+
+        If autograd records, `begin_backward` is called before a gradient is accumulated.
+        """
+        self.unshard()
+        self.opened = True
+        if torch.is_grad_enabled() and not self.recorded:
+            params = [p for group in self.trained for p in group.params]
+            self.recorded = [p.register_hook(lambda _: begin_backward()) for p in params]
+
+    def close(self) -> None:
+        """End the reads."""
+        for group in self.groups if self.opened else ():
+            group.keep_writes(of_forward=False)
+        for handle in self.recorded:
+            handle.remove()
+        self.opened, self.recorded = False, []
+        self.reshard()
+
     def reshard(self) -> None:
+        """Free it, unless it is open for reads."""
         self.used = False
+        if self.opened:
+            return
+        ran, self.ran = self.ran, False
         for group in self.groups:
+            if ran:
+                group.keep_writes()
             group.reshard()
 
     def reshard_before_gradients(self) -> None:
         """Free gathered parameters; p.data keeps its shape, as gradients may still arrive."""
         self.used = False
+        if self.opened:
+            return
+        self.ran = False
         for group in self.groups:
             if group.reshards and not group.is_sharded:
                 group.reshard()
@@ -75,14 +109,15 @@ class Units:
     def reshard(self) -> None:
         """Reshard all units, except those that the row keeps unsharded."""
         for unit in self.order:
-            unit.reshard()
+            unit.close()
 
-    def to_sharded(self) -> None:
-        """Shard all parameters."""
-        self.reshard()
+    def to_sharded(self, *, between_passes: bool = True) -> None:
+        """Shard all parameters, before a backward pass except those whose reads it needs."""
         for unit in self.order:
-            for group in unit.groups:
-                group.to_sharded()
+            if between_passes or not unit.recorded:
+                unit.close()
+                for group in unit.groups:
+                    group.to_sharded()
 
     def drop(self) -> None:
         """Drop the gradients of a failed step."""

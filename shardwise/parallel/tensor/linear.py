@@ -334,5 +334,6 @@ def _after_columns(
 
 def _weight(module: nn.Module, transposed: bool) -> Tensor:
     """The weight [out, in] at the time of the backward pass, when zero3 has gathered it."""
-    weight = module.get_parameter("weight").detach()
+    own: Any = module._parameters.get("weight")  # not as an attribute: the layer is not running
+    weight: Tensor = own.detach()
     return weight.t() if transposed else weight
