@@ -68,7 +68,7 @@ class Read(Tensor):
     ) -> "Read":
         """A read of the parameter `of`, whose full value has `shape`."""
         read = torch.empty(shape, dtype=of.dtype, device="meta").as_subclass(Read)
-        vars(read).update(of=of, place=place, gather=gather)  # pyright: ignore[reportAttributeAccessIssue]
+        vars(read).update(of=of, place=place, gather=gather)
         return read
 
     @classmethod
@@ -191,6 +191,7 @@ class _Reads:
         made: list[Read] = []
 
         def read() -> Tensor | None:
+            """The read of the parameter, one object for all its names."""
             if flat.state is State.UNSHARDED:
                 return None
             if not made:
@@ -259,15 +260,12 @@ def _layer_reader(
 
 def _prepare(optimizer: Optimizer, *_: Any) -> None:
     """Before a step: parameters that were read become themselves, and pieces where they rest."""
-    owners: dict[int, Data] = {}
     for group in optimizer.param_groups:
         if any(type(p) is Read for p in group["params"]):
             group["params"] = [p.of if type(p) is Read else p for p in group["params"]]
-        for p in group["params"]:
-            for hook in (p._post_accumulate_grad_hooks or {}).values():
-                if isinstance(data := owner(hook), Data):
-                    owners[id(data)] = data
-    for data in owners.values():
+    params = (p for group in optimizer.param_groups for p in group["params"])
+    hooks = (hook for p in params for hook in (p._post_accumulate_grad_hooks or {}).values())
+    for data in {id(each): each for each in map(owner, hooks) if isinstance(each, Data)}.values():
         if any(unit.opened for unit in data.units.order):
             data.units.to_sharded()
 
