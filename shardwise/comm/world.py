@@ -69,11 +69,19 @@ class Axis:
 
 
 def counted_axis(
-    name: str, queues: Sequence[Transport], ledger: Ledger, pool: Pool | None = None
+    name: str,
+    queues: Sequence[Transport],
+    ledger: Ledger,
+    device: torch.device,
+    pool: Pool | None = None,
 ) -> Axis:
-    """The axis over `queues` (none or two), which count their bytes in `ledger`."""
+    """The axis over `queues`, which move tensors of `device` and count their bytes in `ledger`.
+
+    There are none for one rank; a single one is both queues of the axis.
+    """
     pool = Pool() if pool is None else pool
-    opened = [queue.with_ledger(name, ledger, pool) for queue in queues]
+    opened = [queue.with_ledger(name, ledger, device, pool) for queue in queues]
+    opened *= 2 if len(opened) == 1 else 1
     return Axis(name, *opened, ledger=ledger, pool=pool)
 
 
@@ -120,7 +128,7 @@ class World:
                 f"start {mesh.size} processes, or write 'dp{self.size}'",
             )
         ledger, pool, here = Ledger(), Pool(), self.everyone
-        everyone = counted_axis(here.name, (here.transport, here.behind), ledger, pool)
+        everyone = counted_axis(here.name, (here.transport,), ledger, self.device, pool)
         tiers = Tiers(ledger, self.device)
         own = replace(self, everyone=everyone, ledger=ledger, pool=pool, tiers=tiers)
         return replace(own, arenas=Arenas()).beside(mesh)
@@ -142,7 +150,7 @@ class World:
         """
         now = self.links.transport(called, lines, self.rank)
         behind = self.links.transport(called, lines, self.rank, "behind")
-        return counted_axis(called, (now, behind), self.ledger, self.pool)
+        return counted_axis(called, (now, behind), self.ledger, self.device, self.pool)
 
     def within(self, name: str, groups: Sequence[Sequence[int]], called: str = "") -> Axis:
         """The ranks of axis `name` that are in the same group as this one.  All ranks must call it.
@@ -159,7 +167,7 @@ class World:
         # every rank opens every group, in the same order, as torch.distributed requires
         pair = [self.links.transport(name, lines, self.rank, queue) for queue in ("now", "behind")]
         opened = pair if len(mine) > 1 else []
-        return counted_axis(called, opened, self.ledger, self.pool)
+        return counted_axis(called, opened, self.ledger, self.device, self.pool)
 
     def split(self, groups: Sequence[Sequence[int]]) -> "World":
         """The world of the ranks that are in the same group as this one, for independent experts.
@@ -209,9 +217,8 @@ def world_of(rank: int, size: int, device: torch.device, links: Links) -> World:
     """A world over `links`.  All ranks must call it."""
     ledger = Ledger()
     lines = [list(range(size))]
-    queues = ("now", "behind") if size > 1 else ()
-    pair = [links.transport("world", lines, rank, queue) for queue in queues]
-    everyone = counted_axis("world", pair, ledger)
+    opened = [links.transport("world", lines, rank)] if size > 1 else []
+    everyone = counted_axis("world", opened, ledger, device)
     tiers = Tiers(ledger, device)
     return World(rank, size, device, links, everyone=everyone, ledger=ledger, tiers=tiers)
 
@@ -280,13 +287,17 @@ def _ready(device: torch.device) -> torch.device:
 
 
 def _begin(start: Start, device: torch.device, limits: Limits) -> Store:
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if device.type == "cuda":
+    gpu = device.type == "cuda"
+    if gpu:
         torch.cuda.set_device(device)
-        backend = "nccl"
     store, timeout = meet(start, limits), group_timeout(limits)
     dist.init_process_group(
-        backend, store=store, rank=start.rank, world_size=start.size, timeout=timeout
+        "nccl" if gpu else "gloo",
+        store=store,
+        rank=start.rank,
+        world_size=start.size,
+        timeout=timeout,
+        device_id=device if gpu else None,  # then its groups are split off (torch_links.py)
     )
     return store
 
