@@ -25,6 +25,7 @@ class Fake(Transport):
 
     def all_reduce(self, x: Tensor, op: str = "sum") -> Pending[Any]:
         self.count("all_reduce", x)
+        x.mul_(self.size if op == "sum" else 1)  # as if every rank had the same
         return Pending()
 
     def broadcast(self, x: Tensor, root: int) -> Pending[Any]:

@@ -114,6 +114,6 @@ def device_mesh(mesh: Mesh, transports: Sequence[Transport], device_type: str) -
     if len(groups) != len(mesh.axes):
         raise ValueError(f"mesh '{mesh}' has axes without a process group of torch.distributed")
     names, sizes = zip(*mesh.axes, strict=True)
-    ranks = torch.arange(mesh.size).view(sizes)
+    ranks = torch.arange(mesh.size, dtype=torch.int64, device="cpu").view(sizes)
     given = groups if len(groups) > 1 else groups[0]
     return DeviceMesh.from_group(given, device_type, ranks, mesh_dim_names=names)

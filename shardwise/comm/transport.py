@@ -91,9 +91,7 @@ class Transport(ABC):
                     "x.to(world.device)",
                 )
 
-    def count(
-        self, kind: str, *tensors: Tensor, root: int = 0, counts: Sequence[int] = ()
-    ) -> None:
+    def count(self, kind: str, *tensors: Tensor, root: int = 0, counts: Sequence[int] = ()) -> None:
         """Count one collective that a library executes, by its definition (volume.py).
 
         The first of `tensors` is the one that this rank passes to it.

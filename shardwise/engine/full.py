@@ -182,7 +182,7 @@ def _send_all(boxes: Sequence[Box], axis: Axis, device: torch.device) -> None:
         for box in boxes
     ]
     text = torch.frombuffer(bytearray(json.dumps(listed).encode()), dtype=torch.uint8)
-    send(torch.tensor([text.numel()], device=device), axis, 0)
+    send(torch.tensor([text.numel()], dtype=torch.int64, device=device), axis, 0)
     send(text.to(device), axis, 0)
     for box in boxes:
         send(_bytes(box.tensor.to(device).contiguous()), axis, 0)  # it may be on the host
@@ -203,5 +203,5 @@ def _place(
     """Write a box into its full tensor."""
     whole = found.get(name)
     if whole is None:
-        whole = found[name] = torch.empty(tuple(shape), dtype=values.dtype)
+        whole = found[name] = torch.empty(tuple(shape), dtype=values.dtype, device="cpu")
     block(whole, offsets, values.shape).copy_(values)

@@ -165,7 +165,9 @@ class Piped:
         pass_ = _Pass(self, parts, [self._traced(part) for part in parts])
         outs = pass_.forwards()
         if graded and (self.trained or inputs):
-            outs = _Back.apply(pass_, torch.empty(0, requires_grad=True), *inputs)
+            device = self.staged.stages.device
+            graph = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
+            outs = _Back.apply(pass_, graph, *inputs)
         return tree_unflatten(list(outs), pass_.structure)
 
     def call(self, module: nn.Module, part: Any) -> Any:

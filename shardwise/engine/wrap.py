@@ -219,8 +219,9 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
         return torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
     grads = [p.grad for p in module.parameters() if p.grad is not None]
     squares = [squared_norm(g.reshape(-1)) for g in grads]
-    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
-    total = total.to(flats_of(data.units.order)[0].full.device)  # gradients may be on the host
+    here = flats_of(data.units.order)[0].full.device  # gradients may be on the host
+    none = torch.zeros((), dtype=torch.float64, device=here)
+    total = torch.stack(squares).sum().to(here) if squares else none
     norm = begin_sum(total.view(1), data.consensus.axes[0]).wait().sqrt()
     factor = (max_norm / (norm[0] + 1e-6)).clamp(max=1.0)
     for g in grads:

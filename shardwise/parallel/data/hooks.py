@@ -256,6 +256,7 @@ class Data:
         if torch.is_grad_enabled():
             self._watch(out, self._begin_backward)
             return
+        self.consensus.check()
         self.use_order.ended = True
         if self.pace.by_hand:
             self.units.to_sharded()
@@ -298,6 +299,7 @@ class Data:
                 "gradients of gradients if every rank holds the full parameters",
                 "sw.DDP(module), or the plan word ddp",
             )
+        self.consensus.check()
         self.in_backward = True
         self._learn()
         self.sums.begin()
@@ -389,7 +391,8 @@ class Data:
         self.units.reshard()
         self.in_backward = False
         if self.pace.by_hand and self.sums.sync:
+            self.consensus.begin()
             self.sums.finish()
-            self.consensus.apply(self.consensus.agree(self.consensus.summary()))
+            self.consensus.end()
             self.units.attach_grads()
             self.units.step_in_backward()
