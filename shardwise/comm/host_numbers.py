@@ -34,6 +34,11 @@ class HostNumbers:
             self.copied = torch.cuda.Event()
             self.copied.record(torch.cuda.current_stream(device))
 
+    @property
+    def ready(self) -> bool:
+        """Whether they are on the host already, on every rank: without a GPU."""
+        return self.copied is None
+
     def read(self) -> list[float]:
         """The numbers."""
         if self.copied is not None:

@@ -75,7 +75,7 @@ class Consensus:
         """
         flags = self._flags()
         self._set_used(flags)
-        if not all(flags) or self.device.type == "cpu":
+        if self.unread is not None and (self.unread.ready or not all(flags)):
             self.check()
 
     def check(self) -> None:
