@@ -4,8 +4,8 @@
     device    `cpu:0`    the world's: torch accepts it and gives memory of the host
 
 The mode follows which tensors are on the host, answers `x.device` accordingly, and raises what CUDA
-raises where an operation mixes both.  It also counts reads: calls after which the host must wait for
-the device.  Tensors made outside of the mode, or by autograd, are on the device.
+raises where an operation mixes both.  It also records reads, calls in which the host waits for the
+device.  Tensors made outside of the mode, or by autograd, are on the device.
 """
 
 from collections.abc import Callable, Iterable
@@ -58,11 +58,13 @@ class SecondDevice(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.reads: list[str] = []
+        self.own: list[Any] = []
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        for kind in types:
+            if kind.__module__.startswith("shardwise") and func not in self.own:
+                return self._by(kind, func, types, args, kwargs)
         if func == Tensor.device.__get__:  # type: ignore[attr-defined]
             (x,) = args
             real = func(x)
@@ -79,6 +81,15 @@ class SecondDevice(TorchFunctionMode):
         elif func not in _ACCESS:
             self._place(func, out, tensors, kwargs)
         return out
+
+    def _by(self, kind: Any, func: Any, *rest: Any) -> Any:
+        """The function of a subclass of Tensor, whose own code runs under the mode."""
+        self.own.append(func)
+        try:
+            with self:
+                return kind.__torch_function__(func, *rest)
+        finally:
+            self.own.pop()
 
     def _backward(self, func: Any, roots: Any, args: Any, kwargs: Any) -> Any:
         """Torch's own functions call hooks outside of the mode (see engine/rng.py)."""

@@ -60,6 +60,7 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
             return _full(stages.layers.twin, boxes, piped.staged.axis, stages.device)
         data = driver_of(module)
         if data is not None:
+            data.consensus.check()
             device = flats_of(data.units.order)[0].full.device
             shard, replicate = data.consensus.axes
             if replicate.rank:  # only the first replica sends

@@ -53,6 +53,7 @@ def unwrap(module: nn.Module) -> nn.Module:
             "new_module.load_state_dict(sw.full_state_dict(engine)) on rank 0",
         )
     data.sums.finish()
+    data.consensus.check()
     for handle in data.handles:
         handle.remove()
     data.consensus.buffers.refresh()

@@ -29,9 +29,9 @@ MARKS = 4096
 class Consensus:
     """The numbers that the data ranks of one model sum in each step.
 
-    In the user's own loop, a step does not wait for the device to read them: `begin` sums them, and
-    `check` reads the checksum where the next step begins.  A rank that has a gradient for every
-    parameter need not know more; other ranks wait in `begin`.
+    In the user's own loop, a step on a GPU does not wait for them: `begin` sums them, and `check`
+    reads them when the next backward pass begins, or weights are evaluated or saved.  A rank that
+    has a gradient for every parameter need not know more; another one waits in `end`.
     """
 
     def __init__(
