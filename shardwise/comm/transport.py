@@ -183,6 +183,13 @@ class Links(ABC):
         a line never waits for work on another; a repeated request may return the same queue.
         """
 
+    def release(self, lines: Sequence[Sequence[int]], queue: str = "now") -> None:
+        """Give back what `transport` opened for `lines`, once for each request.
+
+        Called by all ranks in the same order.  What nobody else has asked for is closed.
+        """
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Close all transports."""
@@ -193,11 +200,42 @@ class Links(ABC):
         return self
 
 
+class Lease(Links):
+    """The links of one wrapped module, whose `remove` gives back all that it has opened."""
+
+    def __init__(self, inner: Links) -> None:
+        self.inner = inner
+        self.asked: list[tuple[Sequence[Sequence[int]], str]] = []
+
+    def transport(
+        self, axis: str, lines: Sequence[Sequence[int]], rank: int, queue: str = "now"
+    ) -> Transport:
+        self.asked.append((lines, queue))
+        return self.inner.transport(axis, lines, rank, queue)
+
+    def release(self, lines: Sequence[Sequence[int]], queue: str = "now") -> None:
+        self.inner.release(lines, queue)
+
+    def remove(self) -> None:
+        """Give back everything.  Called by all ranks, after their last message."""
+        asked, self.asked = self.asked, []
+        for lines, queue in reversed(asked):
+            self.inner.release(lines, queue)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    @property
+    def root(self) -> Links:
+        return self.inner.root
+
+
 class GroupLinks(Links):
     """Opens transports among the ranks of one of several groups of a world, all of the same size.
 
     Ranks are numbered within the group. All ranks of the world open the transports of all groups,
-    as torch.distributed requires; no message leaves a group.
+    as torch.distributed requires; no message leaves a group. Groups may end their work at different
+    times, so nothing is given back before `close`.
     """
 
     def __init__(self, inner: Links, groups: Sequence[Sequence[int]], own: Sequence[int]) -> None:

@@ -29,7 +29,7 @@ from shardwise.comm.rendezvous import Start, environment, launched, local_rank
 from shardwise.comm.start import meet
 from shardwise.comm.tiers import Tiers
 from shardwise.comm.torch_links import TorchLinks, device_mesh, group_timeout, process_group
-from shardwise.comm.transport import GroupLinks, Links, Transport
+from shardwise.comm.transport import GroupLinks, Lease, Links, Transport
 from shardwise.core.arguments import choice
 from shardwise.core.errors import InputError, bad
 from shardwise.core.hook import no_copy
@@ -234,7 +234,7 @@ def traced(rank: int, size: int) -> World:
 
 
 def init(device: str | None = None, *, shared_memory: bool | None = None) -> World:
-    """The world of this process.
+    """The world of this process.  All calls share its process groups.
 
     If `torch.distributed` is initialised, its default group is used.  Otherwise the environment of
     torchrun or Slurm is read; without either this is a world of one rank.  `device` is "cpu",
@@ -253,7 +253,10 @@ def init(device: str | None = None, *, shared_memory: bool | None = None) -> Wor
         rank, size = dist.get_rank(), dist.get_world_size()
         where = _device(device, local_rank(rank))
         install_excepthook(rank, size)
-        links = TorchLinks(ours=False, device_type=where.type, shared_memory=shared_memory)
+        links = TorchLinks.of_process
+        if links is None or not links.same(where.type, shared_memory):
+            links = TorchLinks(ours=False, device_type=where.type, shared_memory=shared_memory)
+            TorchLinks.of_process = links
         return world_of(rank, size, _ready(where), links)
     try:
         start = environment()
@@ -263,7 +266,8 @@ def init(device: str | None = None, *, shared_memory: bool | None = None) -> Wor
     where = _ready(_device(device, start.local_rank if start else 0))
     if start is None or (start.size == 1 and start.rank == 0 and start.address is None):
         return alone(where)
-    if TorchLinks.left:
+    left = TorchLinks.of_process
+    if left is not None and left.ours and left.closed:
         raise bad(
             "sw.init() after world.close() in one process",
             "one world per process, shared by any number of engines",
@@ -274,10 +278,22 @@ def init(device: str | None = None, *, shared_memory: bool | None = None) -> Wor
     store = _begin(start, where, limits)
     install_excepthook(start.rank, start.size)  # again, since torch sets its own hook
     links = TorchLinks(ours=True, device_type=where.type, shared_memory=shared_memory)
+    TorchLinks.of_process = links
     if not launched():
         links.peers = watch_peers(store, start.rank, start.size, limits)
     atexit.register(links.close)
     return world_of(dist.get_rank(), dist.get_world_size(), where, links)
+
+
+def leased(world: World | None) -> World:
+    """The world (None: that of `init`) for one wrapped module: its `links` are a Lease."""
+    found = init() if world is None else world
+    if isinstance(found.links, Lease):
+        return found
+    lease = Lease(found.links)
+    if world is None and found.size > 1:
+        lease.asked.append(([list(range(found.size))], "now"))  # by `init`
+    return replace(found, links=lease)
 
 
 def _ready(device: torch.device) -> torch.device:

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from shardwise.comm.move import begin_sum
-from shardwise.comm.world import Axis, World, init
+from shardwise.comm.transport import Lease
+from shardwise.comm.world import Axis, World
 from shardwise.core.arguments import choice, integer, positive, short_repr
 from shardwise.core.errors import bad
 from shardwise.core.mesh import Mesh
@@ -72,7 +73,7 @@ def DDP(  # noqa: N802
     integer("bucket_bytes", bucket_bytes, 1, 25 * 2**20)
     no_pipe(module)
     layable(module, "auto")
-    world = _world(world)
+    world = validate.leased_world(world)
     asked = {"bucket_bytes": bucket_bytes, "broadcast_buffers": broadcast_buffers}
     consistency.require_same(world, {"the module": consistency.model_signature(module)} | asked)
     validate.no_max_norm(module, world.size)
@@ -116,7 +117,7 @@ def FSDP(  # noqa: N802
                 "sw.FSDP(module, cpu_offload=True)",
             )
         row = replace(row, param_tier="host", optim_tier="host")
-    world = _world(world)
+    world = validate.leased_world(world)
     inner = _shard_size(name, shard_size, world.size)
     if name == "NO_SHARD":
         return DDP(module, world)
@@ -136,13 +137,6 @@ def _offloads(asked: Any) -> bool:
         allowed = "True or False, or torch's CPUOffload(offload_params=True)"
         raise bad(f"cpu_offload={short_repr(asked)}", allowed, "cpu_offload=True")
     return given
-
-
-def _world(world: World | None) -> World:
-    if world is None:
-        return init()
-    validate.world(world)
-    return world
 
 
 def _shard_size(name: str, asked: int | None, ranks: int) -> int:
@@ -180,6 +174,8 @@ def _wrap(module: nn.Module, how: Sharding, world: World) -> nn.Module:
     data = hooked(module, how, sharded_units, pace)
     data.handles += kernels.install(module, data, sizes(sharded_units))
     data.handles += keep_keys(module, data, flats_of(sharded_units))
+    assert isinstance(world.links, Lease)
+    data.handles.append(world.links)
     if data.split:
         data.units.to_sharded()
     return module

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.comm.transport import Lease
 from shardwise.core.arena_slots import IN_FLIGHT
 from shardwise.core.errors import bad
 from shardwise.core.graph_break import graph_break
@@ -86,7 +87,7 @@ class Data:
         self.latest: Unit | None = None  # that was used: whole until another is
         self.in_backward = False
         self.mute = False  # whether gradients of this backward pass count for nothing
-        self.handles: list[RemovableHandle] = []  # of everything that is hung on the model
+        self.handles: list[RemovableHandle | Lease] = []  # of all that is on the model or opened
         self.frozen = [p for u in units.order for g in u.groups if not g.trained for p in g.params]
         self.split = any(g.split or g.reshards for unit in units.order for g in unit.groups)
         mark_kept(self.units.order)
