@@ -1,24 +1,30 @@
 """Every number that ranks exchange is made on the world's device (tests/second_device.py)."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 import shardwise as sw
+from shardwise.comm.gloo import Gloo
 from shardwise.comm.host_numbers import HostNumbers
-from shardwise.comm.world import World
+from shardwise.comm.nccl import Nccl
+from shardwise.comm.transport import Transport
+from shardwise.comm.world import World, counted_axis, world_of
 from shardwise.core.errors import InputError
+from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.engine.shard import driver_of
 from shardwise.models import gpt
 from tests.engine.cases import share, small_gpt, text
 from tests.engine.loops import rows, wrap
 from tests.engine.zoo import make
-from tests.second_device import SecondDevice, run_on_device
+from tests.pool import run_gloo, run_threads
+from tests.second_device import DEVICE, SecondDevice, run_on_device
 
 PLANS = (
     *("dp2 ddp", "dp2 zero1", "dp2 zero2 bf16", "dp2 zero3", "dp_replicate2 dp_shard2 zero3"),
@@ -157,3 +163,56 @@ def test_an_engine_sends_tensors_of_its_device(plan: str) -> None:
     for reads in run_on_device(Plan.parse(plan).size, stepped, plan):
         if "tp" not in plan and "2bw" not in plan:  # they look at tokens, and at each update
             assert reads[1:] == [["tolist"]] * 2
+
+
+def saved(world: World, folder: str) -> list[str]:
+    """A checkpoint is saved and loaded between processes."""
+    with SecondDevice() as mode:
+        own = world_of(world.rank, world.size, DEVICE, world.links)
+        engine = sw.parallelize(small_gpt(), "dp2 zero3", own, loss=gpt.loss)
+        engine.step(on_device(mode, share(text(0, 8), own.rank, own.size), own))
+        sw.save(engine, folder)
+        return sorted(sw.load(engine, folder, missing_ok=True))
+
+
+def test_checkpoints_send_tensors_of_the_device(tmp_path: Path) -> None:
+    """What ranks tell each other to save and to load."""
+    assert run_gloo(2, saved, str(tmp_path)) == [[], []]
+
+
+#: Every function of a transport, on a tensor of two elements.
+CALLS: dict[str, Callable[[Transport, Tensor], Any]] = {
+    "all_reduce": lambda t, x: t.all_reduce(x),
+    "broadcast": lambda t, x: t.broadcast(x, 0),
+    "all_gather": lambda t, x: t.all_gather(x.new_empty(4), x),
+    "reduce_scatter": lambda t, x: t.reduce_scatter(x[:1], x),
+    "all_to_all": lambda t, x: t.all_to_all(x, x, [1, 1], [1, 1]),
+    "send": lambda t, x: t.send(x, 1 - t.rank),
+    "receive": lambda t, x: t.receive(x, 1 - t.rank),
+    "all_gather_along": lambda t, x: t.all_gather_along(x, 0),
+    "reduce_scatter_along": lambda t, x: t.reduce_scatter_along(x, 0),
+    "begin_reduce_scatter_along": lambda t, x: t.begin_reduce_scatter_along(x, 0),
+}
+
+
+def refused(world: World, backend: str) -> None:
+    """Each call raises on a tensor of another device, by its caller's name; nothing is sent."""
+    axis = world.on(Mesh((("dp", 2),))).axis("dp")
+    if backend == "nccl":
+        assert isinstance(axis.transport, Gloo)
+        own = Nccl(axis.transport.group)
+        axis = counted_axis("dp", [own], axis.ledger, world.device)
+    for call in CALLS.values():
+        with pytest.raises(InputError, match=r"axis dp of a tensor on meta, called by <lambda> \("):
+            call(axis.transport, torch.zeros(2, device="meta"))
+    assert not axis.ledger.lines
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("backend", ["threads", "gloo", "nccl"])
+def test_every_transport_refuses_a_tensor_of_another_device(backend: str) -> None:
+    """On gloo too, where it would go through: NCCL fails on it."""
+    public = {name for name in vars(Transport) if not name.startswith("_")}
+    others = {"with_ledger", "begin", "count", "require_device", "barrier", "ready"}
+    assert public - others == set(CALLS)
+    (run_threads if backend == "threads" else run_gloo)(2, refused, backend)
