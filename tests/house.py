@@ -319,6 +319,31 @@ def _attributes(source: Source) -> Iterator[tuple[ast.AST, str]]:
     return ((n, ast.unparse(n)) for n in found)
 
 
+#: Functions of torch whose dtype and device are the program's defaults unless they are named.
+_FACTORIES = (
+    *("tensor", "zeros", "ones", "empty", "full", "arange", "eye", "linspace"),
+    *("rand", "randn", "randint", "randperm", "empty_strided"),
+)
+#: A module's own weights follow the defaults, like those of every module.
+_WEIGHTS = ("nn.Parameter", "nn.Buffer", "self.register_buffer")
+
+
+def names_dtype_and_device(source: Source) -> list[str]:
+    """New tensors never follow the program's default dtype and device."""
+    if source.layer not in ("comm", "parallel", "engine", "checkpoint"):
+        return []
+    calls = [n for n in source.nodes if isinstance(n, ast.Call)]
+    weights = [n for call in calls if ast.unparse(call.func) in _WEIGHTS for n in ast.walk(call)]
+    return [
+        source.say(call, f"{called} names no {', no '.join(missing)}")
+        for call in calls
+        if (called := ast.unparse(call.func)).removeprefix("torch.") in _FACTORIES
+        and called.startswith("torch.")
+        and call not in weights
+        and (missing := sorted({"dtype", "device"} - {k.arg for k in call.keywords}))
+    ]
+
+
 # --- words -----------------------------------------------------------------------------------
 
 
@@ -349,7 +374,7 @@ PACKAGE: list[Rule] = [
     *SIZE,
     *(no_globals, no_module_state, abstract_or_final, plain_names),
     *(downward_imports, techniques_apart, one_door, oracles_apart),
-    *(no_torch_below, no_environment),
+    *(no_torch_below, no_environment, names_dtype_and_device),
     counted_apart,
     *(module_docstring, public_docstrings),
 ]

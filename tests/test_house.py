@@ -104,6 +104,11 @@ BAD: dict[Rule, list[tuple[str, str]]] = {
         ("shardwise/bench/x.py", "import os\nx = os.getenv('X')"),
         ("shardwise/core/x.py", "from os import environ"),
     ],
+    house.names_dtype_and_device: [
+        ("shardwise/parallel/x.py", "torch.tensor([1.0], device=here)"),
+        ("shardwise/comm/x.py", "torch.zeros(1, dtype=torch.int64)"),
+        ("shardwise/engine/x.py", "x = torch.arange(3)"),
+    ],
     house.module_docstring: [("shardwise/core/x.py", "x = 1"), ("shardwise/core/x.py", '"""X."""')],
     house.public_docstrings: [("shardwise/core/x.py", body(7))],
     house.says_its_fact: [("tests/test_x.py", "def test_x():\n    assert True")],
@@ -153,6 +158,11 @@ GOOD: dict[Rule, list[tuple[str, str]]] = {
     ],
     house.no_torch_below: [("shardwise/comm/x.py", "import torch")],
     house.no_environment: [("shardwise/comm/x.py", "import os\nx = os.environ")],
+    house.names_dtype_and_device: [
+        ("shardwise/engine/x.py", "torch.zeros(1, dtype=torch.float64, device=world.device)"),
+        ("shardwise/parallel/x.py", "self.w = nn.Parameter(torch.empty(2, 3))"),
+        ("shardwise/train/x.py", "torch.zeros(1)"),
+    ],
     house.public_docstrings: [("x.py", body(6)), ("x.py", body(7).replace("f()", "_f()"))],
 }
 

@@ -128,7 +128,7 @@ def load(
     folder = folder if is_whole(folder) else _of_expert(engine, folder)
     if missing_ok:
         found = is_whole(folder) or bool(all_in(folder))
-        told = torch.tensor([float(found)], device=engine.world.device)
+        told = torch.tensor([found], dtype=torch.uint8, device=engine.world.device)
         if not broadcast(told, engine.world.everyone).item():
             return {}
     if over := passed_over(folder):

@@ -186,7 +186,7 @@ def _bytes(opened: OpenCheckpoint, key: str, dtype: torch.dtype | None) -> int:
 
 def _tensor(opened: OpenCheckpoint, key: str, dtype: torch.dtype | None) -> Tensor:
     """One full tensor, from its pieces."""
-    found = torch.empty(_saved(opened, key).size, dtype=_dtype(opened, key, dtype))
+    found = torch.empty(_saved(opened, key).size, dtype=_dtype(opened, key, dtype), device="cpu")
     for chunk in _saved(opened, key).chunks:
         place = _places(opened)[key, tuple(chunk.offsets)]
         piece = read_piece(opened.path / place.relative_path, place.offset, place.length)

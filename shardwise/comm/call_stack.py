@@ -83,3 +83,12 @@ def collective_frame(ident: int) -> FrameType | None:
 
 def _waits_for_ranks(frame: FrameType | None) -> TypeGuard[FrameType]:
     return frame is not None and frame.f_code.co_filename.startswith(_COLLECTIVE_FILES)
+
+
+def caller() -> str:
+    """The function outside comm/ and torch that called this one, such as `step (loop.py:12)`."""
+    frame = sys._getframe()
+    inside = (_COLLECTIVE_FILES[0], _TORCH)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        frame = frame.f_back
+    return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"

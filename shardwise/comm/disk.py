@@ -127,7 +127,7 @@ class Disk:
         weakref.finalize(self, os.close, self.file)
         self.direct = set_direct(self.file)
         self.extents: list[Extent] = []
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.failed: DiskError | None = None
         self.settle: Callable[[], None] = lambda: None  # wait for copies from or to the buffers
         self.use = DiskUse()

@@ -201,13 +201,13 @@ class Gloo(Transport):
         """
         mailboxes = self.memory.open()
         if self.size == 2 and x.nbytes <= PAIR_BYTES:
-            line = self.begin("all_reduce")
+            line = self.begin("all_reduce", x)
             return Pending(self._pair(x, PAIRED[op], line) if x.numel() else ())
         shared_bytes = 0 if mailboxes is None else mailboxes.most_bytes * self.size
         if op != "sum" or x.nbytes > max(SMALL_BYTES, shared_bytes) or x.numel() % self.size:
             self.count("all_reduce", x)
             return pending(dist.all_reduce(x, OPS[op], self.group, async_op=True))
-        line, block = self.begin("all_reduce"), x.view(self.size, -1)[self.rank]
+        line, block = self.begin("all_reduce", x), x.view(self.size, -1)[self.rank]
         first = self._add_blocks(block, x, line)
         return Pending([first.wait, lambda: self._join_sums(x, block, line)])
 
@@ -232,11 +232,11 @@ class Gloo(Transport):
         return [slot.until(Pending(ends).wait)]
 
     def broadcast(self, x: Tensor, root: int) -> Pending[Any]:
-        self.count("broadcast", x, root)
+        self.count("broadcast", x, root=root)
         return pending(dist.broadcast(x, group=self.group, async_op=True, group_src=root))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Pending[Any]:
-        return self._join_blocks(out, x, self.begin("all_gather"))
+        return self._join_blocks(out, x, self.begin("all_gather", x, out))
 
     def _join_blocks(self, out: Tensor, x: Tensor, line: Line) -> Pending[Any]:
         blocks = out.view(self.size, -1)
@@ -246,7 +246,7 @@ class Gloo(Transport):
         return Pending(ends)
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending[Any]:
-        return self._add_blocks(out, x, self.begin("reduce_scatter"))
+        return self._add_blocks(out, x, self.begin("reduce_scatter", x, out))
 
     def _add_blocks(self, out: Tensor, x: Tensor, line: Line) -> Pending[Any]:
         blocks = x.view(self.size, -1)
@@ -258,7 +258,7 @@ class Gloo(Transport):
 
     def all_gather_along(self, x: Tensor, dim: int) -> Tensor:
         """Joins the blocks directly, without concatenating them first."""
-        line = self.begin("all_gather")
+        line = self.begin("all_gather", x)
         if self._by_gloo(x):
             shape = list(x.shape)
             shape[dim] *= self.size
@@ -281,12 +281,12 @@ class Gloo(Transport):
         own, outgoing = self._blocks_of(x, dim)
         if self.size > 2 or self._by_gloo(own):
             return self.begin_reduce_scatter_along(x, dim).wait()
-        line = self.begin("reduce_scatter")
+        line = self.begin("reduce_scatter", x)
         return self._swap(outgoing[0], lambda others: add_all(own, others).contiguous(), line)
 
     def begin_reduce_scatter_along(self, x: Tensor, dim: int) -> Pending[Tensor]:
         own, outgoing = self._blocks_of(x, dim)
-        line = self.begin("reduce_scatter")
+        line = self.begin("reduce_scatter", x)
         if self._by_gloo(own) or _wide(own, outgoing):
             return self._sum(own, outgoing, own.new_empty(own.shape), line)
         return self._meet(outgoing, lambda others: add_all(own, others).contiguous(), line)
@@ -302,7 +302,7 @@ class Gloo(Transport):
         """One message to each peer and one from it, with the lengths of the counts."""
         theirs, mine = out.split(list(out_counts)), x.split(list(in_counts))
         outgoing, incoming = [mine[p] for p in self.peers], [theirs[p] for p in self.peers]
-        ends = self._exchange(outgoing, incoming, self.begin("all_to_all"))
+        ends = self._exchange(outgoing, incoming, self.begin("all_to_all", x, out))
         theirs[self.rank].copy_(mine[self.rank])
         return Pending(ends)
 
@@ -313,9 +313,10 @@ class Gloo(Transport):
         self.memory.open()
 
     def send(self, x: Tensor, to: int) -> Pending[Any]:
-        return Pending(self._send(x, to, self.begin("send"), tag=1))
+        return Pending(self._send(x, to, self.begin("send", x), tag=1))
 
     def receive(self, x: Tensor, source: int) -> Pending[Any]:
+        self.require_device("receive", x)
         return Pending([self._receive(x, source, tag=1)])
 
     def barrier(self) -> None:

@@ -31,7 +31,7 @@ from shardwise.comm.transport import Pending, Transport
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.layout import Placement
-from shardwise.core.moves import what
+from shardwise.core.moves import sums_by_gathering, what
 from shardwise.core.uneven import Cut
 
 # --- moves ------------------------------------------------------------------------------------
@@ -251,17 +251,23 @@ def all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 
 def begin_sum(x: Tensor, axis: Axis) -> Pending[Tensor]:
-    """Begin to sum a few numbers: gather and add, with half the messages of an all-reduce."""
+    """Begin to sum contiguous numbers; `x` must not change until then, and does not.
+
+    A few are gathered and added, with half the messages of an all-reduce (core/moves.py).
+    """
     if axis.size == 1:
         return Pending([lambda: x])
+    if not sums_by_gathering(axis.size, x.nbytes):
+        total = x.clone(memory_format=torch.contiguous_format)
+        return Pending([axis.transport.all_reduce(total.view(-1)).wait, lambda: total])
     most = max(1, axis.pool.most_bytes // (axis.size * x.element_size()))
-    if len(x) > most:
-        sums = [begin_sum(part, axis) for part in x.split(most)]
-        return Pending([lambda: torch.cat([each.wait() for each in sums])])
+    if x.numel() > most:
+        sums = [begin_sum(part, axis) for part in x.view(-1).split(most)]
+        return Pending([lambda: torch.cat([each.wait() for each in sums]).view_as(x)])
     slot = axis.pool.slot(axis.size * x.nbytes, x.device)
-    gathered = slot.tensor((axis.size * len(x),), x.dtype)
-    arriving = axis.transport.all_gather(gathered, x)
-    ends = [arriving.wait, lambda: gathered.view(axis.size, -1).sum(0)]
+    gathered = slot.tensor((axis.size * x.numel(),), x.dtype)
+    arriving = axis.transport.all_gather(gathered, x.view(-1))
+    ends = [arriving.wait, lambda: gathered.view(axis.size, *x.shape).sum(0)]
     return Pending([slot.until(Pending(ends).wait)])
 
 
@@ -388,7 +394,7 @@ def open_ways(axis: Axis, ways: Iterable[tuple[int, int]], device: torch.device)
     for transport in (axis.transport, axis.behind):
         transport.ready()
     for source, to in sorted(set(ways)):
-        one = torch.zeros(1, device=device)
+        one = torch.zeros(1, dtype=torch.float32, device=device)
         if axis.rank == source:
             with axis.ledger.phase("open"):
                 _queue(axis, source, to).send(one, to).wait()

@@ -31,29 +31,30 @@ class Nccl(Transport):
         return pending(dist.all_reduce(x, OPS[op], self.group, async_op=True))
 
     def broadcast(self, x: Tensor, root: int) -> Pending[Any]:
-        self.count("broadcast", x, root)
+        self.count("broadcast", x, root=root)
         return pending(dist.broadcast(x, group=self.group, async_op=True, group_src=root))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Pending[Any]:
-        self.count("all_gather", x)
+        self.count("all_gather", x, out)
         return pending(_all_gather(out, x, group=self.group, async_op=True))
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending[Any]:
-        self.count("reduce_scatter", x)
+        self.count("reduce_scatter", x, out)
         return pending(_reduce_scatter(out, x, group=self.group, async_op=True))
 
     def all_to_all(
         self, out: Tensor, x: Tensor, out_counts: Sequence[int], in_counts: Sequence[int]
     ) -> Pending[Any]:
-        self.count("all_to_all", x, counts=in_counts)
+        self.count("all_to_all", x, out, counts=in_counts)
         counts = list(out_counts), list(in_counts)
         return pending(dist.all_to_all_single(out, x, *counts, group=self.group, async_op=True))
 
     def send(self, x: Tensor, to: int) -> Pending[Any]:
-        self.begin("send").add(x, x.numel())
+        self.begin("send", x).add(x, x.numel())
         return pending(dist.isend(x, group=self.group, group_dst=to))
 
     def receive(self, x: Tensor, source: int) -> Pending[Any]:
+        self.require_device("receive", x)
         return pending(dist.irecv(x, group=self.group, group_src=source))
 
     def barrier(self) -> None:

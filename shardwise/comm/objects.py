@@ -13,8 +13,8 @@ def all_gather_object(value: Any, world: World) -> list[Any]:
     """Every rank's value, by rank, on every rank. Called by all ranks of the world."""
     packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     packed = packed.to(world.device)
-    sizes = all_gather(torch.tensor([len(packed)], device=world.device), world.everyone)
-    lengths = [int(size.item()) for size in sizes]
+    own = torch.tensor([len(packed)], dtype=torch.int64, device=world.device)
+    lengths = torch.cat(all_gather(own, world.everyone)).tolist()
     padded = packed.new_zeros(max(lengths))
     padded[: len(packed)] = packed
     parts = zip(all_gather(padded, world.everyone), lengths, strict=True)

@@ -261,7 +261,8 @@ def open_mailboxes(group: dist.ProcessGroup, *, wanted: bool = True) -> Mailboxe
     Called by all ranks of the group at the same point of the program.
     """
     rank, size = group.rank(), group.size()
-    mine = torch.tensor([_host() if wanted else 0, os.getpid()])
+    own = [_host() if wanted else 0, os.getpid()]
+    mine = torch.tensor(own, dtype=torch.int64, device="cpu")
     everyone = [torch.empty_like(mine) for _ in range(size)]
     dist.all_gather(everyone, mine, group)
     hosts = {int(host) for host, _ in everyone}
@@ -270,10 +271,10 @@ def open_mailboxes(group: dist.ProcessGroup, *, wanted: bool = True) -> Mailboxe
     pids = [int(pid) for _, pid in everyone]
     handle = _create(size) if rank == 0 else -1
     try:
-        shown = torch.tensor([handle])
+        shown = torch.tensor([handle], dtype=torch.int64, device="cpu")
         dist.broadcast(shown, group=group, group_src=0)
         memory = _attach(pids[0], int(shown))
-        attached = torch.tensor([float(memory is not None)])
+        attached = torch.tensor([memory is not None], dtype=torch.uint8, device="cpu")
         dist.all_reduce(attached, dist.ReduceOp.MIN, group)
     finally:
         if handle != -1:

@@ -94,15 +94,15 @@ class Threads(Transport):
         return self._meet(x, lambda xs: COMBINE[op](torch.stack(xs), 0), x)
 
     def broadcast(self, x: Tensor, root: int) -> Pending[Any]:
-        self.count("broadcast", x, root)
+        self.count("broadcast", x, root=root)
         return self._meet(x, lambda xs: xs[root].clone(), x)
 
     def all_gather(self, out: Tensor, x: Tensor) -> Pending[Any]:
-        self.count("all_gather", x)
+        self.count("all_gather", x, out)
         return self._meet(x, torch.cat, out)
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Pending[Any]:
-        self.count("reduce_scatter", x)
+        self.count("reduce_scatter", x, out)
         return self._meet(
             x, lambda xs: torch.stack([y.chunk(self.size)[self.rank] for y in xs]).sum(0), out
         )
@@ -111,7 +111,7 @@ class Threads(Transport):
         self, out: Tensor, x: Tensor, out_counts: Sequence[int], in_counts: Sequence[int]
     ) -> Pending[Any]:
         """Each rank reads its own part of the tensors that the others show."""
-        self.count("all_to_all", x, counts=in_counts)
+        self.count("all_to_all", x, out, counts=in_counts)
         return self._meet((x, in_counts), lambda shown: self._received(shown, out_counts), out)
 
     def _received(self, shown: list[tuple[Tensor, Sequence[int]]], out_counts: Any) -> Tensor:
@@ -124,11 +124,12 @@ class Threads(Transport):
         return torch.cat([x.split(list(counts))[self.rank] for x, counts in shown])
 
     def send(self, x: Tensor, to: int) -> Pending[Any]:
-        self.begin("send").add(x, x.numel())
+        self.begin("send", x).add(x, x.numel())
         self.board.wires[self.rank, to].put(x.clone())
         return Pending()
 
     def receive(self, x: Tensor, source: int) -> Pending[Any]:
+        self.require_device("receive", x)
         return Pending([lambda: x.copy_(self._taken(source))])
 
     def _taken(self, source: int) -> Tensor:

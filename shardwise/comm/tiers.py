@@ -101,9 +101,8 @@ class Tiers:
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor in new host memory; values are undefined."""
         with _disable_current_modes():  # a meter must not see the memory before it is the host's
-            made = torch.empty(
-                numel * dtype.itemsize, dtype=torch.uint8, pin_memory=self.accelerated
-            )
+            nbytes, pinned = numel * dtype.itemsize, self.accelerated
+            made = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=pinned)
             self.own(made)
         return made.view(dtype)
 

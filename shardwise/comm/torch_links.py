@@ -1,12 +1,14 @@
 """Process groups of torch.distributed for the lines of a mesh."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.fake import Fake
 from shardwise.comm.gloo import Gloo
 from shardwise.comm.limits import Limits, read_limits
 from shardwise.comm.nccl import Nccl
@@ -17,7 +19,7 @@ from shardwise.core.mesh import Mesh
 
 
 class TorchLinks(Links):
-    """Opens a process group for every queue of every line, once; `close` destroys them.
+    """Opens a process group for every queue of a line, once; `close` destroys them.
 
     A group of gloo holds threads and sockets while it lives.  With `ours`, torch.distributed itself
     was initialised here, and `close` ends it.  The groups have the backend of the user's group; if
@@ -25,7 +27,8 @@ class TorchLinks(Links):
     (None: read the environment) all messages go through the process groups.
     """
 
-    left = False  # whether this process has closed a world that it initialised
+    #: Those of `init`: torch.distributed exists once in a process, and so do its groups.
+    of_process: "TorchLinks | None" = None
 
     def __init__(
         self, *, ours: bool, device_type: str = "cpu", shared_memory: bool | None = None
@@ -33,27 +36,68 @@ class TorchLinks(Links):
         self.peers: Peers | None = None
         self.ours, self.device_type = ours, device_type
         self.shared = shared_memory_wanted() if shared_memory is None else shared_memory
-        self.opened: dict[tuple[tuple[tuple[int, ...], ...], str], Gloo | Nccl] = {}
+        self.parent = dist.group.WORLD
+        self.opened: dict[tuple[tuple[int, ...], str], Gloo | Nccl | None] = {}
+        self.users: Counter[tuple[tuple[int, ...], str]] = Counter()
+
+    def same(self, device_type: str, shared_memory: bool | None) -> bool:
+        """Whether `init` with these arguments would open the same groups."""
+        wanted = shared_memory_wanted() if shared_memory is None else shared_memory
+        alive = not self.closed and self.parent is dist.group.WORLD
+        return alive and (self.device_type, self.shared) == (device_type, wanted)
 
     def transport(
         self, axis: str, lines: Sequence[Sequence[int]], rank: int, queue: str = "now"
     ) -> Transport:
-        """Open a process group for each line, with the world's backend; return that of `rank`.
+        """The transport of the line of `rank`, with the world's backend.
 
-        Every rank asks for the same lines in the same order, so all ranks open the same groups.
+        A group is opened for each line that has none on this queue.  Every rank asks for the same
+        lines in the same order, so all ranks open the same groups.
         """
-        key = (tuple(map(tuple, lines)), queue)
-        if key in self.opened:
-            return self.opened[key]
-        mine, backend, timeout = None, self._backend(), group_timeout(read_limits())
-        for line in lines:  # torch requires that every rank creates every group in one order
-            group = dist.new_group(list(line), timeout, backend, group_desc=axis)
-            mine = group if rank in line else mine
-        if not isinstance(mine, dist.ProcessGroup):
+        keys = [(tuple(line), queue) for line in lines]
+        self.users.update(keys)
+        self._open(axis, [key for key in keys if len(key[0]) > 1 and key not in self.opened])
+        own = next((key for key in keys if rank in key[0]), None)
+        if own is None:
             raise ValueError(f"rank {rank} is on no line of axis {axis}: {lines}")
-        gloo = backend == "gloo"
-        self.opened[key] = Gloo(mine, shared=self.shared) if gloo else Nccl(mine)
-        return self.opened[key]
+        return self.opened.get(own) or Fake()  # a line of one rank has no group
+
+    def _open(self, axis: str, keys: Sequence[tuple[tuple[int, ...], str]]) -> None:
+        """Open the groups of these lines, in one call if NCCL can split the user's group."""
+        timeout, backend = group_timeout(read_limits()), self._backend()
+        rank, parent = dist.get_rank(), self.parent
+        if keys and parent is not None and parent.bound_device_id is not None:
+            lines = [list(line) for line, _ in keys]
+            mine = dist.split_group(split_ranks=lines, timeout=timeout, group_desc=axis)
+            groups = [mine if rank in line else None for line in lines]
+        else:  # torch requires that every rank creates every group in one order
+            groups = [
+                dist.new_group(list(line), timeout, backend, group_desc=axis) for line, _ in keys
+            ]
+        for key, group in zip(keys, groups, strict=True):
+            self.opened[key] = None
+            if isinstance(group, dist.ProcessGroup):
+                gloo = backend == "gloo"
+                self.opened[key] = Gloo(group, shared=self.shared) if gloo else Nccl(group)
+
+    def release(self, lines: Sequence[Sequence[int]], queue: str = "now") -> None:
+        """Destroy the groups of the lines that nobody else has asked for."""
+        keys = [(tuple(line), queue) for line in lines]
+        self.users.subtract(keys)
+        unused = [key for key in keys if self.users[key] <= 0 and key in self.opened]
+        if self.closed or not unused or dist.group.WORLD is not self.parent:
+            return
+        dist.barrier()  # all ranks have had their last message
+        self._destroy([self.opened.pop(key) for key in unused])
+
+    @staticmethod
+    def _destroy(transports: Iterable[Gloo | Nccl | None]) -> None:
+        own = [transport for transport in transports if transport is not None]
+        for transport in own:
+            if isinstance(transport, Gloo) and transport.memory.mailboxes is not None:
+                transport.memory.mailboxes.leave()
+        for transport in own:
+            dist.destroy_process_group(transport.group)
 
     def _backend(self) -> str:
         """The name of the user's backend; for several it is "undefined" or a list."""
@@ -82,13 +126,10 @@ class TorchLinks(Links):
             peers.stop()
         if not dist.is_initialized():
             return
-        for mailboxes in self._mailboxes():
-            mailboxes.leave()
-        for transport in self.opened.values():
-            dist.destroy_process_group(transport.group)
+        self._destroy(self.opened.values())
         self.opened = {}
         if self.ours:
-            TorchLinks.left = True
+            TorchLinks.of_process = self  # `init` cannot begin another
             dist.destroy_process_group()
 
 
@@ -114,6 +155,6 @@ def device_mesh(mesh: Mesh, transports: Sequence[Transport], device_type: str) -
     if len(groups) != len(mesh.axes):
         raise ValueError(f"mesh '{mesh}' has axes without a process group of torch.distributed")
     names, sizes = zip(*mesh.axes, strict=True)
-    ranks = torch.arange(mesh.size).view(sizes)
+    ranks = torch.arange(mesh.size, dtype=torch.int64, device="cpu").view(sizes)
     given = groups if len(groups) > 1 else groups[0]
     return DeviceMesh.from_group(given, device_type, ranks, mesh_dim_names=names)

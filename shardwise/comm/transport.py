@@ -4,7 +4,8 @@ Tensors are one-dimensional and contiguous, except in the functions that work al
 take any shape and strides.  Only the functions of move.py call a transport.
 
 Every transport counts what it sends in the ledger of its axis, just before sending: `begin` returns
-the line of the ledger for one call.
+the line of the ledger for one call.  It refuses tensors that are not on the device of the world: a
+number made on the host works on gloo and fails on NCCL.
 
     Nobody    no other process: a world of one, or a traced rank of a world of any size
     Threads   ranks are threads of this process (tests, and a first look on a laptop)
@@ -20,9 +21,11 @@ from typing import Any, Generic, Self, TypeVar
 import torch
 from torch import Tensor
 
+from shardwise.comm.call_stack import caller
 from shardwise.comm.ledger import Ledger, Line
 from shardwise.comm.pool import Pool
 from shardwise.comm.volume import volume
+from shardwise.core.errors import bad
 
 T = TypeVar("T")
 
@@ -59,21 +62,43 @@ class Transport(ABC):
     axis: str
     ledger: Ledger
     pool: Pool
+    device: torch.device
 
-    def with_ledger(self, axis: str, ledger: Ledger, pool: Pool | None = None) -> Self:
-        """The same group of ranks; it counts on `axis` in `ledger`, with buffers of `pool`."""
+    def with_ledger(
+        self, axis: str, ledger: Ledger, device: torch.device, pool: Pool | None = None
+    ) -> Self:
+        """The same group of ranks; it counts on `axis` in `ledger`, with buffers of `pool`.
+
+        All tensors that it moves are on `device`.
+        """
         one = copy.copy(self)
         one.axis, one.ledger, one.pool = axis, ledger, Pool() if pool is None else pool
+        one.device = device
         return one
 
-    def begin(self, kind: str) -> Line:
-        """The ledger's line for one more call of this kind."""
+    def begin(self, kind: str, *tensors: Tensor) -> Line:
+        """The ledger's line for one more call of this kind, which moves `tensors`."""
+        self.require_device(kind, *tensors)
         return self.ledger.begin(self.axis, kind)
 
-    def count(self, kind: str, x: Tensor, root: int = 0, counts: Sequence[int] = ()) -> None:
-        """Count one collective that a library executes, by its definition (volume.py)."""
+    def require_device(self, kind: str, *tensors: Tensor) -> None:
+        """Raise InputError if a tensor is not on the device of the world."""
+        for x in tensors:
+            if x.device != self.device:
+                raise bad(
+                    f"{kind} on axis {self.axis} of a tensor on {x.device}, called by {caller()}",
+                    f"tensors on {self.device}, the device of the world",
+                    "x.to(world.device)",
+                )
+
+    def count(self, kind: str, *tensors: Tensor, root: int = 0, counts: Sequence[int] = ()) -> None:
+        """Count one collective that a library executes, by its definition (volume.py).
+
+        The first of `tensors` is the one that this rank passes to it.
+        """
+        x = tensors[0]
         numel, peers = volume(kind, x.numel(), self.size, self.rank, root, counts)
-        self.begin(kind).add(x, numel, peers)
+        self.begin(kind, *tensors).add(x, numel, peers)
 
     @abstractmethod
     def all_reduce(self, x: Tensor, op: str = "sum") -> Pending[Any]:
@@ -158,6 +183,13 @@ class Links(ABC):
         a line never waits for work on another; a repeated request may return the same queue.
         """
 
+    def release(self, lines: Sequence[Sequence[int]], queue: str = "now") -> None:
+        """Give back what `transport` opened for `lines`, once for each request.
+
+        Called by all ranks in the same order.  What nobody else has asked for is closed.
+        """
+        return
+
     @abstractmethod
     def close(self) -> None:
         """Close all transports."""
@@ -168,11 +200,42 @@ class Links(ABC):
         return self
 
 
+class Lease(Links):
+    """The links of one wrapped module, whose `remove` gives back all that it has opened."""
+
+    def __init__(self, inner: Links) -> None:
+        self.inner = inner
+        self.asked: list[tuple[Sequence[Sequence[int]], str]] = []
+
+    def transport(
+        self, axis: str, lines: Sequence[Sequence[int]], rank: int, queue: str = "now"
+    ) -> Transport:
+        self.asked.append((lines, queue))
+        return self.inner.transport(axis, lines, rank, queue)
+
+    def release(self, lines: Sequence[Sequence[int]], queue: str = "now") -> None:
+        self.inner.release(lines, queue)
+
+    def remove(self) -> None:
+        """Give back everything.  Called by all ranks, after their last message."""
+        asked, self.asked = self.asked, []
+        for lines, queue in reversed(asked):
+            self.inner.release(lines, queue)
+
+    def close(self) -> None:
+        self.inner.close()
+
+    @property
+    def root(self) -> Links:
+        return self.inner.root
+
+
 class GroupLinks(Links):
     """Opens transports among the ranks of one of several groups of a world, all of the same size.
 
     Ranks are numbered within the group. All ranks of the world open the transports of all groups,
-    as torch.distributed requires; no message leaves a group.
+    as torch.distributed requires; no message leaves a group. Groups may end their work at different
+    times, so nothing is given back before `close`.
     """
 
     def __init__(self, inner: Links, groups: Sequence[Sequence[int]], own: Sequence[int]) -> None:

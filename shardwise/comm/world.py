@@ -29,7 +29,7 @@ from shardwise.comm.rendezvous import Start, environment, launched, local_rank
 from shardwise.comm.start import meet
 from shardwise.comm.tiers import Tiers
 from shardwise.comm.torch_links import TorchLinks, device_mesh, group_timeout, process_group
-from shardwise.comm.transport import GroupLinks, Links, Transport
+from shardwise.comm.transport import GroupLinks, Lease, Links, Transport
 from shardwise.core.arguments import choice
 from shardwise.core.errors import InputError, bad
 from shardwise.core.hook import no_copy
@@ -69,11 +69,19 @@ class Axis:
 
 
 def counted_axis(
-    name: str, queues: Sequence[Transport], ledger: Ledger, pool: Pool | None = None
+    name: str,
+    queues: Sequence[Transport],
+    ledger: Ledger,
+    device: torch.device,
+    pool: Pool | None = None,
 ) -> Axis:
-    """The axis over `queues` (none or two), which count their bytes in `ledger`."""
+    """The axis over `queues`, which move tensors of `device` and count their bytes in `ledger`.
+
+    There are none for one rank; a single one is both queues of the axis.
+    """
     pool = Pool() if pool is None else pool
-    opened = [queue.with_ledger(name, ledger, pool) for queue in queues]
+    opened = [queue.with_ledger(name, ledger, device, pool) for queue in queues]
+    opened *= 2 if len(opened) == 1 else 1
     return Axis(name, *opened, ledger=ledger, pool=pool)
 
 
@@ -120,7 +128,7 @@ class World:
                 f"start {mesh.size} processes, or write 'dp{self.size}'",
             )
         ledger, pool, here = Ledger(), Pool(), self.everyone
-        everyone = counted_axis(here.name, (here.transport, here.behind), ledger, pool)
+        everyone = counted_axis(here.name, (here.transport,), ledger, self.device, pool)
         tiers = Tiers(ledger, self.device)
         own = replace(self, everyone=everyone, ledger=ledger, pool=pool, tiers=tiers)
         return replace(own, arenas=Arenas()).beside(mesh)
@@ -142,7 +150,7 @@ class World:
         """
         now = self.links.transport(called, lines, self.rank)
         behind = self.links.transport(called, lines, self.rank, "behind")
-        return counted_axis(called, (now, behind), self.ledger, self.pool)
+        return counted_axis(called, (now, behind), self.ledger, self.device, self.pool)
 
     def within(self, name: str, groups: Sequence[Sequence[int]], called: str = "") -> Axis:
         """The ranks of axis `name` that are in the same group as this one.  All ranks must call it.
@@ -159,7 +167,7 @@ class World:
         # every rank opens every group, in the same order, as torch.distributed requires
         pair = [self.links.transport(name, lines, self.rank, queue) for queue in ("now", "behind")]
         opened = pair if len(mine) > 1 else []
-        return counted_axis(called, opened, self.ledger, self.pool)
+        return counted_axis(called, opened, self.ledger, self.device, self.pool)
 
     def split(self, groups: Sequence[Sequence[int]]) -> "World":
         """The world of the ranks that are in the same group as this one, for independent experts.
@@ -209,9 +217,8 @@ def world_of(rank: int, size: int, device: torch.device, links: Links) -> World:
     """A world over `links`.  All ranks must call it."""
     ledger = Ledger()
     lines = [list(range(size))]
-    queues = ("now", "behind") if size > 1 else ()
-    pair = [links.transport("world", lines, rank, queue) for queue in queues]
-    everyone = counted_axis("world", pair, ledger)
+    opened = [links.transport("world", lines, rank)] if size > 1 else []
+    everyone = counted_axis("world", opened, ledger, device)
     tiers = Tiers(ledger, device)
     return World(rank, size, device, links, everyone=everyone, ledger=ledger, tiers=tiers)
 
@@ -227,7 +234,7 @@ def traced(rank: int, size: int) -> World:
 
 
 def init(device: str | None = None, *, shared_memory: bool | None = None) -> World:
-    """The world of this process.
+    """The world of this process.  All calls share its process groups.
 
     If `torch.distributed` is initialised, its default group is used.  Otherwise the environment of
     torchrun or Slurm is read; without either this is a world of one rank.  `device` is "cpu",
@@ -246,7 +253,10 @@ def init(device: str | None = None, *, shared_memory: bool | None = None) -> Wor
         rank, size = dist.get_rank(), dist.get_world_size()
         where = _device(device, local_rank(rank))
         install_excepthook(rank, size)
-        links = TorchLinks(ours=False, device_type=where.type, shared_memory=shared_memory)
+        links = TorchLinks.of_process
+        if links is None or not links.same(where.type, shared_memory):
+            links = TorchLinks(ours=False, device_type=where.type, shared_memory=shared_memory)
+            TorchLinks.of_process = links
         return world_of(rank, size, _ready(where), links)
     try:
         start = environment()
@@ -256,7 +266,8 @@ def init(device: str | None = None, *, shared_memory: bool | None = None) -> Wor
     where = _ready(_device(device, start.local_rank if start else 0))
     if start is None or (start.size == 1 and start.rank == 0 and start.address is None):
         return alone(where)
-    if TorchLinks.left:
+    left = TorchLinks.of_process
+    if left is not None and left.ours and left.closed:
         raise bad(
             "sw.init() after world.close() in one process",
             "one world per process, shared by any number of engines",
@@ -267,10 +278,22 @@ def init(device: str | None = None, *, shared_memory: bool | None = None) -> Wor
     store = _begin(start, where, limits)
     install_excepthook(start.rank, start.size)  # again, since torch sets its own hook
     links = TorchLinks(ours=True, device_type=where.type, shared_memory=shared_memory)
+    TorchLinks.of_process = links
     if not launched():
         links.peers = watch_peers(store, start.rank, start.size, limits)
     atexit.register(links.close)
     return world_of(dist.get_rank(), dist.get_world_size(), where, links)
+
+
+def leased(world: World | None) -> World:
+    """The world (None: that of `init`) for one wrapped module: its `links` are a Lease."""
+    found = init() if world is None else world
+    if isinstance(found.links, Lease):
+        return found
+    lease = Lease(found.links)
+    if world is None and found.size > 1:
+        lease.asked.append(([list(range(found.size))], "now"))  # by `init`
+    return replace(found, links=lease)
 
 
 def _ready(device: torch.device) -> torch.device:
@@ -280,13 +303,17 @@ def _ready(device: torch.device) -> torch.device:
 
 
 def _begin(start: Start, device: torch.device, limits: Limits) -> Store:
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if device.type == "cuda":
+    gpu = device.type == "cuda"
+    if gpu:
         torch.cuda.set_device(device)
-        backend = "nccl"
     store, timeout = meet(start, limits), group_timeout(limits)
     dist.init_process_group(
-        backend, store=store, rank=start.rank, world_size=start.size, timeout=timeout
+        "nccl" if gpu else "gloo",
+        store=store,
+        rank=start.rank,
+        world_size=start.size,
+        timeout=timeout,
+        device_id=device if gpu else None,  # then its groups are split off (torch_links.py)
     )
     return store
 

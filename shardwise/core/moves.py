@@ -38,6 +38,15 @@ _MOVES: dict[tuple[str, str], tuple[str, int]] = {
 }
 
 
+#: Up to this size, numbers of all ranks are gathered and added, in half the messages.
+GATHERED_BYTES = 2**14
+
+
+def sums_by_gathering(ranks: int, nbytes: int) -> bool:
+    """Whether `ranks` ranks that each have `nbytes` of numbers gather all of them to sum them."""
+    return ranks * nbytes <= GATHERED_BYTES
+
+
 @dataclass(frozen=True)
 class Move:
     """A change of placement of one tensor on one axis; each rank sends `sent` elements."""

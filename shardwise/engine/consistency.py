@@ -66,8 +66,8 @@ def require_same(world: World, parts: Mapping[str, object]) -> None:
     names = ["the call", *parts]
     own = [_hash(repr(names)), *(_hash(_text_of(part)) for part in parts.values())]
     own += [0] * (MAX_PARTS - len(own))  # one length, even if ranks make different calls
-    everyone = all_gather(torch.tensor(own, device=world.device), world.everyone)
-    hashes = torch.stack(everyone).tolist()
+    mine = torch.tensor(own, dtype=torch.int64, device=world.device)
+    hashes = torch.stack(all_gather(mine, world.everyone)).tolist()
     for number, name in enumerate(names):
         others = [rank for rank in range(world.size) if hashes[rank][number] != hashes[0][number]]
         if others:
@@ -257,8 +257,8 @@ def _batch_checksum(batch: Any, device: torch.device) -> Tensor:
                 sums.append(_weighted_sum(folded).to(device))
                 sizes.append(folded.norm().to(device))
             else:
-                weights = torch.arange(1, CHECKSUM_WEIGHTS + 1, device=x.device) * PRIME
-                exact = exact + (_fold(x, torch.int64) * weights).sum().to(device)
+                folded = _fold(x, torch.int64)
+                exact = exact + (folded * _counting(folded) * PRIME).sum().to(device)
     return torch.stack(
         [(exact % 2**52).double(), torch.stack(sums).sum(), torch.stack(sizes).sum()]
     )
@@ -273,6 +273,11 @@ def _same_batch(first: Tensor, second: Tensor) -> bool:
 def _checksum(x: Tensor) -> Tensor:
     """The sum of `x` with fixed weights: a double, 0-d."""
     return _weighted_sum(_fold(x, torch.float64))
+
+
+def _counting(folded: Tensor) -> Tensor:
+    """1, 2, 3 and so on: one for each element."""
+    return torch.ones_like(folded).cumsum(0)
 
 
 def _weighted_sum(folded: Tensor) -> Tensor:

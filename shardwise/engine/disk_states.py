@@ -275,7 +275,7 @@ class DiskStates:
             elif target.dim():
                 found[key] = self._view(k, i, self.states[k][key])
             else:
-                found[key] = self._owned(torch.zeros((), dtype=self.states[k][key].dtype))
+                found[key] = self._owned(torch.zeros((), dtype=value.dtype, device="cpu"))
         return found
 
     def _owned(self, value: Any) -> Any:

@@ -189,7 +189,8 @@ class Engine:
 
     def _total(self, mine: int) -> int:
         with self.ledger.phase("check"):
-            counted = self.consensus.agree(torch.tensor([float(mine)], device=self.world.device))
+            own = torch.tensor([mine], dtype=torch.float64, device=self.world.device)
+            counted = self.consensus.agree(own)
         return max(1, round(counted.item()))
 
     def _settle(self, summed: Tensor, count: int, arriving: Iterator[Unit]) -> StepResult:
@@ -199,7 +200,7 @@ class Engine:
         every rank knows; the update makes them the mean.
         """
         reported = self.guard.reported_loss(summed).view(1)
-        own = torch.cat([reported, summed.new_tensor([count]), self.consensus.summary().to(summed)])
+        own = torch.cat([reported, summed.new_full((1,), count), self.consensus.summary()])
         with self.ledger.phase("check"):
             agreed = self.consensus.begin_agree(own)
         first = [unit for unit in (next(arriving, None),) if unit is not None]
@@ -207,20 +208,25 @@ class Engine:
             sums = agreed.wait()
             sums[:1] = self._over_stages(sums[:1])  # known on the last stage
             sums[:1] = self.guard.over_tensors(sums[:1])
-        counted = round(sums[1].item())
+            if self.staging:
+                sums[2:] = self.staging.shared(self.optimizer.names, sums[2:])
+        by_norm = self.guard.by_norm
+        squares = self.updates.squares().view(1) if by_norm else sums[:0]
+        # the step's only wait for the device: from these numbers follows whether it updates
+        loss_sum, tokens, *used = torch.cat([sums, squares]).tolist()
+        squared = used.pop() if by_norm else 0.0
+        counted = round(tokens)
         total = max(1, counted)
-        loss, correction = sums[0].item() / total, power_of_two(self.expected) / total
+        loss, correction = loss_sum / total, power_of_two(self.expected) / total
         self.expected = counted or self.expected
-        used = sums[2:]
-        if self.staging:
-            with self.ledger.phase("check"):
-                used = self.staging.shared(self.optimizer.names, used)
         self.consensus.apply(used)
         asked = self.training.clip is not None
         norm, skipped = None, not math.isfinite(loss)
-        if asked or self.scale.on:
-            norm = self.updates.by_norm(correction, update=not skipped)
+        if by_norm:
+            norm = math.sqrt(squared) * correction / self.scale.value
             skipped = skipped or not math.isfinite(norm)
+            if not skipped:
+                self.updates.by_norm(norm, correction)
         elif not skipped:
             self.updates.early(chain(first, arriving), correction)
         if skipped:
@@ -263,7 +269,7 @@ class Engine:
         (part,) = self.sharded.begin([batch])
         found = self._made(partial(self._objective, part=part))
         if found is None:
-            found = torch.zeros((), device=self.world.device)
+            found = torch.zeros((), dtype=torch.float64, device=self.world.device)
         loss = found.to(self.world.device, torch.float64)
         own = torch.stack([loss * count, loss.new_tensor(count)])
         if not count:  # the mean over no tokens may be NaN

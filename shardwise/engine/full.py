@@ -60,6 +60,7 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
             return _full(stages.layers.twin, boxes, piped.staged.axis, stages.device)
         data = driver_of(module)
         if data is not None:
+            data.consensus.check()
             device = flats_of(data.units.order)[0].full.device
             shard, replicate = data.consensus.axes
             if replicate.rank:  # only the first replica sends
@@ -182,7 +183,7 @@ def _send_all(boxes: Sequence[Box], axis: Axis, device: torch.device) -> None:
         for box in boxes
     ]
     text = torch.frombuffer(bytearray(json.dumps(listed).encode()), dtype=torch.uint8)
-    send(torch.tensor([text.numel()], device=device), axis, 0)
+    send(torch.tensor([text.numel()], dtype=torch.int64, device=device), axis, 0)
     send(text.to(device), axis, 0)
     for box in boxes:
         send(_bytes(box.tensor.to(device).contiguous()), axis, 0)  # it may be on the host
@@ -203,5 +204,5 @@ def _place(
     """Write a box into its full tensor."""
     whole = found.get(name)
     if whole is None:
-        whole = found[name] = torch.empty(tuple(shape), dtype=values.dtype)
+        whole = found[name] = torch.empty(tuple(shape), dtype=values.dtype, device="cpu")
     block(whole, offsets, values.shape).copy_(values)

@@ -130,7 +130,9 @@ class Guard:
         ]
         everyone = [
             each.tolist()
-            for each in all_gather(torch.tensor(own, device=self.world.device), self.world.everyone)
+            for each in all_gather(
+                torch.tensor(own, dtype=torch.int64, device=self.world.device), self.world.everyone
+            )
         ]
         losses = [rank for rank, each in enumerate(everyone) if each[0]]
         makers = losses or [rank for rank, each in enumerate(everyone) if each[1]]

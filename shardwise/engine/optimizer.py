@@ -318,7 +318,7 @@ class ShardedOptimizer(Optimizer):
         if self.disk is not None:
             found += self.disk.squares_of(flats)
         if not found:
-            return torch.zeros((), dtype=torch.float64)
+            return torch.zeros((), dtype=torch.float64, device="cpu")
         # those of gradients in host memory are there, others on the device
         return torch.stack([squared.to(found[0].device) for squared in found]).sum()
 

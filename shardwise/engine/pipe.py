@@ -27,7 +27,8 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwise.comm.move import all_reduce, broadcast
-from shardwise.comm.world import Axis, World, init
+from shardwise.comm.transport import Lease
+from shardwise.comm.world import Axis, World
 from shardwise.core.arguments import integer, short_repr
 from shardwise.core.errors import bad
 from shardwise.core.hook import no_copy
@@ -80,9 +81,7 @@ def Pipe(  # noqa: N802
     if any(drivers(m) or isinstance(vars(m).get("forward"), Piped) for m in module.modules()):
         raise validate.already_wrapped(module)
     refuse(module, "sw.Pipe", "sw.FSDP(module)")
-    if world is None:
-        world = init()
-    validate.world(world)
+    world = validate.leased_world(world)
     asked = {"chunks": chunks, "stages": stages, "schedule": schedule}
     consistency.require_same(world, {"the module": consistency.model_signature(module)} | asked)
     plan = Plan(axes=((stage_module.AXIS, world.size),))
@@ -100,7 +99,8 @@ def Pipe(  # noqa: N802
     trained = any(p.requires_grad for p in named.values())
     tied = {named[name]: staged.ties[name] for name in sorted(staged.ties)}
     # a hook cannot replace the forward, and other modules share the class
-    module.forward = Piped(module, staged, trained, tied)
+    assert isinstance(world.links, Lease)
+    module.forward = Piped(module, staged, trained, tied, world.links)
     return module
 
 
@@ -140,7 +140,9 @@ class Piped:
         staged: Staging,
         trained: bool,
         tied: dict[nn.Parameter, Axis],
+        lease: Lease,
     ) -> None:
+        self.lease = lease
         self.module, self.staged, self.trained, self.tied = module, staged, trained, tied
         self.forward: Forward = type(module).forward
         self.halves = halves(staged.schedule)
@@ -165,7 +167,9 @@ class Piped:
         pass_ = _Pass(self, parts, [self._traced(part) for part in parts])
         outs = pass_.forwards()
         if graded and (self.trained or inputs):
-            outs = _Back.apply(pass_, torch.empty(0, requires_grad=True), *inputs)
+            device = self.staged.stages.device
+            graph = torch.empty(0, dtype=torch.float32, device=device, requires_grad=True)
+            outs = _Back.apply(pass_, graph, *inputs)
         return tree_unflatten(list(outs), pass_.structure)
 
     def call(self, module: nn.Module, part: Any) -> Any:

@@ -73,7 +73,10 @@ class Pipelined:
         As OneStage.run; only the rank with the last stage has the sum of the loss.
         """
         loss = ScaledLoss(sum_scale, self.device)
-        seed = int(torch.randint(2**61, ())) + 2_147_483_647 * self.share
+        seed = (
+            int(torch.randint(2**61, (), dtype=torch.int64, device="cpu"))
+            + 2_147_483_647 * self.share
+        )
         for first in range(0, len(parts), self.microbatches):
             these = range(first, first + self.microbatches)
             microbatches = [

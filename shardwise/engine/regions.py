@@ -157,7 +157,8 @@ class Regions:
     def _random(self, region: Region) -> Random:
         """Random numbers that are equal on the ranks of the region's tensor axis."""
         world = region.world
-        seed = torch.tensor([torch.initial_seed() % 2**40], device=world.device)
+        own = [torch.initial_seed() % 2**40]
+        seed = torch.tensor(own, dtype=torch.int64, device=world.device)
         tensor = world.axis(tensor_parallel.AXIS)
         first = int(broadcast(seed, tensor).item())
         place = self.exchange.place // region.degree

@@ -123,7 +123,10 @@ class ShardedRandom(TorchFunctionMode):
         if device is None:
             return func(*args, **kwargs)
         if func in _RANDOM and _RANDOM[func](*args, **kwargs) > 0:
-            seed = int(torch.randint(2**48, ())) * self.axis.size + self.axis.rank
+            seed = (
+                int(torch.randint(2**48, (), dtype=torch.int64, device="cpu")) * self.axis.size
+                + self.axis.rank
+            )
             with seeded(device, seed):
                 out = func(*args, **kwargs)
         else:

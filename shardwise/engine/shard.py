@@ -223,7 +223,8 @@ def agreed(model: nn.Module, how: Sharding, units: Sequence[Unit]) -> Consensus:
     """The consensus of the data ranks (consensus.py)."""
     trained = [flat for flat in flats_of(units) if flat.trained]
     buffers = Buffers(model, how.axes, follow=how.broadcast_buffers)
-    return Consensus(how.axes, trained, buffers)
+    device = how.device or flats_of(units)[0].full.device
+    return Consensus(how.axes, trained, buffers, device)
 
 
 def sums_of(units: Sequence[Unit], in_flight: int) -> Reductions:

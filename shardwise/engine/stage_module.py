@@ -93,7 +93,7 @@ class Staging:
 
     def anywhere(self, flags: Sequence[bool]) -> list[bool]:
         """Which of these are true on any rank of the axis; called by all of them."""
-        own = torch.tensor([float(flag) for flag in flags], device=self.stages.device)
+        own = torch.tensor(flags, dtype=torch.float64, device=self.stages.device)
         return (begin_sum(own, self.axis).wait() > 0).tolist()
 
     def together(self, names: Collection[str]) -> list[str]:

@@ -21,11 +21,16 @@ def keep_keys(module: nn.Module, data: Data, flats: Sequence[Flat]) -> list[Remo
     if not any(flat.split for flat in flats):  # p is whole between steps
         return []
     return [
-        module.register_state_dict_pre_hook(partial(_gather_all, data, flats)),
+        module.register_state_dict_pre_hook(partial(_before_save, data, flats)),
         module.register_state_dict_post_hook(partial(_copy_whole, data)),
         module.register_load_state_dict_pre_hook(partial(_gather_all, data, flats)),
         module.register_load_state_dict_post_hook(partial(_after_load, data, flats)),
     ]
+
+
+def _before_save(data: Data, flats: Sequence[Flat], *_: Any) -> None:
+    data.consensus.check()
+    _gather_all(data, flats)
 
 
 def _gather_all(data: Data, flats: Sequence[Flat], *_: Any) -> None:

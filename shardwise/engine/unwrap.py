@@ -20,9 +20,10 @@ def unwrap(module: nn.Module) -> nn.Module:
 
     Every parameter gets back its shape, its own memory and its full value; buffers are rank 0's.
     Nothing of Shardwise stays on the module: one process can train, copy or pickle it, and it can
-    be wrapped again.  Parameters keep their identity, so an optimizer still works, except one with
-    sharded state, which must be rebuilt.  Gradients stay if they were unsharded (`sw.DDP`), else
-    they are dropped.
+    be wrapped again.  Process groups that the wrapping opened are closed, unless something else
+    uses them.  Parameters keep their identity, so an optimizer still works, except one with sharded
+    state, which must be rebuilt.  Gradients stay if they were unsharded (`sw.DDP`), else they are
+    dropped.
 
     After `sw.Pipe`, a rank's own stages are the original modules, with gradients.  Layers of other
     ranks are copies with current parameters and buffers.  Rebuild the optimizer: it has not seen
@@ -37,6 +38,7 @@ def unwrap(module: nn.Module) -> nn.Module:
     data, piped = driver_of(module), pipe_of(module)
     if piped is not None:
         _restore(piped.staged)
+        piped.lease.remove()
         del module.forward
         return module
     if data is None:
@@ -53,11 +55,12 @@ def unwrap(module: nn.Module) -> nn.Module:
             "new_module.load_state_dict(sw.full_state_dict(engine)) on rank 0",
         )
     data.sums.finish()
-    for handle in data.handles:
-        handle.remove()
+    data.consensus.check()
     data.consensus.buffers.refresh()
     for flat in flats_of(data.units.order):
         _release(flat)
+    for handle in data.handles:
+        handle.remove()
     return module
 
 

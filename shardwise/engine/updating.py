@@ -8,7 +8,6 @@ With offload, updates run on a thread of the host, while other units arrive and 
 next step computes (`later`): then they are finished at its end, before its own update begins.
 """
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -90,16 +89,21 @@ class Updates:
             self._update_disk(correction)
         self.guard.passed()
 
-    def by_norm(self, correction: float, *, update: bool) -> float:
-        """Update all units at once, scaled by the norm of all gradients; returns the norm.
-
-        Nothing is updated if `update` is false, or if the norm is not finite.
-        """
+    def squares(self) -> Tensor:
+        """The sum of squares of the gradients of all ranks, as they are: a double on the device."""
         with self.ledger.phase("backward"):
             self.data.sums.finish()
-        norm = self._norm(correction)
-        if not (update and math.isfinite(norm)):
-            return norm
+        with self.ledger.phase("check"):
+            found: list[Tensor] = []
+            for flats, axes in self.norms:
+                squared = self.optimizer.squared_norm(flats).view(1).to(self.guard.world.device)
+                for axis in axes:
+                    squared = begin_sum(squared, axis).wait()
+                found.append(squared)
+            return self.over_stages(torch.stack(found).sum(0))
+
+    def by_norm(self, norm: float, correction: float) -> None:
+        """Update all units at once, scaled by the norm of all gradients."""
         self.data.units.attach_grads()
         factor = self._factor(norm) * correction
         if self.delays():
@@ -111,7 +115,6 @@ class Updates:
                 self._update_disk(factor)
             self.guard.passed()
         self.scale.update(overflow=False)
-        return norm
 
     def leave_out(self, step: int, summed: Tensor, norm: float | None) -> NonFiniteError | None:
         """End a step without its update. Returns the error to raise if it must not be skipped.
@@ -199,18 +202,6 @@ class Updates:
         """Whether another thread still has to make some of the optimizer's states."""
         missing = not self.optimizer.complete or bool(self.optimizer.idle)
         return missing and self._on_host
-
-    def _norm(self, correction: float) -> float:
-        """The norm of the global gradient, without the loss scale."""
-        with self.ledger.phase("check"):
-            found: list[Tensor] = []
-            for flats, axes in self.norms:
-                squared = self.optimizer.squared_norm(flats).view(1).to(self.guard.world.device)
-                for axis in axes:
-                    squared = begin_sum(squared, axis).wait()
-                found.append(squared)
-            squared = self.over_stages(torch.stack(found).sum(0))
-        return math.sqrt(squared.item()) * correction / self.scale.value
 
     def _factor(self, norm: float) -> float:
         """The factor of all gradients: removes the loss scale and clips (Pascanu et al., 2013)."""

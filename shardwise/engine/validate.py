@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from shardwise.comm.world import World
+from shardwise.comm.world import World, leased
 from shardwise.core.arguments import is_number, short_repr
 from shardwise.core.errors import InputError, bad
 from shardwise.core.hook import in_backward
@@ -115,6 +115,13 @@ def world(value: Any) -> None:
     """Raise InputError unless `value` is a world."""
     if not isinstance(value, World):
         raise bad(f"world={short_repr(value)}", "the world that sw.init() returns", "sw.init()")
+
+
+def leased_world(value: World | None) -> World:
+    """The world for one wrapped module (comm/world.py). Raises InputError for anything else."""
+    if value is not None:
+        world(value)
+    return leased(value)
 
 
 def rate(value: Any) -> None:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from shardwise.comm.host_numbers import doubles_on
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan import Plan
 from shardwise.core.schedule.action import COMPUTE_OPS
@@ -179,13 +180,14 @@ class Stale:
     def _agree(self, flats: Sequence[Flat], count: int) -> int:
         """Sum the tokens over the data ranks, and set which parameters have a gradient on any."""
         own = [float(count), *(float(flag) for flat in flats for flag in flat.grads.has_grad)]
-        local = torch.tensor(own, dtype=torch.float64, device=self.device)
-        agreed = self.data.consensus.agree(local)
+        agreed = self.data.consensus.agree(doubles_on(own, self.device))
         names = [name for flat in flats for name in flat.names]
-        flags = iter(self.staged.shared(names, agreed[1:]).tolist())
+        used = self.staged.shared(names, agreed[1:])
+        total, *found = torch.cat([agreed[:1], used]).tolist()
+        flags = iter(found)
         for flat in flats:
             flat.grads.used = [next(flags) > 0 for _ in flat.grads.used]
-        return round(agreed[0].item())
+        return round(total)
 
     def _show(self, stage: int, version: int) -> None:
         if self.shown[stage] != version:

@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from shardwise.comm.move import begin_sum
-from shardwise.comm.world import Axis, World, init
+from shardwise.comm.transport import Lease
+from shardwise.comm.world import Axis, World
 from shardwise.core.arguments import choice, integer, positive, short_repr
 from shardwise.core.errors import bad
 from shardwise.core.mesh import Mesh
@@ -73,7 +74,7 @@ def DDP(  # noqa: N802
     integer("bucket_bytes", bucket_bytes, 1, 25 * 2**20)
     no_pipe(module)
     layable(module, "auto")
-    world = _world(world)
+    world = validate.leased_world(world)
     asked = {"bucket_bytes": bucket_bytes, "broadcast_buffers": broadcast_buffers}
     consistency.require_same(world, {"the module": consistency.model_signature(module)} | asked)
     validate.no_max_norm(module, world.size)
@@ -117,7 +118,7 @@ def FSDP(  # noqa: N802
                 "sw.FSDP(module, cpu_offload=True)",
             )
         row = replace(row, param_tier="host", optim_tier="host")
-    world = _world(world)
+    world = validate.leased_world(world)
     inner = _shard_size(name, shard_size, world.size)
     if name == "NO_SHARD":
         return DDP(module, world)
@@ -137,13 +138,6 @@ def _offloads(asked: Any) -> bool:
         allowed = "True or False, or torch's CPUOffload(offload_params=True)"
         raise bad(f"cpu_offload={short_repr(asked)}", allowed, "cpu_offload=True")
     return given
-
-
-def _world(world: World | None) -> World:
-    if world is None:
-        return init()
-    validate.world(world)
-    return world
 
 
 def _shard_size(name: str, asked: int | None, ranks: int) -> int:
@@ -182,6 +176,8 @@ def _wrap(module: nn.Module, how: Sharding, world: World) -> nn.Module:
     data.handles += kernels.install(module, data, sizes(sharded_units))
     data.handles += keep_keys(module, data, flats_of(sharded_units))
     data.handles += guard_shards(module, data)
+    assert isinstance(world.links, Lease)
+    data.handles.append(world.links)
     if data.split:
         data.units.to_sharded()
     return module
@@ -221,8 +217,9 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
         return torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
     grads = [p.grad for p in module.parameters() if p.grad is not None]
     squares = [squared_norm(g.reshape(-1)) for g in grads]
-    total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
-    total = total.to(flats_of(data.units.order)[0].full.device)  # gradients may be on the host
+    here = flats_of(data.units.order)[0].full.device  # gradients may be on the host
+    none = torch.zeros((), dtype=torch.float64, device=here)
+    total = torch.stack(squares).sum().to(here) if squares else none
     norm = begin_sum(total.view(1), data.consensus.axes[0]).wait().sqrt()
     factor = (max_norm / (norm[0] + 1e-6)).clamp(max=1.0)
     for g in grads:

@@ -5,9 +5,9 @@ For a flat parameter on the data axes: the moves of its row (core/zero.py) at th
 sums of its gradient over tensor and pipeline ranks. In addition:
 
     check      the consensus: loss, tokens, and for each trained parameter whether it had a
-               gradient, as doubles that every rank gathers; one more double if the norm is
-               computed, and always along the tensor axis; for a parameter of several stages,
-               whether any of them had a gradient
+               gradient, as doubles that every rank gathers (many are all-reduced); one more
+               double if the norm is computed, and always along the tensor axis; for a parameter
+               of several stages, whether any of them had a gradient
     forward    all buffers, from the first rank of each axis
 
 In the first step, the data ranks exchange their numbers of tokens beforehand, the ranks of other
@@ -34,7 +34,7 @@ from shardwise.core.model_spec import (
     ModelSpec,
     ParamShape,
 )
-from shardwise.core.moves import between, price
+from shardwise.core.moves import between, price, sums_by_gathering
 from shardwise.core.param_layout import AxisLayout
 from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
@@ -49,7 +49,6 @@ from shardwise.prediction.tensor_moves import TENSOR, Crossings, recomputing
 
 PIPELINE = "pp"
 CONSENSUS_BYTES = 8  # added as doubles: a count of tokens must not be rounded
-COUNT_BYTES = 4  # the first step exchanges its number of tokens beforehand
 
 
 class Line(NamedTuple):
@@ -128,9 +127,13 @@ class Tariff:
             self.add(Line(axis, "broadcast", phase), stored_bytes * others)
 
     def agree(self, numbers: int, number_bytes: int) -> None:
-        """Every rank gathers a few numbers of all others, one axis after another."""
+        """Every rank sums a few numbers with all others, one axis after another."""
         for axis in (self.shard, self.replicate):
-            self.move(axis, S(0), R, numbers * self.size(axis), number_bytes, "check")
+            ranks = self.size(axis)
+            if sums_by_gathering(ranks, numbers * number_bytes):
+                self.move(axis, S(0), R, numbers * ranks, number_bytes, "check")
+            else:
+                self.move(axis, P, R, numbers, number_bytes, "check")
 
     def copy(self, src: Tier, dst: Tier, stored_bytes: int, phase: str) -> None:
         """A copy between tiers of the rank."""
@@ -180,7 +183,7 @@ def step_bytes(
         holders = tariff.group(PIPELINE, layout_of(plan, param).on(PIPELINE))
         tariff.ask(PIPELINE, holders if param.trainable else 1)  # was it used by any?
     if first:
-        tariff.agree(1, COUNT_BYTES)
+        tariff.agree(1, CONSENSUS_BYTES)
     trained = [p for p in model.params if p.trainable]
     trained = [p for p in trained if not p.layout or dict(p.layout.axes).get(TENSOR)]
     whole = [p for p in trained if layout_of(plan, p).on(TENSOR).cut is None]
@@ -217,7 +220,7 @@ def row_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
             tariff.add(Line(f"rows{few}-{many}", step.what, gather.phase), size)
     if model.row_gathers:
         step = price(S(0), R, plan.microbatches * plan.size, plan.size)
-        tariff.add(Line("world", step.what, "check"), round(step.sent) * COUNT_BYTES * 2)
+        tariff.add(Line("world", step.what, "check"), round(step.sent) * CONSENSUS_BYTES)
     return tariff.sent_bytes
 
 

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardwise.comm.move import all_gather_along, begin_reduce_scatter, move, reduce_scatter, start
+from shardwise.comm.move import (
+    all_gather_along,
+    begin_reduce_scatter,
+    begin_sum,
+    move,
+    reduce_scatter,
+    start,
+)
 from shardwise.comm.world import Axis, World, alone, traced
 from shardwise.core.errors import InputError, RankError
 from shardwise.core.layout import I, P, Placement, R, S
@@ -283,6 +290,25 @@ def kept_alive(world: World, numel: int) -> list[bool]:
         return [ref() is None for ref in known]
     finally:
         gc.enable()
+
+
+def summed(world: World, numel: int) -> tuple[bool, int]:
+    """Whether doubles are summed exactly, and how many elements a rank received for it."""
+    axis = world.on(Mesh((("dp", world.size),))).axis("dp")
+    own = (torch.arange(numel, dtype=torch.float64) + world.rank).view(-1, 5)
+    before, n = own.clone(), world.size
+    total = begin_sum(own, axis).wait()
+    exact = torch.equal(total, n * before + n * (n - 1) / 2 - n * world.rank)
+    sent = sum(tally.elements for tally in axis.ledger.lines.values())
+    return exact and torch.equal(own, before), sent
+
+
+@on_worlds
+def test_many_numbers_are_summed_by_an_all_reduce(run, ranks):
+    """A few are gathered from all ranks; of many, a rank sends and receives less than twice."""
+    few, many = 10, 6000
+    assert run(ranks, summed, few) == [(True, few * (ranks - 1))] * ranks
+    assert run(ranks, summed, many) == [(True, 2 * many * (ranks - 1) // ranks)] * ranks
 
 
 @pytest.mark.parametrize("numel", [16, 2**21], ids=["small", "by gloo"])

@@ -35,7 +35,7 @@ def compared(world: World) -> tuple[bool, bool]:
     for transport in (there.axis("dp").transport, there.axis("dp").behind):
         assert isinstance(transport, Gloo)
         groups.append(Nccl(transport.group))
-    library = counted_axis("dp", groups, there.ledger)
+    library = counted_axis("dp", groups, there.ledger, world.device)
     one, other = results(gloo, world.rank), results(library, world.rank)
     same = all(map(torch.equal, one, other))
     return same, here.ledger.lines == there.ledger.lines

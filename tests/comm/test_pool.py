@@ -78,7 +78,9 @@ def moved(world: World, pool_bytes: int, dtype: torch.dtype, shared: bool) -> li
     for size in (pool_bytes, 0):
         pool, ledger = Pool(), Ledger()
         pool.reserve(size, CPU)
-        fresh = Gloo(given.transport.group, shared=shared).with_ledger("dp", ledger, pool)
+        fresh = Gloo(given.transport.group, shared=shared).with_ledger(
+            "dp", ledger, world.device, pool
+        )
         axis = Axis("dp", fresh, fresh, ledger, pool)
         torch.manual_seed(world.rank)
         x = torch.randn(n * 640).to(dtype)

@@ -247,7 +247,7 @@ def opened(world: World, split: bool, full: bool, off: bool) -> tuple[bool, list
         given = world.axis("dp").transport
         assert isinstance(given, Gloo)
         wanted = shared_memory_wanted({SWITCH: "0"} if off and world.rank == 1 else {})
-        fresh = Gloo(given.group, shared=wanted).with_ledger("dp", Ledger())
+        fresh = Gloo(given.group, shared=wanted).with_ledger("dp", Ledger(), torch.device("cpu"))
         fresh.all_reduce(x).wait()
         strided = torch.ones(3, 2 * world.size).t() * (world.rank + 1)
         block = fresh.begin_reduce_scatter_along(strided, 0)

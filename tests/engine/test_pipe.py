@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardwise as sw
+from shardwise.comm import world as worlds
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RankError
-from shardwise.engine import pipe
 from tests.engine.cases import settled
 from tests.pool import run_gloo, run_threads
 
@@ -133,7 +133,7 @@ def page(world: World) -> list[tuple[str, list[int]]]:
     code = text.partition("## In a plain loop")[2].partition("```python")[2].partition("```")[0]
     names: dict[str, Any] = {}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipe, "init", lambda: world)
+        patch.setattr(worlds, "init", lambda: world)
         exec(code, names)  # noqa: S102 - our own page
     assert names["out"].shape == (16, 4)
     model = names["model"]

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from shardwise.comm.world import World, traced
+from shardwise.core import moves
 from shardwise.core.model_spec import ModelShape, ParamShape, UnitShape
 from shardwise.core.plan import Plan
 from shardwise.core.zero import ROWS, step_moves
@@ -53,6 +54,15 @@ def test_ledger_equals_prediction(plan: str, kind: str):
     assert found == [[]] * len(found)
 
 
+@pytest.mark.parametrize("plan", ["dp2", "dp_replicate2 dp_shard2 zero3"])
+def test_many_control_numbers_are_all_reduced(plan: str, monkeypatch: pytest.MonkeyPatch):
+    """What ranks agree on in a step is predicted beyond the size up to which it is gathered too."""
+    monkeypatch.setattr(moves, "GATHERED_BYTES", 100)
+    assert ("dp", "all_reduce", "check") in step_bytes(Plan.parse("dp2"), plain(20))
+    found = run_threads(Plan.parse(plan).size, differing, plan, "gpt", 1.0)
+    assert found == [[]] * len(found)
+
+
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("row", ROWS)
 def test_ledger_equals_prediction_on_gloo(row: str, ranks: int):
@@ -94,8 +104,8 @@ def test_step_moves_are_the_same_sum(row: str, microbatches: int):
     """Units used twice send what the table's own list of moves says."""
     sent = step_bytes(Plan.parse(f"dp4 {row} accumulate:{microbatches}"), plain())
     states = sum(count for line, count in sent.items() if line.phase != "check")
-    moves = step_moves(ROWS[row], plain().numel, 4, microbatches)
-    assert states == 4 * sum(move.sent for move in moves)
+    steps = step_moves(ROWS[row], plain().numel, 4, microbatches)
+    assert states == 4 * sum(move.sent for move in steps)
 
 
 def test_a_unit_that_stays_whole_is_sent_once():

@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from shardwise.comm.host_numbers import HostNumbers, doubles_on
 from shardwise.comm.move import begin_sum
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
@@ -21,17 +22,30 @@ from shardwise.core.errors import bad
 from shardwise.parallel.data.buffers import Buffers
 from shardwise.parallel.data.flat_parameter import Flat
 
-#: Checksums are below it: small numbers, because they may be summed in fp32.
+#: Checksums are below it.
 MARKS = 4096
 
 
 class Consensus:
-    """The numbers that the data ranks of one model sum in each step."""
+    """The numbers that the data ranks of one model sum in each step.
 
-    def __init__(self, axes: Sequence[Axis], trained: Collection[Flat], buffers: Buffers) -> None:
+    In the user's own loop, a step on a GPU does not wait for them: `begin` sums them, and `check`
+    reads them when the next backward pass begins, or weights are evaluated or saved.  A rank that
+    has a gradient for every parameter need not know more; another one waits in `end`.
+    """
+
+    def __init__(
+        self,
+        axes: Sequence[Axis],
+        trained: Collection[Flat],
+        buffers: Buffers,
+        device: torch.device,
+    ) -> None:
         self.axes, self.trained, self.buffers = list(axes), trained, buffers
+        self.device = device
         self.ranks = math.prod(axis.size for axis in self.axes)
         self.rounds = self.gathered = self.mark = 0
+        self.unread: HostNumbers | None = None  # the sums of a step, on their way to the host
 
     def gathers(self, unit: int) -> None:
         """Record that the unit of this number is gathered."""
@@ -40,12 +54,38 @@ class Consensus:
     def summary(self) -> Tensor:
         """One number per trained parameter: 1 if this rank had a gradient for it, else 0.
 
-        The last number is the rank's checksum.
+        The last number is the rank's checksum.  They are doubles, in which sums are exact.
         """
         self.rounds += 1
         self.mark, self.gathered = (self.gathered + 7 * self.rounds) % MARKS, 0
-        flags = [float(flag) for group in self.trained for flag in group.grads.has_grad]
-        return torch.tensor([*flags, float(self.mark)])
+        return doubles_on([*self._flags(), self.mark], self.device)
+
+    def _flags(self) -> list[bool]:
+        return [flag for group in self.trained for flag in group.grads.has_grad]
+
+    def begin(self) -> None:
+        """Begin to sum the summary of a backward pass."""
+        if self.ranks > 1:
+            self.unread = HostNumbers(self.begin_agree(self.summary()), self.device)
+
+    def end(self) -> None:
+        """Which parameters have a gradient on any rank.
+
+        Waits for the device if this rank has no gradient for one of them.
+        """
+        flags = self._flags()
+        self._set_used(flags)
+        if self.unread is not None and (self.unread.ready or not all(flags)):
+            self.check()
+
+    def check(self) -> None:
+        """Read the sums that `begin` began, unless they have been read.
+
+        Raises InputError if the checksums of the ranks differ.
+        """
+        unread, self.unread = self.unread, None
+        if unread is not None:
+            self.apply(unread.read())
 
     def begin_agree(self, x: Tensor) -> Pending[Tensor]:
         """Begin to sum a small vector over all data ranks."""
@@ -64,12 +104,12 @@ class Consensus:
         """The sum of a small vector over all data ranks, every rank's own included."""
         return self.begin_agree(x).wait()
 
-    def apply(self, used: Tensor) -> None:
+    def apply(self, summed: Sequence[float]) -> None:
         """Take the sum of `summary` over the ranks: which parameters have a gradient on any rank.
 
         Raises InputError if the checksums of the ranks differ.
         """
-        *found, marks = used.tolist()
+        *found, marks = summed
         if marks != self.mark * self.ranks:
             raise bad(
                 "a step in which data ranks differ: in the units that they gathered, in their "
@@ -79,9 +119,12 @@ class Consensus:
                 "zero2 (SHARD_GRAD_OP) for modules that some ranks skip; no step after an error "
                 "of one rank",
             )
-        flags = iter(each > 0 for each in found)
+        self._set_used([each > 0 for each in found])
+
+    def _set_used(self, flags: Sequence[bool]) -> None:
+        each = iter(flags)
         for group in self.trained:
-            group.grads.used = [next(flags) for _ in group.grads.used]
+            group.grads.used = [next(each) for _ in group.grads.used]
 
     def phase(self, name: str) -> None:
         """Count later messages under this phase of the step."""

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.comm.transport import Lease
 from shardwise.core.arena_slots import IN_FLIGHT
 from shardwise.core.errors import bad
 from shardwise.core.graph_break import graph_break
@@ -88,7 +89,7 @@ class Data:
         self.in_root = False  # a forward pass of the root is running
         self.computes_loss = False  # what follows in the program, from a recorded pass
         self.mute = False  # whether gradients of this backward pass count for nothing
-        self.handles: list[RemovableHandle] = []  # of everything that is hung on the model
+        self.handles: list[RemovableHandle | Lease] = []  # of all that is on the model or opened
         self.frozen = [p for u in units.order for g in u.groups if not g.trained for p in g.params]
         self.split = any(g.split or g.reshards for unit in units.order for g in unit.groups)
         mark_kept(self.units.order)
@@ -274,6 +275,7 @@ class Data:
         if torch.is_grad_enabled():
             self.computes_loss = self._watch(out, self._begin_backward)
             return
+        self.consensus.check()
         self.use_order.ended = True
         if self.pace.by_hand:
             self.units.to_sharded(between_passes=False)
@@ -316,6 +318,7 @@ class Data:
                 "gradients of gradients if every rank holds the full parameters",
                 "sw.DDP(module), or the plan word ddp",
             )
+        self.consensus.check()
         self.in_backward, self.computes_loss = True, False
         self._learn()
         self.sums.begin()
@@ -414,7 +417,8 @@ class Data:
         self.units.reshard()
         self.in_backward = False
         if self.pace.by_hand and self.sums.sync:
+            self.consensus.begin()
             self.sums.finish()
-            self.consensus.apply(self.consensus.agree(self.consensus.summary()))
+            self.consensus.end()
             self.units.attach_grads()
             self.units.step_in_backward()

@@ -61,7 +61,7 @@ class Exchange:
         """
         loads_RE, chosen, rank = routing.loads, routing.experts, batch.rank
         if slots:
-            order = torch.tensor(slots)
+            order = torch.tensor(slots, dtype=torch.int64, device=loads_RE.device)
             loads_RE, chosen = loads_RE[:, order], order.argsort().to(chosen.device)[chosen]
         experts = loads_RE.shape[1]
         key = torch.where(routing.positions >= 0, chosen, experts).flatten()
@@ -113,5 +113,6 @@ class Exchange:
 
     def _order(self, device: torch.device) -> Tensor:
         """For each row by expert its place among the rows as received, by rank."""
-        expert = torch.arange(self.blocks.shape[1]).repeat(len(self.blocks))
+        experts = self.blocks.shape[1]
+        expert = torch.arange(experts, dtype=torch.int64, device="cpu").repeat(len(self.blocks))
         return expert.repeat_interleave(self.blocks.flatten()).argsort(stable=True).to(device)

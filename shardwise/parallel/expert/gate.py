@@ -236,7 +236,7 @@ class Gate:
         weights = scores * (mine >= 0)
         found = GateOutput(logits, scores, weights, loads.sum(0).to(logits.device), tokens)
         return Routing(
-            torch.arange(self.experts, device=logits.device).expand_as(mine),
+            torch.arange(self.experts, dtype=torch.int64, device=logits.device).expand_as(mine),
             weights * self.scale,
             mine,
             loads,

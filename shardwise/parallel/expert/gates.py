@@ -129,6 +129,4 @@ def expert_choice(scores: Tensor, capacity: int) -> Tensor:
     # in fp32: equal tokens, whose fp64 scores may be rounded differently, are ties
     order = scores.float().argsort(dim=0, descending=True, stable=True)[:capacity]
     places = torch.full(scores.shape, -1, dtype=torch.int64, device=scores.device)
-    return places.scatter(
-        0, order, torch.arange(len(order), device=scores.device).view(-1, 1).expand_as(order)
-    )
+    return places.scatter(0, order, torch.ones_like(order).cumsum(0) - 1)

@@ -77,4 +77,6 @@ class GlobalBatch:
 
     def sizes(self, rows: int, device: torch.device) -> list[int]:
         """How many rows each data rank has."""
-        return self.gather(torch.tensor([rows], device=device)).flatten().tolist()
+        return (
+            self.gather(torch.tensor([rows], dtype=torch.int64, device=device)).flatten().tolist()
+        )

@@ -136,9 +136,9 @@ def balanced_clusters(
             "as many tokens as experts, or more",
             f"a larger first batch, or experts={max(1, len(every))}",
         )
-    draw = torch.Generator().manual_seed(seed)
-    first = torch.randperm(len(every), generator=draw)[:experts].to(every.device)
-    centroids = every[first]
+    draw = torch.Generator("cpu").manual_seed(seed)
+    order = torch.randperm(len(every), generator=draw, dtype=torch.int64, device="cpu")
+    centroids = every[order[:experts].to(every.device)]
     clusters = _assign_with_room(_distances(every, centroids))
     for _ in range(iterations):
         centroids = _means(every, clusters, centroids)

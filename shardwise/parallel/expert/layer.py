@@ -266,14 +266,16 @@ class MoE(nn.Module):
     def _random_numbers(self, x_ND: Tensor) -> Extra:
         """The random numbers of a training pass (passes.py)."""
         batch, experts = self.place.batch, self.gate.experts
-        own = torch.tensor([len(x_ND)], device="cpu")
+        own = torch.tensor([len(x_ND)], dtype=torch.int64, device="cpu")
         sizes = batch.gather(own if x_ND.is_meta else own.to(x_ND.device)).flatten().tolist()
         number = self._pass_number(counts=sum(sizes) > 0)
         first, key = sum(sizes[: batch.rank]), key_of(self.seed, self.place.name)
-        rows = torch.arange(first, first + len(x_ND), device=x_ND.device)
+        device, last = x_ND.device, first + len(x_ND)
+        rows = torch.arange(first, last, dtype=torch.int64, device=device)
         if self.spread is None:
             return Extra(random=uniform(rows, key, number))
-        numbers = rows.unsqueeze(1) * experts + torch.arange(experts, device=x_ND.device)
+        expert = torch.arange(experts, dtype=torch.int64, device=device)
+        numbers = rows.unsqueeze(1) * experts + expert
         normal = torch.special.ndtri(uniform(numbers, key, number))
         return Extra(random=normal, spread=self.spread(x_ND))
 

@@ -34,7 +34,7 @@ class PassRecords:
     def get_state(self) -> Tensor:
         """How many passes have run. Those that follow may be repeated."""
         self.recording = True
-        return torch.tensor(self.position, device="cpu")
+        return torch.tensor(self.position, dtype=torch.int64, device="cpu")
 
     def set_state(self, state: Tensor) -> Tensor:
         """Return to a state; the next pass repeats the one that ran in it."""

@@ -90,12 +90,14 @@ def queues(
     if logits_NE.is_meta:
         batch.gather(logits_NE.new_empty(k * experts + FACT_COUNT, dtype=torch.int64))
         return _even_queues(experts_NK, experts, batch.ranks)
-    key = (torch.arange(k, device=experts_NK.device) * experts + experts_NK).t().flatten()
+    choice = torch.arange(k, dtype=torch.int64, device=experts_NK.device)
+    key = (choice * experts + experts_NK).t().flatten()
     key = torch.where(wanted_NK.t().flatten(), key, k * experts)  # those not wanted: the last queue
     counts = torch.bincount(key, minlength=k * experts + 1)
     order = torch.argsort(key, stable=True)
     within = torch.empty_like(key)
-    within[order] = torch.arange(n * k, device=key.device) - (counts.cumsum(0) - counts)[key[order]]
+    place = torch.arange(n * k, dtype=torch.int64, device=key.device)
+    within[order] = place - (counts.cumsum(0) - counts)[key[order]]
 
     counts = counts[:-1]
     everyone = batch.gather(torch.cat([counts, pack_facts(logits_NE, valid)])).cpu()
@@ -154,7 +156,7 @@ def pack_facts(logits_NE: Tensor, valid: Tensor | None = None) -> Tensor:
     double is the sum of the tokens' entropies.
     """
     logits_NE = logits_NE.detach()
-    rows = torch.tensor(len(logits_NE), device=logits_NE.device)
+    rows = torch.tensor(len(logits_NE), dtype=torch.int64, device=logits_NE.device)
     entropy = torch.special.entr(logits_NE.double().softmax(-1)).sum()
     flags = FINITE * torch.isfinite(logits_NE).all() + VALID * (True if valid is None else valid)
     return torch.stack([rows, flags, entropy.view(torch.int64)])
@@ -170,7 +172,7 @@ def gather_facts(logits_NE: Tensor, batch: GlobalBatch) -> Facts:
 
 def even_counts(choices: int, experts: int) -> Tensor:
     """So many choices, spread over the experts: [E], the first have one more."""
-    return (choices + torch.arange(experts, device="cpu").flip(0)) // experts
+    return (choices + torch.arange(experts, dtype=torch.int64, device="cpu").flip(0)) // experts
 
 
 def _even_queues(experts_NK: Tensor, experts: int, ranks: int) -> Queues:

@@ -112,8 +112,9 @@ class StackedOnRanks:
         """
         if not len(rows):
             return rows + sum(p[:0].sum() for p in self.own_experts.parameters(recurse=False))
-        expert = torch.arange(len(counts), device=rows.device)
-        expert = expert.repeat_interleave(torch.tensor(counts, device=rows.device)).view(-1, 1)
+        sizes = torch.tensor(counts, dtype=torch.int64, device=rows.device)
+        expert = torch.arange(len(counts), dtype=torch.int64, device=rows.device)
+        expert = expert.repeat_interleave(sizes).view(-1, 1)
         forward: Callable[..., Tensor] = type(self.own_experts).forward
         return forward(self.own_experts, rows, expert, torch.ones_like(expert, dtype=rows.dtype))
 

@@ -132,7 +132,8 @@ class Stage:
     def _ask(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operation that is not an event: it returns no tensor, but a shape or a dtype."""
         if func in _HOOKS and self.at < self.stage:
-            return func(torch.empty(0, requires_grad=True), *args[1:], **kwargs)
+            graph = torch.empty(0, dtype=torch.float32, device="meta", requires_grad=True)
+            return func(graph, *args[1:], **kwargs)
         out = func(*args, **kwargs)
         if _leaves(out):
             raise self._other_way(getattr(func, "__name__", str(func)))

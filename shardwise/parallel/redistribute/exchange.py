@@ -74,7 +74,8 @@ class RowExchange:
         """Exchange the numbers of rows of all microbatches; called by all ranks."""
         if not self.axes:
             return
-        own = torch.tensor([_rows(part) for part in parts], device=self.world.device)
+        counts = [_rows(part) for part in parts]
+        own = torch.tensor(counts, dtype=torch.int64, device=self.world.device)
         with self.world.ledger.phase("check"):
             every = torch.stack(all_gather(own, self.world.everyone)).tolist()
         first = self.world.rank - self.place
@@ -112,7 +113,8 @@ class RowExchange:
         if self.gathers is not None:
             numel = len(flags) * (many // few)
             self.gathers(RowGather(layer, (few, many), numel, "int64", "forward"))
-        own = torch.tensor([not flag for flag in flags], device=self.world.device).long()
+        unset = [not flag for flag in flags]
+        own = torch.tensor(unset, dtype=torch.int64, device=self.world.device)
         everyone = torch.stack(all_gather(own, self.axes[few, many]))
         return (everyone.sum(0) == 0).tolist()
 

@@ -1,0 +1,218 @@
+"""Every number that ranks exchange is made on the world's device (tests/second_device.py)."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+import shardwise as sw
+from shardwise.comm.gloo import Gloo
+from shardwise.comm.host_numbers import HostNumbers
+from shardwise.comm.nccl import Nccl
+from shardwise.comm.transport import Transport
+from shardwise.comm.world import World, counted_axis, world_of
+from shardwise.core.errors import InputError
+from shardwise.core.mesh import Mesh
+from shardwise.core.plan import Plan
+from shardwise.engine.shard import driver_of
+from shardwise.models import gpt
+from tests.engine.cases import share, small_gpt, text
+from tests.engine.loops import rows, wrap
+from tests.engine.zoo import make
+from tests.pool import run_gloo, run_threads
+from tests.second_device import DEVICE, SecondDevice, run_on_device
+
+PLANS = (
+    *("dp2 ddp", "dp2 zero1", "dp2 zero2 bf16", "dp2 zero3", "dp_replicate2 dp_shard2 zero3"),
+    *("dp2 fp16 zero1", "tp2 sp", "tp2 dp2 zero3", "pp2 1f1b:2", "pp2 zb-h1:2"),
+    *("pp2 dp2 zero1 gpipe:2", "pp2 2bw:2", "dp2 zero3 tile:2", "dp2 tp2 | blocks.0: dp4 zero3"),
+)
+
+
+def on_device(mode: SecondDevice, batch: Any, world: World) -> Any:
+    return tree_map(lambda x: x.to(world.device, non_blocking=True), batch)
+
+
+def looped(mode: SecondDevice, world: World, how: str) -> list[list[str]]:
+    """A loop that clips, evaluates, and takes the state; the reads in each step."""
+    model = wrap(how, make("stack").double(), world)
+    optim, reads = torch.optim.Adam(model.parameters(), lr=0.05, foreach=False), []
+    for step in range(3):
+        mode.reads.clear()
+        x = on_device(mode, rows(step, world.rank), world)
+        model(x).square().mean().backward()
+        reads.append(list(mode.reads))
+        with sw.no_sync(model):
+            model(x).square().mean().backward()
+        model(x).square().mean().backward()
+        sw.clip_grad_norm(model, 1.0)
+        optim.step()
+        optim.zero_grad()
+    with torch.no_grad():
+        model.eval()(x)
+    sw.full_state_dict(model)
+    sw.unwrap(model)(x)
+    return reads
+
+
+@pytest.mark.parametrize("how", ["DDP", "FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"])
+def test_a_plain_loop_sends_tensors_of_its_device(how: str) -> None:
+    """Wrapping, training, clipping, evaluation, the state and unwrapping."""
+    run_on_device(4 if "HYBRID" in how else 2, looped, how)
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Numbers are not on the host when their sum has been begun, as on a GPU."""
+    monkeypatch.setattr(HostNumbers, "ready", False)
+
+
+@pytest.mark.parametrize("how", ["DDP", "FULL_SHARD"])
+@pytest.mark.usefixtures("late")
+def test_a_backward_pass_ends_without_a_wait(how: str) -> None:
+    """The first reads nothing; the others read, where they begin, what the one before summed."""
+    assert run_on_device(2, looped, how) == [[[], ["tolist"], ["tolist"]]] * 2
+
+
+def differs(mode: SecondDevice, world: World, what: str) -> None:
+    """Rank 1 is a step ahead, and does `what` next."""
+    model = sw.FSDP(make("stack").double(), world=world)
+    driver = driver_of(model)
+    assert driver is not None
+    driver.consensus.rounds += world.rank
+    x = on_device(mode, rows(0, world.rank), world)
+    model(x).square().mean().backward()
+    acts: dict[str, Callable[[], Any]] = {
+        "train": lambda: model(x).sum().backward(),
+        "state_dict": model.state_dict,
+        "full_state_dict": lambda: sw.full_state_dict(model),
+        "unwrap": lambda: sw.unwrap(model),
+        "evaluate": lambda: torch.no_grad()(model)(x),
+    }
+    with pytest.raises(InputError, match="in which data ranks differ"):
+        acts[what]()
+
+
+@pytest.mark.cases(5)
+@pytest.mark.parametrize("what", ["train", "state_dict", "full_state_dict", "unwrap", "evaluate"])
+@pytest.mark.usefixtures("late")
+def test_ranks_that_differ_are_found_before_weights_are_used(what: str) -> None:
+    """Where a device would have to be waited for, at the next use of the weights."""
+    run_on_device(2, differs, what)
+
+
+def skips(mode: SecondDevice, world: World) -> list[bool]:
+    """Rank 1 uses one of two layers; whether each has a gradient."""
+    both = sw.DDP(nn.ModuleList(nn.Linear(3, 3) for _ in range(3)), world)
+    both.forward = lambda x: sum(layer(x).sum() for layer in list(both)[: 2 - world.rank])
+    both(on_device(mode, torch.ones(2, 3), world)).backward()
+    return [layer.weight.grad is not None for layer in both]
+
+
+@pytest.mark.usefixtures("late")
+def test_a_parameter_that_another_rank_uses_has_a_gradient_at_once() -> None:
+    """A rank without a gradient waits for the others', so that all update the same."""
+    assert run_on_device(2, skips) == [[True, True, False]] * 2
+
+
+def piped(mode: SecondDevice, world: World) -> None:
+    """Two steps of a pipe, its state, and the module again."""
+    torch.manual_seed(0)
+    model = sw.Pipe(nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 6)), 2, world=world)
+    x = on_device(mode, torch.ones(4, 6), world)
+    for _ in range(2):
+        model(x).square().mean().backward()
+    sw.full_state_dict(model)
+    sw.unwrap(model)(x)
+
+
+def test_a_pipe_sends_tensors_of_its_device() -> None:
+    """So do the stages of a plain loop."""
+    run_on_device(2, piped)
+
+
+def stepped(mode: SecondDevice, world: World, plan: str) -> list[list[str]]:
+    """Steps, evaluation, the state, a checkpoint saved and loaded; the reads of each step."""
+    async_update = "2bw" in plan
+    engine = sw.parallelize(
+        small_gpt(),
+        plan,
+        world,
+        optimizer=sw.AdamW(lr=0.01, foreach=False),
+        loss=gpt.loss,
+        clip=None if async_update else 1.0,
+    )
+    reads = []
+    for step in range(3):
+        mode.reads.clear()
+        batch = share(text(step, 8), engine.data_rank, engine.data_ranks)
+        engine.step(on_device(mode, batch, world))
+        reads.append(list(mode.reads))
+    engine.evaluate(on_device(mode, batch, world))
+    sw.full_state_dict(engine)
+    return reads
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_an_engine_sends_tensors_of_its_device(plan: str) -> None:
+    """Under every technique: start, steps with clipping, evaluation, state; one read in a step."""
+    for reads in run_on_device(Plan.parse(plan).size, stepped, plan):
+        if "tp" not in plan and "2bw" not in plan:  # they look at tokens, and at each update
+            assert reads[1:] == [["tolist"]] * 2
+
+
+def saved(world: World, folder: str) -> list[str]:
+    """A checkpoint is saved and loaded between processes."""
+    with SecondDevice() as mode:
+        own = world_of(world.rank, world.size, DEVICE, world.links)
+        engine = sw.parallelize(small_gpt(), "dp2 zero3", own, loss=gpt.loss)
+        engine.step(on_device(mode, share(text(0, 8), own.rank, own.size), own))
+        sw.save(engine, folder)
+        return sorted(sw.load(engine, folder, missing_ok=True))
+
+
+def test_checkpoints_send_tensors_of_the_device(tmp_path: Path) -> None:
+    """What ranks tell each other to save and to load."""
+    assert run_gloo(2, saved, str(tmp_path)) == [[], []]
+
+
+#: Every function of a transport, on a tensor of two elements.
+CALLS: dict[str, Callable[[Transport, Tensor], Any]] = {
+    "all_reduce": lambda t, x: t.all_reduce(x),
+    "broadcast": lambda t, x: t.broadcast(x, 0),
+    "all_gather": lambda t, x: t.all_gather(x.new_empty(4), x),
+    "reduce_scatter": lambda t, x: t.reduce_scatter(x[:1], x),
+    "all_to_all": lambda t, x: t.all_to_all(x, x, [1, 1], [1, 1]),
+    "send": lambda t, x: t.send(x, 1 - t.rank),
+    "receive": lambda t, x: t.receive(x, 1 - t.rank),
+    "all_gather_along": lambda t, x: t.all_gather_along(x, 0),
+    "reduce_scatter_along": lambda t, x: t.reduce_scatter_along(x, 0),
+    "begin_reduce_scatter_along": lambda t, x: t.begin_reduce_scatter_along(x, 0),
+}
+
+
+def refused(world: World, backend: str) -> None:
+    """Each call raises on a tensor of another device, by its caller's name; nothing is sent."""
+    axis = world.on(Mesh((("dp", 2),))).axis("dp")
+    if backend == "nccl":
+        assert isinstance(axis.transport, Gloo)
+        own = Nccl(axis.transport.group)
+        axis = counted_axis("dp", [own], axis.ledger, world.device)
+    for call in CALLS.values():
+        with pytest.raises(InputError, match=r"axis dp of a tensor on meta, called by <lambda> \("):
+            call(axis.transport, torch.zeros(2, device="meta"))
+    assert not axis.ledger.lines
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize("backend", ["threads", "gloo", "nccl"])
+def test_every_transport_refuses_a_tensor_of_another_device(backend: str) -> None:
+    """On gloo too, where it would go through: NCCL fails on it."""
+    public = {name for name in vars(Transport) if not name.startswith("_")}
+    others = {"with_ledger", "begin", "count", "require_device", "barrier", "ready"}
+    assert public - others == set(CALLS)
+    (run_threads if backend == "threads" else run_gloo)(2, refused, backend)
