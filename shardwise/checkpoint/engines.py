@@ -142,8 +142,9 @@ def fill(engine: Engine, folder: Path, check: Check) -> dict[str, Any]:
     From imported weights (export.py) it loads the weights, in the engine's dtypes.  Raises like
     `load`.
     """
-    if (names := imported_names(folder)) is not None:
-        boxes = _of_weights(engine, names)
+    opened = _peek(folder)
+    if opened is not None and IMPORTED in opened.scalars:
+        boxes = _of_weights(engine, set(opened.metadata.state_dict_metadata))
         saved = reading.load(folder, boxes, engine.world, check, True, _pages(engine))
         engine.loaded()
         return saved
@@ -159,27 +160,28 @@ def fill(engine: Engine, folder: Path, check: Check) -> dict[str, Any]:
         validate.scalars(opened.scalars["engine"])
         check(opened)
 
-    idle = set(engine.optimizer.idle)
-    engine.prepare()
-    try:
-        saved = reading.load(folder, engine.boxes(), engine.world, checked, pages=_pages(engine))
-    except BaseException:
-        engine.optimizer.unprepare(engine.optimizer.idle - idle)
-        raise
+    boxes = _incoming(engine, opened)
+    saved = reading.load(folder, boxes, engine.world, checked, pages=_pages(engine))
     engine.load_scalars(saved["engine"])
     engine.loaded()
     return saved
 
 
-def imported_names(folder: Path) -> set[str] | None:
-    """The tensors of a checkpoint of imported weights; None for any other, or a damaged one."""
+def _incoming(engine: Engine, opened: OpenCheckpoint | None) -> list[Box]:
+    """The boxes to fill; none where `checked` refuses the checkpoint on every rank."""
+    if opened is None or not isinstance(said := opened.scalars.get("engine"), dict):
+        return []
+    return engine.loading(opened.tensors, said)
+
+
+def _peek(folder: Path) -> OpenCheckpoint | None:
+    """The checkpoint's small files; None for a damaged one, of which loading tells every rank."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # loading shows them
         try:
-            opened = open_checkpoint(find(folder))
-        except InputError:  # loading raises it on every rank
+            return open_checkpoint(find(folder))
+        except InputError:
             return None
-    return set(opened.metadata.state_dict_metadata) if IMPORTED in opened.scalars else None
 
 
 def _of_weights(engine: Engine, names: set[str]) -> list[Box]:

@@ -77,6 +77,17 @@ class OptimizerSpec:
                 f"sw.{_maker(self.kind)}{_near(self.options | own, takes)})",
             ) from error
 
+    def state_keys(self) -> list[set[str]]:
+        """The keys of a matrix's state after a first step, for each group of the optimizer."""
+        found: list[set[str]] = []
+        for own in ({}, *self.groups.values()):
+            probe = nn.Parameter(torch.zeros(2, 3, device="cpu"))
+            optimizer = self.kind([{"params": [probe], **own}], **self.options)
+            probe.grad = torch.zeros_like(probe)
+            optimizer.step()
+            found.append({*optimizer.state.get(probe, {})})
+        return found
+
     def warn_unmatched(self, names: Sequence[str]) -> None:
         """Warn of each group pattern that matches no parameter.
 

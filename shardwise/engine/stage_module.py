@@ -82,10 +82,10 @@ class Staging:
         """The stages of this rank that use any of these parameters."""
         return {stage for name in names for stage in self.at[name]} & set(self.own_stages)
 
-    def copy(self, buffer: str) -> int:
-        """The index of this rank among those that hold the buffer of that name."""
+    def copy(self, called: str) -> int:
+        """The index of this rank among those that hold the buffer or module of that name."""
         for name, layer in self.stages.layers.found.items():
-            if any(buffer.startswith(f"{known}.") for known in (name, *layer.names)):
+            if any(f"{called}.".startswith(f"{known}.") for known in (name, *layer.names)):
                 return self.owners(layer.stages).index(self.axis.rank)
         return self.axis.rank  # every rank has buffers outside of layers
 

@@ -197,8 +197,7 @@ class Updates:
     @property
     def makes_states_on_host(self) -> bool:
         """Whether another thread still has to make some of the optimizer's states."""
-        missing = not self.optimizer.complete or bool(self.optimizer.idle)
-        return missing and self._on_host
+        return self._on_host and not self.optimizer.complete
 
     def _norm(self, correction: float) -> float:
         """The norm of the global gradient, without the loss scale."""
