@@ -251,9 +251,7 @@ class DiskStates:
 
     # --- checkpoints --------------------------------------------------------------------------
 
-    def room(
-        self, k: int, i: int, key: str, size: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
+    def room(self, k: int, i: int, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for a state that is loaded: in the file, or on the host what has no dims."""
         extent = self.states[k].get(key)
         if extent is not None and len(size) and extent.dtype == dtype:

@@ -1,7 +1,7 @@
 """What modules give by `get_extra_state`, in a checkpoint: tensors as boxes, the rest as JSON.
 
-    extra/PATH/NAME     a tensor in the extra state of module NAME, whole
-    {NAME: value}       the value in the scalars (json_values.py)
+extra/PATH/NAME     a tensor in the extra state of module NAME, whole
+{NAME: value}       the value in the scalars (json_values.py)
 """
 
 from collections.abc import Callable, Iterator, Mapping

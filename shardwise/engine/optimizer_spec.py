@@ -77,16 +77,14 @@ class OptimizerSpec:
                 f"sw.{_maker(self.kind)}{_near(self.options | own, takes)})",
             ) from error
 
-    def state_keys(self) -> list[set[str]]:
-        """The keys of a matrix's state after a first step, for each group of the optimizer."""
-        found: list[set[str]] = []
-        for own in ({}, *self.groups.values()):
-            probe = nn.Parameter(torch.zeros(2, 3, device="cpu"))
-            optimizer = self.kind([{"params": [probe], **own}], **self.options)
-            probe.grad = torch.zeros_like(probe)
-            optimizer.step()
-            found.append({*optimizer.state.get(probe, {})})
-        return found
+    def state_keys(self, group: int, dims: int) -> set[str]:
+        """The keys that a tensor of `dims` dims in that group has in its state after a step."""
+        own = ({}, *self.groups.values())[group]
+        probe = nn.Parameter(torch.zeros([2] * dims, device="cpu"))
+        optimizer = self.kind([{"params": [probe], **own}], **self.options)
+        probe.grad = torch.zeros_like(probe)
+        optimizer.step()
+        return {*optimizer.state.get(probe, {})}
 
     def warn_unmatched(self, names: Sequence[str]) -> None:
         """Warn of each group pattern that matches no parameter.

@@ -8,8 +8,8 @@ A checkpoint has names and full shapes only, not the row, the ranks or the units
 load the checkpoint of any other.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from shardwise.core.param_layout import AxisLayout
 from shardwise.engine import extra_state
 from shardwise.engine.box import Box
 from shardwise.engine.build import ShardedModel
+from shardwise.engine.elementwise import ELEMENTWISE
 from shardwise.engine.optimizer import HALF, ShardedOptimizer
 from shardwise.engine.optimizer_state import Catalogue, Held, Room, incoming, outgoing
 from shardwise.parallel.data.flat_parameter import Flat
@@ -72,14 +73,12 @@ class Loading:
         saved: Catalogue,
         scalars: Mapping[str, Any],
     ) -> None:
-        keys = optimizer.spec.state_keys()
         idle, every = {*scalars.get("idle", ())}, held_of(optimizer)
         saved = {name: of for name, of in saved.items() if name.split("/", 2)[-1] not in idle}
-        _require_fitting(optimizer, keys, saved, scalars)
         self.optimizer = optimizer
         self.states = incoming(
             *(optimizer.state, every, saved, scalars.get("states", {})),
-            expected=lambda held: keys[optimizer.group_of(held.param)],
+            expected=_expected(optimizer, saved, scalars),
         )
         extra, self.give_extra = extra_state.incoming(model, saved, scalars.get("modules", {}))
         fixed = [*weights(sharded.flats, optimizer), *buffers(model, sharded)]
@@ -197,27 +196,28 @@ def _spread(
         yield (*offsets[:dim], there, *offsets[dim + 1 :]), part, copy + also
 
 
-def _require_fitting(
-    optimizer: ShardedOptimizer,
-    keys: Sequence[set[str]],
-    saved: Catalogue,
-    scalars: Mapping[str, Any],
-) -> None:
-    """Raise InputError for a checkpoint without states, saved by an optimizer of another class.
+def _expected(
+    optimizer: ShardedOptimizer, saved: Catalogue, scalars: Mapping[str, Any]
+) -> Callable[[Held], set[str]]:
+    """The keys of a parameter's state, where a checkpoint may be one of another optimizer.
 
-    A class that keeps no state, and any class before its first step, saves none.
+    The keys of one class may depend on a parameter's sizes, except in classes of torch.
+
+    Raises InputError for a checkpoint without any state, saved by another class of optimizer.
     """
-    if scalars.get("states") or any(name.startswith("optim/") for name in saved):
-        return  # the keys are compared
-    own, known = optimizer.spec.kind.__name__, scalars.get("optimizer")
-    fits = own == known if known else not (scalars["step"] and any(keys))
-    if not fits:
+    spec, known = optimizer.spec, scalars.get("optimizer")
+    name, keys = spec.kind.__name__, cache(spec.state_keys)
+    states = scalars.get("states") or any(tensor.startswith("optim/") for tensor in saved)
+    if not states and not (name == known if known else scalars["step"] == 0 or not keys(0, 2)):
         raise bad(
             f"a checkpoint of step {scalars['step']}, saved by {known or 'another optimizer'}, "
-            f"without states of {own}",
+            f"without states of {name}",
             "a checkpoint of the same class of optimizer",
             "the optimizer that it was saved with; 'shardwise checkpoint export' for the weights",
         )
+    if name == known and name not in ELEMENTWISE:
+        return lambda _: set()
+    return lambda held: keys(optimizer.group_of(held.param), len(held.shape))
 
 
 @torch.no_grad()
