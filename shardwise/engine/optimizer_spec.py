@@ -51,6 +51,11 @@ class OptimizerSpec:
             self._rate(self.options | own)
             self._try(own)
 
+    @property
+    def by_group(self) -> list[dict[str, Any]]:
+        """The options of each group."""
+        return [self.options | own for own in ({}, *self.groups.values())]
+
     def _rate(self, options: dict[str, Any]) -> None:
         """Raise InputError for a rate that torch accepts but that cannot train."""
         rate = options.get("lr")

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.comm.move import begin_sum
 from shardwise.comm.world import Axis, World, init
@@ -26,7 +27,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.core.pool_size import pool_bytes
 from shardwise.core.zero import ROWS
-from shardwise.engine import consistency, validate
+from shardwise.engine import consistency, plain_optimizer, validate
 from shardwise.engine.meta_buffers import materialise
 from shardwise.engine.norm import squared_norm
 from shardwise.engine.shard import (
@@ -226,3 +227,6 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
     for g in grads:
         g.mul_(factor.to(g))
     return norm[0]
+
+
+register_optimizer_step_pre_hook(plain_optimizer.before_step)

@@ -23,9 +23,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.core.arena_slots import IN_FLIGHT
@@ -38,6 +40,7 @@ from shardwise.parallel.data.consensus import Consensus
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.outputs import tensors_in
 from shardwise.parallel.data.reducer import Reductions
+from shardwise.parallel.data.scaling import Scaling
 from shardwise.parallel.data.staged_hooks import PutOff, StagedUnits
 from shardwise.parallel.data.units import Unit, Units, mark_kept
 
@@ -87,6 +90,11 @@ class Data:
         self.in_backward = False
         self.mute = False  # whether gradients of this backward pass count for nothing
         self.handles: list[RemovableHandle] = []  # of everything that is hung on the model
+        flats = [group for unit in units.order for group in unit.groups]
+        self.scaling = Scaling(flats if pace.by_hand else (), consensus.axes)
+        self.optimizers = WeakSet[
+            Optimizer
+        ]()  # that have stepped on its pieces (plain_optimizer.py)
         self.frozen = [p for u in units.order for g in u.groups if not g.trained for p in g.params]
         self.split = any(g.split or g.reshards for unit in units.order for g in unit.groups)
         mark_kept(self.units.order)
@@ -390,6 +398,8 @@ class Data:
         self.in_backward = False
         if self.pace.by_hand and self.sums.sync:
             self.sums.finish()
-            self.consensus.apply(self.consensus.agree(self.consensus.summary()))
+            own = self.scaling.joined(self.consensus.summary())
+            self.consensus.apply(self.scaling.compared(self.consensus.agree(own)))
             self.units.attach_grads()
+            self.scaling.note()
             self.units.step_in_backward()
