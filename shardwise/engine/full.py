@@ -56,7 +56,7 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
         piped = pipe_of(module)
         if piped is not None:
             stages = piped.staged.stages
-            boxes = _of_pipe(module, piped)
+            boxes = pipe_boxes(module, piped)
             return _full(stages.layers.twin, boxes, piped.staged.axis, stages.device)
         data = driver_of(module)
         if data is not None:
@@ -64,7 +64,7 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
             shard, replicate = data.consensus.axes
             if replicate.rank:  # only the first replica sends
                 return {}
-            return _full(module, _of_data(module, data), shard, device)
+            return _full(module, data_boxes(module, data), shard, device)
     raise bad(
         f"sw.full_state_dict of a plain {type(module_or_engine).__name__}",
         "an engine, or a module wrapped by sw.DDP, sw.FSDP or sw.Pipe",
@@ -77,21 +77,32 @@ def plain_of(engine: Engine) -> nn.Module:
     return engine.staging.stages.layers.twin if engine.staging else engine.model
 
 
-def _of_data(module: nn.Module, data: Data) -> list[Box]:
+def data_boxes(module: nn.Module, data: Data) -> list[Box]:
+    """The weights and buffers that a rank of sw.DDP or sw.FSDP holds."""
     found = [box for flat in flats_of(data.units.order) for box in state.boxes_of(flat, "model")]
     rank = data.consensus.axes[0].rank
     return [*found, *_whole("buffer", module.named_buffers(), lambda _: rank)]
 
 
-def _of_pipe(module: nn.Module, piped: Piped) -> list[Box]:
-    staged, layers = piped.staged, piped.staged.stages.layers
-    names = {id(p): layers.parameters[layers.numbers[id(p)]][0] for p in module.parameters()}
-    named = [(names[id(p)], p) for p in module.parameters()]
-    tied = {name: axis.rank for name, axis in staged.ties.items()}
+def pipe_boxes(module: nn.Module, piped: Piped) -> list[Box]:
+    """The weights and buffers that a rank of sw.Pipe holds."""
+    named = {name: (p, copy) for name, p, copy in pipe_names(module, piped)}
+    pairs = [(name, p) for name, (p, _) in named.items()]
     return [
-        *_whole("model", named, lambda name: tied.get(name, 0)),
-        *_whole("buffer", module.named_buffers(), staged.copy),
+        *_whole("model", pairs, lambda name: named[name][1]),
+        *_whole("buffer", module.named_buffers(), piped.staged.copy),
     ]
+
+
+def pipe_names(module: nn.Module, piped: Piped) -> Iterator[tuple[str, nn.Parameter, int]]:
+    """The parameters of a rank of sw.Pipe, by their names in the plain module.
+
+    The number is the index of this rank among those that hold the parameter.
+    """
+    layers, ties = piped.staged.stages.layers, piped.staged.ties
+    for p in module.parameters():
+        name = layers.parameters[layers.numbers[id(p)]][0]
+        yield name, p, ties[name].rank if name in ties else 0
 
 
 def _whole(

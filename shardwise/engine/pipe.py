@@ -100,7 +100,7 @@ def Pipe(  # noqa: N802
     trained = any(p.requires_grad for p in named.values())
     tied = {named[name]: staged.ties[name] for name in sorted(staged.ties)}
     # a hook cannot replace the forward, and other modules share the class
-    module.forward = Piped(module, staged, trained, tied)
+    module.forward = Piped(module, staged, trained, tied, world)
     return module
 
 
@@ -140,7 +140,9 @@ class Piped:
         staged: Staging,
         trained: bool,
         tied: dict[nn.Parameter, Axis],
+        world: World,
     ) -> None:
+        self.world = world
         self.module, self.staged, self.trained, self.tied = module, staged, trained, tied
         self.forward: Forward = type(module).forward
         self.halves = halves(staged.schedule)

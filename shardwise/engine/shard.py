@@ -13,7 +13,7 @@ from torch import nn
 from shardwise.comm.arena import Arena
 from shardwise.comm.disk import Disk
 from shardwise.comm.tiers import Tiers
-from shardwise.comm.world import Axis
+from shardwise.comm.world import Axis, World
 from shardwise.core.errors import bad
 from shardwise.core.hook import Hook
 from shardwise.core.layout import I
@@ -234,10 +234,12 @@ def sums_of(units: Sequence[Unit], in_flight: int) -> Reductions:
     return Reductions(in_flight, repeated=repeated, offload=offload)
 
 
-def hooked(model: nn.Module, how: Sharding, units: Sequence[Unit], pace: Pace) -> Data:
+def hooked(
+    model: nn.Module, how: Sharding, units: Sequence[Unit], pace: Pace, world: World | None = None
+) -> Data:
     """Hook the modules of `model`, so that its units are gathered, freed and reduced in time."""
     sums, consensus = sums_of(units, pace.in_flight), agreed(model, how, units)
-    return Data(model, Units(units), pace, sums, consensus)
+    return Data(model, Units(units), pace, sums, consensus, world=world)
 
 
 def sizes(units: Sequence[Unit]) -> dict[nn.Parameter, int]:

@@ -178,7 +178,7 @@ def _wrap(module: nn.Module, how: Sharding, world: World) -> nn.Module:
     how = replace(how, tiers=world.tiers)
     pace = Pace(scale=1 / world.size)
     sharded_units = shard(how, units_of(module, how))
-    data = hooked(module, how, sharded_units, pace)
+    data = hooked(module, how, sharded_units, pace, world)
     data.handles += kernels.install(module, data, sizes(sharded_units))
     data.handles += keep_keys(module, data, flats_of(sharded_units))
     if data.split:

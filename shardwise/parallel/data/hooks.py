@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from shardwise.comm.world import World
 from shardwise.core.arena_slots import IN_FLIGHT
 from shardwise.core.errors import bad
 from shardwise.core.graph_break import graph_break
@@ -76,8 +77,10 @@ class Data:
         sums: Reductions,
         consensus: Consensus,
         staged: StagedUnits | None = None,
+        world: World | None = None,
     ) -> None:
         self.root, self.pace, self.staged = root, pace, staged
+        self.world = world  # of a module in a loop of the program's own
         self.sums, self.consensus = sums, consensus
         self.units = units
         for number, unit in enumerate(units.order):
