@@ -51,7 +51,8 @@ class Engine:
         self.dtype, self.recompute = DTYPES[build.plan.precision], build.recompute
         self.names = [name for name, _ in model.named_parameters()]  # those of all stages
         disk = open_disk(self.plan, training, self.world, model)
-        cast_whole(model, self.dtype, self.world.device, build.fill)
+        by_unit = self.plan.states.param_tier != "device"  # the model may not fit
+        cast_whole(model, self.dtype, self.world.device, build.fill, by_unit=by_unit)
         pool = pool_bytes(self.plan, sum(p.nbytes for p in model.parameters()))
         self.world.pool.reserve(pool, self.world.device)
         with self.ledger.phase("start"):

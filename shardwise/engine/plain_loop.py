@@ -37,7 +37,7 @@ class PlainLoop:
 
     def __init__(self, module: Any, optimizer: Any, caller: str) -> None:
         self.module, self.by = _wrapped(module, caller)
-        self.optimizer = optimizer
+        self.optimizer = None if optimizer is None else _optimizer(optimizer, caller)
         assert self.by.world is not None  # it has, in a loop of the program's own
         self.world: World = self.by.world
         self.every = self._held()
@@ -187,14 +187,19 @@ def _wrapped(module: Any, caller: str) -> tuple[nn.Module, Data | Piped]:
     )
 
 
-def _require_own(optimizer: Any, every: Sequence[Held], caller: str) -> None:
-    """Raise InputError unless it is an optimizer of parameters of the module alone."""
-    if not isinstance(optimizer, Optimizer):
-        raise bad(
-            f"{caller} with optimizer={short_repr(optimizer)}",
-            "a torch.optim.Optimizer over the module's parameters",
-            f"{caller}(module, folder, optimizer=optim)",
-        )
+def _optimizer(given: Any, caller: str) -> Optimizer:
+    """The optimizer.  Raises InputError for anything else."""
+    if isinstance(given, Optimizer):
+        return given
+    raise bad(
+        f"{caller} with optimizer={short_repr(given)}",
+        "a torch.optim.Optimizer over the module's parameters",
+        f"{caller}(module, folder, optimizer=optim)",
+    )
+
+
+def _require_own(optimizer: Optimizer, every: Sequence[Held], caller: str) -> None:
+    """Raise InputError unless all its parameters are those of the module."""
     known = {id(held.param) for held in every}
     other = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in known]
     if other:

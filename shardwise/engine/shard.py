@@ -288,14 +288,22 @@ def _groups(
 
 
 def cast_whole(
-    model: nn.Module, dtype: torch.dtype | None, device: torch.device, fill: Fill | None = None
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    fill: Fill | None = None,
+    *,
+    by_unit: bool = False,
 ) -> None:
-    """Cast `model` to the plan's precision and move it to the device; meta parameters stay."""
+    """Cast `model` to the plan's precision and move it to the device; meta parameters stay.
+
+    So do all parameters with `by_unit`: each unit is moved when it is laid out.
+    """
     materialise(model, device, fill)
     for p in model.parameters():
         if p.is_floating_point() and dtype is not None:
             p.data = p.data.to(dtype)
-        if not p.is_meta:
+        if not (p.is_meta or by_unit):
             p.data = p.data.to(device)
     for b in model.buffers():
         b.data = b.data.to(device)

@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.move import begin_sum, broadcast
+from shardwise.comm.move import begin_sum
 from shardwise.comm.world import Axis, World, traced
 from shardwise.core.layout import R
 from shardwise.core.param_layout import AxisLayout
@@ -179,11 +179,7 @@ def agree(model: nn.Module, axis: Axis, device: torch.device) -> None:
     """Copy the first rank's weights, buffers and generator states to all ranks."""
     if axis.size > 1:
         rng.synchronize(axis, device)
-    for t in [*model.parameters(), *model.buffers()] if axis.size > 1 else []:
-        if not t.is_meta and t.numel():
-            together = t.data.contiguous()
-            broadcast(together, axis)
-            t.data.copy_(together)
+        tensor_parallel.agree(model, axis, device)
 
 
 def lay_out(

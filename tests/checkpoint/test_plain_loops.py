@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.optim import Optimizer
@@ -146,3 +145,124 @@ def test_a_loop_goes_on(tmp_path: Path, kind: str, here: str, before: int, there
     want = straight(kind)
     for key in (key for key in want if not key.endswith("_extra_state")):
         assert torch.allclose(found[key], want[key], rtol=1e-10, atol=1e-12), key
+
+
+def test_a_checkpoint_of_a_loop_is_one_of_an_engine(tmp_path: Path):
+    """`shardwise checkpoint inspect` and `export` read it; saves are numbered and pruned."""
+    module = wrap("FULL_SHARD", Sum(), alone())
+    optim = optimizer_of("AdamW", module)
+    for step in range(4):
+        module(rows(step, 0), 1).sum().backward()
+        optim.step()
+        sw.save(module, tmp_path / "kept", optimizer=optim, keep=2)
+    assert sorted(path.name for path in (tmp_path / "kept").glob("step-*")) == [
+        "step-000003",
+        "step-000004",
+    ]
+    contents = describe(tmp_path / "kept", deep=True)
+    assert contents.parameters == sum(p.numel() for p in module.parameters())
+    assert contents.scalars["loop"]["optimizer"] == "AdamW"
+    assert export(tmp_path / "kept", tmp_path / "weights").tensors == 9
+    assert sw.save(module, tmp_path / "kept", step=70).name == "step-000070"
+    assert sw.load(twin(module), tmp_path / "kept") == {}
+    assert sw.load(module, tmp_path / "none", missing_ok=True) == {}
+
+
+def twin(module: nn.Module) -> nn.Module:
+    return sw.DDP(type(module)(), alone())
+
+
+def kept(world: World) -> list[str]:
+    """What refuses to take pieces for whole parameters, on a rank of two."""
+    module = sw.FSDP(Sum(), world=world)
+    optim = torch.optim.Adam(module.parameters())
+    whole = torch.optim.Adam((plain := Sum()).parameters())
+    plain(rows(0, 0), 1).sum().backward()
+    whole.step()
+    optim.load_state_dict(whole.state_dict())
+    module(rows(0, world.rank), 1).sum().backward()
+    acts = [
+        optim.step,
+        lambda: (optim.state.clear(), optim.step(), optim.load_state_dict(whole.state_dict())),
+        optim.state_dict,
+        lambda: get_optimizer_state_dict(module, optim),
+    ]
+    said: list[str] = []
+    for act in acts:
+        with pytest.raises(InputError) as caught:
+            act()
+        said.append(str(caught.value))
+    module.zero_grad()
+    fresh = torch.optim.Adam(module.parameters())  # before any step of the program
+    with pytest.raises(InputError):
+        get_optimizer_state_dict(module, fresh)
+    sw.unwrap(module)
+    assert set(torch.optim.Adam(module.parameters()).state_dict()) == {"state", "param_groups"}
+    return said
+
+
+def test_pieces_are_not_taken_for_whole_parameters():
+    """State dicts of an optimizer over pieces: an error that says sw.save, or sw.load."""
+    for said in run_gloo(2, kept):
+        assert ["of the whole parameter" in text for text in said] == [True, True, False, False]
+        assert all("sw.load(module, folder, optimizer=optim)" in text for text in said[:2])
+        assert all("sw.save(module, folder, optimizer=optim)" in text for text in said[2:])
+
+
+#: From the wrapped module and its optimizer: an act on the folder of its checkpoint.
+BAD: dict[str, tuple[Any, str]] = {
+    "a plain module": (lambda *_: partial(sw.save, Sum()), "sw.save of a plain Sum"),
+    "an optimizer": (lambda *given: partial(sw.save, given[1]), "sw.save of AdamW"),
+    "no optimizer": (lambda m, _: partial(sw.save, m, optimizer=m), "with optimizer="),
+    "others' parameters": (
+        lambda m, _: partial(sw.save, m, optimizer=torch.optim.SGD(Sum().parameters())),
+        "parameters of another module",
+    ),
+    "another class": (
+        lambda m, _: partial(sw.load, m, optimizer=torch.optim.SGD(m.parameters())),
+        "states of AdamW, for an optimizer of the class SGD",
+    ),
+    "other groups": (
+        lambda m, _: partial(sw.load, m, optimizer=torch.optim.AdamW(m.parameters())),
+        "were not in one group",
+    ),
+    "an engine": (
+        lambda *_: partial(sw.load, sw.parallelize(Sum(), "ddp fp64", alone())),
+        "without an engine's state",
+    ),
+    "an engine's optimizer": (
+        lambda *given: partial(sw.save, sw.parallelize(Sum(), "ddp", alone()), optimizer=given[1]),
+        "of an engine with optimizer=",
+    ),
+    "another model": (
+        lambda *_: partial(sw.load, sw.DDP(nn.Linear(2, 2).double(), alone())),
+        "the checkpoint does not have|which the model does not have",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_does_not_fit_is_one_paragraph(tmp_path: Path, what: str):
+    """And nothing is changed."""
+    module = sw.DDP(Sum(), alone())
+    optim = optimizer_of("AdamW", module)
+    sw.save(module, tmp_path, optimizer=optim)
+    act, text = BAD[what]
+    before = [p.clone() for p in module.parameters()]
+    with pytest.raises(InputError, match=text) as caught:
+        act(module, optim)(tmp_path)
+    assert len(str(caught.value).splitlines()) == 1
+    assert all(map(torch.equal, before, module.parameters()))
+
+
+def test_a_state_that_cannot_be_saved_is_named(tmp_path: Path):
+    """An object in a state, or in a module's extra state."""
+    module = sw.DDP(Sum(), alone())
+    optim = optimizer_of("AdamW", module)
+    optim.state[module.chain[2].weight]["helper"] = {"of": [object()]}
+    match = r"the optimizer's state of chain\.2\.weight, in which 'helper\.of\.0' is a object"
+    with pytest.raises(InputError, match=match):
+        sw.save(module, tmp_path, optimizer=optim)
+    module.chain[0].get_extra_state = object  # type: ignore[method-assign]
+    with pytest.raises(InputError, match=r"the extra state of chain\.0 \(Counted\), in which"):
+        sw.save(module, tmp_path)
