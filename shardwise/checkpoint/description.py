@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.full import entries, plain_key, plain_of
+from shardwise.engine.full import entries, is_extra, plain_key, plain_of
 from shardwise.engine.plain_loop import PlainLoop
 
 
@@ -21,7 +21,7 @@ def described(trained: Engine | PlainLoop) -> dict[str, Any]:
     model = plain_of(trained) if isinstance(trained, Engine) else trained.plain
     names: dict[int, list[str]] = {}
     for key, value in entries(model):
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and not is_extra(key):
             names.setdefault(id(value), []).append(plain_key(key))
     known = {name for group in names.values() for name in group}
     buffers = (plain_key(name) for name, _ in model.named_buffers())

@@ -4,6 +4,7 @@ extra/PATH/NAME     a tensor in the extra state of module NAME, whole
 {NAME: value}       the value in the scalars (json_values.py)
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -58,6 +59,31 @@ def incoming(
             module.set_extra_state(unpack(packed, tensors))
 
     return boxes, give
+
+
+def as_boxes(model: nn.Module, copy: Callable[[str], int]) -> list[Box]:
+    """The extra states as boxes alone: the JSON of NAME is the tensor json/NAME, of bytes."""
+    boxes, values = outgoing(model, copy)
+    texts = [(name, json.dumps(packed).encode()) for name, packed in values.items()]
+    return [
+        *boxes,
+        *(
+            Box(f"json/{name}", (len(t),), (0,), (len(t),), torch.tensor([*t], dtype=torch.uint8))
+            for name, t in texts
+        ),
+    ]
+
+
+def from_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """The extra state of each module from the tensors of all boxes."""
+    found: dict[str, Any] = {}
+    for key, text in tensors.items():
+        kind, _, name = key.partition("/")
+        if kind == "json":
+            own = [k.split("/", 2) for k in tensors if k.startswith("extra/")]
+            inside = {path: tensors[f"extra/{path}/{of}"] for _, path, of in own if of == name}
+            found[name] = unpack(json.loads(bytes(text.tolist())), inside)
+    return found
 
 
 def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
