@@ -12,20 +12,21 @@ from typing import Any
 from torch import Tensor, nn
 
 from shardwise.engine.engine import Engine
-from shardwise.engine.full import entries, plain_key, plain_of
+from shardwise.engine.full import entries, is_extra, plain_key, plain_of
+from shardwise.engine.plain_loop import PlainLoop
 
 
-def described(engine: Engine) -> dict[str, Any]:
-    """The description of an engine's model, the same on every rank."""
-    model = plain_of(engine)
+def described(trained: Engine | PlainLoop) -> dict[str, Any]:
+    """The description of the model, the same on every rank."""
+    model = plain_of(trained) if isinstance(trained, Engine) else trained.plain
     names: dict[int, list[str]] = {}
     for key, value in entries(model):
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and not is_extra(key):
             names.setdefault(id(value), []).append(plain_key(key))
     known = {name for group in names.values() for name in group}
     buffers = (plain_key(name) for name, _ in model.named_buffers())
     return {
-        "config": config_of(engine.model),
+        "config": config_of(trained.model if isinstance(trained, Engine) else trained.module),
         "tied": [group for group in names.values() if len(group) > 1],
         "transient": [name for name in buffers if name not in known],
     }

@@ -1,7 +1,9 @@
-"""Checkpoints of an engine: everything that training needs to continue, under any plan.
+"""Checkpoints: everything that training needs to continue, under any plan.
 
 save    parameters, optimizer state, the engine's counters, and the user's `extra`
 load    the same into an engine of any plan, on any number of ranks
+
+A module of sw.DDP, sw.FSDP or sw.Pipe with its optimizer is saved and loaded alike.
 """
 
 import os
@@ -10,90 +12,140 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardwise.checkpoint import load as reading
 from shardwise.checkpoint import save as writing
 from shardwise.checkpoint.contents import MODEL
 from shardwise.checkpoint.description import described
-from shardwise.checkpoint.folder import all_in, as_path, find, is_whole, passed_over, prune
+from shardwise.checkpoint.folder import (
+    all_in,
+    as_path,
+    find,
+    is_whole,
+    passed_over,
+    prune,
+    step_of,
+)
 from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint, open_checkpoint
 from shardwise.checkpoint.pages import Pages
 from shardwise.checkpoint.plans import PIECE_BYTES, split_block
 from shardwise.checkpoint.storage import Check
 from shardwise.comm.move import broadcast
+from shardwise.comm.world import World
 from shardwise.core.arguments import integer
 from shardwise.core.errors import InputError, bad
 from shardwise.engine import validate
 from shardwise.engine.box import Box, block
 from shardwise.engine.engine import Engine
+from shardwise.engine.full import entries, plain_of
+from shardwise.engine.plain_loop import PlainLoop
+
+#: The scalar of a loop of the program's own: what `engine` is for an engine.
+LOOP: Final = "loop"
 
 
 def save(
-    engine: Engine,
+    engine_or_module: Engine | nn.Module,
     folder: str | os.PathLike[str],
     extra: Mapping[str, Any] | None = None,
     keep: int | None = None,
+    *,
+    optimizer: Optimizer | None = None,
+    step: int | None = None,
 ) -> Path:
-    """Save a checkpoint of `engine` in `folder`, which all ranks must see.  Returns its path.
+    """Save a checkpoint in `folder`, which all ranks must see.  Returns its path.
 
-    All ranks must call it.  `extra` is a JSON object to save along, the same on every rank: the
-    epoch, the position in the data.  `keep` removes all but that many of the newest checkpoints.
+    All ranks must call it, with an engine, or with a module wrapped by sw.DDP, sw.FSDP or sw.Pipe
+    and the optimizer that trains it.  `extra` is a JSON object to save along, the same on every
+    rank: the epoch, the position in the data.  `keep` removes all but that many of the newest
+    checkpoints.  `step` numbers a module's checkpoint, else it is one more than the newest there.
     The checkpoint appears in one step: if saving fails, older checkpoints are unchanged.
     Independent experts have a folder each, `folder/expert0` and so on; its ranks alone save there.
 
     Raises:
-        InputError: `extra` cannot be written as JSON; `keep` is below one.
+        InputError: `extra` cannot be written as JSON; `keep` is below one; the module is not
+            wrapped; a value in the optimizer's state or a module's extra state cannot be saved.
         RunError: a rank could not write; a weight or the optimizer's state is not finite.
     """
     if extra is not None and not isinstance(extra, Mapping):
         raise bad(f"extra={extra!r}", "a dict that JSON can hold", 'extra={"epoch": 3}')
     if keep is not None:
         integer("keep", keep, 1, 2)
-    scalars = {"step": engine.steps, "engine": engine.scalars(), "extra": dict(extra or {})}
-    path = write(engine, folder, scalars)
-    if keep is not None and engine.world.rank == 0:
+    if step is not None:
+        integer("step", step, 0, 100)
+    trained = _trained(engine_or_module, optimizer, "sw.save")
+    if isinstance(trained, Engine):
+        scalars = {"step": trained.steps, "engine": trained.scalars()}
+    else:
+        number = _next(trained.world, as_path(folder)) if step is None else step
+        scalars = {"step": number, LOOP: trained.scalars()}
+    path = write(trained, folder, scalars | {"extra": dict(extra or {})})
+    if keep is not None and trained.world.rank == 0:
         prune(path.parent, keep)
     return path
 
 
-def write(engine: Engine, folder: str | os.PathLike[str], scalars: dict[str, Any]) -> Path:
-    """Save the engine's state with these scalars; returns the path.  Raises like `save`."""
-    boxes = engine.boxes()
-    name = _first_not_finite(engine, boxes)
-    scalars = scalars | {"model": described(engine)}
+def _trained(given: Any, optimizer: Any, caller: str) -> Engine | PlainLoop:
+    """What is saved or loaded.  Raises InputError for anything else."""
+    if not isinstance(given, Engine):
+        return PlainLoop(given, optimizer, caller)
+    if optimizer is not None:
+        raise bad(
+            f"{caller} of an engine with optimizer=",
+            "an engine alone, which has its optimizer",
+            f"{caller}(engine, folder)",
+        )
+    return given
+
+
+def _next(world: World, folder: Path) -> int:
+    """One more than the newest checkpoint that rank 0 sees in the folder."""
+    newest = max([0, *(step_of(path) for path in all_in(folder))])
+    number = torch.tensor([newest], dtype=torch.int64, device=world.device)
+    return 1 + int(broadcast(number, world.everyone).item())
+
+
+def write(
+    trained: Engine | PlainLoop, folder: str | os.PathLike[str], scalars: dict[str, Any]
+) -> Path:
+    """Save the state with these scalars; returns the path.  Raises like `save`."""
+    boxes = trained.boxes()
+    name = _first_not_finite(trained, boxes)
+    scalars = scalars | {"model": described(trained)}
     refusal = (
-        f"The weights of step {engine.steps} are not saved: {name} is not finite. The older "
+        f"The weights of step {scalars['step']} are not saved: {name} is not finite. The older "
         "checkpoints are unchanged; resume from the newest."
     )
-    folder = _of_expert(engine, as_path(folder))
+    folder = _of_expert(trained.world, as_path(folder))
     refusal = refusal if name else ""
-    return writing.save(folder, boxes, scalars, engine.world, refusal, _pages(engine))
+    return writing.save(folder, boxes, scalars, trained.world, refusal, _pages(trained))
 
 
-def _pages(engine: Engine) -> Pages:
-    """The pages of the engine's states on a disk; none elsewhere."""
-    states = engine.optimizer.disk
+def _pages(trained: Engine | PlainLoop) -> Pages:
+    """The pages of an engine's states on a disk; none elsewhere."""
+    states = trained.optimizer.disk if isinstance(trained, Engine) else None
     return Pages() if states is None else Pages(states.disk.drop)
 
 
-def _of_expert(engine: Engine, folder: Path) -> Path:
+def _of_expert(world: World, folder: Path) -> Path:
     """The folder of an independent expert; `folder` for a model of all ranks."""
-    expert = engine.world.expert
+    expert = world.expert
     return folder if expert is None else folder / f"expert{expert}"
 
 
 @torch.no_grad()
-def _first_not_finite(engine: Engine, boxes: Sequence[Box]) -> str:
+def _first_not_finite(trained: Engine | PlainLoop, boxes: Sequence[Box]) -> str:
     """The first trained weight (fp32 master) or optimizer state with a non-finite value; or ""."""
-    trained = {name for flat in engine.flats if flat.trained for name in flat.names}
-    pages = _pages(engine)
+    names = {*trained.optimizer.names} if isinstance(trained, Engine) else trained.trained
+    pages = _pages(trained)
     for box in boxes:
         kind, _, name = box.name.partition("/")
-        checked = kind == "optim" or (kind == "model" and name in trained)
+        checked = kind == "optim" or (kind == "model" and name in names)
         if checked and not all(map(pages.finite, _pieces(box.tensor))):
             key, _, of = name.partition("/")
             return f"the optimizer's {key} of {of}" if kind == "optim" else name
@@ -108,11 +160,17 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def load(
-    engine: Engine, folder: str | os.PathLike[str], *, missing_ok: bool = False
+    engine_or_module: Engine | nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    optimizer: Optimizer | None = None,
+    missing_ok: bool = False,
 ) -> dict[str, Any]:
-    """Load the newest checkpoint in `folder` (or `folder` itself) into `engine`; returns its extra.
+    """Load the newest checkpoint in `folder` (or `folder` itself); returns its extra.
 
-    All ranks must call it, with an engine of the same model and class of optimizer, under any plan.
+    All ranks must call it, with an engine of the same model and class of optimizer, under any plan,
+    or with a module wrapped by sw.DDP, sw.FSDP or sw.Pipe, on any number of ranks, and the
+    optimizer that trains it (None: the weights alone).
     With `missing_ok`, it returns {} if rank 0 finds no checkpoint, so that a restarted program can
     start or continue with the same line.  Every file's hash, and names, shapes and dtypes are
     checked on all ranks before anything is written, so a load that fails leaves every engine
@@ -124,62 +182,74 @@ def load(
         RunError: files could not be read after the check; the engine is partly loaded: load again,
             or build a new one.
     """
+    trained = _trained(engine_or_module, optimizer, "sw.load")
     folder = as_path(folder)
-    folder = folder if is_whole(folder) else _of_expert(engine, folder)
+    folder = folder if is_whole(folder) else _of_expert(trained.world, folder)
     if missing_ok:
         found = is_whole(folder) or bool(all_in(folder))
-        told = torch.tensor([found], dtype=torch.uint8, device=engine.world.device)
-        if not broadcast(told, engine.world.everyone).item():
+        told = torch.tensor([found], dtype=torch.uint8, device=trained.world.device)
+        if not broadcast(told, trained.world.everyone).item():
             return {}
     if over := passed_over(folder):
         warnings.warn(over, stacklevel=2)
-    return fill(engine, folder, partial(_require_all, engine)).get("extra", {})
+    return fill(trained, folder, partial(_require_all, trained)).get("extra", {})
 
 
-def fill(engine: Engine, folder: Path, check: Check) -> dict[str, Any]:
-    """Load a checkpoint that passes `check` into the engine; returns its scalars.
+def fill(trained: Engine | PlainLoop, folder: Path, check: Check) -> dict[str, Any]:
+    """Load a checkpoint that passes `check`; returns its scalars.
 
     From imported weights (export.py) it loads the weights, in the engine's dtypes.  Raises like
     `load`.
     """
-    if (names := imported_names(folder)) is not None:
-        boxes = _of_weights(engine, names)
-        saved = reading.load(folder, boxes, engine.world, check, True, _pages(engine))
-        engine.loaded()
+    opened = _peek(folder)
+    world, pages = trained.world, _pages(trained)
+    if opened is not None and IMPORTED in opened.scalars and isinstance(trained, Engine):
+        boxes = _of_weights(trained, set(opened.metadata.state_dict_metadata))
+        saved = reading.load(folder, boxes, world, check, True, pages)
+        trained.loaded()
         return saved
+    kind = "engine" if isinstance(trained, Engine) else LOOP
 
     def checked(opened: OpenCheckpoint) -> None:
-        """Raise InputError unless it is an engine's checkpoint and passes `check`."""
-        if "engine" not in opened.scalars:
-            raise bad(
-                f"a checkpoint in '{opened.path}' without an engine's state",
-                "one written by sw.save or shardwise train",
-                "sw.save(engine, folder)",
-            )
-        validate.scalars(opened.scalars["engine"])
+        """Raise InputError unless it is a checkpoint of the same kind and passes `check`."""
+        if kind not in opened.scalars:
+            raise _of_another_kind(opened, kind)
+        if kind == "engine":
+            validate.scalars(opened.scalars[kind])
         check(opened)
 
-    idle = set(engine.optimizer.idle)
-    engine.prepare()
-    try:
-        saved = reading.load(folder, engine.boxes(), engine.world, checked, pages=_pages(engine))
-    except BaseException:
-        engine.optimizer.unprepare(engine.optimizer.idle - idle)
-        raise
-    engine.load_scalars(saved["engine"])
-    engine.loaded()
+    # none where `checked` refuses the checkpoint on every rank
+    said = None if opened is None else opened.scalars.get(kind)
+    boxes = trained.loading(opened.tensors, said) if opened and isinstance(said, dict) else []
+    saved = reading.load(folder, boxes, world, checked, pages=pages)
+    if isinstance(trained, Engine):
+        trained.load_scalars(saved[kind])
+    trained.loaded()
     return saved
 
 
-def imported_names(folder: Path) -> set[str] | None:
-    """The tensors of a checkpoint of imported weights; None for any other, or a damaged one."""
+def _of_another_kind(opened: OpenCheckpoint, kind: str) -> InputError:
+    if kind == "engine":
+        return bad(
+            f"a checkpoint in '{opened.path}' without an engine's state",
+            "one written by sw.save or shardwise train",
+            "sw.save(engine, folder)",
+        )
+    return bad(
+        f"a checkpoint in '{opened.path}' that sw.save(module, ...) has not written",
+        "a checkpoint of a module wrapped by sw.DDP, sw.FSDP or sw.Pipe",
+        "sw.load(engine, folder); or shardwise checkpoint export, for the weights alone",
+    )
+
+
+def _peek(folder: Path) -> OpenCheckpoint | None:
+    """The checkpoint's small files; None for a damaged one, of which loading tells every rank."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # loading shows them
         try:
-            opened = open_checkpoint(find(folder))
-        except InputError:  # loading raises it on every rank
+            return open_checkpoint(find(folder))
+        except InputError:
             return None
-    return set(opened.metadata.state_dict_metadata) if IMPORTED in opened.scalars else None
 
 
 def _of_weights(engine: Engine, names: set[str]) -> list[Box]:
@@ -196,13 +266,10 @@ def _of_weights(engine: Engine, names: set[str]) -> list[Box]:
     return found
 
 
-def _require_all(engine: Engine, opened: OpenCheckpoint) -> None:
+def _require_all(trained: Engine | PlainLoop, opened: OpenCheckpoint) -> None:
     """Raise InputError for a checkpoint with tensors that the model does not have."""
-    if engine.staging:  # each rank knows only its own stages
-        return
-    model = engine.model
-    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
-    known = {f"{MODEL}{name}" for name, _ in tensors}
+    model = plain_of(trained) if isinstance(trained, Engine) else trained.plain
+    known = {f"{MODEL}{name}" for name, _ in (*entries(model), *model.named_buffers())}
     saved = [name for name in opened.metadata.state_dict_metadata if name.startswith(MODEL)]
     more = [name.removeprefix(MODEL) for name in saved if name not in known]
     if more:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from shardwise.checkpoint.failure import damaged, foreign
 from shardwise.checkpoint.folder import METADATA, SCALARS
@@ -47,6 +48,16 @@ class OpenCheckpoint:
     def mark(self) -> str:
         """The id of the save."""
         return self.manifest.save if self.manifest else self.path.name
+
+    @property
+    def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """The full shape and the dtype of each tensor, by name."""
+        saved = self.metadata.state_dict_metadata.items()
+        return {
+            name: (tuple(tensor.size), tensor.properties.dtype)
+            for name, tensor in saved
+            if isinstance(tensor, TensorStorageMetadata)
+        }
 
     def files(self) -> list[str]:
         """The names of the files of tensors."""

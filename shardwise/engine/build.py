@@ -90,6 +90,11 @@ class ShardedModel:
         self.experts.end()
         self.rows.forget()
 
+    def copy(self, name: str) -> int:
+        """The index of this rank among those that hold the buffer or module of that name."""
+        copy = self.data_rank + self.tensors.axis.rank
+        return copy + (self.staging.copy(name) if self.staging else 0)
+
     @property
     def data_rank(self) -> int:
         """The index of this rank's share of the global batch."""

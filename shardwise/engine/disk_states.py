@@ -55,8 +55,7 @@ class DiskStates:
         self, spec: OptimizerSpec, flats: Sequence[Flat], tiers: Tiers, disk: Disk
     ) -> None:
         self.flats, self.tiers, self.disk = flats, tiers, disk
-        self.first = first_states(spec)
-        keys = _streamed_keys(self.first)
+        keys = _streamed_keys(first_states(spec))
         dtypes = [_wide(flat.dtype) for flat in flats]
         if flats and not disk.buffers:
             reserve(disk, tiers, len(keys), dtypes)
@@ -252,31 +251,12 @@ class DiskStates:
 
     # --- checkpoints --------------------------------------------------------------------------
 
-    def prepare(self) -> set[str]:
-        """Give every parameter a state where it has none yet; the names of these."""
-        idle: set[str] = set()
-        for k, flat in enumerate(self.flats):
-            for i, target in enumerate(self.targets[k]):
-                if self.torch.state.get(target):
-                    continue
-                self.torch.state[target] = self._first_state(k, i, target)
-                idle.add(flat.names[i])
-        return idle
-
-    def _first_state(self, k: int, i: int, target: Tensor) -> State:
-        """The state of a parameter before its first update: zeros, and what has no dims.
-
-        All states of a parameter without dims stay in host memory, as in an update.
-        """
-        found: State = {}
-        for key, value in self.first[self.group_of[id(target)]].items():
-            if not _streamed(value):
-                found[key] = self._owned(_copied(value))
-            elif target.dim():
-                found[key] = self._view(k, i, self.states[k][key])
-            else:
-                found[key] = self._owned(torch.zeros((), dtype=value.dtype, device="cpu"))
-        return found
+    def room(self, k: int, i: int, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Memory for a state that is loaded: in the file, or on the host what has no dims."""
+        extent = self.states[k].get(key)
+        if extent is not None and len(size) and extent.dtype == dtype:
+            return self._view(k, i, extent)
+        return self._owned(torch.zeros(tuple(size), dtype=dtype, device="cpu"))
 
     def _owned(self, value: Any) -> Any:
         return self.tiers.own(value) if isinstance(value, Tensor) else value

@@ -4,15 +4,18 @@ A shard of a matrix has two dims too (flat_parameter.py).  An optimizer such as 
 as a matrix and compute a wrong update, without any error.
 """
 
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
-from shardwise.core.weak import owner
-from shardwise.parallel.data.hooks import Data
+from shardwise.engine.optimizer_probe import Probe, maker
+
+#: The options of a group.
+Options = Mapping[str, Any]
 
 #: torch.optim classes that update each element independently, so that they work on shards.
 ELEMENTWISE = (
@@ -42,42 +45,71 @@ def _torchs(kind: type) -> str:
     return ours[0].__name__ if ours else ""
 
 
-def require_whole(kind: type, plan: Plan) -> None:
-    """Raise InputError if `kind` updates whole tensors and ranks of `plan` hold parts of them."""
-    if not updates_by_tensor(kind):
+def is_known(kind: type) -> bool:
+    """Whether it is a class of torch or of this package that updates each element alone."""
+    ours = kind.__module__.startswith("shardwise.")
+    return ours or (kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE)
+
+
+def require_whole(kind: type[Optimizer], groups: Sequence[Options], plan: Plan) -> None:
+    """Raise InputError for an optimizer that does not work as `plan` shards its parameters.
+
+    One that is not known is tried, with the options of each of its groups (optimizer_probe.py).
+    """
+    if is_known(kind):
         return
-    sizes: dict[str, int] = {}
-    for own in map(plan.of_layers, range(len(plan.layers) + 1)):
-        for axis in filter(None, ("tp", own.shard_axis)):
-            sizes[axis] = max(sizes.get(axis, 1), own.mesh.size_of(axis))
-    split = [axis for axis, size in sizes.items() if size > 1]
-    if not split:
+    probes: list[Probe] = [] if updates_by_tensor(kind) else _probes(kind, groups)
+    if any(probe.ran and not probe.works_in_turns() for probe in probes):
+        raise bad(
+            f"{kind.__name__} in an engine, which updates unit by unit: {kind.__name__} combines "
+            "its parameters, or counts its steps over all of them",
+            "an optimizer whose update of a parameter depends on that parameter alone",
+            "sw.AdamW(lr=3e-4), or sw.DDP(module) in a loop of your own",
+        )
+    split = _split_axes(plan)
+    if not split or (probes and all(probe.ran and probe.works_on_parts() for probe in probes)):
+        return
+    if any(not probe.ran for probe in probes):
+        _warn_unprobed(kind)
         return
     whole = "with ddp, pp, dp_replicate, accumulate and recompute, in every precision"
     raise bad(
         f"{kind.__name__} under the plan '{plan}', whose ranks of the axis {' and '.join(split)} "
-        "update parts of a parameter; its means of rows and columns are those of whole matrices",
+        f"update parts of a parameter; {kind.__name__} computes from whole tensors, such as means "
+        "of rows, norms or matrix products",
         f"{kind.__name__} where each rank updates whole parameters: {whole}",
         f"sw.Lion(lr=1e-4) with '{plan}', or {kind.__name__} with 'dp{plan.size}'",
     )
 
 
-def _refuse(optimizer: Optimizer, *_: Any) -> None:
-    """A hook before every optimizer step: raises InputError for a wrong one on shards."""
-    if not needs_whole_tensors(type(optimizer)):
-        return
-    if any(_is_piece(p) for group in optimizer.param_groups for p in group["params"]):
-        raise bad(
-            f"a step of {type(optimizer).__name__}, which needs whole tensors, on shards",
-            f"an elementwise class: {', '.join(ELEMENTWISE)}",
-            'torch.optim.AdamW(module.parameters()), or sw.FSDP(module, "NO_SHARD")',
-        )
+def _split_axes(plan: Plan) -> list[str]:
+    """The axes whose ranks hold parts of parameters."""
+    sizes: dict[str, int] = {}
+    for own in map(plan.of_layers, range(len(plan.layers) + 1)):
+        for axis in filter(None, ("tp", own.shard_axis)):
+            sizes[axis] = max(sizes.get(axis, 1), own.mesh.size_of(axis))
+    return [axis for axis, size in sizes.items() if size > 1]
 
 
-def _is_piece(p: nn.Parameter) -> bool:
-    """Whether a parameter is sharded."""
-    owners = [owner(hook) for hook in (p._post_accumulate_grad_hooks or {}).values()]
-    return any(isinstance(o, Data) and o.places[p][1].split for o in owners if p in o.places)
+def needs_whole(kind: type[Optimizer], groups: Sequence[Options]) -> bool:
+    """Whether it does not work on pieces of parameters.  Warns of one that cannot be tried."""
+    if is_known(kind) or needs_whole_tensors(kind):
+        return not is_known(kind)
+    probes = _probes(kind, groups)
+    if not all(probe.ran for probe in probes):
+        _warn_unprobed(kind)
+    return any(probe.ran and not probe.works_on_parts() for probe in probes)
 
 
-register_optimizer_step_pre_hook(_refuse)
+def _probes(kind: type[Optimizer], groups: Sequence[Options]) -> list[Probe]:
+    """A probe for each of the groups' options that differ in more than the rate."""
+    distinct = {repr(sorted((k, v) for k, v in g.items() if k != "lr")): g for g in groups}
+    return [Probe(maker(kind, group)) for group in distinct.values()]
+
+
+def _warn_unprobed(kind: type[Optimizer]) -> None:
+    warnings.warn(
+        f"{kind.__name__} could not be tried on a small parameter. On shards it trains right only "
+        "if its update of each element depends on that element's values alone.",
+        stacklevel=4,
+    )

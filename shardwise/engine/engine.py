@@ -11,7 +11,7 @@ update divides by the tokens of all (scale.py).
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -31,6 +31,7 @@ from shardwise.engine.disk_states import open_disk
 from shardwise.engine.guard import Guard
 from shardwise.engine.one_stage import OneStage
 from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.optimizer_state import Catalogue
 from shardwise.engine.pipelined import Pipelined
 from shardwise.engine.scale import LossScale, power_of_two
 from shardwise.engine.shard import cast_whole
@@ -50,7 +51,8 @@ class Engine:
         self.dtype, self.recompute = DTYPES[build.plan.precision], build.recompute
         self.names = [name for name, _ in model.named_parameters()]  # those of all stages
         disk = open_disk(self.plan, training, self.world, model)
-        cast_whole(model, self.dtype, self.world.device, build.fill)
+        by_unit = self.plan.states.param_tier != "device"  # the model may not fit
+        cast_whole(model, self.dtype, self.world.device, build.fill, by_unit=by_unit)
         pool = pool_bytes(self.plan, sum(p.nbytes for p in model.parameters()))
         self.world.pool.reserve(pool, self.world.device)
         with self.ledger.phase("start"):
@@ -69,7 +71,7 @@ class Engine:
         self.guard, self.updates = self._guarded()
         self.steps = 0  # of the run
         self.steps_run = 0  # of these, the steps of this engine
-        self.idle: list[str] = []  # parameters without a gradient before the loaded checkpoint
+        self.coming: state.Loading | None = None  # a checkpoint that is being loaded
         self.broken = False  # whether a step has begun and not ended
         self.expected = 0  # tokens of the global batch, of the step before
         self.last: dict[Key, Tally] = {}  # what the last step sent
@@ -328,50 +330,48 @@ class Engine:
     # --- state, memory, bytes -----------------------------------------------------------------
 
     def boxes(self) -> list[state.Box]:
-        """Everything in a checkpoint, as boxes of full named tensors: live, so loading fills them.
+        """Every tensor of a checkpoint, as boxes of full named tensors.  Called by all ranks."""
+        self.world.require_open()
+        self.flush()
+        return state.boxes(self.model, self.sharded, self.optimizer)
 
-        Before loading, call `engine.prepare()`; after it, `loaded()`.
-        Called by all ranks.
+    def loading(self, saved: Catalogue, scalars: Mapping[str, Any]) -> list[state.Box]:
+        """The boxes to fill from a checkpoint with these tensors, and scalars of `scalars()`.
+
+        Then call `load_scalars(scalars)` and `loaded()`.  Until then the optimizer is as it was.
         """
         self.world.require_open()
         self.flush()
-        begun, missing = self.optimizer.begun, not self.optimizer.complete
-        if self.staging:
-            begun, missing = self.staging.anywhere([begun, missing])
-        if begun and missing:
-            self.prepare()  # some parameter has never had a gradient
-        return state.boxes(self.model, self.sharded, self.optimizer)
-
-    def prepare(self) -> None:
-        """Create the optimizer's state, so that `boxes` has it before the first step."""
+        validate.scalars(scalars)
         self.data.units.to_sharded()
-        self.optimizer.prepare()
+        at = self.model, self.sharded, self.optimizer
+        self.coming = state.Loading(*at, saved, scalars)
         self.data.units.begin_unshard()
+        return self.coming.boxes
 
     def loaded(self) -> None:
         """Update every copy after boxes were written to from outside."""
-        self.optimizer.idle = set(self.idle)
+        if self.coming is not None:
+            self.coming.give()
+            self.coming = None
         state.refresh(self.optimizer, self.data.units)
 
     def scalars(self) -> dict[str, Any]:
-        """The numbers of a checkpoint, for JSON.  Called by all ranks."""
-        begun = self.optimizer.begun
-        if self.staging:
-            (begun,) = self.staging.anywhere([begun])
-        idle = self.optimizer.unused(begun)
+        """What is no tensor in a checkpoint, for JSON.  Called by all ranks."""
+        self.flush()
         return {
             "step": self.steps,
             "loss_scale": self.scale.value,
             "since": self.scale.good,
             "tokens": self.expected,
-            "idle": self.staging.together(idle) if self.staging else idle,
+            "optimizer": self.training.optimizer.kind.__name__,
             "groups": self.optimizer.changed(),
-        }
+        } | state.values(self.model, self.sharded, self.optimizer, self.world)
 
-    def load_scalars(self, saved: dict[str, Any]) -> None:
+    def load_scalars(self, saved: Mapping[str, Any]) -> None:
         """Load the numbers of `scalars`, before `loaded()`. Raises InputError for others."""
         validate.scalars(saved)
-        self.steps, self.idle = int(saved["step"]), list(saved.get("idle", ()))
+        self.steps = int(saved["step"])
         self.expected = int(saved.get("tokens", 0))  # determines the power of two
         self.scale.value, self.scale.good = float(saved["loss_scale"]), int(saved["since"])
         self.scale.value = self.scale.value if self.scale.on else 1.0

@@ -228,15 +228,16 @@ def lay_out(model: nn.Module, world: World, plan: Plan, data: tuple[Axis, Axis])
         module.forward = StackedOnRanks(module, group)
     for name, module in stacks_of(model).items() if n > 1 else ():
         for key, p in module.named_parameters(recurse=False):
-            _cut(p, layouts[f"{name}.{key}"], axis)
+            _cut(p, layouts[f"{name}.{key}"], axis, world.device)
     return layout
 
 
-def _cut(p: nn.Parameter, layout: AxisLayout, axis: Axis) -> None:
+def _cut(p: nn.Parameter, layout: AxisLayout, axis: Axis, device: torch.device) -> None:
     """Keep this rank's part of a parameter; the first rank's values are everyone's."""
     assert layout.cut is not None
     if p.is_meta:
         shape = layout.cut.shape(p.shape, axis.rank)
         p.data = torch.empty(shape, dtype=p.dtype, device="meta")
     else:
-        p.data = part(broadcast(p.data.contiguous(), axis), layout.cut, axis.rank)
+        whole = broadcast(p.data.to(device).contiguous(), axis)
+        p.data = part(whole, layout.cut, axis.rank).to(p.device)

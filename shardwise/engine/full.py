@@ -11,7 +11,7 @@ of the plain module; tied parameters appear under each of their names.
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardwise.comm.move import receive, send
 from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
-from shardwise.engine import state, validate
+from shardwise.engine import extra_state, state, validate
 from shardwise.engine.box import Box, block
 from shardwise.engine.engine import Engine
 from shardwise.engine.pipe import Piped
@@ -28,6 +28,9 @@ from shardwise.engine.unwrap import pipe_of
 from shardwise.parallel.data.hooks import Data
 from shardwise.parallel.data.wrap_policy import COMPILED, uncompiled
 from shardwise.parallel.pipeline.placeholders import StandIn
+
+#: The last part of a key of what `get_extra_state` gives.
+EXTRA: Final = "_extra_state"
 
 
 def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
@@ -49,6 +52,7 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
         boxes = [
             *state.weights(engine.flats, engine.optimizer),
             *state.buffers(engine.model, engine.sharded),
+            *(extra_state.as_boxes(engine.model, engine.sharded.copy) if engine.staging else ()),
         ]
         return _full(plain_of(engine), boxes, engine.world.everyone, engine.world.device)
     validate.module(module_or_engine, "sw.full_state_dict")
@@ -56,7 +60,8 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
         piped = pipe_of(module)
         if piped is not None:
             stages = piped.staged.stages
-            boxes = _of_pipe(module, piped)
+            extra = extra_state.as_boxes(module, piped.staged.copy)
+            boxes = [*pipe_boxes(module, piped), *extra]
             return _full(stages.layers.twin, boxes, piped.staged.axis, stages.device)
         data = driver_of(module)
         if data is not None:
@@ -65,7 +70,7 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
             shard, replicate = data.consensus.axes
             if replicate.rank:  # only the first replica sends
                 return {}
-            return _full(module, _of_data(module, data), shard, device)
+            return _full(module, data_boxes(module, data), shard, device)
     raise bad(
         f"sw.full_state_dict of a plain {type(module_or_engine).__name__}",
         "an engine, or a module wrapped by sw.DDP, sw.FSDP or sw.Pipe",
@@ -78,21 +83,32 @@ def plain_of(engine: Engine) -> nn.Module:
     return engine.staging.stages.layers.twin if engine.staging else engine.model
 
 
-def _of_data(module: nn.Module, data: Data) -> list[Box]:
+def data_boxes(module: nn.Module, data: Data) -> list[Box]:
+    """The weights and buffers that a rank of sw.DDP or sw.FSDP holds."""
     found = [box for flat in flats_of(data.units.order) for box in state.boxes_of(flat, "model")]
     rank = data.consensus.axes[0].rank
     return [*found, *_whole("buffer", module.named_buffers(), lambda _: rank)]
 
 
-def _of_pipe(module: nn.Module, piped: Piped) -> list[Box]:
-    staged, layers = piped.staged, piped.staged.stages.layers
-    names = {id(p): layers.parameters[layers.numbers[id(p)]][0] for p in module.parameters()}
-    named = [(names[id(p)], p) for p in module.parameters()]
-    tied = {name: axis.rank for name, axis in staged.ties.items()}
+def pipe_boxes(module: nn.Module, piped: Piped) -> list[Box]:
+    """The weights and buffers that a rank of sw.Pipe holds."""
+    named = {name: (p, copy) for name, p, copy in pipe_names(module, piped)}
+    pairs = [(name, p) for name, (p, _) in named.items()]
     return [
-        *_whole("model", named, lambda name: tied.get(name, 0)),
-        *_whole("buffer", module.named_buffers(), staged.copy),
+        *_whole("model", pairs, lambda name: named[name][1]),
+        *_whole("buffer", module.named_buffers(), piped.staged.copy),
     ]
+
+
+def pipe_names(module: nn.Module, piped: Piped) -> Iterator[tuple[str, nn.Parameter, int]]:
+    """The parameters of a rank of sw.Pipe, by their names in the plain module.
+
+    The number is the index of this rank among those that hold the parameter.
+    """
+    layers, ties = piped.staged.stages.layers, piped.staged.ties
+    for p in module.parameters():
+        name = layers.parameters[layers.numbers[id(p)]][0]
+        yield name, p, ties[name].rank if name in ties else 0
 
 
 def _whole(
@@ -120,11 +136,16 @@ def entries(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
         if b is not None and key not in module._non_persistent_buffers_set:
             yield f"{prefix}{key}", b
     if type(module).get_extra_state is not nn.Module.get_extra_state:
-        yield f"{prefix}_extra_state", module.get_extra_state()
+        yield f"{prefix}{EXTRA}", module.get_extra_state()
     for key, child in module._modules.items():
         if child is not None:
             inner = vars(child)["_of"].twin if isinstance(child, StandIn) else child
             yield from entries(inner, f"{prefix}{key}.")
+
+
+def is_extra(key: str) -> bool:
+    """Whether a key is that of a module's extra state."""
+    return key.rpartition(".")[2] == EXTRA
 
 
 def plain_key(key: str) -> str:
@@ -140,13 +161,15 @@ def _full(whole: nn.Module, boxes: list[Box], axis: Axis, device: torch.device) 
     # the module may have been compiled in place since the boxes were named
     found = {plain_key(key): value for key, value in arrived.items()}
     named = [(plain_key(key), value) for key, value in entries(whole)]
+    extra = extra_state.from_boxes(arrived)  # of stages; elsewhere it is this rank's
     names: dict[int, list[str]] = defaultdict(list)
     for key, value in named:
-        names[id(value)].append(f"{'model' if isinstance(value, nn.Parameter) else 'buffer'}/{key}")
+        kind = "model" if isinstance(value, nn.Parameter) else "buffer"
+        names[id(value)] += [] if is_extra(key) else [f"{kind}/{key}"]
     return {
-        key: found[next(n for n in names[id(value)] if n in found)]
-        if isinstance(value, Tensor)
-        else value
+        key: extra.get(key[: -len(EXTRA)].removesuffix("."), value)
+        if is_extra(key)
+        else found[next(n for n in names[id(value)] if n in found)]
         for key, value in named
     }
 

@@ -31,10 +31,12 @@ from torch.optim import Optimizer
 from shardwise.comm.disk import Disk
 from shardwise.comm.tiers import Tiers, begin_copy
 from shardwise.core.errors import bad
+from shardwise.core.tree import leaves
 from shardwise.engine import optimizer_groups as groups
 from shardwise.engine.disk_states import DiskStates
 from shardwise.engine.norm import counts, squares
 from shardwise.engine.optimizer_spec import OptimizerSpec
+from shardwise.engine.optimizer_state import device_of
 from shardwise.engine.torch_step import as_pieces, even_out, step_over
 from shardwise.parallel.data.flat_parameter import Flat
 
@@ -51,7 +53,7 @@ class ShardedOptimizer(Optimizer):
         tiers: Tiers | None = None,
         disk: Disk | None = None,
     ) -> None:
-        self.flats = [flat for flat in flats if flat.trained]
+        self.spec, self.flats = spec, [flat for flat in flats if flat.trained]
         self.tiers = tiers or Tiers()
         on_disk = [flat for flat in self.flats if flat.moves.on_disk]
         self.disk = disk and DiskStates(spec, on_disk, self.tiers, disk)
@@ -77,12 +79,11 @@ class ShardedOptimizer(Optimizer):
             self.disk.attach(self.torch, targets, self.lock)
         self.param_groups, self.state = self.torch.param_groups, self.torch.state  # shared
         self.spec_options = [groups.options(group) for group in self.param_groups]
-        places = [{id(p) for p in group["params"]} for group in self.torch.param_groups]
+        self.places = places = [{id(p) for p in group["params"]} for group in self.param_groups]
         self.members = [  # of each flat group in each group of the optimizer
             [[t for t in targets if id(t) in place] for place in places] for targets in self.targets
         ]
         self.factor = 1.0  # of the last step
-        self.idle: set[str] = set()  # names whose state `prepare` made, without any gradient
         self.base_lr = [group["lr"] for group in self.param_groups]
 
     def _master(self, flat: Flat) -> Tensor:
@@ -122,7 +123,6 @@ class ShardedOptimizer(Optimizer):
             )
         self.factor = factor
         chosen = [k for k, flat in enumerate(self.flats) if flat in flats]
-        self._wake(chosen)
         self.follow()
         if self.disk is not None and (on_disk := [flat for flat in flats if flat.moves.on_disk]):
             self.disk.update([self.disk.flats.index(flat) for flat in on_disk], factor)
@@ -150,7 +150,6 @@ class ShardedOptimizer(Optimizer):
         """
         self.factor = factor
         chosen = [k for k, flat in enumerate(self.flats) if flat in flats]
-        self._wake(chosen)
         options = [dict(group) for group in self.param_groups]
         every = {k: self._gradients(k, factor) for k in chosen}
 
@@ -182,15 +181,6 @@ class ShardedOptimizer(Optimizer):
         with self.lock:
             even_out(self.torch, members)
             step_over(self.torch, members, options)
-
-    def _wake(self, chosen: Sequence[int]) -> None:
-        """Reset the state of parameters that get their first gradient after `prepare`."""
-        for k in chosen if self.idle else []:
-            flat, targets = self.flats[k], self.targets[k]
-            for i, (name, target) in enumerate(zip(flat.names, targets, strict=True)):
-                if name in self.idle and flat.grads.piece(i) is not None:
-                    self.torch.state.pop(target, None)
-                    self.idle.discard(name)
 
     def _step_masters(
         self,
@@ -322,57 +312,19 @@ class ShardedOptimizer(Optimizer):
         # those of gradients in host memory are there, others on the device
         return torch.stack([squared.to(found[0].device) for squared in found]).sum()
 
-    def prepare(self) -> None:
-        """Create missing states without an update.
+    @torch.no_grad()
+    def room(self, k: int, index: int, key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """New memory for a state tensor of a parameter of the k-th flat, on the state's tier."""
+        flat, target = self.flats[k], self.targets[k][index]
+        if self.disk is not None and flat.moves.on_disk:
+            return self.disk.room(self.disk.flats.index(flat), index, key, size, dtype)
+        device = device_of(key, target, self.param_groups[self.group_of(target)])
+        made = torch.zeros(tuple(size), dtype=dtype, device=device)
+        return self.tiers.own(made) if flat.moves.host_update else made
 
-        A checkpoint then has the same tensors whether or not each parameter has had a gradient.
-        """
-        if self.disk is not None:
-            self.idle |= self.disk.prepare()
-        pairs = zip(self.flats, self.targets, strict=True)
-        in_memory = [pair for pair in pairs if not pair[0].moves.on_disk]
-        everything = [t for _, targets in in_memory for t in targets]
-        names = [name for flat, _ in in_memory for name in flat.names]
-        fresh = {id(t): t.detach().clone() for t in everything if not self.torch.state.get(t)}
-        gradients = [t.grad for t in everything]
-        rates = [group["lr"] for group in self.torch.param_groups]
-        for group in self.torch.param_groups:
-            group["lr"] = 0.0
-        for target in everything:
-            target.grad = torch.zeros_like(target) if id(target) in fresh else None
-        self.torch.step()
-        with torch.no_grad():
-            for target, gradient in zip(everything, gradients, strict=True):
-                target.copy_(fresh.get(id(target), target))
-                target.grad = gradient
-        self.idle |= {n for n, t in zip(names, everything, strict=True) if id(t) in fresh}
-        for group, lr in zip(self.torch.param_groups, rates, strict=True):
-            group["lr"] = lr
-        for k, flat in enumerate(self.flats):
-            if flat.moves.host_update and not flat.moves.on_disk:
-                self.tiers.settle(self.masters.get(k, flat.shard))  # it is about to be loaded into
-                self._own(k)
-
-    def unprepare(self, names: set[str]) -> None:
-        """Drop the state that `prepare` made for these parameters."""
-        everything = [t for targets in self.targets for t in targets]
-        for name, target in zip(self.names, everything, strict=True):
-            if name in names:
-                self.torch.state.pop(target, None)
-        self.idle -= names
-
-    @property
-    def begun(self) -> bool:
-        """Whether any parameter has its state."""
-        return any(self.torch.state.get(t) for targets in self.targets for t in targets)
-
-    def unused(self, begun: bool) -> list[str]:
-        """Names of parameters that have never had a gradient, where others have (`begun`)."""
-        everything = [t for targets in self.targets for t in targets]
-        has = {
-            n: bool(self.torch.state.get(t)) for n, t in zip(self.names, everything, strict=True)
-        }
-        return sorted(n for n in has if n in self.idle or (begun and not has[n]))
+    def group_of(self, target: Tensor) -> int:
+        """The number of the group that a parameter is in."""
+        return next(g for g, place in enumerate(self.places) if id(target) in place)
 
     @property
     def complete(self) -> bool:
@@ -385,7 +337,8 @@ class ShardedOptimizer(Optimizer):
             for index, target in enumerate(targets):
                 # a copy: the host thread may be creating the state
                 state = list(self.torch.state.get(target, {}).items())
-                yield from ((flat, index, k, v) for k, v in state if isinstance(v, Tensor))
+                for key, value in state:
+                    yield from ((flat, index, key, t) for t in leaves(value, Tensor))
 
     def map_state(self, act: Callable[[Tensor], None]) -> None:
         """Call `act` on every tensor this optimizer keeps, masters included."""

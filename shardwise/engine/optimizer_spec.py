@@ -51,6 +51,11 @@ class OptimizerSpec:
             self._rate(self.options | own)
             self._try(own)
 
+    @property
+    def by_group(self) -> list[dict[str, Any]]:
+        """The options of each group."""
+        return [self.options | own for own in ({}, *self.groups.values())]
+
     def _rate(self, options: dict[str, Any]) -> None:
         """Raise InputError for a rate that torch accepts but that cannot train."""
         rate = options.get("lr")
@@ -76,6 +81,15 @@ class OptimizerSpec:
                 f"the options of {self.kind.__name__}: {', '.join(takes)}",
                 f"sw.{_maker(self.kind)}{_near(self.options | own, takes)})",
             ) from error
+
+    def state_keys(self, group: int, dims: int) -> set[str]:
+        """The keys that a tensor of `dims` dims in that group has in its state after a step."""
+        own = ({}, *self.groups.values())[group]
+        probe = nn.Parameter(torch.zeros([2] * dims, device="cpu"))
+        optimizer = self.kind([{"params": [probe], **own}], **self.options)
+        probe.grad = torch.zeros_like(probe)
+        optimizer.step()
+        return {*optimizer.state.get(probe, {})}
 
     def warn_unmatched(self, names: Sequence[str]) -> None:
         """Warn of each group pattern that matches no parameter.

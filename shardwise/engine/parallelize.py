@@ -69,7 +69,7 @@ def parallelize(
     compiled.require_plain(model, plan, loss)
     options = settled_options(options)
     spec = spec_of(optimizer)
-    require_whole(spec.kind, plan)
+    require_whole(spec.kind, spec.by_group, plan)
     objective = validate.loss(own_loss if loss is None else loss)
     tokens = None if options["tokens"] is None else validate.tokens(options["tokens"])
     fill = None if options["fill"] is None else validate.fill(options["fill"])

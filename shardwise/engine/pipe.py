@@ -27,7 +27,6 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwise.comm.move import all_reduce, broadcast
-from shardwise.comm.transport import Lease
 from shardwise.comm.world import Axis, World
 from shardwise.core.arguments import integer, short_repr
 from shardwise.core.errors import bad
@@ -99,8 +98,7 @@ def Pipe(  # noqa: N802
     trained = any(p.requires_grad for p in named.values())
     tied = {named[name]: staged.ties[name] for name in sorted(staged.ties)}
     # a hook cannot replace the forward, and other modules share the class
-    assert isinstance(world.links, Lease)
-    module.forward = Piped(module, staged, trained, tied, world.links)
+    module.forward = Piped(module, staged, trained, tied, world)
     return module
 
 
@@ -140,9 +138,9 @@ class Piped:
         staged: Staging,
         trained: bool,
         tied: dict[nn.Parameter, Axis],
-        lease: Lease,
+        world: World,
     ) -> None:
-        self.lease = lease
+        self.world = world
         self.module, self.staged, self.trained, self.tied = module, staged, trained, tied
         self.forward: Forward = type(module).forward
         self.halves = halves(staged.schedule)

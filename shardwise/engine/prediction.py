@@ -84,7 +84,7 @@ class Predictor:
             self.rank, self.plan = place(self.plan, rank)[1], plan_of_expert(self.plan)
         self.options = settled_options(options)
         self.spec = spec_of(optimizer)
-        require_whole(self.spec.kind, self.plan)
+        require_whole(self.spec.kind, self.spec.by_group, self.plan)
         self.objective = validate.loss(own_loss if loss is None else loss)
         self.known: dict[object, Prediction] = {}
 

@@ -13,7 +13,7 @@ from torch import nn
 from shardwise.comm.arena import Arena
 from shardwise.comm.disk import Disk
 from shardwise.comm.tiers import Tiers
-from shardwise.comm.world import Axis
+from shardwise.comm.world import Axis, World
 from shardwise.core.errors import bad
 from shardwise.core.hook import Hook
 from shardwise.core.layout import I
@@ -235,10 +235,12 @@ def sums_of(units: Sequence[Unit], in_flight: int) -> Reductions:
     return Reductions(in_flight, repeated=repeated, offload=offload)
 
 
-def hooked(model: nn.Module, how: Sharding, units: Sequence[Unit], pace: Pace) -> Data:
+def hooked(
+    model: nn.Module, how: Sharding, units: Sequence[Unit], pace: Pace, world: World | None = None
+) -> Data:
     """Hook the modules of `model`, so that its units are gathered, freed and reduced in time."""
     sums, consensus = sums_of(units, pace.in_flight), agreed(model, how, units)
-    return Data(model, Units(units), pace, sums, consensus)
+    return Data(model, Units(units), pace, sums, consensus, world=world)
 
 
 def sizes(units: Sequence[Unit]) -> dict[nn.Parameter, int]:
@@ -287,14 +289,22 @@ def _groups(
 
 
 def cast_whole(
-    model: nn.Module, dtype: torch.dtype | None, device: torch.device, fill: Fill | None = None
+    model: nn.Module,
+    dtype: torch.dtype | None,
+    device: torch.device,
+    fill: Fill | None = None,
+    *,
+    by_unit: bool = False,
 ) -> None:
-    """Cast `model` to the plan's precision and move it to the device; meta parameters stay."""
+    """Cast `model` to the plan's precision and move it to the device; meta parameters stay.
+
+    So do all parameters with `by_unit`: each unit is moved when it is laid out.
+    """
     materialise(model, device, fill)
     for p in model.parameters():
         if p.is_floating_point() and dtype is not None:
             p.data = p.data.to(dtype)
-        if not p.is_meta:
+        if not (p.is_meta or by_unit):
             p.data = p.data.to(device)
     for b in model.buffers():
         b.data = b.data.to(device)

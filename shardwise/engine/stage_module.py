@@ -15,7 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.move import begin_sum, broadcast
+from shardwise.comm.move import begin_sum
 from shardwise.comm.world import Axis, World, traced
 from shardwise.core.layout import R
 from shardwise.core.param_layout import AxisLayout
@@ -82,10 +82,10 @@ class Staging:
         """The stages of this rank that use any of these parameters."""
         return {stage for name in names for stage in self.at[name]} & set(self.own_stages)
 
-    def copy(self, buffer: str) -> int:
-        """The index of this rank among those that hold the buffer of that name."""
+    def copy(self, called: str) -> int:
+        """The index of this rank among those that hold the buffer or module of that name."""
         for name, layer in self.stages.layers.found.items():
-            if any(buffer.startswith(f"{known}.") for known in (name, *layer.names)):
+            if any(f"{called}.".startswith(f"{known}.") for known in (name, *layer.names)):
                 return self.owners(layer.stages).index(self.axis.rank)
         return self.axis.rank  # every rank has buffers outside of layers
 
@@ -179,11 +179,7 @@ def agree(model: nn.Module, axis: Axis, device: torch.device) -> None:
     """Copy the first rank's weights, buffers and generator states to all ranks."""
     if axis.size > 1:
         rng.synchronize(axis, device)
-    for t in [*model.parameters(), *model.buffers()] if axis.size > 1 else []:
-        if not t.is_meta and t.numel():
-            together = t.data.contiguous()
-            broadcast(together, axis)
-            t.data.copy_(together)
+        tensor_parallel.agree(model, axis, device)
 
 
 def lay_out(

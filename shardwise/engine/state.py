@@ -1,24 +1,31 @@
 """The state of an engine for a checkpoint, as boxes of full named tensors.
 
     model/NAME           the weight (for 16-bit weights, the fp32 master)
-    optim/KEY/NAME       a state tensor of the optimizer, in the shape of the weight, or 0-d, or
-                         means of rows and columns (Adafactor, on unsharded parameters)
+    optim/KEY/NAME       a state tensor of the optimizer (optimizer_state.py)
     buffer/NAME          a buffer of the model
 
 A checkpoint has names and full shapes only, not the row, the ranks or the units, so any plan can
 load the checkpoint of any other.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.objects import all_gather_object
+from shardwise.comm.world import World
 from shardwise.core.boxes import boxes as blocks_of
+from shardwise.core.errors import bad
 from shardwise.core.param_layout import AxisLayout
+from shardwise.engine import extra_state
 from shardwise.engine.box import Box
 from shardwise.engine.build import ShardedModel
+from shardwise.engine.elementwise import ELEMENTWISE
 from shardwise.engine.optimizer import HALF, ShardedOptimizer
+from shardwise.engine.optimizer_state import Catalogue, Held, Room, incoming, outgoing
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.units import Units
 
@@ -31,7 +38,56 @@ def boxes(model: nn.Module, sharded: ShardedModel, optimizer: ShardedOptimizer) 
 
     Raises DiskError for states on a disk that are not as they were written.
     """
-    return [*weights(sharded.flats, optimizer), *_optimizer(optimizer), *buffers(model, sharded)]
+    states, _ = outgoing(optimizer.state, held_of(optimizer))
+    extra, _ = extra_state.outgoing(model, sharded.copy)
+    return [*weights(sharded.flats, optimizer), *states, *buffers(model, sharded), *extra]
+
+
+def values(
+    model: nn.Module, sharded: ShardedModel, optimizer: ShardedOptimizer, world: World
+) -> dict[str, Any]:
+    """What is no tensor in the optimizer's states and in the modules'.  All ranks call it."""
+    _, states = outgoing(optimizer.state, held_of(optimizer))
+    _, extra = extra_state.outgoing(model, sharded.copy)
+    return merged({"states": states, "modules": extra}, world)
+
+
+def merged(own: dict[str, dict[str, Any]], world: World) -> dict[str, dict[str, Any]]:
+    """The values of all ranks.  All ranks call it."""
+    every = all_gather_object(own, world)
+    return {kind: {k: v for each in every for k, v in each[kind].items()} for kind in own}
+
+
+class Loading:
+    """A checkpoint's tensors `saved` and its scalars, on their way into an engine.
+
+    boxes    what to fill; the engine is as it was
+    give()   then: the optimizer and the modules get their states
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sharded: ShardedModel,
+        optimizer: ShardedOptimizer,
+        saved: Catalogue,
+        scalars: Mapping[str, Any],
+    ) -> None:
+        idle, every = {*scalars.get("idle", ())}, held_of(optimizer)
+        saved = {name: of for name, of in saved.items() if name.split("/", 2)[-1] not in idle}
+        self.optimizer = optimizer
+        self.states = incoming(
+            *(optimizer.state, every, saved, scalars.get("states", {})),
+            expected=_expected(optimizer, saved, scalars),
+        )
+        extra, self.give_extra = extra_state.incoming(model, saved, scalars.get("modules", {}))
+        fixed = [*weights(sharded.flats, optimizer), *buffers(model, sharded)]
+        self.boxes = [*fixed, *self.states.boxes, *extra]
+
+    def give(self) -> None:
+        """Let the optimizer and the modules have what is in the boxes."""
+        self.states.give(self.optimizer.state)
+        self.give_extra()
 
 
 def weights(flats: Sequence[Flat], optimizer: ShardedOptimizer) -> list[Box]:
@@ -54,19 +110,26 @@ def boxes_of(flat: Flat, kind: str, block: Tensor | None = None) -> Iterator[Box
         yield from _pieces(flat, index, f"{kind}/{name}", values[low:high])
 
 
-def _optimizer(optimizer: ShardedOptimizer) -> list[Box]:
-    """The boxes of this rank's states of the optimizer."""
-    found: list[Box] = []
-    for flat, index, key, value in optimizer.tensors():
-        name = f"optim/{key}/{flat.names[index]}"
-        shape = tuple(value.shape)
-        if value.dim() == 0 or (not flat.split and shape != tuple(flat.shapes[index])):
-            first = flat.plan.offsets[index] // max(1, flat.plan.share)  # has its first element
-            copy = _data_copy(flat, first) + flat.layouts[index].holder(flat.local.coordinates)
-            found.append(Box(name, shape, (0,) * len(shape), shape, value, copy))
-        else:
-            found += _pieces(flat, index, name, value.view(-1))
-    return found
+def held_of(optimizer: ShardedOptimizer) -> list[Held]:
+    """The trained parameters, for their states."""
+    return [
+        held(flat, index, param, partial(optimizer.room, k, index))
+        for k, (flat, targets) in enumerate(zip(optimizer.flats, optimizer.targets, strict=True))
+        for index, param in enumerate(targets)
+    ]
+
+
+def held(flat: Flat, index: int, param: Tensor, make: Room) -> Held:
+    """A parameter of a flat parameter, for the optimizer's state under the key `param`."""
+    name, first = flat.names[index], flat.plan.offsets[index] // max(1, flat.plan.share)
+    # the first holder has its first element
+    copy = _data_copy(flat, first) + flat.layouts[index].holder(flat.local.coordinates)
+    shape = flat.layouts[index].full_shape(tuple(flat.shapes[index]))
+
+    def boxes(called: str, value: Tensor) -> Iterator[Box]:
+        return _pieces(flat, index, called, value.reshape(-1))
+
+    return Held(name, param, shape, boxes, copy, make)
 
 
 def buffers(model: nn.Module, sharded: ShardedModel) -> list[Box]:
@@ -74,8 +137,7 @@ def buffers(model: nn.Module, sharded: ShardedModel) -> list[Box]:
     found: list[Box] = []
     for name, b in model.named_buffers():
         zeros = (0,) * b.dim()
-        copy = sharded.data_rank + sharded.tensors.axis.rank
-        copy += sharded.staging.copy(name) if sharded.staging else 0
+        copy = sharded.copy(name)
         found.append(Box(f"buffer/{name}", tuple(b.shape), zeros, tuple(b.shape), b, copy))
     return found
 
@@ -134,6 +196,30 @@ def _spread(
         also = shared.ranks.index(rank) if shared and shared.includes(here) else 0
         part = values.narrow(dim, here - low, length)
         yield (*offsets[:dim], there, *offsets[dim + 1 :]), part, copy + also
+
+
+def _expected(
+    optimizer: ShardedOptimizer, saved: Catalogue, scalars: Mapping[str, Any]
+) -> Callable[[Held], set[str]]:
+    """The keys of a parameter's state, where a checkpoint may be one of another optimizer.
+
+    The keys of one class may depend on a parameter's sizes, except in classes of torch.
+
+    Raises InputError for a checkpoint without any state, saved by another class of optimizer.
+    """
+    spec, known = optimizer.spec, scalars.get("optimizer")
+    name, keys = spec.kind.__name__, cache(spec.state_keys)
+    states = scalars.get("states") or any(tensor.startswith("optim/") for tensor in saved)
+    if not states and not (name == known if known else scalars["step"] == 0 or not keys(0, 2)):
+        raise bad(
+            f"a checkpoint of step {scalars['step']}, saved by {known or 'another optimizer'}, "
+            f"without states of {name}",
+            "a checkpoint of the same class of optimizer",
+            "the optimizer that it was saved with; 'shardwise checkpoint export' for the weights",
+        )
+    if name == known and name not in ELEMENTWISE:
+        return lambda _: set()
+    return lambda held: keys(optimizer.group_of(held.param), len(held.shape))
 
 
 @torch.no_grad()

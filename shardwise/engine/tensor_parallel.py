@@ -98,7 +98,7 @@ def lay_out(
     if table is None or axis.size == 1:
         return nowhere()
     for module in [model.get_submodule(name) for name in layers] or [model]:
-        _agree(module, axis)
+        agree(module, axis, world.device)
     tensors = Tensors(axis, linear.Stream(axis, sp, products))
     known = shapes(model)
     styles = assign(table, list(known), sp)
@@ -129,11 +129,11 @@ def _end(stream: linear.Stream, *_: object) -> None:
     stream.end()
 
 
-def _agree(model: nn.Module, axis: Axis) -> None:
-    """Broadcast the first rank's weights and buffers."""
+def agree(model: nn.Module, axis: Axis, device: torch.device) -> None:
+    """Broadcast the first rank's weights and buffers, one by one on `device`."""
     for t in [*model.parameters(), *model.buffers()]:
         if not t.is_meta and t.numel():
-            together = t.data.contiguous()
+            together = t.data.to(device).contiguous()
             broadcast(together, axis)
             t.data.copy_(together)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.move import broadcast
+from shardwise.comm.transport import Lease
 from shardwise.core.errors import bad
 from shardwise.engine import validate
 from shardwise.engine.data_parallel import DataParallel
@@ -38,7 +39,8 @@ def unwrap(module: nn.Module) -> nn.Module:
     data, piped = driver_of(module), pipe_of(module)
     if piped is not None:
         _restore(piped.staged)
-        piped.lease.remove()
+        assert isinstance(piped.world.links, Lease)
+        piped.world.links.remove()
         del module.forward
         return module
     if data is None:

@@ -200,8 +200,7 @@ class Updates:
     @property
     def makes_states_on_host(self) -> bool:
         """Whether another thread still has to make some of the optimizer's states."""
-        missing = not self.optimizer.complete or bool(self.optimizer.idle)
-        return missing and self._on_host
+        return self._on_host and not self.optimizer.complete
 
     def _factor(self, norm: float) -> float:
         """The factor of all gradients: removes the loss scale and clips (Pascanu et al., 2013)."""

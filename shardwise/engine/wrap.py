@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.comm.move import begin_sum
 from shardwise.comm.transport import Lease
@@ -27,7 +28,7 @@ from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
 from shardwise.core.pool_size import pool_bytes
 from shardwise.core.zero import ROWS
-from shardwise.engine import consistency, validate
+from shardwise.engine import consistency, plain_optimizer, validate
 from shardwise.engine.meta_buffers import materialise
 from shardwise.engine.norm import squared_norm
 from shardwise.engine.reads import guard_shards
@@ -172,7 +173,7 @@ def _wrap(module: nn.Module, how: Sharding, world: World) -> nn.Module:
     how = replace(how, tiers=world.tiers)
     pace = Pace(scale=1 / world.size)
     sharded_units = shard(how, units_of(module, how))
-    data = hooked(module, how, sharded_units, pace)
+    data = hooked(module, how, sharded_units, pace, world)
     data.handles += kernels.install(module, data, sizes(sharded_units))
     data.handles += keep_keys(module, data, flats_of(sharded_units))
     data.handles += guard_shards(module, data)
@@ -225,3 +226,6 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
     for g in grads:
         g.mul_(factor.to(g))
     return norm[0]
+
+
+register_optimizer_step_pre_hook(plain_optimizer.before_step)

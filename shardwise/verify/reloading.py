@@ -7,6 +7,8 @@ from pathlib import Path
 from shardwise.checkpoint import engines
 from shardwise.checkpoint import load as reading
 from shardwise.checkpoint import save as writing
+from shardwise.checkpoint.folder import find
+from shardwise.checkpoint.open_checkpoint import open_checkpoint
 from shardwise.comm.objects import all_gather_object
 from shardwise.comm.threads import ThreadLinks
 from shardwise.comm.world import World, alone
@@ -47,13 +49,13 @@ def _through_threads(saved: Engine, fresh: Engine, folder: Path) -> None:
     if world.rank == 0:
         writing.save(folder, boxes, scalars, alone())
     world.barrier()
-    fresh.prepare()
-    own = fresh.boxes()
+    opened = open_checkpoint(find(folder))
+    own = fresh.loading(opened.tensors, opened.scalars["engine"])
     for rank in range(world.size):
         if rank == world.rank:
-            scalars = reading.load(folder, own, alone())
+            reading.load(folder, own, alone())
         world.barrier()
-    fresh.load_scalars(scalars["engine"])
+    fresh.load_scalars(opened.scalars["engine"])
     fresh.loaded()
 
 

@@ -92,7 +92,6 @@ def test_what_cannot_be_loaded_leaves_the_engine_alone(tmp_path: Path, what: str
         other = engine_of(alone(), "fp64", nn.Sequential(nn.Linear(6, 6)))
         steps(engine, 0, 1)
     if what == "tensors alone":
-        engine.prepare()
         save_boxes(tmp_path, engine.boxes(), {"step": 1}, alone())
         other = engine_of(alone(), "fp64")
     else:

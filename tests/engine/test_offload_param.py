@@ -14,6 +14,7 @@ from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import problems
+from shardwise.engine import shard
 from shardwise.engine.meter import Meter
 from shardwise.engine.shard import driver_of, flats_of
 from tests.engine.cases import Case, Task, build, difference, oracle, settled, share, tied_gpt
@@ -194,3 +195,21 @@ def test_fsdp_refuses_what_it_cannot_offload():
     for how in asked:
         with pytest.raises(InputError, match="cpu_offload=True"):
             sw.FSDP(perceptron(), **how)
+
+
+@pytest.mark.parametrize("plan", ["offload:param", "dp2 zero3 offload:param", "tp2 offload:param"])
+def test_weights_go_to_the_device_unit_by_unit(plan: str, monkeypatch: pytest.MonkeyPatch):
+    """Real weights stay where the program made them until their unit is laid out."""
+
+    def cast(model: nn.Module, dtype: Any, _: Any, fill: Any = None, **options: Any) -> None:
+        shard.cast_whole(model, dtype, torch.device("meta"), fill, **options)
+        assert not any(p.is_meta for p in model.parameters())  # none has gone there
+
+    def losses(world: World) -> list[float]:
+        engine = build(world, TASK, Case(f"{plan} fp64"))
+        return [engine.step(share(TASK.batch(0), engine.data_rank, engine.data_ranks)).loss]
+
+    ranks = Plan.parse(plan).completed(2 if "2" in plan else 1).size
+    want = run_threads(ranks, losses)
+    monkeypatch.setattr("shardwise.engine.engine.cast_whole", cast)
+    assert run_threads(ranks, losses) == want

@@ -1,6 +1,7 @@
 import gc
 import warnings
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -372,3 +373,54 @@ def test_what_nobody_holds_is_freed(how: str):
     """Hooks on parameters, which the collector does not see, keep nobody alive."""
     ranks = ranks_of(how) if how in WAYS else Plan.parse(how).size
     assert run_threads(ranks, dropped, how) == [[True, False]] * ranks
+
+
+def scaled(world: World, how: str, act: Callable[[nn.Module], object]) -> None:
+    """A loop whose program changes the gradients by `act` before each step."""
+    module = wrap(how, make("stack").double(), world)
+    optim = torch.optim.SGD(module.parameters(), lr=0.1)
+    for step in range(3):
+        module(rows(step, world.rank)).square().sum().backward()
+        act(module)
+        optim.step()
+        optim.zero_grad()
+    module(rows(4, world.rank)).sum().backward()
+
+
+def clip_by_torch(module: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+
+
+def clip_by_ours(module: nn.Module) -> None:
+    sw.clip_grad_norm(module, 0.1)
+
+
+def clip_values(module: nn.Module) -> None:
+    nn.utils.clip_grad_value_(module.parameters(), 0.01)
+
+
+def unscale(module: nn.Module) -> None:
+    for p in module.parameters():
+        p.grad = p.grad if p.grad is None else p.grad.mul_(0.125)
+
+
+def one_layer(module: nn.Module) -> None:
+    for p in list(module.parameters())[:1]:
+        p.grad = p.grad if p.grad is None else p.grad.mul_(7)
+
+
+@pytest.mark.parametrize("how", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_clipping_by_torch_is_warned_of_once(how: str):
+    """Each rank has another norm: the next backward pass says so, on rank 0."""
+    with pytest.warns(UserWarning, match=r"Write sw\.clip_grad_norm\(module") as caught:
+        run_threads(2, scaled, how, clip_by_torch)
+    assert len([one for one in caught if "sw.clip_grad_norm" in str(one.message)]) == 1
+
+
+@pytest.mark.parametrize("how", ["FULL_SHARD", "DDP"])
+@pytest.mark.parametrize("act", [clip_by_ours, clip_values, unscale, one_layer])
+def test_what_scales_all_ranks_alike_is_not(how: str, act: Callable[[nn.Module], object]):
+    """Nor what changes elements one by one, nor a part of the parameters."""
+    run_threads(2, scaled, how, act)
+    if how == "DDP":
+        run_threads(2, scaled, how, clip_by_torch)

@@ -21,6 +21,7 @@ from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.parallel.data.buffers import Buffers
 from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.parallel.data.scaling import Scaling
 
 #: Checksums are below it.
 MARKS = 4096
@@ -45,7 +46,8 @@ class Consensus:
         self.device = device
         self.ranks = math.prod(axis.size for axis in self.axes)
         self.rounds = self.gathered = self.mark = 0
-        self.unread: HostNumbers | None = None  # the sums of a step, on their way to the host
+        #: the sums of a step, on their way to the host
+        self.unread: tuple[HostNumbers, Scaling] | None = None
 
     def gathers(self, unit: int) -> None:
         """Record that the unit of this number is gathered."""
@@ -63,10 +65,11 @@ class Consensus:
     def _flags(self) -> list[bool]:
         return [flag for group in self.trained for flag in group.grads.has_grad]
 
-    def begin(self) -> None:
-        """Begin to sum the summary of a backward pass."""
+    def begin(self, scaling: Scaling) -> None:
+        """Begin to sum the summary of a backward pass, and what `scaling` adds."""
         if self.ranks > 1:
-            self.unread = HostNumbers(self.begin_agree(self.summary()), self.device)
+            own = scaling.joined(self.summary())
+            self.unread = HostNumbers(self.begin_agree(own), self.device), scaling
 
     def end(self) -> None:
         """Which parameters have a gradient on any rank.
@@ -75,7 +78,7 @@ class Consensus:
         """
         flags = self._flags()
         self._set_used(flags)
-        if self.unread is not None and (self.unread.ready or not all(flags)):
+        if self.unread is not None and (self.unread[0].ready or not all(flags)):
             self.check()
 
     def check(self) -> None:
@@ -85,7 +88,8 @@ class Consensus:
         """
         unread, self.unread = self.unread, None
         if unread is not None:
-            self.apply(unread.read())
+            numbers, scaling = unread
+            self.apply(scaling.compared(numbers.read()))
 
     def begin_agree(self, x: Tensor) -> Pending[Tensor]:
         """Begin to sum a small vector over all data ranks."""

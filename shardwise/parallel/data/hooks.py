@@ -23,12 +23,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm.transport import Lease
+from shardwise.comm.world import World
 from shardwise.core.arena_slots import IN_FLIGHT
 from shardwise.core.errors import bad
 from shardwise.core.graph_break import graph_break
@@ -39,6 +42,7 @@ from shardwise.parallel.data.consensus import Consensus
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.outputs import tensors_in
 from shardwise.parallel.data.reducer import Reductions
+from shardwise.parallel.data.scaling import Scaling
 from shardwise.parallel.data.staged_hooks import PutOff, StagedUnits
 from shardwise.parallel.data.units import Unit, Units, mark_kept
 
@@ -74,8 +78,10 @@ class Data:
         sums: Reductions,
         consensus: Consensus,
         staged: StagedUnits | None = None,
+        world: World | None = None,
     ) -> None:
         self.root, self.pace, self.staged = root, pace, staged
+        self.world = world  # of a module in a loop of the program's own
         self.sums, self.consensus = sums, consensus
         self.units = units
         for number, unit in enumerate(units.order):
@@ -90,6 +96,9 @@ class Data:
         self.computes_loss = False  # what follows in the program, from a recorded pass
         self.mute = False  # whether gradients of this backward pass count for nothing
         self.handles: list[RemovableHandle | Lease] = []  # of all that is on the model or opened
+        flats = [group for unit in units.order for group in unit.groups]
+        self.scaling = Scaling(flats if pace.by_hand else (), consensus.axes)
+        self.optimizers = WeakSet[Optimizer]()  # that have stepped on pieces (plain_optimizer.py)
         self.frozen = [p for u in units.order for g in u.groups if not g.trained for p in g.params]
         self.split = any(g.split or g.reshards for unit in units.order for g in unit.groups)
         mark_kept(self.units.order)
@@ -417,8 +426,9 @@ class Data:
         self.units.reshard()
         self.in_backward = False
         if self.pace.by_hand and self.sums.sync:
-            self.consensus.begin()
+            self.consensus.begin(self.scaling)
             self.sums.finish()
             self.consensus.end()
             self.units.attach_grads()
+            self.scaling.note()
             self.units.step_in_backward()
