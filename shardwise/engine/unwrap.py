@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.move import broadcast
+from shardwise.comm.parameter import parameter_like
 from shardwise.core.errors import bad
 from shardwise.engine import validate
 from shardwise.engine.data_parallel import DataParallel
@@ -105,7 +106,7 @@ def _restore(staged: Staging) -> None:
         ours = own.get(number)
         whole = value(p, stages, ours)
         if ours is None:
-            own[number] = nn.Parameter(whole, p.requires_grad)
+            own[number] = parameter_like(p, whole)
     for _, stages, (table, key), ours in layers.buffers:
         whole = value(table[key], stages, None if ours is None else ours[key])
         table[key] = whole
