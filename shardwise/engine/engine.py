@@ -149,6 +149,7 @@ class Engine:
 
     def _step(self, batch: Any) -> Metrics:
         self.world.require_open()
+        self.data.structure.require_unchanged()
         compiled.require_plain(self.model, self.plan)
         self.optimizer.require_finite_rates()
         if self.staging:
@@ -287,6 +288,7 @@ class Engine:
     def _made(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
         """The result of `call(model)` in eval mode; None if another rank has the last stage."""
         self.world.require_open()
+        self.data.structure.require_unchanged()
         self.flush()
         was_training = self.model.training
         self.model.eval()
@@ -327,6 +329,7 @@ class Engine:
         Called by all ranks.
         """
         self.world.require_open()
+        self.data.structure.require_unchanged()
         self.flush()
         begun, missing = self.optimizer.begun, not self.optimizer.complete
         if self.staging:

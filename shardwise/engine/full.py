@@ -45,6 +45,7 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
     if isinstance(module_or_engine, Engine):
         engine = module_or_engine
         engine.world.require_open()
+        engine.data.structure.require_unchanged()
         engine.flush()
         boxes = [
             *state.weights(engine.flats, engine.optimizer),
@@ -55,11 +56,13 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
     for module in (module_or_engine, uncompiled(module_or_engine)):
         piped = pipe_of(module)
         if piped is not None:
+            piped.structure.require_unchanged()
             stages = piped.staged.stages
             boxes = _of_pipe(module, piped)
             return _full(stages.layers.twin, boxes, piped.staged.axis, stages.device)
         data = driver_of(module)
         if data is not None:
+            data.structure.require_unchanged()
             device = flats_of(data.units.order)[0].full.device
             shard, replicate = data.consensus.axes
             if replicate.rank:  # only the first replica sends

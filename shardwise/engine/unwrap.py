@@ -37,6 +37,7 @@ def unwrap(module: nn.Module) -> nn.Module:
         return module.module
     data, piped = driver_of(module), pipe_of(module)
     if piped is not None:
+        piped.structure.require_unchanged()  # other ranks would put the old part back
         _restore(piped.staged)
         del module.forward
         return module

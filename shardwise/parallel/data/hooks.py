@@ -32,6 +32,7 @@ from shardwise.core.arena_slots import IN_FLIGHT
 from shardwise.core.errors import bad
 from shardwise.core.graph_break import graph_break
 from shardwise.core.hook import Hook, no_copy, nothing
+from shardwise.core.structure import BY_ENGINE, BY_HAND, Structure
 from shardwise.core.use_order import UseOrder
 from shardwise.core.weak import weakly
 from shardwise.parallel.data.consensus import Consensus
@@ -87,7 +88,8 @@ class Data:
         self.in_backward = False
         self.mute = False  # whether gradients of this backward pass count for nothing
         self.handles: list[RemovableHandle] = []  # of everything that is hung on the model
-        self.frozen = [p for u in units.order for g in u.groups if not g.trained for p in g.params]
+        frozen = [p for u in units.order for g in u.groups if not g.trained for p in g.params]
+        self.structure = Structure(root, frozen, BY_HAND if pace.by_hand else BY_ENGINE)
         self.split = any(g.split or g.reshards for unit in units.order for g in unit.groups)
         mark_kept(self.units.order)
         for unit in self.units.order:
@@ -195,13 +197,8 @@ class Data:
     def _before_root(self, module: nn.Module, args: Any) -> None:
         if self._in_backward():
             return
-        if any(p.requires_grad for p in self.frozen):
-            raise bad(
-                f"a {type(module).__name__} with a parameter that was frozen when it was sharded "
-                "and is trained now",
-                "the same trained parameters as when the model was sharded",
-                "requires_grad_(True) before the wrapping, and lr=0 for the group at first",
-            )
+        # without a gradient, values lent by torch.func.functional_call do no harm
+        self.structure.require_unchanged(lent=() if torch.is_grad_enabled() else (Tensor,))
         self.consensus.phase("forward")
         self.use_order.ended |= not torch.is_grad_enabled()
         self.units.begin_unshard()  # if the user's optimizer has updated them
