@@ -39,17 +39,21 @@ class Structure:
         self.ids = self._ids()
 
     def _ids(self) -> tuple[int, ...]:
-        return tuple(map(id, chain.from_iterable(map(dict.values, self.tables))))
+        return tuple(map(id, chain.from_iterable(table.values() for table in self.tables)))
 
     def require_unchanged(self, *, lent: tuple[type, ...] = ()) -> None:
         """Raise InputError if a module or parameter is another, or if a frozen one is trained now.
 
-        Parameters replaced by values of exactly one of the types `lent` count as unchanged.
+        A part that was compiled in its place (torch.compile) is unchanged. So are parameters in
+        whose place are values of exactly one of the types `lent`.
         """
-        if self._ids() != self.ids:
+        ids = self._ids()
+        if ids != self.ids:
             changes = list(self._changes(lent))
             if changes:
                 raise self._error("changed", changes)
+            if not lent:  # parts were compiled
+                self.before, self.ids = [dict(table) for table in self.tables], ids
         if any(p.requires_grad for p in self.frozen):
             frozen = set(map(id, self.frozen))
             named = [n for n, p in self.root.named_parameters() if id(p) in frozen]
@@ -61,7 +65,7 @@ class Structure:
             prefix = self.names[number // 2]
             for key in dict.fromkeys([*before, *now]):
                 old, new = before.get(key), now.get(key)
-                if old is new or (old is not None and type(new) in lent):
+                if _plain(old) is _plain(new) or (old is not None and type(new) in lent):
                     continue
                 what = "new" if old is None else "gone" if new is None else "replaced"
                 yield f"{prefix}.{key} ({what})" if prefix else f"{key} ({what})"
@@ -74,3 +78,8 @@ class Structure:
             _ALLOWED,
             self.instead,
         )
+
+
+def _plain(part: Any) -> Any:
+    """The part itself, or what is inside the result of torch.compile(part)."""
+    return getattr(part, "_modules", {}).get("_orig_mod") or part

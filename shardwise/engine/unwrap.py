@@ -55,7 +55,7 @@ def unwrap(module: nn.Module) -> nn.Module:
             "new_module.load_state_dict(sw.full_state_dict(engine)) on rank 0",
         )
     data.sums.finish()
-    for handle in data.handles:
+    for handle in [*data.handles, *data.on_grads.begins]:
         handle.remove()
     data.consensus.buffers.refresh()
     for flat in flats_of(data.units.order):

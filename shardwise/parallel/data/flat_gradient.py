@@ -25,6 +25,7 @@ from shardwise.comm.move import start
 from shardwise.comm.tiers import begin_copy
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
+from shardwise.core.hook import others_after
 from shardwise.core.layout import P, Placement, R
 from shardwise.parallel.data.flat_views import FlatViews
 from shardwise.parallel.data.local_layout import LocalLayout
@@ -63,6 +64,7 @@ class FlatGradient:
         self.filled = list(none)  # grad holds something of parameter i
         self.valid = list(none)  # gsum holds something of parameter i
         self.resting = list(none)  # host_grad holds something of an earlier backward pass
+        self.shown = list(none)  # p.grad has what grad held of parameter i
         self.has_grad = list(none)  # this rank has had a gradient for parameter i since `clear`
         self.used = list(none)  # and so has any rank, as far as has been heard
         self.attached = False  # the pieces of gshard are on the parameters
@@ -102,6 +104,25 @@ class FlatGradient:
         if not filled:
             view.zero_()
         view.index_add_(0, ids, grad, alpha=scale)
+
+    def show(self, scale: float) -> None:
+        """Put what this rank has accumulated on each parameter with the user's own hooks.
+
+        As under torch's DDP, hooks after accumulation see and may change the sum of all backward
+        passes since the gradients were dropped.  Where sums are sharded after each pass, they see
+        the gradient of that pass.
+        """
+        for i, p in enumerate(self.params):
+            # p.grad is there already if the pass has begun with this parameter
+            if self.filled[i] and p.grad is None and others_after(p):
+                p.grad = self.grad_views[i] / scale
+                self.filled[i], self.shown[i] = False, True
+
+    def unshow(self, scale: float) -> None:
+        """After the pass: take back what was shown and had no gradient in it."""
+        for i in [i for i, shown in enumerate(self.shown) if shown and not self.filled[i]]:
+            self.collect(i, scale)
+        self.shown = [False] * len(self.params)
 
     def _fill(self, index: int) -> tuple[Tensor, bool]:
         """The place of a gradient about to be written, and whether it holds something already."""

@@ -19,7 +19,7 @@ used, so that a B right after its F need not gather it.  Gradients are reduced w
 done (staged_hooks.py).  Parameters that a stage reads outside its layers stay whole while it runs.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,13 +31,13 @@ from torch.utils.hooks import RemovableHandle
 from shardwise.core.arena_slots import IN_FLIGHT
 from shardwise.core.errors import bad
 from shardwise.core.graph_break import graph_break
-from shardwise.core.hook import Hook, no_copy, nothing
+from shardwise.core.hook import Hook, in_backward, no_copy, nothing, others_after
 from shardwise.core.structure import BY_ENGINE, BY_HAND, Structure
 from shardwise.core.use_order import UseOrder
-from shardwise.core.weak import weakly
 from shardwise.parallel.data.consensus import Consensus
 from shardwise.parallel.data.flat_parameter import Flat
-from shardwise.parallel.data.outputs import tensors_in
+from shardwise.parallel.data.gradient_hooks import GradientHooks
+from shardwise.parallel.data.outputs import Output, tensors_in, watch
 from shardwise.parallel.data.reducer import Reductions
 from shardwise.parallel.data.staged_hooks import PutOff, StagedUnits
 from shardwise.parallel.data.units import Unit, Units, mark_kept
@@ -88,8 +88,10 @@ class Data:
         self.in_backward = False
         self.mute = False  # whether gradients of this backward pass count for nothing
         self.handles: list[RemovableHandle] = []  # of everything that is hung on the model
+        self.on_grads = GradientHooks()
         frozen = [p for u in units.order for g in u.groups if not g.trained for p in g.params]
         self.structure = Structure(root, frozen, BY_HAND if pace.by_hand else BY_ENGINE)
+        self.trained = [group for unit in units.order for group in unit.trained]
         self.split = any(g.split or g.reshards for unit in units.order for g in unit.groups)
         mark_kept(self.units.order)
         for unit in self.units.order:
@@ -102,7 +104,7 @@ class Data:
         for group in unit.trained:
             for index, p in enumerate(group.params):
                 self.places[p] = unit, group, index
-                keep(p.register_post_accumulate_grad_hook(weakly(self.collected)))
+                keep(self.on_grads.add(p, self.collected))
         acts = partial(self._before, unit), partial(self._after, unit)
         # otherwise it stays gathered on the device
         divided = any(group.split or group.reshards for group in unit.groups)
@@ -186,6 +188,8 @@ class Data:
         assert self.staged is not None
         if not self.in_backward and torch.is_grad_enabled():
             self.use_order.begin_backward()
+        for p in self.on_grads.take_late():
+            self._collect(p)
         self.in_backward = False
         for unit in self.staged.units[self.stage]:
             unit.depth, unit.used = 0, False
@@ -238,10 +242,11 @@ class Data:
         unit.depth -= 1
         recording = torch.is_grad_enabled()
         if recording and unit.reshards and not self.in_backward:
-            calls = self.use_order.calls
-            unit.reached = self._watch(out, partial(self._before_backward, unit, calls, len(calls)))
+            self._watch(unit, Output(out))
+        elif unit.reshards and not recording:
+            unit.unwatched |= Output(out).opaque
         over = unit.depth == 0 and module is unit.modules[-1] and not self.in_backward
-        if over and not recording:
+        if over and not recording and not unit.unwatched:
             unit.reshard()
         elif over and unit.reshards and not unit.stays_unsharded:
             self._reshard_latest(unit)
@@ -251,9 +256,13 @@ class Data:
         if self.in_backward:
             return
         if torch.is_grad_enabled():
-            self._watch(out, self._begin_backward)
+            watch(tensors_in(out), self._begin_backward)
+            self.on_grads.expect(self.trained, self._begin_backward)
             return
         self.use_order.ended = True
+        for unit in self.units.order:
+            if unit.unwatched:
+                unit.reshard()
         if self.pace.by_hand:
             self.units.to_sharded()
 
@@ -264,9 +273,18 @@ class Data:
         ):
             self.units.order = self.use_order.distinct
 
-    def _watch(self, out: Any, act: Callable[[], None]) -> bool:
-        """Call `act` when a gradient of `out` arrives; returns whether `out` requires one."""
-        return bool([x.register_hook(lambda _: act()) for x in tensors_in(out) if x.requires_grad])
+    def _watch(self, unit: Unit, out: Output) -> None:
+        """Gather the unit when a gradient of its output arrives.
+
+        If that cannot be seen, or the output is a part of the unit's weights, which other modules
+        keep for their backward, the unit stays gathered until the end of the backward pass.
+        """
+        calls = self.use_order.calls
+        unit.reached = watch(out.tensors, partial(self._before_backward, unit, calls, len(calls)))
+        own = {group.full.untyped_storage()._cdata for group in unit.groups}
+        strided = (x for x in out.tensors if x.layout is torch.strided)
+        if out.opaque or any(x.untyped_storage()._cdata in own for x in strided):
+            unit.unwatched = unit.stays_unsharded = True
 
     # --- backward -----------------------------------------------------------------------------
 
@@ -279,12 +297,12 @@ class Data:
     def abandon(self) -> None:
         """Drop the state that a failed step has left."""
         self.sums.finish()
-        self.in_backward, self.latest = False, None
+        self.in_backward, self.latest, self.on_grads.late = False, None, []
         if self.staged is not None:
             self.staged.waiting = []
         self.units.drop()
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self, *_: Tensor) -> None:
         if self.in_backward or self.staged is not None:
             return
         freed = self.split and (self.pace.by_hand or self.frees)
@@ -296,6 +314,7 @@ class Data:
                 "sw.DDP(module), or the plan word ddp",
             )
         self.in_backward = True
+        self.on_grads.begun()
         self._learn()
         self.sums.begin()
         self.consensus.phase("backward")
@@ -305,6 +324,8 @@ class Data:
                 unit.unshard()  # it is sharded only in a second backward pass of the same graph
             for group in unit.trained:
                 group.grads.detach()
+                if not self.mute:
+                    group.grads.show(self.pace.scale)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _before_backward(self, unit: Unit, calls: Sequence[Unit], count: int) -> None:
@@ -365,8 +386,14 @@ class Data:
 
     def collected(self, p: nn.Parameter) -> None:
         """Collect the gradient of `p`, which is complete for this pass."""
-        unit, group, index = self.places[p]
         self._begin_backward()
+        if self.on_grads.is_last(p):
+            self._collect(p)
+
+    def _collect(self, p: nn.Parameter) -> None:
+        unit, group, index = self.places[p]
+        if p.grad is None and others_after(p):
+            raise in_backward(f"a hook that drops the gradient of {group.names[index]}, as")
         if unit.complete:  # checkpointed reentrantly
             raise bad(f"two gradients of {unit.name} in one pass", "one", "use_reentrant=False")
         p.grad = None if self.mute else p.grad
@@ -382,6 +409,10 @@ class Data:
 
     def _end_backward(self) -> None:
         """End a backward pass: reduce units in which some parameter has no gradient."""
+        for p in self.on_grads.take_late():
+            self._collect(p)
+        for group in self.trained:
+            group.grads.unshow(self.pace.scale)
         self.sums.end(self.units.order)
         self.units.reshard()
         self.in_backward = False

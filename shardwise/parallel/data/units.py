@@ -26,6 +26,7 @@ class Unit:
         self.wanted_backward = not all(type(m) is nn.Embedding for m in modules)
         self.reached = True  # gradients arrive at what it gave
         self.stays_unsharded = False
+        self.unwatched = False  # gradients may arrive at its output unseen
         self.depth = 0  # forward passes of its modules that are running
         self.used = False  # in a forward pass since it was freed
         self.missing = self.expected = sum(len(group.params) for group in self.trained)
