@@ -63,6 +63,11 @@ class Hook:
         return Absent, ()
 
 
+def others_after(p: Any) -> bool:
+    """Whether the program has hooks, besides ours, after the accumulation of parameter `p`."""
+    return len(p._post_accumulate_grad_hooks or ()) > 1
+
+
 def nothing(*_: object) -> None:
     """A hook's function that does nothing."""
 

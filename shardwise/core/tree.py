@@ -45,7 +45,14 @@ def _sequence(change: Callable[[Any], Any], x: Any, kind: Kind) -> Any:
     new = [mapped(change, old, kind) for old in x]
     if all(a is b for a, b in zip(new, x, strict=True)):
         return x
-    return type(x)(*new) if hasattr(x, "_fields") else type(x)(new)
+    make = cast("Callable[..., Any]", type(x))
+    if hasattr(x, "_fields"):
+        return make(*new)
+    if make is not list and hasattr(x, "append"):
+        made = _copy(x)
+        made[:] = new
+        return made
+    return make(new)
 
 
 def _items(change: Callable[[Any], Any], x: dict[Any, Any], kind: Kind) -> Any:
@@ -54,10 +61,21 @@ def _items(change: Callable[[Any], Any], x: dict[Any, Any], kind: Kind) -> Any:
         return x
     if type(x) is dict:
         return new
-    made = copy.copy(x)
+    made = _copy(x)
     for key, value in new.items():
         made[key] = value
     return made
+
+
+def _copy(x: Any) -> Any:
+    """A shallow copy; of a container whose constructor copy.copy cannot call, without a call."""
+    try:
+        return copy.copy(x)
+    except TypeError:
+        kind = cast("Any", type(x))
+        made: Any = kind.__new__(kind)
+        made.__dict__.update(vars(x))
+        return made
 
 
 def _fields(change: Callable[[Any], Any], x: Any, kind: Kind) -> Any:

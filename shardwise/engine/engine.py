@@ -152,6 +152,7 @@ class Engine:
 
     def _step(self, batch: Any) -> Metrics:
         self.world.require_open()
+        self.data.structure.require_unchanged()
         compiled.require_plain(self.model, self.plan)
         self.optimizer.require_finite_rates()
         if self.staging:
@@ -296,6 +297,7 @@ class Engine:
     def _made(self, call: Callable[[nn.Module], Tensor]) -> Tensor | None:
         """The result of `call(model)` in eval mode; None if another rank has the last stage."""
         self.world.require_open()
+        self.data.structure.require_unchanged()
         self.flush()
         was_training = self.model.training
         self.model.eval()
@@ -332,6 +334,7 @@ class Engine:
     def boxes(self) -> list[state.Box]:
         """Every tensor of a checkpoint, as boxes of full named tensors.  Called by all ranks."""
         self.world.require_open()
+        self.data.structure.require_unchanged()
         self.flush()
         return state.boxes(self.model, self.sharded, self.optimizer)
 
@@ -341,6 +344,7 @@ class Engine:
         Then call `load_scalars(scalars)` and `loaded()`.  Until then the optimizer is as it was.
         """
         self.world.require_open()
+        self.data.structure.require_unchanged()
         self.flush()
         validate.scalars(scalars)
         self.data.units.to_sharded()

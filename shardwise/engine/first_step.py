@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map_only
 from shardwise.comm import host_memory
 from shardwise.comm.host import host_number
 from shardwise.comm.move import all_gather, begin_sum, broadcast, part
+from shardwise.comm.parameter import parameter_like
 from shardwise.comm.world import World
 from shardwise.core.errors import bad
 from shardwise.core.tensor_plan import Table
@@ -142,8 +143,7 @@ def _with_weights(engine: Engine, given: Plain, dtype: torch.dtype | None) -> nn
     materialise(twin, world.device, given.fill)
     made = [torch.empty(p.shape, dtype=p.dtype, device=world.device) for p in twin.parameters()]
     memo: dict[int, Any] = {
-        id(p): nn.Parameter(empty, p.requires_grad)
-        for p, empty in zip(twin.parameters(), made, strict=True)
+        id(p): parameter_like(p, empty) for p, empty in zip(twin.parameters(), made, strict=True)
     }
     plain = copy.deepcopy(twin, memo)
     cast_whole(plain, dtype, world.device)

@@ -48,6 +48,7 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
     if isinstance(module_or_engine, Engine):
         engine = module_or_engine
         engine.world.require_open()
+        engine.data.structure.require_unchanged()
         engine.flush()
         boxes = [
             *state.weights(engine.flats, engine.optimizer),
@@ -59,12 +60,14 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
     for module in (module_or_engine, uncompiled(module_or_engine)):
         piped = pipe_of(module)
         if piped is not None:
+            piped.structure.require_unchanged()
             stages = piped.staged.stages
             extra = extra_state.as_boxes(module, piped.staged.copy)
             boxes = [*pipe_boxes(module, piped), *extra]
             return _full(stages.layers.twin, boxes, piped.staged.axis, stages.device)
         data = driver_of(module)
         if data is not None:
+            data.structure.require_unchanged()
             data.consensus.check()
             device = flats_of(data.units.order)[0].full.device
             shard, replicate = data.consensus.axes

@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from shardwise.comm.parameter import parameter_like
 from shardwise.comm.world import Axis
 from shardwise.core.expert_moves import LayerMove
 from shardwise.core.model_spec import Call, CutLoss, ModelPass, RowGather, Value
@@ -70,8 +71,7 @@ def meta_copy(model: nn.Module) -> nn.Module:
     Buffers keep their values, since a forward may read them.
     """
     memo: dict[int, Any] = {
-        id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
-        for p in model.parameters()
+        id(p): parameter_like(p, torch.empty_like(p, device="meta")) for p in model.parameters()
     }
     attributes = tree_leaves([vars(module) for module in model.modules()])
     kept = [x for x in attributes if isinstance(x, Tensor) and not x.is_leaf]  # from a forward

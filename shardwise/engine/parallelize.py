@@ -73,6 +73,7 @@ def parallelize(
     objective = validate.loss(own_loss if loss is None else loss)
     tokens = None if options["tokens"] is None else validate.tokens(options["tokens"])
     fill = None if options["fill"] is None else validate.fill(options["fill"])
+    validate.needed(options, model)
     fill = fill or default_fill(model, options["seed"])
     validate.trainable(model)
     validate.no_max_norm(model, plan.data_size * (1 + (plan.precision in ("bf16", "fp16"))))

@@ -37,6 +37,7 @@ from shardwise.core.schedule.action import Token
 from shardwise.core.schedule.library import LIBRARY, MOST_FORWARDS, Size, build, entry
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.core.stage_io import Trace
+from shardwise.core.structure import Structure
 from shardwise.engine import consistency, stage_module, validate
 from shardwise.engine.batch import split
 from shardwise.engine.compiled import refuse
@@ -143,6 +144,8 @@ class Piped:
         self.world = world
         self.module, self.staged, self.trained, self.tied = module, staged, trained, tied
         self.forward: Forward = type(module).forward
+        frozen = [p for p in module.parameters() if not p.requires_grad]
+        self.structure = Structure(module, frozen)
         self.halves = halves(staged.schedule)
         self.known = ByShape[_Traced]()
         for half in self.halves:
@@ -154,6 +157,7 @@ class Piped:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the whole batch, on every rank."""
         refuse(self.module, "sw.Pipe", "sw.FSDP(module)")
+        self.structure.require_unchanged()
         chunks = self.staged.schedule.microbatches
         validate.no_backward_optimizer(self.module, "sw.Pipe of a module")
         _enough((args, kwargs), chunks)

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from shardwise.comm.world import World
 from shardwise.core.arguments import short_repr
 from shardwise.core.errors import InputError, bad
-from shardwise.engine import extra_state, optimizer_state, state
+from shardwise.engine import extra_state, optimizer_state, reads, state
 from shardwise.engine.box import Box
 from shardwise.engine.full import data_boxes, pipe_boxes, pipe_names
 from shardwise.engine.json_values import pack, unpack
@@ -37,7 +37,10 @@ class PlainLoop:
 
     def __init__(self, module: Any, optimizer: Any, caller: str) -> None:
         self.module, self.by = _wrapped(module, caller)
+        self.by.structure.require_unchanged()
         self.optimizer = None if optimizer is None else _optimizer(optimizer, caller)
+        if self.optimizer is not None:
+            reads.prepare(self.optimizer)
         assert self.by.world is not None  # it has, in a loop of the program's own
         self.world: World = self.by.world
         self.every = self._held()
@@ -61,6 +64,7 @@ class PlainLoop:
                 for name, p, copy in pipe_names(self.module, self.by)
             ]
         self.by.sums.finish()
+        self.by.consensus.check()
         self.by.units.to_sharded()
         return [
             state.held(flat, index, p, self._room(p))

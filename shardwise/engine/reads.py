@@ -258,7 +258,7 @@ def _layer_reader(
     return read
 
 
-def _prepare(optimizer: Optimizer, *_: Any) -> None:
+def prepare(optimizer: Optimizer, *_: Any) -> None:
     """Before a step: parameters that were read become themselves, and pieces where they rest."""
     for group in optimizer.param_groups:
         if any(type(p) is Read for p in group["params"]):
@@ -270,4 +270,4 @@ def _prepare(optimizer: Optimizer, *_: Any) -> None:
             data.units.to_sharded()
 
 
-register_optimizer_step_pre_hook(_prepare)
+register_optimizer_step_pre_hook(prepare)

@@ -8,6 +8,7 @@ A checkpoint has names and full shapes only, not the row, the ranks or the units
 load the checkpoint of any other.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.objects import all_gather_object
 from shardwise.comm.world import World
+from shardwise.core.boxes import Box1
 from shardwise.core.boxes import boxes as blocks_of
 from shardwise.core.errors import bad
 from shardwise.core.param_layout import AxisLayout
@@ -172,7 +174,10 @@ def _pieces(flat: Flat, index: int, name: str, piece: Tensor) -> Iterator[Box]:
     copy = flat.replicate_axis.rank if flat.split else _data_copy(flat)
     copy += layout.replica(flat.local.coordinates)
     origin = flat.plan.origin(index, flat.rank)
-    for box in blocks_of(here, origin, origin + piece.numel()):
+    found = blocks_of(here, origin, origin + piece.numel())
+    if not math.prod(here) and flat.rank == 0:
+        found = [Box1((0,) * len(here), here, origin)]
+    for box in found:
         low = box.start - origin
         values = piece[low : low + box.numel].view(box.sizes)
         parts: Iterable[Part] = [(box.offsets, values, copy)]

@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.parameter import become
 from shardwise.core.errors import bad
 from shardwise.core.param_layout import AxisLayout, Layout
 from shardwise.core.plan import Plan
@@ -91,7 +92,7 @@ class Tiling:
         for layer in self.layers.values():
             for p in layer.parameters(recurse=False):
                 empty = torch.empty((0, *p.shape[1:]), dtype=p.dtype, device=device or p.device)
-                torch.utils.swap_tensors(p, nn.Parameter(empty, p.requires_grad))
+                become(p, empty)
 
     def show(self) -> None:
         """Let the tiles' parameters take the place of the layers': for predictions."""

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.move import broadcast
+from shardwise.comm.parameter import parameter_like
 from shardwise.comm.transport import Lease
 from shardwise.core.errors import bad
 from shardwise.engine import validate
@@ -38,6 +39,7 @@ def unwrap(module: nn.Module) -> nn.Module:
         return module.module
     data, piped = driver_of(module), pipe_of(module)
     if piped is not None:
+        piped.structure.require_unchanged()  # other ranks would put the old part back
         _restore(piped.staged)
         assert isinstance(piped.world.links, Lease)
         piped.world.links.remove()
@@ -58,6 +60,8 @@ def unwrap(module: nn.Module) -> nn.Module:
         )
     data.sums.finish()
     data.consensus.check()
+    for handle in [*data.handles, *data.on_grads.begins]:
+        handle.remove()
     data.consensus.buffers.refresh()
     for flat in flats_of(data.units.order):
         _release(flat)
@@ -110,7 +114,7 @@ def _restore(staged: Staging) -> None:
         ours = own.get(number)
         whole = value(p, stages, ours)
         if ours is None:
-            own[number] = nn.Parameter(whole, p.requires_grad)
+            own[number] = parameter_like(p, whole)
     for _, stages, (table, key), ours in layers.buffers:
         whole = value(table[key], stages, None if ours is None else ours[key])
         table[key] = whole

@@ -47,6 +47,7 @@ def wrapped_module(value: Any, caller: str) -> None:
 def model(value: Any, caller: str, example: str = "nn.Linear(8, 8)") -> None:
     """Raise InputError unless `value` is a module whose parameters can be flattened and sharded."""
     module(value, caller, example)
+    _not_wrapped_by_others(value, caller)
     name = type(value).__name__
     if any(isinstance(part, torch.jit.ScriptModule) for part in value.modules()):
         given = f"{caller} of a {name} that is compiled by torch.jit, or contains such a module"
@@ -60,6 +61,46 @@ def model(value: Any, caller: str, example: str = "nn.Linear(8, 8)") -> None:
         if what := _unusual(p):
             given, instead = f"a {name} whose parameter {key} is {what[0]}", what[1]
             raise bad(given, "dense torch tensors of real numbers", instead)
+
+
+#: Classes that wrap a model for training, by name: those of other libraries may not be installed.
+_WRAPPERS = (
+    *("DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"),
+    *("ShardedDataParallel", "DeepSpeedEngine", "PipelineEngine", "_FabricModule"),
+)
+
+
+def _not_wrapped_by_others(model: nn.Module, caller: str) -> None:
+    """Raise InputError if another library has wrapped `model` or a part of it."""
+    for name, part in model.named_modules():
+        kinds = [kind for kind in type(part).__mro__ if kind.__name__ in _WRAPPERS]
+        if not kinds or kinds[0].__module__.startswith("shardwise."):
+            continue
+        wrapper = kinds[0].__name__
+        of = f"{caller} of a {type(model).__name__}"
+        of += f" whose part {name} is a {wrapper}" if name else f", a {wrapper}"
+        if wrapper in ("FSDPModule", "FullyShardedDataParallel"):
+            instead = "the plain model, before torch's FSDP has sharded it"
+        elif name:
+            instead = f"model.{name} = model.{name}.module before {caller}"
+        else:
+            instead = f"{caller}(model.module, ...)"
+        raise bad(f"{of}: it is wrapped already", "a plain model, which is wrapped once", instead)
+
+
+def needed(options: Mapping[str, Any], model: nn.Module) -> None:
+    """Raise InputError for options about weights on the meta device if they are not used."""
+    fill, seed = options["fill"], options["seed"]
+    if fill is not None and seed:
+        raise bad(f"seed={seed} with fill=", "one of both: fill writes all weights", "fill= alone")
+    if (fill is None and not seed) or any(p.is_meta for p in model.parameters()):
+        return
+    given = f"seed={seed}" if fill is None else "fill="
+    raise bad(
+        f"{given} for a {type(model).__name__} whose weights exist, so that none would be written",
+        "fill or seed for a model on the meta device",
+        'with torch.device("meta"): model = Model()',
+    )
 
 
 def _unusual(p: nn.Parameter) -> tuple[str, str] | None:

@@ -36,6 +36,7 @@ from shardwise.engine.shard import (
     Sharding,
     default_fill,
     driver_of,
+    drivers,
     flats_of,
     hooked,
     layable,
@@ -44,7 +45,7 @@ from shardwise.engine.shard import (
     units_of,
 )
 from shardwise.engine.state_dict import keep_keys
-from shardwise.engine.unwrap import no_pipe
+from shardwise.engine.unwrap import no_pipe, pipe_of
 from shardwise.kernels.choice import kernels_of
 from shardwise.parallel.data.hooks import Pace
 from shardwise.parallel.data.wrap_policy import Rule
@@ -121,8 +122,6 @@ def FSDP(  # noqa: N802
         row = replace(row, param_tier="host", optim_tier="host")
     world = validate.leased_world(world)
     inner = _shard_size(name, shard_size, world.size)
-    if name == "NO_SHARD":
-        return DDP(module, world)
     validate.no_max_norm(module, world.size)
     asked = {"the strategy": name, "shard_size": inner, "units": units}
     asked |= {"cpu_offload": row.param_tier}
@@ -144,6 +143,12 @@ def _offloads(asked: Any) -> bool:
 def _shard_size(name: str, asked: int | None, ranks: int) -> int:
     """The number of ranks that share one copy of the states: all, unless the strategy is hybrid."""
     divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    if name == "NO_SHARD":
+        if asked not in (None, 1):
+            given = f"NO_SHARD with shard_size={short_repr(asked)}"
+            instead = f'sw.FSDP(module, "HYBRID_SHARD", shard_size={short_repr(asked)})'
+            raise bad(given, "shard_size for strategies that shard parameters", instead)
+        return 1
     if asked is None and "HYBRID" not in name:
         return ranks
     if not isinstance(asked, int) or asked not in divisors:
@@ -213,15 +218,29 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
     """
     validate.module(module, "sw.clip_grad_norm")
     positive("max_norm", max_norm)
-    data = driver_of(module)
-    if data is None:
-        return torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
-    grads = [p.grad for p in module.parameters() if p.grad is not None]
-    squares = [squared_norm(g.reshape(-1)) for g in grads]
-    here = flats_of(data.units.order)[0].full.device  # gradients may be on the host
-    none = torch.zeros((), dtype=torch.float64, device=here)
-    total = torch.stack(squares).sum().to(here) if squares else none
-    norm = begin_sum(total.view(1), data.consensus.axes[0]).wait().sqrt()
+    data, piped = driver_of(module), pipe_of(module)
+    params = list(module.parameters())
+    counted = set(params)
+    if data is not None:
+        device, axis = flats_of(data.units.order)[0].full.device, data.consensus.axes[0]
+    elif piped is not None:
+        device, axis = piped.staged.stages.device, piped.staged.axis
+        counted -= {p for p, holders in piped.tied.items() if holders.rank}
+    elif any(drivers(part) or pipe_of(part) for part in module.modules()):
+        raise bad(
+            f"sw.clip_grad_norm of a {type(module).__name__} of which a part is wrapped",
+            "the module that was wrapped, or a plain one",
+            "sw.DDP or sw.FSDP of the whole model",
+        )
+    else:
+        return torch.nn.utils.clip_grad_norm_(params, max_norm)
+    grads = [p.grad for p in params if p.grad is not None]
+    squares = [
+        squared_norm(p.grad.reshape(-1)) for p in params if p in counted and p.grad is not None
+    ]
+    none = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.stack(squares).sum().to(device) if squares else none  # they may be on the host
+    norm = begin_sum(total.view(1), axis).wait().sqrt()
     factor = (max_norm / (norm[0] + 1e-6)).clamp(max=1.0)
     for g in grads:
         g.mul_(factor.to(g))

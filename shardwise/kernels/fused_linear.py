@@ -31,7 +31,7 @@ from torch.nn import functional
 from torch.nn.modules import module as modules
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.core.hook import Driver, Hook
+from shardwise.core.hook import Driver, Hook, others_after
 from shardwise.kernels.matmul import BY_TORCH, Products
 from shardwise.kernels.rms_norm import Norm
 
@@ -113,7 +113,7 @@ def _ordinary() -> bool:
 
 def _watched(weight: nn.Parameter) -> bool:
     """Whether the weight has gradient hooks besides ours."""
-    return bool(weight._backward_hooks or len(weight._post_accumulate_grad_hooks or ()) > 1)
+    return bool(weight._backward_hooks or others_after(weight))
 
 
 # --- marked inputs ---------------------------------------------------------------------------

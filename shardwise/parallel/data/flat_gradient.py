@@ -25,6 +25,8 @@ from shardwise.comm.move import start
 from shardwise.comm.tiers import begin_copy
 from shardwise.comm.transport import Pending
 from shardwise.comm.world import Axis
+from shardwise.core.errors import bad
+from shardwise.core.hook import others_after
 from shardwise.core.layout import P, Placement, R
 from shardwise.parallel.data.flat_views import FlatViews
 from shardwise.parallel.data.local_layout import LocalLayout
@@ -63,6 +65,7 @@ class FlatGradient:
         self.filled = list(none)  # grad holds something of parameter i
         self.valid = list(none)  # gsum holds something of parameter i
         self.resting = list(none)  # host_grad holds something of an earlier backward pass
+        self.shown = list(none)  # p.grad has what grad held of parameter i
         self.has_grad = list(none)  # this rank has had a gradient for parameter i since `clear`
         self.used = list(none)  # and so has any rank, as far as has been heard
         self.attached = False  # the pieces of gshard are on the parameters
@@ -70,6 +73,17 @@ class FlatGradient:
         self.going = Pending()
 
     # --- in the backward pass -----------------------------------------------------------------
+
+    def require_whole(self, index: int) -> None:
+        """Raise InputError if autograd has left the gradient of a piece on parameter `index`."""
+        p = self.params[index]
+        if p.grad is not None and p.grad.shape != self.views.shapes[index]:
+            p.grad = None
+            raise bad(
+                f"a loss that was computed from this rank's piece of {self.names[index]}",
+                "losses of what model(x) and model.NAME give; of model.parameters() after model(x)",
+                "loss = model(x).mean(), then loss += sum(p.norm() for p in model.parameters())",
+            )
 
     def collect(self, index: int, scale: float) -> None:
         """Take the gradient autograd has just left on parameter `index`, times `scale`."""
@@ -102,6 +116,25 @@ class FlatGradient:
         if not filled:
             view.zero_()
         view.index_add_(0, ids, grad, alpha=scale)
+
+    def show(self, scale: float) -> None:
+        """Put what this rank has accumulated on each parameter with the user's own hooks.
+
+        As under torch's DDP, hooks after accumulation see and may change the sum of all backward
+        passes since the gradients were dropped.  Where sums are sharded after each pass, they see
+        the gradient of that pass.
+        """
+        for i, p in enumerate(self.params):
+            # p.grad is there already if the pass has begun with this parameter
+            if self.filled[i] and p.grad is None and others_after(p):
+                p.grad = self.grad_views[i] / scale
+                self.filled[i], self.shown[i] = False, True
+
+    def unshow(self, scale: float) -> None:
+        """After the pass: take back what was shown and had no gradient in it."""
+        for i in [i for i, shown in enumerate(self.shown) if shown and not self.filled[i]]:
+            self.collect(i, scale)
+        self.shown = [False] * len(self.params)
 
     def _fill(self, index: int) -> tuple[Tensor, bool]:
         """The place of a gradient about to be written, and whether it holds something already."""

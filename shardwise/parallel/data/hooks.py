@@ -14,12 +14,12 @@ The row decides what is gathered, freed and reduced (flat_parameter.py); for `dd
 moments do nothing.  At most `ahead` + 1 units are whole beyond those in use.
 
 A pass begins and ends with the hooks of the root module, or, under a schedule, with `enter` and
-`leave` around each F, B, I and W.  Under a schedule the unit used last stays whole until another is
-used, so that a B right after its F need not gather it.  Gradients are reduced when their stage is
-done (staged_hooks.py).  Parameters that a stage reads outside its layers stay whole while it runs.
+`leave` around each F, B, I and W.  Then the unit used last stays whole until another is used: a B
+right after its F need not gather it.  Parameters that a stage reads outside its layers stay whole
+while it runs, and gradients are reduced when it is done (staged_hooks.py).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,12 +35,13 @@ from shardwise.comm.world import World
 from shardwise.core.arena_slots import IN_FLIGHT
 from shardwise.core.errors import bad
 from shardwise.core.graph_break import graph_break
-from shardwise.core.hook import Hook, no_copy, nothing
+from shardwise.core.hook import Hook, in_backward, no_copy, nothing, others_after
+from shardwise.core.structure import BY_ENGINE, BY_HAND, Structure
 from shardwise.core.use_order import UseOrder
-from shardwise.core.weak import weakly
 from shardwise.parallel.data.consensus import Consensus
 from shardwise.parallel.data.flat_parameter import Flat
-from shardwise.parallel.data.outputs import tensors_in
+from shardwise.parallel.data.gradient_hooks import GradientHooks
+from shardwise.parallel.data.outputs import Output, tensors_in, watch
 from shardwise.parallel.data.reducer import Reductions
 from shardwise.parallel.data.scaling import Scaling
 from shardwise.parallel.data.staged_hooks import PutOff, StagedUnits
@@ -99,7 +100,10 @@ class Data:
         flats = [group for unit in units.order for group in unit.groups]
         self.scaling = Scaling(flats if pace.by_hand else (), consensus.axes)
         self.optimizers = WeakSet[Optimizer]()  # that have stepped on pieces (plain_optimizer.py)
-        self.frozen = [p for u in units.order for g in u.groups if not g.trained for p in g.params]
+        self.on_grads = GradientHooks()
+        frozen = [p for group in flats if not group.trained for p in group.params]
+        self.structure = Structure(root, frozen, BY_HAND if pace.by_hand else BY_ENGINE)
+        self.trained = [group for unit in units.order for group in unit.trained]
         self.split = any(g.split or g.reshards for unit in units.order for g in unit.groups)
         mark_kept(self.units.order)
         for unit in self.units.order:
@@ -112,7 +116,7 @@ class Data:
         for group in unit.trained:
             for index, p in enumerate(group.params):
                 self.places[p] = unit, group, index
-                keep(p.register_post_accumulate_grad_hook(weakly(self.collected)))
+                keep(self.on_grads.add(p, self.collected))
         acts = partial(self._before, unit), partial(self._after, unit)
         # otherwise it stays gathered on the device
         divided = any(group.split or group.reshards for group in unit.groups)
@@ -196,6 +200,8 @@ class Data:
         assert self.staged is not None
         if not self.in_backward and torch.is_grad_enabled():
             self.use_order.begin_backward()
+        for p in self.on_grads.take_late():
+            self._collect(p)
         self.in_backward = False
         for unit in self.staged.units[self.stage]:
             unit.depth, unit.used = 0, False
@@ -216,15 +222,9 @@ class Data:
         if self._in_backward():
             return
         self.in_root = True
-        if any(p.requires_grad for p in self.frozen):
-            raise bad(
-                f"a {type(module).__name__} with a parameter that was frozen when it was sharded "
-                "and is trained now",
-                "the same trained parameters as when the model was sharded",
-                "requires_grad_(True) before the wrapping, and lr=0 for the group at first",
-            )
-        for group in (group for unit in self.units.order for group in unit.groups):
-            group.take_assigned()
+        # without a gradient, values lent by torch.func.functional_call do no harm
+        self.structure.require_unchanged(lent=() if torch.is_grad_enabled() else (Tensor,))
+        self.units.take_assigned()
         self.consensus.phase("forward")
         self.use_order.ended |= not torch.is_grad_enabled()
         self.units.begin_unshard()  # if the user's optimizer has updated them
@@ -248,8 +248,7 @@ class Data:
         elif unit.reshards and not self.in_backward:
             self.use_order.calls.append(unit)
 
-    def _around(self, unit: Unit) -> bool:
-        """Whether the unit stays gathered while its stage runs."""
+    def _around(self, unit: Unit) -> bool:  # it stays gathered while its stage runs
         return self.staged is not None and unit.stays_unsharded
 
     def _reshard_latest(self, now: Unit | None) -> None:
@@ -264,14 +263,15 @@ class Data:
         unit.depth -= 1
         recording = torch.is_grad_enabled()
         if recording and not unit.reshards and not self.in_root and self.staged is None:
-            self.computes_loss |= self._watch(out, self._begin_backward)
+            self.computes_loss |= watch(tensors_in(out), self._begin_backward)
         if recording and unit.reshards and not self.in_backward:
             self.computes_loss = True
-            calls = self.use_order.calls
-            unit.reached = self._watch(out, partial(self._before_backward, unit, calls, len(calls)))
+            self._watch(unit, Output(out))
+        elif unit.reshards and not recording:
+            unit.unwatched |= Output(out).opaque
         unit.ran |= module.training and not self.in_backward
         over = unit.depth == 0 and module is unit.modules[-1] and not self.in_backward
-        if over and not recording:
+        if over and not recording and not unit.unwatched:
             unit.reshard()
         elif over and unit.reshards and not unit.stays_unsharded:
             self._reshard_latest(unit)
@@ -282,12 +282,12 @@ class Data:
         if self.in_backward:
             return
         if torch.is_grad_enabled():
-            self.computes_loss = self._watch(out, self._begin_backward)
+            self.computes_loss = watch(tensors_in(out), self._begin_backward)
+            self.on_grads.expect(self.trained, self._begin_backward)
             return
         self.consensus.check()
         self.use_order.ended = True
-        if self.pace.by_hand:
-            self.units.to_sharded(between_passes=False)
+        self.units.end_evaluation(sharded=self.pace.by_hand)
 
     def _learn(self) -> None:
         """Store the use order of this forward when backward begins, for the next forward."""
@@ -296,9 +296,16 @@ class Data:
         ):
             self.units.order = self.use_order.distinct
 
-    def _watch(self, out: Any, act: Callable[[], None]) -> bool:
-        """Call `act` when a gradient of `out` arrives; returns whether `out` requires one."""
-        return bool([x.register_hook(lambda _: act()) for x in tensors_in(out) if x.requires_grad])
+    def _watch(self, unit: Unit, out: Output) -> None:
+        """Gather the unit when a gradient of its output arrives.
+
+        If that cannot be seen, or the output is a part of the unit's weights, which other modules
+        keep for their backward, the unit stays gathered until the end of the backward pass.
+        """
+        calls = self.use_order.calls
+        unit.reached = watch(out.tensors, partial(self._before_backward, unit, calls, len(calls)))
+        if out.opaque or out.shares([group.full for group in unit.groups]):
+            unit.unwatched = unit.stays_unsharded = True
 
     # --- backward -----------------------------------------------------------------------------
 
@@ -312,11 +319,12 @@ class Data:
         """Drop the state that a failed step has left."""
         self.sums.finish()
         self.in_backward, self.computes_loss, self.latest = False, False, None
+        self.on_grads.late = []
         if self.staged is not None:
             self.staged.waiting = []
         self.units.drop()
 
-    def _begin_backward(self) -> None:
+    def _begin_backward(self, *_: Tensor) -> None:
         if self.in_backward or self.staged is not None:
             return
         freed = self.split and (self.pace.by_hand or self.frees)
@@ -329,6 +337,7 @@ class Data:
             )
         self.consensus.check()
         self.in_backward, self.computes_loss = True, False
+        self.on_grads.begun()
         self._learn()
         self.sums.begin()
         self.consensus.phase("backward")
@@ -338,6 +347,8 @@ class Data:
                 unit.unshard()  # it is sharded only in a second backward pass of the same graph
             for group in unit.trained:
                 group.grads.detach()
+                if not self.mute:
+                    group.grads.show(self.pace.scale)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _before_backward(self, unit: Unit, calls: Sequence[Unit], count: int) -> None:
@@ -398,15 +409,16 @@ class Data:
 
     def collected(self, p: nn.Parameter) -> None:
         """Collect the gradient of `p`, which is complete for this pass."""
-        unit, group, index = self.places[p]
-        if p.grad is not None and p.grad.shape != group.shapes[index]:
-            p.grad = None
-            raise bad(
-                f"a loss that was computed from this rank's piece of {group.names[index]}",
-                "losses of what model(x) and model.NAME give; of model.parameters() after model(x)",
-                "loss = model(x).mean(), then loss += sum(p.norm() for p in model.parameters())",
-            )
+        _, group, index = self.places[p]
+        group.grads.require_whole(index)
         self._begin_backward()
+        if self.on_grads.is_last(p):
+            self._collect(p)
+
+    def _collect(self, p: nn.Parameter) -> None:
+        unit, group, index = self.places[p]
+        if p.grad is None and others_after(p):
+            raise in_backward(f"a hook that drops the gradient of {group.names[index]}, as")
         if unit.complete:  # checkpointed reentrantly
             raise bad(f"two gradients of {unit.name} in one pass", "one", "use_reentrant=False")
         p.grad = None if self.mute else p.grad
@@ -422,6 +434,10 @@ class Data:
 
     def _end_backward(self) -> None:
         """End a backward pass: reduce units in which some parameter has no gradient."""
+        for p in self.on_grads.take_late():
+            self._collect(p)
+        for group in self.trained:
+            group.grads.unshow(self.pace.scale)
         self.sums.end(self.units.order)
         self.units.reshard()
         self.in_backward = False

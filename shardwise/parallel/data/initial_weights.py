@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.move import broadcast
+from shardwise.comm.parameter import become
 from shardwise.comm.world import Axis
 
 #: Called with a parameter's full name and the tensor to write its initial weights to.
@@ -32,9 +33,7 @@ def initialize(
             continue
         if fill is not None:
             fill(name, view)
-        # a tensor's device changes only as a whole; the object the user holds stays. Not with
-        # a view of full: autograd would count every write to full as one to the parameter
-        real = torch.empty(0, dtype=full.dtype, device=full.device)
-        torch.utils.swap_tensors(p, nn.Parameter(real, requires_grad=p.requires_grad))
+        # not with a view of full: autograd would count every write to full as one to the parameter
+        become(p, torch.empty(0, dtype=full.dtype, device=full.device))
     for axis in axes if any(given) else ():
         broadcast(full, axis)

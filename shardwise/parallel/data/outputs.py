@@ -1,22 +1,103 @@
-"""The tensors of a module's output, wherever they are in it."""
+"""The tensors of a module's output, wherever they are in it, and whether they are all of them."""
 
-from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
+from types import MemberDescriptorType as Slot
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+import torch
+from torch import Tensor
+
+#: Types without tensors.
+_PLAIN = (
+    *(type(None), bool, int, float, complex, str, bytes, type, range, Enum),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+    BuiltinFunctionType,
+)
+#: Objects to look into in one output; what is beyond counts as not seen.
+_MOST = 4096
 
 
-def tensors_in(out: Any, deep: int = 2) -> Iterator[Tensor]:
-    """The tensors of a module's output, in containers, dataclasses and plain objects.
+class Output:
+    """What is in a module's output.
 
-    For logits that are computed later (parallel/tile/logits.py) it is what they are computed from.
+    tensors   all that were found: in containers, their subclasses, dataclasses and other objects.
+              For logits that are computed later (parallel/tile/logits.py) it is what they are
+              computed from
+    opaque    whether some part cannot be looked into, such as a generator, a closure or a module:
+              it may hold tensors, or read weights later
     """
-    for leaf in tree_leaves(out):
-        if isinstance(leaf, Tensor):
-            yield leaf if type(leaf) is Tensor else getattr(leaf, "computed_from", leaf)
-        elif deep and is_dataclass(leaf):
-            yield from tensors_in([getattr(leaf, field.name) for field in fields(leaf)], deep - 1)
-        elif deep and not isinstance(leaf, nn.Module | type):
-            yield from tensors_in(list(getattr(leaf, "__dict__", {}).values()), deep - 1)
+
+    def __init__(self, out: Any) -> None:
+        self.tensors: list[Tensor] = []
+        self.opaque = False
+        self._seen: dict[int, Any] = {}
+        self._look(out)
+        self._seen.clear()
+
+    def shares(self, memory: Iterable[Tensor]) -> bool:
+        """Whether one of the tensors is in the memory of one of `memory`."""
+        own = {x.untyped_storage()._cdata for x in memory}
+        with torch._C.DisableTorchFunctionSubclass():
+            strided = [x for x in self.tensors if x.layout is torch.strided]
+            return any(x.untyped_storage()._cdata in own for x in strided)
+
+    def _look(self, x: Any) -> None:
+        if isinstance(x, Tensor):
+            # a tensor of exactly this class first: the others may be asked only by attribute
+            self.tensors.append(x if type(x) is Tensor else getattr(x, "computed_from", x))
+        elif not (isinstance(x, _PLAIN) or id(x) in self._seen):
+            self._seen[id(x)] = x
+            parts = None if len(self._seen) > _MOST else _parts(x)
+            self.opaque |= parts is None
+            for part in parts or ():
+                self._look(part)
+
+
+def _parts(x: Any) -> Iterable[Any] | None:
+    """What is in a container or object; None if that cannot be told."""
+    if isinstance(x, FunctionType):
+        return None if x.__closure__ else ()
+    if isinstance(x, torch.nn.Module):
+        return None
+    attributes = getattr(x, "__dict__", None)
+    if isinstance(x, dict):
+        more = [] if attributes is None else _others(attributes, x)
+        return [*x.values(), *more]
+    if isinstance(x, list | tuple | set | frozenset | deque):
+        return [*x, *(attributes or {}).values()]
+    slotted = [kind for kind in type(x).__mro__ if "__slots__" in vars(kind)]
+    if attributes is None and not slotted:
+        return None
+    members = [m for kind in slotted for m in vars(kind).values() if isinstance(m, Slot)]
+    held = [getattr(x, member.__name__, None) for member in members]
+    return [*held, *(attributes or {}).values()]
+
+
+def _others(attributes: dict[str, Any], items: dict[Any, Any]) -> list[Any]:
+    """Attributes of a dict that are not its items too, as they are of a ModelOutput."""
+    own = set(map(id, items.values()))
+    return [value for value in attributes.values() if id(value) not in own]
+
+
+def tensors_in(out: Any) -> Iterator[Tensor]:
+    """The tensors of a module's output or arguments."""
+    yield from Output(out).tensors
+
+
+def watch(tensors: Iterable[Tensor], act: Callable[[], None]) -> bool:
+    """Call `act` when a gradient of one arrives; returns whether any requires one.
+
+    If a view is changed in place, gradients no longer pass the node that made it, but they still
+    reach that of the tensor it is a view of:
+
+        h --view--> out          out += x:        h --CopySlices(view, add)--> h' --view--> out
+    """
+    with torch._C.DisableTorchFunctionSubclass():  # sharded logits would be gathered
+        graded = [x for x in tensors if x.requires_grad]
+        for x in (x for each in graded for x in (each, each._base) if x is not None):
+            if x.requires_grad and not x.is_leaf:  # a leaf's hook would stay for every pass
+                x.register_hook(lambda _: act())
+    return bool(graded)

@@ -28,6 +28,7 @@ class Unit:
         self.wanted_backward = not all(type(m) is nn.Embedding for m in modules)
         self.reached = True  # gradients arrive at what it gave
         self.stays_unsharded = False
+        self.unwatched = False  # gradients may arrive at its output unseen
         self.depth = 0  # forward passes of its modules that are running
         self.used = False  # in a forward pass since it was freed
         self.ran = False  # in a forward pass of training since it was freed
@@ -110,6 +111,19 @@ class Units:
         """Reshard all units, except those that the row keeps unsharded."""
         for unit in self.order:
             unit.close()
+
+    def take_assigned(self) -> None:
+        """Take over what the program has assigned to parameters (flat_parameter.py)."""
+        for group in (group for unit in self.order for group in unit.groups):
+            group.take_assigned()
+
+    def end_evaluation(self, *, sharded: bool) -> None:
+        """Free the units that a pass without gradients kept, or shard all."""
+        for unit in self.order:
+            if unit.unwatched:
+                unit.reshard()
+        if sharded:
+            self.to_sharded(between_passes=False)
 
     def to_sharded(self, *, between_passes: bool = True) -> None:
         """Shard all parameters, before a backward pass except those whose reads it needs."""

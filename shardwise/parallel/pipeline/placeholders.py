@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.parameter import parameter_like
 from shardwise.core.errors import bad
 from shardwise.core.suggest import suggest
 from shardwise.parallel.pipeline.interceptor import Glue
@@ -170,7 +171,7 @@ def twin(model: nn.Module) -> nn.Module:
     """
     memo: dict[int, Any] = {}
     for p in model.parameters():
-        memo[id(p)] = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+        memo[id(p)] = parameter_like(p, torch.empty_like(p, device="meta"))
     for b in model.buffers():
         memo[id(b)] = torch.empty_like(b, device="meta")
     try:

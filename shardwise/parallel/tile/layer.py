@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from shardwise.comm.parameter import parameter_like
 from shardwise.core.uneven import Cut
 from shardwise.parallel.tile.logits import TiledLogits, tile_sums
 
@@ -37,7 +38,7 @@ class Tile(nn.Module):
         self.start, self.stop = start, stop
         self.own: dict[str, nn.Parameter] = {}
         for name, p in linear.named_parameters(recurse=False):
-            self.own[name] = nn.Parameter(p.data[start:stop], p.requires_grad)
+            self.own[name] = parameter_like(p, p.data[start:stop])
 
     def forward(
         self, x: Tensor, targets: Tensor | None = None, dtype: torch.dtype | None = None

@@ -1,0 +1,89 @@
+"""The modules and parameters that a model had when it was wrapped, to find what has changed since.
+
+A module or a parameter that is added or replaced later has no hooks and is in no flat parameter:
+every rank would train its own.  The check of each forward compares the identities of all entries
+in one pass, some 30 microseconds for 200 modules.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from shardwise.core.errors import InputError, bad
+
+#: How a plain loop changes a wrapped module.
+BY_HAND = (
+    "put back what was there, then module = sw.unwrap(module), the change, sw.DDP(module), "
+    "sw.FSDP(module) or sw.Pipe(module) again, and a new optimizer"
+)
+#: How the model of an engine changes.
+BY_ENGINE = (
+    "put back what was there, then state = sw.full_state_dict(engine), the change of a plain copy "
+    "of the model, its load_state_dict(state, strict=False), and a new engine of it with "
+    "sw.parallelize"
+)
+_ALLOWED = "the modules, parameters and requires_grad flags that it had when it was wrapped"
+
+
+class Structure:
+    """The entries of every module's tables under `root`; `frozen` are parameters not trained."""
+
+    def __init__(self, root: Any, frozen: Sequence[Any], instead: str = BY_HAND) -> None:
+        self.root, self.frozen, self.instead = root, list(frozen), instead
+        self.names = [name for name, _ in root.named_modules()]
+        self.modules = list(root.modules())
+        # held, so that nothing new gets the identity of what was there
+        self.before = [dict(table) for table in self._tables()]
+        self.ids = self._ids()
+
+    def _tables(self) -> Iterator[dict[str, Any]]:
+        """Both tables of each module; they may be of a class of their own."""
+        for module in self.modules:
+            yield module._parameters
+            yield module._modules
+
+    def _ids(self) -> tuple[int, ...]:
+        return tuple(map(id, chain.from_iterable(dict.values(table) for table in self._tables())))
+
+    def require_unchanged(self, *, lent: tuple[type, ...] = ()) -> None:
+        """Raise InputError if a module or parameter is another, or if a frozen one is trained now.
+
+        A part that was compiled in its place (torch.compile) is unchanged. So are parameters in
+        whose place are values of exactly one of the types `lent`.
+        """
+        ids = self._ids()
+        if ids != self.ids:
+            changes = list(self._changes(lent))
+            if changes:
+                raise self._error("changed", changes)
+            if not lent:  # parts were compiled
+                self.before, self.ids = [dict(table) for table in self._tables()], ids
+        if any(p.requires_grad for p in self.frozen):
+            frozen = set(map(id, self.frozen))
+            named = [n for n, p in self.root.named_parameters() if id(p) in frozen]
+            raise self._error("unfrozen (requires_grad_(True))", named)
+
+    def _changes(self, lent: tuple[type, ...]) -> Iterator[str]:
+        """What is new, gone or another, by its full name."""
+        for number, (now, before) in enumerate(zip(self._tables(), self.before, strict=True)):
+            prefix = self.names[number // 2]
+            for key in dict.fromkeys([*before, *now]):
+                old, new = before.get(key), now.get(key)
+                if _plain(old) is _plain(new) or (old is not None and type(new) in lent):
+                    continue
+                what = "new" if old is None else "gone" if new is None else "replaced"
+                yield f"{prefix}.{key} ({what})" if prefix else f"{key} ({what})"
+
+    def _error(self, what: str, names: Sequence[str]) -> InputError:
+        more = ", ..." if len(names) > 4 else ""
+        return bad(
+            f"a {type(self.root).__name__} of which parts were {what} after it was wrapped: "
+            f"{', '.join(names[:4])}{more}",
+            _ALLOWED,
+            self.instead,
+        )
+
+
+def _plain(part: Any) -> Any:
+    """The part itself, or what is inside the result of torch.compile(part)."""
+    return getattr(part, "_modules", {}).get("_orig_mod") or part
