@@ -185,8 +185,8 @@ def a_token_too_many(patch: Patch) -> None:
 
 
 def not_divided_by_tokens(patch: Patch) -> None:
-    def update(real: Any, updates: Updates, _: float, *, update: bool) -> float:
-        return real(updates, 1.0, update=update)
+    def update(real: Any, updates: Updates, norm: float, _: float) -> None:
+        real(updates, norm, 1.0)
 
     around(patch, Updates, "by_norm", update)
 
