@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 def tensors_in(out: Any, deep: int = 2) -> Iterator[Tensor]:
     """The tensors of a module's output, in containers, dataclasses and plain objects.
 
-    For logits that are computed later (parallel/tile/logits.py) it is what they are computed from.
+    For logits that are computed later (kernels/logits.py) it is what they are computed from.
     """
     for leaf in tree_leaves(out):
         if isinstance(leaf, Tensor):
