@@ -297,7 +297,7 @@ def carry(
 
     Raises InputError for a value that the other system does not accept either.
     """
-    keys = dict(flat(values)) | defaults
+    keys = {**dict(flat(values)), **defaults}
     order = {name: number for number, name in enumerate(rules)}
     found = {name: _rule_of(name, rules) for name in keys}
     for name in sorted(keys, key=lambda each: order.get(found[each] or "", len(order))):
