@@ -6,7 +6,7 @@ reuses those of batches with the same shapes, unless the model reads values.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -28,6 +28,9 @@ from shardwise.prediction.host import fetched_bytes, kept_bytes
 from shardwise.prediction.memory import PLAIN
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.rank_shape import shape_on
+
+#: Shapes of batches whose predictions are kept: the latest.
+KEPT: Final = 64
 
 
 def predict(
@@ -119,6 +122,8 @@ class Predictor:
         found = self._predicted(batch, counts)
         if not found.spec.run.note:
             self.known[key] = found
+            if len(self.known) > KEPT:
+                del self.known[next(iter(self.known))]
         return found
 
     def _predicted(self, batch: Any, counts: Sequence[Counts] | None) -> Prediction:
