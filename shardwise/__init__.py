@@ -33,12 +33,12 @@ if TYPE_CHECKING:
     from shardwise.engine.training import Metrics
     from shardwise.engine.unwrap import unwrap
     from shardwise.engine.wrap import DDP, FSDP, clip_grad_norm, no_sync
+    from shardwise.kernels.cross_entropy import cross_entropy
     from shardwise.parallel.expert.gate import Gate
     from shardwise.parallel.expert.layer import MoE
     from shardwise.parallel.replicas.replicate import replicate
     from shardwise.parallel.replicas.rows import gather, scatter
     from shardwise.parallel.replicas.threads import parallel_apply
-    from shardwise.parallel.tensor.cross_entropy import cross_entropy
 
 __version__ = "0.1.0"
 
@@ -78,7 +78,7 @@ _HOMES = {
     "init": "comm.world",
     "Gate": "parallel.expert.gate",
     "MoE": "parallel.expert.layer",
-    "cross_entropy": "parallel.tensor.cross_entropy",
+    "cross_entropy": "kernels.cross_entropy",
     "derive_table": "derive.table",
     "fill_from": "checkpoint.weights_folder",
     "gather": "parallel.replicas.rows",

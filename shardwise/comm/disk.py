@@ -32,6 +32,7 @@ import os
 import tempfile
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -53,6 +54,8 @@ THREADS: Final = 4
 
 #: os.preadv or os.pwritev.
 Transfer = Callable[[int, Sequence[memoryview], int], int]
+#: Waits until no copy between a part of the buffers' memory and the device is under way.
+Settle = Callable[[Tensor], None]
 _FOLDER: Final = "offload.folder=/mnt/nvme, a folder on a local disk"
 
 
@@ -129,10 +132,10 @@ class Disk:
         self.extents: list[Extent] = []
         self.memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self.failed: DiskError | None = None
-        self.settle: Callable[[], None] = lambda: None  # wait for copies from or to the buffers
+        self._settle: Settle = lambda _: None
         self.use = DiskUse()
         self._threads = ThreadPoolExecutor(THREADS, "shardwise-disk")
-        self._free: list[Buffer] = []
+        self._free: deque[Buffer] = deque()
         self.buffers = 0
         self._changed = threading.Condition()
 
@@ -160,14 +163,15 @@ class Disk:
         """The bytes of all extents in the file, padding included."""
         return sum(extent.stored_bytes for extent in self.extents)
 
-    def reserve(self, memory: Tensor, buffer_bytes: int) -> None:
+    def reserve(self, memory: Tensor, buffer_bytes: int, settle: Settle = lambda _: None) -> None:
         """Cut `memory`, uint8 on the host, into buffers of `buffer_bytes` from an aligned address.
 
-        It has ALIGN_BYTES more than the buffers.
+        It has ALIGN_BYTES more than the buffers. `settle` waits for copies from or to a part of it.
         """
         self.memory, skip = memory, -memory.data_ptr() % ALIGN_BYTES
+        self._settle = settle
         parts = memory[skip:].split(buffer_bytes)
-        self._free = [Buffer(part) for part in parts if part.numel() == buffer_bytes]
+        self._free = deque(Buffer(part) for part in parts if part.numel() == buffer_bytes)
         self.buffers = len(self._free)
 
     @property
@@ -176,14 +180,19 @@ class Disk:
         return len(self._free)
 
     def acquire(self) -> Buffer:
-        """A buffer; waits while all are being written.  Raises DiskError."""
-        self.settle()
+        """A buffer; waits while all are being written.  Raises DiskError.
+
+        Waits for copies between this buffer and the device, and no others.  It is the one that was
+        given back first, whose copies have most likely ended.
+        """
         with self._changed:
             if not self._free and self.failed is None:
                 with self.use.spending("waited"):
                     self._changed.wait_for(lambda: self._free or self.failed)
             self.require()
-            return self._free.pop()
+            buffer = self._free.popleft()
+        self._settle(buffer.memory)
+        return buffer
 
     def release(self, buffer: Buffer) -> None:
         """Give a buffer back."""

@@ -4,7 +4,8 @@
     tiers.empty_like(x, tier)              new memory on a tier; on the host pinned for CUDA
     tiers.own(x)                           the memory of `x`, made elsewhere, is the host's
     tiers.of(x)                            the tier of `x`: "host" if its memory is the host's
-    tiers.settle(x)                        wait for copies of host tensor `x`, before it is written
+    tiers.settle(x)                        wait for copies of host tensor `x`, before it is written;
+                                           not for those of other parts of its storage
     tiers.on_disk(extent)                  the memory of `extent.tensor` is a disk's (disk.py)
 
 `world.tiers` are those of a rank.  The ledger has the copies under axis "tier" and the kinds
@@ -17,14 +18,15 @@ memory: only the table of `Tiers` tells which storages are the host's.  The mete
 and Live read it.  Its references are weak: memory that is freed leaves it.
 
 On CUDA each direction has its own stream.  A copy begins after the work that the current stream has
-been given, and after earlier copies of the same host memory.  `wait` on a copy to the host blocks
-until the host may read it; on a copy to the device it makes the current stream wait.  `x` may be
-freed at once, but not written before `wait`.  On a CPU the copy is made when it is begun.
+been given, and after earlier copies of the same part of host memory.  `wait` on a copy to the host
+blocks until the host may read it; on a copy to the device it makes the current stream wait.  `x`
+may be freed at once, but not written before `wait`.  On a CPU the copy is made when it is begun.
 """
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from threading import Lock
+from typing import Protocol, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -42,12 +44,49 @@ from shardwise.core.zero import Tier
 _SWEEP_AT = 64  # table entries, above which those of freed memory are removed
 
 
+class Event(Protocol):
+    """The end of a copy: a torch.cuda.Event."""
+
+    def query(self) -> bool:
+        """Whether the copy has ended."""
+        ...
+
+    def synchronize(self) -> object:
+        """Wait until it has."""
+        ...
+
+
 class _HostMemory:
-    """A storage on the host, and on CUDA the last copy from or to it."""
+    """A storage on the host, and the last copies from or to its parts that may be under way.
+
+    `copies` are (first byte, byte after the last, end of the copy).
+    """
 
     def __init__(self, weak: StorageWeakRef) -> None:
         self.weak = weak
-        self.copied: torch.cuda.Event | None = None
+        self.copies: list[tuple[int, int, Event]] = []
+
+    def of(self, x: Tensor) -> list[Event]:
+        """The ends of copies from or to elements of `x`."""
+        first, end = _span(x)
+        return [over for low, high, over in self.copies if low < end and first < high]
+
+    def add(self, x: Tensor, over: Event) -> None:
+        """A copy from or to `x` was begun, after those of its elements."""
+        first, end = _span(x)
+        rest = [
+            (low, high, each)
+            for low, high, each in self.copies
+            if not (first <= low and high <= end) and not each.query()
+        ]
+        self.copies = [*rest, (first, end, over)]
+
+
+def _span(x: Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the one after its last."""
+    pairs = zip(x.shape, x.stride(), strict=True)
+    first, last = int(x.storage_offset()), sum((size - 1) * int(stride) for size, stride in pairs)
+    return first * x.itemsize, (first + last + 1) * x.itemsize
 
 
 class Tiers:
@@ -114,8 +153,15 @@ class Tiers:
     def settle(self, x: Tensor) -> None:
         """Return when no copy from or to the host tensor `x` is under way."""
         memory = self._memory(x)
-        if memory is not None and memory.copied is not None:
-            memory.copied.synchronize()
+        for over in [] if memory is None else memory.of(x):
+            over.synchronize()
+
+    def copying(self, x: Tensor, over: Event) -> None:
+        """A copy from or to host tensor `x` was begun that ends with `over`."""
+        memory = self._memory(x)
+        assert memory is not None
+        with self._lock:
+            memory.add(x, over)
 
     def _memory(self, x: Tensor) -> _HostMemory | None:
         return self._host.get(x.untyped_storage()._cdata)
@@ -135,14 +181,14 @@ class Tiers:
         memory = self._memory(on_host)
         assert memory is not None
         stream.wait_stream(torch.cuda.current_stream(self.device))
-        if memory.copied is not None:
-            stream.wait_event(memory.copied)
+        for earlier in memory.of(on_host):
+            stream.wait_event(cast(torch.cuda.Event, earlier))
         with torch.cuda.stream(stream):
             out.copy_(x, non_blocking=True)
             on_device.record_stream(stream)
             over = torch.cuda.Event()
             over.record(stream)
-        memory.copied = over
+        self.copying(on_host, over)
         return over
 
 

@@ -292,8 +292,7 @@ def reserve(disk: Disk, tiers: Tiers, states: int, dtypes: Sequence[torch.dtype]
     """Give the disk its buffers, for `states` state tensors of masters of these dtypes."""
     widest = max(dtype.itemsize for dtype in dtypes)
     memory = tiers.empty(reserved_bytes(states, widest), torch.uint8)
-    disk.reserve(memory, CHUNK_NUMEL * widest)
-    disk.settle = partial(tiers.settle, memory)
+    disk.reserve(memory, CHUNK_NUMEL * widest, tiers.settle)
 
 
 def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) -> Disk | None:

@@ -31,7 +31,7 @@ from shardwise.core.uneven import Cut
 from shardwise.engine.expert_parallel import recorded
 from shardwise.engine.tape import TapeRecorder
 from shardwise.parallel.data.outputs import tensors_in
-from shardwise.parallel.tensor.logits import Logits
+from shardwise.parallel.tensor.logits import sharded_logits
 
 #: Hooks a model during a pass; the argument records each gather of rows (layer_passes.py).
 Around = Callable[[nn.Module, Callable[[RowGather], None]], AbstractContextManager[None]]
@@ -209,7 +209,7 @@ class _Record:
 
     def _cut(self, axis: Axis, cut: Cut, _: nn.Module, __: Any, y: Tensor) -> Tensor:
         self.rank = axis.rank
-        return Logits.of(y[..., : cut.size(axis.rank)], axis, cut, self)
+        return sharded_logits(y[..., : cut.size(axis.rank)], axis, cut, self)
 
     def join(self, x: Tensor, cut: Cut) -> Tensor:
         """Logits are gathered."""

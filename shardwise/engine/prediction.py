@@ -5,7 +5,8 @@ reuses those of batches with the same shapes, unless the model reads values.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from shardwise.core.plan_check import require
 from shardwise.engine import validate
 from shardwise.engine.elementwise import require_whole
 from shardwise.engine.model_spec import model_spec, shapes_of
+from shardwise.engine.offload_choice import with_offload
 from shardwise.engine.parallelize import own_loss, plan_of, settled_options, spec_of
 from shardwise.engine.spec import optimizer_shape
 from shardwise.engine.training import Loss
@@ -26,6 +28,9 @@ from shardwise.prediction.host import fetched_bytes, kept_bytes
 from shardwise.prediction.memory import PLAIN
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.rank_shape import shape_on
+
+#: Shapes of batches whose predictions are kept: the latest.
+KEPT: Final = 64
 
 
 def predict(
@@ -43,14 +48,29 @@ def predict(
     `model` may be on the meta device; it is not changed. `batch` is this rank's argument of
     `engine.step`; its values are not read, unless the model's order of calls depends on them. The
     options are those of `parallelize`. A plan without a data axis is completed for the fewest ranks
-    on which each of its words has an effect.
+    on which each of its words has an effect. For `offload:auto` the plan of the result has the
+    offload that is chosen. A note says if `device_peak` is above the plan's `device_memory`.
 
     Raises:
         InputError: for a plan that cannot work, a rank that it does not have, options that
             `parallelize` refuses, and a model that does not run on the meta device.
     """
-    made = Predictor(model, plan, rank=rank, optimizer=optimizer, loss=loss, **options)
-    return made.of(batch)
+    named = {"rank": rank, "optimizer": optimizer, "loss": loss, **options}
+
+    def of(plan: Plan) -> Prediction:
+        return Predictor(model, plan, **named).of(batch)
+
+    plan = plan_of(plan)
+    require(plan)
+    found = of(with_offload(plan.completed(None), of))
+    bound, peak = found.plan.device_memory_bytes, found.device_peak
+    if bound is None or peak <= bound:
+        return found
+    note = (
+        f"a step stores {peak:,} bytes on the device, more than device_memory allows "
+        f"({bound:,}); offload:auto, offload:param or recompute:full stores less"
+    )
+    return replace(found, notes=(*found.notes, note))
 
 
 class Predictor:
@@ -102,6 +122,8 @@ class Predictor:
         found = self._predicted(batch, counts)
         if not found.spec.run.note:
             self.known[key] = found
+            if len(self.known) > KEPT:
+                del self.known[next(iter(self.known))]
         return found
 
     def _predicted(self, batch: Any, counts: Sequence[Counts] | None) -> Prediction:

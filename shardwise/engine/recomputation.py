@@ -1,7 +1,8 @@
 """Recomputation in an engine: which modules it recomputes, and where activations rest."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from operator import ge
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,10 @@ from shardwise.parallel.recompute.host import HostActivations
 
 Choose = Callable[[Any], Mapping[str, str]]
 Sizes = Callable[[Any], Slots]
+#: The shapes and the element types of the tensors in a batch.
+Shapes = tuple[tuple[torch.Size, torch.dtype], ...]
+#: Shapes of batches that have a prediction each.
+KEPT: Final = 32
 
 
 def recomputed_modules(
@@ -121,7 +126,7 @@ class Recomputation:
         self.hosted, self.everything = hosted or {}, everything
         self.sizes, self.arena, self.device = sizes, Arena(), torch.device("cpu")
         self.modules: dict[str, Recomputed] = {}
-        self.known: dict[object, Any] = {}
+        self.known: dict[Shapes, Any] = {}
         self.host: HostActivations | None = None
 
     def apply(self, model: nn.Module, world: World, tensors: Tensors) -> None:
@@ -155,12 +160,40 @@ class Recomputation:
         find = self.choose or self.sizes
         if find is None:
             return
-        shapes = tuple((x.shape, x.dtype) for x in tree_leaves(batch) if isinstance(x, Tensor))
-        if shapes not in self.known:
-            self.known[shapes] = find(batch)
+        found = self._found(batch, find)
         if self.choose is None:
-            self.arena.reserve(self.known[shapes], self.device)
+            self.arena.reserve(found, self.device)
             return
-        self.kinds = self.known[shapes]
+        self.kinds = found
         for name, module in self.modules.items():
             module.kind = self.kinds.get(name, NONE)
+
+    def _found(self, batch: Any, find: Callable[[Any], Any]) -> Any:
+        """What `find` returns for a batch of these shapes: a prediction, which takes a while.
+
+        Once KEPT shapes are known, a batch of others gets what was found for a larger one: that
+        fits it too, for a larger batch keeps more. So data of all lengths soon costs nothing.
+        """
+        shapes = tuple((x.shape, x.dtype) for x in tree_leaves(batch) if isinstance(x, Tensor))
+        if shapes not in self.known and len(self.known) == KEPT:
+            near = (each for each in self.known if _has_room(each, shapes))
+            shapes = min(near, key=_numel, default=shapes)
+        found = self.known.pop(shapes) if shapes in self.known else find(batch)
+        if len(self.known) == KEPT:
+            del self.known[next(iter(self.known))]  # that of the longest ago
+        self.known[shapes] = found
+        return found
+
+
+def _numel(shapes: Shapes) -> int:
+    return sum(shape.numel() for shape, _ in shapes)
+
+
+def _has_room(large: Shapes, small: Shapes) -> bool:
+    """Whether a batch of `small` shapes is a part of one of `large` shapes, not half of it."""
+    if len(large) != len(small) or _numel(large) > 2 * _numel(small):
+        return False
+    return all(
+        dtype == other and len(shape) == len(part) and all(map(ge, shape, part))
+        for (shape, dtype), (part, other) in zip(large, small, strict=True)
+    )

@@ -25,6 +25,7 @@ from shardwise.engine.shard import Sharding, flats_of, shard
 from shardwise.engine.stage_module import Staging
 from shardwise.engine.tensor_layout import Tensors, nowhere
 from shardwise.engine.training import Build
+from shardwise.kernels.logits import Logits, Rows
 from shardwise.kernels.matmul import Products
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.units import Unit
@@ -33,7 +34,6 @@ from shardwise.parallel.pipeline.placeholders import StandIn
 from shardwise.parallel.redistribute.exchange import RowExchange, between
 from shardwise.parallel.redistribute.hooks import LayerHooks, Random, hook_own_rows
 from shardwise.parallel.redistribute.redistributed import Redistributed
-from shardwise.parallel.tensor.logits import Logits
 
 
 @dataclass
@@ -174,41 +174,20 @@ def _end(hooks: LayerHooks, *_: object) -> None:
     hooks.moved.clear()
 
 
-@dataclass(frozen=True)
-class OwnRows:
-    """The rows of logits that have those of several data ranks (`Rows` of logits.py)."""
-
-    exchange: RowExchange
-    degree: int
-    layer: str
-
-    @property
-    def all(self) -> int:
-        """The number of rows of the output layer."""
-        return self.exchange.held(self.degree)
-
-    @property
-    def own(self) -> int:
-        """The number of rows of this rank's batch."""
-        return self.exchange.held(self.exchange.base)
-
-    def gather(self, x: Tensor, factor: int) -> Tensor:
-        """All rows, from this rank's own."""
-        return self.exchange.move(x, self.exchange.base, self.degree, self.layer, factor)
-
-    def take(self, x: Tensor, factor: int) -> Tensor:
-        """This rank's own rows, from all."""
-        return self.exchange.move(x, self.degree, self.exchange.base, self.layer, factor)
-
-
 def with_rows(x: Tensor, exchange: RowExchange, degree: int, layer: str) -> Tensor | None:
     """Sharded logits whose rows are those at `degree`; None for other tensors."""
     if not isinstance(x, Logits) or isinstance(x, Redistributed):
         return None
-    rows = OwnRows(exchange, degree, layer)
+    base = exchange.base
+    rows = Rows(
+        exchange.held(degree),
+        exchange.held(base),
+        lambda x, factor: exchange.move(x, base, degree, layer, factor),
+        lambda x, factor: exchange.move(x, degree, base, layer, factor),
+    )
     if x.local.shape[0] % max(1, rows.all):
         return None
-    return Logits.of(x.local, x.axis, x.cut, x.stream, rows)
+    return Logits.of(x.local, x.columns, rows)
 
 
 def exchange_of(world: World, plan: Plan, plans: LayerPlans) -> RowExchange:

@@ -29,7 +29,7 @@ from shardwise.engine.tensor_layout import Tensors, nowhere
 from shardwise.engine.tensor_plan import shapes, table_of, without
 from shardwise.kernels.matmul import BY_TORCH, Products
 from shardwise.parallel.tensor import embedding, linear, sequence
-from shardwise.parallel.tensor.logits import Logits
+from shardwise.parallel.tensor.logits import sharded_logits
 from shardwise.parallel.tensor.shared_weights import sum_spans
 
 AXIS = "tp"
@@ -195,7 +195,7 @@ class _Layout:
 
     def _keep_cut(self, module: nn.Module, cut: Cut) -> None:
         def logits(_: nn.Module, __: object, y: Tensor) -> Tensor:
-            return Logits.of(y, self.axis, cut, self.stream)
+            return sharded_logits(y, self.axis, cut, self.stream)
 
         module.register_forward_hook(logits, prepend=True)
 

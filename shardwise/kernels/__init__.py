@@ -1,1 +1,1 @@
-"""Kernels: faster implementations of single layers for some devices; optional."""
+"""Kernels: faster implementations of single layers for some devices; logits and their loss."""

@@ -3,6 +3,7 @@
 (huggingface/accelerate: utils/dataclasses.py, commands/config/config_args.py, examples/.)
 """
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from shardwise.migrate.deepspeed import (
@@ -86,6 +87,12 @@ def _microbatches(draft: Draft, value: Any) -> str | Wrong:
     return ""
 
 
+def _shard(draft: Draft, value: Any) -> str | Wrong:
+    if value != 1 and draft.row is None:  # shards are FSDP's
+        draft.row = "zero3"
+    return axis("dp_shard")(draft, value)
+
+
 def _flag(name: str, set_to: Any = True) -> Rule:
     """A key that is true or false, and sets a field of the draft if it is true."""
 
@@ -167,7 +174,7 @@ RULES: Final[Rules] = {
     "megatron_lm_config.megatron_lm_optimizer_cpu_offload": offloaded,
     "megatron_lm_config.*": why("an option of Megatron's own model or optimizer"),
     "parallelism_config.parallelism_config_dp_replicate_size": axis("dp_replicate"),
-    "parallelism_config.parallelism_config_dp_shard_size": axis("dp_shard"),
+    "parallelism_config.parallelism_config_dp_shard_size": _shard,
     "parallelism_config.parallelism_config_tp_size": axis("tp"),
     "parallelism_config.parallelism_config_cp_size": only_if(lambda value: value != 1, CONTEXT),
     "parallelism_config.parallelism_config_sp_size": only_if(lambda value: value != 1, CONTEXT),
@@ -188,3 +195,29 @@ RULES: Final[Rules] = {
         LAUNCH,
     ),
 }
+
+
+def defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What accelerate does without the keys of `values`, dotted, where Shardwise does otherwise."""
+    found: dict[str, Any] = {}
+    fsdp = str(values.get("distributed_type")).upper() == "FSDP"
+    strategy, reshard = (
+        f"fsdp_config.fsdp_{name}" for name in ("sharding_strategy", "reshard_after_forward")
+    )
+    if (fsdp or _has(values, "fsdp_config")) and strategy not in values and reshard not in values:
+        second = values.get("fsdp_config.fsdp_version") == 2
+        found |= {reshard: True} if second else {strategy: "FULL_SHARD"}
+    file = values.get("deepspeed_config.deepspeed_config_file", "none")
+    if _has(values, "deepspeed_config") and file == "none":
+        found["deepspeed_config.zero_stage"] = 2
+    return found
+
+
+def _has(values: Mapping[str, Any], section: str) -> bool:
+    return any(name.startswith(f"{section}.") for name in values)
+
+
+def left_to_program(_: Mapping[str, Any]) -> dict[str, str]:
+    """What a program that uses accelerate says itself."""
+    what = "the program says it: here Shardwise's defaults of [train]"
+    return {"optimizer, learning rate, clipping, batch": what}

@@ -1,5 +1,6 @@
 """DeepSpeed's JSON, key by key (docs/_pages/config-json.md of deepspeedai/DeepSpeed)."""
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from shardwise.migrate.draft import (
@@ -12,6 +13,9 @@ from shardwise.migrate.draft import (
     Wrong,
     axis,
     key,
+    of_optimizer,
+    only_if,
+    optimizer,
     whole,
     why,
     word,
@@ -19,7 +23,10 @@ from shardwise.migrate.draft import (
 
 PROJECT: Final = "DeepSpeed"
 STAGES: Final = {0: "ddp", 1: "zero1", 2: "zero2", 3: "zero3"}
-CONTEXT: Final = "write cpN in the plan, if `shardwise plan --words` has it"
+CONTEXT: Final = (
+    "context parallelism is not in this version: every rank has whole sequences; tpN with sp, "
+    "recompute:full or activations:host need less memory for long ones"
+)
 OFFLOAD: Final = (
     "offload:optim has the optimizer state in host memory, offload:param parameters too; "
     "offload:optim@disk and offload:param@disk have them on a disk (docs/offload.md)"
@@ -46,14 +53,6 @@ def accumulated(draft: Draft, value: Any) -> str | Wrong:
     return draft.set_field("accumulate", value)
 
 
-def _optimizer(_draft: Draft, value: Any) -> str:
-    # DeepSpeed's Adam has adam_w_mode=true by default
-    adam = ("adam", "adamw", "onebitadam", "zerooneadam", "muadam", "muadamw")
-    if str(value).lower() not in adam:
-        return "shardwise train has AdamW; in a script, optimizer=sw.Optim(YourOptimizer, ...)"
-    return "" if str(value).lower() in adam[:2] else "AdamW is used, without compressed gradients"
-
-
 def _betas(draft: Draft, value: Any) -> str | Wrong:
     if value == "auto":
         return AUTO
@@ -63,11 +62,20 @@ def _betas(draft: Draft, value: Any) -> str | Wrong:
     return draft.set("train.betas", value)
 
 
+_DECAYS: Final = {
+    "WarmupLR": "constant",
+    "WarmupDecayLR": "linear",
+    "WarmupCosineLR": "cosine",
+    None: "constant",
+}
+
+
 def _scheduler(draft: Draft, value: Any) -> str:
-    decays = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-    if value not in decays:
+    if value not in _DECAYS:
         return "shardwise train has the decays constant, linear and cosine after a linear warmup"
-    draft.set("train.decay", decays[value])
+    if value is None:  # the optimizer's rate in all steps
+        draft.set("train.warmup", 0)
+    draft.set("train.decay", _DECAYS[value])
     return draft.set("train.final", 0.0) if value == "WarmupDecayLR" else ""
 
 
@@ -86,8 +94,6 @@ def _ratio(draft: Draft, value: Any) -> str | Wrong:
     """The fraction of the parameters whose state is in host memory."""
     if type(value) not in (int, float) or not 0 <= value <= 1:
         return Wrong("a number from 0 to 1", "0.5")
-    if value < 1 and (draft.disk or draft.offload_param or draft.disk_param):
-        return "only the optimizer state in host memory has a fraction: offload:optim=0.5"
     draft.offload_share = float(value)
     return ""
 
@@ -116,15 +122,23 @@ RULES: Final[Rules] = {
     "train_micro_batch_size_per_gpu": _batch,
     "gradient_clipping": key("train.clip"),
     "seed": key("train.seed", "a whole number"),
-    "optimizer.type": _optimizer,
-    "optimizer.params.lr": key("train.lr"),
-    "optimizer.params.weight_decay": key("train.weight_decay"),
-    "optimizer.params.betas": _betas,
+    "optimizer.type": optimizer(
+        # DeepSpeed's Adam has adam_w_mode=true by default
+        dict.fromkeys(("onebitadam", "zerooneadam"), "AdamW is used, without compressed gradients")
+    ),
+    "optimizer.params.lr": of_optimizer(key("train.lr")),
+    "optimizer.params.weight_decay": of_optimizer(key("train.weight_decay")),
+    "optimizer.params.betas": of_optimizer(_betas),
     "optimizer.params.eps": why("shardwise train has AdamW's 1e-8; in a script, sw.AdamW(eps=...)"),
     "optimizer.params.torch_adam": UNNEEDED,
+    "optimizer.params.adam_w_mode": only_if(
+        lambda value: value is False,
+        "AdamW is used, whose weight decay is not part of the gradient; in a script, "
+        "optimizer=sw.Optim(torch.optim.Adam, ...)",
+    ),
     "optimizer.params.*": why("no option of shardwise train; in a script, sw.Optim(...)"),
     "scheduler.type": _scheduler,
-    "scheduler.params.warmup_max_lr": key("train.lr"),
+    "scheduler.params.warmup_max_lr": of_optimizer(key("train.lr")),
     "scheduler.params.warmup_num_steps": key("train.warmup", "a whole number"),
     "scheduler.params.total_num_steps": key("train.steps", "a whole number"),
     "scheduler.params.cos_min_ratio": key("train.final"),
@@ -219,3 +233,29 @@ RULES: Final[Rules] = {
     "torch_autocast.*": why("the precision is a plan word: bf16 or fp16"),
     "zenflow.*": why(OFFLOAD),
 }
+
+
+def defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What DeepSpeed does without the keys of `values`, dotted, where Shardwise does otherwise."""
+    name, schedule = str(values.get("optimizer.type")).lower(), values.get("scheduler.type")
+    found: dict[str, Any] = {"gradient_clipping": 0.0, "scheduler.type": None}
+    if name in ("adam", "adamw", "onebitadam", "zerooneadam", "lion"):
+        betas = [0.9, 0.999]
+        found |= {"optimizer.params.betas": betas, "optimizer.params.weight_decay": 0.0}
+    if schedule in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"):
+        steps, kind = "scheduler.params.warmup_num_steps", "scheduler.params.warmup_type"
+        found |= {steps: 1000, kind: "log"}
+    if schedule in ("WarmupLR", "WarmupDecayLR"):
+        found["scheduler.params.warmup_max_lr"] = 0.001
+    if schedule == "WarmupCosineLR":
+        found["scheduler.params.cos_min_ratio"] = 0.0001
+    return found
+
+
+def left_to_program(values: Mapping[str, Any]) -> dict[str, str]:
+    """What a program passes to DeepSpeed where the file does not say it."""
+    found = {
+        "optimizer": "the program passes it: here AdamW with the defaults of [train]",
+        "scheduler": "unless the program passes one, the rate is constant: so it is here",
+    }
+    return {name: text for name, text in found.items() if f"{name}.type" not in values}

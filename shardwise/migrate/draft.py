@@ -35,6 +35,9 @@ class Draft:
     axes: dict[str, int] = field(default_factory=dict)
     values: dict[str, dict[str, Any]] = field(default_factory=dict)
     left: list[tuple[str, Any, str]] = field(default_factory=list)
+    assumed: list[tuple[str, Any, str]] = field(default_factory=list)  # defaults of the system
+    model: str | None = None  # the other system's name
+    foreign: str | None = None  # an optimizer that `shardwise train` does not have
     processes: int | None = None
     hosts: int = 1
     hybrid: bool = False
@@ -104,13 +107,19 @@ class Draft:
 
     def toml(self, file: str, project: str) -> str:
         """A configuration of `shardwise train`, with what could not be carried over as comments."""
-        lines = [f"# from {file}, a configuration of {project}", *self.carried]
+        lines = [f"# from {file}, a configuration of {project}"]
+        if self.foreign:
+            lines += [f"# It trains with AdamW instead of {self.foreign}: see optimizer below."]
+        lines += self.carried
         refused = [str(problem) for problem in problems(Plan.parse(self.plan))]
         if refused:
             lines += ["", "# This version refuses the plan:", *(f"#   {text}" for text in refused)]
-        if self.left:
-            lines += ["", "# Not carried over:"]
-            lines += [f"#   {key} = {_shown(value)}: {why}" for key, value, why in self.left]
+        for title, keys in (
+            (f"Not in the file; {project} has other defaults than Shardwise:", self.assumed),
+            ("Not carried over:", self.left),
+        ):
+            lines += ["", f"# {title}"] * bool(keys)
+            lines += [f"#   {key} = {_shown(value)}: {why}" for key, value, why in keys]
         return "\n".join(lines) + "\n"
 
 
@@ -185,6 +194,43 @@ def whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
+#: Optimizers of other systems, in small letters, by their names in `shardwise train`.
+_OPTIMIZERS: Final = {
+    **dict.fromkeys(("adam", "adamw", "onebitadam", "zerooneadam"), "adamw"),
+    "lion": "lion",
+    "adafactor": "adafactor",
+}
+
+
+def optimizer(notes: Mapping[str, str]) -> Rule:
+    """The class of the optimizer; `notes` say what differs here, by names in small letters."""
+
+    def _rule(draft: Draft, value: Any) -> str | Wrong:
+        name = str(value).lower()
+        if name in _OPTIMIZERS:
+            return draft.set("train.optimizer", _OPTIMIZERS[name]) or notes.get(name, "")
+        draft.foreign = str(value)
+        return (
+            "shardwise train has adamw, lion and adafactor, so that its lr and its other options "
+            "are left out too; in a script, optimizer=sw.Optim(YourOptimizer, ...)"
+        )
+
+    return _rule
+
+
+def of_optimizer(rule: Rule) -> Rule:
+    """A key of the optimizer: it is left out with an optimizer that is not carried over."""
+
+    def _rule(draft: Draft, value: Any) -> str | Wrong:
+        if draft.foreign is None:
+            return rule(draft, value)
+        answer = rule(Draft(), value)
+        text = f"an option of {draft.foreign}, which is not carried over"
+        return answer if isinstance(answer, Wrong) else text
+
+    return _rule
+
+
 def axis(name: str) -> Rule:
     """A number of ranks along an axis; -1: the remaining ranks."""
 
@@ -240,12 +286,18 @@ UNNEEDED: Final = why("not needed: nothing in Shardwise depends on it")
 LAUNCH: Final = why("for the launcher: torchrun's options say where ranks run")
 
 
-def carry(draft: Draft, rules: Rules, values: Mapping[str, Any], project: str) -> None:
-    """Apply the rules to every key of `values`, in the order of the rules.
+def carry(
+    draft: Draft,
+    rules: Rules,
+    values: Mapping[str, Any],
+    project: str,
+    defaults: Mapping[str, Any],
+) -> None:
+    """Apply the rules to every key of `values`, and to `defaults`, in the order of the rules.
 
     Raises InputError for a value that the other system does not accept either.
     """
-    keys = dict(flat(values))
+    keys = {**dict(flat(values)), **defaults}
     order = {name: number for number, name in enumerate(rules)}
     found = {name: _rule_of(name, rules) for name in keys}
     for name in sorted(keys, key=lambda each: order.get(found[each] or "", len(order))):
@@ -259,7 +311,8 @@ def carry(draft: Draft, rules: Rules, values: Mapping[str, Any], project: str) -
         if isinstance(answer, Wrong):
             raise _wrong(name, value, answer, project)
         if answer:
-            draft.left.append((name, value, answer))
+            listed = draft.assumed if name in defaults else draft.left
+            listed.append((name, value, answer))
 
 
 def _misplaced(name: str, rules: Rules) -> Wrong | None:

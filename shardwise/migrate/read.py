@@ -15,6 +15,7 @@ from shardwise.train.config import MOST_CHARACTERS, build
 
 _ALLOWED: Final = "DeepSpeed's JSON, accelerate's YAML, torchtitan's TOML"
 _EXAMPLE: Final = "shardwise plan --from ds_config.json"
+_PROJECTS: Final = (deepspeed, accelerate, torchtitan)
 _ENDINGS: Final = {".json": deepspeed, ".yaml": accelerate, ".yml": accelerate, ".toml": torchtitan}
 
 
@@ -34,10 +35,12 @@ def imported(path: Path) -> tuple[Draft, str]:
     files = {project.PROJECT: values}
     if project is accelerate:
         files = _with_deepspeed(values, path)
-    draft = _drafted(files)
+    defaults = _defaults(files)
+    draft = _drafted(files, defaults)
+    _list_ratio(draft)
     _settle(draft)
     _require_ranks(draft)
-    _list_without_effect(draft, files)
+    _list_without_effect(draft, files, defaults)
     return draft, project.PROJECT
 
 
@@ -45,27 +48,62 @@ def imported(path: Path) -> tuple[Draft, str]:
 Files = dict[str, dict[str, Any]]
 
 
-def _drafted(files: Files) -> Draft:
-    draft = Draft()
-    for project in (deepspeed, accelerate, torchtitan):
+def _defaults(files: Files) -> Files:
+    """What each system does without the keys that its file lacks, where Shardwise does otherwise.
+
+    accelerate has none for DeepSpeed where DeepSpeed's own file is read.
+    """
+    found: Files = {}
+    for project in _PROJECTS:
         if project.PROJECT in files:
-            carry(draft, project.RULES, files[project.PROJECT], project.PROJECT)
+            own = dict(flat(files[project.PROJECT]))
+            missing = {k: v for k, v in project.defaults(own).items() if k not in own}
+            found[project.PROJECT] = missing
+    if deepspeed.PROJECT in files:
+        found.get(accelerate.PROJECT, {}).pop("deepspeed_config.zero_stage", None)
+    return found
+
+
+def _drafted(files: Files, defaults: Files) -> Draft:
+    draft = Draft()
+    for project in _PROJECTS:
+        name = project.PROJECT
+        if name in files:
+            carry(draft, project.RULES, files[name], name, defaults[name])
+            for what, text in project.left_to_program(dict(flat(files[name]))).items():
+                draft.assumed.append((what, None, text))
     return draft
 
 
-def _list_without_effect(draft: Draft, files: Files) -> None:
-    """List keys without which the same would be carried over."""
-    listed, whole = {name for name, _, _ in draft.left}, _drafted(files).carried
-    every = [(project, name, x) for project, own in files.items() for name, x in flat(own)]
-    for project, name, value in every:
-        if name not in listed and _carried(files, project, name) == whole:
-            draft.left.append((name, value, SAME))
+def _list_without_effect(draft: Draft, files: Files, defaults: Files) -> None:
+    """List keys without which the same would be carried over, and defaults with an effect."""
+    listed = {name for name, _, _ in (*draft.left, *draft.assumed)}
+    whole = _drafted(files, defaults).carried
+    for project, own in files.items():
+        for name, value in flat(own):
+            changed = files | {project: _without(own, name)}
+            if name not in listed and _carried(changed, defaults) == whole:
+                draft.left.append((name, value, SAME))
+    for project, own in defaults.items():
+        for name, value in own.items():
+            rest = defaults | {project: {k: v for k, v in own.items() if k != name}}
+            if value is not None and name not in listed and _carried(files, rest) != whole:
+                draft.assumed.append((name, value, "carried over"))
 
 
-def _carried(files: Files, project: str, name: str) -> list[str]:
-    """What is carried over without a key; nothing if the file is then wrong."""
+def _list_ratio(draft: Draft) -> None:
+    """List a fraction of the optimizer's state that the plan does not have."""
+    share = draft.offload_share
+    if 0 < share < 1 and not any("optim=" in word for word in draft.words):
+        name = "zero_optimization.offload_optimizer.ratio"
+        text = "only the optimizer state in host memory has a fraction: offload:optim=0.5"
+        draft.left.append((name, share, text))
+
+
+def _carried(files: Files, defaults: Files) -> list[str]:
+    """What is carried over from these keys; nothing if the file is wrong."""
     try:
-        return _drafted(files | {project: _without(files[project], name)}).carried
+        return _drafted(files, defaults).carried
     except InputError:
         return []
 

@@ -1,5 +1,6 @@
 """torchtitan's TOML, key by key (pytorch/torchtitan: the train_configs of versions up to 0.2)."""
 
+from collections.abc import Mapping
 from typing import Any, Final
 
 from shardwise.migrate.deepspeed import CONTEXT, offloaded_param
@@ -12,7 +13,9 @@ from shardwise.migrate.draft import (
     Wrong,
     axis,
     key,
+    of_optimizer,
     only_if,
+    optimizer,
     why,
     word,
 )
@@ -98,6 +101,31 @@ def _beta(index: int) -> Any:
     return _rule
 
 
+#: layers, width, heads, kv_heads, hidden of torchtitan's llama3.
+_LLAMA3: Final = {
+    "debugmodel": (6, 256, 16, 16, 768),
+    "8B": (32, 4096, 32, 8, 14336),
+    "70B": (80, 8192, 64, 8, 28672),
+    "405B": (126, 16384, 128, 8, 53248),
+}
+
+
+def _model(draft: Draft, value: Any) -> str:
+    draft.model = str(value)
+    return "shardwise train has a GPT of any size: [model]; in a script, any model"
+
+
+def _flavor(draft: Draft, value: Any) -> str:
+    """The sizes of a Llama, which the GPT of `shardwise train` can have."""
+    if draft.model not in ("llama3", "llama") or value not in _LLAMA3:
+        return "its sizes are not known here: set [model] layers, width, heads, kv_heads, hidden"
+    names = ("layers", "width", "heads", "kv_heads", "hidden")
+    for name, size in zip(names, _LLAMA3[value], strict=True):
+        draft.set(f"model.{name}", size)
+    draft.set("model.tied", False)
+    return "its sizes are in [model]; the vocabulary is that of data.tokens"
+
+
 _CP: Final = only_if(lambda value: value != 1, CONTEXT)
 _ON: Final = only_if(bool, "8-bit computation is not in this version")
 _DATA: Final = "data.source is a file, a folder or a glob"
@@ -141,14 +169,16 @@ RULES: Final[Rules] = {
     "training.enable_cpu_offload": offloaded_param,
     "training.gc_freq": UNNEEDED,
     "training.*": why("an option of torchtitan without a counterpart"),
-    "optimizer.name": only_if(
-        lambda value: value not in ("Adam", "AdamW"),
-        "shardwise train has AdamW; in a script, optimizer=sw.Optim(YourOptimizer, ...)",
+    "optimizer.name": optimizer(
+        {
+            "adam": "AdamW is used, whose weight decay is not part of the gradient; in a script, "
+            "optimizer=sw.Optim(torch.optim.Adam, ...)"
+        }
     ),
-    "optimizer.lr": key("train.lr"),
-    "optimizer.weight_decay": key("train.weight_decay"),
-    "optimizer.beta1": _beta(0),
-    "optimizer.beta2": _beta(1),
+    "optimizer.lr": of_optimizer(key("train.lr")),
+    "optimizer.weight_decay": of_optimizer(key("train.weight_decay")),
+    "optimizer.beta1": of_optimizer(_beta(0)),
+    "optimizer.beta2": of_optimizer(_beta(1)),
     "optimizer.eps": why(_EPS),
     "optimizer.*": UNNEEDED,
     "lr_scheduler.warmup_steps": key("train.warmup", "a whole number"),
@@ -182,6 +212,8 @@ RULES: Final[Rules] = {
     ),
     "validation.freq": key("train.eval_every", "a whole number"),
     "validation.*": why("data.validation is the share of sequences that are held out"),
+    "model.name": _model,
+    "model.flavor": _flavor,
     "model.*": why("shardwise train has a GPT of any size: [model]; in a script, any model"),
     "float8.*": _ON,
     "mx.*": _ON,
@@ -193,3 +225,37 @@ RULES: Final[Rules] = {
     "experimental.*": why("an experiment of torchtitan"),
     "debug.*": UNNEEDED,
 }
+
+
+def defaults(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What torchtitan does without the keys of `values`, dotted, where Shardwise does otherwise."""
+    found: dict[str, Any] = {
+        "parallelism.data_parallel_shard_degree": -1,
+        "training.steps": 10000,
+        "training.seq_len": 2048,
+        "training.local_batch_size": 8,
+        "optimizer.lr": 8e-4,
+        "lr_scheduler.warmup_steps": 200,
+        "lr_scheduler.decay_type": "linear",
+        "model.name": "llama3",
+        "model.flavor": "debugmodel",
+        "activation_checkpoint.mode": "selective",
+        "activation_checkpoint.selective_ac_option": "2",
+    }
+    if "lr_scheduler.lr_min" not in values:
+        found["lr_scheduler.min_lr_factor"] = 0.0
+    for section in ("checkpoint", "validation"):
+        if not any(name.startswith(f"{section}.") for name in values):
+            found[f"{section}.enable"] = False
+    # without FSDP, torchtitan ignores the precision beside tensor parallelism or a pipeline
+    shards = values.get("parallelism.data_parallel_shard_degree", -1) != 1
+    degrees = ("tensor_parallel_degree", "pipeline_parallel_degree")
+    alone = all(values.get(f"parallelism.{name}", 1) == 1 for name in degrees)
+    if shards or alone:
+        found["training.mixed_precision_param"] = "bfloat16"
+    return found
+
+
+def left_to_program(_: Mapping[str, Any]) -> dict[str, str]:
+    """Nothing: the file says all."""
+    return {}

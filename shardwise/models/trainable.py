@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from shardwise.core.errors import bad
+
 Loss = Callable[[nn.Module, Any], Tensor]
 Initial = Callable[[str, Tensor, int], None]
 
@@ -37,11 +39,25 @@ class Trainable:
 
         It is made on the CPU and moved, so that its weights do not depend on the device; on "meta"
         it has no weights.
+
+        Raises InputError for a model that `make` returns on the meta device, if weights are asked.
         """
         if torch.device(device).type == "meta":
             with torch.device("meta"):
                 return self.make().train()
-        return self.make().train().to(device)
+        made = self.make().train()
+        if any(x.is_meta for x in (*made.parameters(), *made.buffers())):
+            raise bad(
+                f'the model "{self.name}" on the meta device, which has no weights',
+                "a function that returns a model with weights, unless for `shardwise predict` or "
+                "`shardwise table`, which need none",
+                "the same function without torch.device('meta')",
+            )
+        return made.to(device)
+
+    def plain(self) -> nn.Module:
+        """The module for what needs no weights: on the meta device, or as `make` returns it."""
+        return self.build("meta") if self.initial is not None else self.make().train()
 
     def batch(self, rows: int, seed: int, device: torch.device | str = "cpu") -> Any:
         """A batch of `rows` rows on `device`; it depends only on rows and seed."""

@@ -16,14 +16,16 @@ Under a pipeline, where several microbatches are on their way, the largest of ea
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from shardwise.core.model_spec import ModelSpec
 from shardwise.prediction.group import Group, each_backward, groups
 from shardwise.prediction.host import pieces
-from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.recompute import Within, storages
 from shardwise.prediction.tensor_moves import TENSOR
+
+if TYPE_CHECKING:
+    from shardwise.prediction.prediction import Prediction
 
 GATHERED_UNITS: Final = 3
 GRADIENT_UNITS: Final = 4
@@ -33,7 +35,7 @@ LEAST: Final = 0.85
 MOST: Final = 1.2
 
 
-def device_peak_bytes(found: Prediction) -> int:
+def device_peak_bytes(found: "Prediction") -> int:
     """The bytes that `found.rank` stores on its device in a step, at most, temporaries apart."""
     gathered, gradients = Counter[str](), Counter[str]()
     for group in groups(found.plan, found.model):
@@ -66,7 +68,7 @@ def _on_the_way(group: Group) -> bool:
     return each_backward(group) or (group.trained and group.row.optim_tier != "device")
 
 
-def _kept(found: Prediction) -> list[int]:
+def _kept(found: "Prediction") -> list[int]:
     """The bytes that autograd keeps until the backward pass of each unit has read them.
 
     A storage that several units keep is freed with the first of them, which is last in backward.

@@ -13,6 +13,7 @@ from shardwise.prediction.disk import buffer_bytes, disk_bytes, moved_bytes
 from shardwise.prediction.experts import exchanged_between, expert_bytes
 from shardwise.prediction.host import copied_bytes, fetched_bytes, kept_bytes
 from shardwise.prediction.memory import ADAM, OptimizerShape, by_tier, held_bytes, host_bytes
+from shardwise.prediction.peak import device_peak_bytes
 from shardwise.prediction.rank_shape import added_flops_on, shape_on
 from shardwise.prediction.traffic import (
     Counted,
@@ -100,6 +101,11 @@ class Prediction:
         found = host_bytes(self.plan, self.model, self.optimizer, self.rank)
         buffers = buffer_bytes(self.plan, self.model, self.optimizer)
         return found | {"buffers": found["buffers"] + buffers}
+
+    @property
+    def device_peak(self) -> int:
+        """The bytes that the rank stores on its device in a step, at most, temporaries apart."""
+        return device_peak_bytes(self)
 
     @property
     def disk_memory(self) -> dict[str, int]:

@@ -19,7 +19,7 @@ from rich.table import Table
 from shardwise.core.arguments import choice
 from shardwise.core.errors import bad
 from shardwise.core.optimizers import SIDE, STAGES, gigabytes, k_bytes, zero_table
-from shardwise.train.predict_command import PredictRequest, exceeds, predict_request
+from shardwise.train.predict_command import PredictRequest, predict_request
 
 if TYPE_CHECKING:
     import torch
@@ -113,17 +113,15 @@ def print_step(request: Request, plan: str) -> None:
         else ([], {}, {})
     )
 
-    from shardwise.prediction.peak import device_peak_bytes
     from shardwise.prediction.timeline import unpredicted
     from shardwise.train.memory_picture import Series, draw
 
     series = [Series("predicted", events)] * bool(events)
     series += [Series("measured", measured)] * bool(measured)
     notes = list(found.notes)
-    notes += exceeds(found)
     if word := unpredicted(found.plan):
         measure = "" if measured else "; --measure measures them"
-        peak = device_peak_bytes(found)
+        peak = found.device_peak
         notes.append(
             f"the timeline of a step with {word} is not predicted{measure}; its peak on the device "
             f"is about {peak:,} bytes by prediction, temporary memory of kernels apart"
@@ -222,9 +220,7 @@ def _as_json(
         for one in series
     }
     head = {"plan": str(found.plan), "model": model, "world": found.world, "rank": found.rank}
-    from shardwise.prediction.peak import device_peak_bytes
-
-    held = {"between_steps": found.memory_by_tier, "device_peak": device_peak_bytes(found)}
+    held = {"between_steps": found.memory_by_tier, "device_peak": found.device_peak}
     return {**head, **held, **steps, "notes": notes}
 
 

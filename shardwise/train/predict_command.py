@@ -8,7 +8,6 @@ import inspect
 import json
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -62,8 +61,6 @@ def predict_command(**given: Any) -> None:
     numbers = asked.plan, asked.model, asked.batch, asked.sequence, asked.rank
     found = prediction(*numbers, asked.table)
 
-    from shardwise.prediction.peak import device_peak_bytes
-
     printed: dict[str, Any] = {
         "plan": str(found.plan),
         "model": asked.model,
@@ -75,7 +72,7 @@ def predict_command(**given: Any) -> None:
         "activations": found.activations,
         "host_activations": found.host_activations,
         "fetched": found.fetched,
-        "device_peak": device_peak_bytes(found),
+        "device_peak": found.device_peak,
         "recomputed": dict(found.recomputed),
         "recomputed_flops": found.recomputed_flops,
         "messages": found.messages,
@@ -86,20 +83,8 @@ def predict_command(**given: Any) -> None:
         print(json.dumps(printed))
     else:
         show(printed, Console(emoji=False, highlight=False))
-    for note in (*found.notes, *exceeds(found)):
+    for note in found.notes:
         print(f"Note: {note}.", file=sys.stderr)
-
-
-def exceeds(found: "Prediction") -> Iterator[str]:
-    """A note if the predicted peak of a step is above the plan's bound on device memory."""
-    from shardwise.prediction.peak import device_peak_bytes
-
-    bound, peak = found.plan.device_memory_bytes, device_peak_bytes(found)
-    if bound is not None and peak > bound:
-        yield (
-            f"a step stores {peak:,} bytes on the device, more than device_memory allows "
-            f"({bound:,}); offload:auto, offload:param or recompute:full stores less"
-        )
 
 
 # typer reads the options off a function's signature
@@ -123,7 +108,7 @@ class PredictRequest(NamedTuple):
     @property
     def plain(self) -> Any:
         """The model, without weights if possible."""
-        return self.trainable.build("cpu" if self.trainable.initial is None else "meta")
+        return self.trainable.plain()
 
 
 def prediction(
@@ -160,7 +145,7 @@ def predict_request(
         integer(option, 1 if value is None else value, 1, 2)
     integer("--rank", rank, 0, 0, plan.size - 1)
 
-    from shardwise.engine.offload_choice import with_offload
+    from shardwise.engine.offload_choice import AUTO
     from shardwise.engine.prediction import predict
     from shardwise.models.registry import find
     from shardwise.verify import parity
@@ -176,8 +161,9 @@ def predict_request(
     chosen = with_table(name, plan, styles)
     options = {"clip": clip, **parity.build_options(trainable, plan, chosen)}
     request = PredictRequest(plan, trainable, made, options)
-    fitting = with_offload(plan, lambda plan: predict(request.plain, plan, made, **options))
-    return request._replace(plan=fitting)
+    if plan.offload != AUTO:
+        return request
+    return request._replace(plan=predict(request.plain, plan, made, **options).plan)
 
 
 def _resize(batch: Any, sequence: int | None, name: str) -> Any:

@@ -26,7 +26,7 @@ def table_command(
     """
     integer("--ranks", ranks, 2, 2)
     found = find(model)
-    derived = derive_table(found.build(), found.batch(ROWS, 0), ranks, found.loss, sp=sp)
+    derived = derive_table(found.plain(), found.batch(ROWS, 0), ranks, found.loss, sp=sp)
     on = f"{ranks} tensor ranks{' with sp' * sp}"
     typer.echo(
         f"# {model} on {on}: {derived.cut_bytes:,} bytes of weights are sharded; a rank sends"

@@ -134,7 +134,7 @@ def theory_of(
     """The prediction for each batch of a proof, from an unchanged plain model."""
     chosen = build_options(trainable, plan, options or Options())
     with BUILDING:
-        model = trainable.build("cpu" if trainable.initial is None else "meta")
+        model = trainable.plain()
     predictor = Predictor(model, plan, rank=rank, ranks=plan.size, clip=clip, **chosen)
 
     def of(batch: Any, rows: Sequence[Counts] | None = None) -> Prediction:

@@ -49,7 +49,7 @@ def with_table(model: str, plan: Plan, options: Options) -> Options:
     """
     own = find(model)
     batch = partial(own.batch, ROWS, SEED)
-    return replace(options, table=table_or_derived(options.table, plan, own.build, batch, own.loss))
+    return replace(options, table=table_or_derived(options.table, plan, own.plain, batch, own.loss))
 
 
 def _trained(model: str, plan: Plan) -> nn.Module:

@@ -1,13 +1,16 @@
 """Copies between a rank's device and its host's memory: values, counts, tiers and what is freed."""
 
 import gc
+from pathlib import Path
 
 import pytest
 import torch
 
+from shardwise.comm.disk import Disk
 from shardwise.comm.ledger import Key, Ledger, Tally
 from shardwise.comm.tiers import Tiers, begin_copy
 from shardwise.comm.world import alone
+from shardwise.core.chunks import ALIGN_BYTES
 from shardwise.core.mesh import Mesh
 
 DEVICES = [
@@ -86,3 +89,49 @@ def test_a_world_counts_copies_in_its_own_ledger():
     world = alone().on(Mesh())
     begin_copy(torch.zeros(4), world.tiers, "device", "host")
     assert list(world.ledger.lines) == [Key("tier", "device_to_host", "start")]
+
+
+class Ending:
+    """The end of a copy on a device: waited for once, or over already."""
+
+    def __init__(self, *, over: bool = False) -> None:
+        self.over, self.waits = over, 0
+
+    def query(self) -> bool:
+        return self.over
+
+    def synchronize(self) -> None:
+        self.over, self.waits = True, self.waits + 1
+
+
+def test_a_copy_is_waited_for_by_its_part_of_the_memory():
+    """Of buffers in one storage what overlaps is settled; copies that are over are dropped."""
+    tiers = Tiers()
+    room = tiers.empty(4 * 256, torch.uint8)
+    parts, ends = room.split(256), [Ending() for _ in range(4)]
+    for part, end in zip(parts, ends, strict=True):
+        tiers.copying(part[:128].view(torch.float32), end)
+    tiers.settle(parts[2])
+    tiers.settle(parts[1][128:])
+    assert [end.waits for end in ends] == [0, 0, 1, 0]
+    again = Ending()
+    tiers.copying(parts[0], again)  # it was begun after the first one's copy
+    tiers.settle(room.view(2, 512).t()[:, 0])
+    assert [end.waits for end in (*ends, again)] == [0, 1, 1, 0, 1]
+    for _ in range(100):
+        tiers.copying(parts[3][:64], Ending(over=True))
+    memory = tiers._memory(room)
+    assert memory is not None and len(memory.copies) <= 3
+
+
+def test_a_buffer_of_a_disk_waits_for_its_own_copies(tmp_path: Path):
+    """The one given back first comes first, and copies of other buffers are not waited for."""
+    tiers, disk = Tiers(), Disk(tmp_path, 0, Ledger())
+    disk.reserve(tiers.empty(3 * 4096 + ALIGN_BYTES, torch.uint8), 4096, tiers.settle)
+    buffers, ends = [disk.acquire() for _ in range(3)], [Ending() for _ in range(3)]
+    for buffer, end in zip(buffers, ends, strict=True):
+        tiers.copying(buffer.tensor(torch.float32, 1024), end)
+        disk.release(buffer)
+    for number, buffer in enumerate(buffers):
+        assert [end.waits for end in ends] == [int(k < number) for k in range(3)]
+        assert disk.acquire() is buffer

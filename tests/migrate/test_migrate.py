@@ -8,7 +8,7 @@ import pytest
 from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import problems
-from shardwise.migrate.draft import SAME
+from shardwise.migrate.draft import SAME, flat
 from shardwise.migrate.read import imported
 from shardwise.train.cli import main
 from shardwise.train.config import build
@@ -212,12 +212,12 @@ CASES: dict[str, tuple[str, dict[str, Any], str]] = {
         },
         "dp_replicate2 dp_shard2 tp2 zero3 bf16",
     ),
-    "llama3 8B": ("toml", TITAN, "tp8 zero3 sp recompute:selective"),
+    "llama3 8B": ("toml", TITAN, "tp8 zero3 sp recompute:selective bf16"),
     "a pipeline": (
         "toml",
         titan(pipeline_parallel_degree=2, pipeline_parallel_schedule="1F1B",
               tensor_parallel_degree=1, fsdp_reshard_after_forward="default"),
-        "pp2 zero2 1f1b:4 recompute:selective",
+        "pp2 zero2 1f1b:4 recompute:selective bf16",
     ),
 }  # fmt: skip
 
@@ -250,7 +250,9 @@ def test_values_are_carried_over(tmp_path: Path) -> None:
     assert draft.values["train"] == {
         "batch": 64,
         "clip": 0.5,
+        "optimizer": "adamw",
         "lr": 3e-5,
+        "betas": [0.9, 0.999],  # DeepSpeed's default
         "decay": "linear",
         "final": 0.0,
         "warmup": 20,
@@ -263,8 +265,103 @@ def test_values_are_carried_over(tmp_path: Path) -> None:
     assert left["zero_optimization.offload_param.device"] == SAME  # none
     draft, _ = imported(written(tmp_path, TITAN, "toml"))
     assert draft.values["train"] | {"decay": "linear"} == draft.values["train"]
-    assert draft.values["model"] == {"sequence": 8192}
+    sizes = {"layers": 32, "width": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336}
+    assert draft.values["model"] == {"sequence": 8192, "tied": False, **sizes}
     assert draft.values["train"]["save_every"] == 500
+
+
+BARE: dict[str, tuple[str, dict[str, Any], str, dict[str, Any]]] = {
+    "torchtitan": (
+        "toml",
+        {"model": {"name": "llama3", "flavor": "70B"}},
+        "zero3 bf16 recompute:every2",
+        {"steps": 10000, "lr": 8e-4, "warmup": 200, "decay": "linear", "final": 0.0},
+    ),
+    "torchtitan without FSDP, which is in fp32 beside tensor parallelism": (
+        "toml",
+        {"parallelism": {"tensor_parallel_degree": 2, "data_parallel_shard_degree": 1}},
+        "tp2 sp recompute:every2",
+        {"save_every": 0, "eval_every": 0},
+    ),
+    "DeepSpeed": ("json", {"zero_optimization": {"stage": 1}}, "zero1", {"clip": 0.0, "warmup": 0}),
+    "DeepSpeed's Lion": (
+        "json",
+        {"optimizer": {"type": "Lion", "params": {"lr": 1e-4}}},
+        "",
+        {"optimizer": "lion", "lr": 1e-4, "weight_decay": 0.0},
+    ),
+    "Adafactor": (
+        "json",
+        {"optimizer": {"type": "Adafactor", "params": {"lr": 0.01}}},
+        "",
+        {"optimizer": "adafactor", "lr": 0.01},
+    ),
+    "a cosine": (
+        "json",
+        {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 5000}}},
+        "",
+        {"steps": 5000, "warmup": 1000, "decay": "cosine", "final": 0.0001},
+    ),
+    "accelerate's FSDP 1": ("yaml", {"distributed_type": "FSDP"}, "zero3", {}),
+    "accelerate's FSDP 2": ("yaml", {"fsdp_config": {"fsdp_version": 2}}, "zero3", {}),
+    "accelerate's DeepSpeed": (
+        "yaml",
+        {"deepspeed_config": {"gradient_clipping": 1.0}},
+        "zero2",
+        {"clip": 1.0},
+    ),
+    "accelerate's shards": (
+        "yaml",
+        {"parallelism_config": {"parallelism_config_dp_shard_size": 2}},
+        "dp2 zero3",
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BARE)
+def test_what_a_file_leaves_out_is_the_other_system_s_default(name: str, tmp_path: Path) -> None:
+    """Where Shardwise has another default; each has a line that says so."""
+    ending, values, plan, train = BARE[name]
+    draft, project = imported(written(tmp_path, values, ending))
+    assert Plan.parse(draft.plan) == Plan.parse(plan)
+    assert {**draft.values.get("train", {}), **train} == draft.values.get("train", {})
+    text = draft.toml("config", project)
+    assert build(tomllib.loads(text)).plan.text == draft.plan
+    assert draft.assumed
+    for key, _, why in draft.assumed:
+        assert f"#   {key} = " in text.partition("has other defaults")[2] and why in text
+
+
+@pytest.mark.parametrize("kind", ["Lamb", "OneBitLamb", "Muon", "SGD", "MuAdamW"])
+def test_another_optimizer_is_not_adamw_with_its_options(kind: str, tmp_path: Path) -> None:
+    """The first lines say it; rates and decays of the other are not those of AdamW."""
+    params = {"lr": 0.5, "weight_decay": 0.3, "betas": [0.1, 0.2], "momentum": 0.9}
+    for values, ending in (
+        ({"optimizer": {"type": kind, "params": params}}, "json"),
+        ({"optimizer": {"name": kind, "lr": 0.5, "weight_decay": 0.3, "beta1": 0.1}}, "toml"),
+    ):
+        draft, project = imported(written(tmp_path, values, ending))
+        assert not {"lr", "weight_decay", "betas", "optimizer"} & set(draft.values["train"])
+        assert f"# It trains with AdamW instead of {kind}" in draft.toml("config", project)
+        assert {key for key, _ in flat(values)} == {key for key, _, _ in draft.left}
+
+
+def test_a_fraction_has_a_line_wherever_its_key_is(tmp_path: Path) -> None:
+    """Also where parameters rest in host memory by an older key, which comes later."""
+    offload = {"device": "cpu", "ratio": 0.3}
+    stage3 = {"stage": 3, "offload_optimizer": offload, "cpu_offload_params": True}
+    draft, _ = imported(written(tmp_path, {"zero_optimization": stage3}, "json"))
+    assert "offload:param" in draft.words
+    assert "zero_optimization.offload_optimizer.ratio" in [key for key, _, _ in draft.left]
+
+
+def test_context_parallelism_is_said_to_be_missing(tmp_path: Path) -> None:
+    """No line recommends a word that the parser refuses."""
+    draft, _ = imported(written(tmp_path, titan(context_parallel_degree=4), "toml"))
+    left = {key: why for key, _, why in draft.left}
+    assert "not in this version" in left["parallelism.context_parallel_degree"]
+    assert problems(Plan.parse("cp2"))
 
 
 def test_the_folder_of_states_on_a_disk(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from shardwise.comm.move import part
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import RankError
 from shardwise.core.uneven import Cut, even
-from shardwise.parallel.tensor.cross_entropy import cross_entropy
-from shardwise.parallel.tensor.logits import Logits
+from shardwise.kernels.cross_entropy import cross_entropy
+from shardwise.parallel.tensor.logits import sharded_logits
 from shardwise.prediction.tensor import loss_bytes
 from tests.pool import run_gloo, run_threads
 
@@ -71,7 +71,7 @@ def same(world: World, cut: Cut, x: Tensor, targets: Tensor, terms: dict[str, An
     weights = torch.linspace(1, 2, expected.numel(), dtype=x.dtype).view(expected.shape)
     (expected * weights).sum().backward()
     local = part(x, cut.on(x.dim() - 1), world.rank).requires_grad_()
-    loss = cross_entropy(Logits.of(local, world.everyone, cut), targets, **terms)
+    loss = cross_entropy(sharded_logits(local, world.everyone, cut), targets, **terms)
     (loss.reshape(-1) * weights.reshape(-1)).sum().backward()
     assert isinstance(whole.grad, Tensor)
     mine = part(whole.grad, cut.on(x.dim() - 1), world.rank)
@@ -150,7 +150,7 @@ def test_where_all_targets_are_ignored_the_mean_is_nan_and_the_gradient_zero(ter
 
 def bytes_sent(world: World, dtype: torch.dtype, positions: int, smoothing: float) -> int:
     x = torch.randn(positions, even(0, 11, world.size).size(world.rank), dtype=dtype)
-    logits = Logits.of(x.requires_grad_(), world.everyone, even(0, 11, world.size))
+    logits = sharded_logits(x.requires_grad_(), world.everyone, even(0, 11, world.size))
     before = world.ledger.copy()
     loss = cross_entropy(logits, torch.zeros(positions).long(), label_smoothing=smoothing)
     loss.backward()
@@ -180,7 +180,7 @@ def narrow(world: World, dtype: torch.dtype, terms: dict[str, Any]) -> tuple[flo
     expected.backward()
     cut = even(2, 4001, world.size)
     local = part(x, cut, world.rank).requires_grad_()
-    loss = cross_entropy(Logits.of(local, world.everyone, cut), targets, **terms)
+    loss = cross_entropy(sharded_logits(local, world.everyone, cut), targets, **terms)
     assert loss.dtype == dtype
     (loss * 1024).backward()
     assert isinstance(exact.grad, Tensor) and isinstance(local.grad, Tensor)
@@ -205,7 +205,7 @@ def test_under_autocast_the_loss_is_told_in_fp32():
     cut, axis = even(0, 6, 1), alone().everyone
     with torch.autocast("cpu", torch.bfloat16):
         assert by_torch(x, targets).dtype == torch.float32
-        loss = cross_entropy(Logits.of(x, axis, cut), targets)
+        loss = cross_entropy(sharded_logits(x, axis, cut), targets)
     assert loss.dtype == torch.float32
 
 
@@ -216,7 +216,7 @@ def test_one_softmax_is_kept_for_the_backward_pass(dtype):
     x.requires_grad_()
     kept: list[Tensor] = []
     with saved_tensors_hooks(lambda t: (kept.append(t), t)[1], lambda t: t):
-        logits = Logits.of(x, alone().everyone, even(0, 50, 1))
+        logits = sharded_logits(x, alone().everyone, even(0, 50, 1))
         loss = cross_entropy(logits, targets, label_smoothing=0.1, z_loss=0.1)
     large = [t for t in kept if t.numel() >= x.numel()]
     assert len(large) == 1 and large[0].dtype == dtype
@@ -243,7 +243,7 @@ def test_modules_and_functions_of_torch_meet_the_parallel_loss():
 
     def found(world: World) -> list[Tensor]:
         cut = even(2, 7, world.size)
-        logits = Logits.of(part(x, cut, world.rank), world.everyone, cut)
+        logits = sharded_logits(part(x, cut, world.rank), world.everyone, cut)
         flat, words = logits.flatten(0, 1), targets.flatten()
         losses = [
             nn.CrossEntropyLoss(label_smoothing=0.1)(flat, words),
@@ -275,7 +275,7 @@ def test_what_cannot_be_a_loss_is_refused_with_what_can(name):
     """The same for logits that are whole and that are cut."""
     shape, targets, terms, text = REFUSED[name]
     x = torch.zeros(shape)
-    cut = Logits.of(x, alone().everyone, even(0, shape[-1], 1))
+    cut = sharded_logits(x, alone().everyone, even(0, shape[-1], 1))
     for logits in (x, cut):
         with pytest.raises(sw.InputError, match=text):
             cross_entropy(logits, targets, **terms)
@@ -288,7 +288,7 @@ def test_a_target_outside_the_vocabulary_is_an_error_on_every_rank(wrong):
     def lost(world: World) -> None:
         cut = even(0, 5, world.size)
         x = torch.zeros(3, cut.size(world.rank))
-        logits = Logits.of(x, world.everyone, cut)
+        logits = sharded_logits(x, world.everyone, cut)
         with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
             cross_entropy(logits, torch.tensor([0, wrong, -100]))
 
@@ -298,7 +298,7 @@ def test_a_target_outside_the_vocabulary_is_an_error_on_every_rank(wrong):
 
 
 def taken_for_a_part(world: World) -> None:
-    Logits.of(torch.zeros(3, 10), world.everyone, even(0, 10, world.size))
+    sharded_logits(torch.zeros(3, 10), world.everyone, even(0, 10, world.size))
 
 
 def test_whole_logits_are_not_taken_for_a_part():

@@ -19,7 +19,7 @@ from shardwise.core.layout import I, P, R, S
 from shardwise.core.uneven import Cut, even
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.parallel.tensor.embedding import embed
-from shardwise.parallel.tensor.logits import Logits
+from shardwise.parallel.tensor.logits import sharded_logits
 from tests.pool import run_gloo, run_threads
 
 WIDTH = 4
@@ -235,7 +235,7 @@ def trained(world: World, vocabulary: int) -> list[float]:
     model.head.register_forward_pre_hook(lambda _, args: (move(args[0], axis, I, R),))
 
     def logits(_: nn.Module, __: Any, y: Tensor) -> Tensor:
-        return Logits.of(y, axis, cut)
+        return sharded_logits(y, axis, cut)
 
     model.head.register_forward_hook(logits)
     before = world.ledger.copy()

@@ -12,8 +12,9 @@ from shardwise.comm.move import part
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RankError
 from shardwise.core.uneven import even
-from shardwise.parallel.tensor.cross_entropy import cross_entropy
-from shardwise.parallel.tensor.logits import Logits
+from shardwise.kernels.cross_entropy import cross_entropy
+from shardwise.kernels.logits import Logits
+from shardwise.parallel.tensor.logits import sharded_logits
 from tests.pool import run_gloo, run_threads
 
 V = 7
@@ -33,7 +34,7 @@ def held(world: World, x: Tensor) -> tuple[Tensor, Logits]:
     """This rank's columns of `x`, and the logits that they are of."""
     cut = even(0, V, world.size)
     local = part(x, cut.on(x.dim() - 1), world.rank).requires_grad_()
-    return local, Logits.of(local * 1, world.everyone, cut)
+    return local, sharded_logits(local * 1, world.everyone, cut)
 
 
 def gathers(world: World) -> int:
@@ -373,7 +374,7 @@ def test_an_error_on_one_rank_is_that_of_its_line():
 
     def wrong(world: World) -> None:
         cut = even(0, V, world.size)
-        Logits.of(torch.zeros(2, 3), world.everyone, cut)
+        sharded_logits(torch.zeros(2, 3), world.everyone, cut)
 
     with pytest.raises(RankError, match=r"3 columns on rank 1 of axis world.*the 4 columns of 7"):
         run_threads(2, lambda w: wrong(w) if w.rank else None)

@@ -1,6 +1,8 @@
 """A prediction made before a run is what the run holds and sends, to the byte."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +16,14 @@ from shardwise.engine.prediction import predict
 from shardwise.models.gpt import GPT, GPTConfig
 from shardwise.models.gpt import loss as gpt_loss
 from shardwise.models.moe import loss as moe_loss
+from shardwise.models.registry import find
 from shardwise.parallel.expert.gate import GATES
 from shardwise.prediction.experts import EVEN
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.traffic import by_kind
 from shardwise.train.cli import main
+from shardwise.verify.options import Options
+from shardwise.verify.parity import build_options
 from tests.engine.cases import Case, build, share, vectors
 from tests.engine.tensors import sent
 from tests.engine.test_uses import WINDING
@@ -211,3 +216,50 @@ def test_bad_input_is_a_paragraph(capsys: pytest.CaptureFixture[str], argv: list
     """Exit code 2, and what to write instead."""
     code, out, err = command(capsys, *argv)
     assert (code, out) == (2, "") and said in err and "Write instead" in err
+
+
+NET = """
+import torch
+from torch import nn
+
+def build():
+    with torch.device("{device}"):
+        return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 4))
+"""
+
+
+def test_a_model_on_meta_is_predicted_and_not_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """`file.py:build` without weights: the numbers of the same model with weights; no proof."""
+    found: list[dict[str, Any]] = []
+    for device in ("cpu", "meta"):
+        file = tmp_path / f"{device}.py"
+        file.write_text(NET.format(device=device))
+        code, out, _ = command(capsys, "dp2 tp2 zero3", "--model", f"{file}:build", "--json")
+        assert code == 0
+        found.append(json.loads(out))
+    for key in found[0].keys() - {"model", "time_ms"}:
+        assert found[0][key] == found[1][key]
+    with pytest.raises(InputError, match="on the meta device, which has no weights"):
+        find(f"{tmp_path / 'meta.py'}:build").build()
+
+
+@pytest.mark.parametrize("words", ["offload:auto device_memory:16MiB", "device_memory:16MiB"])
+def test_the_function_returns_what_the_command_prints(
+    words: str, capsys: pytest.CaptureFixture[str]
+):
+    """The offload that is chosen, the peak on the device, and a note if it is above the bound."""
+    plan = f"dp2 zero3 fp32 {words}"
+    code, out, err = command(capsys, plan, "--json")
+    printed = json.loads(out)
+    model = find("gpt")
+    options = {"clip": 1.0, **build_options(model, Plan.parse(plan), Options())}
+    found = predict(model.plain(), plan, model.make_batch(2, 0), **options)
+    assert (code, str(found.plan)) == (0, printed["plan"])
+    assert found.device_peak == printed["device_peak"]
+    assert [f"Note: {note}." for note in found.notes] == err.splitlines()
+    chosen = found.plan.offload
+    assert chosen not in (None, "auto") if "auto" in words else chosen is None
+    above = any("more than device_memory allows" in note for note in found.notes)
+    assert above == (found.device_peak > 2**24) == ("auto" not in words)

@@ -13,6 +13,7 @@ from shardwise.core.errors import InputError
 from shardwise.core.plan import Plan
 from shardwise.core.plan_parser import size_text
 from shardwise.engine.meter import Meter
+from shardwise.engine.recomputation import KEPT, Recomputation
 from shardwise.models import gpt
 from shardwise.models.initial import fill
 from shardwise.models.registry import random_text
@@ -226,3 +227,28 @@ def test_a_size_without_its_unit_is_refused():
     """With the word that was meant."""
     with pytest.raises(InputError, match="Write instead: recompute:8GiB"):
         Plan.parse("recompute:8G")
+
+
+def test_lengths_without_end_cost_a_bounded_number_of_predictions():
+    """The first shapes have one each; later ones get that of the next larger, if it is near."""
+    asked: list[int] = []
+
+    def choose(text: torch.Tensor) -> dict[str, str]:
+        asked.append(len(text))
+        return {"block": str(len(text))}
+
+    recomputation = Recomputation({}, choose)
+
+    def begun(length: int) -> str:
+        recomputation.begin(torch.zeros(length))
+        assert len(recomputation.known) <= KEPT
+        return recomputation.kinds["block"]
+
+    lengths = range(8, 8 * (KEPT + 1), 8)
+    assert [begun(n) for n in lengths] == [*map(str, lengths)] and asked == [*lengths]
+    own = random.Random(0)
+    for length in own.choices(range(8, lengths[-1]), k=500):
+        assert begun(length) == str(-(-length // 8) * 8)
+    assert asked == [*lengths]
+    assert begun(1) == "1" and begun(1000) == "1000" and begun(999) == "1000"
+    assert asked == [*lengths, 1, 1000]

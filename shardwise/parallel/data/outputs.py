@@ -24,8 +24,8 @@ class Output:
     """What is in a module's output.
 
     tensors   all that were found: in containers, their subclasses, dataclasses and other objects.
-              For logits that are computed later (parallel/tile/logits.py) it is what they are
-              computed from
+              For logits that are computed later (kernels/logits.py) it is what they are computed
+              from
     opaque    whether some part cannot be looked into, such as a generator, a closure or a module:
               it may hold tensors, or read weights later
     """

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from shardwise.kernels.logits import DESCRIBED
 from shardwise.parallel.redistribute.exchange import RowExchange
 
 
@@ -66,18 +67,14 @@ class Redistributed(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
-        if func.__name__ == "__get__" and owner in _ATTRIBUTES:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args)
         if func.__name__ == "__get__" and owner == "shape":
             return _shape(args[0])
+        if func.__name__ == "__get__" and owner in DESCRIBED:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args)
         if func is Tensor.size and len(args) == 1 and not kwargs:
             return _shape(args[0])
         return func(*plain(args), **plain(kwargs))
-
-
-#: Attributes that do not depend on the rows.
-_ATTRIBUTES = ("dtype", "device", "ndim", "requires_grad", "is_meta", "layout", "is_cuda")
 
 
 def _shape(x: Redistributed) -> torch.Size:

@@ -23,7 +23,8 @@ from torch.nn import functional
 
 from shardwise.comm.parameter import parameter_like
 from shardwise.core.uneven import Cut
-from shardwise.parallel.tile.logits import TiledLogits, tile_sums
+from shardwise.kernels.cross_entropy import under_autocast
+from shardwise.parallel.tile.logits import TileSums, tiled_logits
 
 
 class Tile(nn.Module):
@@ -41,13 +42,17 @@ class Tile(nn.Module):
             self.own[name] = parameter_like(p, p.data[start:stop])
 
     def forward(
-        self, x: Tensor, targets: Tensor | None = None, dtype: torch.dtype | None = None
+        self,
+        x: Tensor,
+        targets: Tensor | None = None,
+        dtype: torch.dtype = torch.float32,
+        totals: bool = False,
     ) -> Any:
         """The outputs of these rows for x [..., D]; with targets [N], what their loss needs."""
         weight, bias = self.own["weight"], self.own.get("bias")
         if targets is None:
             return functional.linear(x, weight, bias)
-        return tile_sums(x, weight, bias, targets, self.start, dtype or x.dtype)
+        return TileSums.apply(x, weight, bias, targets - self.start, dtype, totals)
 
     def extra_repr(self) -> str:
         """The rows."""
@@ -62,8 +67,8 @@ class TiledForward:
 
     def __call__(self, input: Tensor) -> Tensor:  # noqa: A002  # as nn.Linear names it
         """From [..., D] to [..., F]."""
-        if self.logits:
-            return TiledLogits.of(input, self.tiles)
+        if self.logits and not under_autocast(input):  # which chooses types where it computes
+            return tiled_logits(input, self.tiles)
         return torch.cat([tile(input) for tile in self.tiles], -1)
 
 

@@ -19,7 +19,7 @@ weight of the z-loss,
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -32,7 +32,13 @@ from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.core.uneven import Cut, even
 
-OPTIONS = ("ignore_index", "label_smoothing", "z_loss", "reduction")
+#: The options of `cross_entropy`, with their defaults.
+OPTIONS: Final[dict[str, Any]] = {
+    "ignore_index": -100,
+    "label_smoothing": 0.0,
+    "z_loss": 0.0,
+    "reduction": "mean",
+}
 #: 16-bit logits are converted to fp32 in blocks of this many elements, which fit into the cache.
 BLOCK_ELEMENTS = 2**18
 
@@ -73,7 +79,7 @@ def cross_entropy(
     if z_loss:
         columns = even(0, logits.shape[-1], 1)
         return sharded_cross_entropy(logits, (Axis("none"), columns), targets, *options)[0]
-    _check(logits, targets, label_smoothing, z_loss, reduction)
+    require_loss(logits, targets, label_smoothing, z_loss, reduction)
     loss = F.cross_entropy(
         logits.reshape(targets.numel(), logits.shape[-1]),
         targets.reshape(-1).long(),
@@ -88,28 +94,29 @@ def sharded_cross_entropy(
     x: Tensor,
     sharding: tuple[Axis, Cut],
     targets: Tensor,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: str = "mean",
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
 ) -> tuple[Tensor, int]:
     """The loss of sharded logits; `x` [..., v] is this rank's shard by `sharding`.
 
     Also returns the bytes per element of the sums over the ranks.
     """
-    _check(x, targets, label_smoothing, z_loss, reduction)
+    require_loss(x, targets, label_smoothing, z_loss, reduction)
     x, classes = x.reshape(targets.numel(), x.shape[-1]), targets.reshape(-1).long()
     ignored = classes == ignore_index
     axis, cut = sharding
     terms = _Terms(axis, cut, label_smoothing, z_loss)
-    losses = _Losses.apply(x, _classes(classes, ignored, cut.whole), ignored, terms)
-    loss = _reduced(losses, ignored, reduction).to(_loss_dtype(x))
+    losses = _Losses.apply(x, known_classes(classes, ignored, cut.whole), ignored, terms)
+    loss = reduced(losses, ignored, reduction).to(loss_dtype(x))
     return loss.view(targets.shape) if reduction == "none" else loss, losses.element_size()
 
 
-def _check(
+def require_loss(
     x: Tensor, targets: Tensor, label_smoothing: float, z_loss: float, reduction: str
 ) -> None:
+    """Raise InputError for what `cross_entropy` refuses."""
     if x.shape[:-1] != targets.shape:
         raise bad(
             f"logits of shape {tuple(x.shape)} with targets of shape {tuple(targets.shape)}",
@@ -130,17 +137,21 @@ def _check(
         raise bad(f"reduction={reduction!r}", "mean, sum or none", 'reduction="mean"')
 
 
-def _reduced(losses: Tensor, ignored: Tensor, reduction: str) -> Tensor:
+def reduced(losses: Tensor, ignored: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
         return losses
     total = losses.sum()
-    return total / (len(losses) - ignored.sum()) if reduction == "mean" else total
+    return total / (losses.numel() - ignored.sum()) if reduction == "mean" else total
 
 
-def _loss_dtype(x: Tensor) -> torch.dtype:
+def loss_dtype(x: Tensor) -> torch.dtype:
     """The dtype of the loss that torch computes from such logits."""
-    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type)
-    return torch.promote_types(x.dtype, torch.float32) if autocast else x.dtype
+    return torch.promote_types(x.dtype, torch.float32) if under_autocast(x) else x.dtype
+
+
+def under_autocast(x: Tensor) -> bool:
+    """Whether torch.autocast is on for the device of `x`."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 @dataclass(frozen=True)
@@ -198,7 +209,7 @@ class _Losses(torch.autograd.Function):
         saved, local, is_local, ignored, share, hit = ctx.saved_tensors
         grad = grad.masked_fill(ignored, 0).unsqueeze(1)
         weight, out, narrow = grad * share, torch.empty_like(saved), saved.dtype != grad.dtype
-        for rows in _blocks(saved):
+        for rows in blocks(saved):
             p = saved[rows].to(grad.dtype).softmax(1) if narrow else saved[rows]
             part = torch.mul(p, weight[rows], out=p if narrow else out[rows])
             if ctx.clear:
@@ -225,7 +236,7 @@ def _local_softmax(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return zeros - torch.inf, zeros, saved
     largest = x.new_empty((len(x), 1), dtype=wide)
     peak = torch.empty_like(largest)
-    for rows in _blocks(x):
+    for rows in blocks(x):
         part = x[rows].to(wide)
         torch.amax(part, 1, keepdim=True, out=largest[rows])
         p = part.softmax(1)
@@ -235,7 +246,7 @@ def _local_softmax(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return largest, peak.reciprocal_().nan_to_num_(0), saved
 
 
-def _blocks(x: Tensor) -> Iterator[slice]:
+def blocks(x: Tensor) -> Iterator[slice]:
     """All rows at once, or blocks of rows for logits that are converted to fp32."""
     rows = max(1, len(x))
     if x.element_size() < 4:
@@ -244,7 +255,7 @@ def _blocks(x: Tensor) -> Iterator[slice]:
     return (slice(first, first + rows) for first in range(0, len(x), rows))
 
 
-def _classes(targets: Tensor, ignored: Tensor, whole: int) -> Tensor:
+def known_classes(targets: Tensor, ignored: Tensor, whole: int) -> Tensor:
     """The targets, 0 where ignored.  Raises for a target that no rank holds.
 
     Without this check its logit would be 0.
