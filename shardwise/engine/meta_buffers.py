@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import bad
+from shardwise.parallel.data.inference import renew_buffers
 from shardwise.parallel.data.initial_weights import Fill
 
 
@@ -17,8 +18,11 @@ def materialise(model: nn.Module, device: torch.device, fill: Fill | None = None
     from the module's own `reset_buffers` or `reset_running_stats`, else, in a model of
     `transformers`, from the `_init_weights` of the module around it.
 
+    Buffers that were made under inference mode become normal tensors.
+
     Raises InputError for a buffer that none of them sets.
     """
+    renew_buffers(model.modules())
     for prefix, module in model.named_modules():
         meta = {name: b for name, b in module.named_buffers(recurse=False) if b.is_meta}
         if not meta:

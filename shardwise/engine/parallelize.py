@@ -31,8 +31,10 @@ from shardwise.engine.tensor_parallel import layer_tables, table_for
 from shardwise.engine.training import Build, Loss, Training
 from shardwise.engine.unwrap import no_pipe
 from shardwise.kernels.choice import CHOICES
+from shardwise.parallel.data.inference import normal_mode
 
 
+@normal_mode()
 def parallelize(
     model: nn.Module,
     plan: Plan | str,
@@ -113,10 +115,10 @@ DEFAULTS: dict[str, Any] = {
     "offload_folder": None,
 }
 
-#: Options that must be equal on all ranks.  So must the seed, if it initialises weights.
+#: Options that must be equal on all ranks.
 SHARED = (
     *("clip", "units", "least_unit_bytes", "prefetch", "stages", "beside"),
-    *("on_nonfinite", "check_every", "kernels"),
+    *("on_nonfinite", "check_every", "kernels", "seed"),
 )
 
 
@@ -129,10 +131,8 @@ def _shared(
         "the model": consistency.model_signature(model),
         "the table": table,
         "the optimizer": spec,
-    } | {f"the option {name}": options[name] for name in SHARED}
-    if any(p.is_meta for p in model.parameters()):
-        shared["the option seed"] = options["seed"]
-    return shared
+    }
+    return shared | {f"the option {name}": options[name] for name in SHARED}
 
 
 def plan_of(plan: Any) -> Plan:

@@ -17,7 +17,7 @@ Every rank passes the same input.  If it requires a gradient (a layer before the
 gets the sum of the stages' gradients.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,10 +42,13 @@ from shardwise.engine.batch import split
 from shardwise.engine.compiled import refuse
 from shardwise.engine.meta_buffers import materialise
 from shardwise.engine.partition import starts
-from shardwise.engine.shard import drivers
+from shardwise.engine.rank_zero_weights import RankZeroWeights, make_real
+from shardwise.engine.shard import default_fill, drivers
 from shardwise.engine.stage_module import Staging
 from shardwise.engine.stage_work import Microbatch, NoUnits, StageWork
 from shardwise.engine.tensor_layout import nowhere
+from shardwise.parallel.data.inference import normal_mode
+from shardwise.parallel.data.initial_weights import Fill
 from shardwise.parallel.pipeline.bundles import ByShape
 from shardwise.parallel.pipeline.placeholders import twin
 from shardwise.parallel.pipeline.runtime import open_channels, run
@@ -53,6 +56,7 @@ from shardwise.parallel.pipeline.runtime import open_channels, run
 Forward = Callable[..., Any]
 
 
+@normal_mode()
 def Pipe(  # noqa: N802
     module: nn.Module,
     chunks: int = 8,
@@ -91,17 +95,34 @@ def Pipe(  # noqa: N802
     world.pool.reserve(size_bytes, world.device)
     whole = _schedule(schedule, chunks, world.size)
     begin = starts(module, len(whole.home), stages)
+    weights, fill = RankZeroWeights.take(module, world), default_fill(module, 0)
     materialise(module, world.device)
     for t in [*module.parameters(), *module.buffers()]:
-        t.data = t.data.to(world.device)
+        t.data = t.data if t.is_meta else t.data.to(world.device)
     copy, named = twin(module), dict(module.named_parameters())
     stage_module.agree(module, world.axis(stage_module.AXIS), world.device)
     staged = stage_module.lay_out(module, (copy, nowhere()), world, whole, begin)
+    _fill(module, named, weights, fill)
     trained = any(p.requires_grad for p in named.values())
     tied = {named[name]: staged.ties[name] for name in sorted(staged.ties)}
     # a hook cannot replace the forward, and other modules share the class
     module.forward = Piped(module, staged, trained, tied)
     return module
+
+
+def _fill(
+    module: nn.Module, named: Mapping[str, nn.Parameter], weights: RankZeroWeights, fill: Fill
+) -> None:
+    """Give this rank's parameters on meta their values: from rank 0, or their initial ones."""
+    own = {id(p) for p in module.parameters()}
+    for name, values in weights.broadcasts():
+        if id(named[name]) in own:
+            make_real(named[name], values)
+    for name, p in named.items():
+        if id(p) in own and p.is_meta:
+            values = torch.empty_like(p, device=weights.device)
+            fill(name, values)
+            make_real(p, values)
 
 
 def _schedule(name: Any, chunks: int, ranks: int) -> Schedule:
@@ -151,6 +172,7 @@ class Piped:
     def __reduce__(self) -> Any:
         raise no_copy(type(self.module).__name__)
 
+    @normal_mode()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the whole batch, on every rank."""
         refuse(self.module, "sw.Pipe", "sw.FSDP(module)")
@@ -320,6 +342,7 @@ class _Back(Function):
 
 def _leaf(x: Tensor) -> Tensor:
     """A microbatch's tensor as a leaf of a new graph."""
+    x = x.clone() if x.is_inference() else x  # such a tensor could not be written to
     return x.detach().requires_grad_(x.requires_grad and torch.is_grad_enabled())
 
 

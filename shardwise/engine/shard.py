@@ -24,6 +24,7 @@ from shardwise.core.zero import Row
 from shardwise.engine import validate
 from shardwise.engine.expert_parallel import ExpertLayout, check_experts
 from shardwise.engine.meta_buffers import materialise
+from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.stage_module import Staging
 from shardwise.engine.tensor_layout import Tensors, nowhere
 from shardwise.engine.tiling import Tiling, tiled_layers
@@ -58,6 +59,7 @@ class Sharding:
     alone: layers with a plan of their own inside of blocks: units of their own.
     Neighbours smaller than `least_unit_bytes` (None: LEAST_BYTES) are one unit.
     fill(name, tensor) writes the initial weights of parameters on the meta device, unit by unit.
+    weights: weights that rank 0 alone has, and that arrive after all units are built.
     """
 
     row: Row
@@ -78,6 +80,7 @@ class Sharding:
     tiling: Tiling = field(default_factory=Tiling)
     gathers: bool = False
     alone: tuple[str, ...] = ()
+    weights: RankZeroWeights = field(default_factory=RankZeroWeights)
 
     @property
     def axes(self) -> tuple[Axis, Axis]:
@@ -136,9 +139,8 @@ def shard(
     parameter.
     """
     tensors, experts = tensors or nowhere(), experts or ExpertLayout(Axis("ep"), *how.axes)
-    fill = None if how.fill is None else partial(tensors.part, how.fill)
-    fill = None if fill is None else partial(experts.part, fill)
-    fill = None if fill is None else partial(how.tiling.part, fill)
+    fill = partial(tensors.part, how.weights.fill(how.fill))
+    fill = partial(how.tiling.part, partial(experts.part, fill))
     units: list[Unit] = []
     by_unit = [
         {name: layout_of(name, how, tensors, staged, experts) for name, _ in spec.params}
@@ -166,6 +168,7 @@ def shard(
             device = how.device or group[0][1].device
             groups.append(Flat(group, local, fill, device, how.products.add))
             groups[-1].names = [how.tiling.plain(name) for name, _ in group]
+            how.weights.expect(groups[-1], [name for name, _ in group], fill)
         units.append(Unit(spec.name, spec.modules, groups))
     how.tiling.release(how.device)
     return units

@@ -29,6 +29,7 @@ from shardwise.core.zero import ROWS
 from shardwise.engine import consistency, validate
 from shardwise.engine.meta_buffers import materialise
 from shardwise.engine.norm import squared_norm
+from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.shard import (
     Sharding,
     default_fill,
@@ -44,6 +45,7 @@ from shardwise.engine.state_dict import keep_keys
 from shardwise.engine.unwrap import no_pipe
 from shardwise.kernels.choice import kernels_of
 from shardwise.parallel.data.hooks import Pace
+from shardwise.parallel.data.inference import normal_mode
 from shardwise.parallel.data.wrap_policy import Rule
 
 #: FSDP's names for the rows (arXiv 2304.11277).  Hybrid strategies shard inside groups of ranks.
@@ -56,6 +58,7 @@ STRATEGIES = {
 }
 
 
+@normal_mode()
 def DDP(  # noqa: N802
     module: nn.Module,
     world: World | None = None,
@@ -81,6 +84,7 @@ def DDP(  # noqa: N802
     return _wrap(module, replace(how, broadcast_buffers=broadcast_buffers), world)
 
 
+@normal_mode()
 def FSDP(  # noqa: N802
     module: nn.Module,
     sharding_strategy: Any = "FULL_SHARD",
@@ -163,6 +167,7 @@ def _shard_size(name: str, asked: int | None, ranks: int) -> int:
 
 
 def _wrap(module: nn.Module, how: Sharding, world: World) -> nn.Module:
+    weights = RankZeroWeights.take(module, world)
     materialise(module, world.device)
     for p in module.parameters():
         if not p.is_meta and how.row.param_tier == "device":  # else unit by unit
@@ -174,9 +179,10 @@ def _wrap(module: nn.Module, how: Sharding, world: World) -> nn.Module:
     world.pool.reserve(size_bytes, world.device)
     kernels, fill = kernels_of("auto", world.device), default_fill(module, 0)
     how = replace(how, fill=fill, device=world.device, products=kernels.products)
-    how = replace(how, tiers=world.tiers)
+    how = replace(how, tiers=world.tiers, weights=weights)
     pace = Pace(scale=1 / world.size)
     sharded_units = shard(how, units_of(module, how))
+    weights.deliver()
     data = hooked(module, how, sharded_units, pace)
     data.handles += kernels.install(module, data, sizes(sharded_units))
     data.handles += keep_keys(module, data, flats_of(sharded_units))
