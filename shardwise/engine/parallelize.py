@@ -22,11 +22,12 @@ from shardwise.engine import (
     validate,
     weight_stashing,
 )
+from shardwise.engine.default_fill import default_fill
 from shardwise.engine.elementwise import require_whole
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload_choice import require_chosen
 from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec
-from shardwise.engine.shard import default_fill, layable
+from shardwise.engine.shard import layable
 from shardwise.engine.tensor_parallel import layer_tables, table_for
 from shardwise.engine.training import Build, Loss, Training
 from shardwise.engine.unwrap import no_pipe

@@ -40,10 +40,11 @@ from shardwise.core.stage_io import Trace
 from shardwise.engine import consistency, stage_module, validate
 from shardwise.engine.batch import split
 from shardwise.engine.compiled import refuse
+from shardwise.engine.default_fill import default_fill
 from shardwise.engine.meta_buffers import materialise
 from shardwise.engine.partition import starts
 from shardwise.engine.rank_zero_weights import RankZeroWeights, make_real
-from shardwise.engine.shard import default_fill, drivers
+from shardwise.engine.shard import drivers
 from shardwise.engine.stage_module import Staging
 from shardwise.engine.stage_work import Microbatch, NoUnits, StageWork
 from shardwise.engine.tensor_layout import nowhere

@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import nn
@@ -14,7 +13,6 @@ from shardwise.comm.arena import Arena
 from shardwise.comm.disk import Disk
 from shardwise.comm.tiers import Tiers
 from shardwise.comm.world import Axis
-from shardwise.core.errors import bad
 from shardwise.core.hook import Hook
 from shardwise.core.layout import I
 from shardwise.core.offload import Offload
@@ -302,51 +300,3 @@ def cast_whole(
         b.data = b.data.to(device)
         if dtype is torch.float64 and b.is_floating_point():
             b.data = b.data.double()
-
-
-def default_fill(model: nn.Module, seed: int) -> Fill:
-    """Initial weights for a model on the meta device, if the user gives no `fill`.
-
-    The module that owns a parameter runs its `reset_parameters` on real memory, with a random state
-    made from the seed and the module's name, so that all plans begin with the same weights.
-    """
-    owners = {
-        f"{prefix}.{name}" if prefix else name: (prefix, module)
-        for prefix, module in model.named_modules()
-        for name, _ in module.named_parameters(recurse=False)
-    }
-    # the full shapes: later, parameters are shards
-    shapes = {
-        prefix: {name: p.shape for name, p in module.named_parameters(recurse=False)}
-        for prefix, module in owners.values()
-    }
-    return partial(_reset_like, owners, shapes, seed)
-
-
-def _reset_like(
-    owners: dict[str, tuple[str, nn.Module]],
-    shapes: dict[str, dict[str, torch.Size]],
-    seed: int,
-    name: str,
-    tensor: torch.Tensor,
-) -> None:
-    prefix, module = owners[name]
-    twin = type(module).__new__(type(module))
-    twin.__dict__ = dict(module.__dict__)
-    made = {
-        key: nn.Parameter(torch.empty(shape, dtype=torch.float32))
-        for key, shape in shapes[prefix].items()
-    }
-    twin._parameters = {key: made.get(key) for key in module._parameters}
-    reset = getattr(twin, "reset_parameters", getattr(twin, "_reset_parameters", None))
-    if reset is None:
-        raise bad(
-            f"parameter {name} on the meta device, whose {type(module).__name__} has no "
-            "reset_parameters",
-            "modules with reset_parameters, or a fill for all parameters",
-            "parallelize(..., fill=lambda name, tensor: tensor.normal_(0, 0.02))",
-        )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(crc32(f"{seed}/{prefix}".encode()))
-        reset()
-    tensor.copy_(made[name.rpartition(".")[2]])

@@ -27,12 +27,12 @@ from shardwise.core.plan import Plan
 from shardwise.core.pool_size import pool_bytes
 from shardwise.core.zero import ROWS
 from shardwise.engine import consistency, validate
+from shardwise.engine.default_fill import default_fill
 from shardwise.engine.meta_buffers import materialise
 from shardwise.engine.norm import squared_norm
 from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.shard import (
     Sharding,
-    default_fill,
     driver_of,
     flats_of,
     hooked,
