@@ -35,7 +35,7 @@ from shardwise.core.errors import InputError, RankError
 _GRACE_S = 2.0
 #: The key that the printing rank sets in the store.
 _KEY = "shardwise/refusal"
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_PACKAGE = f"{Path(__file__).resolve().parent.parent}{os.sep}"
 #: Where code is that is not the user's script: ours, torch's, Python's.
 _NOT_SCRIPT = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+)', re.MULTILINE)

@@ -31,7 +31,9 @@ def layer_problems(plan: Plan, of: Callable[[Plan], list[Problem]]) -> list[Prob
     ] or (_degrees(plan))
 
 
-def with_layers(near: Plan, layers: Sequence[LayerPlan], of: Callable[[Plan], list[Problem]]) -> Plan:
+def with_layers(
+    near: Plan, layers: Sequence[LayerPlan], of: Callable[[Plan], list[Problem]]
+) -> Plan:
     """`near` with as much of the plans of single layers as can run on its ranks."""
     for axes in (_same, partial(_fitting, near), _none):
         fitted = (each.with_axes(axes(each.fields.get("axes", ()))) for each in layers)

@@ -52,6 +52,7 @@ class Trace:
     written[s]    values of earlier stages that stage s writes to: it copies them first
     trained       values through which gradients flow
     read[s]       parameters of stage s, by number, that are read there outside of layers
+    answers       what the forward read from the batch (parallel/pipeline/answers.py)
     """
 
     events: tuple[Event, ...]
@@ -61,6 +62,7 @@ class Trace:
     written: tuple[frozenset[int], ...]
     trained: frozenset[int]
     read: tuple[frozenset[int], ...]
+    answers: tuple[Any, ...] = ()
 
 
 def maker(made: Sequence[int], use: int) -> int | None:

@@ -198,7 +198,11 @@ class Piped:
 
     def _traced(self, part: Any) -> _Traced:
         modes = torch.is_grad_enabled(), self.module.training
-        return self.known.get(part, modes, lambda: self._trace(part))
+        stages = self.staged.stages
+        return self.known.get(
+            *(part, modes, lambda: self._trace(part)),
+            lambda known: stages.fits(known.trace, lambda model: self.call(model, part)),
+        )
 
     def _trace(self, part: Any) -> _Traced:
         found: list[Any] = []

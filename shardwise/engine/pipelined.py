@@ -131,7 +131,11 @@ class Pipelined:
         def make() -> _Traced:
             return self._trace_call(lambda model: self.objective(model, part))
 
-        return self.known.get(part, self.model.training, make)
+        def fits(known: _Traced) -> bool:
+            return stages.fits(known.trace, lambda model: self.objective(model, part))
+
+        stages = self.staging.stages
+        return self.known.get(part, self.model.training, make, fits)
 
     def _trace_call(self, call: Callable[[nn.Module], Any]) -> "_Traced":
         stream = self.staging.beside.stream

@@ -30,7 +30,7 @@ from torch import Tensor
 from shardwise.core.errors import InputError, bad
 from shardwise.core.stage_io import Event, Trace
 from shardwise.core.tree import leaves, mapped
-from shardwise.parallel.pipeline.interceptor import Seen
+from shardwise.parallel.pipeline.interceptor import Seen, line
 from shardwise.parallel.pipeline.placeholders import Of
 
 #: What acts on the gradient of a value: done by the stage that the glue belongs to, by no other.
@@ -62,7 +62,7 @@ class Stage:
         self.here = set(own)  # values of this stage
         self.received: dict[int, Tensor] = {}  # the real tensors of earlier stages' values
         self.last = len(trace.written) - 1
-        self.crossing: Sequence[int] = () if stage == self.last else trace.crossing[stage]
+        self.crossing: Sequence[int] = () if stage >= self.last else trace.crossing[stage]
         self.leaving = set(self.crossing)
         self.made: dict[int, Tensor] = {}  # the outputs so far
         self.over = False  # whether a layer of a later stage was called
@@ -246,12 +246,14 @@ class Stage:
                 raise self._other_way(f"requires_grad={x.requires_grad} of value {number}")
             order = self.trace.orders.get(number)
             found.append((x if order is None else x.permute(order)).contiguous())
+            if found[-1].shape != spec.shape or x.dtype != spec.dtype:
+                raise self._other_way(f"{_said([(x.shape, x.dtype)])} for value {number}")
         return found
 
     def _other_way(self, what: str) -> InputError:
         event = self._next()
         return bad(
-            f"a forward that reached {what} in stage {self.stage}, where its trace has "
+            f"a forward that reached {what} in stage {self.stage}, in {line()}, where its trace has "
             f"{getattr(event.what, '__name__', event.what) if event else 'its end'}",
             "a forward that runs the same operations for the same shapes, each time, on all ranks",
             "random choices of layers, and work of the first call only, inside of layers",
