@@ -4,9 +4,9 @@
 
 Python would print a traceback on every rank.  Instead rank 0 prints the paragraph and the others
 stay silent.  If rank 0 has no such error, the rank that has it prints it with its number, and ranks
-that lose their connection to it print nothing.  The process exits with code 2, after the program's atexit
-handlers; its open files are written.  torchrun adds its own report, which a worker cannot prevent;
-it refers to the paragraph.
+that lose their connection to it print nothing.  The process exits with code 2, after its atexit
+handlers have run and its open files are written.  torchrun adds its own report, which a worker
+cannot prevent; it refers to the paragraph.
 """
 
 import atexit

@@ -57,8 +57,8 @@ class Stages:
     def trace(self, call: Callable[[nn.Module], Any]) -> Trace:
         """Trace `call` on meta for this microbatch, in the current grad mode.
 
-        The trace is valid for every microbatch of the same shapes that it `fits`. Tracing draws no random number
-        from the default generators, and keeps no real tensor.
+        The trace is valid for every microbatch of the same shapes that it `fits`. Tracing draws no
+        random number from the default generators, and keeps no real tensor.
 
         Raises:
             InputError: the code between layers cannot be traced (parallel/pipeline/tracer.py).

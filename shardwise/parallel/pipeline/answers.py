@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from shardwise.core.stage_io import Trace
-from shardwise.core.tree import leaves, mapped
+from shardwise.core.tree import leaves
 from shardwise.parallel.pipeline.interceptor import Seen, name_of
 from shardwise.parallel.pipeline.placeholders import Of
 from shardwise.parallel.pipeline.stage import Stage

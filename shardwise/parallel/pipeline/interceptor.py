@@ -164,7 +164,7 @@ def line() -> str:
     while frame is not None:
         path = frame.f_code.co_filename
         python = path.startswith(_PYTHON) and "site-packages" not in path
-        if os.path.isabs(path) and not path.startswith(_LIBRARIES) and not python:
+        if Path(path).is_absolute() and not path.startswith(_LIBRARIES) and not python:
             return f"{Path(path).name}:{frame.f_lineno}"
         frame = frame.f_back
     return "the forward"

@@ -253,8 +253,8 @@ class Stage:
     def _other_way(self, what: str) -> InputError:
         event = self._next()
         return bad(
-            f"a forward that reached {what} in stage {self.stage}, in {line()}, where its trace has "
-            f"{getattr(event.what, '__name__', event.what) if event else 'its end'}",
+            f"a forward that reached {what} in stage {self.stage}, in {line()}, where its trace "
+            f"has {getattr(event.what, '__name__', event.what) if event else 'its end'}",
             "a forward that runs the same operations for the same shapes, each time, on all ranks",
             "random choices of layers, and work of the first call only, inside of layers",
         )

@@ -259,8 +259,8 @@ class Tracer:
         write, stage = self.wrote.get(_storage(value.meta), (-1, -1))
         if write > number and stage > made:
             raise bad(
-                f"{value.origin}, made in stage {made}, used by {name_of(what)} after its memory was "
-                f"written to in stage {stage}, through {self.values[write].origin}",
+                f"{value.origin}, made in stage {made}, used by {name_of(what)} after its memory "
+                f"was written to in stage {stage}, through {self.values[write].origin}",
                 "in-place operations on a tensor, or on a view taken in the same stage",
                 "x = x + y, without the underscore",
             )
