@@ -33,6 +33,7 @@ class Event:
     out       its output, with meta tensors instead of tensors
     numbers   of the tensors in `out`, in their order
     writes    (i, number): the i-th input tensor was written to, and is that value now
+    reads     whether `out` is what the program read of values
     """
 
     what: Any
@@ -40,6 +41,7 @@ class Event:
     out: Any
     numbers: tuple[int, ...]
     writes: tuple[tuple[int, int], ...] = ()
+    reads: bool = False
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ from shardwise.engine.compiled import refuse
 from shardwise.engine.default_fill import default_fill
 from shardwise.engine.meta_buffers import materialise
 from shardwise.engine.partition import starts
+from shardwise.engine.probe import Probe
 from shardwise.engine.rank_zero_weights import RankZeroWeights, make_real
 from shardwise.engine.shard import drivers
 from shardwise.engine.stage_module import Staging
@@ -206,7 +207,9 @@ class Piped:
 
     def _trace(self, part: Any) -> _Traced:
         found: list[Any] = []
-        trace = self.staged.stages.trace(lambda model: found.append(self.call(model, part)))
+        probe = Probe(self.staged, lambda model: self.call(model, part), NoUnits().around)
+        stages = self.staged.stages
+        trace = stages.trace(lambda model: found.append(self.call(model, part)), probe)
         out, structure = tree_flatten(found[0])
         out = [_on_meta(x) if isinstance(x, Tensor) else x for x in out]
         _whole(out, _rows(part))

@@ -21,7 +21,7 @@ from shardwise.parallel.pipeline.answers import Replay
 from shardwise.parallel.pipeline.interceptor import Glue, Player, Seen
 from shardwise.parallel.pipeline.placeholders import Layers
 from shardwise.parallel.pipeline.stage import Over, Ran, Stage
-from shardwise.parallel.pipeline.tracer import Tracer
+from shardwise.parallel.pipeline.tracer import Ask, Tracer
 
 
 class Stages:
@@ -54,11 +54,12 @@ class Stages:
         """The stages of every parameter of the full model, by name; tied ones have several."""
         return {name: stages for name, stages, _ in self.layers.parameters}
 
-    def trace(self, call: Callable[[nn.Module], Any]) -> Trace:
+    def trace(self, call: Callable[[nn.Module], Any], ask: Ask | None = None) -> Trace:
         """Trace `call` on meta for this microbatch, in the current grad mode.
 
         The trace is valid for every microbatch of the same shapes that it `fits`. Tracing draws no
-        random number from the default generators, and keeps no real tensor.
+        random number from the default generators, and keeps no real tensor.  `ask` answers reads of
+        activations between layers (engine/probe.py); without it they raise.
 
         Raises:
             InputError: the code between layers cannot be traced (parallel/pipeline/tracer.py).
@@ -66,7 +67,12 @@ class Stages:
         layers, seen = self.layers, Seen(self.layers.numbers)
         layers.number_buffers(seen.put)
         follow = Tracer(
-            layers.known_values(), layers.count, seen, self.device, partial(as_on, strict=True)
+            layers.known_values(),
+            layers.count,
+            seen,
+            self.device,
+            partial(as_on, strict=True),
+            ask,
         )
         with self._twin(follow, seen) as twin:
             try:

@@ -25,6 +25,8 @@ READS: Final = (
     *("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"),
     *("__complex__", "__contains__", "equal", "allclose", "is_nonzero", "nonzero"),
 )
+#: Of these, those that return numbers, of which ranks can tell each other.
+ASKED: Final = tuple(name for name in READS if name not in ("numpy", "__array__", "nonzero"))
 #: Functions whose result has a shape that depends on the numbers.
 _SHAPED: Final = (
     *("argwhere", "masked_select", "unique", "unique_consecutive", "repeat_interleave"),

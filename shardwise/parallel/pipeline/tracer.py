@@ -15,7 +15,7 @@ A write to a value creates a new value with the same name.
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, Final
 
@@ -25,13 +25,18 @@ from torch import Tensor, nn
 from shardwise.core.errors import InputError, bad
 from shardwise.core.stage_io import Event, Spec, Trace, crossing, maker
 from shardwise.core.tree import leaves, mapped
-from shardwise.parallel.pipeline.answers import READS, answers, by_numbers, masks
+from shardwise.parallel.pipeline.answers import ASKED, READS, answers, by_numbers, masks
 from shardwise.parallel.pipeline.interceptor import Seen, line, name_of
 from shardwise.parallel.pipeline.placeholders import Of
+from shardwise.parallel.pipeline.stage import UNKNOWN
 
 META: Final = torch.device("meta")
 #: Copies between devices: on meta there is one device.
 _MOVES: Final = (Tensor.cpu, Tensor.cuda)
+
+
+#: Finds out what the last event of an unfinished trace, a read of a value, gives.
+Ask = Callable[[Trace], Any]
 
 
 @dataclass
@@ -56,7 +61,9 @@ class Tracer:
         seen: Seen,
         device: torch.device,
         around: Callable[[torch.device], AbstractContextManager[None]],
+        ask: Ask | None = None,
     ) -> None:
+        self.ask = ask
         self.seen, self.count, self.device, self.around = seen, count, device, around
         self.values = [
             Value(origin, stages, x, x.detach(), trained=x.requires_grad)
@@ -116,10 +123,33 @@ class Tracer:
         try:
             out = act(*args, **kwargs)
         except (RuntimeError, TypeError) as error:
+            if name_of(func) in ASKED and self.ask is not None:
+                return self._read_value(func, inputs, metas, self.ask)
             if name_of(func) in READS or "meta" in str(error).lower():
                 raise self._unknown(func, inputs) from error
             raise
         return self._note(func, out, inputs, metas, versions)
+
+    def _read_value(
+        self, func: Any, inputs: Sequence[Tensor], metas: Sequence[Tensor], ask: Ask
+    ) -> Any:
+        """Find out what the program reads of a value, and record it as an event."""
+        self._used(func, inputs, metas, ())
+        read = Event(func, self.stage, UNKNOWN, (), reads=True)
+        crossed, specs, orders = self._crossed(self.stage + 1)
+        answer = ask(
+            Trace(
+                (*self.events, read),
+                tuple(tuple(specs[n]._replace(requires_grad=False) for n in b) for b in crossed),
+                crossed,
+                orders,
+                tuple(map(frozenset, self.written[: self.stage + 1])),
+                frozenset(),
+                (),
+            )
+        )
+        self.events.append(replace(read, out=answer))
+        return answer
 
     def layer(self, of: Of, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a layer: the twin's layer runs, on meta."""
@@ -293,10 +323,7 @@ class Tracer:
             )
         self._close()
         values = self.values
-        crossed = crossing([v.stages for v in values], [sorted(v.uses) for v in values], self.count)
-        numbers = {number for bundle in crossed for number in bundle}
-        orders = {n: order for n in numbers if (order := _order(values[n].shape)) is not None}
-        specs = {n: _spec(values[n], orders.get(n)) for n in numbers}
+        crossed, specs, orders = self._crossed(self.count)
         return Trace(
             tuple(self.events),
             tuple(tuple(specs[n] for n in bundle) for bundle in crossed),
@@ -307,6 +334,16 @@ class Tracer:
             tuple(self._read(stage, crossed) for stage in range(self.count)),
             tuple(self.answers),
         )
+
+    def _crossed(
+        self, stages: int
+    ) -> tuple[tuple[tuple[int, ...], ...], dict[int, Spec], dict[int, tuple[int, ...]]]:
+        """What crosses between the first `stages` stages: numbers, specs, memory orders."""
+        values = self.values
+        crossed = crossing([v.stages for v in values], [sorted(v.uses) for v in values], stages)
+        numbers = {number for bundle in crossed for number in bundle}
+        orders = {n: order for n in numbers if (order := _order(values[n].shape)) is not None}
+        return crossed, {n: _spec(values[n], orders.get(n)) for n in numbers}, orders
 
     def _read(self, stage: int, crossed: Sequence[Sequence[int]]) -> frozenset[int]:
         """Parameters and buffers of a stage that its glue uses, or that cross to the next stage."""
