@@ -52,7 +52,7 @@ class Engine:
         self.dtype, self.recompute = DTYPES[build.plan.precision], build.recompute
         self.names = [name for name, _ in model.named_parameters()]  # those of all stages
         disk = open_disk(self.plan, training, self.world, model)
-        weights = RankZeroWeights.take(model, self.world, self.dtype)
+        weights = RankZeroWeights.take(model, build.missing, self.world, self.dtype)
         cast_whole(model, self.dtype, self.world.device, build.fill)
         pool = pool_bytes(self.plan, sum(p.nbytes for p in model.parameters()))
         self.world.pool.reserve(pool, self.world.device)

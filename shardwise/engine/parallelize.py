@@ -27,12 +27,14 @@ from shardwise.engine.elementwise import require_whole
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload_choice import require_chosen
 from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec
+from shardwise.engine.rank_zero_weights import missing_weights
 from shardwise.engine.shard import layable
 from shardwise.engine.tensor_parallel import layer_tables, table_for
 from shardwise.engine.training import Build, Loss, Training
 from shardwise.engine.unwrap import no_pipe
 from shardwise.kernels.choice import CHOICES
 from shardwise.parallel.data.inference import normal_mode
+from shardwise.parallel.data.initial_weights import Fill
 
 
 @normal_mode()
@@ -75,8 +77,7 @@ def parallelize(
     require_whole(spec.kind, plan)
     objective = validate.loss(own_loss if loss is None else loss)
     tokens = None if options["tokens"] is None else validate.tokens(options["tokens"])
-    fill = None if options["fill"] is None else validate.fill(options["fill"])
-    fill = fill or default_fill(model, options["seed"])
+    fill = _fill(model, options)
     validate.trainable(model)
     validate.no_max_norm(model, plan.data_size * (1 + (plan.precision in ("bf16", "fp16"))))
     no_pipe(model)
@@ -92,9 +93,10 @@ def parallelize(
         spec.warn_unmatched([n for n, _ in model.named_parameters(remove_duplicate=False)])
     how = Training(spec, objective, tokens, clip, on_nonfinite, every, options["offload_folder"])
     consistency.require_same(world, _shared(model, plan, table, spec, options))
+    missing = missing_weights(model, world)
     world = world.on(plan.mesh)
     asked = options["units"], fill, options["prefetch"], table, begin, beside
-    more = options["least_unit_bytes"], recomputed, options["kernels"], layers
+    more = options["least_unit_bytes"], recomputed, options["kernels"], layers, missing
     return first_step.engine_of(model, Build(plan, world, *asked, *more), how)
 
 
@@ -121,6 +123,13 @@ SHARED = (
     *("clip", "units", "least_unit_bytes", "prefetch", "stages", "beside"),
     *("on_nonfinite", "check_every", "kernels", "seed"),
 )
+
+
+def _fill(model: nn.Module, options: dict[str, Any]) -> Fill:
+    """What writes initial weights: the user's function, or the modules' own."""
+    if options["fill"] is not None:
+        return validate.fill(options["fill"])
+    return default_fill(model, options["seed"])
 
 
 def _shared(

@@ -44,7 +44,7 @@ from shardwise.engine.default_fill import default_fill
 from shardwise.engine.meta_buffers import materialise
 from shardwise.engine.partition import starts
 from shardwise.engine.probe import Probe
-from shardwise.engine.rank_zero_weights import RankZeroWeights, make_real
+from shardwise.engine.rank_zero_weights import RankZeroWeights, make_real, missing_weights
 from shardwise.engine.shard import drivers
 from shardwise.engine.stage_module import Staging
 from shardwise.engine.stage_work import Microbatch, NoUnits, StageWork
@@ -97,7 +97,8 @@ def Pipe(  # noqa: N802
     world.pool.reserve(size_bytes, world.device)
     whole = _schedule(schedule, chunks, world.size)
     begin = starts(module, len(whole.home), stages)
-    weights, fill = RankZeroWeights.take(module, world), default_fill(module, 0)
+    weights = RankZeroWeights.take(module, missing_weights(module, world), world)
+    fill = default_fill(module, 0)
     materialise(module, world.device)
     for t in [*module.parameters(), *module.buffers()]:
         t.data = t.data if t.is_meta else t.data.to(world.device)

@@ -46,16 +46,17 @@ class Probe:
             for stage in range(last + 1):
                 self._arrive(stage, trace, passed)
                 if schedule.home[stage] == axis.rank:
-                    try:
-                        passed = self._run(stage, trace, passed)
-                    except Asked as asked:
-                        answer = asked.answer
+                    passed, answer = self._run(stage, trace, passed)
         return broadcast_object(answer, axis, schedule.home[last], self.staging.stages.device)
 
-    def _run(self, stage: int, trace: Trace, received: list[Tensor]) -> list[Tensor]:
+    def _run(self, stage: int, trace: Trace, received: list[Tensor]) -> tuple[list[Tensor], Any]:
+        """The outputs of a stage, or the answer."""
         stages = self.staging.stages
-        with self.around("F", stage, Microbatch(0, None, trace=trace)):
-            return stages.run(stage, trace, received, self.call).outputs
+        try:
+            with self.around("F", stage, Microbatch(0, None, trace=trace)):
+                return stages.run(stage, trace, received, self.call).outputs, None
+        except Asked as asked:
+            return [], asked.answer
 
     def _arrive(self, stage: int, trace: Trace, passed: list[Tensor]) -> None:
         """Move the bundle in front of `stage` to its rank; it is in `passed` then."""

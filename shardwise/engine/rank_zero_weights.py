@@ -11,7 +11,7 @@ No other rank has more than one whole parameter at a time, beside a unit that it
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -52,19 +52,20 @@ class RankZeroWeights:
 
     @classmethod
     def take(
-        cls, model: nn.Module, world: World, dtype: torch.dtype | None = None
+        cls,
+        model: nn.Module,
+        missing: Iterable[str],
+        world: World,
+        dtype: torch.dtype | None = None,
     ) -> "RankZeroWeights":
-        """Find them, and put them on meta; all ranks call it.  Buffers arrive at once.
+        """Put the parameters among `missing` on meta; all ranks call it.  Buffers arrive at once.
 
         They are sent in `dtype` if they are of floating point and it is not None.
-
-        Raises:
-            InputError: on every rank, for a tensor that is on meta on rank 0 and not elsewhere.
         """
         found = cls(world.everyone, world.device)
         buffers = dict(model.named_buffers())
         named = {**dict(model.named_parameters()), **buffers}
-        for name in _missing(named, world):
+        for name in missing:
             t = named[name]
             if name in buffers:
                 _send_buffer(model, name, t, world)
@@ -137,16 +138,21 @@ def _send_buffer(model: nn.Module, name: str, b: Tensor, world: World) -> None:
     model.get_submodule(prefix)._buffers[key] = values
 
 
-def _missing(named: dict[str, Tensor], world: World) -> list[str]:
-    """The names of tensors that rank 0 has and another rank has not; all ranks call it."""
+def missing_weights(model: nn.Module, world: World) -> tuple[str, ...]:
+    """The names of tensors that rank 0 has and another rank has not; all ranks call it.
+
+    Raises InputError on every rank for a tensor that is on meta on rank 0 and not elsewhere.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
     if world.size == 1 or not named:
-        return []
-    meta = torch.tensor([t.is_meta for t in named.values()], device=world.device)
-    first = meta if not world.rank else torch.zeros_like(meta)
-    flags = torch.stack([meta, ~meta, first]).int()
-    # over all ranks: on meta somewhere, real somewhere, on meta on rank 0
-    somewhere, real, first = all_reduce(flags, world.everyone, "max").bool().tolist()
-    wrong = [name for name, *is_ in zip(named, first, real, strict=True) if all(is_)]
+        return ()
+    meta = torch.tensor([t.is_meta for _, t in named], device=world.device)
+    # over all ranks: on meta somewhere, real somewhere; on meta on rank 0
+    flags = all_reduce(torch.stack([meta, ~meta]).int(), world.everyone, "max")
+    first = broadcast(meta.int(), world.everyone)
+    table = torch.stack([*flags, first]).bool().t().tolist()
+    found = [(name, *row) for (name, _), row in zip(named, table, strict=True)]
+    wrong = [name for name, _, real, on_first in found if real and on_first]
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise bad(
@@ -154,8 +160,7 @@ def _missing(named: dict[str, Tensor], world: World) -> list[str]:
             "a model that is on the meta device on all ranks, on all but rank 0, or on none",
             "from_pretrained on rank 0, and the same model under torch.device('meta') on others",
         )
-    pairs = zip(named, somewhere, first, strict=True)
-    return [name for name, is_meta, also_first in pairs if is_meta and not also_first]
+    return tuple(name for name, on_meta, _, on_first in found if on_meta and not on_first)
 
 
 def make_real(p: nn.Parameter, values: Tensor) -> None:

@@ -30,7 +30,7 @@ from shardwise.engine import consistency, validate
 from shardwise.engine.default_fill import default_fill
 from shardwise.engine.meta_buffers import materialise
 from shardwise.engine.norm import squared_norm
-from shardwise.engine.rank_zero_weights import RankZeroWeights
+from shardwise.engine.rank_zero_weights import RankZeroWeights, missing_weights
 from shardwise.engine.shard import (
     Sharding,
     driver_of,
@@ -167,7 +167,7 @@ def _shard_size(name: str, asked: int | None, ranks: int) -> int:
 
 
 def _wrap(module: nn.Module, how: Sharding, world: World) -> nn.Module:
-    weights = RankZeroWeights.take(module, world)
+    weights = RankZeroWeights.take(module, missing_weights(module, world), world)
     materialise(module, world.device)
     for p in module.parameters():
         if not p.is_meta and how.row.param_tier == "device":  # else unit by unit
