@@ -16,10 +16,12 @@ from shardwise.checkpoint.storage import Check, Pieces
 from shardwise.comm.world import World
 from shardwise.core.errors import RunError
 from shardwise.engine.box import Box
+from shardwise.parallel.data.inference import normal_mode
 
 _ALONE = "torch.distributed is (disabled|unavailable)"
 
 
+@normal_mode()
 def load(
     folder: str | os.PathLike[str],
     boxes: Sequence[Box],

@@ -4,17 +4,23 @@
 
 Python would print a traceback on every rank.  Instead rank 0 prints the paragraph and the others
 stay silent.  If rank 0 has no such error, the rank that has it prints it with its number, and ranks
-that lose their connection to it print nothing.  The process exits with code 2.  torchrun adds its
-own report, which a worker cannot prevent; it refers to the paragraph.
+that lose their connection to it print nothing.  The process exits with code 2, after its atexit
+handlers have run and its open files are written.  torchrun adds its own report, which a worker
+cannot prevent; it refers to the paragraph.
 """
 
+import atexit
+import gc
+import io
 import json
 import os
 import re
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -29,30 +35,36 @@ from shardwise.core.errors import InputError, RankError
 _GRACE_S = 2.0
 #: The key that the printing rank sets in the store.
 _KEY = "shardwise/refusal"
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_PACKAGE = f"{Path(__file__).resolve().parent.parent}{os.sep}"
+#: Where code is that is not the user's script: ours, torch's, Python's.
+_NOT_SCRIPT = (_PACKAGE, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")))
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+)', re.MULTILINE)
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
 
-def install_excepthook(rank: int = 0, size: int = 1) -> None:
-    """Install the hook for this process."""
+def install_excepthook(
+    rank: int = 0, size: int = 1, close: Callable[[], Any] | None = None
+) -> None:
+    """Install the hook for this process; `close` is the atexit handler that closes connections."""
     if getattr(sys.excepthook, "func", None) is not _excepthook:
-        sys.excepthook = partial(_excepthook, sys.excepthook, rank, size)
+        sys.excepthook = partial(_excepthook, sys.excepthook, rank, size, close)
 
 
 def _excepthook(
     before: Hook,
     rank: int,
     size: int,
+    close: Callable[[], Any] | None,
     kind: type[BaseException],
     error: BaseException,
     frames: TracebackType | None,
 ) -> None:
     """The hook; `before` is the hook it replaced.  It ends the process.
 
-    With several ranks it exits at once.  During a normal shutdown the other ranks would lose their
-    connections and fail, and torchrun would kill this process before it returned its exit code.
+    With several ranks it exits before any connection is closed.  During a normal shutdown the other
+    ranks would lose theirs and fail, and torchrun would kill this process before it returned its
+    exit code.
     """
     if not isinstance(error, InputError):
         if not (LOST_CONNECTION.search(str(error)) and _another_prints()):
@@ -61,6 +73,10 @@ def _excepthook(
     failed_rank, trace = rank, "".join(traceback.format_tb(frames))
     if isinstance(error.__cause__, RankError):  # from spawn: show the rank's line of the script
         failed_rank, trace = error.__cause__.rank, error.__cause__.text
+    if close is not None:
+        atexit.unregister(close)
+    if rank:
+        _end_program()  # before the wait in `_prints`, during which the launcher may kill this rank
     sys.stdout.flush()
     if _prints(rank, size):
         where = [f"rank {failed_rank}"] if failed_rank else []
@@ -71,13 +87,25 @@ def _excepthook(
         _tell_torchrun(rank)
     sys.stderr.flush()
     if size > 1:
+        _end_program()
         os._exit(2)
     raise SystemExit(2)
 
 
+def _end_program() -> None:
+    """What Python does for a program that ends: atexit handlers, and the rest of open files."""
+    with suppress(BaseException):  # as Python, which ends whatever a handler raises
+        atexit._run_exitfuncs()
+    for each in gc.get_objects():
+        if issubclass(type(each), io.IOBase):
+            with suppress(Exception):  # closed, or not writable
+                each.flush()
+
+
 def _script_line(trace: str) -> list[str]:
     """The innermost line of the user's script in a traceback."""
-    frames = [(path, line) for path, line in _FRAME.findall(trace) if not path.startswith(_PACKAGE)]
+    frames = _FRAME.findall(trace)
+    frames = [(path, line) for path, line in frames if not path.startswith(_NOT_SCRIPT)]
     known = [(path, line) for path, line in frames if Path(path).exists()]
     return [f"{Path(path).name}, line {line}" for path, line in known[-1:]]
 

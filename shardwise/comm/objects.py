@@ -1,12 +1,12 @@
-"""All-gather of any Python object that can be pickled."""
+"""All-gather and broadcast of any Python object that can be pickled."""
 
 import pickle
 from typing import Any
 
 import torch
 
-from shardwise.comm.move import all_gather
-from shardwise.comm.world import World
+from shardwise.comm.move import all_gather, broadcast
+from shardwise.comm.world import Axis, World
 
 
 def all_gather_object(value: Any, world: World) -> list[Any]:
@@ -20,3 +20,11 @@ def all_gather_object(value: Any, world: World) -> list[Any]:
     parts = zip(all_gather(padded, world.everyone), lengths, strict=True)
     # pickles come only from the ranks of this command
     return [pickle.loads(bytes(part[:n].tolist())) for part, n in parts]  # noqa: S301
+
+
+def broadcast_object(value: Any, axis: Axis, root: int, device: torch.device) -> Any:
+    """The value of rank `root` of the axis, on every rank of it. Called by all of them."""
+    packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    size = broadcast(torch.tensor([len(packed)], dtype=torch.int64, device=device), axis, root)
+    packed = packed if axis.rank == root else packed.new_empty(int(size.item()))
+    return pickle.loads(bytes(broadcast(packed, axis, root).tolist()))  # noqa: S301

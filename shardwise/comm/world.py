@@ -276,9 +276,10 @@ def init(device: str | None = None, *, shared_memory: bool | None = None) -> Wor
     limits = read_limits()
     install_excepthook(start.rank)  # for errors of the start itself
     store = _begin(start, where, limits)
-    install_excepthook(start.rank, start.size)  # again, since torch sets its own hook
     links = TorchLinks(ours=True, device_type=where.type, shared_memory=shared_memory)
     TorchLinks.of_process = links
+    # again, since torch sets its own hook
+    install_excepthook(start.rank, start.size, links.close)
     if not launched():
         links.peers = watch_peers(store, start.rank, start.size, limits)
     atexit.register(links.close)

@@ -57,6 +57,10 @@ class LayerPlan:
         """Whether its ranks are a mesh of their own."""
         return "axes" in self.fields
 
+    def with_axes(self, axes: Sequence[tuple[str, int]]) -> "LayerPlan":
+        """The same words with other axes; without any word if none is left."""
+        return LayerPlan(self.patterns, _canonical(self.fields | {"axes": axes}))
+
     def matches(self, name: str) -> bool:
         """Whether a pattern matches the module `name`."""
         return any(_matches(name, pattern) for pattern in self.patterns)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from math import gcd
 
 from shardwise.core.errors import InputError, Problem, refusal
-from shardwise.core.layer_plan_check import layer_problems
+from shardwise.core.layer_plan_check import layer_problems, with_layers
 from shardwise.core.plan import Plan
 from shardwise.core.plan_parser import (
     MOST,
@@ -264,6 +264,11 @@ def _world(plan: Plan, world_size: int | None) -> list[Problem]:
 
 def _runnable(plan: Plan) -> Plan:
     """The nearest plan that this version runs, with the same row, data and tensor ranks."""
+    return with_layers(_runnable_model(plan), plan.layers, problems)
+
+
+def _runnable_model(plan: Plan) -> Plan:
+    """The nearest plan of the model, without plans of single layers."""
     sizes = {name: size for name, size in plan.axes if name.startswith("dp")}
     whole = row_of(plan.row).sharded and "dp_shard" in sizes and "dp" not in sizes
     axes = tuple(sizes.items()) if whole else (("dp", min(plan.data_size, MOST)),)
@@ -310,7 +315,7 @@ def _experts_on(ranks: int, most: int) -> tuple[tuple[str, int], ...]:
 
 def _fit(plan: Plan, world_size: int) -> Plan:
     """The nearest plan that this version runs on `world_size` ranks: the rest are data ranks."""
-    near, left = _runnable(plan), world_size
+    near, left = _runnable_model(plan), world_size
     inner: list[tuple[str, int]] = []
     for axis in ("pp", "tp"):
         size = near.mesh.size_of(axis)
@@ -324,4 +329,5 @@ def _fit(plan: Plan, world_size: int) -> Plan:
         data = [("dp_replicate", left // shard), ("dp_shard", shard)]
     inner += _experts_on(data[-1][1] if data else 1, plan.ep)
     near = replace(near, axes=(*data, *inner), sp=near.sp and ("tp" in dict(inner)))
-    return near if "pp" in dict(inner) else replace(near, schedule=None)
+    near = near if "pp" in dict(inner) else replace(near, schedule=None)
+    return with_layers(near, plan.layers, problems)

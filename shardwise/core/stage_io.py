@@ -33,6 +33,7 @@ class Event:
     out       its output, with meta tensors instead of tensors
     numbers   of the tensors in `out`, in their order
     writes    (i, number): the i-th input tensor was written to, and is that value now
+    reads     whether `out` is what the program read of values
     """
 
     what: Any
@@ -40,6 +41,7 @@ class Event:
     out: Any
     numbers: tuple[int, ...]
     writes: tuple[tuple[int, int], ...] = ()
+    reads: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Trace:
     written[s]    values of earlier stages that stage s writes to: it copies them first
     trained       values through which gradients flow
     read[s]       parameters of stage s, by number, that are read there outside of layers
+    answers       what the forward read from the batch (parallel/pipeline/answers.py)
     """
 
     events: tuple[Event, ...]
@@ -61,6 +64,7 @@ class Trace:
     written: tuple[frozenset[int], ...]
     trained: frozenset[int]
     read: tuple[frozenset[int], ...]
+    answers: tuple[Any, ...] = ()
 
 
 def maker(made: Sequence[int], use: int) -> int | None:

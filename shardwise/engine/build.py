@@ -18,6 +18,7 @@ from shardwise.core.hook import Hook, nothing
 from shardwise.engine import expert_parallel, stage_module, tensor_parallel
 from shardwise.engine.expert_parallel import ExpertLayout
 from shardwise.engine.layer_plans import require_units
+from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.reads import guard_shards
 from shardwise.engine.regions import Regions
 from shardwise.engine.shard import (
@@ -101,10 +102,12 @@ class ShardedModel:
         return self.axes[1].rank * self.axes[0].size + self.axes[0].rank
 
 
-def lay_out(model: nn.Module, build: Build, disk: Disk | None = None) -> ShardedModel:
+def lay_out(
+    model: nn.Module, build: Build, weights: RankZeroWeights, disk: Disk | None = None
+) -> ShardedModel:
     """Shard `model` in place.  All ranks of the world call it."""
     world, plan, kernels = build.world, build.plan, kernels_of(build.kernels, build.world.device)
-    how = _sharding(model, build, disk)
+    how = _sharding(model, build, weights, disk)
     schedule, tensor_ranks = stage_module.schedule_of(plan), world.axis(tensor_parallel.AXIS).size
     regions = Regions.open(build, how)
     if schedule is None:
@@ -152,7 +155,9 @@ def lay_out(model: nn.Module, build: Build, disk: Disk | None = None) -> Sharded
     )
 
 
-def _sharding(model: nn.Module, build: Build, disk: Disk | None) -> Sharding:
+def _sharding(
+    model: nn.Module, build: Build, weights: RankZeroWeights, disk: Disk | None
+) -> Sharding:
     """The storage of parameters under the model's own plan."""
     world, plan, offload = build.world, build.plan, build.plan.offloaded
     return Sharding(
@@ -173,6 +178,7 @@ def _sharding(model: nn.Module, build: Build, disk: Disk | None) -> Sharding:
         tiling=tile(model, plan, build.units),
         gathers=gathers(plan),
         alone=tuple(build.layers.alone(model, build.units)),
+        weights=weights,
     )
 
 

@@ -33,11 +33,13 @@ from shardwise.engine.one_stage import OneStage
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer_state import Catalogue
 from shardwise.engine.pipelined import Pipelined
+from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.scale import LossScale, power_of_two
 from shardwise.engine.shard import cast_whole
 from shardwise.engine.training import DTYPES, Build, Metrics, StepResult, Training
 from shardwise.engine.updating import Updates
 from shardwise.engine.weight_stashing import Stale
+from shardwise.parallel.data.inference import normal_mode
 from shardwise.parallel.data.units import Unit
 from shardwise.prediction.traffic import Line, by_kind
 
@@ -52,11 +54,13 @@ class Engine:
         self.names = [name for name, _ in model.named_parameters()]  # those of all stages
         disk = open_disk(self.plan, training, self.world, model)
         by_unit = self.plan.states.param_tier != "device"  # the model may not fit
+        weights = RankZeroWeights.take(model, build.missing, self.world, self.dtype)
         cast_whole(model, self.dtype, self.world.device, build.fill, by_unit=by_unit)
         pool = pool_bytes(self.plan, sum(p.nbytes for p in model.parameters()))
         self.world.pool.reserve(pool, self.world.device)
         with self.ledger.phase("start"):
-            sharded = self.sharded = lay_out(model, build, disk)
+            sharded = self.sharded = lay_out(model, build, weights, disk)
+            weights.deliver()
         self.tensors, self.data, self.flats = sharded.tensors, sharded.data, sharded.flats
         self.axes, self.staging = sharded.axes, sharded.staging
         self.consensus = self.data.consensus
@@ -262,6 +266,7 @@ class Engine:
         """The sum of a small vector over the pipeline axis."""
         return begin_sum(x, self.staging.axis).wait() if self.staging else x
 
+    @normal_mode()
     @torch.no_grad()
     def evaluate(self, batch: Any) -> tuple[float, int]:
         """The mean loss over the global batch and its number of tokens, in eval mode.
@@ -282,6 +287,7 @@ class Engine:
             summed, total = self.consensus.agree(own).tolist()
         return summed / max(1.0, total), round(total)
 
+    @normal_mode()
     @torch.no_grad()
     def outputs(self, call: Callable[[nn.Module], Tensor], like: Tensor) -> Tensor:
         """The result of `call(model)` in eval mode, with the shape and dtype of `like`.

@@ -26,6 +26,7 @@ from shardwise.engine.pipe import Piped
 from shardwise.engine.shard import driver_of, flats_of
 from shardwise.engine.unwrap import pipe_of
 from shardwise.parallel.data.hooks import Data
+from shardwise.parallel.data.inference import normal_mode
 from shardwise.parallel.data.wrap_policy import COMPILED, uncompiled
 from shardwise.parallel.pipeline.placeholders import StandIn
 
@@ -33,6 +34,7 @@ from shardwise.parallel.pipeline.placeholders import StandIn
 EXTRA: Final = "_extra_state"
 
 
+@normal_mode()
 def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
     """All parameters and persistent buffers, full, on rank 0 as CPU tensors.
 

@@ -1,12 +1,15 @@
 """Values for buffers that a model made on the meta device does not have yet."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.core.errors import bad
+from shardwise.engine.default_fill import initialiser
+from shardwise.parallel.data.inference import renew_buffers
 from shardwise.parallel.data.initial_weights import Fill
 
 
@@ -17,8 +20,11 @@ def materialise(model: nn.Module, device: torch.device, fill: Fill | None = None
     from the module's own `reset_buffers` or `reset_running_stats`, else, in a model of
     `transformers`, from the `_init_weights` of the module around it.
 
+    Buffers that were made under inference mode become normal tensors.
+
     Raises InputError for a buffer that none of them sets.
     """
+    renew_buffers(model.modules())
     for prefix, module in model.named_modules():
         meta = {name: b for name, b in module.named_buffers(recurse=False) if b.is_meta}
         if not meta:
@@ -44,12 +50,8 @@ def _reset_of(model: nn.Module, prefix: str, module: nn.Module) -> Callable[[], 
             return reset
     if not all(p.is_meta for p in module.parameters(recurse=False)):
         return None  # _init_weights would overwrite them
-    parts = prefix.split(".") if prefix else []
-    for count in range(len(parts), -1, -1):
-        around = model.get_submodule(".".join(parts[:count]))
-        if callable(initialise := getattr(around, "_init_weights", None)):
-            return torch.no_grad()(lambda: initialise(module))
-    return None
+    around = initialiser(model, prefix)
+    return None if around is None else partial(around, module)
 
 
 def _valueless(name: str, module: nn.Module) -> Exception:

@@ -262,12 +262,13 @@ class Recorder(Protocol):
 class _ToMeta(TorchDispatchMode):
     """Moves the other inputs of an operation on a meta tensor to meta; other operations are real.
 
-    So tensors that a model computes only from the batch or from its buffers have values.
+    So tensors that a model computes only from the batch or from its buffers have values.  A write
+    of a meta tensor to one with values is lost; with `strict` it raises RuntimeError.
     """
 
-    def __init__(self, record: Recorder | None = None) -> None:
+    def __init__(self, record: Recorder | None = None, *, strict: bool = False) -> None:
         super().__init__()
-        self.record = record
+        self.record, self.strict = record, strict
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -275,6 +276,8 @@ class _ToMeta(TorchDispatchMode):
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunction():  # of logits that autograd has saved
             if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, kwargs))):
+                if self.strict and func._schema.is_mutable and not args[0].is_meta:
+                    raise RuntimeError(f"{func}: unknown values written to a known tensor")
                 args = tree_map_only(Tensor, _moved, args)
                 kwargs = dict(
                     zip(kwargs, tree_map_only(Tensor, _moved, [*kwargs.values()]), strict=True)
@@ -287,23 +290,23 @@ class _ToMeta(TorchDispatchMode):
         return out
 
 
-class _AsOnProcessor(TorchFunctionMode):
-    """Makes meta tensors report the device "cpu", and attention save what a fused kernel saves.
+class _AsOn(TorchFunctionMode):
+    """Makes meta tensors report another device, and attention save what a fused kernel saves.
 
     So tensors that a model computes only from sizes (positions, masks) have values that it may
     read, and attention saves no scores.
     """
 
-    def __init__(self, record: Recorder | None = None) -> None:
+    def __init__(self, record: Recorder | None, device: torch.device) -> None:
         super().__init__()
-        self.record = record
+        self.record, self.device = record, device
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if func == Tensor.device.__get__:
-            return torch.device("cpu")
+            return self.device
         if func is not functional.scaled_dot_product_attention or _drops(args, kwargs):
             return func(*args, **kwargs)
         named = [kwargs[name] for name in ("query", "key", "value") if name in kwargs]
@@ -340,10 +343,20 @@ class _Attention(torch.autograd.Function):
 
 
 @contextmanager
-def as_on_processor(record: Recorder | None = None) -> Iterator[None]:
-    """Inside the `with`, a model on meta computes as if it were on a CPU."""
-    with _AsOnProcessor(record), _ToMeta(record):
+def as_on(
+    device: torch.device, record: Recorder | None = None, *, strict: bool = False
+) -> Iterator[None]:
+    """Inside the `with`, a model on meta computes as if it were on `device`.
+
+    Operations on real tensors alone, such as those of the batch, compute real values.
+    """
+    with _AsOn(record, device), _ToMeta(record, strict=strict):
         yield
+
+
+def as_on_processor(record: Recorder | None = None) -> AbstractContextManager[None]:
+    """Inside the `with`, a model on meta computes as if it were on a CPU."""
+    return as_on(torch.device("cpu"), record)
 
 
 def _drops(args: Any, kwargs: dict[str, Any]) -> bool:

@@ -22,17 +22,22 @@ from shardwise.engine import (
     validate,
     weight_stashing,
 )
+from shardwise.engine.default_fill import default_fill
 from shardwise.engine.elementwise import require_whole
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload_choice import require_chosen
 from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec
-from shardwise.engine.shard import default_fill, layable
+from shardwise.engine.rank_zero_weights import missing_weights
+from shardwise.engine.shard import layable
 from shardwise.engine.tensor_parallel import layer_tables, table_for
 from shardwise.engine.training import Build, Loss, Training
 from shardwise.engine.unwrap import no_pipe
 from shardwise.kernels.choice import CHOICES
+from shardwise.parallel.data.inference import normal_mode
+from shardwise.parallel.data.initial_weights import Fill
 
 
+@normal_mode()
 def parallelize(
     model: nn.Module,
     plan: Plan | str,
@@ -49,8 +54,7 @@ def parallelize(
         tokens, clip, on_nonfinite, check_every: see Training.
         units: the wrap policy (parallel/data/wrap_policy.py).
         least_unit_bytes: smaller units are merged with their neighbours; None means 2 MiB.
-        fill: fill(name, tensor) writes the weights of a model on the meta device.
-        seed: the seed of weights on the meta device without `fill`.
+        fill, seed: fill(name, tensor) writes weights on the meta device, else they follow `seed`.
         prefetch: the number of units gathered ahead of their use.
         table: the styles of tensor parallelism (docs/tensor-tables.md).
         stages: the names of the modules that begin each stage except the first.
@@ -59,8 +63,7 @@ def parallelize(
         beside: {"norm": "head"} for modules not called where they are defined (docs/stages.md).
 
     Raises:
-        InputError: the plan cannot work (the error lists every problem); an argument is wrong,
-            unknown, or differs between ranks. The model is then unchanged.
+        InputError: the plan or an argument cannot work or differs between ranks; nothing changed.
     """
     validate.model(model, "sw.parallelize")
     validate.no_backward_optimizer(model, "sw.parallelize of a model")
@@ -72,9 +75,7 @@ def parallelize(
     require_whole(spec.kind, spec.by_group, plan)
     objective = validate.loss(own_loss if loss is None else loss)
     tokens = None if options["tokens"] is None else validate.tokens(options["tokens"])
-    fill = None if options["fill"] is None else validate.fill(options["fill"])
-    validate.needed(options, model)
-    fill = fill or default_fill(model, options["seed"])
+    fill = _fill(model, options)
     validate.trainable(model)
     validate.no_max_norm(model, plan.data_size * (1 + (plan.precision in ("bf16", "fp16"))))
     no_pipe(model)
@@ -90,9 +91,12 @@ def parallelize(
         spec.warn_unmatched([n for n, _ in model.named_parameters(remove_duplicate=False)])
     how = Training(spec, objective, tokens, clip, on_nonfinite, every, options["offload_folder"])
     consistency.require_same(world, _shared(model, plan, table, spec, options))
+    missing = missing_weights(model, world)
+    if not missing:
+        validate.needed(options, model)
     world = world.on(plan.mesh)
     asked = options["units"], fill, options["prefetch"], table, begin, beside
-    more = options["least_unit_bytes"], recomputed, options["kernels"], layers
+    more = options["least_unit_bytes"], recomputed, options["kernels"], layers, missing
     return first_step.engine_of(model, Build(plan, world, *asked, *more), how)
 
 
@@ -114,11 +118,18 @@ DEFAULTS: dict[str, Any] = {
     "offload_folder": None,
 }
 
-#: Options that must be equal on all ranks.  So must the seed, if it initialises weights.
+#: Options that must be equal on all ranks.
 SHARED = (
     *("clip", "units", "least_unit_bytes", "prefetch", "stages", "beside"),
-    *("on_nonfinite", "check_every", "kernels"),
+    *("on_nonfinite", "check_every", "kernels", "seed"),
 )
+
+
+def _fill(model: nn.Module, options: dict[str, Any]) -> Fill:
+    """What writes initial weights: the user's function, or the modules' own."""
+    if options["fill"] is not None:
+        return validate.fill(options["fill"])
+    return default_fill(model, options["seed"])
 
 
 def _shared(
@@ -130,10 +141,8 @@ def _shared(
         "the model": consistency.model_signature(model),
         "the table": table,
         "the optimizer": spec,
-    } | {f"the option {name}": options[name] for name in SHARED}
-    if any(p.is_meta for p in model.parameters()):
-        shared["the option seed"] = options["seed"]
-    return shared
+    }
+    return shared | {f"the option {name}": options[name] for name in SHARED}
 
 
 def plan_of(plan: Any) -> Plan:

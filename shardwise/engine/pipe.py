@@ -17,7 +17,7 @@ Every rank passes the same input.  If it requires a gradient (a layer before the
 gets the sum of the stages' gradients.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,12 +41,17 @@ from shardwise.core.structure import Structure
 from shardwise.engine import consistency, stage_module, validate
 from shardwise.engine.batch import split
 from shardwise.engine.compiled import refuse
+from shardwise.engine.default_fill import default_fill
 from shardwise.engine.meta_buffers import materialise
 from shardwise.engine.partition import starts
+from shardwise.engine.probe import Probe
+from shardwise.engine.rank_zero_weights import RankZeroWeights, make_real, missing_weights
 from shardwise.engine.shard import drivers
 from shardwise.engine.stage_module import Staging
 from shardwise.engine.stage_work import Microbatch, NoUnits, StageWork
 from shardwise.engine.tensor_layout import nowhere
+from shardwise.parallel.data.inference import normal_mode
+from shardwise.parallel.data.initial_weights import Fill
 from shardwise.parallel.pipeline.bundles import ByShape
 from shardwise.parallel.pipeline.placeholders import twin
 from shardwise.parallel.pipeline.runtime import open_channels, run
@@ -54,6 +59,7 @@ from shardwise.parallel.pipeline.runtime import open_channels, run
 Forward = Callable[..., Any]
 
 
+@normal_mode()
 def Pipe(  # noqa: N802
     module: nn.Module,
     chunks: int = 8,
@@ -90,17 +96,35 @@ def Pipe(  # noqa: N802
     world.pool.reserve(size_bytes, world.device)
     whole = _schedule(schedule, chunks, world.size)
     begin = starts(module, len(whole.home), stages)
+    weights = RankZeroWeights.take(module, missing_weights(module, world), world)
+    fill = default_fill(module, 0)
     materialise(module, world.device)
     for t in [*module.parameters(), *module.buffers()]:
-        t.data = t.data.to(world.device)
+        t.data = t.data if t.is_meta else t.data.to(world.device)
     copy, named = twin(module), dict(module.named_parameters())
     stage_module.agree(module, world.axis(stage_module.AXIS), world.device)
     staged = stage_module.lay_out(module, (copy, nowhere()), world, whole, begin)
+    _fill(module, named, weights, fill)
     trained = any(p.requires_grad for p in named.values())
     tied = {named[name]: staged.ties[name] for name in sorted(staged.ties)}
     # a hook cannot replace the forward, and other modules share the class
     module.forward = Piped(module, staged, trained, tied, world)
     return module
+
+
+def _fill(
+    module: nn.Module, named: Mapping[str, nn.Parameter], weights: RankZeroWeights, fill: Fill
+) -> None:
+    """Give this rank's parameters on meta their values: from rank 0, or their initial ones."""
+    own = {id(p) for p in module.parameters()}
+    for name, values in weights.broadcasts():
+        if id(named[name]) in own:
+            make_real(named[name], values)
+    for name, p in named.items():
+        if id(p) in own and p.is_meta:
+            values = torch.empty_like(p, device=weights.device)
+            fill(name, values)
+            make_real(p, values)
 
 
 def _schedule(name: Any, chunks: int, ranks: int) -> Schedule:
@@ -154,6 +178,7 @@ class Piped:
     def __reduce__(self) -> Any:
         raise no_copy(type(self.module).__name__)
 
+    @normal_mode()
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the whole batch, on every rank."""
         refuse(self.module, "sw.Pipe", "sw.FSDP(module)")
@@ -181,11 +206,17 @@ class Piped:
 
     def _traced(self, part: Any) -> _Traced:
         modes = torch.is_grad_enabled(), self.module.training
-        return self.known.get(part, modes, lambda: self._trace(part))
+        stages = self.staged.stages
+        return self.known.get(
+            *(part, modes, lambda: self._trace(part)),
+            lambda known: stages.fits(known.trace, lambda model: self.call(model, part)),
+        )
 
     def _trace(self, part: Any) -> _Traced:
         found: list[Any] = []
-        trace = self.staged.stages.trace(lambda model: found.append(self.call(model, part)))
+        probe = Probe(self.staged, lambda model: self.call(model, part), NoUnits().around)
+        stages = self.staged.stages
+        trace = stages.trace(lambda model: found.append(self.call(model, part)), probe)
         out, structure = tree_flatten(found[0])
         out = [_on_meta(x) if isinstance(x, Tensor) else x for x in out]
         _whole(out, _rows(part))
@@ -326,6 +357,7 @@ class _Back(Function):
 
 def _leaf(x: Tensor) -> Tensor:
     """A microbatch's tensor as a leaf of a new graph."""
+    x = x.clone() if x.is_inference() else x  # such a tensor could not be written to
     return x.detach().requires_grad_(x.requires_grad and torch.is_grad_enabled())
 
 

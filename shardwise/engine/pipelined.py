@@ -22,6 +22,7 @@ from shardwise.core.schedule.action import Action, Step, Token, Transfer
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.core.stage_io import Trace
 from shardwise.engine.one_stage import Objective
+from shardwise.engine.probe import Probe
 from shardwise.engine.rng import seeded
 from shardwise.engine.stage_module import Staging
 from shardwise.engine.stage_work import Microbatch, Result, ScaledLoss, StageWork
@@ -134,12 +135,24 @@ class Pipelined:
         def make() -> _Traced:
             return self._trace_call(lambda model: self.objective(model, part))
 
-        return self.known.get(part, self.model.training, make)
+        def fits(known: _Traced) -> bool:
+            return stages.fits(known.trace, lambda model: self.objective(model, part))
+
+        stages = self.staging.stages
+        return self.known.get(part, self.model.training, make, fits)
+
+    def _probe(self, call: Callable[[nn.Module], Any]) -> Probe | None:
+        """Answers reads of activations, where that needs no other ranks than the pipeline's."""
+        alone = all(axis.size == 1 for axis in self.data.consensus.axes)
+        gathers = any(unit.reshards for unit in self.data.units.order)
+        if not alone and (gathers or not self.apart):
+            return None  # data ranks may trace other shapes, at other times
+        return Probe(self.staging, call, self._units().around)
 
     def _trace_call(self, call: Callable[[nn.Module], Any]) -> "_Traced":
         stream = self.staging.beside.stream
         stream.begin()
-        trace = self.staging.stages.trace(call)
+        trace = self.staging.stages.trace(call, self._probe(call))
         for stage, own in self.staging.stages.layers.own.items():
             self.data.read_outside(p for n, p in own.items() if n in trace.read[stage])
         return _Traced(trace, stream.lengths.known)

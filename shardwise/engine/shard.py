@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import nn
@@ -14,7 +13,6 @@ from shardwise.comm.arena import Arena
 from shardwise.comm.disk import Disk
 from shardwise.comm.tiers import Tiers
 from shardwise.comm.world import Axis, World
-from shardwise.core.errors import bad
 from shardwise.core.hook import Hook
 from shardwise.core.layout import I
 from shardwise.core.offload import Offload
@@ -24,6 +22,7 @@ from shardwise.core.zero import Row
 from shardwise.engine import validate
 from shardwise.engine.expert_parallel import ExpertLayout, check_experts
 from shardwise.engine.meta_buffers import materialise
+from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.stage_module import Staging
 from shardwise.engine.tensor_layout import Tensors, nowhere
 from shardwise.engine.tiling import Tiling, tiled_layers
@@ -58,6 +57,7 @@ class Sharding:
     alone: layers with a plan of their own inside of blocks: units of their own.
     Neighbours smaller than `least_unit_bytes` (None: LEAST_BYTES) are one unit.
     fill(name, tensor) writes the initial weights of parameters on the meta device, unit by unit.
+    weights: weights that rank 0 alone has, and that arrive after all units are built.
     """
 
     row: Row
@@ -78,6 +78,7 @@ class Sharding:
     tiling: Tiling = field(default_factory=Tiling)
     gathers: bool = False
     alone: tuple[str, ...] = ()
+    weights: RankZeroWeights = field(default_factory=RankZeroWeights)
 
     @property
     def axes(self) -> tuple[Axis, Axis]:
@@ -136,9 +137,8 @@ def shard(
     parameter.
     """
     tensors, experts = tensors or nowhere(), experts or ExpertLayout(Axis("ep"), *how.axes)
-    fill = None if how.fill is None else partial(tensors.part, how.fill)
-    fill = None if fill is None else partial(experts.part, fill)
-    fill = None if fill is None else partial(how.tiling.part, fill)
+    fill = partial(tensors.part, how.weights.fill(how.fill))
+    fill = partial(how.tiling.part, partial(experts.part, fill))
     units: list[Unit] = []
     by_unit = [
         {name: layout_of(name, how, tensors, staged, experts) for name, _ in spec.params}
@@ -166,6 +166,7 @@ def shard(
             device = how.device or group[0][1].device
             groups.append(Flat(group, local, fill, device, how.products.add))
             groups[-1].names = [how.tiling.plain(name) for name, _ in group]
+            how.weights.expect(groups[-1], [name for name, _ in group], fill)
         units.append(Unit(spec.name, spec.modules, groups))
     how.tiling.release(how.device)
     return units
@@ -310,51 +311,3 @@ def cast_whole(
         b.data = b.data.to(device)
         if dtype is torch.float64 and b.is_floating_point():
             b.data = b.data.double()
-
-
-def default_fill(model: nn.Module, seed: int) -> Fill:
-    """Initial weights for a model on the meta device, if the user gives no `fill`.
-
-    The module that owns a parameter runs its `reset_parameters` on real memory, with a random state
-    made from the seed and the module's name, so that all plans begin with the same weights.
-    """
-    owners = {
-        f"{prefix}.{name}" if prefix else name: (prefix, module)
-        for prefix, module in model.named_modules()
-        for name, _ in module.named_parameters(recurse=False)
-    }
-    # the full shapes: later, parameters are shards
-    shapes = {
-        prefix: {name: p.shape for name, p in module.named_parameters(recurse=False)}
-        for prefix, module in owners.values()
-    }
-    return partial(_reset_like, owners, shapes, seed)
-
-
-def _reset_like(
-    owners: dict[str, tuple[str, nn.Module]],
-    shapes: dict[str, dict[str, torch.Size]],
-    seed: int,
-    name: str,
-    tensor: torch.Tensor,
-) -> None:
-    prefix, module = owners[name]
-    twin = type(module).__new__(type(module))
-    twin.__dict__ = dict(module.__dict__)
-    made = {
-        key: nn.Parameter(torch.empty(shape, dtype=torch.float32))
-        for key, shape in shapes[prefix].items()
-    }
-    twin._parameters = {key: made.get(key) for key in module._parameters}
-    reset = getattr(twin, "reset_parameters", getattr(twin, "_reset_parameters", None))
-    if reset is None:
-        raise bad(
-            f"parameter {name} on the meta device, whose {type(module).__name__} has no "
-            "reset_parameters",
-            "modules with reset_parameters, or a fill for all parameters",
-            "parallelize(..., fill=lambda name, tensor: tensor.normal_(0, 0.02))",
-        )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(crc32(f"{seed}/{prefix}".encode()))
-        reset()
-    tensor.copy_(made[name.rpartition(".")[2]])

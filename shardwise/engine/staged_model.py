@@ -5,8 +5,9 @@ trace = stages.trace(lambda model: loss(model, microbatch))
 ran = stages.run(1, trace, inputs, lambda model: loss(model, microbatch))
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ from torch import Tensor, nn
 
 from shardwise.core.errors import bad
 from shardwise.core.stage_io import Trace
+from shardwise.engine.meta_pass import UNKNOWN, as_on
 from shardwise.engine.partition import misplaced
-from shardwise.parallel.pipeline.interceptor import Glue, Seen
+from shardwise.parallel.pipeline.answers import Replay
+from shardwise.parallel.pipeline.interceptor import Glue, Player, Seen
 from shardwise.parallel.pipeline.placeholders import Layers
 from shardwise.parallel.pipeline.stage import Over, Ran, Stage
-from shardwise.parallel.pipeline.tracer import Tracer
+from shardwise.parallel.pipeline.tracer import Ask, Tracer
 
 
 class Stages:
@@ -51,26 +54,55 @@ class Stages:
         """The stages of every parameter of the full model, by name; tied ones have several."""
         return {name: stages for name, stages, _ in self.layers.parameters}
 
-    def trace(self, call: Callable[[nn.Module], Any]) -> Trace:
+    def trace(self, call: Callable[[nn.Module], Any], ask: Ask | None = None) -> Trace:
         """Trace `call` on meta for this microbatch, in the current grad mode.
 
-        The trace is valid for every microbatch of the same shapes. Tracing draws no random number
-        from the default generators, and keeps no real tensor.
+        The trace is valid for every microbatch of the same shapes that it `fits`. Tracing draws no
+        random number from the default generators, and keeps no real tensor.  `ask` answers reads of
+        activations between layers (engine/probe.py); without it they raise.
 
         Raises:
             InputError: the code between layers cannot be traced (parallel/pipeline/tracer.py).
         """
         layers, seen = self.layers, Seen(self.layers.numbers)
         layers.number_buffers(seen.put)
-        follow = Tracer(layers.known_values(), layers.count, seen, self.device)
-        glue = Glue(follow, seen, self.device)
-        devices = [self.device] if self.device.type == "cuda" else []
-        with torch.random.fork_rng(devices=devices), layers.following(glue) as twin, glue:
+        follow = Tracer(
+            layers.known_values(),
+            layers.count,
+            seen,
+            self.device,
+            partial(as_on, strict=True),
+            ask,
+        )
+        with self._twin(follow, seen) as twin:
             try:
                 call(twin)
-            except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+            except UNKNOWN as error:
                 raise follow.blame(error) from error
         return follow.finish()
+
+    def fits(self, trace: Trace, call: Callable[[nn.Module], Any]) -> bool:
+        """Whether `trace` holds for this microbatch too, of the same shapes.
+
+        It does unless the forward reads other numbers from the batch.
+        """
+        if not trace.answers:
+            return True
+        seen = Seen(self.layers.numbers)
+        self.layers.number_buffers(seen.put)
+        replay = Replay(trace, seen)
+        with self._twin(replay, seen) as twin, suppress(*UNKNOWN):
+            call(twin)
+            return replay.fits
+        return False
+
+    @contextmanager
+    def _twin(self, player: Player, seen: Seen) -> Iterator[nn.Module]:
+        """The twin, whose glue goes to `player`; no random number is drawn."""
+        glue = Glue(player, seen, self.device)
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), self.layers.following(glue) as twin, glue:
+            yield twin
 
     def run(
         self,

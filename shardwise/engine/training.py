@@ -83,6 +83,7 @@ class Build:
     recompute         modules that are recomputed, and how (recomputation.py)
     kernels           "auto" or "torch" (kernels/choice.py)
     layers            the plans of single layers (layer_plans.py)
+    missing           tensors that rank 0 alone has (rank_zero_weights.py)
     """
 
     plan: Plan
@@ -97,6 +98,7 @@ class Build:
     recompute: Recomputation = field(default_factory=lambda: Recomputation({}))
     kernels: str = "auto"
     layers: LayerPlans = field(default_factory=LayerPlans)
+    missing: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

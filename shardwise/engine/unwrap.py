@@ -15,8 +15,10 @@ from shardwise.engine.pipe import Piped
 from shardwise.engine.shard import driver_of, drivers, flats_of
 from shardwise.engine.stage_module import Staging
 from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.parallel.data.inference import normal_mode
 
 
+@normal_mode()
 def unwrap(module: nn.Module) -> nn.Module:
     """Undo `sw.DDP`, `sw.FSDP` or `sw.Pipe` in place, and return the module.  All ranks call it.
 

@@ -105,6 +105,8 @@ def needed(options: Mapping[str, Any], model: nn.Module) -> None:
 
 def _unusual(p: nn.Parameter) -> tuple[str, str] | None:
     """Why a parameter cannot be in a flat tensor, and what to write instead; None if it can."""
+    if p.is_inference():
+        return "made under torch.inference_mode", "the model, built outside of inference mode"
     if p.is_complex():
         return "complex", "torch.view_as_real(w) as the parameter, and view_as_complex in forward"
     if p.layout != torch.strided:

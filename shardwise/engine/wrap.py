@@ -29,12 +29,13 @@ from shardwise.core.plan import Plan
 from shardwise.core.pool_size import pool_bytes
 from shardwise.core.zero import ROWS
 from shardwise.engine import consistency, plain_optimizer, validate
+from shardwise.engine.default_fill import default_fill
 from shardwise.engine.meta_buffers import materialise
 from shardwise.engine.norm import squared_norm
+from shardwise.engine.rank_zero_weights import RankZeroWeights, missing_weights
 from shardwise.engine.reads import guard_shards
 from shardwise.engine.shard import (
     Sharding,
-    default_fill,
     driver_of,
     drivers,
     flats_of,
@@ -48,6 +49,7 @@ from shardwise.engine.state_dict import keep_keys
 from shardwise.engine.unwrap import no_pipe, pipe_of
 from shardwise.kernels.choice import kernels_of
 from shardwise.parallel.data.hooks import Pace
+from shardwise.parallel.data.inference import normal_mode
 from shardwise.parallel.data.wrap_policy import Rule
 
 #: FSDP's names for the rows (arXiv 2304.11277).  Hybrid strategies shard inside groups of ranks.
@@ -60,6 +62,7 @@ STRATEGIES = {
 }
 
 
+@normal_mode()
 def DDP(  # noqa: N802
     module: nn.Module,
     world: World | None = None,
@@ -85,6 +88,7 @@ def DDP(  # noqa: N802
     return _wrap(module, replace(how, broadcast_buffers=broadcast_buffers), world)
 
 
+@normal_mode()
 def FSDP(  # noqa: N802
     module: nn.Module,
     sharding_strategy: Any = "FULL_SHARD",
@@ -164,6 +168,7 @@ def _shard_size(name: str, asked: int | None, ranks: int) -> int:
 
 
 def _wrap(module: nn.Module, how: Sharding, world: World) -> nn.Module:
+    weights = RankZeroWeights.take(module, missing_weights(module, world), world)
     materialise(module, world.device)
     for p in module.parameters():
         if not p.is_meta and how.row.param_tier == "device":  # else unit by unit
@@ -175,9 +180,10 @@ def _wrap(module: nn.Module, how: Sharding, world: World) -> nn.Module:
     world.pool.reserve(size_bytes, world.device)
     kernels, fill = kernels_of("auto", world.device), default_fill(module, 0)
     how = replace(how, fill=fill, device=world.device, products=kernels.products)
-    how = replace(how, tiers=world.tiers)
+    how = replace(how, tiers=world.tiers, weights=weights)
     pace = Pace(scale=1 / world.size)
     sharded_units = shard(how, units_of(module, how))
+    weights.deliver()
     data = hooked(module, how, sharded_units, pace, world)
     data.handles += kernels.install(module, data, sizes(sharded_units))
     data.handles += keep_keys(module, data, flats_of(sharded_units))

@@ -13,6 +13,7 @@ from shardwise.comm import excepthook
 from shardwise.core.errors import InputError, RankError, bad
 
 SCRIPT = """
+import atexit
 import sys
 import torch.distributed as dist
 from torch import nn
@@ -20,6 +21,9 @@ import shardwise as sw
 
 def work(where):
     world = sw.init("cpu")
+    left = open(f"left-{world.rank}.txt", "w")
+    left.write("in an open file, ")
+    atexit.register(left.write, "by a handler")
     dist.barrier()
     try:
         sw.FSDP(nn.Linear(3, 3), "OTHER", world=world)
@@ -43,7 +47,9 @@ def ran(tmp_path: Path, how: str, where: str) -> subprocess.CompletedProcess[str
     script.write_text(SCRIPT)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [sys.executable, *(launcher if how == "torchrun" else []), str(script), how, where]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path
+    )
 
 
 @pytest.mark.full
@@ -52,7 +58,7 @@ def ran(tmp_path: Path, how: str, where: str) -> subprocess.CompletedProcess[str
 def test_torchrun_shows_one_paragraph(tmp_path: Path, where: str):
     """From rank 0, or named by the one rank that has it; no worker prints a traceback.
 
-    What the script catches is shown by nobody.
+    What the script catches is shown by nobody; open files and atexit handlers are not lost.
     """
     done = ran(tmp_path, "torchrun", where)
     assert done.stdout.count("caught") == 2
@@ -63,6 +69,9 @@ def test_torchrun_shows_one_paragraph(tmp_path: Path, where: str):
     assert "[rank" not in done.stderr
     assert done.stderr.count("Traceback") == 1  # torchrun's own
     assert "exitcode  : 2" in done.stderr
+    # of the rank that prints; torchrun may end others before they come to their error
+    left = tmp_path / f"left-{1 if where == '1' else 0}.txt"
+    assert left.read_text() == "in an open file, by a handler"
     assert "InputError: see the paragraph" in done.stderr
     assert done.returncode == 1  # of torchrun, whatever its workers' is
 
@@ -81,6 +90,7 @@ def hook(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     before: list[str] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, *_: before.append(kind.__name__))
     monkeypatch.setattr(os, "_exit", sys.exit)
+    monkeypatch.setattr(excepthook, "_end_program", lambda: None)  # the tests go on after it
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
     excepthook.install_excepthook(0, 2)
     excepthook.install_excepthook(0, 2)  # once is enough

@@ -130,7 +130,7 @@ def test_a_meta_parameter_without_a_rule_is_refused():
     """The error names the parameter and the option that would fill it."""
     with torch.device("meta"):
         model = Stack(Bare(), Bare())
-    with pytest.raises(InputError, match=r"blocks.0.token .* Bare has no reset_parameters.*fill="):
+    with pytest.raises(InputError, match=r"blocks.0.token .* its Bare initialises.*fill="):
         sw.parallelize(model, "fp32", alone())
     sw.parallelize(model, "fp32", alone(), fill=lambda _, tensor: tensor.fill_(2.0))
     assert model.get_parameter("blocks.1.token").tolist() == [2.0] * 3

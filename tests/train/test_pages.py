@@ -104,7 +104,7 @@ def _run(folder: Path, *argv: str, script: str = "train.py") -> str:
     ("page", "number"),
     [
         *(("README.md", 0), ("README.md", 2)),
-        *(("docs/dataparallel.md", 0), ("docs/weights.md", 0)),
+        *(("docs/dataparallel.md", 0), ("docs/weights.md", 0), ("docs/weights.md", 1)),
         ("docs/derived-tables.md", 0),
     ],
 )

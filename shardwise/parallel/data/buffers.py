@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.move import broadcast
 from shardwise.comm.world import Axis
+from shardwise.parallel.data.inference import renew_buffers
 
 
 class Buffers:
@@ -34,6 +35,7 @@ class Buffers:
     @torch.no_grad()
     def _broadcast(self) -> None:
         # looked up each time: a module may have put another in its place
+        renew_buffers(self.holders)
         found = dict.fromkeys(b for m in self.holders for b in m._buffers.values() if b is not None)
         buffers = [b for b in found if b.numel()]
         for axis in self.axes if buffers else []:

@@ -16,6 +16,8 @@ from shardwise.core.stage_io import Spec, Trace
 
 #: Shapes of microbatches whose traces are kept.
 KEPT = 64
+#: Traces of each, for microbatches with other values.
+KEPT_OF_SHAPE = 8
 
 T = TypeVar("T")
 
@@ -47,21 +49,25 @@ def grads_back(
 
 
 class ByShape(Generic[T]):
-    """A cache with an entry for each set of microbatch shapes; it keeps the KEPT latest."""
+    """A cache with entries for each set of microbatch shapes; it keeps the latest."""
 
     def __init__(self) -> None:
-        self.known: dict[Hashable, T] = {}
+        self.known: dict[Hashable, list[T]] = {}
 
-    def get(self, part: Any, mode: Hashable, make: Callable[[], T]) -> T:
-        """The entry for the shapes of `part` in this mode; `make` creates it on first use."""
+    def get(self, part: Any, mode: Hashable, make: Callable[[], T], fits: Callable[[T], bool]) -> T:
+        """An entry for the shapes of `part` in this mode that `fits`; if there is none, `make`."""
         leaves, spec = tree_flatten(part)
         shapes = [
             (x.shape, x.dtype, x.requires_grad) if isinstance(x, Tensor) else repr(x)
             for x in leaves
         ]
         key = str(spec), tuple(map(str, shapes)), mode
-        if key not in self.known:
-            if len(self.known) == KEPT:
-                del self.known[next(iter(self.known))]
-            self.known[key] = make()
-        return self.known[key]
+        if key not in self.known and len(self.known) == KEPT:
+            del self.known[next(iter(self.known))]
+        entries = self.known.setdefault(key, [])
+        for entry in reversed(entries):
+            if fits(entry):
+                return entry
+        entries.append(make())
+        del entries[:-KEPT_OF_SHAPE]
+        return entries[-1]

@@ -9,8 +9,12 @@ is common (stage.py).
 Inside of a layer the mode is off the stack, and costs nothing.
 """
 
+import os
+import sys
+import sysconfig
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
@@ -22,6 +26,13 @@ from torch.overrides import (
     _pop_mode,
     _push_mode,
 )
+
+#: Where code is that is not the program's.
+_LIBRARIES: Final = (
+    f"{Path(__file__).resolve().parents[2]}{os.sep}",
+    f"{Path(torch.__file__).parent}",
+)
+_PYTHON: Final = sysconfig.get_path("stdlib")
 
 
 class Player(Protocol):
@@ -137,3 +148,23 @@ def _take(count: int) -> None:
 def _give(modes: Iterable[TorchFunctionMode]) -> None:
     for mode in modes:
         _push_mode(mode)
+
+
+def name_of(what: Any) -> str:
+    """A layer's name, or how a program calls a function of torch: `x.device` is a `device`."""
+    if isinstance(what, str):
+        return what
+    name = getattr(what, "__name__", str(what))
+    return getattr(what.__self__, "__name__", name) if name in ("__get__", "__set__") else name
+
+
+def line() -> str:
+    """The line of the program that runs, such as "model.py:12", innermost first."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        python = path.startswith(_PYTHON) and "site-packages" not in path
+        if Path(path).is_absolute() and not path.startswith(_LIBRARIES) and not python:
+            return f"{Path(path).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "the forward"

@@ -373,8 +373,9 @@ class Layers:
     @contextmanager
     def playing(self, player: Glue) -> Iterator[nn.Module]:
         """The model, with a stand-in for every layer during the `with`."""
+        before = [(of.player, of.following) for of in self.standing]  # of a trace, in its midst
         for of in self.standing:
-            of.player = player
+            of.player, of.following = player, False
         for (table, key), _, stand_in in self.swaps:
             table[key] = stand_in
         for (table, key), p in self.lent:
@@ -382,7 +383,8 @@ class Layers:
         try:
             yield self.model
         finally:
-            self._end()
+            for of, (old, following) in zip(self.standing, before, strict=True):
+                of.player, of.following = old, following
             for (table, key), real, _ in self.swaps:
                 table[key] = real
             for (table, key), _ in self.lent:

@@ -30,19 +30,29 @@ from torch import Tensor
 from shardwise.core.errors import InputError, bad
 from shardwise.core.stage_io import Event, Trace
 from shardwise.core.tree import leaves, mapped
-from shardwise.parallel.pipeline.interceptor import Seen
+from shardwise.parallel.pipeline.interceptor import Seen, line, name_of
 from shardwise.parallel.pipeline.placeholders import Of
 
 #: What acts on the gradient of a value: done by the stage that the glue belongs to, by no other.
 _HOOKS: Final = frozenset(
     (Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad)
 )
+#: The output of a read whose answer is not known yet.
+UNKNOWN: Final = "unknown"
 #: Arguments that hold no tensor.
 _PLAIN: Final = (bool, int, float, str, torch.dtype, torch.device)
 
 
 class Over(BaseException):
     """A layer of a later stage was called. No `except Exception` of a user's forward stops it."""
+
+
+class Asked(BaseException):
+    """The last event of an unfinished trace, a read of an activation, has its `answer`."""
+
+    def __init__(self, answer: Any) -> None:
+        super().__init__()
+        self.answer = answer
 
 
 @dataclass
@@ -62,7 +72,7 @@ class Stage:
         self.here = set(own)  # values of this stage
         self.received: dict[int, Tensor] = {}  # the real tensors of earlier stages' values
         self.last = len(trace.written) - 1
-        self.crossing: Sequence[int] = () if stage == self.last else trace.crossing[stage]
+        self.crossing: Sequence[int] = () if stage >= self.last else trace.crossing[stage]
         self.leaving = set(self.crossing)
         self.made: dict[int, Tensor] = {}  # the outputs so far
         self.over = False  # whether a layer of a later stage was called
@@ -94,7 +104,24 @@ class Stage:
             return self._skip(event, args, kwargs)
         was = (args, kwargs) if event.writes else None
         args, kwargs = self._real(args, kwargs)
-        return self._note(event, func(*args, **kwargs), was, (args, kwargs))
+        out = func(*args, **kwargs)
+        if event.reads:
+            self._answer(event, out)
+        return self._note(event, out, was, (args, kwargs))
+
+    def _answer(self, event: Event, out: Any) -> None:
+        """Raise InputError if a read of an activation gives another answer than in the trace."""
+        if event.out is UNKNOWN:
+            raise Asked(out)
+        if repr(out) != repr(event.out):
+            raise bad(
+                f"{name_of(event.what)} of an activation in {line()}, which gives {out!r}, and "
+                f"gave {event.out!r} for the microbatch that was traced",
+                "reads of activations between layers that give the same for every microbatch, "
+                "because the ranks of other stages do not have them",
+                "torch.where(condition, a, b) in place of if, or the same code inside a layer "
+                "(any nn.Module with parameters)",
+            )
 
     def layer(self, of: Of, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a layer. Raises Over for a layer of a later stage."""
@@ -131,7 +158,7 @@ class Stage:
 
     def _ask(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operation that is not an event: it returns no tensor, but a shape or a dtype."""
-        if func in _HOOKS and self.at < self.stage:
+        if func in _HOOKS and (self.at < self.stage or not torch.is_grad_enabled()):
             graph = torch.empty(0, dtype=torch.float32, device="meta", requires_grad=True)
             return func(graph, *args[1:], **kwargs)
         out = func(*args, **kwargs)
@@ -243,17 +270,19 @@ class Stage:
             if x is None:  # passed on, or a parameter
                 x = self.received[number] if number in self.received else self.own[number]
                 x = x.view_as(x)
-            if x.requires_grad != spec.requires_grad:
+            if torch.is_grad_enabled() and x.requires_grad != spec.requires_grad:
                 raise self._other_way(f"requires_grad={x.requires_grad} of value {number}")
             order = self.trace.orders.get(number)
             found.append((x if order is None else x.permute(order)).contiguous())
+            if found[-1].shape != spec.shape or x.dtype != spec.dtype:
+                raise self._other_way(f"{_said([(x.shape, x.dtype)])} for value {number}")
         return found
 
     def _other_way(self, what: str) -> InputError:
         event = self._next()
         return bad(
-            f"a forward that reached {what} in stage {self.stage}, where its trace has "
-            f"{getattr(event.what, '__name__', event.what) if event else 'its end'}",
+            f"a forward that reached {what} in stage {self.stage}, in {line()}, where its trace "
+            f"has {getattr(event.what, '__name__', event.what) if event else 'its end'}",
             "a forward that runs the same operations for the same shapes, each time, on all ranks",
             "random choices of layers, and work of the first call only, inside of layers",
         )

@@ -13,8 +13,9 @@ A write to a value creates a new value with the same name.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from functools import wraps
 from typing import Any, Final
 
@@ -24,17 +25,18 @@ from torch import Tensor, nn
 from shardwise.core.errors import InputError, bad
 from shardwise.core.stage_io import Event, Spec, Trace, crossing, maker
 from shardwise.core.tree import leaves, mapped
-from shardwise.parallel.pipeline.interceptor import Seen
+from shardwise.parallel.pipeline.answers import ASKED, READS, answers, by_numbers, masks
+from shardwise.parallel.pipeline.interceptor import Seen, line, name_of
 from shardwise.parallel.pipeline.placeholders import Of
+from shardwise.parallel.pipeline.stage import UNKNOWN
 
 META: Final = torch.device("meta")
 #: Copies between devices: on meta there is one device.
 _MOVES: Final = (Tensor.cpu, Tensor.cuda)
-#: Functions that return the numbers in a tensor to the program.
-_READS: Final = (
-    *("item", "tolist", "numpy", "__array__", "__bool__", "__int__", "__float__", "__index__"),
-    *("__complex__", "__contains__", "equal", "allclose", "is_nonzero", "nonzero"),
-)
+
+
+#: Finds out what the last event of an unfinished trace, a read of a value, gives.
+Ask = Callable[[Trace], Any]
 
 
 @dataclass
@@ -58,8 +60,11 @@ class Tracer:
         count: int,
         seen: Seen,
         device: torch.device,
+        around: Callable[[torch.device], AbstractContextManager[None]],
+        ask: Ask | None = None,
     ) -> None:
-        self.seen, self.count, self.device = seen, count, device
+        self.ask = ask
+        self.seen, self.count, self.device, self.around = seen, count, device, around
         self.values = [
             Value(origin, stages, x, x.detach(), trained=x.requires_grad)
             for origin, stages, x in held
@@ -74,6 +79,7 @@ class Tracer:
         self.wrote: dict[int, tuple[int, int]] = {}  # by storage, (number, stage) of the last write
         self.written: list[set[int]] = [set() for _ in range(count)]
         self.kept: list[Tensor] = []
+        self.answers: list[Any] = []  # what the forward read from the batch
 
     # --- operations and layers ----------------------------------------------------------------
 
@@ -81,13 +87,15 @@ class Tracer:
         """Run an operation that takes no value; it computes real tensors."""
         for x in leaves((args, kwargs), Tensor):
             self._check_common(x, func)
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        self.answers += answers(func, args, out, self.seen)
+        return out
 
     def _check_common(self, x: Tensor, what: Any) -> None:
         """Raise InputError for a tensor that is not a value and differs between ranks."""
         if x.is_meta:
             raise bad(
-                f"a tensor that {_name(what)} takes after layer {self.last or '(none)'}, and "
+                f"a tensor that {name_of(what)} takes after layer {self.last or '(none)'}, and "
                 "that no layer has returned",
                 "layers that return the tensors they make: alone, in tuples, lists, dicts or "
                 "dataclasses; and buffers that are on a device",
@@ -95,7 +103,7 @@ class Tracer:
             )
         if _storage(x) in self.wrote:
             raise bad(
-                f"a tensor that {_name(what)} takes after layer {self.last}, whose memory "
+                f"a tensor that {name_of(what)} takes after layer {self.last}, whose memory "
                 f"{self.values[self.wrote[_storage(x)][0]].origin} was written to through "
                 "another tensor",
                 "outputs of layers that are assigned to the tensor itself",
@@ -104,16 +112,44 @@ class Tracer:
 
     def op(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Run an operation on values, on meta."""
+        known = masks(func, args, self.seen)
+        self.answers += answers(func, args, None, self.seen) if known else ()
+        places = by_numbers(args[1], known) if known else None
         inputs, metas, args, kwargs = self._on_meta(func, args, kwargs)
+        if known:
+            args = args[0], mapped(lambda x: x.to(META), places, Tensor), *args[2:]
         act, args = _staying(func, args)
         versions = [x._version for x in metas]
         try:
             out = act(*args, **kwargs)
         except (RuntimeError, TypeError) as error:
-            if _name(func) in _READS or "meta" in str(error).lower():
+            if name_of(func) in ASKED and self.ask is not None:
+                return self._read_value(func, inputs, metas, self.ask)
+            if name_of(func) in READS or "meta" in str(error).lower():
                 raise self._unknown(func, inputs) from error
             raise
         return self._note(func, out, inputs, metas, versions)
+
+    def _read_value(
+        self, func: Any, inputs: Sequence[Tensor], metas: Sequence[Tensor], ask: Ask
+    ) -> Any:
+        """Find out what the program reads of a value, and record it as an event."""
+        self._used(func, inputs, metas, ())
+        read = Event(func, self.stage, UNKNOWN, (), reads=True)
+        crossed, specs, orders = self._crossed(self.stage + 1)
+        answer = ask(
+            Trace(
+                (*self.events, read),
+                tuple(tuple(specs[n]._replace(requires_grad=False) for n in b) for b in crossed),
+                crossed,
+                orders,
+                tuple(map(frozenset, self.written[: self.stage + 1])),
+                frozenset(),
+                (),
+            )
+        )
+        self.events.append(replace(read, out=answer))
+        return answer
 
     def layer(self, of: Of, args: Any, kwargs: dict[str, Any]) -> Any:
         """Call a layer: the twin's layer runs, on meta."""
@@ -138,12 +174,34 @@ class Tracer:
             self._close()
             self.stage, self.entered = stage, (of.name, self.last)
         self.last = of.name
-        inputs, metas, args, kwargs = self._on_meta(of.name, args, kwargs)
+        inputs, metas, on_meta, named = self._on_meta(of.name, args, kwargs)
         versions = [x._version for x in metas]
-        out = _run(of.twin, args, kwargs)
+        try:
+            with META:
+                out = of.twin(*on_meta, **named)
+        except RuntimeError:  # it reads numbers, for example
+            out, versions = self._run(of.twin, inputs, metas, args, kwargs)
         if "forward" in vars(of.twin):
             self.assumed.append(of.name)
         return self._note(of.name, out, inputs, metas, versions)
+
+    def _run(
+        self, layer: nn.Module, inputs: Sequence[Tensor], metas: Sequence[Tensor], *given: Any
+    ) -> tuple[Any, list[int]]:
+        """Run a layer with the real tensors that follow from the batch, which it may read.
+
+        Returns its output on meta, and the versions of `metas` from which those differ that it
+        wrote to.
+        """
+        pairs = zip(inputs, metas, strict=True)
+        passed = [x.clone() if self.seen.number(x) is None else meta for x, meta in pairs]
+        began = [x._version for x in passed]
+        args, kwargs = _replaced(passed, *given)
+        with self.around(self.device):
+            out = _settled(layer, args, kwargs)
+        wrote = [x._version != version for x, version in zip(passed, began, strict=True)]
+        out = mapped(lambda x: x if x.is_meta else x.detach().to(META), out, Tensor)
+        return out, [x._version - new for x, new in zip(metas, wrote, strict=True)]
 
     def _on_meta(
         self, what: Any, args: Any, kwargs: Any
@@ -151,8 +209,7 @@ class Tracer:
         """The tensors among the arguments, the same on meta, and the arguments on meta."""
         inputs = leaves((args, kwargs), Tensor)
         metas = [self._meta(x, what) for x in inputs]
-        left = iter(metas)
-        args, kwargs = mapped(lambda _: next(left), (args, kwargs), Tensor)
+        args, kwargs = _replaced(metas, args, kwargs)
         args, kwargs = mapped(lambda _: META, (args, kwargs), torch.device)
         if isinstance(kwargs.get("device"), str | int):
             kwargs = kwargs | {"device": META}
@@ -182,7 +239,7 @@ class Tracer:
             if not made and not changed and not isinstance(what, str):
                 return out
             numbers = self._used(what, inputs, metas, changed)
-            origin = what if isinstance(what, str) else f"{_name(what)} after {self.last}"
+            origin = what if isinstance(what, str) else f"{name_of(what)} after {self.last}"
             numbers |= {id(metas[i]): self._add(metas[i], origin) for i in changed}
             for x in (x for x in made if id(x) not in numbers):
                 number = self.seen.number(x)
@@ -224,7 +281,7 @@ class Tracer:
         made = maker(value.stages, self.stage)
         if made is None:
             raise bad(
-                f"{value.origin}, of stage {value.stages[0]}, used by {_name(what)} in stage "
+                f"{value.origin}, of stage {value.stages[0]}, used by {name_of(what)} in stage "
                 f"{self.stage}, after {self.last or 'nothing'}",
                 "a layer's parameters and buffers used in the stage of that layer, or later",
                 "a call of the layer itself, or a definition of the layer where it is first used",
@@ -232,8 +289,8 @@ class Tracer:
         write, stage = self.wrote.get(_storage(value.meta), (-1, -1))
         if write > number and stage > made:
             raise bad(
-                f"{value.origin}, made in stage {made}, used by {_name(what)} after its memory was "
-                f"written to in stage {stage}, through {self.values[write].origin}",
+                f"{value.origin}, made in stage {made}, used by {name_of(what)} after its memory "
+                f"was written to in stage {stage}, through {self.values[write].origin}",
                 "in-place operations on a tensor, or on a view taken in the same stage",
                 "x = x + y, without the underscore",
             )
@@ -266,10 +323,7 @@ class Tracer:
             )
         self._close()
         values = self.values
-        crossed = crossing([v.stages for v in values], [sorted(v.uses) for v in values], self.count)
-        numbers = {number for bundle in crossed for number in bundle}
-        orders = {n: order for n in numbers if (order := _order(values[n].shape)) is not None}
-        specs = {n: _spec(values[n], orders.get(n)) for n in numbers}
+        crossed, specs, orders = self._crossed(self.count)
         return Trace(
             tuple(self.events),
             tuple(tuple(specs[n] for n in bundle) for bundle in crossed),
@@ -278,7 +332,18 @@ class Tracer:
             tuple(map(frozenset, self.written)),
             frozenset(n for n, value in enumerate(values) if value.trained),
             tuple(self._read(stage, crossed) for stage in range(self.count)),
+            tuple(self.answers),
         )
+
+    def _crossed(
+        self, stages: int
+    ) -> tuple[tuple[tuple[int, ...], ...], dict[int, Spec], dict[int, tuple[int, ...]]]:
+        """What crosses between the first `stages` stages: numbers, specs, memory orders."""
+        values = self.values
+        crossed = crossing([v.stages for v in values], [sorted(v.uses) for v in values], stages)
+        numbers = {number for bundle in crossed for number in bundle}
+        orders = {n: order for n in numbers if (order := _order(values[n].shape)) is not None}
+        return crossed, {n: _spec(values[n], orders.get(n)) for n in numbers}, orders
 
     def _read(self, stage: int, crossed: Sequence[Sequence[int]]) -> frozenset[int]:
         """Parameters and buffers of a stage that its glue uses, or that cross to the next stage."""
@@ -301,8 +366,8 @@ class Tracer:
         known = [n for x in inputs if (n := self.seen.number(x)) is not None]
         origin = self.values[known[0]].origin
         return bad(
-            f"{_name(func)} of a tensor that comes from {origin}: it reads values, which the "
-            "ranks of other stages do not have",
+            f"{name_of(func)} of a tensor that comes from {origin}, in {line()}: it reads values, "
+            "which the ranks of other stages do not have",
             "operations between layers that compute tensors of known shapes from tensors",
             "the same operation inside a layer (any nn.Module with parameters), or after the step",
         )
@@ -311,28 +376,31 @@ class Tracer:
 # --- on meta ---------------------------------------------------------------------------------
 
 
-def _run(layer: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Run the layer on meta; modules that read values are assumed to keep their shape."""
-    with META:
-        try:
-            return layer(*args, **kwargs)
-        except RuntimeError:
-            if "forward" in vars(layer):
-                raise
-        for module in layer.modules():
-            _settle(module)
+def _replaced(tensors: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+    """The arguments with these tensors in place of their own, in order."""
+    left = iter(tensors)
+    return mapped(lambda _: next(left), (args, kwargs), Tensor)
+
+
+def _settled(layer: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Run the layer; modules that read values of activations are assumed to keep their shape."""
+    try:
         return layer(*args, **kwargs)
+    except RuntimeError:
+        if "forward" in vars(layer):
+            raise
+    for module in layer.modules():
+        _settle(module)
+    return layer(*args, **kwargs)
 
 
 def _settle(module: nn.Module) -> None:
-    """Move a module of the twin to meta, and let a failing forward return its input's shape.
+    """Let a failing forward of a module of the twin return its input's shape.
 
     Experts cannot run on meta, because the number of tokens routed to each is not known there.
     Their output is assumed to have the shape of their input.  The assumption applies to the
     innermost module that fails; the rank that owns the layer compares the real shapes (stage.py).
     """
-    held = {key: value for key, value in vars(module).items() if isinstance(value, Tensor)}
-    vars(module).update({key: value.to(META) for key, value in held.items()})
     forward = module.forward
 
     @wraps(forward)
@@ -344,7 +412,7 @@ def _settle(module: nn.Module) -> None:
             inputs = leaves((args, kwargs), Tensor)
             if not inputs:
                 raise
-        out, trained = torch.empty_like(inputs[0]), [*inputs, *module.parameters()]
+        out, trained = torch.empty_like(inputs[0], device=META), [*inputs, *module.parameters()]
         if torch.is_grad_enabled() and out.is_floating_point():
             # cloned: an output is not a leaf, and may be written to
             return out.requires_grad_(any(x.requires_grad for x in trained)).clone()
@@ -378,11 +446,3 @@ def _spec(value: Value, order: Sequence[int] | None) -> Spec:
     shape = value.shape.shape
     lying = tuple(shape[dim] for dim in order) if order else tuple(shape)
     return Spec(lying, value.shape.dtype, value.trained)
-
-
-def _name(what: Any) -> str:
-    """A layer's name, or how a program calls a function of torch: `x.device` is a `device`."""
-    if isinstance(what, str):
-        return what
-    name = getattr(what, "__name__", str(what))
-    return getattr(what.__self__, "__name__", name) if name in ("__get__", "__set__") else name
