@@ -44,7 +44,7 @@ from shardwise.engine import (
     tensor_parallel,
     validate,
 )
-from shardwise.engine.batch import cast, filled, split
+from shardwise.engine.batch import computed_parts, widened
 from shardwise.engine.layer_passes import LayerPasses
 from shardwise.engine.layer_plans import require_units
 from shardwise.engine.partition import misplaced
@@ -80,10 +80,10 @@ def model_spec(
     of all data ranks in each microbatch, for layers with a mesh of their own.
     """
     plain, dtype = plain_copy(model, plan), DTYPES[plan.precision]
-    parts = [filled(part) for part in split(batch, plan.microbatches, plan.cut)]
+    parts = computed_parts(batch, plan.microbatches, plan.cut, options["rows"])
 
     def call(whole: nn.Module, rows: Any) -> Tensor:
-        return objective(whole, cast(rows, dtype))
+        return objective(whole, widened(rows, dtype))
 
     real = partial(_real, model, plan, options)
     expert_parallel.check_experts(plain, plan)
@@ -116,7 +116,7 @@ def model_spec(
     record = partial(meta_pass.run, plain, real, call)
     if plans.meshes:
         passes = LayerPasses(plans, plan, rank, (*begin, *plans.outside(kinds)))
-        rows = list(zip(parts, passes.counts(parts, counts), strict=True))
+        rows = list(zip(parts, passes.counts(parts, counts, options["rows"]), strict=True))
         return _with_meshes(spec, passes, table, (plain, record, call), rows)
     if table is None:
         runs = by_shape(parts, record)

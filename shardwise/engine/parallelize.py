@@ -47,6 +47,7 @@ def parallelize(
 
     Options:
         tokens, clip, on_nonfinite, check_every: see Training.
+        rows: rows(batch) is the number of rows of a batch whose dim 0 does not say it (batch.py).
         units: the wrap policy (parallel/data/wrap_policy.py).
         least_unit_bytes: smaller units are merged with their neighbours; None means 2 MiB.
         fill: fill(name, tensor) writes the weights of a model on the meta device.
@@ -71,9 +72,9 @@ def parallelize(
     spec = spec_of(optimizer)
     require_whole(spec.kind, plan)
     objective = validate.loss(own_loss if loss is None else loss)
-    tokens = None if options["tokens"] is None else validate.tokens(options["tokens"])
-    fill = None if options["fill"] is None else validate.fill(options["fill"])
-    fill = fill or default_fill(model, options["seed"])
+    tokens, rows = validate.tokens(options["tokens"]), validate.rows(options["rows"])
+    own_fill = options["fill"] and validate.fill(options["fill"])
+    fill = own_fill or default_fill(model, options["seed"])
     validate.trainable(model)
     validate.no_max_norm(model, plan.data_size * (1 + (plan.precision in ("bf16", "fp16"))))
     no_pipe(model)
@@ -91,13 +92,14 @@ def parallelize(
     consistency.require_same(world, _shared(model, plan, table, spec, options))
     world = world.on(plan.mesh)
     asked = options["units"], fill, options["prefetch"], table, begin, beside
-    more = options["least_unit_bytes"], recomputed, options["kernels"], layers
+    more = options["least_unit_bytes"], recomputed, options["kernels"], layers, rows
     return first_step.engine_of(model, Build(plan, world, *asked, *more), how)
 
 
 #: The options and their defaults.
 DEFAULTS: dict[str, Any] = {
     "tokens": None,
+    "rows": None,
     "clip": None,
     "units": "auto",
     "least_unit_bytes": None,

@@ -22,6 +22,9 @@ from shardwise.parallel.recompute.checkpointed import NONE, Recomputed, recomput
 from shardwise.parallel.recompute.generators import Generators
 from shardwise.parallel.recompute.host import HostActivations
 
+#: The shapes of batches whose choices are remembered, the oldest ones first forgotten.
+MOST_SHAPES = 64
+
 Choose = Callable[[Any], Mapping[str, str]]
 Sizes = Callable[[Any], Slots]
 
@@ -157,6 +160,8 @@ class Recomputation:
             return
         shapes = tuple((x.shape, x.dtype) for x in tree_leaves(batch) if isinstance(x, Tensor))
         if shapes not in self.known:
+            if len(self.known) == MOST_SHAPES:
+                del self.known[next(iter(self.known))]
             self.known[shapes] = find(batch)
         if self.choose is None:
             self.arena.reserve(self.known[shapes], self.device)
