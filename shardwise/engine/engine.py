@@ -174,7 +174,8 @@ class Engine:
         self.consistency.begin(self.steps_run, batch)
         self.guard.begin()
         sum_scale = self.scale.value / power_of_two(self.expected)
-        summed = self.passes.run(parts, counts, sum_scale)
+        with hint.dtypes(self.dtype):
+            summed = self.passes.run(parts, counts, sum_scale)
         self.tensors.end()
         self.sharded.end()
         with self.ledger.phase("update"):

@@ -48,7 +48,7 @@ from shardwise.engine.batch import computed_parts, widened
 from shardwise.engine.layer_passes import LayerPasses
 from shardwise.engine.layer_plans import require_units
 from shardwise.engine.partition import misplaced
-from shardwise.engine.shard import Sharding, cast_whole, gathers, units_of
+from shardwise.engine.shard import Sharding, cast_params, cast_whole, gathers, units_of
 from shardwise.engine.spec import buffer_shapes, dtype_name
 from shardwise.engine.staged_model import Stages
 from shardwise.engine.tensor_plan import shapes
@@ -303,9 +303,11 @@ def shapes_of(part: Any) -> tuple[Any, ...]:
 def plain_copy(model: nn.Module, plan: Plan) -> nn.Module:
     """A copy of the model on meta in the precision of the plan, as `cast_whole` sets it."""
     twin, dtype = meta_pass.meta_copy(model), DTYPES[plan.precision]
-    for x in [*twin.parameters(), *(b for b in twin.buffers() if dtype is torch.float64)]:
-        if dtype is not None and x.is_floating_point():
-            x.data = x.data.to(dtype)
+    if dtype is not None:
+        cast_params(twin, dtype)
+    for b in twin.buffers():
+        if dtype is torch.float64 and b.is_floating_point():
+            b.data = b.data.double()
     return twin
 
 

@@ -46,8 +46,7 @@ def parallelize(
     With `experts:independent` it is the engine of one expert, number `engine.world.expert`.
 
     Options:
-        tokens, clip, on_nonfinite, check_every: see Training.
-        rows: rows(batch) is the number of rows of a batch whose dim 0 does not say it (batch.py).
+        tokens, clip, on_nonfinite, check_every: see Training; rows: see Build.
         units: the wrap policy (parallel/data/wrap_policy.py).
         least_unit_bytes: smaller units are merged with their neighbours; None means 2 MiB.
         fill: fill(name, tensor) writes the weights of a model on the meta device.

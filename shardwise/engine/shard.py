@@ -24,6 +24,7 @@ from shardwise.core.zero import Row
 from shardwise.engine import validate
 from shardwise.engine.expert_parallel import ExpertLayout, check_experts
 from shardwise.engine.meta_buffers import materialise
+from shardwise.engine.precision import cast_inputs, param_dtypes
 from shardwise.engine.stage_module import Staging
 from shardwise.engine.tensor_layout import Tensors, nowhere
 from shardwise.engine.tiling import Tiling, tiled_layers
@@ -290,15 +291,22 @@ def cast_whole(
 ) -> None:
     """Cast `model` to the plan's precision and move it to the device; meta parameters stay."""
     materialise(model, device, fill)
+    if dtype is not None:
+        cast_params(model, dtype)
     for p in model.parameters():
-        if p.is_floating_point() and dtype is not None:
-            p.data = p.data.to(dtype)
         if not p.is_meta:
             p.data = p.data.to(device)
     for b in model.buffers():
         b.data = b.data.to(device)
         if dtype is torch.float64 and b.is_floating_point():
             b.data = b.data.double()
+
+
+def cast_params(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the parameters of `model`, and the inputs of its layers (precision.py)."""
+    for p, own in param_dtypes(model, dtype):
+        p.data = p.data.to(own)
+    cast_inputs(model, dtype)
 
 
 def default_fill(model: nn.Module, seed: int) -> Fill:

@@ -287,7 +287,7 @@ class Comparison:
 
         def evaluated(oracle: Any) -> float:
             task = oracle.task
-            return float(oracle.evaluate(lambda m: task.loss(m, task.batch(whole, oracle.dtype))))
+            return float(oracle.evaluate(lambda m: task.loss_of(m, whole, oracle.dtype)))
 
         losses = [_drawn(step, lambda o=o: evaluated(o)) for o in self.oracles.all]
         self.number("evaluation", "loss", loss, losses)
