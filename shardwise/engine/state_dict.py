@@ -30,7 +30,7 @@ def keep_keys(module: nn.Module, data: Data, flats: Sequence[Flat]) -> list[Remo
 
 def _gather_all(flats: Sequence[Flat], *_: Any) -> None:
     for flat in flats:
-        flat.unshard()
+        flat.unshard_in_own_dtype()
 
 
 @torch.no_grad()

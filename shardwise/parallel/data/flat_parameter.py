@@ -29,7 +29,8 @@ Those of the gradients are in `grads` (flat_gradient.py).
 between forward and backward; where weights have several versions at once, each has its own
 (`renew`).  With n = 1 every block is the whole: nothing is ever gathered, and p.data keeps its
 shape; that is a row that shards nothing (`ddp`), and any row on one rank.  Only on the host it is
-then in another memory while SHARDED.
+then in another memory while SHARDED.  So it is with a dtype for computation: `shard` has the
+parameters' own dtype, `full` that one; `begin_unshard` casts this rank's block and gathers it.
 """
 
 from collections.abc import Sequence
@@ -86,12 +87,18 @@ class Flat:
         self.full = torch.zeros(self.plan.padded, dtype=self.dtype, device=device)
         named = zip(self.names, self.params, strict=True)
         initialize(self.full, list(named), self.views.every(self.full), fill, (shard, replicate))
-        self.tiers = local.tiers
+        self.tiers, self.compute = local.tiers, local.compute
+        # whether parameters are in another memory while SHARDED
+        self.moves_to_rest = self.split or self.reshards or self.compute is not None
         self.shard = self._rest()
+        if self.compute is not None:
+            self.full = self.full.to(self.compute)
         self.full_views = self.views.every(self.full)
-        like = self.full.new_empty(0)  # not `full` itself, which `renew` replaces
+        # not `full` itself, which `renew` replaces
+        like = self.full.new_empty(0, dtype=self.dtype)
         self.grads = FlatGradient(params, self.views, self.moves, local, like, add_to)
         self.coming = Pending()
+        self.whole: Tensor | None = None  # of `unshard_in_own_dtype`
         self.state = State.UNSHARDED
         self.point_at(self.full)
         if self.reshards:
@@ -109,7 +116,7 @@ class Flat:
             return begin_copy(block, self.tiers, "device", "disk", rests).wait()
         if self.moves.fetch:
             return begin_copy(block, self.tiers, "device", "host").wait()
-        return block.clone() if self.reshards else block
+        return block.clone() if self.reshards or self.compute is not None else block
 
     def point_at(self, full: Tensor) -> None:
         """Make the parameters views of `full`, a tensor with the offsets of `self.full`."""
@@ -151,7 +158,10 @@ class Flat:
             with self.tiers.following("device"):
                 fetched.wait()
                 return start(block, move.axis, move.src, move.dst, self.full)
-        assert move is not None
+        if self.compute is not None:
+            block = self.views.block(self.full).copy_(self.shard)
+        if move is None:
+            return Pending()
         return start(block, move.axis, move.src, move.dst, self.full)
 
     def unshard(self) -> None:
@@ -165,13 +175,13 @@ class Flat:
 
     def to_sharded(self) -> None:
         """Let the parameters be this rank's pieces, on which the optimizer works."""
-        if not (self.split or self.reshards):
+        if not self.moves_to_rest:
             return
         if self.state is State.UNSHARDING:
             self.coming.wait()
         for i, p in enumerate(self.params):
             p.data = self.views.part(i, self.shard)
-        self.state = State.SHARDED
+        self.state, self.whole = State.SHARDED, None
 
     def reshard(self) -> None:
         """Free `full` where the row keeps parameters S; other rows do nothing."""
@@ -184,10 +194,28 @@ class Flat:
         if self.state is State.SHARDED:
             for p, view, shape in zip(self.params, self.full_views, self.shapes, strict=True):
                 # on the device, where the gradient is: `shard` may be on the host
-                p.data = view if self.moves.fetch else self.shard[:1].expand(shape)
+                p.data = view if self.moves.fetch or self.compute else self.shard[:1].expand(shape)
+
+    def unshard_in_own_dtype(self) -> None:
+        """As `unshard`, but without the rounding to the dtype of computation."""
+        if self.compute is None:
+            self.unshard()
+            return
+        self.to_sharded()
+        if not self.split:
+            return
+        whole, move = self.shard.new_empty(self.plan.padded), self.moves.gather
+        assert move is not None
+        block = self.views.block(whole).copy_(self.shard)
+        start(block, move.axis, move.src, move.dst, whole).wait()
+        self.point_at(whole)
+        self.whole, self.state = whole, State.UNSHARDED
 
     def keep_block(self) -> None:
         """Copy this rank's block from `full`, after a write to `full`."""
+        if self.whole is not None:
+            self.shard.copy_(self.views.block(self.whole))
+            return
         if (tier := self.moves.fetch) is not None:
             block = self.views.block(self.full)
             begin_copy(block, self.tiers, "device", tier, self.shard).wait()

@@ -88,7 +88,7 @@ class Data:
         self.mute = False  # whether gradients of this backward pass count for nothing
         self.handles: list[RemovableHandle] = []  # of everything that is hung on the model
         self.frozen = [p for u in units.order for g in u.groups if not g.trained for p in g.params]
-        self.split = any(g.split or g.reshards for unit in units.order for g in unit.groups)
+        self.split = any(g.moves_to_rest for unit in units.order for g in unit.groups)
         mark_kept(self.units.order)
         for unit in self.units.order:
             self._hook(unit)
@@ -103,7 +103,7 @@ class Data:
                 keep(p.register_post_accumulate_grad_hook(weakly(self.collected)))
         acts = partial(self._before, unit), partial(self._after, unit)
         # otherwise it stays gathered on the device
-        divided = any(group.split or group.reshards for group in unit.groups)
+        divided = any(group.moves_to_rest for group in unit.groups)
         if self.staged is not None:
             unit.stays_unsharded |= any(module not in self.staged.inside for module in unit.modules)
             if unit.stays_unsharded or not divided:
