@@ -5,6 +5,8 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional
 
 import shardwise as sw
@@ -312,3 +314,86 @@ def test_fp16_and_bf16_run_every_row_alike():
 
 def train_masters(world: World, case: Case) -> list[float]:
     return train(world, Task(), case).losses
+
+
+def looped(
+    world: World | None, like: nn.Module, how: str, precision: str | None
+) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of a plain loop over five steps; what is at rest has 32 bits."""
+    model, losses = copy.deepcopy(like), []
+    if world is not None and how == "DDP":
+        sw.DDP(model, world, precision=precision)
+    elif world is not None:
+        size = 1 if "HYBRID" in how else None
+        sw.FSDP(model, how, nn.Linear, world, size, precision=precision)
+    optim = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(5):
+        optim.zero_grad()
+        loss = picture_loss(model, pictures(step))
+        loss.backward()
+        assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+        optim.step()
+        losses.append(loss.item())
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    if world is not None:
+        full = full_state_dict(model)
+        assert all(torch.equal(value, state[name]) for name, value in full.items())
+        plain = sw.unwrap(model)
+        assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
+        assert not plain.head._forward_pre_hooks
+    return losses, state
+
+
+STRATEGIES = ("DDP", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD")
+
+
+@pytest.mark.parametrize("precision", HALF)
+def test_a_loop_has_masters_in_fp32_under_every_strategy(precision: str):
+    """All compute the same in 16 bits, near fp32; state dicts and unwrapped weights are masters."""
+    like = Pictures()
+    losses, state = looped(None, like, "", None)
+    found = [run_threads(2, looped, like, how, precision)[0] for how in STRATEGIES]
+    assert found[0][0] != losses and found[0][0] == pytest.approx(losses, rel=0.02)
+    for name, value in state.items():
+        assert value.dtype == found[0][1][name].dtype
+        torch.testing.assert_close(found[0][1][name], value, rtol=0.02, atol=0.02)
+        assert all(torch.equal(other[1][name], found[0][1][name]) for other in found)
+
+
+def beside_torch(world: World, like: nn.Module) -> tuple[list[float], list[float]]:
+    """Losses of the same steps under torch's FSDP2, with its policy for mixed precision."""
+    mine, theirs = sw.FSDP(copy.deepcopy(like), world=world, precision="bf16"), copy.deepcopy(like)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    fully_shard(theirs, mesh=init_device_mesh("cpu", (world.size,)), mp_policy=policy)
+    found = []
+    for model in (mine, theirs):
+        optim, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+        for step in range(4):
+            optim.zero_grad()
+            x, y = vectors(step, rows=8)
+            own = slice(world.rank, None, world.size)
+            loss = functional.mse_loss(model(x[own].float()).float(), y[own].float())
+            loss.backward()
+            optim.step()
+            losses.append(loss.item())
+        found.append(losses)
+    return found[0], found[1]
+
+
+def test_a_loop_in_bf16_computes_what_torchs_fsdp_computes():
+    """Weights in bf16 for computation, masters and sums over the ranks in fp32."""
+    torch.manual_seed(0)
+    like = nn.Sequential(nn.Linear(6, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 6))
+    for mine, theirs in run_gloo(2, beside_torch, like):
+        assert mine == pytest.approx(theirs, rel=1e-6)
+
+
+def test_weights_of_16_bits_in_a_loop_are_reported(capfd):
+    """A model cast whole gets a line; with precision= it is refused, as no masters are left."""
+    world, model = sw.init("cpu"), nn.Linear(4, 4)
+    sw.FSDP(copy.deepcopy(model), world=world)
+    assert not capfd.readouterr().err
+    sw.FSDP(copy.deepcopy(model).bfloat16(), world=world)
+    assert 'precision="bf16"' in capfd.readouterr().err
+    with pytest.raises(sw.InputError, match=r"module.float\(\)"):
+        sw.DDP(model.bfloat16(), world, precision="bf16")
