@@ -6,7 +6,6 @@ in one pass, some 30 microseconds for 200 modules.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import Any
 
 from shardwise.core.errors import InputError, bad
@@ -43,7 +42,10 @@ class Structure:
             yield module._modules
 
     def _ids(self) -> tuple[int, ...]:
-        return tuple(map(id, chain.from_iterable(dict.values(table) for table in self._tables())))
+        found: list[int] = []
+        for table in self._tables():
+            found += map(id, dict[str, Any].values(table))
+        return tuple(found)
 
     def require_unchanged(self, *, lent: tuple[type, ...] = ()) -> None:
         """Raise InputError if a module or parameter is another, or if a frozen one is trained now.

@@ -3,6 +3,7 @@
     when                         what                                      among the ranks of
     before sharding              plan, model, table, optimizer, options    the world
     before the first step        the batch                                 tp and pp axes
+                                 the batch: equal ones are a mistake       the data axes
     in the first three steps     the loss, and each gradient of a          the tp axis
                                  replicated parameter
     every `check_every` steps    the batch                                 tp and pp axes
@@ -17,6 +18,7 @@ differ if the tensors differ.  They do so in three steps, because a gradient of 
 
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from hashlib import blake2b
@@ -47,6 +49,8 @@ NEGLIGIBLE = 1e-5
 CHECKED_STEPS = 3
 #: The default of `check_every`.
 CHECK_EVERY = 100
+#: The number of checksums of shares, a prime; the square of each, summed over 8192 ranks, is exact.
+SHARE_CHECKSUMS = 1_048_573
 #: The number of hashes exchanged by `require_same`, the same for every caller.
 MAX_PARTS = 16
 
@@ -262,6 +266,32 @@ def _batch_checksum(batch: Any, device: torch.device) -> Tensor:
     return torch.stack(
         [(exact % 2**52).double(), torch.stack(sums).sum(), torch.stack(sizes).sum()]
     )
+
+
+def share_checksum(batch: Any, device: torch.device) -> Tensor:
+    """A checksum of a batch in one double, a whole number so small that ranks may sum its square.
+
+    It stays on the device.
+    """
+    exact, sums, sizes = _batch_checksum(batch, device)
+    mixed = exact.long() + sums.view(torch.int64) * 31 + sizes.view(torch.int64) * 37
+    return (mixed % SHARE_CHECKSUMS).double().view(1)
+
+
+def warn_equal_shares(batch: Any, summed: Tensor, ranks: int) -> None:
+    """Print a line if all data ranks have the same rows.
+
+    `summed` is the sum over the ranks of the tokens, ..., of a checksum and of its square.
+    """
+    tokens, total, squares = summed[[0, -2, -1]].tolist()
+    holds = any(isinstance(x, Tensor) and x.numel() for x in tree_leaves(batch))
+    if ranks > 1 and tokens and holds and ranks * squares == total**2:
+        print(
+            f"shardwise: all {ranks} data ranks have the same rows in the first step, so that they "
+            "compute the same gradient. Give each its own share: DistributedSampler(dataset, "
+            "engine.data_ranks, engine.data_rank), or batch[engine.data_rank::engine.data_ranks].",
+            file=sys.stderr,
+        )
 
 
 def _same_batch(first: Tensor, second: Tensor) -> bool:

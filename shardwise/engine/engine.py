@@ -19,13 +19,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.host_numbers import doubles_on
 from shardwise.comm.ledger import Key, Ledger, Tally, rank_bytes
 from shardwise.comm.move import begin_sum
+from shardwise.core.errors import InputError
 from shardwise.core.pool_size import pool_bytes
 from shardwise.engine import compiled, hint, memory, state, validate
-from shardwise.engine.batch import cast, enough, rows, split
+from shardwise.engine.batch import (
+    Rows,
+    enough,
+    require_counted,
+    require_equal_lists,
+    split,
+    widened,
+)
 from shardwise.engine.build import lay_out
-from shardwise.engine.consistency import ConsistencyCheck
+from shardwise.engine.consistency import ConsistencyCheck, share_checksum, warn_equal_shares
 from shardwise.engine.device_bound import device_bound
 from shardwise.engine.disk_states import open_disk
 from shardwise.engine.guard import Guard
@@ -64,6 +73,7 @@ class Engine:
         self.tensors, self.data, self.flats = sharded.tensors, sharded.data, sharded.flats
         self.axes, self.staging = sharded.axes, sharded.staging
         self.consensus = self.data.consensus
+        self.rows, self.evaluated_rows = Rows(build.rows), Rows(build.rows)
         pipeline, every = self.staging and self.staging.axis, training.check_every
         self.consistency = ConsistencyCheck(self.tensors, pipeline, self.world.device, every)
         self.passes = self._passes()
@@ -118,7 +128,7 @@ class Engine:
         self.sharded.enter(part)
         self.data.computes_loss = torch.is_grad_enabled()
         with hint.shapes(self.tensors):
-            return self.training.loss(model, cast(part, self.dtype))
+            return self.training.loss(model, widened(part, self.dtype))
 
     @property
     def microbatches(self) -> int:
@@ -168,15 +178,13 @@ class Engine:
             self.data.abandon()
             self.consensus.rounds += 1  # if not on all ranks, this one is a step ahead
         self.broken = True
-        parts = split(batch, self.microbatches, self.plan.cut)
-        counts = [self._count(part) for part in parts]
+        parts, counts = self._microbatches(batch)
         parts = self.sharded.begin(parts, trains=True)
         self.consistency.begin(self.steps_run, batch)
-        if not self.expected:
-            self.expected = self._total(sum(counts))
         self.guard.begin()
         sum_scale = self.scale.value / power_of_two(self.expected)
-        summed = self.passes.run(parts, counts, sum_scale)
+        with hint.dtypes(self.dtype):
+            summed = self.passes.run(parts, counts, sum_scale)
         self.tensors.end()
         self.sharded.end()
         with self.ledger.phase("update"):
@@ -191,14 +199,35 @@ class Engine:
         lr = self.optimizer.lr
         return Metrics(result.loss, result.tokens, result.norm, result.skipped, lr, total)
 
-    def _count(self, part: Any) -> int:
-        return self.training.tokens(part) if self.training.tokens else rows(part)
+    def _microbatches(self, batch: Any) -> tuple[list[Any], list[int]]:
+        """The microbatches and their tokens; the first step raises an error of one rank on all."""
+        try:
+            parts = split(batch, self.microbatches, self.plan.cut, self.rows.count)
+            counts = [self._count(part, self.rows) for part in parts]
+        except InputError as error:
+            if not self.expected:
+                self._total(batch, 0, error)
+            raise
+        if not self.expected:
+            self.expected = self._total(batch, sum(counts))
+        return parts, counts
 
-    def _total(self, mine: int) -> int:
+    def _count(self, part: Any, rows: Rows) -> int:
+        return self.training.tokens(part) if self.training.tokens else rows.of(part)
+
+    def _total(self, batch: Any, mine: int, refused: InputError | None = None) -> int:
+        """The tokens of all data ranks, which also compare their shares: before the first step."""
+        lists, matters = self.rows.mark
+        share = share_checksum(batch, self.world.device)
+        counted = [mine, refused is not None, lists, lists**2, matters]
+        own = torch.cat([doubles_on(counted, self.world.device), share, share**2])
         with self.ledger.phase("check"):
-            own = torch.tensor([mine], dtype=torch.float64, device=self.world.device)
-            counted = self.consensus.agree(own)
-        return max(1, round(counted.item()))
+            summed = self.consensus.agree(own).cpu()
+        require_counted(summed[1], refused)
+        require_equal_lists(batch, summed[2:5], self.data_ranks)
+        if self.world.rank == 0:
+            warn_equal_shares(batch, summed, self.data_ranks)
+        return max(1, round(summed[0].item()))
 
     def _settle(self, summed: Tensor, count: int, arriving: Iterator[Unit]) -> StepResult:
         """Finish the reductions, agree, update, and begin to gather for the next step.
@@ -273,7 +302,8 @@ class Engine:
 
         Called by all ranks; nothing is trained.
         """
-        count = self._count(batch)
+        rows = self.evaluated_rows
+        count = self._count(batch, rows)
         (part,) = self.sharded.begin([batch])
         found = self._made(partial(self._objective, part=part))
         if found is None:
@@ -282,9 +312,13 @@ class Engine:
         own = torch.stack([loss * count, loss.new_tensor(count)])
         if not count:  # the mean over no tokens may be NaN
             own = torch.zeros_like(own)
+        lists, matters = rows.mark
         with self.ledger.phase("check"):
             own[:1] = self._over_stages(own[:1])
-            summed, total = self.consensus.agree(own).tolist()
+            own = torch.cat([own, own.new_tensor([lists, lists**2, matters])])
+            numbers = self.consensus.agree(own).cpu()
+        summed, total, *_ = numbers.tolist()
+        require_equal_lists(batch, numbers[2:], self.data_ranks)
         return summed / max(1.0, total), round(total)
 
     @normal_mode()

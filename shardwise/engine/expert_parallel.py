@@ -27,7 +27,7 @@ from shardwise.core.expert_moves import ExpertLayer, LayerMove
 from shardwise.core.param_layout import AxisLayout
 from shardwise.core.plan import Plan
 from shardwise.core.uneven import even
-from shardwise.engine.batch import filled
+from shardwise.engine.batch import Count, filled
 from shardwise.parallel.expert.global_batch import GlobalBatch
 from shardwise.parallel.expert.layer import Load, MoE, Place
 from shardwise.parallel.expert.passes import PassRecords
@@ -65,6 +65,7 @@ class ExpertLayout:
     pass_records: list[PassRecords] = field(default_factory=list[PassRecords])  # of the layers
     stand_ins: list[Any] = field(default_factory=list)
     absent: bool = False  # whether the current batch is a stand-in for one without rows
+    count: Count | None = None  # the user's number of rows of a batch
 
     def begin(self, parts: Sequence[Any]) -> list[Any]:
         """A training step on these parts of a batch begins; returns the parts with stand-ins."""
@@ -85,7 +86,7 @@ class ExpertLayout:
 
     def with_stand_ins(self, parts: Sequence[Any]) -> list[Any]:
         """The parts of a batch; one without rows is replaced, and its tokens reach no expert."""
-        whole = [filled(part) for part in parts]
+        whole = [filled(part, self.count) for part in parts]
         self.stand_ins = [now for now, part in zip(whole, parts, strict=True) if now is not part]
         return whole
 
@@ -195,10 +196,17 @@ def recorded(model: nn.Module, record: Callable[[LayerMove], None]) -> Iterator[
             layer.place = before[name]
 
 
-def lay_out(model: nn.Module, world: World, plan: Plan, data: tuple[Axis, Axis]) -> ExpertLayout:
+def lay_out(
+    model: nn.Module,
+    world: World,
+    plan: Plan,
+    data: tuple[Axis, Axis],
+    count: Count | None = None,
+) -> ExpertLayout:
     """Shard the experts of `model` along `ep`, in place, and give the layers their axes.
 
-    `data` are the shard and the replicate axis of everything else.
+    `data` are the shard and the replicate axis of everything else; `count` is the user's number of
+    rows of a batch.
     """
     shard, replicate = data
     inner, n = plan.inner_data_axis, plan.ep
@@ -212,6 +220,7 @@ def lay_out(model: nn.Module, world: World, plan: Plan, data: tuple[Axis, Axis])
     layouts = layouts_of(model, n)
     layers = layers_of(model)
     layout = ExpertLayout(axis, shard, replicate, bool(layers or layouts), layouts=layouts)
+    layout.count = count
     layout.pass_records.extend(layer.pass_records for layer in layers.values())
     batch = GlobalBatch((data[1], data[0]))
     first = batch.rank - axis.rank

@@ -32,7 +32,7 @@ from shardwise.comm.world import World
 from shardwise.core.errors import bad
 from shardwise.core.tensor_plan import Table
 from shardwise.engine import hint
-from shardwise.engine.batch import cast, rows, split
+from shardwise.engine.batch import is_empty, split, widened
 from shardwise.engine.consistency import TOLERANCE, TOLERANCE_16_BIT
 from shardwise.engine.engine import Engine
 from shardwise.engine.full import full_state_dict
@@ -100,10 +100,10 @@ def compare(engine: Engine, given: Plain, batch: Any) -> None:
         found = None
         with seeded(world.device, 0):
             tensors = lay_out(sharded, world, engine.plan.sp, given.table)
-            share = split(batch, engine.microbatches)[0]
-            if rows(share):
+            share = split(batch, engine.microbatches, count=engine.rows.count)[0]
+            if not is_empty(share, engine.rows.count):
                 share = tree_map_only(Tensor, lambda x: x.to(world.device), share)
-                share = cast(share, dtype)
+                share = widened(share, dtype)
                 losses = (
                     _loss(engine, plain, nowhere(), share),
                     _loss(engine, sharded, tensors, share),

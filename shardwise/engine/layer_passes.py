@@ -15,7 +15,7 @@ from shardwise.comm.world import Axis, traced
 from shardwise.core.model_spec import RowGather
 from shardwise.core.plan import Plan
 from shardwise.engine import tensor_parallel
-from shardwise.engine.batch import rows
+from shardwise.engine.batch import Count, rows
 from shardwise.engine.layer_plans import LayerPlans
 from shardwise.engine.meta_pass import Around
 from shardwise.engine.regions import exchange_of, with_rows
@@ -36,12 +36,17 @@ class LayerPasses:
     rank: int
     own: Sequence[str] = ()
 
-    def counts(self, parts: Sequence[Any], given: Sequence[Counts] | None) -> list[Counts]:
-        """The rows of each base data rank, by microbatch; equal ones if they are not given."""
+    def counts(
+        self, parts: Sequence[Any], given: Sequence[Counts] | None, count: Count | None
+    ) -> list[Counts]:
+        """The rows of each base data rank, by microbatch; equal ones if they are not given.
+
+        `count` counts the rows of a batch (batch.py).
+        """
         ranks = self.plan.size // self.plan.mesh.size_of("pp") // self.plan.mesh.size_of("tp")
         if not self.plans.meshes:
             return [()] * len(parts)
-        return [(rows(part),) * ranks for part in parts] if given is None else list(given)
+        return [(rows(part, count),) * ranks for part in parts] if given is None else list(given)
 
     def around(self, counts: Counts) -> Around | None:
         """The hooks of a pass on a microbatch with these rows; None without such layers."""

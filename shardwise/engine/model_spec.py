@@ -44,11 +44,11 @@ from shardwise.engine import (
     tensor_parallel,
     validate,
 )
-from shardwise.engine.batch import cast, filled, split
+from shardwise.engine.batch import computed_parts, widened
 from shardwise.engine.layer_passes import LayerPasses
 from shardwise.engine.layer_plans import require_units
 from shardwise.engine.partition import misplaced
-from shardwise.engine.shard import Sharding, cast_whole, gathers, units_of
+from shardwise.engine.shard import Sharding, cast_params, cast_whole, gathers, units_of
 from shardwise.engine.spec import buffer_shapes, dtype_name
 from shardwise.engine.staged_model import Stages
 from shardwise.engine.tensor_plan import shapes
@@ -80,10 +80,10 @@ def model_spec(
     of all data ranks in each microbatch, for layers with a mesh of their own.
     """
     plain, dtype = plain_copy(model, plan), DTYPES[plan.precision]
-    parts = [filled(part) for part in split(batch, plan.microbatches, plan.cut)]
+    parts = computed_parts(batch, plan.microbatches, plan.cut, options["rows"])
 
     def call(whole: nn.Module, rows: Any) -> Tensor:
-        return objective(whole, cast(rows, dtype))
+        return objective(whole, widened(rows, dtype))
 
     real = partial(_real, model, plan, options)
     expert_parallel.check_experts(plain, plan)
@@ -116,7 +116,7 @@ def model_spec(
     record = partial(meta_pass.run, plain, real, call)
     if plans.meshes:
         passes = LayerPasses(plans, plan, rank, (*begin, *plans.outside(kinds)))
-        rows = list(zip(parts, passes.counts(parts, counts), strict=True))
+        rows = list(zip(parts, passes.counts(parts, counts, options["rows"]), strict=True))
         return _with_meshes(spec, passes, table, (plain, record, call), rows)
     if table is None:
         runs = by_shape(parts, record)
@@ -303,9 +303,11 @@ def shapes_of(part: Any) -> tuple[Any, ...]:
 def plain_copy(model: nn.Module, plan: Plan) -> nn.Module:
     """A copy of the model on meta in the precision of the plan, as `cast_whole` sets it."""
     twin, dtype = meta_pass.meta_copy(model), DTYPES[plan.precision]
-    for x in [*twin.parameters(), *(b for b in twin.buffers() if dtype is torch.float64)]:
-        if dtype is not None and x.is_floating_point():
-            x.data = x.data.to(dtype)
+    if dtype is not None:
+        cast_params(twin, dtype)
+    for b in twin.buffers():
+        if dtype is torch.float64 and b.is_floating_point():
+            b.data = b.data.double()
     return twin
 
 

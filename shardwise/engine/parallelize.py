@@ -51,7 +51,7 @@ def parallelize(
     With `experts:independent` it is the engine of one expert, number `engine.world.expert`.
 
     Options:
-        tokens, clip, on_nonfinite, check_every: see Training.
+        tokens, clip, on_nonfinite, check_every: see Training; rows: see Build.
         units: the wrap policy (parallel/data/wrap_policy.py).
         least_unit_bytes: smaller units are merged with their neighbours; None means 2 MiB.
         fill, seed: fill(name, tensor) writes weights on the meta device, else they follow `seed`.
@@ -74,7 +74,7 @@ def parallelize(
     spec = spec_of(optimizer)
     require_whole(spec.kind, spec.by_group, plan)
     objective = validate.loss(own_loss if loss is None else loss)
-    tokens = None if options["tokens"] is None else validate.tokens(options["tokens"])
+    tokens, rows = validate.tokens(options["tokens"]), validate.rows(options["rows"])
     fill = _fill(model, options)
     validate.trainable(model)
     validate.no_max_norm(model, plan.data_size * (1 + (plan.precision in ("bf16", "fp16"))))
@@ -96,13 +96,14 @@ def parallelize(
         validate.needed(options, model)
     world = world.on(plan.mesh)
     asked = options["units"], fill, options["prefetch"], table, begin, beside
-    more = options["least_unit_bytes"], recomputed, options["kernels"], layers, missing
+    more = options["least_unit_bytes"], recomputed, options["kernels"], layers, rows, missing
     return first_step.engine_of(model, Build(plan, world, *asked, *more), how)
 
 
 #: The options and their defaults.
 DEFAULTS: dict[str, Any] = {
     "tokens": None,
+    "rows": None,
     "clip": None,
     "units": "auto",
     "least_unit_bytes": None,

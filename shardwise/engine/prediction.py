@@ -103,6 +103,7 @@ class Predictor:
         if self.plan.experts:
             self.rank, self.plan = place(self.plan, rank)[1], plan_of_expert(self.plan)
         self.options = settled_options(options)
+        validate.rows(self.options["rows"])
         self.spec = spec_of(optimizer)
         require_whole(self.spec.kind, self.spec.by_group, self.plan)
         self.objective = validate.loss(own_loss if loss is None else loss)

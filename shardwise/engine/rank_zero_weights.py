@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from shardwise.comm.move import all_reduce, broadcast
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import bad
+from shardwise.engine.precision import param_dtypes
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.initial_weights import Fill
 
@@ -60,22 +61,23 @@ class RankZeroWeights:
     ) -> "RankZeroWeights":
         """Put the parameters among `missing` on meta; all ranks call it.  Buffers arrive at once.
 
-        They are sent in `dtype` if they are of floating point and it is not None.
+        They are sent in the dtypes that the precision `dtype` gives them (precision.py).
         """
         found = cls(world.everyone, world.device)
         buffers = dict(model.named_buffers())
+        dtypes = {} if dtype is None else dict(param_dtypes(model, dtype))
         named = {**dict(model.named_parameters()), **buffers}
         for name in missing:
             t = named[name]
             if name in buffers:
                 _send_buffer(model, name, t, world)
                 continue
-            wide = dtype if dtype is not None and t.is_floating_point() else t.dtype
+            sent = dtypes.get(t, t.dtype)
             meta = nn.Parameter(torch.empty_like(t, device="meta"), t.requires_grad)
             torch.utils.swap_tensors(t, meta)  # `meta` has the values now
             if not world.rank:
                 found.values[name] = meta.detach()
-            found.like[name] = torch.empty(t.shape, dtype=wide, device="meta")
+            found.like[name] = torch.empty(t.shape, dtype=sent, device="meta")
         return found
 
     def fill(self, before: Fill | None) -> Fill:
@@ -105,12 +107,12 @@ class RankZeroWeights:
             self.arrived = name, whole
             for place in self.places.pop(name, ()):
                 flat = place.flat
-                flat.unshard()
-                place.fill(place.name, flat.full_views[place.index])
+                flat.unshard_in_own_dtype()
+                place.fill(place.name, flat.params[place.index].data)
                 left[flat] -= 1
                 if not left[flat]:
                     flat.keep_block()
-                    flat.reshard()
+                    flat.rest()
             self.arrived = None
 
     def broadcasts(self) -> Iterator[tuple[str, Tensor]]:

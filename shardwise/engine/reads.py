@@ -64,11 +64,11 @@ class Read(Tensor):
 
     @staticmethod
     def made(
-        of: nn.Parameter, shape: torch.Size, place: torch.device, gather: Callable[[], None]
+        of: nn.Parameter, shape: torch.Size, like: Tensor, gather: Callable[[], None]
     ) -> "Read":
-        """A read of the parameter `of`, whose full value has `shape`."""
-        read = torch.empty(shape, dtype=of.dtype, device="meta").as_subclass(Read)
-        vars(read).update(of=of, place=place, gather=gather)
+        """A read of the parameter `of`: its full value has `shape`, and is in memory as `like`."""
+        read = torch.empty(shape, dtype=like.dtype, device="meta").as_subclass(Read)
+        vars(read).update(of=of, place=like.device, gather=gather)
         return read
 
     @classmethod
@@ -163,7 +163,7 @@ def guard_shards(model: nn.Module, data: Data) -> list[Any]:
         for unit in data.units.order
         for flat in unit.groups
         for index, p in enumerate(flat.params)
-        if flat.split or flat.reshards
+        if flat.moves_to_rest
     }
     for module in model.modules():
         own = {name: id(p) for name, p in module._parameters.items() if id(p) in places}
@@ -196,7 +196,7 @@ class _Reads:
                 return None
             if not made:
                 p, gather = flat.params[index], partial(self.gather, unit)
-                made.append(Read.made(p, flat.shapes[index], flat.full.device, gather))
+                made.append(Read.made(p, flat.shapes[index], flat.full, gather))
             return made[0]
 
         return read
@@ -253,7 +253,7 @@ def _layer_reader(
 
     def read() -> Tensor | None:
         p = module._parameters.get(name)
-        return None if running[0] or p is None else Read.made(p, p.shape, p.device, refuse)
+        return None if running[0] or p is None else Read.made(p, p.shape, p.data, refuse)
 
     return read
 

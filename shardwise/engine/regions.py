@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from shardwise.comm.move import broadcast
 from shardwise.comm.world import Axis, World
 from shardwise.core.plan import Plan
-from shardwise.engine import tensor_parallel
+from shardwise.engine import batch, tensor_parallel
 from shardwise.engine.expert_parallel import REST, ExpertLayout
 from shardwise.engine.layer_plans import LayerPlans, Layers
 from shardwise.engine.rng import generators_of
@@ -74,7 +74,7 @@ class Regions:
             shard, replicate = axes
             stored = replace(how, row=row, shard=shard, replicate=replicate)
             found.append(Region(each, own, stored, nowhere()))
-        return cls(build.plan, found, exchange_of(world, build.plan, plans))
+        return cls(build.plan, found, exchange_of(world, build.plan, plans, build.rows))
 
     def unit_key(self, spec: UnitSpec) -> object:
         """The plan of a unit; units of different ones are not merged."""
@@ -190,8 +190,13 @@ def with_rows(x: Tensor, exchange: RowExchange, degree: int, layer: str) -> Tens
     return Logits.of(x.local, x.columns, rows)
 
 
-def exchange_of(world: World, plan: Plan, plans: LayerPlans) -> RowExchange:
-    """The axes between all tensor degrees of a plan; called by all ranks."""
+def exchange_of(
+    world: World, plan: Plan, plans: LayerPlans, count: batch.Count | None = None
+) -> RowExchange:
+    """The axes between all tensor degrees of a plan; called by all ranks.
+
+    `count` counts the rows of a batch (batch.py).
+    """
     base, stages = plan.mesh.size_of(tensor_parallel.AXIS), plan.mesh.size_of("pp")
     ranks = plan.size // stages
     degrees = sorted(
@@ -201,4 +206,4 @@ def exchange_of(world: World, plan: Plan, plans: LayerPlans) -> RowExchange:
         (few, many): world.across(f"rows{few}-{many}", between(few, many, ranks, stages))
         for few, many in combinations(degrees, 2)
     }
-    return RowExchange(axes, base, world.rank % ranks, ranks, world)
+    return RowExchange(axes, base, world.rank % ranks, ranks, world, batch.Rows(count).of)

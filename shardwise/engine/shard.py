@@ -22,6 +22,7 @@ from shardwise.core.zero import Row
 from shardwise.engine import validate
 from shardwise.engine.expert_parallel import ExpertLayout, check_experts
 from shardwise.engine.meta_buffers import materialise
+from shardwise.engine.precision import cast_inputs, param_dtypes
 from shardwise.engine.rank_zero_weights import RankZeroWeights
 from shardwise.engine.stage_module import Staging
 from shardwise.engine.tensor_layout import Tensors, nowhere
@@ -54,6 +55,7 @@ class Sharding:
     disk: of this rank, where the row keeps states on a disk.
     tiling: the linear layers that are gathered in tiles.
     gathers: whether units are gathered for use, under any plan of a layer.
+    compute: the dtypes of parameters while they are used, where it is not their own.
     alone: layers with a plan of their own inside of blocks: units of their own.
     Neighbours smaller than `least_unit_bytes` (None: LEAST_BYTES) are one unit.
     fill(name, tensor) writes the initial weights of parameters on the meta device, unit by unit.
@@ -78,6 +80,7 @@ class Sharding:
     tiling: Tiling = field(default_factory=Tiling)
     gathers: bool = False
     alone: tuple[str, ...] = ()
+    compute: Mapping[nn.Parameter, torch.dtype] = field(default_factory=dict)
     weights: RankZeroWeights = field(default_factory=RankZeroWeights)
 
     @property
@@ -148,7 +151,7 @@ def shard(
         by_unit = _partly(how.offload, how.row, specs, by_unit)
     for spec, layouts in zip(specs, by_unit, strict=True):
         groups: list[Flat] = []
-        for group in _groups(spec, layouts):
+        for group in _groups(spec, layouts, how.compute):
             first = group[0][0]
             name = how.tiling.plain(first)
             sums = [tensors.sums.get(name), staged.ties.get(name) if staged else None]
@@ -162,6 +165,7 @@ def shard(
                 how.arena,
                 how.late,
                 how.disk,
+                how.compute.get(group[0][1]),
             )
             device = how.device or group[0][1].device
             groups.append(Flat(group, local, fill, device, how.products.add))
@@ -276,16 +280,16 @@ def driver_of(module: nn.Module) -> Data | None:
 
 
 def _groups(
-    spec: UnitSpec, layouts: Mapping[str, Layout]
+    spec: UnitSpec, layouts: Mapping[str, Layout], compute: Mapping[nn.Parameter, torch.dtype]
 ) -> Sequence[Sequence[tuple[str, nn.Parameter]]]:
-    """The unit's parameters by dtype, by whether they are trained, and by the kind of their layout.
+    """The unit's parameters by dtypes, whether they are trained, and the kind of their layout.
 
     A tied parameter has its own group: its ranks hold it in units of different parameters.
     """
     found: dict[Any, list[tuple[str, nn.Parameter]]] = defaultdict(list)
     for name, p in spec.params:
         alone = name if layouts[name].tied else ""
-        found[p.dtype, p.requires_grad, layouts[name].kind, alone].append((name, p))
+        found[p.dtype, compute.get(p), p.requires_grad, layouts[name].kind, alone].append((name, p))
     return list(found.values())
 
 
@@ -302,12 +306,19 @@ def cast_whole(
     So do all parameters with `by_unit`: each unit is moved when it is laid out.
     """
     materialise(model, device, fill)
+    if dtype is not None:
+        cast_params(model, dtype)
     for p in model.parameters():
-        if p.is_floating_point() and dtype is not None:
-            p.data = p.data.to(dtype)
         if not (p.is_meta or by_unit):
             p.data = p.data.to(device)
     for b in model.buffers():
         b.data = b.data.to(device)
         if dtype is torch.float64 and b.is_floating_point():
             b.data = b.data.double()
+
+
+def cast_params(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the parameters of `model`, and the inputs of its layers (precision.py)."""
+    for p, own in param_dtypes(model, dtype):
+        p.data = p.data.to(own)
+    cast_inputs(model, dtype)

@@ -36,7 +36,7 @@ def _before_save(data: Data, flats: Sequence[Flat], *_: Any) -> None:
 def _gather_all(data: Data, flats: Sequence[Flat], *_: Any) -> None:
     data.units.to_sharded()  # also what was open for reads
     for flat in flats:
-        flat.unshard()
+        flat.unshard_in_own_dtype()
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.core.schedule.action import COMPUTE_OPS, Step
 from shardwise.engine import meta_pass
-from shardwise.engine.batch import cast, filled, split
+from shardwise.engine.batch import computed_parts, widened
 from shardwise.engine.engine import Engine
 from shardwise.engine.kept_pass import Saved, marks_of
 from shardwise.engine.meter import Meter
@@ -216,11 +216,11 @@ def predict_events(
     _require_whole_units(found)
     tile(twin, plan, options.get("units", DEFAULTS["units"])).show()
     objective, dtype = own_loss if loss is None else loss, DTYPES[plan.precision]
-    parts = [filled(part) for part in split(batch, plan.microbatches, plan.cut)]
+    parts = computed_parts(batch, plan.microbatches, plan.cut, options.get("rows"))
 
     def marks(part: Any) -> tuple[Mark, ...]:
         def call(whole: nn.Module, rows: Any) -> Tensor:
-            return objective(whole, cast(rows, dtype))
+            return objective(whole, widened(rows, dtype))
 
         return marks_of(twin, call, part, found.recomputed)
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from shardwise.comm.world import World
 from shardwise.core.plan import Plan
 from shardwise.core.tensor_plan import Table
+from shardwise.engine.batch import Count
 from shardwise.engine.layer_plans import LayerPlans
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.recomputation import Recomputation
@@ -17,7 +18,6 @@ from shardwise.parallel.data.initial_weights import Fill
 from shardwise.parallel.data.wrap_policy import Rule
 
 Loss = Callable[[nn.Module, Any], Tensor]
-Count = Callable[[Any], int]
 
 DTYPES = {
     None: None,
@@ -83,6 +83,7 @@ class Build:
     recompute         modules that are recomputed, and how (recomputation.py)
     kernels           "auto" or "torch" (kernels/choice.py)
     layers            the plans of single layers (layer_plans.py)
+    rows              rows(batch) is the number of rows of a batch; None: batch.py counts
     missing           tensors that rank 0 alone has (rank_zero_weights.py)
     """
 
@@ -98,6 +99,7 @@ class Build:
     recompute: Recomputation = field(default_factory=lambda: Recomputation({}))
     kernels: str = "auto"
     layers: LayerPlans = field(default_factory=LayerPlans)
+    rows: Count | None = None
     missing: tuple[str, ...] = ()
 
 

@@ -90,7 +90,7 @@ def no_pipe(module: nn.Module) -> None:
 @torch.no_grad()
 def _release(flat: Flat) -> None:
     """Give each parameter its own memory and its full value."""
-    flat.unshard()
+    flat.unshard_in_own_dtype()
     for p in flat.params:
         grad = p.grad
         p.grad = None  # torch compares its shape with that of the data

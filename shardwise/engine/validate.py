@@ -237,19 +237,31 @@ def _loss_problem(found: Any) -> str:
     return ""
 
 
-def tokens(value: Callable[[Any], Any]) -> Callable[[Any], int]:
+def tokens(value: Callable[[Any], Any] | None) -> Callable[[Any], int] | None:
     """Wrap `tokens` so that it must return an integer from 0 up.  Raises InputError like `loss`."""
-    example = "tokens=lambda batch: batch[0].numel()"
-    function("tokens", value, ("batch",), example)
+    return _counting("tokens", value, "tokens=lambda batch: batch[0].numel()")
+
+
+def rows(value: Callable[[Any], Any] | None) -> Callable[[Any], int] | None:
+    """Wrap `rows` so that it must return an integer from 0 up.  Raises InputError like `loss`."""
+    return _counting("rows", value, "rows=lambda batch: len(batch[0])")
+
+
+def _counting(
+    name: str, value: Callable[[Any], Any] | None, example: str
+) -> Callable[[Any], int] | None:
+    if value is None:
+        return None
+    function(name, value, ("batch",), example)
 
     @wraps(value)
     def checked(batch: Any) -> int:
-        """The number of tokens of the batch, checked."""
+        """The number that the function returns for the batch, checked."""
         found = value(batch)
         count = found.item() if isinstance(found, Tensor) and found.numel() == 1 else found
         number = float(count) if isinstance(count, Real) else math.nan
         if not (number >= 0 and number.is_integer()):  # False for infinity and NaN too
-            given = f"tokens, which returns {short_repr(found)}"
+            given = f"{name}, which returns {short_repr(found)}"
             raise bad(given, "a function that returns a whole number from 0 up", example)
         return int(number)
 

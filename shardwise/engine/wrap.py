@@ -10,6 +10,7 @@ parameters, stay.  Between backward and forward, sharded parameters hold this ra
 the shape [k, 1, ..., 1], with as many dims as before.  Gradients are averaged over the ranks.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,6 +33,7 @@ from shardwise.engine import consistency, plain_optimizer, validate
 from shardwise.engine.default_fill import default_fill
 from shardwise.engine.meta_buffers import materialise
 from shardwise.engine.norm import squared_norm
+from shardwise.engine.precision import HALF, cast_inputs, param_dtypes
 from shardwise.engine.rank_zero_weights import RankZeroWeights, missing_weights
 from shardwise.engine.reads import guard_shards
 from shardwise.engine.shard import (
@@ -46,6 +48,7 @@ from shardwise.engine.shard import (
     units_of,
 )
 from shardwise.engine.state_dict import keep_keys
+from shardwise.engine.training import DTYPES
 from shardwise.engine.unwrap import no_pipe, pipe_of
 from shardwise.kernels.choice import kernels_of
 from shardwise.parallel.data.hooks import Pace
@@ -68,24 +71,28 @@ def DDP(  # noqa: N802
     world: World | None = None,
     bucket_bytes: int = 25 * 2**20,
     broadcast_buffers: bool = True,
+    *,
+    precision: str | None = None,
 ) -> nn.Module:
     """Replicate `module` on all ranks, and average gradients during the backward pass.
 
     Rank 0 broadcasts its parameters and buffers now, and its buffers before every training forward
     (unless `broadcast_buffers` is False).  Gradients are reduced in buckets of up to `bucket_bytes`
-    bytes.  (Li et al., "PyTorch Distributed", arXiv 2006.15704.)
+    bytes.  `precision` as in `FSDP`.  (Li et al., "PyTorch Distributed", arXiv 2006.15704.)
     """
     validate.model(module, "sw.DDP")
     integer("bucket_bytes", bucket_bytes, 1, 25 * 2**20)
     no_pipe(module)
     layable(module, "auto")
+    _require_precision(module, precision)
     world = validate.leased_world(world)
     asked = {"bucket_bytes": bucket_bytes, "broadcast_buffers": broadcast_buffers}
+    asked |= {"precision": precision}
     consistency.require_same(world, {"the module": consistency.model_signature(module)} | asked)
     validate.no_max_norm(module, world.size)
     world = world.on(Mesh((("dp", world.size),)))
     how = Sharding(ROWS["ddp"], Axis("none"), world.axis("dp"), "auto", bucket_bytes)
-    return _wrap(module, replace(how, broadcast_buffers=broadcast_buffers), world)
+    return _wrap(module, replace(how, broadcast_buffers=broadcast_buffers), world, precision)
 
 
 @normal_mode()
@@ -96,6 +103,8 @@ def FSDP(  # noqa: N802
     world: World | None = None,
     shard_size: int | None = None,
     cpu_offload: Any = False,
+    *,
+    precision: str | None = None,
 ) -> nn.Module:
     """Shard `module` over the ranks of `world` (Zhao et al., "PyTorch FSDP", arXiv 2304.11277).
 
@@ -105,6 +114,9 @@ def FSDP(  # noqa: N802
     cpu_offload: True, or torch's CPUOffload(offload_params=True): shards of parameters and
     gradients rest in host memory, where the optimizer updates them; a unit is on the device while
     it is used.
+    precision: "bf16" or "fp16": the model computes with weights in 16 bits, and casts the inputs of
+    its layers; parameters at rest, gradients, their sums over the ranks, the optimizer and state
+    dicts have fp32.  Under "fp16" the loop scales its loss.
 
     Raises:
         InputError: an unknown strategy; a shard_size that does not divide the world; `cpu_offload`
@@ -116,7 +128,14 @@ def FSDP(  # noqa: N802
     name = getattr(sharding_strategy, "name", sharding_strategy)
     choice("sharding_strategy", name, STRATEGIES)
     row = ROWS[STRATEGIES[name]]
+    _require_precision(module, precision)
     if _offloads(cpu_offload):
+        if precision is not None:
+            raise bad(
+                f"cpu_offload=True with precision={precision!r}",
+                "masters in fp32 on the device, or offload in an engine",
+                f'sw.parallelize(module, "zero3 offload:param {precision}", world)',
+            )
         if row.param.kind != "S":
             raise bad(
                 f"cpu_offload=True with {name}, which keeps full parameters on the device",
@@ -128,11 +147,11 @@ def FSDP(  # noqa: N802
     inner = _shard_size(name, shard_size, world.size)
     validate.no_max_norm(module, world.size)
     asked = {"the strategy": name, "shard_size": inner, "units": units}
-    asked |= {"cpu_offload": row.param_tier}
+    asked |= {"cpu_offload": row.param_tier, "precision": precision}
     consistency.require_same(world, {"the module": consistency.model_signature(module)} | asked)
     world = world.on(Mesh((("dp_replicate", world.size // inner), ("dp_shard", inner))))
     axes = world.axis("dp_shard"), world.axis("dp_replicate")
-    return _wrap(module, Sharding(row, *axes, units), world)
+    return _wrap(module, Sharding(row, *axes, units), world, precision)
 
 
 def _offloads(asked: Any) -> bool:
@@ -167,9 +186,39 @@ def _shard_size(name: str, asked: int | None, ranks: int) -> int:
     return asked
 
 
-def _wrap(module: nn.Module, how: Sharding, world: World) -> nn.Module:
+def _require_precision(module: nn.Module, precision: Any) -> None:
+    """Raise InputError for an unknown precision, or masters that have not 32 bits."""
+    if precision is None:
+        return
+    choice("precision", precision, ("bf16", "fp16"))
+    narrow = [name for name, p in module.named_parameters() if p.dtype in HALF]
+    if narrow:
+        raise bad(
+            f"precision={precision!r} of a {type(module).__name__} whose {narrow[0]} has 16 bits: "
+            "its small updates would be rounded away",
+            "parameters in fp32, which are cast for computation only",
+            f"sw.FSDP(module.float(), precision={precision!r})",
+        )
+
+
+def _warn_of_16_bits(module: nn.Module, world: World) -> None:
+    """Print a line if the optimizer of the loop will update weights of 16 bits."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    if world.rank == 0 and trained and all(p.dtype in HALF for p in trained):
+        print(
+            f"shardwise: the weights of the {type(module).__name__} have 16 bits, so that small "
+            'updates are rounded away. Write precision="bf16" with a module in fp32 for fp32 '
+            "masters.",
+            file=sys.stderr,
+        )
+
+
+def _wrap(
+    module: nn.Module, how: Sharding, world: World, precision: str | None = None
+) -> nn.Module:
     weights = RankZeroWeights.take(module, missing_weights(module, world), world)
     materialise(module, world.device)
+    _warn_of_16_bits(module, world)
     for p in module.parameters():
         if not p.is_meta and how.row.param_tier == "device":  # else unit by unit
             p.data = p.data.to(world.device)
@@ -181,11 +230,18 @@ def _wrap(module: nn.Module, how: Sharding, world: World) -> nn.Module:
     kernels, fill = kernels_of("auto", world.device), default_fill(module, 0)
     how = replace(how, fill=fill, device=world.device, products=kernels.products)
     how = replace(how, tiers=world.tiers, weights=weights)
+    handles: list[Any] = []
+    if (dtype := DTYPES[precision]) is not None:
+        handles = cast_inputs(module, dtype)
+        dtypes = param_dtypes(module, dtype)
+        how = replace(how, compute={p: own for p, own in dtypes if own != p.dtype})
     pace = Pace(scale=1 / world.size)
     sharded_units = shard(how, units_of(module, how))
     weights.deliver()
     data = hooked(module, how, sharded_units, pace, world)
-    data.handles += kernels.install(module, data, sizes(sharded_units))
+    data.handles += handles
+    if precision is None:  # they add products to gradients of the weights' dtype
+        data.handles += kernels.install(module, data, sizes(sharded_units))
     data.handles += keep_keys(module, data, flats_of(sharded_units))
     data.handles += guard_shards(module, data)
     assert isinstance(world.links, Lease)

@@ -32,6 +32,7 @@ from torch.nn.modules import module as modules
 from torch.utils.hooks import RemovableHandle
 
 from shardwise.core.hook import Driver, Hook, others_after
+from shardwise.kernels.input_cast import InputCast
 from shardwise.kernels.matmul import BY_TORCH, Products
 from shardwise.kernels.rms_norm import Norm
 
@@ -181,7 +182,8 @@ class _Marked(Tensor):
 
 def _has_other_hooks(module: nn.Module) -> bool:
     """Whether hooks other than ours get the input."""
-    others = len(module._forward_pre_hooks) > 1 or module._forward_hooks
+    before = [h for h in module._forward_pre_hooks.values() if not isinstance(h, InputCast)]
+    others = len(before) > 1 or module._forward_hooks
     return bool(others or modules._global_forward_pre_hooks or modules._global_forward_hooks)
 
 

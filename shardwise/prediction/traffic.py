@@ -49,6 +49,8 @@ from shardwise.prediction.tensor_moves import TENSOR, Crossings, recomputing
 
 PIPELINE = "pp"
 CONSENSUS_BYTES = 8  # added as doubles: a count of tokens must not be rounded
+#: Before the first step: tokens, errors, lengths of lists and a checksum (engine.py).
+FIRST_NUMBERS = 7
 
 
 class Line(NamedTuple):
@@ -183,7 +185,7 @@ def step_bytes(
         holders = tariff.group(PIPELINE, layout_of(plan, param).on(PIPELINE))
         tariff.ask(PIPELINE, holders if param.trainable else 1)  # was it used by any?
     if first:
-        tariff.agree(1, CONSENSUS_BYTES)
+        tariff.agree(FIRST_NUMBERS, CONSENSUS_BYTES)
     trained = [p for p in model.params if p.trainable]
     trained = [p for p in trained if not p.layout or dict(p.layout.axes).get(TENSOR)]
     whole = [p for p in trained if layout_of(plan, p).on(TENSOR).cut is None]

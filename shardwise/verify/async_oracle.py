@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.verify.oracle import Microbatches, Task, Weights, in_eval_mode
+from shardwise.verify.oracle import Lowered, Microbatches, Task, Weights, in_eval_mode
 
 #: The version of stage s that microbatch i uses: the number of updates of its weights.
 Rule = Callable[[int, int], int]
@@ -84,7 +84,7 @@ class AsyncOracle:
     def _learn(self, part: Any, count: int, sums: dict[str, Tensor | None]) -> float:
         """Add a microbatch's gradients, of the sum over its tokens; returns that sum."""
         params = self.weights.params
-        loss = self.task.loss(self.model, self.task.batch(part, self.dtype))
+        loss = self.task.loss_of(self.model, part, self.dtype)
         found = torch.autograd.grad(loss * count, list(params.values()), allow_unused=True)
         for name, gradient in zip(params, found, strict=True):
             if gradient is not None:
@@ -94,4 +94,5 @@ class AsyncOracle:
 
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor:
         """The result of `call(model)` in eval mode."""
-        return in_eval_mode(self.model, call)
+        with Lowered(self.dtype):
+            return in_eval_mode(self.model, call)

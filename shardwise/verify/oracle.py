@@ -15,7 +15,8 @@ gradients are summed (`Microbatches`).
 fp64 and fp32 models are trained directly. A 16-bit model computes in 16 bits and has fp32 masters:
 gradients are converted to fp32 before they are unscaled and clipped, the optimizer updates the
 masters, and the weights are the masters rounded to 16 bits (Micikevicius et al., arXiv 1710.03740,
-section 3). With fp64 weights, buffers are converted to fp64 too.
+section 3). The parameters of norms over the batch stay in fp32. Layers in 16 bits lower wider
+inputs; the batch itself is not rounded. With fp64 weights, buffers and the batch become fp64 too.
 
 A loss that a model computes in lower precision than its weights (fp32 inside fp64) is rounded
 differently when it is scaled, unless the scales differ by a power of two. Dividing the sum over the
@@ -31,7 +32,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -43,7 +45,7 @@ class Task:
     loss       loss(model, batch) is the mean over the batch's tokens
     tokens     tokens(batch) is their number
     optimizer  makes a torch optimizer from parameters by name
-    start      initial weights and batches are first rounded to this dtype; None: no rounding
+    start      initial weights are first rounded to this dtype; None: no rounding
     """
 
     loss: Callable[[nn.Module, Any], Tensor]
@@ -51,13 +53,47 @@ class Task:
     optimizer: Callable[[Mapping[str, nn.Parameter]], Optimizer]
     start: torch.dtype | None = None
 
-    def batch(self, batch: Any, dtype: torch.dtype) -> Any:
-        """Cast floating-point tensors of the batch to `dtype`, after rounding to `start`."""
+    def loss_of(self, model: nn.Module, batch: Any, dtype: torch.dtype) -> Tensor:
+        """The loss of `model` in a dtype.  The batch's floats may become wider, never narrower."""
 
         def converted(x: Tensor) -> Tensor:
-            return x.to(self.start or dtype).to(dtype) if x.is_floating_point() else x
+            wider = x.is_floating_point() and torch.promote_types(x.dtype, dtype) == dtype
+            return x.to(dtype) if wider else x
 
-        return tree_map_only(Tensor, converted, batch)
+        with Lowered(dtype):
+            return self.loss(model, tree_map_only(Tensor, converted, batch))
+
+
+#: Functions of a layer's input and its weights, which must have one dtype.
+LAYERS = frozenset(
+    (
+        *("linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm"),
+        *("baddbmm", "einsum", "conv1d", "conv2d", "conv3d", "conv_transpose1d"),
+        *("conv_transpose2d", "conv_transpose3d", "layer_norm", "rms_norm", "group_norm", "prelu"),
+        *("multi_head_attention_forward", "scaled_dot_product_attention", "lstm", "gru"),
+        *("rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"),
+    )
+)
+
+
+class Lowered(TorchFunctionMode):
+    """Layers whose inputs are wider than `dtype` compute in it, as under torch.autocast."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in LAYERS:
+            floats = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            found = {x.dtype for x in floats if x.is_floating_point()}
+            if len(found) > 1 and self.dtype in found:
+                args, kwargs = tree_map_only(Tensor, self._lower, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _lower(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype) if x.is_floating_point() else x
 
 
 @dataclass(frozen=True)
@@ -107,8 +143,11 @@ class Weights:
     """
 
     def __init__(self, model: nn.Module, task: Task, dtype: torch.dtype, old: bool = False) -> None:
+        exact = {p for module in model.modules() for p in _beside_statistics(module)}
         for p in model.parameters():
-            if p.is_floating_point():
+            if p.is_floating_point() and p in exact:
+                p.data = p.data.float() if dtype in HALF else p.data.to(dtype)
+            elif p.is_floating_point():
                 p.data = p.data.to(task.start or dtype).to(dtype)
         for b in model.buffers():
             if b.is_floating_point() and dtype is torch.float64:
@@ -150,6 +189,13 @@ class Weights:
         }
 
 
+def _beside_statistics(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters of a norm over the batch, which keep 32 bits."""
+    norms = (nn.modules.batchnorm._NormBase,)
+    known = any(name == "running_mean" for name, _ in module.named_buffers(recurse=False))
+    return list(module.parameters(recurse=False)) if known or isinstance(module, norms) else []
+
+
 def _wide(p: nn.Parameter) -> torch.dtype:
     return torch.float32 if p.dtype in HALF else p.dtype
 
@@ -181,7 +227,7 @@ class Oracle:
         share, exponent = math.frexp(total)
         summed, found = 0.0, dict[str, Tensor | None].fromkeys(self.weights.params)
         for part in parts:
-            loss = self.task.loss(self.model, self.task.batch(part, self.dtype))
+            loss = self.task.loss_of(self.model, part, self.dtype)
             tokens = self.task.tokens(part)
             (loss * (math.ldexp(tokens, -exponent) * self.loss_scale)).backward()
             summed += loss.item() * (tokens / total if len(parts) > 1 else 1.0)
@@ -224,7 +270,8 @@ class Oracle:
         """The result of `call(model)` in eval mode."""
         if self.undelayed is not None:
             self._show({n: m.clone() for n, m in self.weights.masters.items()})
-        return in_eval_mode(self.model, call)
+        with Lowered(self.dtype):
+            return in_eval_mode(self.model, call)
 
 
 @torch.no_grad()

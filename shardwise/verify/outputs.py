@@ -55,7 +55,7 @@ def returned(oracle: Evaluates, model: nn.Module, batch: Any) -> Tensor:
 
     handle = model.register_forward_hook(note)
     try:
-        loss = oracle.task.loss(model, oracle.task.batch(batch, oracle.dtype))
+        loss = oracle.task.loss_of(model, batch, oracle.dtype)
     finally:
         handle.remove()
     return seen[0] if seen else loss

@@ -29,8 +29,6 @@ from threading import Lock
 from typing import Any, Final
 
 import torch
-from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from shardwise.comm.ledger import Key, Tally
 from shardwise.comm.world import World
@@ -38,7 +36,7 @@ from shardwise.core.expert_moves import Loads
 from shardwise.core.independent import plan_of_expert, ranks_by_expert
 from shardwise.core.plan import BUCKET_BYTES, Plan
 from shardwise.core.tensor_plan import Table
-from shardwise.engine.batch import rows
+from shardwise.engine.batch import rows, split
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
 from shardwise.engine.live import Live
@@ -289,7 +287,7 @@ class Comparison:
 
         def evaluated(oracle: Any) -> float:
             task = oracle.task
-            return float(oracle.evaluate(lambda m: task.loss(m, task.batch(whole, oracle.dtype))))
+            return float(oracle.evaluate(lambda m: task.loss_of(m, whole, oracle.dtype)))
 
         losses = [_drawn(step, lambda o=o: evaluated(o)) for o in self.oracles.all]
         self.number("evaluation", "loss", loss, losses)
@@ -385,4 +383,4 @@ def counts(whole: Any, engine: Engine) -> list[Counts]:
 def share(whole: Any, engine: Engine) -> Any:
     """This rank's rows of a global batch; the first ranks have one more if it is uneven."""
     n, rank = engine.data_ranks, engine.data_rank
-    return pytree.tree_map_only(Tensor, lambda x: x.tensor_split(n)[rank], whole)
+    return split(whole, n, f"{n} data ranks")[rank]

@@ -10,7 +10,7 @@ from torch.nn import functional
 import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
-from shardwise.engine.batch import cast, filled, rows, split
+from shardwise.engine.batch import Rows, filled, rows, split, widened
 from tests.engine.cases import (
     ROWS,
     Case,
@@ -139,8 +139,9 @@ def test_fewer_rows_than_parts_leave_the_last_parts_empty():
 
 
 def test_tensors_that_disagree_on_rows_are_refused():
-    """The error names the numbers of rows."""
-    with pytest.raises(InputError, match=r"\[2, 3\] rows under accumulate:2"):
+    """The error names the tensors, by their paths in the batch."""
+    said = r"batch\['a'\] of shape \[2\], batch\['b'\] of shape \[3\] under accumulate:2"
+    with pytest.raises(InputError, match=said):
         split({"a": torch.ones(2), "b": torch.ones(3)}, 2)
     with pytest.raises(
         InputError,
@@ -176,11 +177,107 @@ def test_a_stand_in_has_the_shape_of_what_it_stands_for():
     assert filled("text") == "text"
 
 
-def test_only_floating_point_is_cast():
-    """Token numbers stay whole."""
-    out = cast({"x": torch.ones(2), "n": torch.ones(2, dtype=torch.int64)}, torch.bfloat16)
-    assert out["x"].dtype == torch.bfloat16 and out["n"].dtype == torch.int64
-    assert cast(out, None) is out
+def test_the_floats_of_a_batch_are_widened_and_never_rounded():
+    """Under fp64 they have 64 bits; under bf16 they stay; token numbers stay whole."""
+    batch = {"x": torch.ones(2), "n": torch.ones(2, dtype=torch.int64)}
+    out = widened(batch, torch.float64)
+    assert out["x"].dtype == torch.float64 and out["n"].dtype == torch.int64
+    assert widened(batch, torch.bfloat16)["x"] is batch["x"]
+    assert widened(batch, None) is batch
+
+
+def image(width: int = 5) -> Tensor:
+    return torch.ones(3, 4, width)
+
+
+def target(boxes: int) -> dict[str, Tensor]:
+    return {"boxes": torch.ones(boxes, 4), "labels": torch.zeros(boxes, dtype=torch.int64)}
+
+
+COUNTED: dict[str, tuple[Any, int]] = {
+    "fields": ({"ids": torch.ones(4, 5), "mask": torch.ones(4), "epoch": torch.tensor(1)}, 4),
+    "fields in a list": ([torch.ones(4, 5), torch.ones(4, 5)], 4),
+    "images and targets": (([image(5), image(6)], [target(0), target(2)]), 2),
+    "no boxes at all": ({"targets": [{"boxes": torch.tensor([])}], "images": [image()]}, 1),
+    "images and labels": ({"images": [image(), image()], "labels": torch.ones(2)}, 2),
+    "keys and values": ({"past": ((torch.ones(4, 1), torch.ones(4, 2)),) * 3, "x": image()[:0]}, 4),
+    "no rows": ({"positions": torch.ones(3, 0, 5), "ids": torch.ones(0, 5)}, 0),
+}
+COUNTED["keys and values"][0]["x"] = torch.ones(4)
+
+
+@pytest.mark.parametrize("what", COUNTED)
+def test_rows_are_dim_0_of_all_tensors_or_the_entries_of_lists_of_samples(what: str):
+    """No tensor decides alone, also not the first."""
+    batch, count = COUNTED[what]
+    assert rows(batch) == count
+
+
+UNCERTAIN: dict[str, tuple[Any, str]] = {
+    "positions": (
+        {"positions": torch.ones(3, 4, 5), "ids": torch.ones(4, 5)},
+        r"batch\['positions'\] of shape \[3, 4, 5\], batch\['ids'\] of shape \[4, 5\].*rows=",
+    ),
+    "an optional tensor": ({"spans": torch.ones(0, 3), "ids": torch.ones(2, 5)}, "batch.'spans'"),
+    "rows of x and y": ([(torch.ones(7), torch.tensor(1.0))] * 2, "or a list of 2 samples"),
+    "as many boxes as channels": (([image()], [target(3)]), "or a list of 1 samples"),
+    "two lists": (([image(), image()], [torch.ones(1, 4, 5)]), r"batch\[1\]\[0\] of shape"),
+}
+
+
+@pytest.mark.parametrize("what", UNCERTAIN)
+def test_a_batch_whose_rows_are_not_certain_is_refused(what: str):
+    """The error names the tensors and says what to write; with `rows=` it is counted."""
+    batch, said = UNCERTAIN[what]
+    with pytest.raises(InputError, match=f"(?s){said}"):
+        rows(batch)
+    assert rows(batch, lambda _: 4) == 4
+    with pytest.raises(InputError, match="under accumulate:2"):
+        split(batch, 2, count=lambda _: 4)
+
+
+def test_a_list_of_tensors_is_read_as_fields_while_its_length_stays():
+    """Two images look like two fields of three rows; then one image shows that they were rows."""
+    counted = Rows()
+    assert counted.of([image(), image()]) == counted.of([image(), image(6)]) == 3
+    with pytest.raises(InputError, match="lengths differ between steps or ranks"):
+        counted.of([image()])
+    counted = Rows()
+    assert counted.of(([image()], [target(2)])) == 1
+    assert counted.of(([image()], [target(3)])) == 1  # as the step before
+
+
+def of_images(model: nn.Module, batch: Any) -> Tensor:
+    images = batch["images"] if isinstance(batch, dict) else batch
+    return torch.stack([model(x.mean((1, 2))) for x in images]).square().mean()
+
+
+def first_step(world: World, batches: list[Any], **options: Any) -> tuple[float, int] | str:
+    torch.manual_seed(0)
+    engine = sw.parallelize(nn.Linear(3, 2), "dp2", world, loss=of_images, **options)
+    try:
+        metrics = engine.step(batches[world.rank])
+    except InputError as error:
+        return str(error)
+    return metrics.loss, metrics.tokens
+
+
+def test_the_first_step_refuses_on_all_ranks_what_one_rank_refuses():
+    """Lists of unequal length, and a batch whose rows are certain on the other rank only."""
+    lists = [[image()] * 3, [image()]]
+    assert all("differ between steps or ranks" in x for x in run_threads(2, first_step, lists))
+    found = run_threads(
+        2, first_step, [{"images": [image()]}, {"images": torch.ones(2, 1)} | {"x": image()}]
+    )
+    assert "a batch of 1 other data ranks" in found[0] and "batch['x']" in found[1]
+    assert run_threads(2, partial(first_step, rows=len), lists)[0][1] == 4
+
+
+def test_equal_shares_of_all_data_ranks_are_reported_once(capfd):
+    """No sampler: rank 0 says so; different rows are no mistake."""
+    for shares, lines in (([1.0, 1.0], 1), ([1.0, 2.0], 0)):
+        run_threads(2, first_step, [{"images": torch.full((2, 3, 4, 5), x)} for x in shares])
+        assert capfd.readouterr().err.count("have the same rows in the first step") == lines
 
 
 def test_the_first_step_knows_its_own_number_of_tokens():

@@ -114,7 +114,7 @@ def test_the_ranks_between_two_degrees():
 def test_the_rows_of_a_rank(base: int, degree: int, place: int, rows: int):
     """A rank has the rows of the data ranks in its tp group, or an equal part of its own."""
     counts = {1: (1, 2, 4, 5), 2: (7, 3)}[base]
-    exchange = RowExchange({}, base, place, 4, alone(), counts)
+    exchange = RowExchange({}, base, place, 4, alone(), len, counts)
     assert exchange.held(degree) == rows
 
 

@@ -33,7 +33,8 @@ was assigned before p.data is set again, and `keep_writes` copies what a forward
 between forward and backward; where weights have several versions at once, each has its own
 (`renew`).  With n = 1 every block is the whole: nothing is ever gathered, and p.data keeps its
 shape; that is a row that shards nothing (`ddp`), and any row on one rank.  Only on the host it is
-then in another memory while SHARDED.
+then in another memory while SHARDED.  So it is with a dtype for computation: `shard` has the
+parameters' own dtype, `full` that one; `begin_unshard` casts this rank's block and gathers it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -91,12 +92,18 @@ class Flat:
         self.full = torch.zeros(self.plan.padded, dtype=self.dtype, device=device)
         named = zip(self.names, self.params, strict=True)
         initialize(self.full, list(named), self.views.every(self.full), fill, (shard, replicate))
-        self.tiers = local.tiers
+        self.tiers, self.compute = local.tiers, local.compute
+        # whether parameters are in another memory while SHARDED
+        self.moves_to_rest = self.split or self.reshards or self.compute is not None
         self.shard = self._rest()
+        if self.compute is not None:
+            self.full = self.full.to(self.compute)
         self.full_views = self.views.every(self.full)
-        like = self.full.new_empty(0)  # not `full` itself, which `renew` replaces
+        # not `full` itself, which `renew` replaces
+        like = self.full.new_empty(0, dtype=self.dtype)
         self.grads = FlatGradient(params, self.views, self.moves, local, like, add_to)
         self.coming = Pending()
+        self.whole: Tensor | None = None  # of `unshard_in_own_dtype`
         self.state = State.UNSHARDED
         self.data: list[Tensor] = []  # what was last set as the data of each parameter
         self.versions: list[int] = []  # of the parameters, when they became views of `full`
@@ -117,7 +124,7 @@ class Flat:
             return begin_copy(block, self.tiers, "device", "disk", rests).wait()
         if self.moves.fetch:
             return begin_copy(block, self.tiers, "device", "host").wait()
-        return block.clone() if self.reshards else block
+        return block.clone() if self.reshards or self.compute is not None else block
 
     def point_at(self, full: Tensor) -> None:
         """Make the parameters views of `full`, a tensor with the offsets of `self.full`."""
@@ -164,7 +171,10 @@ class Flat:
             with self.tiers.following("device"):
                 fetched.wait()
                 return start(block, move.axis, move.src, move.dst, self.full)
-        assert move is not None
+        if self.compute is not None:
+            block = self.views.block(self.full).copy_(self.shard)
+        if move is None:
+            return Pending()
         return start(block, move.axis, move.src, move.dst, self.full)
 
     def unshard(self) -> None:
@@ -181,13 +191,13 @@ class Flat:
 
     def to_sharded(self) -> None:
         """Let the parameters be this rank's pieces, on which the optimizer works."""
-        if not (self.split or self.reshards):
+        if not self.moves_to_rest:
             return
         if self.state is State.UNSHARDING:
             self.coming.wait()
         self.take_assigned()
         self._set([self.views.part(i, self.shard) for i in range(len(self.params))])
-        self.state = State.SHARDED
+        self.state, self.whole = State.SHARDED, None
 
     def reshard(self) -> None:
         """Free `full` where the row keeps parameters S; other rows do nothing."""
@@ -195,19 +205,49 @@ class Flat:
             self.to_sharded()
             self.full.untyped_storage().resize_(0)
 
+    def rest(self) -> None:
+        """After `unshard_in_own_dtype`: as before it."""
+        self.reshard()
+        if self.whole is not None:
+            self.to_sharded()
+
     def set_placeholders(self) -> None:
         """Give p.data its own shape without memory: a gradient arrives, but no node reads p."""
         if self.state is State.SHARDED:
             # on the device, where the gradient is: `shard` may be on the host
             first = self.shard[:1]
             expanded = [first.expand(shape) for shape in self.shapes]
-            self._set(self.full_views if self.moves.fetch else expanded)
+            self._set(self.full_views if self.moves.fetch or self.compute else expanded)
+
+    def unshard_in_own_dtype(self) -> None:
+        """As `unshard`, but without the rounding to the dtype of computation."""
+        if self.compute is None:
+            self.unshard()
+            return
+        if self.whole is not None:
+            return
+        self.to_sharded()
+        if not self.split:
+            return
+        whole, move = self.shard.new_empty(self.plan.padded), self.moves.gather
+        assert move is not None
+        block = self.views.block(whole).copy_(self.shard)
+        start(block, move.axis, move.src, move.dst, whole).wait()
+        self.point_at(whole)
+        self.whole, self.state = whole, State.UNSHARDED
 
     def keep_block(self) -> None:
         """Copy this rank's block from `full`, after a write to `full`."""
+        if self.whole is not None:
+            self.shard.copy_(self.views.block(self.whole))
+            return
         if (tier := self.moves.fetch) is not None:
             block = self.views.block(self.full)
             begin_copy(block, self.tiers, "device", tier, self.shard).wait()
+        elif self.compute:  # only what was written: the rest is rounded there
+            block = self.views.block(self.full)
+            written = block != self.shard.to(self.compute)
+            self.shard.copy_(torch.where(written, block.to(self.dtype), self.shard))
         elif self.reshards:
             self.shard.copy_(self.views.block(self.full))
 
@@ -230,12 +270,15 @@ class Flat:
             return False
         for i, value in changed.items():
             self._require_assignable(i, value)
-        full = self.state is State.UNSHARDED
-        if full and self.reshards:  # autograd remembers views of `full`
-            for i, value in changed.items():
-                self.full_views[i].copy_(value)
-            self.keep_block()
-            self.point_at(self.full)
+        if self.state is State.UNSHARDED and (self.reshards or self.compute):
+            views = self.full_views if self.whole is None else self.views.every(self.whole)
+            for i, value in changed.items():  # in place: autograd remembers views of `full`
+                views[i].copy_(value)
+                if self.moves.fetch is None:
+                    self._copy_own(i, value)
+            if self.moves.fetch:
+                self.keep_block()
+            self._set(views)
         else:
             self._renew_with(changed)
         self.assigned |= changed.keys()
@@ -243,34 +286,41 @@ class Flat:
 
     def _renew_with(self, changed: Mapping[int, Tensor]) -> None:
         """Copy what p.data is a view of to new memory, with the values of `changed`."""
-        if not self.reshards:
+        if self.moves.fetch:
+            self.shard = self.tiers.empty_like(self.shard, "host").copy_(self.shard)
+        elif self.reshards or self.compute:
+            self.shard = self.shard.clone()
+        else:
             self.full = self.full.clone()
             self.shard, self.full_views = self.views.block(self.full), self.views.every(self.full)
-        elif self.moves.fetch:
-            self.shard = self.tiers.empty_like(self.shard, "host").copy_(self.shard)
-        else:
-            self.shard = self.shard.clone()
         if self.state is State.UNSHARDED:
             self._set(self.full_views)
-        else:
-            self._set([self.views.part(i, self.shard) for i in range(len(self.params))])
-            self.state = State.SHARDED
+            for i, value in changed.items():
+                self.full_views[i].copy_(value)
+            return
+        self._set([self.views.part(i, self.shard) for i in range(len(self.params))])
+        self.state = State.SHARDED
         for i, value in changed.items():
-            if value.shape != self.data[i].shape:
-                low = self.plan.origin(i, self.rank)
-                value = value.reshape(-1)[low : low + self.data[i].numel()]
-            self.data[i].copy_(value.view_as(self.data[i]))
+            self._copy_own(i, value)
+
+    def _copy_own(self, index: int, value: Tensor) -> None:
+        """Copy `value`, a piece or full, to this rank's piece of a parameter."""
+        piece = self.views.part(index, self.shard)
+        if value.shape != piece.shape:
+            low = self.plan.origin(index, self.rank)
+            value = value.reshape(-1)[low : low + piece.numel()]
+        piece.copy_(value.view_as(piece))
 
     def _require_assignable(self, index: int, value: Tensor) -> None:
         name, like = self.names[index], self.data[index]
-        shapes = (self.data[index].shape, self.shapes[index])
+        shapes, dtypes = (like.shape, self.shapes[index]), (self.dtype, like.dtype)
         if self.moves.on_disk or (self.moves.host_update and self.moves.fetch != "host"):
             raise bad(
                 f"{name}.data = ..., where the update is made from masters on another tier",
                 "values that were there before sw.parallelize, or that sw.load reads",
                 "the same plan without offload, or the values before sw.parallelize",
             )
-        if value.shape in shapes and (value.dtype, value.device) == (like.dtype, like.device):
+        if value.shape in shapes and value.dtype in dtypes and value.device == like.device:
             return
         raise bad(
             f"{name}.data = a tensor {list(value.shape)} of {value.dtype} on {value.device}",
@@ -288,7 +338,7 @@ class Flat:
         Raises InputError for a write of a forward pass where parameters rest on another tier than
         the device, and for any write where they rest on a disk.
         """
-        if not self.reshards or self.state is not State.UNSHARDED:
+        if not (self.reshards or self.compute) or self.state is not State.UNSHARDED:
             return
         versions = [p._version for p in self.params]
         written = [i for i, old in enumerate(self.versions) if versions[i] != old]

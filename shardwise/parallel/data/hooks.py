@@ -104,7 +104,7 @@ class Data:
         frozen = [p for group in flats if not group.trained for p in group.params]
         self.structure = Structure(root, frozen, BY_HAND if pace.by_hand else BY_ENGINE)
         self.trained = [group for unit in units.order for group in unit.trained]
-        self.split = any(g.split or g.reshards for unit in units.order for g in unit.groups)
+        self.split = any(g.moves_to_rest for unit in units.order for g in unit.groups)
         mark_kept(self.units.order)
         for unit in self.units.order:
             self._hook(unit)
@@ -119,7 +119,7 @@ class Data:
                 keep(self.on_grads.add(p, self.collected))
         acts = partial(self._before, unit), partial(self._after, unit)
         # otherwise it stays gathered on the device
-        divided = any(group.split or group.reshards for group in unit.groups)
+        divided = any(group.moves_to_rest for group in unit.groups)
         if self.staged is not None:
             unit.stays_unsharded |= any(module not in self.staged.inside for module in unit.modules)
             if unit.stays_unsharded or not divided:

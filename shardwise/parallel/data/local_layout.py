@@ -3,6 +3,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from shardwise.comm.arena import Arena
 from shardwise.comm.disk import Disk
 from shardwise.comm.tiers import Tiers
@@ -20,6 +22,7 @@ class LocalLayout:
     arena        where the gradients of a backward pass lie until they are reduced
     late         whether updates read gradients on the host while others arrive there
     disk         where parameters rest, if the row says so
+    compute      the dtype of parameters while they are used; None: their own
     """
 
     layouts: Sequence[Layout]
@@ -31,3 +34,4 @@ class LocalLayout:
     arena: Arena
     late: bool = False
     disk: Disk | None = None
+    compute: torch.dtype | None = None

@@ -42,7 +42,7 @@ def between(degree: int, other: int, ranks: int, stages: int = 1) -> list[list[i
 
 
 def _rows(part: Any) -> int:
-    """The number of rows of a batch, or of the inputs of a layer; 0 if no tensor has rows."""
+    """The number of rows of the inputs of a layer; 0 if no tensor has rows."""
     return next((len(x) for x in tree_leaves(part) if isinstance(x, Tensor) and x.dim()), 0)
 
 
@@ -54,6 +54,7 @@ class RowExchange:
     base     the degree of the model's own plan
     place    this rank among the `ranks` of its stage
     world    exchanges the counts of rows
+    count    counts the rows of a microbatch
     passes   the number of forwards so far
     assumed  whether `counts` are those of the first layer of this forward
     gathers  called with each gather of rows, in forward and backward, for predictions
@@ -64,6 +65,7 @@ class RowExchange:
     place: int
     ranks: int
     world: World
+    count: Callable[[Any], int]
     counts: Counts = ()
     parts: list[tuple[Any, Counts]] = field(default_factory=list)
     passes: int = 0
@@ -74,7 +76,7 @@ class RowExchange:
         """Exchange the numbers of rows of all microbatches; called by all ranks."""
         if not self.axes:
             return
-        counts = [_rows(part) for part in parts]
+        counts = [self.count(part) for part in parts]
         own = torch.tensor(counts, dtype=torch.int64, device=self.world.device)
         with self.world.ledger.phase("check"):
             every = torch.stack(all_gather(own, self.world.everyone)).tolist()

@@ -177,11 +177,11 @@ def only_the_last_microbatch(patch: Patch) -> None:
 
 
 def ranks_weigh_the_same(patch: Patch) -> None:
-    around(patch, Engine, "_count", lambda real, engine, part: min(1, real(engine, part)))
+    around(patch, Engine, "_count", lambda real, engine, *of: min(1, real(engine, *of)))
 
 
 def a_token_too_many(patch: Patch) -> None:
-    around(patch, Engine, "_count", lambda real, e, part: real(e, part) + (e.data_rank == 1))
+    around(patch, Engine, "_count", lambda real, e, *of: real(e, *of) + (e.data_rank == 1))
 
 
 def not_divided_by_tokens(patch: Patch) -> None:

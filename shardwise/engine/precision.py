@@ -1,0 +1,67 @@
+"""Precision: which parameters a precision casts, and which inputs.
+
+    batch             reaches the loss function as it is; under fp64 its floats are widened
+    parameters        have the dtype, except those of norms with running statistics, which need
+                      fp32 (torch refuses them in 16 bits)
+    inputs of layers  are cast to the dtype of the layer's parameters: of modules of torch.nn, of
+                      modules without others inside, and of modules with a matrix of their own
+    buffers           stay as they are; under fp64 they are widened
+
+So time steps and coordinates are rounded only where a layer takes them.  What the code computes
+with them outside of layers has their precision: torch promotes.  A norm with statistics takes 16
+bits and gives 16 bits, and computes in fp32 (Micikevicius et al., arXiv 1710.03740, section 4).
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.kernels.input_cast import InputCast
+
+HALF = (torch.bfloat16, torch.float16)
+#: Modules of torch.nn that only call those inside of them.
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def kept_in_fp32(module: nn.Module) -> bool:
+    """Whether the module's own parameters keep 32 bits in a precision of 16 bits."""
+    return isinstance(module, _NormBase) or "running_mean" in module._buffers
+
+
+def param_dtypes(
+    model: nn.Module, dtype: torch.dtype
+) -> Iterator[tuple[nn.Parameter, torch.dtype]]:
+    """The floating-point parameters of `model`, each with its dtype in this precision."""
+    wide = torch.float32 if dtype in HALF else dtype
+    kept = {p for m in model.modules() if kept_in_fp32(m) for p in m.parameters(recurse=False)}
+    for p in model.parameters():
+        if p.is_floating_point():
+            yield p, wide if p in kept else dtype
+
+
+def cast_inputs(model: nn.Module, dtype: torch.dtype) -> list[RemovableHandle]:
+    """Cast the inputs of the layers of `model` to `dtype`; the handles remove the hooks.
+
+    Under fp64 nothing is cast: the batch is widened instead.
+    """
+    if dtype is torch.float64:
+        return []
+    return [
+        module.register_forward_pre_hook(InputCast(dtype), with_kwargs=True)
+        for module in model.modules()
+        if _takes_cast_inputs(module)
+        and not any(isinstance(hook, InputCast) for hook in module._forward_pre_hooks.values())
+    ]
+
+
+def _takes_cast_inputs(module: nn.Module) -> bool:
+    own = [p for p in module.parameters(recurse=False) if p.is_floating_point()]
+    if kept_in_fp32(module) or isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        return False
+    if type(module).__module__.startswith("torch.nn") and not isinstance(module, _CONTAINERS):
+        return any(p.is_floating_point() for p in module.parameters())
+    alone = not any(True for child in module.children() for _ in child.parameters())
+    return bool(own) and (alone or any(p.dim() > 1 and 1 not in p.shape for p in own))
