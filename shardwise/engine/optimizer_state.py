@@ -31,9 +31,10 @@ Catalogue = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 class Held:
     """A parameter as this rank holds it.
 
-    param     the optimizer's key: this rank's piece, or its fp32 master
+    param     the optimizer's key: the parameter, whose data may be gathered now, or its master
     shape     the parameter's full shape
-    boxes     the boxes of a tensor in the shape of `param`, under a name
+    local     the shape of this rank's piece, which is that of its states
+    boxes     the boxes of a tensor in the shape `local`, under a name
     copy      the index of this rank among those that hold a part
     make      new memory of a shape and dtype for the state of this key
     """
@@ -41,6 +42,7 @@ class Held:
     name: str
     param: Tensor
     shape: tuple[int, ...]
+    local: tuple[int, ...]
     boxes: Callable[[str, Tensor], Iterable[Box]]
     copy: int
     make: Room
@@ -79,7 +81,7 @@ def outgoing(states: Mapping[Any, State], every: Sequence[Held]) -> tuple[list[B
         if held.copy == 0 and packed.keys() != tensors.keys():
             values[held.name] = packed
     split = {
-        key: all(t[key].shape == held.param.shape for held, t in found if key in t)
+        key: all(tuple(t[key].shape) == held.local for held, t in found if key in t)
         for key in {key for _, tensors in found for key in tensors}
     }
     boxes = [
@@ -121,7 +123,7 @@ def incoming(
         tensors: dict[str, Tensor] = {}
         for key in keys.get(held.name, ()):
             shape, dtype = saved[f"optim/{key}/{held.name}"]
-            size = tuple(held.param.shape) if split[key] else shape
+            size = held.local if split[key] else shape
             tensors[key] = _room(held, key, old.get(key), size, dtype)
             boxes += _boxes(held, key, tensors[key], split[key])
         packed = values.get(held.name)

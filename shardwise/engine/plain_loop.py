@@ -240,7 +240,7 @@ def _options(group: Mapping[str, Any]) -> Any:
 
 def _whole(name: str, p: nn.Parameter, copy: int, room: optimizer_state.Room) -> Held:
     """A parameter that this rank holds whole."""
-    return Held(name, p, tuple(p.shape), partial(_box, copy), copy, room)
+    return Held(name, p, tuple(p.shape), tuple(p.shape), partial(_box, copy), copy, room)
 
 
 def _box(copy: int, called: str, value: Tensor) -> list[Box]:

@@ -131,7 +131,8 @@ def held(flat: Flat, index: int, param: Tensor, make: Room) -> Held:
     def boxes(called: str, value: Tensor) -> Iterator[Box]:
         return _pieces(flat, index, called, value.reshape(-1))
 
-    return Held(name, param, shape, boxes, copy, make)
+    local = tuple(flat.views.part(index, flat.shard).shape)
+    return Held(name, param, shape, local, boxes, copy, make)
 
 
 def buffers(model: nn.Module, sharded: ShardedModel) -> list[Box]:

@@ -13,7 +13,7 @@ class Own(Optimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "seen": 0})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             group["seen"] += 1
             for p in (p for p in group["params"] if p.grad is not None):

@@ -51,7 +51,7 @@ class Counted(nn.Module):
         assert state["at"][1] is None and state["at"][0].eq(self.calls).all()
 
 
-def build() -> nn.Module:
+def build() -> nn.Sequential:
     torch.manual_seed(0)
     late = nn.Linear(7, 7)  # has no gradient in the first steps
     return nn.Sequential(Counted(), nn.Tanh(), late, nn.Linear(7, 5), nn.Linear(5, 3)).double()
@@ -259,10 +259,10 @@ def test_a_state_that_cannot_be_saved_is_named(tmp_path: Path):
     """An object in a state, or in a module's extra state."""
     module = sw.DDP(Sum(), alone())
     optim = optimizer_of("AdamW", module)
-    optim.state[module.chain[2].weight]["helper"] = {"of": [object()]}
+    optim.state[module.get_parameter("chain.2.weight")]["helper"] = {"of": [object()]}
     match = r"the optimizer's state of chain\.2\.weight, in which 'helper\.of\.0' is a object"
     with pytest.raises(InputError, match=match):
         sw.save(module, tmp_path, optimizer=optim)
-    module.chain[0].get_extra_state = object  # type: ignore[method-assign]
+    module.get_submodule("chain.0").get_extra_state = object
     with pytest.raises(InputError, match=r"the extra state of chain\.0 \(Counted\), in which"):
         sw.save(module, tmp_path)

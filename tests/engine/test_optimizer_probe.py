@@ -18,7 +18,7 @@ from tests.engine.loops import rows
 from tests.engine.zoo import make
 from tests.pool import run_threads
 
-Update = Callable[[Optimizer, Tensor, Tensor], Tensor]
+Update = Callable[[Any, Tensor, Tensor], Tensor]
 
 
 def kind(name: str, update: Update, before: Callable[[Any], Any] = lambda _: None) -> type:
@@ -83,7 +83,8 @@ WHOLE = [LAMB, MEANS, POLAR, LATE, CLIPPED]
 def fsdp(world: World, of: type[Optimizer]) -> str:
     """A first step in a plain loop: "" or the error."""
     module = sw.FSDP(make("stack").double(), world=world)
-    optim = of(module.parameters(), lr=0.0)  # the begin of a warm-up
+    options: Any = {"lr": 0.0}
+    optim = of(module.parameters(), **options)  # the begin of a warm-up
     module(rows(0, world.rank)).sum().backward()
     try:
         optim.step()
