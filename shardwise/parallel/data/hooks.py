@@ -241,10 +241,8 @@ class Data:
             return
         unit.depth -= 1
         recording = torch.is_grad_enabled()
-        if recording and unit.reshards and not self.in_backward:
+        if unit.reshards and not self.in_backward:
             self._watch(unit, Output(out))
-        elif unit.reshards and not recording:
-            unit.unwatched |= Output(out).opaque
         over = unit.depth == 0 and module is unit.modules[-1] and not self.in_backward
         if over and not recording and not unit.unwatched:
             unit.reshard()
@@ -277,10 +275,12 @@ class Data:
         """Gather the unit when a gradient of its output arrives.
 
         If that cannot be seen, or the output is a part of the unit's weights, which other modules
-        keep for their backward, the unit stays gathered until the end of the backward pass.
+        use, the unit stays gathered until the end of the pass.
         """
-        calls = self.use_order.calls
-        unit.reached = watch(out.tensors, partial(self._before_backward, unit, calls, len(calls)))
+        if torch.is_grad_enabled():
+            calls = self.use_order.calls
+            act = partial(self._before_backward, unit, calls, len(calls))
+            unit.reached = watch(out.tensors, act)
         own = {group.full.untyped_storage()._cdata for group in unit.groups}
         strided = (x for x in out.tensors if x.layout is torch.strided)
         if out.opaque or any(x.untyped_storage()._cdata in own for x in strided):
@@ -386,7 +386,13 @@ class Data:
 
     def collected(self, p: nn.Parameter) -> None:
         """Collect the gradient of `p`, which is complete for this pass."""
+        new = None
+        if self.places[p][1].split and not self.in_backward:
+            # no output has announced the pass: p.grad is not a piece of an earlier one
+            new, p.grad = p.grad, None
         self._begin_backward()
+        if new is not None:
+            p.grad = new if p.grad is None else p.grad + new
         if self.on_grads.is_last(p):
             self._collect(p)
 
