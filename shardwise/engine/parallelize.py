@@ -45,7 +45,7 @@ def parallelize(
 
     With `experts:independent` it is the engine of one expert, number `engine.world.expert`.
 
-    Options:
+    Options; those of a technique that the plan does not use are checked and have no effect:
         tokens, clip, on_nonfinite, check_every: see Training.
         units: the wrap policy (parallel/data/wrap_policy.py).
         least_unit_bytes: smaller units are merged with their neighbours; None means 2 MiB.
@@ -72,8 +72,7 @@ def parallelize(
     require_whole(spec.kind, plan)
     objective = validate.loss(own_loss if loss is None else loss)
     tokens = None if options["tokens"] is None else validate.tokens(options["tokens"])
-    fill = None if options["fill"] is None else validate.fill(options["fill"])
-    validate.needed(options, model)
+    fill = validate.fill(options["fill"], options["seed"], model)
     fill = fill or default_fill(model, options["seed"])
     validate.trainable(model)
     validate.no_max_norm(model, plan.data_size * (1 + (plan.precision in ("bf16", "fp16"))))

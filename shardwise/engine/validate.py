@@ -88,21 +88,6 @@ def _not_wrapped_by_others(model: nn.Module, caller: str) -> None:
         raise bad(f"{of}: it is wrapped already", "a plain model, which is wrapped once", instead)
 
 
-def needed(options: Mapping[str, Any], model: nn.Module) -> None:
-    """Raise InputError for options about weights on the meta device if they are not used."""
-    fill, seed = options["fill"], options["seed"]
-    if fill is not None and seed:
-        raise bad(f"seed={seed} with fill=", "one of both: fill writes all weights", "fill= alone")
-    if (fill is None and not seed) or any(p.is_meta for p in model.parameters()):
-        return
-    given = f"seed={seed}" if fill is None else "fill="
-    raise bad(
-        f"{given} for a {type(model).__name__} whose weights exist, so that none would be written",
-        "fill or seed for a model on the meta device",
-        'with torch.device("meta"): model = Model()',
-    )
-
-
 def _unusual(p: nn.Parameter) -> tuple[str, str] | None:
     """Why a parameter cannot be in a flat tensor, and what to write instead; None if it can."""
     if p.is_complex():
@@ -263,10 +248,32 @@ def outputs(found: Any, like: Tensor) -> Tensor:
     )
 
 
-def fill(value: Callable[[str, Tensor], Any]) -> Callable[[str, Tensor], None]:
-    """Wrap `fill` so that it must write in place.  Raises InputError like `loss`."""
+def fill(
+    value: Callable[[str, Tensor], Any] | None, seed: int, model: nn.Module
+) -> Callable[[str, Tensor], None] | None:
+    """Wrap `fill` so that it must write in place.
+
+    Raises InputError like `loss`, and for a fill or a seed that `model` does not need.
+    """
+    if value is None and not seed:
+        return None
     example = "fill=lambda name, tensor: tensor.normal_(0, 0.02)"
-    function("fill", value, ("name", "tensor"), example)
+    if value is not None and seed:
+        raise bad(f"seed={seed} with fill=, which writes all weights", "one of both", example)
+    if value is not None:
+        function("fill", value, ("name", "tensor"), example)
+    if not any(p.is_meta for p in model.parameters()):
+        given = f"seed={seed}" if value is None else "fill="
+        raise bad(
+            f"{given} for a {type(model).__name__} whose weights exist, so that none are written",
+            "fill= or seed= for a model on the meta device",
+            'with torch.device("meta"): model = Model()',
+        )
+    return None if value is None else _in_place(value, example)
+
+
+def _in_place(value: Callable[[str, Tensor], Any], example: str) -> Callable[[str, Tensor], None]:
+    """The user's fill, which must write to its second argument."""
 
     def checked(name: str, tensor: Tensor) -> None:
         """Fill the parameter, and check that it was written in place."""

@@ -75,7 +75,7 @@ def as_torch_does(passes: int) -> list[tuple[State, Seen]]:
             for micro in range(passes):
                 copy(rows(passes * step + micro, rank)).square().mean().backward()
         for ps in zip(*(copy.parameters() for copy in copies), strict=True):
-            mean = sum(p.grad for p in ps) / 2
+            mean = torch.stack([p.grad for p in ps if p.grad is not None]).mean(0)
             for p in ps:
                 p.grad = mean.clone()
         for optim in optims:

@@ -37,7 +37,7 @@ from shardwise.core.use_order import UseOrder
 from shardwise.parallel.data.consensus import Consensus
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.gradient_hooks import GradientHooks
-from shardwise.parallel.data.outputs import Output, tensors_in, watch
+from shardwise.parallel.data.outputs import Output, shares_memory, tensors_in, watch
 from shardwise.parallel.data.reducer import Reductions
 from shardwise.parallel.data.staged_hooks import PutOff, StagedUnits
 from shardwise.parallel.data.units import Unit, Units, mark_kept
@@ -281,9 +281,7 @@ class Data:
             calls = self.use_order.calls
             act = partial(self._before_backward, unit, calls, len(calls))
             unit.reached = watch(out.tensors, act)
-        own = {group.full.untyped_storage()._cdata for group in unit.groups}
-        strided = (x for x in out.tensors if x.layout is torch.strided)
-        if out.opaque or any(x.untyped_storage()._cdata in own for x in strided):
+        if out.opaque or shares_memory(out.tensors, (group.full for group in unit.groups)):
             unit.unwatched = unit.stays_unsharded = True
 
     # --- backward -----------------------------------------------------------------------------

@@ -88,8 +88,17 @@ def watch(tensors: Iterable[Tensor], act: Callable[[], None]) -> bool:
 
         h --view--> out          out += x:        h --CopySlices(view, add)--> h' --view--> out
     """
-    graded = [x for x in tensors if x.requires_grad]
-    for x in (x for each in graded for x in (each, each._base) if x is not None):
-        if x.requires_grad and not x.is_leaf:  # a leaf's hook would stay there for every pass
-            x.register_hook(lambda _: act())
+    with torch._C.DisableTorchFunctionSubclass():  # sharded logits would be gathered for _base
+        graded = [x for x in tensors if x.requires_grad]
+        for x in (x for each in graded for x in (each, each._base) if x is not None):
+            if x.requires_grad and not x.is_leaf:  # a leaf's hook would stay there for every pass
+                x.register_hook(lambda _: act())
     return bool(graded)
+
+
+def shares_memory(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    """Whether some of `tensors` are in a storage of the others."""
+    known = {x.untyped_storage()._cdata for x in others}
+    with torch._C.DisableTorchFunctionSubclass():
+        dense = [x for x in tensors if x.layout is torch.strided]
+        return any(x.untyped_storage()._cdata in known for x in dense)
