@@ -77,15 +77,15 @@ def _not_wrapped_by_others(model: nn.Module, caller: str) -> None:
         if not kinds or kinds[0].__module__.startswith("shardwise."):
             continue
         wrapper = kinds[0].__name__
-        of = f"{caller} of a {type(model).__name__}"
-        of += f" whose part {name} is a {wrapper}" if name else f", a {wrapper}"
+        whose = f"a {type(model).__name__} whose part {name}" if name else "a model that"
         if wrapper in ("FSDPModule", "FullyShardedDataParallel"):
             instead = "the plain model, before torch's FSDP has sharded it"
         elif name:
             instead = f"model.{name} = model.{name}.module before {caller}"
         else:
             instead = f"{caller}(model.module, ...)"
-        raise bad(f"{of}: it is wrapped already", "a plain model, which is wrapped once", instead)
+        given = f"{caller} of {whose} is wrapped by {wrapper} already"
+        raise bad(given, "a plain model, which is wrapped once", instead)
 
 
 def _unusual(p: nn.Parameter) -> tuple[str, str] | None:

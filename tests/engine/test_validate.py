@@ -124,11 +124,11 @@ BAD: dict[str, tuple[Give, str]] = {
     ),
     "a replicated part": (
         lambda m: sw.DDP(nn.Sequential(nn.DataParallel(m)), alone()),
-        r"whose part 0 is a DataParallel.*model\.0 = model\.0\.module",
+        r"whose part 0 is wrapped by DataParallel.*model\.0 = model\.0\.module",
     ),
     "an engine of DeepSpeed": (
         lambda m: sw.FSDP(DeepSpeedEngine(m), world=alone()),
-        r"a DeepSpeedEngine: it is wrapped already.*sw\.FSDP\(model\.module",
+        r"wrapped by DeepSpeedEngine already.*sw\.FSDP\(model\.module",
     ),
     "a model sharded by torch": (
         lambda m: sw.Pipe(FSDPModule(m), world=alone()),
