@@ -1,13 +1,15 @@
 """Parameters in place of others: of the same class, with the same attributes and hooks."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 
 def parameter_like(p: nn.Parameter, data: Tensor) -> nn.Parameter:
     """A parameter with these values, of the class of `p`, with its attributes."""
-    made = torch.Tensor._make_subclass(type(p), data.detach(), p.requires_grad)
-    vars(made).update(vars(p))
+    made: Any = torch.Tensor._make_subclass(type(p), data.detach(), p.requires_grad)
+    made.__dict__.update(p.__dict__)
     return made
 
 

@@ -37,7 +37,8 @@ from shardwise.engine.tiling import tile
 from shardwise.engine.training import Build
 from shardwise.kernels.choice import kernels_of
 from shardwise.parallel.data.flat_parameter import Flat
-from shardwise.parallel.data.hooks import Data, Pace
+from shardwise.parallel.data.hooks import Data
+from shardwise.parallel.data.pace import Pace
 from shardwise.parallel.data.staged_hooks import StagedUnits
 from shardwise.parallel.data.units import Unit, Units
 from shardwise.parallel.data.wrap_policy import UnitSpec

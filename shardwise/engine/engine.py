@@ -195,9 +195,8 @@ class Engine:
         self.steps, self.steps_run = self.steps + 1, self.steps_run + 1
         self.broken = False
         self.last = self.ledger.since(before)
-        total = rank_bytes(self.last)
-        lr = self.optimizer.lr
-        return Metrics(result.loss, result.tokens, result.norm, result.skipped, lr, total)
+        sent_bytes, lr = rank_bytes(self.last), self.optimizer.lr
+        return Metrics(result.loss, result.tokens, result.norm, result.skipped, lr, sent_bytes)
 
     def _microbatches(self, batch: Any) -> tuple[list[Any], list[int]]:
         """The microbatches and their tokens; the first step raises an error of one rank on all."""
@@ -317,8 +316,8 @@ class Engine:
             own[:1] = self._over_stages(own[:1])
             own = torch.cat([own, own.new_tensor([lists, lists**2, matters])])
             numbers = self.consensus.agree(own).cpu()
-        summed, total, *_ = numbers.tolist()
         require_equal_lists(batch, numbers[2:], self.data_ranks)
+        summed, total = numbers[:2].tolist()
         return summed / max(1.0, total), round(total)
 
     @normal_mode()

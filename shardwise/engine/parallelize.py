@@ -34,7 +34,6 @@ from shardwise.engine.training import Build, Loss, Training
 from shardwise.engine.unwrap import no_pipe
 from shardwise.kernels.choice import CHOICES
 from shardwise.parallel.data.inference import normal_mode
-from shardwise.parallel.data.initial_weights import Fill
 
 
 @normal_mode()
@@ -50,7 +49,7 @@ def parallelize(
 
     With `experts:independent` it is the engine of one expert, number `engine.world.expert`.
 
-    Options:
+    Options; those of a technique that the plan does not use are checked and have no effect:
         tokens, clip, on_nonfinite, check_every: see Training; rows: see Build.
         units: the wrap policy (parallel/data/wrap_policy.py).
         least_unit_bytes: smaller units are merged with their neighbours; None means 2 MiB.
@@ -75,7 +74,8 @@ def parallelize(
     require_whole(spec.kind, spec.by_group, plan)
     objective = validate.loss(own_loss if loss is None else loss)
     tokens, rows = validate.tokens(options["tokens"]), validate.rows(options["rows"])
-    fill = _fill(model, options)
+    own_fill = validate.fill(options["fill"], options["seed"])
+    fill = own_fill or default_fill(model, options["seed"])
     validate.trainable(model)
     validate.no_max_norm(model, plan.data_size * (1 + (plan.precision in ("bf16", "fp16"))))
     no_pipe(model)
@@ -92,8 +92,7 @@ def parallelize(
     how = Training(spec, objective, tokens, clip, on_nonfinite, every, options["offload_folder"])
     consistency.require_same(world, _shared(model, plan, table, spec, options))
     missing = missing_weights(model, world)
-    if not missing:
-        validate.needed(options, model)
+    validate.fill_used(options, model, missing)
     world = world.on(plan.mesh)
     asked = options["units"], fill, options["prefetch"], table, begin, beside
     more = options["least_unit_bytes"], recomputed, options["kernels"], layers, rows, missing
@@ -124,13 +123,6 @@ SHARED = (
     *("clip", "units", "least_unit_bytes", "prefetch", "stages", "beside"),
     *("on_nonfinite", "check_every", "kernels", "seed"),
 )
-
-
-def _fill(model: nn.Module, options: dict[str, Any]) -> Fill:
-    """What writes initial weights: the user's function, or the modules' own."""
-    if options["fill"] is not None:
-        return validate.fill(options["fill"])
-    return default_fill(model, options["seed"])
 
 
 def _shared(

@@ -31,9 +31,10 @@ from shardwise.kernels.matmul import BY_TORCH, Products
 from shardwise.parallel.data.buffers import Buffers
 from shardwise.parallel.data.consensus import Consensus
 from shardwise.parallel.data.flat_parameter import Flat
-from shardwise.parallel.data.hooks import Data, Pace
+from shardwise.parallel.data.hooks import Data
 from shardwise.parallel.data.initial_weights import Fill
 from shardwise.parallel.data.local_layout import LocalLayout
+from shardwise.parallel.data.pace import Pace
 from shardwise.parallel.data.reducer import Reductions
 from shardwise.parallel.data.units import Unit, Units
 from shardwise.parallel.data.wrap_policy import Rule, UnitSpec, choose

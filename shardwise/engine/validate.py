@@ -77,30 +77,19 @@ def _not_wrapped_by_others(model: nn.Module, caller: str) -> None:
         if not kinds or kinds[0].__module__.startswith("shardwise."):
             continue
         wrapper = kinds[0].__name__
-        of = f"{caller} of a {type(model).__name__}"
-        of += f" whose part {name} is a {wrapper}" if name else f", a {wrapper}"
+        whose = f"a {type(model).__name__} whose part {name}" if name else "a model that"
         if wrapper in ("FSDPModule", "FullyShardedDataParallel"):
             instead = "the plain model, before torch's FSDP has sharded it"
         elif name:
             instead = f"model.{name} = model.{name}.module before {caller}"
         else:
             instead = f"{caller}(model.module, ...)"
-        raise bad(f"{of}: it is wrapped already", "a plain model, which is wrapped once", instead)
+        given = f"{caller} of {whose} is wrapped by {wrapper} already"
+        raise bad(given, "a plain model, which is wrapped once", instead)
 
 
-def needed(options: Mapping[str, Any], model: nn.Module) -> None:
-    """Raise InputError for options about weights on the meta device if they are not used."""
-    fill, seed = options["fill"], options["seed"]
-    if fill is not None and seed:
-        raise bad(f"seed={seed} with fill=", "one of both: fill writes all weights", "fill= alone")
-    if (fill is None and not seed) or any(p.is_meta for p in model.parameters()):
-        return
-    given = f"seed={seed}" if fill is None else "fill="
-    raise bad(
-        f"{given} for a {type(model).__name__} whose weights exist, so that none would be written",
-        "fill or seed for a model on the meta device",
-        'with torch.device("meta"): model = Model()',
-    )
+def _on_meta(p: Tensor) -> bool:
+    return p.is_meta
 
 
 def _unusual(p: nn.Parameter) -> tuple[str, str] | None:
@@ -284,10 +273,34 @@ def outputs(found: Any, like: Tensor) -> Tensor:
     )
 
 
-def fill(value: Callable[[str, Tensor], Any]) -> Callable[[str, Tensor], None]:
+def fill(
+    value: Callable[[str, Tensor], Any] | None, seed: int
+) -> Callable[[str, Tensor], None] | None:
     """Wrap `fill` so that it must write in place.  Raises InputError like `loss`."""
+    if value is None:
+        return None
     example = "fill=lambda name, tensor: tensor.normal_(0, 0.02)"
+    if seed:
+        raise bad(f"seed={seed} with fill=, which writes all weights", "one of both", example)
     function("fill", value, ("name", "tensor"), example)
+    return _in_place(value, example)
+
+
+def fill_used(options: Mapping[str, Any], model: nn.Module, missing: Sequence[str]) -> None:
+    """Raise InputError for a fill or a seed if no weight is on the meta device of any rank."""
+    seed = options["seed"]
+    if missing or (options["fill"] is None and not seed) or any(map(_on_meta, model.parameters())):
+        return
+    given = "fill=" if options["fill"] is not None else f"seed={seed}"
+    raise bad(
+        f"{given} for a {type(model).__name__} whose weights exist, so that none are written",
+        "fill= or seed= for a model on the meta device",
+        'with torch.device("meta"): model = Model()',
+    )
+
+
+def _in_place(value: Callable[[str, Tensor], Any], example: str) -> Callable[[str, Tensor], None]:
+    """The user's fill, which must write to its second argument."""
 
     def checked(name: str, tensor: Tensor) -> None:
         """Fill the parameter, and check that it was written in place."""

@@ -51,8 +51,8 @@ from shardwise.engine.state_dict import keep_keys
 from shardwise.engine.training import DTYPES
 from shardwise.engine.unwrap import no_pipe, pipe_of
 from shardwise.kernels.choice import kernels_of
-from shardwise.parallel.data.hooks import Pace
 from shardwise.parallel.data.inference import normal_mode
+from shardwise.parallel.data.pace import Pace
 from shardwise.parallel.data.wrap_policy import Rule
 
 #: FSDP's names for the rows (arXiv 2304.11277).  Hybrid strategies shard inside groups of ranks.

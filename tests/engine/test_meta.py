@@ -45,6 +45,61 @@ def test_weights_of_a_meta_model_do_not_depend_on_the_layout(plan, precision):
                 assert torch.equal(found[name], p.detach().to(PRECISIONS[precision])), name
 
 
+class Marked(nn.Parameter):
+    """A class of parameters, as libraries mark them."""
+
+
+class Odd(nn.Module):
+    """A parameter of another class, with an attribute and a hook; one without elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.first.weight = Marked(self.first.weight.detach())
+        self.first.weight.rate_scale = 2.0  # type: ignore[attr-defined]
+        self.nothing = nn.Linear(6, 0, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.first.weight.rate_scale == 2.0  # type: ignore[attr-defined]
+        return self.first(x) + self.nothing(x).sum()
+
+
+def odd_ones(world: World, how: str, folder: str) -> dict[str, Tensor]:
+    """Built on meta and trained; saved and loaded by an engine."""
+    seen: list[tuple[int, ...]] = []
+    with torch.device("meta"):
+        model: nn.Module = Odd()
+    weight = model.get_parameter("first.weight")
+    weight.register_hook(lambda grad: seen.append(tuple(grad.shape)))
+    if how == "FSDP":
+        sw.FSDP(model, units=1, world=world)(torch.ones(2, 6)).sum().backward()
+        state = sw.full_state_dict(model)
+    else:
+        options = {"units": 1, "least_unit_bytes": 0}
+        engine = sw.parallelize(model, how, world, sw.AdamW(), mean, **options)
+        engine.step(torch.ones(4, 6))
+        sw.save(engine, folder)
+        sw.load(engine, folder)
+        state = sw.full_state_dict(engine)
+    assert weight is model.get_parameter("first.weight")
+    assert (type(weight), weight.rate_scale) == (Marked, 2.0)  # type: ignore[attr-defined]
+    assert set(seen) == {(6, 6)}
+    return state
+
+
+def mean(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("how", ["FSDP", "zero3 fp32", "ddp fp32", "zero1 fp32 recompute:full"])
+def test_unusual_parameters_stay_what_they_are(how, tmp_path):
+    """Classes, attributes and hooks on meta; a parameter without elements is in every state."""
+    state = run_gloo(2, odd_ones, how, str(tmp_path))[0]
+    shapes = {name: tuple(p.shape) for name, p in state.items()}
+    assert shapes == {"first.weight": (6, 6), "first.bias": (6,), "nothing.weight": (0, 6)}
+
+
 def trained(world: World, plan: str) -> list[float]:
     engine = on_meta(plan, world, fill=partial(initial, seed=5))
     assert not any(p.is_meta for p in engine.model.parameters())

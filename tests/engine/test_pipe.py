@@ -118,6 +118,20 @@ def test_uneven_batches(ranks: int, chunks: int, count: int):
     assert_same(found, trained(deep(), count=count))
 
 
+def norms(world: World) -> float:
+    model = sw.Pipe(deep(), world=world)
+    model(rows(16, 0)).square().mean().backward()
+    return float(sw.clip_grad_norm(model, 1e9))
+
+
+def test_the_norm_of_a_pipe_is_that_of_all_stages():
+    """Every rank would clip by the norm of its own stages."""
+    plain = deep()
+    plain(rows(16, 0)).square().mean().backward()
+    wanted = float(nn.utils.clip_grad_norm_(plain.parameters(), 1e9))
+    assert run_threads(2, norms) == pytest.approx([wanted, wanted], rel=1e-12)
+
+
 def gloo(world: World) -> Any:
     return piped(world, known_example)
 

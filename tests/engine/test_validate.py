@@ -27,6 +27,18 @@ def give(**options: Any) -> Give:
     return lambda model: sw.parallelize(model, **{**usual, **options})
 
 
+class DeepSpeedEngine(nn.Module):
+    """Another library's wrapper, by its name."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+class FSDPModule(DeepSpeedEngine):
+    """What torch's fully_shard makes of a module's class."""
+
+
 def odd(weight: Tensor) -> nn.Module:
     """A module with one unusual parameter."""
     module = nn.Linear(2, 2)
@@ -101,6 +113,27 @@ BAD: dict[str, tuple[Give, str]] = {
     "stages there are not": (give(stages=["9"]), '"9", which is no module of the'),
     "beside that is a list": (give(beside=["0"]), r"beside=\['0'\]"),
     "beside there is not": (give(beside={"nrom": "0"}), '"nrom", which is no module of the'),
+    "a fill of weights that exist": (
+        give(fill=lambda _, t: t.zero_()),
+        r'fill= for a .* whose weights exist.*torch\.device\("meta"\)',
+    ),
+    "a seed of weights that exist": (give(seed=3), "seed=3 for a .* whose weights exist"),
+    "a replicated model": (
+        lambda m: give()(nn.DataParallel(m)),
+        r"sw\.parallelize\(model\.module, \.\.\.\)",
+    ),
+    "a replicated part": (
+        lambda m: sw.DDP(nn.Sequential(nn.DataParallel(m)), alone()),
+        r"whose part 0 is wrapped by DataParallel.*model\.0 = model\.0\.module",
+    ),
+    "an engine of DeepSpeed": (
+        lambda m: sw.FSDP(DeepSpeedEngine(m), world=alone()),
+        r"wrapped by DeepSpeedEngine already.*sw\.FSDP\(model\.module",
+    ),
+    "a model sharded by torch": (
+        lambda m: sw.Pipe(FSDPModule(m), world=alone()),
+        "before torch's FSDP has sharded it",
+    ),
     "a scripted part": (
         lambda m: give()(nn.Sequential(m, torch.jit.ScriptModule())),
         r"compiled by torch\.jit",

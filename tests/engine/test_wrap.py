@@ -322,8 +322,29 @@ BAD = {
         lambda _: sw.DDP(sw.Pipe(nn.Sequential(nn.Linear(2, 2)), 2, world=alone()), alone()),
         "wrapped already",
     ),
+    "shards of none": (
+        lambda m: sw.FSDP(m, "NO_SHARD", shard_size=2, world=alone()),
+        'NO_SHARD with shard_size=2.*"HYBRID_SHARD", shard_size=2',
+    ),
+    "a model of which a part is wrapped": (
+        lambda m: (sw.FSDP(m.blocks[0], world=alone()), sw.clip_grad_norm(m, 1.0)),
+        "of which a part is wrapped",
+    ),
     "plain no_sync": (lambda m: sw.no_sync(m).__enter__(), "a wrapped module"),
 }
+
+
+def buckets(world: World, units: Any) -> int:
+    model = sw.FSDP(make("stack"), "NO_SHARD", units=units, world=world)
+    data = driver_of(model)
+    assert data is not None
+    return len(data.units.order)
+
+
+def test_units_are_the_buckets_of_a_strategy_that_shards_nothing():
+    """The wrap policy is followed, although no unit is gathered."""
+    few, several = (run_threads(2, buckets, units)[0] for units in ("auto", 1))
+    assert few < several
 
 
 @pytest.mark.parametrize("what", BAD)

@@ -20,7 +20,6 @@ while it runs, and gradients are reduced when it is done (staged_hooks.py).
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakSet
@@ -32,7 +31,6 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm.transport import Lease
 from shardwise.comm.world import World
-from shardwise.core.arena_slots import IN_FLIGHT
 from shardwise.core.errors import bad
 from shardwise.core.graph_break import graph_break
 from shardwise.core.hook import Hook, in_backward, no_copy, nothing, others_after
@@ -41,28 +39,12 @@ from shardwise.core.use_order import UseOrder
 from shardwise.parallel.data.consensus import Consensus
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.gradient_hooks import GradientHooks
-from shardwise.parallel.data.outputs import Output, tensors_in, watch
+from shardwise.parallel.data.outputs import Output, shares_memory, tensors_in, watch
+from shardwise.parallel.data.pace import Pace
 from shardwise.parallel.data.reducer import Reductions
 from shardwise.parallel.data.scaling import Scaling
 from shardwise.parallel.data.staged_hooks import PutOff, StagedUnits
 from shardwise.parallel.data.units import Unit, Units, mark_kept
-
-
-@dataclass(frozen=True)
-class Pace:
-    """How far communication runs ahead of computation, and how gradients are scaled.
-
-    ahead      units gathered before they are needed
-    in_flight  concurrent reductions, if each holds buffers
-    scale      a factor for every collected gradient (for a mean over ranks: 1/n)
-    by_hand    the user's own loop updates: each backward pass ends with sharded parameters and
-               gradients
-    """
-
-    ahead: int = 1
-    in_flight: int = IN_FLIGHT
-    scale: float = 1.0
-    by_hand: bool = True
 
 
 class Data:
@@ -264,11 +246,9 @@ class Data:
         recording = torch.is_grad_enabled()
         if recording and not unit.reshards and not self.in_root and self.staged is None:
             self.computes_loss |= watch(tensors_in(out), self._begin_backward)
-        if recording and unit.reshards and not self.in_backward:
-            self.computes_loss = True
+        if unit.reshards and not self.in_backward:
+            self.computes_loss |= recording
             self._watch(unit, Output(out))
-        elif unit.reshards and not recording:
-            unit.unwatched |= Output(out).opaque
         unit.ran |= module.training and not self.in_backward
         over = unit.depth == 0 and module is unit.modules[-1] and not self.in_backward
         if over and not recording and not unit.unwatched:
@@ -300,11 +280,13 @@ class Data:
         """Gather the unit when a gradient of its output arrives.
 
         If that cannot be seen, or the output is a part of the unit's weights, which other modules
-        keep for their backward, the unit stays gathered until the end of the backward pass.
+        use, the unit stays gathered until the end of the pass.
         """
-        calls = self.use_order.calls
-        unit.reached = watch(out.tensors, partial(self._before_backward, unit, calls, len(calls)))
-        if out.opaque or out.shares([group.full for group in unit.groups]):
+        if torch.is_grad_enabled():
+            calls = self.use_order.calls
+            act = partial(self._before_backward, unit, calls, len(calls))
+            unit.reached = watch(out.tensors, act)
+        if out.opaque or shares_memory(out.tensors, (group.full for group in unit.groups)):
             unit.unwatched = unit.stays_unsharded = True
 
     # --- backward -----------------------------------------------------------------------------
@@ -409,9 +391,14 @@ class Data:
 
     def collected(self, p: nn.Parameter) -> None:
         """Collect the gradient of `p`, which is complete for this pass."""
-        _, group, index = self.places[p]
+        new, (_, group, index) = None, self.places[p]
         group.grads.require_whole(index)
+        if group.split and not self.in_backward:
+            # no output has announced the pass: p.grad is not a piece of an earlier one
+            new, p.grad = p.grad, None
         self._begin_backward()
+        if new is not None:
+            p.grad = new if p.grad is None else p.grad + new
         if self.on_grads.is_last(p):
             self._collect(p)
 

@@ -37,13 +37,6 @@ class Output:
         self._look(out)
         self._seen.clear()
 
-    def shares(self, memory: Iterable[Tensor]) -> bool:
-        """Whether one of the tensors is in the memory of one of `memory`."""
-        own = {x.untyped_storage()._cdata for x in memory}
-        with torch._C.DisableTorchFunctionSubclass():
-            strided = [x for x in self.tensors if x.layout is torch.strided]
-            return any(x.untyped_storage()._cdata in own for x in strided)
-
     def _look(self, x: Any) -> None:
         if isinstance(x, Tensor):
             # a tensor of exactly this class first: the others may be asked only by attribute
@@ -101,3 +94,11 @@ def watch(tensors: Iterable[Tensor], act: Callable[[], None]) -> bool:
             if x.requires_grad and not x.is_leaf:  # a leaf's hook would stay for every pass
                 x.register_hook(lambda _: act())
     return bool(graded)
+
+
+def shares_memory(tensors: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    """Whether some of `tensors` are in a storage of the others."""
+    known = {x.untyped_storage()._cdata for x in others}
+    with torch._C.DisableTorchFunctionSubclass():
+        dense = [x for x in tensors if x.layout is torch.strided]
+        return any(x.untyped_storage()._cdata in known for x in dense)
