@@ -65,7 +65,7 @@ class SecondDevice(TorchFunctionMode):
         for kind in types:
             if kind.__module__.startswith("shardwise") and func not in self.own:
                 return self._by(kind, func, types, args, kwargs)
-        if func == Tensor.device.__get__:  # type: ignore[attr-defined]
+        if func == Tensor.device.__get__:
             (x,) = args
             real = func(x)
             return real if real.type != "cpu" else HOST if on_host(x) else DEVICE

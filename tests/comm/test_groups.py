@@ -88,7 +88,7 @@ def opened(world: World, bound: bool) -> list[Any]:
         patch.setattr(dist, "split_group", splits)
         links = TorchLinks(ours=False)
         if bound:
-            links.parent = SimpleNamespace(bound_device_id=CPU)
+            patch.setattr(links, "parent", SimpleNamespace(bound_device_id=CPU))
         first = world_of(world.rank, 4, CPU, links)
         for mesh in ("dp2 tp2", "dp2 tp2", "tp4"):
             axes = first.on(Mesh.parse(mesh)).axes

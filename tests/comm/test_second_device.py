@@ -107,7 +107,7 @@ def test_ranks_that_differ_are_found_before_weights_are_used(what: str) -> None:
 
 def skips(mode: SecondDevice, world: World) -> list[bool]:
     """Rank 1 uses one of two layers; whether each has a gradient."""
-    both = sw.DDP(nn.ModuleList(nn.Linear(3, 3) for _ in range(3)), world)
+    both: Any = sw.DDP(nn.ModuleList(nn.Linear(3, 3) for _ in range(3)), world)
     both.forward = lambda x: sum(layer(x).sum() for layer in list(both)[: 2 - world.rank])
     both(on_device(mode, torch.ones(2, 3), world)).backward()
     return [layer.weight.grad is not None for layer in both]

@@ -200,8 +200,9 @@ def test_precision_is_the_plans_and_fp64_reaches_buffers():
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
         engine = sw.parallelize(model, word, sw.init("cpu"))
         wide = torch.float64 if word == "fp64" else torch.float32
-        assert {p.dtype for p in engine.model[0].parameters()} == {dtype}
-        assert {p.dtype for p in engine.model[1].parameters()} == {wide}
+        first, second = engine.model.children()
+        assert {p.dtype for p in first.parameters()} == {dtype}
+        assert {p.dtype for p in second.parameters()} == {wide}
         assert model.get_buffer("1.running_mean").dtype == wide
         assert model.get_buffer("1.num_batches_tracked").dtype == torch.int64
 
@@ -251,9 +252,10 @@ def of_pictures(
     engine = sw.parallelize(model, plan, world, optimizer=sw.SGD(lr=0.1), loss=picture_loss)
     for step in range(5):
         losses.append(engine.step(pictures(step)).loss)
-        if model.seen:  # not on other stages
-            assert all(x.dtype == torch.float32 for x in model.seen)
-            assert torch.equal(model.seen[1], pictures(step)["when"][-len(model.seen[1]) :])
+        seen: Any = model.seen
+        if seen:  # not on other stages
+            assert all(x.dtype == torch.float32 for x in seen)
+            assert torch.equal(seen[1], pictures(step)["when"][-len(seen[1]) :])
     return losses, full_state_dict(engine)
 
 
@@ -331,7 +333,7 @@ def looped(
         optim.zero_grad()
         loss = picture_loss(model, pictures(step))
         loss.backward()
-        assert all(p.dtype == p.grad.dtype == torch.float32 for p in model.parameters())
+        assert {x.dtype for p in model.parameters() for x in (p, p.grad)} == {torch.float32}  # type: ignore[union-attr]
         optim.step()
         losses.append(loss.item())
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -340,7 +342,7 @@ def looped(
         assert all(torch.equal(value, state[name]) for name, value in full.items())
         plain = sw.unwrap(model)
         assert all(torch.equal(state[name], value) for name, value in plain.state_dict().items())
-        assert not plain.head._forward_pre_hooks
+        assert not plain.get_submodule("head")._forward_pre_hooks
     return losses, state
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import typer
 from rich.console import Console
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.comm.move import begin_sum
 from shardwise.comm.world import World
@@ -191,8 +191,8 @@ def miscounted(world: World) -> Finding:
     ours = engine_of(trainable, plan, world)
     apply = ours.consensus.apply
 
-    def talkative(used: Tensor) -> None:
-        apply(used)
+    def talkative(summed: Sequence[float]) -> None:
+        apply(summed)
         begin_sum(torch.zeros(1, dtype=torch.float64), ours.axes[1]).wait()
 
     ours.consensus.apply = talkative

@@ -10,8 +10,8 @@ from shardwise.comm.transport import Pending
 from shardwise.core.uneven import Cut
 from shardwise.engine import optimizer as optimizer_file
 from shardwise.engine import tensor_parallel as layout_file
+from shardwise.kernels import cross_entropy as loss_file
 from shardwise.parallel.data.flat_gradient import FlatGradient
-from shardwise.parallel.tensor import cross_entropy as loss_file
 from shardwise.parallel.tensor import linear as tensor_file
 from shardwise.parallel.tensor.linear import Entry, Stream, _Leave
 from shardwise.parallel.tensor.sequence import _Bias
@@ -77,7 +77,7 @@ def exps_not_summed(patch: Patch) -> None:
 
 
 def targets_off_by_one(patch: Patch) -> None:
-    around(patch, loss_file, "_classes", lambda real, *args: (real(*args) + 1) % args[2])
+    around(patch, loss_file, "known_classes", lambda real, *args: (real(*args) + 1) % args[2])
 
 
 def heads_of_the_other_rank(patch: Patch) -> None:
