@@ -1,6 +1,7 @@
 import copy
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
