@@ -12,7 +12,8 @@ operation on it outside of its layer raises.
 
 `module.parameters()` gives this rank's pieces, on which optimizers and averages of weights work;
 between a recorded forward pass and its backward pass it gives full parameters, since a loss is
-computed from them then.
+computed from them then; so it does within a forward pass of training under no_grad, where momentum
+encoders are updated.
 """
 
 from collections import defaultdict
@@ -212,9 +213,10 @@ class _Reads:
         data = self.data()
         if data is None:
             return
-        recorded = data.computes_loss and not data.in_root and torch.is_grad_enabled()
+        # a loss is computed, or a forward pass of training updates weights under no_grad
+        full = data.records if data.in_root else data.computes_loss
         for unit in units:
-            if recorded:
+            if full and torch.is_grad_enabled() != data.in_root:
                 data.open(unit)
             elif unit.opened and not unit.recorded:
                 unit.close()

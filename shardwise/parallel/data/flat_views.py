@@ -34,12 +34,18 @@ class FlatViews:
     def piece(self, index: int, block: Tensor) -> Tensor:
         """The part of parameter `index` in this rank's `block`: [k, 1, ..., 1], with as many dims.
 
+        The k elements are along another dim where [k, 1, ..., 1] would broadcast to the parameter's
+        shape: arithmetic on a piece and a full tensor is an error.
+
         A 0-d parameter stays 0-d on the rank that holds its element, and is [0] elsewhere.
         """
-        (low, high), dims = self.pieces[index], len(self.shapes[index])
-        if dims == 0 and high > low:
+        (low, high), shape = self.pieces[index], self.shapes[index]
+        count, dims = high - low, len(shape)
+        if dims == 0 and count:
             return block[low]
-        return block[low:high].view(high - low, *[1] * (dims - 1))
+        sizes = [1] * max(1, dims)
+        sizes[next((dim for dim in range(dims) if shape[dim] not in (1, count)), 0)] = count
+        return block[low:high].view(sizes)
 
     def view(self, index: int, whole: Tensor) -> Tensor:
         """The place of parameter `index` in `whole`, in its own shape."""

@@ -76,6 +76,7 @@ class Data:
         self.latest: Unit | None = None  # that was used: whole until another is
         self.in_backward = False
         self.in_root = False  # a forward pass of the root is running
+        self.records = False  # and autograd recorded when it began
         self.computes_loss = False  # what follows in the program, from a recorded pass
         self.mute = False  # whether gradients of this backward pass count for nothing
         self.handles: list[RemovableHandle | Lease] = []  # of all that is on the model or opened
@@ -190,6 +191,11 @@ class Data:
             if unit is not self.latest and not unit.stays_unsharded:
                 unit.reshard()
 
+    def between_passes(self) -> None:
+        """All ranks ask for the state: no loss is being computed, whatever forward passes ran."""
+        self.consensus.check()
+        self.computes_loss = False
+
     # --- reads outside of the calls that gather (reads.py) --------------------------------------
 
     def open(self, unit: Unit) -> None:
@@ -203,7 +209,7 @@ class Data:
     def _before_root(self, module: nn.Module, args: Any) -> None:
         if self._in_backward():
             return
-        self.in_root = True
+        self.in_root, self.records = True, torch.is_grad_enabled()
         # without a gradient, values lent by torch.func.functional_call do no harm
         self.structure.require_unchanged(lent=() if torch.is_grad_enabled() else (Tensor,))
         self.units.take_assigned()
@@ -244,7 +250,8 @@ class Data:
             return
         unit.depth -= 1
         recording = torch.is_grad_enabled()
-        if recording and not unit.reshards and not self.in_root and self.staged is None:
+        outside = not (self.in_root or self.in_backward) and self.staged is None
+        if recording and not unit.reshards and outside:
             self.computes_loss |= watch(tensors_in(out), self._begin_backward)
         if unit.reshards and not self.in_backward:
             self.computes_loss |= recording
@@ -427,7 +434,7 @@ class Data:
             group.grads.unshow(self.pace.scale)
         self.sums.end(self.units.order)
         self.units.reshard()
-        self.in_backward = False
+        self.in_backward = self.computes_loss = False
         if self.pace.by_hand and self.sums.sync:
             self.consensus.begin(self.scaling)
             self.sums.finish()
