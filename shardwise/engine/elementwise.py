@@ -28,21 +28,18 @@ BY_TENSOR = ("Adafactor",)
 
 def needs_whole_tensors(kind: type) -> bool:
     """Whether a class of torch.optim, or a class derived from it, is not elementwise."""
-    name = _torchs(kind)
-    return bool(name) and name not in ELEMENTWISE
+    return _torch_class(kind) not in ("", *ELEMENTWISE)
 
 
 def updates_by_tensor(kind: type) -> bool:
     """Whether it is not elementwise, but supported if each rank updates full parameters."""
-    return _torchs(kind) in BY_TENSOR
+    return _torch_class(kind) in BY_TENSOR
 
 
-def _torchs(kind: type) -> str:
+def _torch_class(kind: type) -> str:
     """The name of the class in torch.optim that it is or derives from; "" for others."""
-    ours = [
-        c for c in kind.__mro__ if c.__module__.startswith("torch.optim") and c is not Optimizer
-    ]
-    return ours[0].__name__ if ours else ""
+    bases = (c for c in kind.__mro__ if c.__module__.startswith("torch.optim"))
+    return next((c.__name__ for c in bases if c is not Optimizer), "")
 
 
 def is_known(kind: type) -> bool:
@@ -85,16 +82,18 @@ def require_whole(kind: type[Optimizer], groups: Sequence[Options], plan: Plan) 
 def _split_axes(plan: Plan) -> list[str]:
     """The axes whose ranks hold parts of parameters."""
     sizes: dict[str, int] = {}
-    for own in map(plan.of_layers, range(len(plan.layers) + 1)):
-        for axis in filter(None, ("tp", own.shard_axis)):
-            sizes[axis] = max(sizes.get(axis, 1), own.mesh.size_of(axis))
+    for layers in map(plan.of_layers, range(len(plan.layers) + 1)):
+        for axis in filter(None, ("tp", layers.shard_axis)):
+            sizes[axis] = max(sizes.get(axis, 1), layers.mesh.size_of(axis))
     return [axis for axis, size in sizes.items() if size > 1]
 
 
 def needs_whole(kind: type[Optimizer], groups: Sequence[Options]) -> bool:
     """Whether it does not work on pieces of parameters.  Warns of one that cannot be tried."""
-    if is_known(kind) or needs_whole_tensors(kind):
-        return not is_known(kind)
+    if is_known(kind):
+        return False
+    if needs_whole_tensors(kind):
+        return True
     probes = _probes(kind, groups)
     if not all(probe.ran for probe in probes):
         _warn_unprobed(kind)

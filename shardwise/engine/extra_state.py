@@ -64,20 +64,11 @@ def incoming(
 def as_boxes(model: nn.Module, copy: Callable[[str], int]) -> list[Box]:
     """The extra states as boxes alone: the JSON of NAME is the tensor json/NAME, of bytes."""
     boxes, values = outgoing(model, copy)
-    texts = [(name, json.dumps(packed).encode()) for name, packed in values.items()]
-    return [
-        *boxes,
-        *(
-            Box(
-                f"json/{name}",
-                (len(t),),
-                (0,),
-                (len(t),),
-                torch.tensor([*t], dtype=torch.uint8, device="cpu"),
-            )
-            for name, t in texts
-        ),
-    ]
+    for name, packed in values.items():
+        text = json.dumps(packed).encode()
+        codes = torch.tensor([*text], dtype=torch.uint8, device="cpu")
+        boxes.append(Box.full(f"json/{name}", codes))
+    return boxes
 
 
 def from_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -99,5 +90,4 @@ def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _box(name: str, path: str, value: Tensor, copy: int) -> Box:
-    shape = tuple(value.shape)
-    return Box(f"extra/{path}/{name}", shape, (0,) * len(shape), shape, value.detach(), copy)
+    return Box.full(f"extra/{path}/{name}", value.detach(), copy)

@@ -165,8 +165,7 @@ def _boxes(held: Held, key: str, value: Tensor, split: bool) -> Iterable[Box]:
 
 
 def _whole(held: Held, key: str, value: Tensor) -> Box:
-    shape = tuple(value.shape)
-    return Box(f"optim/{key}/{held.name}", shape, (0,) * len(shape), shape, value, held.copy)
+    return Box.full(f"optim/{key}/{held.name}", value, held.copy)
 
 
 def device_of(key: str, p: Tensor, group: Mapping[str, Any]) -> torch.device:

@@ -244,5 +244,4 @@ def _whole(name: str, p: nn.Parameter, copy: int, room: optimizer_state.Room) ->
 
 
 def _box(copy: int, called: str, value: Tensor) -> list[Box]:
-    shape = tuple(value.shape)
-    return [Box(called, shape, (0,) * len(shape), shape, value, copy)]
+    return [Box.full(called, value, copy)]

@@ -26,8 +26,9 @@ from shardwise.engine import extra_state
 from shardwise.engine.box import Box
 from shardwise.engine.build import ShardedModel
 from shardwise.engine.elementwise import ELEMENTWISE
-from shardwise.engine.optimizer import HALF, ShardedOptimizer
+from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer_state import Catalogue, Held, Room, incoming, outgoing
+from shardwise.engine.precision import HALF
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.units import Units
 
@@ -137,12 +138,7 @@ def held(flat: Flat, index: int, param: Tensor, make: Room) -> Held:
 
 def buffers(model: nn.Module, sharded: ShardedModel) -> list[Box]:
     """The model's buffers."""
-    found: list[Box] = []
-    for name, b in model.named_buffers():
-        zeros = (0,) * b.dim()
-        copy = sharded.copy(name)
-        found.append(Box(f"buffer/{name}", tuple(b.shape), zeros, tuple(b.shape), b, copy))
-    return found
+    return [Box.full(f"buffer/{name}", b, sharded.copy(name)) for name, b in model.named_buffers()]
 
 
 def gradients(optimizer: ShardedOptimizer) -> list[Box]:
