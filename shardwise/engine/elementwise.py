@@ -2,20 +2,20 @@
 
 A shard of a matrix has two dims too (flat_parameter.py).  An optimizer such as Muon would treat it
 as a matrix and compute a wrong update, without any error.
+
+    torch's and ours      known by name
+    any other class       tried on small parameters (optimizer_probe.py)
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
+from shardwise.engine.optimizer_groups import Options
 from shardwise.engine.optimizer_probe import Probe, maker
-
-#: The options of a group.
-Options = Mapping[str, Any]
 
 #: torch.optim classes that update each element independently, so that they work on shards.
 ELEMENTWISE = (
@@ -66,7 +66,7 @@ def require_whole(kind: type[Optimizer], groups: Sequence[Options], plan: Plan) 
     split = _split_axes(plan)
     if not split or (probes and all(probe.ran and probe.works_on_parts() for probe in probes)):
         return
-    if any(not probe.ran for probe in probes):
+    if not all(probe.ran for probe in probes):
         _warn_unprobed(kind)
         return
     whole = "with ddp, pp, dp_replicate, accumulate and recompute, in every precision"

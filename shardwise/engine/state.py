@@ -3,6 +3,7 @@
     model/NAME           the weight (for 16-bit weights, the fp32 master)
     optim/KEY/NAME       a state tensor of the optimizer (optimizer_state.py)
     buffer/NAME          a buffer of the model
+    extra/PATH/NAME      a tensor in the extra state of a module (extra_state.py)
 
 A checkpoint has names and full shapes only, not the row, the ranks or the units, so any plan can
 load the checkpoint of any other.
