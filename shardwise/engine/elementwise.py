@@ -48,7 +48,7 @@ def is_known(kind: type) -> bool:
     return ours or (kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE)
 
 
-def require_whole(kind: type[Optimizer], groups: Sequence[Options], plan: Plan) -> None:
+def require_shardable(kind: type[Optimizer], groups: Sequence[Options], plan: Plan) -> None:
     """Raise InputError for an optimizer that does not work as `plan` shards its parameters.
 
     One that is not known is tried, with the options of each of its groups (optimizer_probe.py).
@@ -88,16 +88,16 @@ def _split_axes(plan: Plan) -> list[str]:
     return [axis for axis, size in sizes.items() if size > 1]
 
 
-def needs_whole(kind: type[Optimizer], groups: Sequence[Options]) -> bool:
-    """Whether it does not work on pieces of parameters.  Warns of one that cannot be tried."""
+def works_on_pieces(kind: type[Optimizer], groups: Sequence[Options]) -> bool:
+    """Whether it works on pieces of parameters.  Warns of one that cannot be tried."""
     if is_known(kind):
-        return False
-    if needs_whole_tensors(kind):
         return True
+    if needs_whole_tensors(kind):
+        return False
     probes = _probes(kind, groups)
     if not all(probe.ran for probe in probes):
         _warn_unprobed(kind)
-    return any(probe.ran and not probe.works_on_parts() for probe in probes)
+    return all(probe.works_on_parts() for probe in probes if probe.ran)
 
 
 def _probes(kind: type[Optimizer], groups: Sequence[Options]) -> list[Probe]:

@@ -25,7 +25,7 @@ from shardwise.engine.box import Box
 from shardwise.engine.full import data_boxes, pipe_boxes, pipe_names
 from shardwise.engine.json_values import pack, unpack
 from shardwise.engine.optimizer_groups import NAMING, put
-from shardwise.engine.optimizer_state import Catalogue, Held, device_of
+from shardwise.engine.optimizer_state import Catalogue, HeldParameter, device_of
 from shardwise.engine.pipe import Piped
 from shardwise.engine.shard import driver_of, flats_of
 from shardwise.engine.unwrap import pipe_of
@@ -58,7 +58,7 @@ class PlainLoop:
         """The names of this rank's trained parameters."""
         return {held.name for held in self.every if held.param.requires_grad}
 
-    def _held(self) -> list[Held]:
+    def _held(self) -> list[HeldParameter]:
         if isinstance(self.by, Piped):
             return [
                 _whole(name, p, copy, self._room(p))
@@ -68,7 +68,7 @@ class PlainLoop:
         self.by.consensus.check()
         self.by.units.to_sharded()
         return [
-            state.held(flat, index, p, self._room(p))
+            state.held_parameter(flat, index, p, self._room(p))
             for flat in flats_of(self.by.units.order)
             for index, p in enumerate(flat.params)
         ]
@@ -206,7 +206,7 @@ def _optimizer(given: Any, caller: str) -> Optimizer:
     )
 
 
-def _require_own(optimizer: Optimizer, every: Sequence[Held], caller: str) -> None:
+def _require_own(optimizer: Optimizer, every: Sequence[HeldParameter], caller: str) -> None:
     """Raise InputError unless all its parameters are those of the module."""
     known = {id(held.param) for held in every}
     other = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in known]
@@ -240,9 +240,9 @@ def _options(group: Mapping[str, Any]) -> Any:
     return {"dict": [*packed.items()]}
 
 
-def _whole(name: str, p: nn.Parameter, copy: int, room: optimizer_state.Room) -> Held:
+def _whole(name: str, p: nn.Parameter, copy: int, room: optimizer_state.Room) -> HeldParameter:
     """A parameter that this rank holds whole."""
-    return Held(name, p, tuple(p.shape), tuple(p.shape), partial(_box, copy), copy, room)
+    return HeldParameter(name, p, tuple(p.shape), tuple(p.shape), partial(_box, copy), copy, room)
 
 
 def _box(copy: int, called: str, value: Tensor) -> list[Box]:

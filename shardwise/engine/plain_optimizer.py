@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
-from shardwise.engine.elementwise import ELEMENTWISE, needs_whole
+from shardwise.engine.elementwise import ELEMENTWISE, works_on_pieces
 from shardwise.parallel.data.gradient_hooks import owners
 from shardwise.parallel.data.hooks import Data
 
@@ -42,7 +42,7 @@ def _require_by_element(optimizer: Optimizer) -> None:
     """Raise InputError for an optimizer that works on whole tensors only."""
     kind = type(optimizer)
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    if needs_whole(kind, groups):
+    if not works_on_pieces(kind, groups):
         raise bad(
             f"a step of {kind.__name__}, which needs whole tensors, on shards",
             f"an elementwise class: {', '.join(ELEMENTWISE)}",
