@@ -81,7 +81,7 @@ def odd_ones(world: World, how: str, folder: str) -> dict[str, Tensor]:
         sw.save(engine, folder)
         sw.load(engine, folder)
         state = sw.full_state_dict(engine)
-    assert weight is model.get_parameter("first.weight")
+    assert weight is dict(model.named_parameters())["first.weight"]
     assert (type(weight), weight.rate_scale) == (Marked, 2.0)  # type: ignore[attr-defined]
     assert set(seen) == {(6, 6)}
     return state

@@ -197,7 +197,7 @@ def test_the_command_has_one_object(capsys: pytest.CaptureFixture[str]):
         *("messages", "seconds", "time_ms"),
     ]
     assert (found["plan"], found["world"], found["rank"]) == ("dp64 zero3 bf16", 64, 63)
-    assert list(found["bytes"]) == ["dp all_gather", "dp reduce_scatter"]
+    assert list(found["bytes"]) == ["dp all_gather", "dp all_reduce", "dp reduce_scatter"]
     longer = command(capsys, "dp64 zero3 bf16", "--sequence", "128", "--batch", "4", "--json")
     other = json.loads(longer[1])
     assert other["bytes"] == found["bytes"] and other["activations"] > found["activations"]
