@@ -124,10 +124,7 @@ def import_weights(folder: Path, run: Path, *, overwrite: bool = False) -> Path:
             f"--to {run}-2",
         )
     tensors = {name: weights.tensor(name) for name in weights.files}  # mapped, not read
-    boxes = [
-        Box(f"{MODEL}{name}", tuple(t.shape), (0,) * t.dim(), tuple(t.shape), t)
-        for name, t in tensors.items()
-    ]
+    boxes = [Box.full(f"{MODEL}{name}", t) for name, t in tensors.items()]
     scalars = {"step": 0, IMPORTED: str(folder.absolute()), "model": {"config": weights.config}}
     for path in there:
         shutil.rmtree(path)

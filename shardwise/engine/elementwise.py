@@ -2,20 +2,20 @@
 
 A shard of a matrix has two dims too (flat_parameter.py).  An optimizer such as Muon would treat it
 as a matrix and compute a wrong update, without any error.
+
+    torch's and ours      known by name
+    any other class       tried on small parameters (optimizer_probe.py)
 """
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
+from shardwise.engine.optimizer_groups import Options
 from shardwise.engine.optimizer_probe import Probe, maker
-
-#: The options of a group.
-Options = Mapping[str, Any]
 
 #: torch.optim classes that update each element independently, so that they work on shards.
 ELEMENTWISE = (
@@ -28,21 +28,18 @@ BY_TENSOR = ("Adafactor",)
 
 def needs_whole_tensors(kind: type) -> bool:
     """Whether a class of torch.optim, or a class derived from it, is not elementwise."""
-    name = _torchs(kind)
-    return bool(name) and name not in ELEMENTWISE
+    return _torch_class(kind) not in ("", *ELEMENTWISE)
 
 
 def updates_by_tensor(kind: type) -> bool:
     """Whether it is not elementwise, but supported if each rank updates full parameters."""
-    return _torchs(kind) in BY_TENSOR
+    return _torch_class(kind) in BY_TENSOR
 
 
-def _torchs(kind: type) -> str:
+def _torch_class(kind: type) -> str:
     """The name of the class in torch.optim that it is or derives from; "" for others."""
-    ours = [
-        c for c in kind.__mro__ if c.__module__.startswith("torch.optim") and c is not Optimizer
-    ]
-    return ours[0].__name__ if ours else ""
+    bases = (c for c in kind.__mro__ if c.__module__.startswith("torch.optim"))
+    return next((c.__name__ for c in bases if c is not Optimizer), "")
 
 
 def is_known(kind: type) -> bool:
@@ -51,7 +48,7 @@ def is_known(kind: type) -> bool:
     return ours or (kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE)
 
 
-def require_whole(kind: type[Optimizer], groups: Sequence[Options], plan: Plan) -> None:
+def require_shardable(kind: type[Optimizer], groups: Sequence[Options], plan: Plan) -> None:
     """Raise InputError for an optimizer that does not work as `plan` shards its parameters.
 
     One that is not known is tried, with the options of each of its groups (optimizer_probe.py).
@@ -69,7 +66,7 @@ def require_whole(kind: type[Optimizer], groups: Sequence[Options], plan: Plan) 
     split = _split_axes(plan)
     if not split or (probes and all(probe.ran and probe.works_on_parts() for probe in probes)):
         return
-    if any(not probe.ran for probe in probes):
+    if not all(probe.ran for probe in probes):
         _warn_unprobed(kind)
         return
     whole = "with ddp, pp, dp_replicate, accumulate and recompute, in every precision"
@@ -85,20 +82,22 @@ def require_whole(kind: type[Optimizer], groups: Sequence[Options], plan: Plan) 
 def _split_axes(plan: Plan) -> list[str]:
     """The axes whose ranks hold parts of parameters."""
     sizes: dict[str, int] = {}
-    for own in map(plan.of_layers, range(len(plan.layers) + 1)):
-        for axis in filter(None, ("tp", own.shard_axis)):
-            sizes[axis] = max(sizes.get(axis, 1), own.mesh.size_of(axis))
+    for layers in map(plan.of_layers, range(len(plan.layers) + 1)):
+        for axis in filter(None, ("tp", layers.shard_axis)):
+            sizes[axis] = max(sizes.get(axis, 1), layers.mesh.size_of(axis))
     return [axis for axis, size in sizes.items() if size > 1]
 
 
-def needs_whole(kind: type[Optimizer], groups: Sequence[Options]) -> bool:
-    """Whether it does not work on pieces of parameters.  Warns of one that cannot be tried."""
-    if is_known(kind) or needs_whole_tensors(kind):
-        return not is_known(kind)
+def works_on_pieces(kind: type[Optimizer], groups: Sequence[Options]) -> bool:
+    """Whether it works on pieces of parameters.  Warns of one that cannot be tried."""
+    if is_known(kind):
+        return True
+    if needs_whole_tensors(kind):
+        return False
     probes = _probes(kind, groups)
     if not all(probe.ran for probe in probes):
         _warn_unprobed(kind)
-    return any(probe.ran and not probe.works_on_parts() for probe in probes)
+    return all(probe.works_on_parts() for probe in probes if probe.ran)
 
 
 def _probes(kind: type[Optimizer], groups: Sequence[Options]) -> list[Probe]:

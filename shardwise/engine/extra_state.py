@@ -42,7 +42,7 @@ def incoming(
 ) -> tuple[list[Box], Give]:
     """Boxes to fill, and the function that then gives each module its value."""
     boxes: list[Box] = []
-    found: list[tuple[nn.Module, Any, dict[str, Tensor]]] = []
+    arriving: list[tuple[nn.Module, Any, dict[str, Tensor]]] = []
     for name, module in _with_extra_state(model):
         if name not in values:
             continue
@@ -52,10 +52,10 @@ def incoming(
             if key.startswith("extra/") and key.split("/", 2)[2] == name
         }
         boxes += [_box(name, path, t, 0) for path, t in tensors.items()]
-        found.append((module, values[name], tensors))
+        arriving.append((module, values[name], tensors))
 
     def give() -> None:
-        for module, packed, tensors in found:
+        for module, packed, tensors in arriving:
             module.set_extra_state(unpack(packed, tensors))
 
     return boxes, give
@@ -64,32 +64,23 @@ def incoming(
 def as_boxes(model: nn.Module, copy: Callable[[str], int]) -> list[Box]:
     """The extra states as boxes alone: the JSON of NAME is the tensor json/NAME, of bytes."""
     boxes, values = outgoing(model, copy)
-    texts = [(name, json.dumps(packed).encode()) for name, packed in values.items()]
-    return [
-        *boxes,
-        *(
-            Box(
-                f"json/{name}",
-                (len(t),),
-                (0,),
-                (len(t),),
-                torch.tensor([*t], dtype=torch.uint8, device="cpu"),
-            )
-            for name, t in texts
-        ),
-    ]
+    for name, packed in values.items():
+        text = json.dumps(packed).encode()
+        codes = torch.tensor([*text], dtype=torch.uint8, device="cpu")
+        boxes.append(Box.full(f"json/{name}", codes))
+    return boxes
 
 
 def from_boxes(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     """The extra state of each module from the tensors of all boxes."""
-    found: dict[str, Any] = {}
+    states: dict[str, Any] = {}
+    paths = [key.split("/", 2)[1:] for key in tensors if key.startswith("extra/")]
     for key, text in tensors.items():
         kind, _, name = key.partition("/")
         if kind == "json":
-            own = [k.split("/", 2) for k in tensors if k.startswith("extra/")]
-            inside = {path: tensors[f"extra/{path}/{of}"] for _, path, of in own if of == name}
-            found[name] = unpack(json.loads(bytes(text.tolist())), inside)
-    return found
+            inside = {path: tensors[f"extra/{path}/{of}"] for path, of in paths if of == name}
+            states[name] = unpack(json.loads(bytes(text.tolist())), inside)
+    return states
 
 
 def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -99,5 +90,4 @@ def _with_extra_state(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _box(name: str, path: str, value: Tensor, copy: int) -> Box:
-    shape = tuple(value.shape)
-    return Box(f"extra/{path}/{name}", shape, (0,) * len(shape), shape, value.detach(), copy)
+    return Box.full(f"extra/{path}/{name}", value.detach(), copy)

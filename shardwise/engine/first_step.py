@@ -38,6 +38,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.full import full_state_dict
 from shardwise.engine.meta_buffers import materialise
 from shardwise.engine.meta_pass import meta_copy
+from shardwise.engine.precision import HALF
 from shardwise.engine.rng import seeded
 from shardwise.engine.shard import cast_whole
 from shardwise.engine.tensor_layout import Tensors, nowhere
@@ -49,7 +50,6 @@ from shardwise.parallel.data.initial_weights import Fill
 COPIES: Final = 4
 #: A gradient whose norm is below this fraction of all gradients' counts as rounding.
 NEGLIGIBLE: Final = 1e-3
-HALF: Final = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)

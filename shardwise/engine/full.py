@@ -120,10 +120,7 @@ def _whole(
     kind: str, named: Iterable[tuple[str, Tensor]], replica: Callable[[str], int]
 ) -> list[Box]:
     """One box for each unsharded tensor."""
-    return [
-        Box(f"{kind}/{n}", tuple(t.shape), (0,) * t.dim(), tuple(t.shape), t.detach(), replica(n))
-        for n, t in named
-    ]
+    return [Box.full(f"{kind}/{name}", t.detach(), replica(name)) for name, t in named]
 
 
 # --- keys ------------------------------------------------------------------------------------

@@ -37,10 +37,9 @@ from shardwise.engine.disk_states import DiskStates
 from shardwise.engine.norm import counts, squares
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.optimizer_state import device_of
+from shardwise.engine.precision import HALF
 from shardwise.engine.torch_step import as_pieces, even_out, step_over
 from shardwise.parallel.data.flat_parameter import Flat
-
-HALF = (torch.bfloat16, torch.float16)
 
 
 class ShardedOptimizer(Optimizer):

@@ -21,13 +21,18 @@ def options(group: Options) -> dict[str, Any]:
     return {key: value for key, value in found.items() if _numeric(value)}
 
 
-def take(group: dict[str, Any], saved: Options) -> None:
-    """Set options of a group: a tensor in place, a list converted back to a tuple."""
+def put(group: dict[str, Any], saved: Options) -> None:
+    """Set options of a group, a tensor in place."""
     for key, value in saved.items():
         if isinstance(group.get(key), Tensor):
             group[key].fill_(value)
         else:
-            group[key] = tuple(value) if isinstance(value, list) else value
+            group[key] = value
+
+
+def take(group: dict[str, Any], saved: Options) -> None:
+    """Set options of a group that JSON has kept: a list becomes a tuple again."""
+    put(group, {k: tuple(v) if isinstance(v, list) else v for k, v in saved.items()})
 
 
 def changed(groups: Groups, specs: Sequence[Options]) -> dict[str, dict[str, Any]]:

@@ -28,9 +28,9 @@ from shardwise.engine.torch_step import step_over
 #: Makes an optimizer of parameters.
 Make = Callable[[list[nn.Parameter]], Optimizer]
 Shapes = tuple[tuple[int, ...], ...]
-#: Of the parameters; the first alone for optimizers that take matrices only.
+#: Shapes of the parameters; the first alone for optimizers that take matrices only.
 SHAPES: Final = ((136, 130), (37,), (6, 5, 3, 3))
-#: So many that what starts late (a preconditioner every 10 steps) shows.
+#: More than 10, so that a preconditioner that is computed every 10 steps shows.
 STEPS: Final = 12
 #: Where the first part ends: inside of a row.
 _CUT: Final = 0.41
@@ -75,7 +75,7 @@ class Probe:
 
     def _agrees(self, other: Callable[[], Sequence[Tensor]]) -> bool:
         try:
-            found = other()
+            params = other()
         except Exception:  # noqa: BLE001 - whatever it is, it is raised on pieces alone
             return False
         rounding = 1e3 * torch.finfo(self.dtype).eps
@@ -84,7 +84,7 @@ class Probe:
                 one, two, rtol=rounding, atol=rounding * float((one - begun).abs().max())
             )
             for one, two, begun in zip(
-                self.whole, found, map(self._begin, self.shapes), strict=True
+                self.whole, params, map(self._begin, self.shapes), strict=True
             )
         )
 
@@ -122,14 +122,14 @@ class Probe:
 
 
 def maker(kind: type[Optimizer], options: Mapping[str, Any]) -> Make:
-    """Makes optimizers of a class with the options of one of its groups.
+    """Makes optimizers of a class with the options of one of its groups, except the rate.
 
-    At a rate that shows: that of the group may be 0, at the begin of a warm-up.
+    A group's own rate may be 0, at the begin of a warm-up.
     """
-    own = {k: v for k, v in options.items() if k not in NAMING}
-    own |= {"lr": _RATE} if "lr" in own else {}
-    takes = {k: v for k, v in own.items() if k in inspect.signature(kind).parameters}
-    return lambda params: kind([{"params": params, **own}], **takes)
+    options = {k: v for k, v in options.items() if k not in NAMING}
+    options |= {"lr": _RATE} if "lr" in options else {}
+    accepted = {k: v for k, v in options.items() if k in inspect.signature(kind).parameters}
+    return lambda params: kind([{"params": params, **options}], **accepted)
 
 
 def _same(x: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """An optimizer's specification: a class of torch.optim and its options, without parameters.
 
-The class must be elementwise, or Adafactor (elementwise.py).  Options are checked when the
-specification is made, by building the optimizer for a parameter of two elements: an unknown option
-or a negative rate raises there.
+A class of torch.optim must be elementwise, or Adafactor.  A class of another library is tried when
+its plan is known (elementwise.py).  Options are checked when the specification is made, by building
+the optimizer for a parameter of two elements: an unknown option or a negative rate raises there.
 """
 
 import inspect
@@ -156,11 +156,11 @@ def _near(options: dict[str, Any], takes: Sequence[str]) -> str:
 def Optim(  # noqa: N802
     kind: type[Optimizer], groups: dict[str, dict[str, Any]] | None = None, **options: Any
 ) -> OptimizerSpec:
-    """Any elementwise class of torch.optim with its options: `Optim(torch.optim.RMSprop, lr=1e-3)`.
+    """Any elementwise optimizer class with its options: `Optim(torch.optim.RMSprop, lr=1e-3)`.
 
     Raises:
-        InputError: the class is neither elementwise nor Adafactor (Muon, LBFGS), or not an
-            optimizer, or does not accept these options.
+        InputError: a class of torch.optim that is neither elementwise nor Adafactor (Muon,
+            LBFGS), no optimizer, or options that the class does not accept.
     """
     if isinstance(kind, Optimizer):
         raise bad(

@@ -28,7 +28,7 @@ Catalogue = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
 
 
 @dataclass(frozen=True)
-class Held:
+class HeldParameter:
     """A parameter as this rank holds it.
 
     param     the optimizer's key: the parameter, whose data may be gathered now, or its master
@@ -53,7 +53,7 @@ class Incoming:
     """States to be loaded: boxes to fill, then the states of the parameters that have one."""
 
     boxes: list[Box]
-    states: list[tuple[Held, State]]
+    states: list[tuple[HeldParameter, State]]
 
     def give(self, into: dict[Any, State]) -> None:
         """Replace the optimizer's states by those that have been loaded."""
@@ -64,12 +64,14 @@ class Incoming:
                 into.pop(held.param, None)
 
 
-def outgoing(states: Mapping[Any, State], every: Sequence[Held]) -> tuple[list[Box], State]:
+def outgoing(
+    states: Mapping[Any, State], every: Sequence[HeldParameter]
+) -> tuple[list[Box], State]:
     """The boxes of this rank's states, and the values of parameters whose first holder it is.
 
     Raises InputError for a value that is neither a tensor nor JSON.
     """
-    found: list[tuple[Held, dict[str, Tensor]]] = []
+    found: list[tuple[HeldParameter, dict[str, Tensor]]] = []
     values: State = {}
     for held in every:
         tensors: dict[str, Tensor] = {}
@@ -95,10 +97,10 @@ def outgoing(states: Mapping[Any, State], every: Sequence[Held]) -> tuple[list[B
 
 def incoming(
     states: Mapping[Any, State],
-    every: Sequence[Held],
+    every: Sequence[HeldParameter],
     saved: Catalogue,
     values: Mapping[str, State],
-    expected: Callable[[Held], Iterable[str]],
+    expected: Callable[[HeldParameter], Iterable[str]],
 ) -> Incoming:
     """The states that a checkpoint has of these parameters, in new memory or that of `states`.
 
@@ -115,7 +117,7 @@ def incoming(
         for key in {key for own in keys.values() for key in own}
     }
     boxes: list[Box] = []
-    found: list[tuple[Held, State]] = []
+    found: list[tuple[HeldParameter, State]] = []
     for held in every:
         old: dict[str, Tensor] = {}
         for key, value in dict(states.get(held.param) or {}).items():
@@ -149,7 +151,7 @@ def _keys(saved: Catalogue) -> dict[str, list[str]]:
 
 
 def _room(
-    held: Held, key: str, old: Tensor | None, size: tuple[int, ...], dtype: torch.dtype
+    held: HeldParameter, key: str, old: Tensor | None, size: tuple[int, ...], dtype: torch.dtype
 ) -> Tensor:
     """Where a tensor is loaded to: the one that the state has already, if it fits."""
     fits = old is not None and (tuple(old.shape), old.dtype) == (size, dtype)
@@ -158,15 +160,14 @@ def _room(
     return held.make(key, size, dtype)
 
 
-def _boxes(held: Held, key: str, value: Tensor, split: bool) -> Iterable[Box]:
+def _boxes(held: HeldParameter, key: str, value: Tensor, split: bool) -> Iterable[Box]:
     if split and value.dim():
         return held.boxes(f"optim/{key}/{held.name}", value)
     return [_whole(held, key, value)]
 
 
-def _whole(held: Held, key: str, value: Tensor) -> Box:
-    shape = tuple(value.shape)
-    return Box(f"optim/{key}/{held.name}", shape, (0,) * len(shape), shape, value, held.copy)
+def _whole(held: HeldParameter, key: str, value: Tensor) -> Box:
+    return Box.full(f"optim/{key}/{held.name}", value, held.copy)
 
 
 def device_of(key: str, p: Tensor, group: Mapping[str, Any]) -> torch.device:

@@ -23,7 +23,7 @@ from shardwise.engine import (
     weight_stashing,
 )
 from shardwise.engine.default_fill import default_fill
-from shardwise.engine.elementwise import require_whole
+from shardwise.engine.elementwise import require_shardable
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload_choice import require_chosen
 from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec
@@ -71,7 +71,7 @@ def parallelize(
     compiled.require_plain(model, plan, loss)
     options = settled_options(options)
     spec = spec_of(optimizer)
-    require_whole(spec.kind, spec.by_group, plan)
+    require_shardable(spec.kind, spec.by_group, plan)
     objective = validate.loss(own_loss if loss is None else loss)
     tokens, rows = validate.tokens(options["tokens"]), validate.rows(options["rows"])
     own_fill = validate.fill(options["fill"], options["seed"])

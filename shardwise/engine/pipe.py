@@ -27,6 +27,7 @@ from torch.autograd import Function
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from shardwise.comm.move import all_reduce, broadcast
+from shardwise.comm.parameter import become
 from shardwise.comm.world import Axis, World
 from shardwise.core.arguments import integer, short_repr
 from shardwise.core.errors import bad
@@ -45,7 +46,7 @@ from shardwise.engine.default_fill import default_fill
 from shardwise.engine.meta_buffers import materialise
 from shardwise.engine.partition import starts
 from shardwise.engine.probe import Probe
-from shardwise.engine.rank_zero_weights import RankZeroWeights, make_real, missing_weights
+from shardwise.engine.rank_zero_weights import RankZeroWeights, missing_weights
 from shardwise.engine.shard import drivers
 from shardwise.engine.stage_module import Staging
 from shardwise.engine.stage_work import Microbatch, NoUnits, StageWork
@@ -119,12 +120,12 @@ def _fill(
     own = {id(p) for p in module.parameters()}
     for name, values in weights.broadcasts():
         if id(named[name]) in own:
-            make_real(named[name], values)
+            become(named[name], values)
     for name, p in named.items():
         if id(p) in own and p.is_meta:
             values = torch.empty_like(p, device=weights.device)
             fill(name, values)
-            make_real(p, values)
+            become(p, values)
 
 
 def _schedule(name: Any, chunks: int, ranks: int) -> Schedule:

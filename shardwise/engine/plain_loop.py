@@ -9,6 +9,7 @@ Each parameter brings its options, because a rank of a pipeline has only some of
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -23,8 +24,8 @@ from shardwise.engine import extra_state, optimizer_state, reads, state
 from shardwise.engine.box import Box
 from shardwise.engine.full import data_boxes, pipe_boxes, pipe_names
 from shardwise.engine.json_values import pack, unpack
-from shardwise.engine.optimizer_groups import NAMING
-from shardwise.engine.optimizer_state import Catalogue, Held, device_of
+from shardwise.engine.optimizer_groups import NAMING, put
+from shardwise.engine.optimizer_state import Catalogue, HeldParameter, device_of
 from shardwise.engine.pipe import Piped
 from shardwise.engine.shard import driver_of, flats_of
 from shardwise.engine.unwrap import pipe_of
@@ -57,7 +58,7 @@ class PlainLoop:
         """The names of this rank's trained parameters."""
         return {held.name for held in self.every if held.param.requires_grad}
 
-    def _held(self) -> list[Held]:
+    def _held(self) -> list[HeldParameter]:
         if isinstance(self.by, Piped):
             return [
                 _whole(name, p, copy, self._room(p))
@@ -67,14 +68,13 @@ class PlainLoop:
         self.by.consensus.check()
         self.by.units.to_sharded()
         return [
-            state.held(flat, index, p, self._room(p))
+            state.held_parameter(flat, index, p, self._room(p))
             for flat in flats_of(self.by.units.order)
             for index, p in enumerate(flat.params)
         ]
 
     def _room(self, p: nn.Parameter) -> optimizer_state.Room:
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        group = next((g for g in groups if any(q is p for q in g["params"])), {})
+        group = next((g for g in self._param_groups if any(q is p for q in g["params"])), {})
 
         def room(key: str, size: Sequence[int], dtype: torch.dtype) -> Tensor:
             return torch.zeros(tuple(size), dtype=dtype, device=device_of(key, p, group))
@@ -93,14 +93,21 @@ class PlainLoop:
         """What is no tensor, for JSON.  Called by all ranks."""
         _, states = optimizer_state.outgoing(self._states, self.every)
         _, extra = extra_state.outgoing(self.module, self._copy)
-        own = {"states": states, "modules": extra, "groups": self._groups()}
-        found = state.merged(own, self.world)
+        local = {"states": states, "modules": extra, "groups": self._groups()}
+        scalars = state.merged(local, self.world)
         kind = None if self.optimizer is None else type(self.optimizer).__name__
-        groups: dict[str, list[str]] = {}
-        for name, options in sorted(found.pop("groups").items()):
-            groups.setdefault(json.dumps(options), []).append(name)
-        each = [{"options": json.loads(o), "params": names} for o, names in groups.items()]
-        return found | {"optimizer": kind, "groups": each}
+        names_by_options: dict[str, list[str]] = {}
+        for name, options in sorted(scalars.pop("groups").items()):
+            names_by_options.setdefault(json.dumps(options), []).append(name)
+        groups = [
+            {"options": json.loads(text), "params": names}
+            for text, names in names_by_options.items()
+        ]
+        return scalars | {"optimizer": kind, "groups": groups}
+
+    @property
+    def _param_groups(self) -> list[dict[str, Any]]:
+        return [] if self.optimizer is None else self.optimizer.param_groups
 
     @property
     def _states(self) -> Mapping[Any, dict[str, Any]]:
@@ -120,8 +127,9 @@ class PlainLoop:
     def _groups(self) -> dict[str, Any]:
         """The options of each parameter."""
         names = {id(held.param): held.name for held in self.every}
-        groups = [] if self.optimizer is None else self.optimizer.param_groups
-        return {names[id(p)]: _options(group) for group in groups for p in group["params"]}
+        return {
+            names[id(p)]: _options(group) for group in self._param_groups for p in group["params"]
+        }
 
     # --- loading ------------------------------------------------------------------------------
 
@@ -146,11 +154,11 @@ class PlainLoop:
     ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
         """Each group of the optimizer, and the options that its parameters were saved with."""
         names = {id(held.param): held.name for held in self.every}
-        of = {name: group["options"] for group in groups for name in group["params"]}
-        found: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        for group in [] if self.optimizer is None else self.optimizer.param_groups:
+        options = {name: group["options"] for group in groups for name in group["params"]}
+        pairs: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for group in self._param_groups:
             members = [names[id(p)] for p in group["params"]]
-            several = {json.dumps(of.get(name)): name for name in members}
+            several = {json.dumps(options.get(name)): name for name in members}
             if len(several) > 1 or "null" in several:
                 pair = " and ".join([*several.values()][:2])
                 raise bad(
@@ -160,19 +168,15 @@ class PlainLoop:
                     "the same param_groups, or an optimizer without a checkpoint: sw.load(module, "
                     "folder)",
                 )
-            found += [(group, unpack(of[members[0]], {}))] if members else []
-        return found
+            pairs += [(group, unpack(options[members[0]], {}))] if members else []
+        return pairs
 
     def loaded(self) -> None:
         """The boxes are filled: the optimizer and the modules get what was saved."""
         if self.optimizer is not None:
             self.coming.give(self.optimizer.state)
         for group, options in self.options:
-            for key, value in options.items():
-                if isinstance(group.get(key), Tensor):
-                    group[key].fill_(value)
-                else:
-                    group[key] = value
+            put(group, options)
         self.give_extra()
 
 
@@ -202,7 +206,7 @@ def _optimizer(given: Any, caller: str) -> Optimizer:
     )
 
 
-def _require_own(optimizer: Optimizer, every: Sequence[Held], caller: str) -> None:
+def _require_own(optimizer: Optimizer, every: Sequence[HeldParameter], caller: str) -> None:
     """Raise InputError unless all its parameters are those of the module."""
     known = {id(held.param) for held in every}
     other = [p for g in optimizer.param_groups for p in g["params"] if id(p) not in known]
@@ -228,21 +232,18 @@ def _require_same_kind(optimizer: Optimizer, saved: str | None) -> None:
 
 def _options(group: Mapping[str, Any]) -> Any:
     """The options that JSON holds; others are those of the new optimizer."""
-    found: dict[str, Any] = {}
+    packed: dict[str, Any] = {}
     for key, value in group.items():
         number = value.item() if isinstance(value, Tensor) and value.dim() == 0 else value
-        try:
-            found |= {} if key in NAMING else {key: pack(number, "", key, {})}
-        except InputError:
-            continue
-    return {"dict": [*found.items()]}
+        with suppress(InputError):
+            packed |= {} if key in NAMING else {key: pack(number, "", key, {})}
+    return {"dict": [*packed.items()]}
 
 
-def _whole(name: str, p: nn.Parameter, copy: int, room: optimizer_state.Room) -> Held:
+def _whole(name: str, p: nn.Parameter, copy: int, room: optimizer_state.Room) -> HeldParameter:
     """A parameter that this rank holds whole."""
-    return Held(name, p, tuple(p.shape), tuple(p.shape), partial(_box, copy), copy, room)
+    return HeldParameter(name, p, tuple(p.shape), tuple(p.shape), partial(_box, copy), copy, room)
 
 
 def _box(copy: int, called: str, value: Tensor) -> list[Box]:
-    shape = tuple(value.shape)
-    return [Box(called, shape, (0,) * len(shape), shape, value, copy)]
+    return [Box.full(called, value, copy)]

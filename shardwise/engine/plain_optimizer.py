@@ -11,42 +11,38 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
-from shardwise.core.weak import owner
-from shardwise.engine.elementwise import ELEMENTWISE, needs_whole
+from shardwise.engine.elementwise import ELEMENTWISE, works_on_pieces
+from shardwise.parallel.data.gradient_hooks import owners
 from shardwise.parallel.data.hooks import Data
 
 
 def before_step(optimizer: Optimizer, *_: Any) -> None:
     """A hook before every optimizer step: examines an optimizer when it first steps on shards."""
-    every = _sharded(optimizer)
-    for data in every:
+    owners_of_pieces = _sharded(optimizer)
+    for data in owners_of_pieces:
         data.scaling.look()
-    if all(optimizer in data.optimizers for data in every):
+    if all(optimizer in data.optimizers for data in owners_of_pieces):
         return
     _require_by_element(optimizer)
     _require_pieces(optimizer)
     optimizer.register_state_dict_pre_hook(_refuse_state_dict)
     optimizer.register_load_state_dict_post_hook(_require_pieces)
-    for data in every:
+    for data in owners_of_pieces:
         data.optimizers.add(optimizer)
 
 
 def _sharded(optimizer: Optimizer) -> list[Data]:
     """The owners of the optimizer's parameters that are pieces, in a loop of the program's own."""
-    found = dict[Data, None]()
-    for p in (p for group in optimizer.param_groups for p in group["params"]):
-        for hook in (p._post_accumulate_grad_hooks or {}).values():
-            data = owner(hook)
-            if isinstance(data, Data) and data.pace.by_hand and data.places[p][1].split:
-                found[data] = None
-    return list(found)
+    wrapped = ((p, data) for p, data in owners(optimizer) if isinstance(data, Data))
+    pieces = (data for p, data in wrapped if data.pace.by_hand and data.places[p][1].split)
+    return list(dict.fromkeys(pieces))
 
 
 def _require_by_element(optimizer: Optimizer) -> None:
     """Raise InputError for an optimizer that works on whole tensors only."""
     kind = type(optimizer)
     groups = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
-    if needs_whole(kind, groups):
+    if not works_on_pieces(kind, groups):
         raise bad(
             f"a step of {kind.__name__}, which needs whole tensors, on shards",
             f"an elementwise class: {', '.join(ELEMENTWISE)}",

@@ -16,7 +16,7 @@ from shardwise.core.independent import place, plan_of_expert
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
 from shardwise.engine import validate
-from shardwise.engine.elementwise import require_whole
+from shardwise.engine.elementwise import require_shardable
 from shardwise.engine.model_spec import model_spec, shapes_of
 from shardwise.engine.offload_choice import with_offload
 from shardwise.engine.parallelize import own_loss, plan_of, settled_options, spec_of
@@ -105,7 +105,7 @@ class Predictor:
         self.options = settled_options(options)
         validate.rows(self.options["rows"])
         self.spec = spec_of(optimizer)
-        require_whole(self.spec.kind, self.spec.by_group, self.plan)
+        require_shardable(self.spec.kind, self.spec.by_group, self.plan)
         self.objective = validate.loss(own_loss if loss is None else loss)
         self.known: dict[object, Prediction] = {}
 

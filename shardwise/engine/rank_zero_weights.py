@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.move import all_reduce, broadcast
+from shardwise.comm.parameter import become
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import bad
 from shardwise.engine.precision import param_dtypes
@@ -63,22 +64,19 @@ class RankZeroWeights:
 
         They are sent in the dtypes that the precision `dtype` gives them (precision.py).
         """
-        found = cls(world.everyone, world.device)
-        buffers = dict(model.named_buffers())
+        weights = cls(world.everyone, world.device)
+        parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
         dtypes = {} if dtype is None else dict(param_dtypes(model, dtype))
-        named = {**dict(model.named_parameters()), **buffers}
         for name in missing:
-            t = named[name]
             if name in buffers:
-                _send_buffer(model, name, t, world)
+                _send_buffer(model, name, buffers[name], world)
                 continue
-            sent = dtypes.get(t, t.dtype)
-            meta = nn.Parameter(torch.empty_like(t, device="meta"), t.requires_grad)
-            torch.utils.swap_tensors(t, meta)  # `meta` has the values now
+            p = parameters[name]
             if not world.rank:
-                found.values[name] = meta.detach()
-            found.like[name] = torch.empty(t.shape, dtype=sent, device="meta")
-        return found
+                weights.values[name] = p.data
+            weights.like[name] = torch.empty(p.shape, dtype=dtypes.get(p, p.dtype), device="meta")
+            become(p, torch.empty_like(p.data, device="meta"))
+        return weights
 
     def fill(self, before: Fill | None) -> Fill:
         """Fill a parameter with the values that have arrived; before they have, leave it."""
@@ -154,8 +152,8 @@ def missing_weights(model: nn.Module, world: World) -> tuple[str, ...]:
     flags = all_reduce(torch.stack([meta, ~meta]).int(), world.everyone, "max")
     first = broadcast(meta.int(), world.everyone)
     table = torch.stack([*flags, first]).bool().t().tolist()
-    found = [(name, *row) for (name, _), row in zip(named, table, strict=True)]
-    wrong = [name for name, _, real, on_first in found if real and on_first]
+    placements = [(name, *row) for (name, _), row in zip(named, table, strict=True)]
+    wrong = [name for name, _, real, on_first in placements if real and on_first]
     if wrong:
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise bad(
@@ -163,9 +161,4 @@ def missing_weights(model: nn.Module, world: World) -> tuple[str, ...]:
             "a model that is on the meta device on all ranks, on all but rank 0, or on none",
             "from_pretrained on rank 0, and the same model under torch.device('meta') on others",
         )
-    return tuple(name for name, on_meta, _, on_first in found if on_meta and not on_first)
-
-
-def make_real(p: nn.Parameter, values: Tensor) -> None:
-    """Give a parameter on meta these values; the object that the user holds stays."""
-    torch.utils.swap_tensors(p, nn.Parameter(values.detach(), p.requires_grad))
+    return tuple(name for name, on_meta, _, on_first in placements if on_meta and not on_first)

@@ -28,8 +28,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from shardwise.core.errors import bad
 from shardwise.core.tree import mapped
-from shardwise.core.weak import owner
 from shardwise.parallel.data.flat_parameter import Flat, State
+from shardwise.parallel.data.gradient_hooks import owners
 from shardwise.parallel.data.hooks import Data
 from shardwise.parallel.data.units import Unit
 
@@ -265,9 +265,7 @@ def prepare(optimizer: Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
         if any(type(p) is Read for p in group["params"]):
             group["params"] = [p.of if type(p) is Read else p for p in group["params"]]
-    params = (p for group in optimizer.param_groups for p in group["params"])
-    hooks = (hook for p in params for hook in (p._post_accumulate_grad_hooks or {}).values())
-    for data in {id(each): each for each in map(owner, hooks) if isinstance(each, Data)}.values():
+    for data in dict.fromkeys(data for _, data in owners(optimizer) if isinstance(data, Data)):
         if any(unit.opened for unit in data.units.order):
             data.units.to_sharded()
 

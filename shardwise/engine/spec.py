@@ -4,8 +4,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.core.model_spec import BufferShape
-from shardwise.engine.optimizer import HALF
 from shardwise.engine.optimizer_spec import OptimizerSpec
+from shardwise.engine.precision import HALF
 from shardwise.prediction.memory import OptimizerShape
 
 

@@ -3,6 +3,7 @@
     model/NAME           the weight (for 16-bit weights, the fp32 master)
     optim/KEY/NAME       a state tensor of the optimizer (optimizer_state.py)
     buffer/NAME          a buffer of the model
+    extra/PATH/NAME      a tensor in the extra state of a module (extra_state.py)
 
 A checkpoint has names and full shapes only, not the row, the ranks or the units, so any plan can
 load the checkpoint of any other.
@@ -26,8 +27,9 @@ from shardwise.engine import extra_state
 from shardwise.engine.box import Box
 from shardwise.engine.build import ShardedModel
 from shardwise.engine.elementwise import ELEMENTWISE
-from shardwise.engine.optimizer import HALF, ShardedOptimizer
-from shardwise.engine.optimizer_state import Catalogue, Held, Room, incoming, outgoing
+from shardwise.engine.optimizer import ShardedOptimizer
+from shardwise.engine.optimizer_state import Catalogue, HeldParameter, Room, incoming, outgoing
+from shardwise.engine.precision import HALF
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.units import Units
 
@@ -40,7 +42,7 @@ def boxes(model: nn.Module, sharded: ShardedModel, optimizer: ShardedOptimizer) 
 
     Raises DiskError for states on a disk that are not as they were written.
     """
-    states, _ = outgoing(optimizer.state, held_of(optimizer))
+    states, _ = outgoing(optimizer.state, held_parameters(optimizer))
     extra, _ = extra_state.outgoing(model, sharded.copy)
     return [*weights(sharded.flats, optimizer), *states, *buffers(model, sharded), *extra]
 
@@ -49,7 +51,7 @@ def values(
     model: nn.Module, sharded: ShardedModel, optimizer: ShardedOptimizer, world: World
 ) -> dict[str, Any]:
     """What is no tensor in the optimizer's states and in the modules'.  All ranks call it."""
-    _, states = outgoing(optimizer.state, held_of(optimizer))
+    _, states = outgoing(optimizer.state, held_parameters(optimizer))
     _, extra = extra_state.outgoing(model, sharded.copy)
     return merged({"states": states, "modules": extra}, world)
 
@@ -75,7 +77,7 @@ class Loading:
         saved: Catalogue,
         scalars: Mapping[str, Any],
     ) -> None:
-        idle, every = {*scalars.get("idle", ())}, held_of(optimizer)
+        idle, every = {*scalars.get("idle", ())}, held_parameters(optimizer)
         saved = {name: of for name, of in saved.items() if name.split("/", 2)[-1] not in idle}
         self.optimizer = optimizer
         self.states = incoming(
@@ -112,16 +114,16 @@ def boxes_of(flat: Flat, kind: str, block: Tensor | None = None) -> Iterator[Box
         yield from _pieces(flat, index, f"{kind}/{name}", values[low:high])
 
 
-def held_of(optimizer: ShardedOptimizer) -> list[Held]:
+def held_parameters(optimizer: ShardedOptimizer) -> list[HeldParameter]:
     """The trained parameters, for their states."""
     return [
-        held(flat, index, param, partial(optimizer.room, k, index))
+        held_parameter(flat, index, param, partial(optimizer.room, k, index))
         for k, (flat, targets) in enumerate(zip(optimizer.flats, optimizer.targets, strict=True))
         for index, param in enumerate(targets)
     ]
 
 
-def held(flat: Flat, index: int, param: Tensor, make: Room) -> Held:
+def held_parameter(flat: Flat, index: int, param: Tensor, make: Room) -> HeldParameter:
     """A parameter of a flat parameter, for the optimizer's state under the key `param`."""
     name, first = flat.names[index], flat.plan.offsets[index] // max(1, flat.plan.share)
     # the first holder has its first element
@@ -132,17 +134,12 @@ def held(flat: Flat, index: int, param: Tensor, make: Room) -> Held:
         return _pieces(flat, index, called, value.reshape(-1))
 
     local = tuple(flat.views.part(index, flat.shard).shape)
-    return Held(name, param, shape, local, boxes, copy, make)
+    return HeldParameter(name, param, shape, local, boxes, copy, make)
 
 
 def buffers(model: nn.Module, sharded: ShardedModel) -> list[Box]:
     """The model's buffers."""
-    found: list[Box] = []
-    for name, b in model.named_buffers():
-        zeros = (0,) * b.dim()
-        copy = sharded.copy(name)
-        found.append(Box(f"buffer/{name}", tuple(b.shape), zeros, tuple(b.shape), b, copy))
-    return found
+    return [Box.full(f"buffer/{name}", b, sharded.copy(name)) for name, b in model.named_buffers()]
 
 
 def gradients(optimizer: ShardedOptimizer) -> list[Box]:
@@ -206,7 +203,7 @@ def _spread(
 
 def _expected(
     optimizer: ShardedOptimizer, saved: Catalogue, scalars: Mapping[str, Any]
-) -> Callable[[Held], set[str]]:
+) -> Callable[[HeldParameter], set[str]]:
     """The keys of a parameter's state, where a checkpoint may be one of another optimizer.
 
     The keys of one class may depend on a parameter's sizes, except in classes of torch.

@@ -31,13 +31,13 @@ from shardwise.core.pool_size import pool_bytes
 from shardwise.core.zero import ROWS
 from shardwise.engine import consistency, plain_optimizer, validate
 from shardwise.engine.default_fill import default_fill
-from shardwise.engine.meta_buffers import materialise
 from shardwise.engine.norm import squared_norm
 from shardwise.engine.precision import HALF, cast_inputs, param_dtypes
 from shardwise.engine.rank_zero_weights import RankZeroWeights, missing_weights
 from shardwise.engine.reads import guard_shards
 from shardwise.engine.shard import (
     Sharding,
+    cast_whole,
     driver_of,
     drivers,
     flats_of,
@@ -217,13 +217,8 @@ def _wrap(
     module: nn.Module, how: Sharding, world: World, precision: str | None = None
 ) -> nn.Module:
     weights = RankZeroWeights.take(module, missing_weights(module, world), world)
-    materialise(module, world.device)
+    cast_whole(module, None, world.device, by_unit=how.row.param_tier != "device")
     _warn_of_16_bits(module, world)
-    for p in module.parameters():
-        if not p.is_meta and how.row.param_tier == "device":  # else unit by unit
-            p.data = p.data.to(world.device)
-    for b in module.buffers():
-        b.data = b.data.to(world.device)
     plan = Plan(axes=(("dp", world.size),), bucket_bytes=how.bucket_bytes)
     size_bytes = pool_bytes(plan, sum(p.nbytes for p in module.parameters()))
     world.pool.reserve(size_bytes, world.device)

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 import shardwise as sw
 from shardwise.comm.world import World, alone, traced
 from shardwise.core.errors import InputError
-from shardwise.engine.elementwise import needs_whole
+from shardwise.engine.elementwise import works_on_pieces
 from tests.checkpoint.own import Own
 from tests.engine.cases import regression, vectors
 from tests.engine.loops import rows
@@ -133,7 +133,7 @@ def test_what_cannot_be_tried_is_warned_of():
         raise RuntimeError("needs a closure")
 
     with pytest.warns(UserWarning, match="Closed could not be tried"):
-        assert not needs_whole(kind("Closed", sign, closed), [{"lr": 0.1}])
+        assert works_on_pieces(kind("Closed", sign, closed), [{"lr": 0.1}])
 
 
 def test_the_program_s_random_numbers_stay():
@@ -142,5 +142,5 @@ def test_the_program_s_random_numbers_stay():
     want = torch.rand(2)
     torch.manual_seed(3)
     noisy = kind("Noisy", lambda *given: given[2] + torch.rand_like(given[2]))
-    assert needs_whole(noisy, [{"lr": 0.1}])
+    assert not works_on_pieces(noisy, [{"lr": 0.1}])
     assert torch.equal(torch.rand(2), want)

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 import shardwise as sw
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError
-from shardwise.engine.optimizer_spec import ELEMENTWISE, OptimizerSpec
+from shardwise.engine.elementwise import ELEMENTWISE
+from shardwise.engine.optimizer_spec import OptimizerSpec
 from tests.engine.cases import regression, vectors
 from tests.engine.zoo import make
 

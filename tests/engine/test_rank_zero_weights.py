@@ -150,3 +150,17 @@ def largest(world: World, _: None) -> int:
 def test_one_parameter_at_a_time():
     """No message is larger than one parameter."""
     assert run_gloo(2, largest, None) == [36 * 8, 36 * 8]
+
+
+def tagged(world: World, wrap: str) -> list[bool]:
+    """Whether each parameter of this rank has an attribute that it had before the wrapping."""
+    model = made(world.rank, (0,))
+    for p in model.parameters():
+        p.decays = False  # type: ignore[attr-defined]
+    return [hasattr(p, "decays") for p in WRAPS[wrap](model, world).parameters()]
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_attributes_of_parameters_stay(wrap: str):
+    """Parameters keep their attributes, where their weights are sent and where they arrive."""
+    assert all(map(all, run_threads(2, tagged, wrap)))

@@ -11,7 +11,7 @@ from shardwise.comm.world import World
 from shardwise.core.model_spec import BufferShape, ModelShape, ParamShape, UnitShape
 from shardwise.core.plan import BUCKET_BYTES, Plan
 from shardwise.core.pool_size import BUCKETS, pool_bytes
-from shardwise.engine.optimizer_spec import ELEMENTWISE
+from shardwise.engine.elementwise import ELEMENTWISE
 from shardwise.engine.spec import optimizer_shape
 from shardwise.prediction.memory import ADAM, MOMENTUM, PLAIN, OptimizerShape, held_bytes
 from tests.pool import run_gloo, run_threads

@@ -103,7 +103,7 @@ class Flat:
         like = self.full.new_empty(0, dtype=self.dtype)
         self.grads = FlatGradient(params, self.views, self.moves, local, like, add_to)
         self.coming = Pending()
-        self.whole: Tensor | None = None  # of `unshard_in_own_dtype`
+        self.full_in_own_dtype: Tensor | None = None  # of `unshard_in_own_dtype`
         self.state = State.UNSHARDED
         self.data: list[Tensor] = []  # what was last set as the data of each parameter
         self.versions: list[int] = []  # of the parameters, when they became views of `full`
@@ -197,7 +197,7 @@ class Flat:
             self.coming.wait()
         self.take_assigned()
         self._set([self.views.part(i, self.shard) for i in range(len(self.params))])
-        self.state, self.whole = State.SHARDED, None
+        self.state, self.full_in_own_dtype = State.SHARDED, None
 
     def reshard(self) -> None:
         """Free `full` where the row keeps parameters S; other rows do nothing."""
@@ -208,7 +208,7 @@ class Flat:
     def rest(self) -> None:
         """After `unshard_in_own_dtype`: as before it."""
         self.reshard()
-        if self.whole is not None:
+        if self.full_in_own_dtype is not None:
             self.to_sharded()
 
     def set_placeholders(self) -> None:
@@ -224,7 +224,7 @@ class Flat:
         if self.compute is None:
             self.unshard()
             return
-        if self.whole is not None:
+        if self.full_in_own_dtype is not None:
             return
         self.to_sharded()
         if not self.split:
@@ -234,12 +234,12 @@ class Flat:
         block = self.views.block(whole).copy_(self.shard)
         start(block, move.axis, move.src, move.dst, whole).wait()
         self.point_at(whole)
-        self.whole, self.state = whole, State.UNSHARDED
+        self.full_in_own_dtype, self.state = whole, State.UNSHARDED
 
     def keep_block(self) -> None:
         """Copy this rank's block from `full`, after a write to `full`."""
-        if self.whole is not None:
-            self.shard.copy_(self.views.block(self.whole))
+        if self.full_in_own_dtype is not None:
+            self.shard.copy_(self.views.block(self.full_in_own_dtype))
             return
         if (tier := self.moves.fetch) is not None:
             block = self.views.block(self.full)
@@ -271,7 +271,8 @@ class Flat:
         for i, value in changed.items():
             self._require_assignable(i, value)
         if self.state is State.UNSHARDED and (self.reshards or self.compute):
-            views = self.full_views if self.whole is None else self.views.every(self.whole)
+            full = self.full_in_own_dtype
+            views = self.full_views if full is None else self.views.every(full)
             for i, value in changed.items():  # in place: autograd remembers views of `full`
                 views[i].copy_(value)
                 if self.moves.fetch is None:

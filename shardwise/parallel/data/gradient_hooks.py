@@ -6,13 +6,14 @@ The program's hooks may be registered before or after ours.  As under torch's DD
 gradient of this rank, in the parameter's own shape, and what they change is what is reduced.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from shardwise.core.weak import weakly
+from shardwise.core.weak import owner, weakly
 from shardwise.parallel.data.flat_parameter import Flat
 
 
@@ -55,10 +56,26 @@ class GradientHooks:
         """
         for group in () if self.begins else groups:
             if group.split and group.grads.attached:
-                kept = [p for p in group.params if p.grad is not None]
-                self.begins += [p.register_hook(weakly(begin)) for p in kept]
+                self.begins += before_gradients(
+                    (p for p in group.params if p.grad is not None), begin
+                )
 
     def begun(self) -> None:
         """The pass has begun."""
         while self.begins:
             self.begins.pop().remove()
+
+
+def before_gradients(
+    params: Iterable[nn.Parameter], begin: Callable[..., None]
+) -> list[RemovableHandle]:
+    """Call `begin` before autograd adds to the gradient of one of `params`."""
+    return [p.register_hook(weakly(begin)) for p in params]
+
+
+def owners(optimizer: Optimizer) -> Iterator[tuple[nn.Parameter, Any]]:
+    """The parameters of an optimizer that `GradientHooks.add` has hooked, each with its owner."""
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        for hook in (p._post_accumulate_grad_hooks or {}).values():
+            if (data := owner(hook)) is not None:
+                yield p, data

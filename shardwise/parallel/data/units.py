@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from shardwise.core.hook import in_backward
 from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.parallel.data.gradient_hooks import before_gradients
 
 
 class Unit:
@@ -47,7 +48,7 @@ class Unit:
         for group in self.groups:
             group.unshard()
 
-    def open(self, begin_backward: Callable[[], None]) -> None:
+    def open(self, begin_backward: Callable[..., None]) -> None:
         """Gather it for a read outside of its modules' calls, until `close`.
 
         If autograd records, `begin_backward` is called before a gradient is accumulated.
@@ -55,8 +56,8 @@ class Unit:
         self.unshard()
         self.opened = True
         if torch.is_grad_enabled() and not self.recorded:
-            params = [p for group in self.trained for p in group.params]
-            self.recorded = [p.register_hook(lambda _: begin_backward()) for p in params]
+            params = (p for group in self.trained for p in group.params)
+            self.recorded = before_gradients(params, begin_backward)
 
     def close(self) -> None:
         """End the reads."""
