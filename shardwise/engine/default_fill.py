@@ -72,10 +72,14 @@ def _initial(owner: _Owner, name: str, seed: int) -> Tensor:
     """The initial values of one parameter of the module, in fp32."""
     key = name.rpartition(".")[2]
     for initialise in _ways(owner):
-        made = {k: nn.Parameter(torch.full(shape, math.nan)) for k, shape in owner.shapes.items()}
+        made = {
+            k: nn.Parameter(torch.full(shape, math.nan, dtype=torch.float32, device="cpu"))
+            for k, shape in owner.shapes.items()
+        }
         twin = _twin(owner.module, made)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(crc32(f"{seed}/{owner.prefix}".encode()))
+            # not torch.manual_seed, which would seed the GPUs' generators too, for good
+            torch.default_generator.manual_seed(crc32(f"{seed}/{owner.prefix}".encode()))
             initialise(twin)
         now = twin._parameters[key]
         values = made[key].detach() if now is None else now.detach()

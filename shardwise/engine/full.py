@@ -70,7 +70,7 @@ def full_state_dict(module_or_engine: nn.Module | Engine) -> dict[str, Any]:
         data = driver_of(module)
         if data is not None:
             data.structure.require_unchanged()
-            data.consensus.check()
+            data.between_passes()
             device = flats_of(data.units.order)[0].full.device
             shard, replicate = data.consensus.axes
             if replicate.rank:  # only the first replica sends
@@ -131,7 +131,7 @@ def entries(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
     For layers of other pipeline stages these are the tensors on the meta device.
     """
-    for key, p in module._parameters.items():
+    for key, p in dict.items(module._parameters):  # one rank asks: nothing may be gathered
         if p is not None:
             yield f"{prefix}{key}", p
     for key, b in module._buffers.items():

@@ -92,7 +92,7 @@ class Probe:
         """The parameters after the steps."""
         params = [nn.Parameter(part(self._begin(shape)).clone()) for shape in self.shapes]
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
-            torch.manual_seed(0)
+            torch.default_generator.manual_seed(0)  # torch.manual_seed would seed the GPUs too
             optimizer = self.make(params)
             for step in range(STEPS):
                 for p, shape in zip(params, self.shapes, strict=True):

@@ -65,7 +65,7 @@ class PlainLoop:
                 for name, p, copy in pipe_names(self.module, self.by)
             ]
         self.by.sums.finish()
-        self.by.consensus.check()
+        self.by.between_passes()
         self.by.units.to_sharded()
         return [
             state.held_parameter(flat, index, p, self._room(p))

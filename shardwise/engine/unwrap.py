@@ -61,7 +61,7 @@ def unwrap(module: nn.Module) -> nn.Module:
             "new_module.load_state_dict(sw.full_state_dict(engine)) on rank 0",
         )
     data.sums.finish()
-    data.consensus.check()
+    data.between_passes()
     for handle in [*data.handles, *data.on_grads.begins]:
         handle.remove()
     data.consensus.buffers.refresh()

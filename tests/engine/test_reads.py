@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.comm.world import World
@@ -29,20 +30,26 @@ class Coder(nn.Module):
         self.leave = nn.Linear(3, 6)
         self.scale = nn.Parameter(torch.full((3,), 0.9))
         self.follower = deepcopy(self.enter).requires_grad_(False)
-        self.follows = self.limits = False
+        self.follows = self.limits = self.again = False
 
     def encode(self, x: Tensor) -> Tensor:
         return self.enter(x) * self.scale
 
     def forward(self, x: Tensor) -> Tensor:
         if self.follows:
-            for ours, its in zip(self.enter.parameters(), self.follower.parameters(), strict=True):
-                its.data = its.data * 0.9 + ours.data * 0.1
-            return self.encode(x) - self.follower(x)
+            code = self.encode(x)
+            with torch.no_grad():  # its units are in another state than those just used
+                pairs = zip(self.enter.parameters(), self.follower.parameters(), strict=True)
+                for ours, its in pairs:
+                    its.data = its.data * 0.9 + ours.data * 0.1
+                target = self.follower(x)
+            return code - target
         if self.limits:
             self.scale.data.clamp_(max=0.5)
             with torch.no_grad():
                 self.scale.mul_(0.97)
+        if self.again:
+            return checkpoint(lambda z: self.leave(self.encode(z)), x, use_reentrant=False)
         return self.leave(self.encode(x))
 
 
@@ -132,7 +139,14 @@ def swapped(side: Side) -> None:
             p.data = saved[name]
 
 
-LOOPS = [methods, one_part, penalty, limited, momentum, watched, swapped]
+def validated(side: Side) -> None:
+    """The last forward passes record gradients that nobody asks for."""
+    side.model.again = True  # type: ignore[assignment]
+    updates(side, lambda m, x: m(x).square().mean())
+    side.seen.append(side.model(rows(9, 0)).square().mean().item())
+
+
+LOOPS = [validated, methods, one_part, penalty, limited, momentum, watched, swapped]
 
 
 def on_rank(world: World, how: str, loop: Callable[[Side], None]) -> Any:
@@ -256,6 +270,19 @@ def emptied(model: Any) -> None:
 def test_an_assigned_tensor_that_does_not_fit_is_refused_by_name(how, write, said):
     """On every rank, before a wrong weight is used."""
     assert all(said in text for text in run_threads(2, refused, how, write))
+
+
+def part(world: World, load: bool) -> None:
+    model: Any = wrap("FULL_SHARD", build(), world)
+    state = model.state_dict()
+    with pytest.raises(InputError, match="of leave, a part of a sharded module"):
+        model.leave.load_state_dict(state) if load else model.leave.state_dict()
+
+
+@pytest.mark.parametrize("load", [False, True])
+def test_the_state_of_a_part_of_a_sharded_module_is_refused(load):
+    """It would be that of this rank's pieces."""
+    run_threads(2, part, load)
 
 
 def test_a_weight_that_tensor_ranks_hold_in_parts_is_not_read_outside_of_its_layer():
