@@ -253,8 +253,11 @@ def _layer_reader(
             f"model.{path.rpartition('.')[0]}(x), or a table of styles without this layer",
         )
 
+    owner = ref(module)  # a layer of another stage is freed without a collection of garbage
+
     def read() -> Tensor | None:
-        p = module._parameters.get(name)
+        of = owner()
+        p = None if of is None else of._parameters.get(name)
         return None if running[0] or p is None else Read.made(p, p.shape, p.data, refuse)
 
     return read

@@ -9,7 +9,7 @@ from torch.distributed.checkpoint import filesystem
 
 from shardwise.comm import call_stack, hang_detector
 from shardwise.comm.launch import spawn
-from shardwise.comm.move import all_reduce
+from shardwise.comm.move import all_reduce, receive
 from shardwise.comm.world import init
 from shardwise.core.errors import RankError
 
@@ -33,13 +33,10 @@ def test_a_rank_that_waits_for_one_that_is_done_is_told(closes: bool):
 
 
 def wait_for_each_other() -> None:
-    """Rank 0 comes to one kind of collective, rank 1 to another."""
+    """Each rank waits for a message of the other."""
     hang_detector._MORE_POLLS = 8  # 4 s
     world = init("cpu")
-    if world.rank:
-        world.everyone.behind.all_reduce(torch.ones(1)).wait()
-    else:
-        all_reduce(torch.ones(1), world.everyone)
+    receive(torch.ones(1), world.everyone, 1 - world.rank)
 
 
 @pytest.mark.full

@@ -161,7 +161,8 @@ def stepped(mode: SecondDevice, world: World, plan: str) -> list[list[str]]:
 def test_an_engine_sends_tensors_of_its_device(plan: str) -> None:
     """Under every technique: start, steps with clipping, evaluation, state; one read in a step."""
     for reads in run_on_device(Plan.parse(plan).size, stepped, plan):
-        if "tp" not in plan and "2bw" not in plan:  # they look at tokens, and at each update
+        # the others look at tokens, and at each update
+        if not any(word in plan for word in ("tp", "tile", "2bw")):
             assert reads[1:] == [["tolist"]] * 2
 
 

@@ -99,7 +99,10 @@ GIVEN = [
     ("model", lambda world: engine_of(world, Small(1 + world.rank), table=FIXED)),
     ("table", lambda world: engine_of(world, Small(), table=[TABLE, FIXED][world.rank])),
     ("option clip", lambda world: engine_of(world, Small(), table=FIXED, clip=1.0 + world.rank)),
-    ("call", lambda world: sw.FSDP(Small(), ["FULL_SHARD", "NO_SHARD"][world.rank], world=world)),
+    (
+        "strategy",
+        lambda world: sw.FSDP(Small(), ["FULL_SHARD", "NO_SHARD"][world.rank], world=world),
+    ),
     ("plan", lambda world: engine_of(world, Small(), ["dp2", "dp2 zero1"][world.rank])),
     (
         "optimizer",

@@ -269,10 +269,6 @@ class Louder(nn.Module):
         return 2 * x
 
 
-def parametrized(net: Net) -> None:
-    nn.utils.parametrize.register_parametrization(net.large, "weight", Louder())
-
-
 def negative(net: Net) -> None:
     net.large.padding_idx = -1
 
@@ -287,8 +283,8 @@ def nothing(_: Net) -> None:
 
 @pytest.mark.parametrize(
     ("after", "then"),
-    [(parametrized, nothing), (negative, nothing), (nothing, between)],
-    ids=["parametrized", "negative padding", "a hook between the passes"],
+    [(negative, nothing), (nothing, between)],
+    ids=["negative padding", "a hook between the passes"],
 )
 def test_what_is_changed_later_is_heard(after: Callable[[Net], None], then: Callable[[Net], None]):
     """After wrapping, or between forward and backward."""

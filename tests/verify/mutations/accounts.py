@@ -166,7 +166,7 @@ def evaluation_of_means(patch: Patch) -> None:
     """The mean of the ranks' means, whatever they have."""
 
     def evaluate(real: Any, engine: Engine, batch: Any) -> Any:
-        with replaced(engine, "_count", lambda _: 1):
+        with replaced(engine, "_count", lambda *_: 1):
             return real(engine, batch)
 
     around(patch, Engine, "evaluate", evaluate)
