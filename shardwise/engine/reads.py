@@ -211,7 +211,7 @@ class _Reads:
     def iterated(self, units: Sequence[Unit]) -> None:
         """Before a loop over parameters: full ones while a loss is computed, else pieces."""
         data = self.data()
-        if data is None:
+        if data is None or data.staged is not None:  # a rank of a pipeline has its stages only
             return
         # a loss is computed, or a forward pass of training updates weights under no_grad
         full = data.records if data.in_root else data.computes_loss
