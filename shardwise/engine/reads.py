@@ -205,7 +205,10 @@ class _Reads:
     def gather(self, unit: Unit) -> None:
         """Gather a unit, until the pass ends or an optimizer steps on its parameters."""
         data = self.data()
-        if data is not None:
+        if data is None:
+            return
+        gathered = all(flat.state is State.UNSHARDED for flat in unit.groups)
+        if data.staged is None or not gathered:  # a stage gathers what it reads, for each action
             data.open(unit)
 
     def iterated(self, units: Sequence[Unit]) -> None:
