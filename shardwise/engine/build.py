@@ -148,7 +148,6 @@ def lay_out(
     data = _driven(model, how, units, staged, Pace(ahead=build.prefetch, by_hand=False))
     kernels.install(model, data, sizes(units), several=True)
     regions.install(model, build.recompute.kinds)
-    guard_shards(model, data)
     model.register_forward_pre_hook(Hook(data, nothing))  # refuses copies of a sharded model
     return ShardedModel(
         *(how.axes, tensors, experts, staged, data, flats_of(units)),

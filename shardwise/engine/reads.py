@@ -205,16 +205,13 @@ class _Reads:
     def gather(self, unit: Unit) -> None:
         """Gather a unit, until the pass ends or an optimizer steps on its parameters."""
         data = self.data()
-        if data is None:
-            return
-        gathered = all(flat.state is State.UNSHARDED for flat in unit.groups)
-        if data.staged is None or not gathered:  # a stage gathers what it reads, for each action
+        if data is not None:
             data.open(unit)
 
     def iterated(self, units: Sequence[Unit]) -> None:
         """Before a loop over parameters: full ones while a loss is computed, else pieces."""
         data = self.data()
-        if data is None or data.staged is not None:  # a rank of a pipeline has its stages only
+        if data is None:
             return
         # a loss is computed, or a forward pass of training updates weights under no_grad
         full = data.records if data.in_root else data.computes_loss
