@@ -120,7 +120,7 @@ class SecondDevice(TorchFunctionMode):
             self.reads.append(func.__name__)
 
     def _copied(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        """A copy to where `to` is told; blocking ones wait for the device."""
+        """A copy to the device that `to` names; blocking ones wait for the device."""
         x, asked = args[0], [*args[1:], *kwargs.values()]
         devices = [torch.device(a) for a in asked if isinstance(a, (str, torch.device))]
         devices += [DEVICE if not on_host(a) else HOST for a in asked if isinstance(a, Tensor)]

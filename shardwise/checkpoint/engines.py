@@ -3,7 +3,7 @@
 save    parameters, optimizer state, the engine's counters, and the user's `extra`
 load    the same into an engine of any plan, on any number of ranks
 
-A module of sw.DDP, sw.FSDP or sw.Pipe with its optimizer is saved and loaded alike.
+A module of sw.DDP, sw.FSDP or sw.Pipe with its optimizer is saved and loaded in the same format.
 """
 
 import os

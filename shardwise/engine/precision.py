@@ -1,11 +1,11 @@
 """Precision: which parameters a precision casts, and which inputs.
 
-    batch             reaches the loss function as it is; under fp64 its floats are widened
+    batch             reaches the loss function unchanged; under fp64 its floats are widened
     parameters        have the dtype, except those of norms with running statistics, which need
                       fp32 (torch refuses them in 16 bits)
     inputs of layers  are cast to the dtype of the layer's parameters: of modules of torch.nn, of
                       modules without others inside, and of modules with a matrix of their own
-    buffers           stay as they are; under fp64 they are widened
+    buffers           keep their dtype; under fp64 they are widened
 
 So time steps and coordinates are rounded only where a layer takes them.  What the code computes
 with them outside of layers has their precision: torch promotes.  A norm with statistics takes 16

@@ -123,7 +123,7 @@ class Parameters(dict[str, nn.Parameter | None]):
         return super().__getitem__(name)
 
     def items(self) -> ItemsView[str, nn.Parameter | None]:
-        """All parameters, as they are for a loop over `module.parameters()`."""
+        """All parameters, in the form for a loop over `module.parameters()`."""
         for act in self.iterated:
             act()
         return super().items()

@@ -90,7 +90,7 @@ class Updates:
         self.guard.passed()
 
     def squares(self) -> Tensor:
-        """The sum of squares of the gradients of all ranks, as they are: a double on the device."""
+        """The sum of squares of all ranks' gradients, loss scale included: a double."""
         with self.ledger.phase("backward"):
             self.data.sums.finish()
         with self.ledger.phase("check"):

@@ -286,7 +286,7 @@ class ByHand(nn.Module):
 
 
 def test_inputs_are_cast_where_a_layer_takes_them():
-    """A module with a matrix of its own casts; code outside of layers is told what to write."""
+    """A module with a matrix of its own casts; an error elsewhere says what to write."""
     x = torch.randn(4, 6)
     engine = sw.parallelize(ByHand(), "bf16", sw.init("cpu"), loss=lambda m, b: m(b).mean())
     assert math.isfinite(engine.step(x).loss)

@@ -70,7 +70,7 @@ def _parts(x: Any) -> Iterable[Any] | None:
 
 
 def _others(attributes: dict[str, Any], items: dict[Any, Any]) -> list[Any]:
-    """Attributes of a dict that are not its items too, as they are of a ModelOutput."""
+    """Attributes of a dict that are not its items too (those of a ModelOutput are both)."""
     own = set(map(id, items.values()))
     return [value for value in attributes.values() if id(value) not in own]
 
