@@ -158,7 +158,7 @@ class HostActivations:
             return x
         stored = self.known.get(storage._cdata)
         if stored is None or stored.version != x._version:
-            self.stays |= {_key(p) for p in block.module.parameters()}  # some were gathered since
+            self.stays |= _keys(block.module)  # some were gathered since
             if storage._cdata in self.stays:
                 return x
             stored = self.known[storage._cdata] = Stored(self, x)
@@ -179,8 +179,7 @@ class HostActivations:
         before = None if self.latest is None else self.latest()
         follows = place[0] == self.place[0] and place[1] > self.place[1]
         if not follows:
-            tensors = (*self.model.parameters(), *self.model.buffers())
-            self.stays = self.batch | {_key(x) for x in tensors}
+            self.stays = self.batch | _keys(self.model)
         self.running, self.place = Block(self, module, before if follows else None), place
         self.latest = weakref.ref(self.running)
         self._bound()
@@ -254,6 +253,12 @@ class _OnHost:
 
 def _same(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward
+
+
+def _keys(module: nn.Module) -> set[int]:
+    """The storages of the parameters and buffers, as they are: asking for them gathers nothing."""
+    tables = [t for m in module.modules() for t in (m._parameters, m._buffers)]
+    return {_key(x) for table in tables for x in dict.values(table) if x is not None}
 
 
 def _key(x: Tensor) -> int:
