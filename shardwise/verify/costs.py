@@ -1,7 +1,7 @@
 """The bytes a rank sends in its steps: those counted, and those predicted from the plain model."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from shardwise.core.expert_moves import Loads
 from shardwise.engine.engine import Engine
@@ -69,6 +69,10 @@ class Costs:
         same = same and theory == counted
         peak = 0 if prediction.plan.offload is None else device_peak_bytes(prediction)
         return Costs(by_kind(theory), by_kind(counted), same, prediction.activations, notes, peak)
+
+    def noting(self, note: str) -> "Costs":
+        """The costs with one more note, if it says something."""
+        return replace(self, notes=(*self.notes, note)) if note else self
 
 
 def _without(lines: dict[Line, int], names: Collection[str]) -> dict[Line, int]:
