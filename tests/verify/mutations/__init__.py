@@ -4,6 +4,7 @@
     tensor.py       tensor and sequence parallelism, logits
     pipeline.py     schedules, stages, ties, weight versions
     accounts.py     bytes, memory, coverage, evaluation, outputs, checkpoints
+    moments.py      memory within a step
 
 A mutation is a patch of one function. A technique's mutations are added with the technique.
 """
