@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import bad
+from shardwise.core.expert_moves import Loads
 from shardwise.core.independent import place, plan_of_expert
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
@@ -109,14 +110,22 @@ class Predictor:
         self.objective = validate.loss(own_loss if loss is None else loss)
         self.known: dict[object, Prediction] = {}
 
-    def of(self, batch: Any, counts: Sequence[Counts] | None = None) -> Prediction:
+    def of(
+        self,
+        batch: Any,
+        counts: Sequence[Counts] | None = None,
+        loads: Sequence[Loads] = (),
+    ) -> Prediction:
         """The prediction for a step on `batch`, this rank's share of the global batch.
 
         `counts` are the rows of all data ranks in each microbatch; None: those of `batch` on each.
-        Layers with a mesh of their own depend on them.
+        Layers with a mesh of their own depend on them. `loads` are those of the experts in each
+        microbatch, on which their activations in host memory depend; even ones if not given.
 
         Raises InputError for a model that does not run on the meta device.
         """
+        if loads and self.plan.activations_on_host:
+            return self._predicted(batch, counts, loads)
         key = shapes_of(batch), tuple(counts or ())
         if key in self.known:
             return self.known[key]
@@ -127,9 +136,12 @@ class Predictor:
                 del self.known[next(iter(self.known))]
         return found
 
-    def _predicted(self, batch: Any, counts: Sequence[Counts] | None) -> Prediction:
+    def _predicted(
+        self, batch: Any, counts: Sequence[Counts] | None, loads: Sequence[Loads] = ()
+    ) -> Prediction:
         plan, rank = self.plan, self.rank
-        spec = model_spec(self.model, plan, rank, batch, self.objective, self.options, counts)
+        of = batch, self.objective, self.options, counts
+        spec = model_spec(self.model, plan, rank, *of, loads=loads)
         shape = shape_on(spec, plan, rank)
         dtypes = [getattr(torch, p.dtype) for p in shape.params if p.trainable]
         return Prediction(

@@ -142,9 +142,11 @@ def theory_of(
         model = trainable.plain()
     predictor = Predictor(model, plan, rank=rank, ranks=plan.size, clip=clip, **chosen)
 
-    def of(batch: Any, rows: Sequence[Counts] | None = None) -> Prediction:
+    def of(
+        batch: Any, rows: Sequence[Counts] | None = None, loads: Sequence[Loads] = ()
+    ) -> Prediction:
         with BUILDING:  # a pass on the meta device restores the global generator
-            return predictor.of(batch, rows)
+            return predictor.of(batch, rows, loads)
 
     return of
 
@@ -235,7 +237,7 @@ class Comparison:
         losses = [_drawn(step, lambda o=o: o.step(whole, clip)) for o in self.oracles.all]
         self.number("loss", f"loss of step {step + 1}", mine.loss, losses)
         loads = self.choices.loads(whole, engine.plan)
-        theory = self.theory(own, counts(whole, engine))
+        theory = self.theory(own, counts(whole, engine), loads)
         self.costs = self.costs.after(engine, theory, loaded=loaded, loads=loads)
         for key, tally in engine.last.items():
             self.sent[key] = self.sent.get(key, Tally()) + tally
