@@ -24,15 +24,8 @@ from shardwise.comm.ledger import Key, Ledger, Tally, rank_bytes
 from shardwise.comm.move import begin_sum
 from shardwise.core.errors import InputError
 from shardwise.core.pool_size import pool_bytes
+from shardwise.engine import batch as shares
 from shardwise.engine import compiled, hint, memory, state, validate
-from shardwise.engine.batch import (
-    Rows,
-    enough,
-    require_counted,
-    require_equal_lists,
-    split,
-    widened,
-)
 from shardwise.engine.build import lay_out
 from shardwise.engine.consistency import ConsistencyCheck, share_checksum, warn_equal_shares
 from shardwise.engine.device_bound import device_bound
@@ -73,8 +66,9 @@ class Engine:
         self.tensors, self.data, self.flats = sharded.tensors, sharded.data, sharded.flats
         self.axes, self.staging = sharded.axes, sharded.staging
         self.consensus = self.data.consensus
-        self.rows, self.evaluated_rows = Rows(build.rows), Rows(build.rows)
+        self.rows, self.evaluated_rows = shares.Rows(build.rows), shares.Rows(build.rows)
         pipeline, every = self.staging and self.staging.axis, training.check_every
+        self.consensus.same.every = every
         self.consistency = ConsistencyCheck(self.tensors, pipeline, self.world.device, every)
         self.passes = self._passes()
         with self.ledger.phase("start"):
@@ -128,7 +122,7 @@ class Engine:
         self.sharded.enter(part)
         self.data.computes_loss = torch.is_grad_enabled()
         with hint.shapes(self.tensors):
-            return self.training.loss(model, widened(part, self.dtype))
+            return self.training.loss(model, shares.widened(part, self.dtype))
 
     @property
     def microbatches(self) -> int:
@@ -168,9 +162,9 @@ class Engine:
         self.world.require_open()
         self.data.structure.require_unchanged()
         compiled.require_plain(self.model, self.plan)
-        self.optimizer.require_finite_rates()
+        self.consensus.same.options = self.optimizer.compared()
         if self.staging:
-            enough(batch, self.microbatches)
+            shares.enough(batch, self.microbatches)
         self.recompute.begin(batch)
         before = self.ledger.copy()
         self.tensors.begin()
@@ -201,7 +195,7 @@ class Engine:
     def _microbatches(self, batch: Any) -> tuple[list[Any], list[int]]:
         """The microbatches and their tokens; the first step raises an error of one rank on all."""
         try:
-            parts = split(batch, self.microbatches, self.plan.cut, self.rows.count)
+            parts = shares.split(batch, self.microbatches, self.plan.cut, self.rows.count)
             counts = [self._count(part, self.rows) for part in parts]
         except InputError as error:
             if not self.expected:
@@ -211,7 +205,7 @@ class Engine:
             self.expected = self._total(batch, sum(counts))
         return parts, counts
 
-    def _count(self, part: Any, rows: Rows) -> int:
+    def _count(self, part: Any, rows: shares.Rows) -> int:
         return self.training.tokens(part) if self.training.tokens else rows.of(part)
 
     def _total(self, batch: Any, mine: int, refused: InputError | None = None) -> int:
@@ -222,8 +216,8 @@ class Engine:
         own = torch.cat([doubles_on(counted, self.world.device), share, share**2])
         with self.ledger.phase("check"):
             summed = self.consensus.agree(own).cpu()
-        require_counted(summed[1], refused)
-        require_equal_lists(batch, summed[2:5], self.data_ranks)
+        shares.require_counted(summed[1], refused)
+        shares.require_equal_lists(batch, summed[2:5], self.data_ranks)
         if self.world.rank == 0:
             warn_equal_shares(batch, summed, self.data_ranks)
         return max(1, round(summed[0].item()))
@@ -316,7 +310,7 @@ class Engine:
             own[:1] = self._over_stages(own[:1])
             own = torch.cat([own, own.new_tensor([lists, lists**2, matters])])
             numbers = self.consensus.agree(own).cpu()
-        require_equal_lists(batch, numbers[2:], self.data_ranks)
+        shares.require_equal_lists(batch, numbers[2:], self.data_ranks)
         summed, total = numbers[:2].tolist()
         return summed / max(1.0, total), round(total)
 

@@ -1,5 +1,6 @@
-"""Checks of a torch optimizer that a loop of the program's own steps over a sharded module.
+"""Checks of a torch optimizer that a loop of the program's own steps over a wrapped module.
 
+each step         its options are those of the other data ranks
 first step        the optimizer must be elementwise, its states those of pieces
 load_state_dict   the same of the states
 state_dict        refused: it would give one rank's pieces as whole parameters
@@ -12,12 +13,14 @@ from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
 from shardwise.engine.elementwise import ELEMENTWISE, works_on_pieces
+from shardwise.engine.optimizer_groups import compared
 from shardwise.parallel.data.gradient_hooks import owners
 from shardwise.parallel.data.hooks import Data
 
 
 def before_step(optimizer: Optimizer, *_: Any) -> None:
     """A hook before every optimizer step: examines an optimizer when it first steps on shards."""
+    _record(optimizer)
     owners_of_pieces = _sharded(optimizer)
     for data in owners_of_pieces:
         data.scaling.look()
@@ -29,6 +32,17 @@ def before_step(optimizer: Optimizer, *_: Any) -> None:
     optimizer.register_load_state_dict_post_hook(_require_pieces)
     for data in owners_of_pieces:
         data.optimizers.add(optimizer)
+
+
+def _record(optimizer: Optimizer) -> None:
+    """Give the options of groups with parameters of a module to what its ranks compare."""
+    wrapped = {p: data for p, data in owners(optimizer) if isinstance(data, Data)}
+    for group in optimizer.param_groups:
+        first = next((p for p in group["params"] if p in wrapped), None)
+        if first is not None and (data := wrapped[first]).pace.by_hand:
+            _, flat, index = data.places[first]
+            called = f"the {type(optimizer).__name__} of {flat.names[index]}"
+            data.consensus.same.options |= compared(group, called)
 
 
 def _sharded(optimizer: Optimizer) -> list[Data]:
