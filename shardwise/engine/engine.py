@@ -89,6 +89,7 @@ class Engine:
         training, passes = self.training, self.passes
         by_norm = training.clip is not None or self.scale.on
         skip = training.on_nonfinite == "skip"
+        self.sharded.experts.skips = skip or self.scale.on
         guard = Guard(self.world, self.tensors.axis, self.names, by_norm=by_norm, skip=skip)
         self.data.sums.see = guard.see
         if self.optimizer.disk is not None and by_norm:
@@ -123,6 +124,8 @@ class Engine:
         self.data.computes_loss = torch.is_grad_enabled()
         with hint.shapes(self.tensors):
             return self.training.loss(model, shares.widened(part, self.dtype))
+
+    __call__, __getattr__ = hint.no_call, hint.no_attribute
 
     @property
     def microbatches(self) -> int:
@@ -177,7 +180,7 @@ class Engine:
         self.consistency.begin(self.steps_run, batch)
         self.guard.begin()
         sum_scale = self.scale.value / power_of_two(self.expected)
-        with hint.dtypes(self.dtype):
+        with hint.dtypes(self.dtype), hint.step(self.steps + 1):
             summed = self.passes.run(parts, counts, sum_scale)
         self.tensors.end()
         self.sharded.end()

@@ -64,6 +64,7 @@ class ExpertLayout:
     layouts: dict[str, AxisLayout] = field(default_factory=dict)
     pass_records: list[PassRecords] = field(default_factory=list[PassRecords])  # of the layers
     stand_ins: list[Any] = field(default_factory=list)
+    skips: bool = False  # whether a step whose logits are not finite is skipped, or raises
     absent: bool = False  # whether the current batch is a stand-in for one without rows
     count: Count | None = None  # the user's number of rows of a batch
 
@@ -228,9 +229,11 @@ def lay_out(
         peers = tuple(range(first, first + n))
         see = partial(layout.see, name)
         calls = {"has_no_rows": lambda: layout.absent, "on_routing": see}
+        calls["skips"] = lambda: layout.skips
         layer.place = replace(layer.place, batch=batch, ep=axis, peers=peers, name=name, **calls)
     for name, module in stacked_experts(model).items() if n > 1 else ():
-        group = Place(GlobalBatch((axis,)), axis, tuple(range(n)), name, lambda: layout.absent)
+        calls = {"has_no_rows": lambda: layout.absent, "skips": lambda: layout.skips}
+        group = Place(GlobalBatch((axis,)), axis, tuple(range(n)), name, **calls)
         if isinstance(module.forward, StackedOnRanks):  # on the tensor axis
             on = module.forward.place
             group = replace(group, enter=on.enter, leave=on.leave, parts=on.parts)

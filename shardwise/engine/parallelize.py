@@ -26,7 +26,7 @@ from shardwise.engine.default_fill import default_fill
 from shardwise.engine.elementwise import require_shardable
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload_choice import require_chosen
-from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec
+from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec, written
 from shardwise.engine.rank_zero_weights import missing_weights
 from shardwise.engine.shard import layable
 from shardwise.engine.tensor_parallel import layer_tables, table_for
@@ -198,9 +198,9 @@ def spec_of(optimizer: Any) -> OptimizerSpec:
         return optimizer
     instead = "optimizer=sw.AdamW(lr=3e-4)"
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
-        instead = f"optimizer=sw.Optim(torch.optim.{optimizer.__name__}, lr=3e-4)"
+        instead = f"optimizer=sw.Optim({written(optimizer)}, lr=3e-4)"
     elif isinstance(optimizer, Optimizer):
-        options = f"torch.optim.{type(optimizer).__name__}, lr={optimizer.defaults.get('lr')}"
+        options = f"{written(type(optimizer))}, lr={optimizer.defaults.get('lr')}"
         instead = f"optimizer=sw.Optim({options}), without the model's parameters"
     shown = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else short_repr(optimizer)
     allowed = "sw.AdamW, sw.Adam, sw.SGD, sw.Lion or sw.Optim with options, without parameters"

@@ -187,6 +187,8 @@ def parsed(path: Path) -> dict[str, Any]:
         raise bad(f"--from {path}, which cannot be read ({reason})", _ALLOWED, _EXAMPLE) from None
     try:
         values = _loaded(path, text)
+    except InputError:
+        raise
     except (ValueError, RecursionError) as error:
         first = " ".join(str(error).split())
         raise bad(f"--from {path}, which is broken: {first}", _ALLOWED, _EXAMPLE) from None

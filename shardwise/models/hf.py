@@ -89,7 +89,7 @@ def require_transformers(model: str) -> None:
         raise bad(
             f'the model "{model}", while transformers is not installed',
             "hf: models if the extra `hf` is installed",
-            'pip install "shardwise[hf]"',
+            "pip install 'transformers>=4.46'",
         )
 
 

@@ -250,8 +250,8 @@ def _with_advice(run: Run, error: NonFiniteError) -> NonFiniteError:
         slower = f"--resume --set train.lr={run.prepared.config.train.lr / 3:.1g}"
         kept = f"The last good checkpoint is {find(checkpoints)}: continue with {slower}"
     return NonFiniteError(
-        f"{error}. The run was stopped. {kept}, for example, or skip such steps: --set "
-        "train.on_nonfinite=skip."
+        f"{str(error).removesuffix('.')}. The run was stopped. {kept}, for example, or skip such "
+        "steps: --set train.on_nonfinite=skip."
     )
 
 

@@ -142,7 +142,7 @@ def prepare(config: Config, ranks: int, start: Start) -> PreparedRun:
     )
 
     sizes = model_sizes(config.model, packed.vocabulary.size, config.train.seed)
-    check_fits(packed.vocabulary, sizes.vocabulary)
+    check_fits(packed.vocabulary, sizes.vocabulary, config.model.name)
     table = run_table(config.plan.table, sizes, plan)
     require_fit(sizes, plan, table)
     # with ranks started by torchrun, only this rank is known to be on this machine

@@ -221,7 +221,7 @@ def _pyarrow(file: Path) -> Any:
         raise bad(
             f"{file}, which only pyarrow can read, and pyarrow is not installed",
             "Parquet with the extra `parquet`, or .txt and .jsonl without it",
-            "pip install 'shardwise[parquet]'",
+            "pip install pyarrow",
         ) from None
     return pyarrow.parquet
 

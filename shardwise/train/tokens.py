@@ -148,9 +148,16 @@ def train_bpe(documents: Iterable[str], size: int) -> TokenizerVocabulary:
     return TokenizerVocabulary(tokenizer, f"tokens = 'bpe:{size}'")
 
 
-def check_fits(vocabulary: Vocabulary, rows: int) -> None:
+def check_fits(vocabulary: Vocabulary, rows: int, model: str) -> None:
     """Raise InputError unless a model with `rows` rows of embedding can hold the vocabulary."""
     if vocabulary.size > rows:
+        if model.startswith("hf:"):  # whose vocabulary is the folder's
+            raise bad(
+                f"{vocabulary.name} tokens, which need {vocabulary.size}, for model.name = "
+                f"'{model}' with a vocabulary of {rows} and no tokenizer.json in the folder",
+                f"tokens of at most {rows} numbers: those that the model was trained on",
+                "data.tokens = 'PATH/tokenizer.json'",
+            )
         raise bad(
             f"model.vocabulary = {rows} for {vocabulary.name} tokens, which need {vocabulary.size}",
             f"{vocabulary.size} or more",

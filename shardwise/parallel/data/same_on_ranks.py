@@ -82,7 +82,7 @@ class SameOnRanks:
             every = [each for part in parts for each in part]
         first = every[0][0]
         for rank, (options, _) in enumerate(every):
-            for name in sorted({*first, *options}):
+            for name in sorted({*first, *options}, key=lambda name: (name[:3] != "lr ", name)):
                 if options.get(name, _NONE) != first.get(name, _NONE):
                     raise _other_option(name, rank, options, first)
         for rank, (_, weights) in enumerate(every):

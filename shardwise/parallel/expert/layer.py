@@ -40,8 +40,9 @@ class Place:
 
     peers are the data ranks along `ep`. has_no_rows() says that the tokens of this forward pass
     stand in for a batch without rows: the layer takes part without a token. on_routing() is called
-    with the routing of each forward pass. `slots` are the experts in the order of the ranks that
-    have them; empty: in the order of their numbers.
+    with the routing of each forward pass. skips() says that a training step goes on although logits
+    are not finite: its loss will not be, and it is skipped. `slots` are the experts in the order of
+    the ranks that have them; empty: in the order of their numbers.
 
     With `parts` above 1 as many ranks compute the same tokens, each with a part of the hidden
     features of every expert: `enter` makes of the layer's input what they use differently, and
@@ -54,6 +55,7 @@ class Place:
     name: str = ""
     has_no_rows: Callable[[], bool] = lambda: False
     on_routing: Callable[[Routing], None] = ignore_routing
+    skips: Callable[[], bool] = lambda: False
     enter: Callable[[Tensor], Tensor] = identity
     leave: Callable[[Tensor], Tensor] = identity
     parts: int = 1
@@ -206,9 +208,11 @@ class MoE(nn.Module):
         routing = self.gate.route(
             logits, self.place.batch, extra, losses=self.training, layer=self._name
         )
-        self._require_finite(routing)
-        self._remember(routing)
         place = self.place
+        goes_on = self.training and place.skips() and not all(routing.finite)
+        if not goes_on:
+            self._require_finite(routing)
+        self._remember(routing)
         exchange = Exchange.of(routing, place.batch, place.ep, place.peers, place.slots)
         token = exchange.choices // routing.experts.shape[1]
         arrive = exchange.begin_dispatch(x_ND.index_select(0, token))
@@ -219,6 +223,7 @@ class MoE(nn.Module):
         y = place.leave_and_record(y_ND.view_as(x))
         if of_shared is not None:
             y = y + of_shared
+        y = y * math.nan if goes_on else y
         return y, self._loss(routing, logits)
 
     def fit(self, features: Tensor) -> Tensor:
