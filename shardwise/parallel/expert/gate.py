@@ -97,7 +97,14 @@ class Gate:
             near = suggest(self.name, GATES)
             raise bad(f'the gate "{self.name}"', ", ".join(GATES), f'gate = "{near}"')
         integer("experts", self.experts, least=1, example=8)
-        object.__setattr__(self, "k", GATES[self.name] or self.k)
+        own = GATES[self.name]
+        if own is not None and self.k not in (1, own):
+            raise bad(
+                f"k={self.k} under the gate {self.name}, which gives each token {own}",
+                "k for gates that take it: " + ", ".join(n for n, k in GATES.items() if k is None),
+                f'sw.Gate("{self.name}", experts={self.experts})',
+            )
+        object.__setattr__(self, "k", own or self.k)
         integer("k", self.k, least=1, example=min(2, self.experts))
         if self.k > self.experts:
             raise bad(
@@ -122,6 +129,9 @@ class Gate:
         if not isinstance(self.losses, Mapping):
             given, named = f"losses = {self.losses!r}", "coefficients by name"
             raise bad(given, f"{named}: {', '.join(LOSSES)}", 'losses = {"balance": 1e-2}')
+        if self.name in FIXED and any(self.losses.values()):
+            given = f"losses = {self.losses!r} under the gate {self.name}, which learns nothing"
+            raise bad(given, "losses of gates with a router", f'sw.Gate("{self.name}", experts=8)')
         for name, coefficient in self.losses.items():
             if name not in LOSSES:
                 raise bad(f'the loss "{name}"', ", ".join(LOSSES), suggest(name, LOSSES))

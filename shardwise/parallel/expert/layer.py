@@ -34,6 +34,10 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
+#: The default of `bias_rate`.
+BIAS_RATE = 1e-3
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a layer is: the data ranks, the axis of its experts, and the layer's name.
@@ -154,7 +158,7 @@ class MoE(nn.Module):
         hidden: int,
         gate: Gate,
         shared: nn.Module | None = None,
-        bias_rate: float = 1e-3,
+        bias_rate: float = BIAS_RATE,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -164,6 +168,9 @@ class MoE(nn.Module):
             raise bad(f"the gate {gate!r}", "a sw.Gate", 'sw.Gate("topk", experts=8, k=2)')
         if not (is_number(bias_rate) and 0 <= bias_rate < math.inf):
             raise bad(f"bias_rate = {bias_rate!r}", "a finite number from 0 up", "bias_rate = 1e-3")
+        if bias_rate != BIAS_RATE and gate.name != "sigmoid":
+            given = f"bias_rate = {bias_rate!r} under the gate {gate.name}, which has no bias"
+            raise bad(given, "bias_rate for the gate sigmoid", "sw.MoE(width, hidden, gate)")
         integer("seed", seed, least=0, example=0)
         self.gate, self.bias_rate = gate, bias_rate
         routed, noisy = gate.name not in FIXED, gate.name == "noisy-topk"
