@@ -6,8 +6,12 @@
                                  the batch: equal ones are a mistake       the data axes
     in the first three steps     the loss, and each gradient of a          the tp axis
                                  replicated parameter
-    every `check_every` steps    the batch                                 tp and pp axes
+    each step                    options of the optimizer                  the data axes
+    every `check_every` steps    weights that several ranks hold           the data axes
+                                 the batch                                 tp and pp axes
                                  the loss, a sum and a norm of gradients   the tp axis
+
+Data ranks compare by a number that they sum anyway (parallel/data/same_on_ranks.py).
 
 The ranks of a tp axis compute one step together, and compute every replicated parameter's gradient
 redundantly.  If such a parameter is applied to a part of the features, its gradient is a partial

@@ -143,7 +143,7 @@ class RunSection(BaseModel):
 
     device       "auto": a GPU if every rank on the machine can have one, else the CPU
     trace        record a pipeline's timeline in a few steps after the first
-    check_every  steps between two consistency checks along tensor and pipeline axes
+    check_every  steps between two consistency checks along tensor, pipeline and data axes
     """
 
     model_config = CLOSED

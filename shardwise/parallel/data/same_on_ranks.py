@@ -50,9 +50,11 @@ class SameOnRanks:
         self.rank, self.ranks = replicate.rank * shard.size + shard.rank, 1
         for axis in axes:
             self.ranks *= axis.size
-        on_axes = [f for f in flats if f.shard_axis is shard and f.replicate_axis is replicate]
-        self.everywhere = [f for f in on_axes if not (f.split and f.reshards)]
-        self.replicated = [f for f in on_axes if f.split and f.reshards and replicate.size > 1]
+        # not those of experts and of layers with another mesh, and none that another tier updates
+        own = [f for f in flats if f.shard_axis is shard and f.replicate_axis is replicate]
+        own = [f for f in own if f.moves.fetch is None]
+        self.everywhere = [f for f in own if not (f.split and f.reshards)]
+        self.replicated = [f for f in own if f.split and f.reshards and replicate.size > 1]
 
     def difference(self, step: int) -> int | Tensor:
         """This rank's contribution in step `step`, from 0; a double on the device with weights."""
