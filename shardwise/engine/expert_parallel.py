@@ -232,8 +232,8 @@ def lay_out(
         calls["skips"] = lambda: layout.skips
         layer.place = replace(layer.place, batch=batch, ep=axis, peers=peers, name=name, **calls)
     for name, module in stacked_experts(model).items() if n > 1 else ():
-        calls = {"has_no_rows": lambda: layout.absent, "skips": lambda: layout.skips}
-        group = Place(GlobalBatch((axis,)), axis, tuple(range(n)), name, **calls)
+        group = Place(GlobalBatch((axis,)), axis, tuple(range(n)), name, lambda: layout.absent)
+        group = replace(group, skips=lambda: layout.skips)
         if isinstance(module.forward, StackedOnRanks):  # on the tensor axis
             on = module.forward.place
             group = replace(group, enter=on.enter, leave=on.leave, parts=on.parts)
