@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.world import World
+from shardwise.core.errors import RankError
 from shardwise.core.plan import Plan
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
@@ -214,7 +215,6 @@ LOOKS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "evaluate": (shifted("evaluate", lambda found: (found[0] * 1.01, found[1])), "evaluation"),
     "outputs": (shifted("outputs", lambda found: found.roll(1, 0)), "outputs"),
     "a load that does nothing": (unloaded, "after loading"),
-    "weights that stay as they were": (stale_copies, "after loading"),
 }
 
 
@@ -225,6 +225,15 @@ def test_looks_and_loads_are_compared(what: str, model: str, monkeypatch: pytest
     sabotage(monkeypatch)
     first = proved("dp2 zero1 fp64", model, 1).first_difference
     assert first is not None and first.kind == kind
+
+
+def test_copies_that_a_load_left_are_found_by_the_engine(
+    model: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Data ranks compare the weights that they replicate in the first step after it."""
+    stale_copies(monkeypatch)
+    with pytest.raises(RankError, match=r"weight on data rank 1, whose norm is"):
+        proved("dp2 zero1 fp64", model, 1)
 
 
 @pytest.mark.cases(1)
