@@ -37,11 +37,10 @@ def before_step(optimizer: Optimizer, *_: Any) -> None:
 def _record(optimizer: Optimizer) -> None:
     """Give the options of groups with parameters of a module to what its ranks compare."""
     wrapped = {p: data for p, data in owners(optimizer) if isinstance(data, Data)}
-    for group in optimizer.param_groups:
+    for number, group in enumerate(optimizer.param_groups):
         first = next((p for p in group["params"] if p in wrapped), None)
         if first is not None and (data := wrapped[first]).pace.by_hand:
-            _, flat, index = data.places[first]
-            called = f"the {type(optimizer).__name__} of {flat.names[index]}"
+            called = f"group {number} of the {type(optimizer).__name__}"
             data.consensus.same.options |= compared(group, called)
 
 

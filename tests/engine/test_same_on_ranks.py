@@ -119,8 +119,8 @@ def numbers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     ("what", "said"),
     [
         ("", ""),
-        ("lr", "lr of the AdamW of 0.weight on data rank {}: 0.5; on data rank 0: 0.01"),
-        ("step", "lr of the AdamW of 0.weight on data rank 1: none: no optimizer has stepped"),
+        ("lr", "lr of group 0 of the AdamW on data rank {}: 0.5; on data rank 0: 0.01"),
+        ("step", "lr of group 0 of the AdamW on data rank 1: none: no optimizer has stepped"),
         ("weights", WEIGHT),
     ],
 )
