@@ -35,13 +35,17 @@ def before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _record(optimizer: Optimizer) -> None:
-    """Give the options of groups with parameters of a module to what its ranks compare."""
-    wrapped = {p: data for p, data in owners(optimizer) if isinstance(data, Data)}
+    """Give the options of its groups to what the ranks of a module compare.
+
+    Also those of groups without a parameter here: a parameter without dimensions, which one rank
+    holds, may be in another group on the others.
+    """
+    data = next((data for _, data in owners(optimizer) if isinstance(data, Data)), None)
+    if data is None or not data.pace.by_hand:
+        return
     for number, group in enumerate(optimizer.param_groups):
-        first = next((p for p in group["params"] if p in wrapped), None)
-        if first is not None and (data := wrapped[first]).pace.by_hand:
-            called = f"group {number} of the {type(optimizer).__name__}"
-            data.consensus.same.options |= compared(group, called)
+        called = f"group {number} of the {type(optimizer).__name__}"
+        data.consensus.same.options |= compared(group, called)
 
 
 def _sharded(optimizer: Optimizer) -> list[Data]:

@@ -75,7 +75,9 @@ class SameOnRanks:
     def require(self) -> None:
         """The sum is not 0: all data ranks exchange what they have.
 
-        Raises InputError for what differs; warns if weights differ by rounding.
+        Raises InputError for what differs; warns if weights differ by rounding.  Options that a
+        rank does not have are no difference, unless it has none at all: groups may be made by the
+        shapes of pieces.
         """
         weights = dict(self._weights()) if self.weighs else {}
         every: list[tuple[Mapping[str, Any], Mapping[str, Any]]] = [(self.sent, weights)]
@@ -85,7 +87,8 @@ class SameOnRanks:
         first = every[0][0]
         for rank, (options, _) in enumerate(every):
             for name in sorted({*first, *options}, key=lambda name: (name[:3] != "lr ", name)):
-                if options.get(name, _NONE) != first.get(name, _NONE):
+                both = name in options and name in first
+                if (both and options[name] != first[name]) or not (options and first):
                     raise _other_option(name, rank, options, first)
         for rank, (_, weights) in enumerate(every):
             self._require_weights(rank, weights, [each for _, each in every])
@@ -124,9 +127,6 @@ class SameOnRanks:
                 wide = torch.view_as_real(x).double() if x.is_complex() else x.double()
                 total, norm = _weighted(wide).item(), wide.norm().item()
                 yield name, (int(_bits(x)), total, norm, split, rounding)
-
-
-_NONE = "nothing"
 
 
 def _other_option(
