@@ -57,14 +57,14 @@ def test_parquet_is_read_by_column(tmp_path: Path) -> None:
         texts(str(path), "body")
 
 
-def test_parquet_without_pyarrow_names_the_extra(
+def test_parquet_without_pyarrow_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The extra to install is in the answer."""
+    """The package to install is in the answer."""
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    with pytest.raises(InputError, match=r"shardwise\[parquet\]"):
+    with pytest.raises(InputError, match=r"pip install pyarrow"):
         texts(str(tmp_path / "rows.parquet"))
 
 
