@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Start:
     """How to use the run's folder: continue the run, replace it, or (neither) require a new one.
 
-    `auto`: continue if there is a checkpoint, else start, replacing a run without one.
+    `auto`: continue if a checkpoint was saved, else start, replacing a run without one.
     """
 
     resume: bool = False
@@ -44,7 +44,7 @@ class Start:
         """
         if not self.auto or self.overwrite:
             return replace(self, resume=self.resume or self.auto, auto=False)
-        saved = folder.has_checkpoint(config)
+        saved = folder.has_checkpoint(config) or bool(folder.unreadable_checkpoints(config))
         return Start(resume=saved, overwrite=not saved and folder.is_run(config.folder))
 
 

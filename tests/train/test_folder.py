@@ -96,11 +96,11 @@ def test_a_run_without_a_step_is_forgotten_and_another_is_kept(tmp_path: Path) -
     """Its folder too, unless somebody has put something there."""
     run = made(tmp_path / "run")
     folder.claim(run, overwrite=False)
-    folder.forget(run.folder)
+    folder.forget(run)
     assert list(tmp_path.iterdir()) == []
     folder.claim(run, overwrite=False)
     (run.folder / "metrics.jsonl").write_text('{"step": 1}')
-    folder.forget(run.folder)
+    folder.forget(run)
     assert files(run.folder) == ["config.toml", "metrics.jsonl"]
 
 

@@ -76,7 +76,7 @@ def test_a_stopped_run_goes_on_under_another_plan(
     restored = run_gloo(2, runs.signalled, given, 1, 3)
     assert restored == [True, True]
     assert [path.name for path in all_in(given.folder / "checkpoints")] == ["step-000003"]
-    assert "Stopped by a signal" in (given.folder / "report.md").read_text()
+    assert not (given.folder / "report.md").exists()
     resumed = runs.settings(tmp_path / "run", plan)
     same(runs.run(resumed, ranks, Start(resume=True)), whole)
 
