@@ -37,7 +37,8 @@ from shardwise.checkpoint.folder import (
 from shardwise.core.errors import InputError, bad
 from shardwise.core.suggest import beside
 from shardwise.train.config import Config, dump, read
-from shardwise.train.packed import PROBE, publish, unwritable_folder
+from shardwise.train.packed import PROBE, unwritable_folder
+from shardwise.train.publish import publish
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"

@@ -103,9 +103,7 @@ def train(
         with ExitStack() as shown:
             run = begin(prepared, engine, at, stop, before, console=console, stack=shown)
             opening(run, at)
-            if at.step == 0 and has_clusters(prepared):
-                with run.disk.outside_of_steps():
-                    fit_clusters(engine, share(run, prepared.batches.numbers(0)))
+            first_pass(run, at)
             if any_rank(stop.received, world):
                 return say(NOTHING, world, console)
             stopped = steps(run, at)
@@ -182,6 +180,13 @@ def opening(run: Run, at: Position) -> None:
     run.progress.note(
         f"unigram baseline on validation: {run.unigram:.4f} nats a token, {bits:.3f} bits a byte"
     )
+
+
+def first_pass(run: Run, at: Position) -> None:
+    """Before the first step, fit the clusters of gates that have them."""
+    if at.step == 0 and has_clusters(run.prepared):
+        with run.disk.outside_of_steps():
+            fit_clusters(run.engine, share(run, run.prepared.batches.numbers(0)))
 
 
 def steps(run: Run, at: Position) -> bool:

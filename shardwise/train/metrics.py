@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from pydantic import TypeAdapter
 
-from shardwise.train.packed import publish
+from shardwise.train.publish import publish
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -15,9 +15,10 @@ from shardwise.train.config import Config
 from shardwise.train.folder import PICTURES, PLOTS, REPORT
 from shardwise.train.memory_picture import Series, draw
 from shardwise.train.metrics import Record
-from shardwise.train.packed import Packed, publish
+from shardwise.train.packed import Packed
 from shardwise.train.process_memory import ProcessMemory
 from shardwise.train.progress import duration, size_text
+from shardwise.train.publish import publish
 from shardwise.train.tracing import Recording
 
 
