@@ -143,6 +143,7 @@ def prepare(config: Config, ranks: int, start: Start) -> PreparedRun:
 
     sizes = model_sizes(config.model, packed.vocabulary.size, config.train.seed)
     check_fits(packed.vocabulary, sizes.vocabulary, config.model.name)
+    corpus = split(packed, sizes.sequence, config.data.validation)
     table = run_table(config.plan.table, sizes, plan)
     require_fit(sizes, plan, table)
     # with ranks started by torchrun, only this rank is known to be on this machine
@@ -152,6 +153,4 @@ def prepare(config: Config, ranks: int, start: Start) -> PreparedRun:
     before = folder.config_of(config.folder) if start.resume else None
     if before is not None:
         check_same(model_sizes(before.model, packed.vocabulary.size), sizes)
-    return PreparedRun(
-        config, plan, split(packed, sizes.sequence, config.data.validation), sizes, table
-    )
+    return PreparedRun(config, plan, corpus, sizes, table)

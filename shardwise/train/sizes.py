@@ -207,7 +207,8 @@ def run_table(file: str | None, sizes: Sizes, plan: Plan) -> Table | Mapping[str
     Raises InputError for a file without a table, and if no layer can be sharded.
     """
     given = None if file is None else table_in(Path(file), "plan.table =")
-    tokens = torch.zeros(TABLE_ROWS, sizes.sequence, dtype=torch.int64)
+    # on meta: the sequence is not yet known to fit the data or this machine
+    tokens = torch.zeros(TABLE_ROWS, sizes.sequence, dtype=torch.int64, device="meta")
     batch = {"inputs": tokens, "targets": tokens}
 
     def model() -> nn.Module:
