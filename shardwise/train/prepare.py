@@ -108,6 +108,18 @@ def checked_plan(config: Config, ranks: int) -> Plan:
     return plan
 
 
+def check_microbatches(plan: Plan, corpus: Corpus) -> None:
+    """Raise InputError for a step of more microbatches than there are training sequences."""
+    least, there = plan.microbatches * plan.data_size, len(corpus.training)
+    if least > there:
+        raise bad(
+            f"the plan '{plan}', whose step has {plan.data_size} x {plan.microbatches} "
+            f"microbatches, with {there} training sequences",
+            "at most a microbatch for each sequence",
+            f"fewer microbatches or data ranks, or model.sequence below {corpus.sequence}",
+        )
+
+
 def check_same(before: "Sizes", now: "Sizes") -> None:
     """Raise InputError unless the model has the sizes of the saved one."""
     from shardwise.models.decoder import numbers
@@ -144,6 +156,7 @@ def prepare(config: Config, ranks: int, start: Start) -> PreparedRun:
     sizes = model_sizes(config.model, packed.vocabulary.size, config.train.seed)
     check_fits(packed.vocabulary, sizes.vocabulary, config.model.name)
     corpus = split(packed, sizes.sequence, config.data.validation)
+    check_microbatches(plan, corpus)
     table = run_table(config.plan.table, sizes, plan)
     require_fit(sizes, plan, table)
     # with ranks started by torchrun, only this rank is known to be on this machine
