@@ -37,6 +37,7 @@ from shardwise.checkpoint.weights_folder import (
 )
 from shardwise.comm.world import alone
 from shardwise.core.errors import bad
+from shardwise.core.suggest import beside
 from shardwise.engine.box import Box, block
 
 BUFFER: Final = "buffer/"
@@ -121,7 +122,7 @@ def import_weights(folder: Path, run: Path, *, overwrite: bool = False) -> Path:
         raise bad(
             f"the run '{run}', which has the checkpoint {(there or [run])[-1].name}",
             "a new run, or one whose checkpoints --overwrite may remove",
-            f"--to {run}-2",
+            f"--to {beside(run)}",
         )
     tensors = {name: weights.tensor(name) for name in weights.files}  # mapped, not read
     boxes = [Box.full(f"{MODEL}{name}", t) for name, t in tensors.items()]

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwise.checkpoint.folder import as_path, sync
 from shardwise.core.errors import InputError, bad
-from shardwise.core.suggest import suggest
+from shardwise.core.suggest import beside, suggest
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
@@ -153,7 +153,7 @@ def _require_free(to: Path, allowed: Sequence[str], *, overwrite: bool) -> None:
         raise bad(
             f"the folder '{to}', which exists",
             "a new folder, or --overwrite to replace it",
-            f"--to {to}-2",
+            f"--to {beside(to)}",
         )
     other = [p.name for p in to.iterdir() if not any(map(p.match, allowed)) or p.is_dir()]
     if other:

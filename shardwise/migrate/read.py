@@ -180,7 +180,7 @@ def _room(section: str, name: str, value: Any) -> dict[str, Any]:
 def parsed(path: Path) -> dict[str, Any]:
     """The values in a file, by its ending."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             text = file.read(MOST_CHARACTERS)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)

@@ -224,7 +224,7 @@ def _entries(config: Config) -> list[str]:
 def _is_dump(file: Path) -> bool:
     """Whether it is a configuration written by a run: it has every section."""
     try:
-        return set(tomllib.loads(file.read_text(encoding="utf-8"))) == set(Config.model_fields)
+        return set(tomllib.loads(file.read_text(encoding="utf-8-sig"))) == set(Config.model_fields)
     except (OSError, ValueError, RecursionError):
         return False
 

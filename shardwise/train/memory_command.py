@@ -153,8 +153,8 @@ def _require_picture(request: Request, plan: "Plan") -> None:
     if word and drawn and not request.measure:
         option = "--svg" if request.svg else "--png"
         raise bad(
-            f"{option} {drawn} under the plan '{plan}', where the timeline of a step with {word} is "
-            "not predicted: there is nothing to draw",
+            f"{option} {drawn} under the plan '{plan}': the timeline of a step with {word} is not "
+            "predicted, so there is nothing to draw",
             "--measure, which measures the step on local ranks, or a plan without that word",
             f"{option} {drawn} --measure",
         )

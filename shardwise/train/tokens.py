@@ -101,10 +101,12 @@ def load_tokenizer(path: Path) -> TokenizerVocabulary:
     import tokenizers
 
     if not os.path.isfile(path):  # noqa: PTH113 (which raises for a name that is too long)
+        folder = os.path.isdir(path)  # noqa: PTH112
+        inside = path / "tokenizer.json"
         raise bad(
-            f"tokens = '{path}', which does not exist",
+            f"tokens = '{path}', which {'is a folder' if folder else 'does not exist'}",
             "'bytes', 'bpe:SIZE', or the path of a tokenizer.json",
-            "tokens = 'bytes'",
+            f"tokens = '{inside}'" if folder and inside.is_file() else "tokens = 'bytes'",
         )
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
