@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 MOST_PROBLEMS: Final = 20  # that a text lists
-MOST_CHARACTERS: Final = 2000  # of what was given
+MOST_CHARACTERS: Final = 8000  # of what was given
 SPACE, DELETE = 32, 127  # the characters below, and this one, are control characters
 
 

@@ -209,6 +209,9 @@ def test_the_command_has_one_object(capsys: pytest.CaptureFixture[str]):
         (["dp2 zero9"], "zero9"),
         (["dp2", "--rank", "2"], "--rank 2"),
         (["dp2", "--batch", "0"], "--batch 0"),
+        (["dp2", "--batch", "1000000000"], "1000000000 rows"),
+        (["dp2", "--sequence", "1000000000"], "--sequence 1000000000"),
+        (["dp2 accumulate:1000000000"], "2000000000 rows"),
         (["dp2", "--model", "gpf"], "gpf"),
     ],
 )

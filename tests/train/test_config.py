@@ -175,6 +175,12 @@ def test_an_override_that_names_a_section_is_told_a_key_of_it() -> None:
         config.override({}, ["train=3"])
 
 
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    """As editors on Windows write it."""
+    (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbf[train]\nsteps = 3\n")
+    assert config.read(tmp_path / "a.toml").train.steps == 3
+
+
 def test_a_file_that_is_missing_or_not_toml_is_refused(tmp_path: Path) -> None:
     """The file's name is in the answer."""
     with pytest.raises(InputError, match=r"absent\.toml"):
