@@ -11,8 +11,8 @@ A tied tensor is written under its first name; the others are in the file's head
 import json
 import math
 import re
-import shutil
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from shardwise.checkpoint.contents import MODEL
-from shardwise.checkpoint.folder import CHECKPOINTS, all_in, find, is_whole
+from shardwise.checkpoint.folder import CHECKPOINTS, all_in, find, is_whole, remove
 from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint, open_checkpoint
 from shardwise.checkpoint.save import save
 from shardwise.checkpoint.storage import read_piece, require_content
@@ -35,14 +35,17 @@ from shardwise.checkpoint.weights_folder import (
     new_folder,
     open_weights,
 )
+from shardwise.checkpoint.writer import LOCK_OF_A_RUN, only_writer
 from shardwise.comm.world import alone
-from shardwise.core.errors import bad
+from shardwise.core.errors import RunError, bad
 from shardwise.core.suggest import beside
 from shardwise.engine.box import Box, block
 
 BUFFER: Final = "buffer/"
 #: The most bytes of tensors in one file, as Hugging Face's default.
 FILE_BYTES: Final = 5 * 10**9
+#: The position of each piece, by its tensor and offsets.
+Places = dict[tuple[str, tuple[int, ...]], Any]
 #: The files that an export writes.
 FILES: Final = ("model*.safetensors", INDEX, CONFIG)
 
@@ -84,10 +87,13 @@ def export(
         other: group[0] for group in model.get("tied", ()) for other in group[1:]
     }
     files: dict[str, str] = {}
+    places = _places(opened)
     with new_folder(to, FILES, overwrite=overwrite) as folder:
         for number, group in enumerate(groups, 1):
             file = f"model-{number:05}-of-{len(groups):05}.safetensors" if several else SINGLE
-            save_file({n: _tensor(opened, names[n], dtype) for n in group}, folder / file, header)
+            tensors = {n: _tensor(opened, places, names[n], dtype) for n in group}
+            save_file(tensors, folder / file, header)
+            del tensors
             files |= dict.fromkeys(group, file)
         total = sum(sizes.values())
         if several:
@@ -117,6 +123,34 @@ def import_weights(folder: Path, run: Path, *, overwrite: bool = False) -> Path:
     weights = open_weights(folder)
     _require_own_names(weights)
     checkpoints = run / CHECKPOINTS
+    _require_new(run, overwrite=overwrite)
+    tensors = {name: weights.tensor(name) for name in weights.files}  # mapped, not read
+    boxes = [Box.full(f"{MODEL}{name}", t) for name, t in tensors.items()]
+    scalars = {"step": 0, IMPORTED: str(folder.absolute()), "model": {"config": weights.config}}
+    made = [one for one in (checkpoints, run, *run.parents) if not one.exists()]
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+        with only_writer(run, run / LOCK_OF_A_RUN):
+            _require_new(run, overwrite=overwrite)
+            written = save(checkpoints, boxes, scalars, alone())
+            for path in all_in(checkpoints):
+                if path != written:
+                    remove(path)
+    except (OSError, RunError) as error:
+        for folder in made:
+            with suppress(OSError):  # not empty, or never made
+                folder.rmdir()
+        raise bad(
+            f"the run '{run}', which cannot be written ({getattr(error, 'strerror', 0) or error})",
+            "a folder on a disk with free space, that this user may write to",
+            f"--to /tmp/{run.name}",
+        ) from None
+    return written
+
+
+def _require_new(run: Path, *, overwrite: bool) -> None:
+    """Raise InputError for a run with checkpoints, without `overwrite`."""
+    checkpoints = run / CHECKPOINTS
     there = all_in(checkpoints) if checkpoints.is_dir() else []
     if (there and not overwrite) or is_whole(run):
         raise bad(
@@ -124,12 +158,6 @@ def import_weights(folder: Path, run: Path, *, overwrite: bool = False) -> Path:
             "a new run, or one whose checkpoints --overwrite may remove",
             f"--to {beside(run)}",
         )
-    tensors = {name: weights.tensor(name) for name in weights.files}  # mapped, not read
-    boxes = [Box.full(f"{MODEL}{name}", t) for name, t in tensors.items()]
-    scalars = {"step": 0, IMPORTED: str(folder.absolute()), "model": {"config": weights.config}}
-    for path in there:
-        shutil.rmtree(path)
-    return save(checkpoints, boxes, scalars, alone())
 
 
 def _require_own_names(weights: WeightsFolder) -> None:
@@ -182,17 +210,17 @@ def _bytes(opened: OpenCheckpoint, key: str, dtype: torch.dtype | None) -> int:
     return math.prod(_saved(opened, key).size) * _dtype(opened, key, dtype).itemsize
 
 
-def _tensor(opened: OpenCheckpoint, key: str, dtype: torch.dtype | None) -> Tensor:
+def _tensor(opened: OpenCheckpoint, places: Places, key: str, dtype: torch.dtype | None) -> Tensor:
     """One full tensor, from its pieces."""
     found = torch.empty(_saved(opened, key).size, dtype=_dtype(opened, key, dtype), device="cpu")
     for chunk in _saved(opened, key).chunks:
-        place = _places(opened)[key, tuple(chunk.offsets)]
+        place = places[key, tuple(chunk.offsets)]
         piece = read_piece(opened.path / place.relative_path, place.offset, place.length)
         block(found, chunk.offsets, chunk.sizes).copy_(piece)
     return found
 
 
-def _places(opened: OpenCheckpoint) -> dict[tuple[str, tuple[int, ...]], Any]:
+def _places(opened: OpenCheckpoint) -> Places:
     data = opened.metadata.storage_data or {}
     return {(index.fqn, tuple(index.offset or ())): place for index, place in data.items()}
 

@@ -124,7 +124,7 @@ def prune(folder: str | os.PathLike[str], keep: int) -> list[Path]:
     whole = all_in(as_path(folder))
     old = [path for path in whole[:-keep] if path != find(folder)]
     for path in old:
-        _remove(path)
+        remove(path)
     return old
 
 
@@ -168,7 +168,7 @@ def _settle(folder: Path) -> None:
     for again in folder.glob("step-*.again"):
         final = again.with_name(again.name.removesuffix(".again"))
         if final.exists():
-            _remove(final)
+            remove(final)
         again.rename(final)
         sync(folder)
 
@@ -181,7 +181,8 @@ def _point(folder: Path, name: str) -> None:
     sync(folder)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a checkpoint, under a name that is not a checkpoint's.  One rank calls it."""
     aside = path.with_name(f".removing-{path.name}")
     if aside.exists():
         shutil.rmtree(aside)

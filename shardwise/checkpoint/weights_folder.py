@@ -7,7 +7,6 @@ config.json                          the configuration, if the model has one
 """
 
 import json
-import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardwise.checkpoint.folder import as_path, sync
+from shardwise.checkpoint.writer import only_writer, replace, settle
 from shardwise.core.errors import InputError, bad
 from shardwise.core.suggest import beside, suggest
 
@@ -120,22 +120,25 @@ def new_folder(to: Path, allowed: Sequence[str], *, overwrite: bool) -> Iterator
     """A folder to write to, which is renamed to `to` when the block ends without an error.
 
     Raises InputError for an existing folder without `overwrite`, or with files that do not match
-    `allowed`.  If the block fails, the folder is removed.
+    `allowed`, and if another process writes it.  If the block fails, what it wrote is removed and
+    an existing folder is unchanged.  What a killed writer of the same folder left is removed first.
     """
     _require_free(to, allowed, overwrite=overwrite)
-    unfinished = to.with_name(f".writing-{to.name}-{os.getpid()}")
     try:
-        unfinished.mkdir(parents=True)
-        try:
-            yield unfinished
-            for entry in unfinished.iterdir():
-                sync(entry)
-            sync(unfinished)
-            if to.exists():
-                shutil.rmtree(to)
-            unfinished.rename(to)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        with only_writer(to):
+            unfinished = settle(to)
+            _require_free(to, allowed, overwrite=overwrite)
+            unfinished.mkdir()
+            try:
+                yield unfinished
+                for entry in unfinished.iterdir():
+                    sync(entry)
+                sync(unfinished)
+                replace(unfinished, to)
+                sync(to.parent)
+            finally:
+                shutil.rmtree(unfinished, ignore_errors=True)
     except OSError as error:
         raise bad(
             f"the folder '{to}', which cannot be written ({error.strerror or error})",
