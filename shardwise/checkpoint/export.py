@@ -12,7 +12,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -127,25 +127,32 @@ def import_weights(folder: Path, run: Path, *, overwrite: bool = False) -> Path:
     tensors = {name: weights.tensor(name) for name in weights.files}  # mapped, not read
     boxes = [Box.full(f"{MODEL}{name}", t) for name, t in tensors.items()]
     scalars = {"step": 0, IMPORTED: str(folder.absolute()), "model": {"config": weights.config}}
-    made = [one for one in (checkpoints, run, *run.parents) if not one.exists()]
+    with _writing(run):
+        _require_new(run, overwrite=overwrite)
+        written = save(checkpoints, boxes, scalars, alone())
+        for path in all_in(checkpoints):
+            if path != written:
+                remove(path)
+    return written
+
+
+@contextmanager
+def _writing(run: Path) -> Iterator[None]:
+    """Hold the lock of a run; an error of the disk is one paragraph, and leaves no new folder."""
+    made = [one for one in (run / CHECKPOINTS, run, *run.parents) if not one.exists()]
     try:
         run.mkdir(parents=True, exist_ok=True)
         with only_writer(run, run / LOCK_OF_A_RUN):
-            _require_new(run, overwrite=overwrite)
-            written = save(checkpoints, boxes, scalars, alone())
-            for path in all_in(checkpoints):
-                if path != written:
-                    remove(path)
+            yield
     except (OSError, RunError) as error:
-        for folder in made:
-            with suppress(OSError):  # not empty, or never made
-                folder.rmdir()
+        with suppress(OSError):  # not empty, or never made
+            for one in made:
+                one.rmdir()
         raise bad(
             f"the run '{run}', which cannot be written ({getattr(error, 'strerror', 0) or error})",
             "a folder on a disk with free space, that this user may write to",
             f"--to /tmp/{run.name}",
         ) from None
-    return written
 
 
 def _require_new(run: Path, *, overwrite: bool) -> None:

@@ -11,16 +11,20 @@ A reader follows `latest`, or takes the newest name if `latest` is missing or wr
 completes what an interrupted writer left unfinished.
 """
 
+import errno
 import os
 import re
 import shutil
+import stat
 from pathlib import Path
+from typing import BinaryIO
 
 from shardwise.core.arguments import integer
 from shardwise.core.errors import InputError, bad
 
 METADATA, SCALARS, LATEST = ".metadata", "scalars.json", "latest"
 CHECKPOINTS = "checkpoints"  # the folder of checkpoints inside a run's folder
+LONGEST = 1000  # bytes of `latest` that are read
 _NAME = re.compile(r"step-(\d+)(\.again)?")
 
 
@@ -103,8 +107,10 @@ def find(folder: str | os.PathLike[str]) -> Path:
 def _latest(folder: Path) -> Path:
     """The path that `latest` names, which may not exist: the file may be damaged or missing."""
     file = folder / LATEST
-    name = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
-    return folder / name
+    if not file.is_file():
+        return folder
+    with file.open("rb") as stream:
+        return folder / stream.read(LONGEST).decode(errors="replace").strip()
 
 
 def _none(folder: Path, what: str) -> InputError:
@@ -152,6 +158,15 @@ def publish(path: Path, step: int) -> Path:
         _settle(folder)
     _point(folder, final.name)
     return final
+
+
+def open_regular(file: Path) -> BinaryIO:
+    """Open a regular file to read. Raises OSError for a pipe or a device, and never waits."""
+    stream = os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
+    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+        stream.close()
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return stream
 
 
 def sync(path: Path) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from shardwise.checkpoint.failure import damaged, foreign
-from shardwise.checkpoint.folder import METADATA, SCALARS
+from shardwise.checkpoint.folder import METADATA, SCALARS, open_regular
 from shardwise.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -88,9 +88,9 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
             "checked. The next checkpoint will have one.",
             stacklevel=2,
         )
-        _require_sizes(opened)
     elif unknown := set(opened.files()) - set(manifest.files):
         raise damaged(path / MANIFEST, f"it does not name {min(unknown)}")
+    _require_sizes(opened)
     return opened
 
 
@@ -98,7 +98,8 @@ def _scalars(path: Path) -> dict[str, Any]:
     """The contents of scalars.json: format, number of ranks, scalars.  Raises InputError."""
     file = path / SCALARS
     try:
-        said = json.loads(file.read_text(encoding="utf-8"))
+        with open_regular(file) as stream:
+            said = json.loads(stream.read().decode())
     except (OSError, ValueError, RecursionError) as error:
         raise damaged(file, repr(error)) from error
     if not isinstance(said, dict) or said.get("format") not in (FORMAT, FORMAT_1):

@@ -139,9 +139,10 @@ def new_folder(to: Path, allowed: Sequence[str], *, overwrite: bool) -> Iterator
                 sync(to.parent)
             finally:
                 shutil.rmtree(unfinished, ignore_errors=True)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise bad(
-            f"the folder '{to}', which cannot be written ({error.strerror or error})",
+            f"the folder '{to}', which cannot be written "
+            f"({getattr(error, 'strerror', None) or error})",
             "a folder on a disk with free space, that this user may write to",
             f"--to /tmp/{to.name}",
         ) from None

@@ -1,9 +1,9 @@
 """One writer of a folder at a time: a lock file beside it, which the system frees with its holder.
 
-    weights/                 complete, or absent
-    .writing-weights/        written now, or left by a killed writer
-    .writing-weights.lock    locked while somebody writes; a file that nobody locks means nothing
-    .replaced-weights/       the folder that --overwrite replaces, until the new one has its name
+weights/                 complete, or absent
+.writing-weights/        written now, or left by a killed writer
+.writing-weights.lock    locked while somebody writes; a file that nobody locks means nothing
+.replaced-weights/       the folder that --overwrite replaces, until the new one has its name
 """
 
 import errno
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Final
 
 from shardwise.core.errors import bad
-
 
 #: What flock raises on a file system without locks, where nobody can be refused.
 NO_LOCKS: Final = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL)

@@ -1,8 +1,7 @@
 """Writers of folders: killed at any moment, on full disks, two at once."""
 
 import os
-import shutil
-import threading
+import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ from safetensors.torch import load_file, save_file
 
 from shardwise.checkpoint import export as exporting
 from shardwise.checkpoint.export import export, import_weights
-from shardwise.checkpoint.folder import find
+from shardwise.checkpoint.load import load
 from shardwise.checkpoint.save import save
-from shardwise.checkpoint.storage import Publisher
 from shardwise.checkpoint.writer import only_writer
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError
 from shardwise.engine.box import Box
-from tests.checkpoint.test_folder import die_at, loaded
+from tests.checkpoint.test_folder import die_at
 
 
 def run_of(folder: Path, value: float, step: int = 7) -> Path:
@@ -45,9 +43,6 @@ def value_in(folder: Path) -> float:
     if (folder / "model.safetensors").is_file():
         return load_file(folder / "model.safetensors")["w"][0].item()
     tensor = torch.empty(4)
-    exporting.open_checkpoint(find(folder / "checkpoints"))
-    from shardwise.checkpoint.load import load
-
     load(folder / "checkpoints", [Box.full("model/w", tensor)], alone())
     return tensor[0].item()
 
@@ -66,3 +61,76 @@ def import_over(place: Path) -> tuple[Path, Callable[[], object]]:
 
 
 BOTH = pytest.mark.parametrize("over", [export_over, import_over])
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+@BOTH
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # fork beside threads: the child is brief
+def test_a_kill_at_any_moment_loses_nothing(tmp_path: Path, over: Any):
+    """The old weights or the new ones are there, whole; the same command then cleans up."""
+    seen: set[float] = set()
+    code, count = 9, 0
+    while code:
+        count += 1
+        place = tmp_path / str(count)
+        place.mkdir()
+        to, act = over(place)
+        child = os.fork()
+        if child == 0:
+            die_at(count, place)
+            act()
+            os._exit(0)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert code in (0, 9)
+        seen.add(value_in(to if to.exists() else place / ".replaced-to"))
+        act()
+        assert value_in(to) == 2.0
+        assert not [name for name in names(place) if "/." in f"/{name.replace('.metadata', '')}"]
+    assert seen == {1.0, 2.0}
+    assert count > 5
+
+
+@BOTH
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path, over: Any):
+    """A file that cannot grow is one paragraph; the older folder is unchanged, no half is left."""
+    to, act = over(tmp_path)
+    before = names(tmp_path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
+    try:
+        with pytest.raises(InputError, match="which cannot be written") as caught:
+            act()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(caught.value)
+    assert names(tmp_path) == before
+    assert value_in(to) == 1.0
+
+
+@BOTH
+def test_a_second_writer_is_refused_by_name(tmp_path: Path, over: Any):
+    """While one process writes the folder, another is told which; nothing is changed."""
+    to, act = over(tmp_path)
+    lock = to / "run.lock" if over is import_over else None
+    with only_writer(to, lock):
+        before = names(tmp_path)
+        message = rf"{to}', which process {os.getpid()} on .* is writing"
+        with pytest.raises(InputError, match=message):
+            act()
+        assert names(tmp_path) == before
+    act()
+    assert value_in(to) == 2.0
+
+
+def test_export_looks_up_pieces_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The table of pieces is made once, whatever their number: the time is linear in it."""
+    boxes = [Box.full(f"model/w{i}", torch.ones(2)) for i in range(40)]
+    save(tmp_path / "run", boxes, {"step": 1}, alone())
+    tables: list[object] = []
+    table = exporting._places
+    monkeypatch.setattr(exporting, "_places", lambda opened: tables.append(0) or table(opened))
+    assert export(tmp_path / "run", tmp_path / "to").tensors == 40
+    assert len(tables) == 1
