@@ -16,8 +16,8 @@ import os
 import re
 import shutil
 import stat
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from shardwise.core.arguments import integer
 from shardwise.core.errors import InputError, bad
@@ -160,7 +160,7 @@ def publish(path: Path, step: int) -> Path:
     return final
 
 
-def open_regular(file: Path) -> BinaryIO:
+def open_regular(file: Path) -> BufferedReader:
     """Open a regular file to read. Raises OSError for a pipe or a device, and never waits."""
     stream = os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):

@@ -126,19 +126,14 @@ def new_folder(to: Path, allowed: Sequence[str], *, overwrite: bool) -> Iterator
     _require_free(to, allowed, overwrite=overwrite)
     try:
         to.parent.mkdir(parents=True, exist_ok=True)
-        with only_writer(to):
-            unfinished = settle(to)
+        with only_writer(to), _unfinished(to) as unfinished:
             _require_free(to, allowed, overwrite=overwrite)
-            unfinished.mkdir()
-            try:
-                yield unfinished
-                for entry in unfinished.iterdir():
-                    sync(entry)
-                sync(unfinished)
-                replace(unfinished, to)
-                sync(to.parent)
-            finally:
-                shutil.rmtree(unfinished, ignore_errors=True)
+            yield unfinished
+            for entry in unfinished.iterdir():
+                sync(entry)
+            sync(unfinished)
+            replace(unfinished, to)
+            sync(to.parent)
     except (OSError, SafetensorError) as error:
         raise bad(
             f"the folder '{to}', which cannot be written "
@@ -146,6 +141,17 @@ def new_folder(to: Path, allowed: Sequence[str], *, overwrite: bool) -> Iterator
             "a folder on a disk with free space, that this user may write to",
             f"--to /tmp/{to.name}",
         ) from None
+
+
+@contextmanager
+def _unfinished(to: Path) -> Iterator[Path]:
+    """An empty folder beside `to`, which is removed at the end unless it has been renamed."""
+    unfinished = settle(to)
+    try:
+        unfinished.mkdir()
+        yield unfinished
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _require_free(to: Path, allowed: Sequence[str], *, overwrite: bool) -> None:
