@@ -148,14 +148,14 @@ def predict_request(
     from shardwise.engine.offload_choice import AUTO
     from shardwise.engine.prediction import predict
     from shardwise.models.registry import find
-    from shardwise.verify import parity
+    from shardwise.verify import batches, parity
     from shardwise.verify.options import Options, table_in
     from shardwise.verify.oracles import is_asynchronous
     from shardwise.verify.smoke_test import with_table
 
     trainable = find(name)
     rows = batch or ROWS * plan.microbatches
-    made = _resize(trainable.batch(rows, parity.SEED), sequence, name)
+    made = _resize(trainable.batch(rows, batches.SEED), sequence, name)
     clip = None if is_asynchronous(plan) else 1.0
     styles = Options(table=None if table is None else table_in(table))
     chosen = with_table(name, plan, styles)

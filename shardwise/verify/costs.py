@@ -43,19 +43,21 @@ class Costs:
         *,
         loaded: bool = False,
         flushed: bool = False,
+        skipped: int = 0,
         loads: Sequence[Loads] = (),
     ) -> "Costs":
         """The costs with the last step of `engine`; `loaded`: it had loaded a checkpoint before.
 
         `flushed`: something had finished a delayed update before that step, as an evaluation does.
+        `skipped`: so many steps before it were skipped, the last one right before it.
         `loads` are those of the experts, by the oracle.
         """
         if not self.hold:
             return self
         counted = {Line(*key): t.sent_bytes for key, t in engine.last.items() if t.sent_bytes}
         done = engine.steps - engine.steps_run
-        before = {"loaded": loaded, "flushed": flushed}
-        theory = prediction.in_step(engine.steps_run - 1, **before, done=done, loads=loads)
+        before = {"loaded": loaded, "flushed": flushed, "done": done, "skipped": skipped}
+        theory = prediction.in_step(engine.steps_run - 1, **before, loads=loads)
         notes = tuple(LOADS if note == EVEN else note for note in prediction.notes)
         between = prediction.bytes_between if prediction.plan.precision in ("bf16", "fp16") else {}
         notes += tuple(

@@ -17,11 +17,11 @@ from torch.nn import functional
 
 from shardwise.core.expert_moves import Counts, Loads
 from shardwise.core.plan import Plan
-from shardwise.engine.batch import rows, split
 from shardwise.engine.expert_parallel import experts_in, layers_of
 from shardwise.parallel.expert.routing import Routing
 from shardwise.parallel.expert.stacked import experts_of, stacked_experts
 from shardwise.verify.async_oracle import AsyncOracle
+from shardwise.verify.batches import Division
 from shardwise.verify.oracle import Oracle
 
 
@@ -52,22 +52,20 @@ class Choices:
         if torch.is_grad_enabled():  # else it is an evaluation
             self.seen.setdefault(name, []).append(choices_NKE.sum(1).cpu())
 
-    def loads(self, batch: Any, plan: Plan) -> tuple[Loads, ...]:
+    def loads(self, batch: Any, plan: Plan, division: Division) -> tuple[Loads, ...]:
         """The loads of each microbatch on the ranks of `plan`; `batch` is that of the last step."""
         seen, self.seen = self.seen, {}
         if not seen:
             return ()
-        every, ranks = torch.arange(rows(batch)), plan.data_size
-        shares = [split(own, plan.microbatches, plan.cut) for own in every.tensor_split(ranks)]
         by_shard, tensor_ranks = self.by_shard if plan.sp else (), plan.mesh.size_of("tp")
         return tuple(
             _loads(
-                [len(share[part]) for share in shares],
+                [*sizes],
                 {name: passes[part] for name, passes in seen.items()},
                 by_shard,
                 tensor_ranks,
             )
-            for part in range(plan.microbatches)
+            for part, sizes in enumerate(division.counts(batch))
         )
 
 
@@ -97,6 +95,7 @@ class Routed:
 
     def __init__(self, oracle: Oracle | AsyncOracle, plan: Plan, clip: float | None = None) -> None:
         self.oracle, self.plan, self.clip = oracle, plan, clip
+        self.division = Division(plan.data_size, plan.microbatches)
         self.choices = Choices(oracle.model)
 
     def step(self, batch: Any, seed: int) -> tuple[Loads, ...]:
@@ -106,4 +105,4 @@ class Routed:
         torch.manual_seed(seed)
         self.oracle.step(batch, self.clip)
         torch.manual_seed(seed)
-        return self.choices.loads(batch, self.plan)
+        return self.choices.loads(batch, self.plan, self.division)

@@ -107,19 +107,22 @@ class Microbatches:
     data_ranks: int = 1
     number: int = 1
 
-    def of(self, batch: Any) -> list[Any]:
+    def of(self, batch: Any, idle: int = 0) -> list[Any]:
         """The microbatches of a global batch; in each the rows of the first data rank come first.
 
-        What is no tensor with rows goes to all of them.
+        The last `idle` data ranks have no rows. What is no tensor with rows goes to all of them.
         """
         if self.number == 1:
             return [batch]
         leaves, spec = tree_flatten(batch)
-        cut = [self._rows(x) if _has_rows(x) else [x] * self.number for x in leaves]
+        cut = [
+            self._rows(x, self.data_ranks - idle) if _has_rows(x) else [x] * self.number
+            for x in leaves
+        ]
         return [tree_unflatten([x[k] for x in cut], spec) for k in range(self.number)]
 
-    def _rows(self, x: Tensor) -> list[Tensor]:
-        shares = [own.tensor_split(self.number) for own in x.tensor_split(self.data_ranks)]
+    def _rows(self, x: Tensor, ranks: int) -> list[Tensor]:
+        shares = [own.tensor_split(self.number) for own in x.tensor_split(ranks)]
         return [torch.cat(parts) for parts in zip(*shares, strict=True)]
 
 
@@ -175,6 +178,11 @@ class Weights:
                 self.params[name].data = master.detach().clone().to(self.params[name].dtype)
         return float(norm)
 
+    def rate(self, factor: float) -> None:
+        """Set the rate of each group of the optimizer to so many times its first one."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = group.setdefault("first_lr", group["lr"]) * factor
+
     def values(self) -> dict[str, Tensor]:
         """All weights by name, frozen ones too, in their highest precision."""
         return {name: self.masters.get(name, p).detach() for name, p in self.every.items()}
@@ -220,9 +228,12 @@ class Oracle:
         self.undelayed, self.steps, self.microbatches = undelayed, 0, microbatches
         self.weights = Weights(model, task, dtype, old=undelayed is not None)
 
-    def gradients(self, batch: Any) -> tuple[float, dict[str, Tensor | None]]:
-        """The mean loss of a global batch, and its gradients by name; nothing is updated."""
-        parts = [part for part in self.microbatches.of(batch) if _rows(part)]
+    def gradients(self, batch: Any, idle: int = 0) -> tuple[float, dict[str, Tensor | None]]:
+        """The mean loss of a global batch, and its gradients by name; nothing is updated.
+
+        The last `idle` data ranks have no rows.
+        """
+        parts = [part for part in self.microbatches.of(batch, idle) if _rows(part)]
         total = self.task.tokens(batch)
         share, exponent = math.frexp(total)
         summed, found = 0.0, dict[str, Tensor | None].fromkeys(self.weights.params)
@@ -251,15 +262,25 @@ class Oracle:
             b.data.copy_(value)
         return found
 
-    def step(self, batch: Any, clip: float | None = None) -> float:
+    def step(self, batch: Any, clip: float | None = None, idle: int = 0) -> float:
         """Train on a global batch; its mean loss before the update."""
-        loss, gradients = self.gradients(batch)
+        loss, gradients = self.gradients(batch, idle)
         delayed = self.undelayed is not None and self.steps >= self.undelayed
         before = {n: m.detach().clone() for n, m in self.weights.masters.items() if delayed}
         self.weights.update(gradients, clip)
         self._show(before)
         self.steps += 1
         return loss
+
+    def skip(self, batch: Any) -> None:
+        """A step whose gradients overflow: it updates nothing, and finishes a delayed update."""
+        self.gradients(batch)
+        self._show_newest()
+        self.steps += 1
+
+    def _show_newest(self) -> None:
+        if self.undelayed is not None:
+            self._show({n: m.clone() for n, m in self.weights.masters.items()})
 
     def _show(self, weights: Mapping[str, Tensor]) -> None:
         for name, weight in weights.items():
@@ -268,8 +289,7 @@ class Oracle:
 
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor:
         """The result of `call(model)` in eval mode."""
-        if self.undelayed is not None:
-            self._show({n: m.clone() for n, m in self.weights.masters.items()})
+        self._show_newest()
         with Lowered(self.dtype):
             return in_eval_mode(self.model, call)
 

@@ -3,7 +3,7 @@
 Every rank trains the model twice on the same global batches: under the plan on its share of the
 rows, and in plain PyTorch on all of them (oracle.py). It compares its own shards:
 
-    loss           of every step
+    loss           of every step; in one of them the last data rank has no rows
     gradients      of every step, as the update used them; of the last update if the schedule is
                    asynchronous
     weights        after the last step; in 16 bits their change
@@ -11,13 +11,13 @@ rows, and in plain PyTorch on all of them (oracle.py). It compares its own shard
     evaluation     the loss of one more batch in eval mode
     outputs        what the model returns for a few rows, gathered
     after loading  the first four again, after a step of a new engine that loaded a checkpoint of
-                   this one
+                   this one, the rates included
+    overflow       in fp16, of a step whose gradients overflow: it changes nothing but the scale;
+                   and the first four after one more step
 
-The optimizer is AdamW with non-default options, so that a forgotten option shows. Its epsilon makes
-the update a smooth function of the gradient: with the usual 1e-8, a gradient that is zero except
-for rounding would cause a full step. In 16 bits every gradient is rounded, and epsilon is larger.
-Gradients are clipped to between a quarter and a half of the first norm; after loading, the bound is
-so large that nothing is clipped.
+The optimizer is that of recipe.py, whose rates change in every step. A delayed update is made as
+late as it may be. Gradients are clipped to between a quarter and a half of the first norm; after
+loading, the bound is so large that nothing is clipped.
 """
 
 import math
@@ -29,6 +29,7 @@ from threading import Lock
 from typing import Any, Final
 
 import torch
+from torch import nn
 
 from shardwise.comm.ledger import Key, Tally
 from shardwise.comm.world import World
@@ -36,11 +37,9 @@ from shardwise.core.expert_moves import Loads
 from shardwise.core.independent import plan_of_expert, ranks_by_expert
 from shardwise.core.plan import BUCKET_BYTES, Plan
 from shardwise.core.tensor_plan import Table
-from shardwise.engine.batch import rows, split
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
 from shardwise.engine.live import Live
-from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.prediction import Predictor
 from shardwise.models.registry import find
@@ -49,6 +48,7 @@ from shardwise.parallel.redistribute.exchange import Counts
 from shardwise.prediction.memory import by_tier
 from shardwise.prediction.prediction import Prediction
 from shardwise.verify.async_oracle import AsyncOracle
+from shardwise.verify.batches import ROWS, SEED, Division, rows_of_step
 from shardwise.verify.costs import Costs, Theory
 from shardwise.verify.difference import Expected, compared, scalar
 from shardwise.verify.finding import NEVER, Errors, Finding, Parts, Piece
@@ -60,13 +60,9 @@ from shardwise.verify.options import Options
 from shardwise.verify.oracle import Oracle
 from shardwise.verify.oracles import LOSS_SCALE, Oracles, is_asynchronous, oracles_of
 from shardwise.verify.outputs import expected_outputs, returned
+from shardwise.verify.recipe import factor_of, spec_of
 from shardwise.verify.reloading import reload_engine
 
-SEED: Final = 20260
-RECIPE: Final = AdamW(lr=1e-3, betas=(0.8, 0.95), eps=1e-4, weight_decay=0.1)
-RECIPE_16: Final = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-2, weight_decay=0.1)
-#: Rows of a microbatch; in 16 bits, where more rows are needed, of all microbatches of a rank.
-ROWS, ROWS_16 = 2, 8
 #: A loss scale at which every gradient in fp16 overflows, and the loss in fp32 does not.
 OVERFLOW: Final = 2.0**100
 #: Ranks in threads share torch's global generator, which a model may use in __init__ and forward.
@@ -110,7 +106,8 @@ def _prove(
     all_rows = ROWS * engine.data_ranks * engine.microbatches
 
     def batch(step: int) -> Any:
-        return share(trainable.batch(all_rows, SEED + step, world.device), engine)
+        whole = trainable.batch(all_rows, SEED + step, world.device)
+        return Division.of(engine).share(whole, engine.data_rank)
 
     own = attributes(oracles.exact.model).keys()
     with BUILDING:
@@ -130,9 +127,9 @@ def theory_of(
     options: Options | None = None,
 ) -> Theory:
     """The prediction for each batch of a proof, from an unchanged plain model."""
-    chosen = build_options(trainable, plan, options or Options())
     with BUILDING:
         model = trainable.plain()
+    chosen = build_options(trainable, plan, options or Options(), model)
     predictor = Predictor(model, plan, rank=rank, ranks=plan.size, clip=clip, **chosen)
 
     def of(batch: Any, rows: Sequence[Counts] | None = None) -> Prediction:
@@ -162,19 +159,23 @@ def engine_of(
             tokens=trainable.tokens,
             clip=clip,
             offload_folder=tempfile.gettempdir(),
-            **build_options(trainable, plan, options),
+            **build_options(trainable, plan, options, model),
         )
     engine.load_scalars(engine.scalars() | {"loss_scale": LOSS_SCALE})
+    engine.updates.next_step.late = live is None  # another time than in the run of ten steps
     return engine
 
 
-def build_options(trainable: Trainable, plan: Plan, options: Options) -> dict[str, Any]:
-    """The options that a proof passes to parallelize, and to the predictor."""
+def build_options(
+    trainable: Trainable, plan: Plan, options: Options, model: nn.Module | None = None
+) -> dict[str, Any]:
+    """The options that a proof passes to parallelize, and to the predictor, for `model`."""
+    model = trainable.plain() if model is None else model
     table = options.table
     if isinstance(table, Table):  # a proof compares with the plain model itself
         table = replace(table, derived=False)
     return {
-        "optimizer": spec_of(plan),
+        "optimizer": spec_of(plan, model),
         "loss": trainable.loss,
         "units": options.units,
         "least_unit_bytes": 0 if plan.bucket_bytes == BUCKET_BYTES else None,
@@ -184,13 +185,8 @@ def build_options(trainable: Trainable, plan: Plan, options: Options) -> dict[st
 
 def alone_of(trainable: Trainable, plan: Plan, device: torch.device) -> Oracles:
     """The oracles: the same training in one process."""
-    of = spec_of(plan), trainable.loss, trainable.tokens
+    of = spec_of(plan, trainable.plain()), trainable.loss, trainable.tokens
     return oracles_of(lambda: trainable.build(device), plan, *of)
-
-
-def spec_of(plan: Plan) -> OptimizerSpec:
-    """The optimizer of a proof."""
-    return RECIPE_16 if plan.precision in ("bf16", "fp16") else RECIPE
 
 
 def clip_of(oracles: Oracles, trainable: Trainable, device: torch.device) -> float | None:
@@ -220,16 +216,22 @@ class Comparison:
     def __post_init__(self) -> None:
         self.choices = Choices(self.oracles.all[-1].model)  # in the precision of the run
 
-    def step(self, engine: Engine, step: int, *, loaded: bool = False) -> None:
-        """Train run and oracles on a new batch; every second step has unequal numbers of rows."""
-        whole = self.rows_for(engine, step)
-        own, clip = share(whole, engine), engine.training.clip
+    def step(self, engine: Engine, step: int, *, loaded: bool = False, skipped: int = 0) -> None:
+        """Train run and oracles on a new batch, with new rates unless the engine has `loaded` them.
+
+        `skipped`: so many steps of the engine before were skipped.
+        """
+        whole, own, division = self.shared(engine, step)
+        if not loaded:
+            self.rate(engine, factor_of(step))
+        clip, idle = engine.training.clip, division.idle
         mine = _drawn(step, lambda: engine.step(own))
-        losses = [_drawn(step, lambda o=o: o.step(whole, clip)) for o in self.oracles.all]
+        losses = [_drawn(step, lambda o=o: o.step(whole, clip, idle)) for o in self.oracles.all]
         self.number("loss", f"loss of step {step + 1}", mine.loss, losses)
-        loads = self.choices.loads(whole, engine.plan)
-        theory = self.theory(own, counts(whole, engine))
-        self.costs = self.costs.after(engine, theory, loaded=loaded, loads=loads)
+        loads = self.choices.loads(whole, engine.plan, division)
+        theory = self.theory(own, division.counts(whole))
+        told = {"loaded": loaded, "skipped": skipped, "loads": loads}
+        self.costs = self.costs.after(engine, theory, **told)
         for key, tally in engine.last.items():
             self.sent[key] = self.sent.get(key, Tally()) + tally
         if mine.skipped:
@@ -237,23 +239,49 @@ class Comparison:
         else:
             self.tensors("gradients", engine.gradients(), lambda o: o.weights.used)
 
-    def overflow(self, engine: Engine) -> None:
-        """Check in fp16 that a step whose gradient overflows is skipped and changes no weight."""
+    def rate(self, engine: Engine, factor: float) -> None:
+        """Set the rates of run and oracles to so many times those of the specification."""
+        engine.set_lr(engine.optimizer.torch.defaults["lr"] * factor)
+        for oracle in self.oracles.all:
+            oracle.weights.rate(factor)
+
+    def overflow(self, engine: Engine, step: int) -> None:
+        """Check in fp16 that a step whose gradient overflows is skipped and changes no weight.
+
+        It halves the scale. After one more step, from which the scale doubles, all is as in one
+        process.
+        """
         before = [box.tensor.clone() for box in engine.boxes()]
         engine.scale.value = OVERFLOW
-        skipped = engine.step(share(self.rows_for(engine, 0), engine)).skipped
+        whole, own, _ = self.shared(engine, 0)
+        skipped = _drawn(step, lambda: engine.step(own)).skipped
         after = [box.tensor for box in engine.boxes()]
         same = skipped and all(map(torch.equal, before, after))
-        self.errors.append(Errors("overflow", ("the skipped update",), (0.0 if same else NEVER,)))
+        for oracle in self.oracles.all:
+            assert isinstance(oracle, Oracle)
+            _drawn(step, lambda o=oracle: o.skip(whole))
+        self.choices.seen.clear()
+        halved = (engine.scale.value, engine.scale.good) == (OVERFLOW / 2, 0)
+        engine.scale.value, engine.scale.good = LOSS_SCALE, engine.scale.patience - 1
+        following = replace(self, errors=[])
+        following.step(engine, step, skipped=1)
+        following.state(engine)
+        self.costs = following.costs
+        doubled = (engine.scale.value, engine.scale.good) == (2 * LOSS_SCALE, 0)
+        names = "the skipped update", "the scale after it", "the scale after good updates"
+        errors = (0.0 if holds else NEVER for holds in (same, halved, doubled))
+        self.errors.append(Errors("overflow", names, tuple(errors)))
+        self.errors += [_named(found, "after overflow") for found in following.errors]
 
-    def rows_for(self, engine: Engine, step: int) -> Any:
+    def shared(self, engine: Engine, step: int) -> tuple[Any, Any, Division]:
+        """The global batch of a step, this rank's share, and how it is divided."""
+        division = Division.of(engine, step)
+        whole = self.rows_for(engine, step, division)
+        return whole, division.share(whole, engine.data_rank), division
+
+    def rows_for(self, engine: Engine, step: int, division: Division) -> Any:
         """A global batch for a step."""
-        fewest = ROWS if self.oracles.alone is None else ROWS_16
-        # a rank with one row would exchange which of its tensors have rows (redistribute/hooks.py)
-        each = max(
-            ROWS + any(e.has_axes for e in engine.plan.layers), fewest // engine.microbatches
-        )
-        rows = each * engine.data_ranks * engine.microbatches - (step % 2 == 0)
+        rows = rows_of_step(engine.plan, division, step)
         return self.batch(rows, SEED + step, engine.world.device)
 
     def number(self, kind: str, name: str, found: float, of_oracles: list[float]) -> None:
@@ -282,8 +310,8 @@ class Comparison:
 
     def evaluation(self, engine: Engine, step: int) -> None:
         """Compare the loss and the outputs of another batch in eval mode."""
-        whole = self.rows_for(engine, step)
-        loss, _ = _drawn(step, lambda: engine.evaluate(share(whole, engine)))
+        whole, own, _ = self.shared(engine, step)
+        loss, _ = _drawn(step, lambda: engine.evaluate(own))
 
         def evaluated(oracle: Any) -> float:
             task = oracle.task
@@ -321,10 +349,11 @@ def compare(
     if ours.ledger.since(before) != so_far.sent:  # bytes were sent between steps
         so_far.costs = replace(so_far.costs, hold=False)
     so_far.state(ours)
-    prediction = theory(share(so_far.rows_for(ours, steps - 1), ours))
+    prediction = theory(so_far.shared(ours, steps - 1)[1])
     held = by_tier(ours.memory(), ours.host_memory(), ours.disk_memory())
     finding = Finding(ours.world.rank, (), so_far.costs, held, prediction.memory_by_tier)
     so_far.evaluation(ours, steps)
+    again = ours
     if fresh is not None:
         again = reload_engine(ours, fresh())
         after = replace(so_far, errors=[])
@@ -333,7 +362,7 @@ def compare(
         so_far.errors += [_named(found, "after loading") for found in after.errors]
         so_far.costs = after.costs
     if ours.scale.on:
-        so_far.overflow(ours)
+        so_far.overflow(again, steps + 2)
     return replace(
         finding,
         errors=tuple(so_far.errors),
@@ -370,17 +399,3 @@ def _drawn(step: int, act: Callable[[], Any]) -> Any:
     """Call `act` with torch's generator seeded by the step, so that both runs draw the same."""
     torch.manual_seed(SEED + step)
     return act()
-
-
-def counts(whole: Any, engine: Engine) -> list[Counts]:
-    """The rows of each data rank in each microbatch of a global batch."""
-    n, parts = engine.data_ranks, engine.microbatches
-    x = torch.empty(rows(whole), device="meta")
-    by_rank = [[len(part) for part in own.tensor_split(parts)] for own in x.tensor_split(n)]
-    return list(zip(*by_rank, strict=True))
-
-
-def share(whole: Any, engine: Engine) -> Any:
-    """This rank's rows of a global batch; the first ranks have one more if it is uneven."""
-    n, rank = engine.data_ranks, engine.data_rank
-    return split(whole, n, f"{n} data ranks")[rank]
