@@ -52,8 +52,9 @@ class Choices:
         if torch.is_grad_enabled():  # else it is an evaluation
             self.seen.setdefault(name, []).append(choices_NKE.sum(1).cpu())
 
-    def loads(self, batch: Any, plan: Plan, division: Division) -> tuple[Loads, ...]:
+    def loads(self, batch: Any, plan: Plan, division: Division | None = None) -> tuple[Loads, ...]:
         """The loads of each microbatch on the ranks of `plan`; `batch` is that of the last step."""
+        division = division or Division(plan.data_size, plan.microbatches)
         seen, self.seen = self.seen, {}
         if not seen:
             return ()
@@ -95,7 +96,6 @@ class Routed:
 
     def __init__(self, oracle: Oracle | AsyncOracle, plan: Plan, clip: float | None = None) -> None:
         self.oracle, self.plan, self.clip = oracle, plan, clip
-        self.division = Division(plan.data_size, plan.microbatches)
         self.choices = Choices(oracle.model)
 
     def step(self, batch: Any, seed: int) -> tuple[Loads, ...]:
@@ -105,4 +105,4 @@ class Routed:
         torch.manual_seed(seed)
         self.oracle.step(batch, self.clip)
         torch.manual_seed(seed)
-        return self.choices.loads(batch, self.plan, self.division)
+        return self.choices.loads(batch, self.plan)

@@ -114,7 +114,8 @@ def _pooled(few: Sequence[_Sum]) -> tuple[float, float]:
     if not elements:
         return 0.0, 0.0
     usual = math.sqrt(sum(s.elements * _of(s.floor, s.exact) ** 2 for s in few) / elements)
-    squares = sum(s.elements * _of(s.parallel, max(s.floor, usual * s.exact)) ** 2 for s in few)
+    ratios = [(s.elements, _of(s.parallel, max(s.floor, usual * s.exact))) for s in few]
+    squares = sum(n * ratio * ratio for n, ratio in ratios)  # a power would raise where it is huge
     bound = MOST if elements >= ENOUGH else MOST_OF_FEW
     return min(NEVER, math.sqrt(squares / elements) * MOST / bound), usual
 
