@@ -99,7 +99,7 @@ class Prediction:
     def host_memory(self) -> dict[str, int]:
         """Bytes of host memory held between steps, by category."""
         found = host_bytes(self.plan, self.model, self.optimizer, self.rank)
-        buffers = buffer_bytes(self.plan, self.model, self.optimizer)
+        buffers = buffer_bytes(self.plan, self.model, self.optimizer, self.spec.shape)
         return found | {"buffers": found["buffers"] + buffers}
 
     @property
