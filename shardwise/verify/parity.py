@@ -14,6 +14,7 @@ rows, and in plain PyTorch on all of them (oracle.py). It compares its own shard
                    this one, the rates included
     overflow       in fp16, of a step whose gradients overflow: it changes nothing but the scale;
                    and the first four after one more step
+    recomputation  a step of a plan that recomputes, with dropout, beside one without (masks.py)
 
 The optimizer is that of recipe.py, whose rates change in every step. A delayed update is made as
 late as it may be. Gradients are clipped to between a quarter and a half of the first norm; after
@@ -55,6 +56,7 @@ from shardwise.verify.finding import NEVER, Errors, Finding, Parts, Piece
 from shardwise.verify.independent import share_of_expert, with_bytes_between
 from shardwise.verify.limits import without_dropout
 from shardwise.verify.loads import Choices, Routed
+from shardwise.verify.masks import compare_masks, recomputes
 from shardwise.verify.memory import attributes, over_steps
 from shardwise.verify.options import Options
 from shardwise.verify.oracle import Oracle
@@ -101,22 +103,39 @@ def _prove(
 
     again = None if clip is None else clip * 2.0**10
     found = compare(fresh(clip), oracles, theory, trainable.batch, steps, lambda: fresh(again))
+    if recomputes(plan, world):
+
+        def make(trainable: Trainable, plan: Plan) -> Engine:
+            return engine_of(trainable, plan, world, None, options)
+
+        same = compare_masks(trainable, plan, options.units, make, equal_share)
+        found = replace(found, errors=(*found.errors, same))
     live = Live()
     engine = engine_of(trainable, plan, world, clip, options, live)
-    all_rows = ROWS * engine.data_ranks * engine.microbatches
 
     def batch(step: int) -> Any:
-        whole = trainable.batch(all_rows, SEED + step, world.device)
-        return Division.of(engine).share(whole, engine.data_rank)
+        return equal_share(trainable, engine, step)
 
     own = attributes(oracles.exact.model).keys()
     with BUILDING:
         routed = Routed(alone_of(trainable, plan, world.device).all[-1], plan, clip)
 
     def loads(step: int) -> Sequence[Loads]:
-        return routed.step(trainable.batch(all_rows, SEED + step, world.device), SEED + step)
+        return routed.step(equal_batch(trainable, engine, step), SEED + step)
 
     return found.with_costs(over_steps(engine, live, batch, theory, own, loads))
+
+
+def equal_batch(trainable: Trainable, engine: Engine, step: int) -> Any:
+    """A global batch in which all data ranks have as many rows."""
+    rows = ROWS * engine.data_ranks * engine.microbatches
+    return trainable.batch(rows, SEED + step, engine.world.device)
+
+
+def equal_share(trainable: Trainable, engine: Engine, step: int) -> Any:
+    """This rank's rows of it."""
+    whole = equal_batch(trainable, engine, step)
+    return Division.of(engine).share(whole, engine.data_rank)
 
 
 def theory_of(
