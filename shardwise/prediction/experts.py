@@ -47,17 +47,20 @@ Bound = Callable[[ExpertLayer, int, Plan], Away]
 
 
 def expert_bytes(
-    plan: Plan, spec: ModelSpec, rank: int, loads: Sequence[Loads] = ()
+    plan: Plan, spec: ModelSpec, rank: int, loads: Sequence[Loads] = (), *, trains: bool = True
 ) -> dict[Line, int]:
     """The bytes `rank` sends for layers of experts, by axis, kind and phase.
 
-    `loads` are those of each microbatch; without them all experts have an even load.
+    `loads` are those of each microbatch; without them all experts have an even load. An evaluation
+    (not `trains`) is one microbatch, forward only.
     """
     tariff = Tariff(plan, rank)
     for number, moves in enumerate(spec.expert_moves):
         own = loads[number] if loads else even_loads(plan, spec, moves)
         for name, move, _ in _moves_on(spec, plan, rank, moves):
-            layer = spec.expert_layers[name]
+            if not trains and not _in_evaluation(move, number):
+                continue
+            move, layer = replace(move, returns=move.returns * trains), spec.expert_layers[name]
             if move.kind in ("dispatch", "combine"):
                 shard = plan.coordinate(rank).get(TENSOR, 0)
                 _exchange(tariff, move, layer, _away(plan, rank, own.on(name, shard)))
@@ -68,6 +71,17 @@ def expert_bytes(
             else:
                 _on_data_axes(tariff, move, max(own.tokens) * layer.experts)
     return tariff.sent_bytes
+
+
+def _in_evaluation(move: ExpertMove, microbatch: int) -> bool:
+    """Whether an evaluation makes this move of a training step's microbatch.
+
+    It has no losses, which are sums, and no random numbers, for which ranks exchange one number. On
+    the tensor axis it moves what all microbatches move together.
+    """
+    trains = move.kind == "sum" or (move.kind == "gather" and move.numel == 1)
+    once = microbatch == 0 or move.kind in ("enter", "leave")
+    return move.phase == "forward" and once and not trains
 
 
 def exchanged_between(plan: Plan, spec: ModelSpec, rank: int) -> dict[str, tuple[int, int]]:

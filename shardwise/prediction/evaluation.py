@@ -1,0 +1,64 @@
+"""The bytes that a rank sends when the engine evaluates a batch: one forward pass, in eval mode.
+
+    check      the buffers, from the first rank of each data axis; the loss, over the stages; then
+               the loss, the tokens and three numbers of the batch's lists, over the data ranks
+    forward    parameters are gathered for each use; activations cross tensor and pipeline ranks,
+               and the ranks of layers with a mesh of their own; tokens go to their experts
+
+Nothing is recomputed, kept for a backward pass, reduced or updated.
+"""
+
+from collections.abc import Sequence
+
+from shardwise.core.expert_moves import Loads
+from shardwise.core.layout import R, S
+from shardwise.core.model_spec import ModelSpec
+from shardwise.core.plan import Plan
+from shardwise.core.zero import Moment
+from shardwise.prediction.experts import expert_bytes
+from shardwise.prediction.group import groups
+from shardwise.prediction.rank_shape import shape_on
+from shardwise.prediction.traffic import (
+    CONSENSUS_BYTES,
+    PIPELINE,
+    Line,
+    Tariff,
+    row_bytes,
+    stage_bytes,
+    tensor_bytes,
+)
+
+#: The loss, the tokens, and the lengths of lists and whether they matter (engine.py).
+EVALUATED_NUMBERS = 5
+
+
+def evaluation_bytes(
+    plan: Plan, spec: ModelSpec, rank: int, loads: Sequence[Loads] = ()
+) -> dict[Line, int]:
+    """The bytes `rank` sends to evaluate the batch of `spec`, in an engine without pending updates.
+
+    `loads` are those of the experts in each microbatch, by the routing of an evaluation.
+    """
+    tariff, model = Tariff(plan, rank), shape_on(spec, plan, rank, trains=False)
+    for group in groups(plan, model):
+        for move in group.row.moves():
+            if move.moment is Moment.USE and "disk" not in (move.src_tier, move.dst_tier):
+                axis = group.layout.shard if move.axis == "shard" else group.layout.replicate
+                numel = group.flat.share if move.block else group.flat.padded
+                for _ in range(group.unit.uses):
+                    tariff.carry(move, axis, numel, group.element_bytes, "forward")
+    tariff.broadcast(sum(buffer.stored_bytes for buffer in model.buffers), "check")
+    tariff.agree(EVALUATED_NUMBERS, CONSENSUS_BYTES)
+    tariff.move(PIPELINE, S(0), R, tariff.size(PIPELINE), CONSENSUS_BYTES, "check")
+    found = dict(tariff.sent_bytes)
+    others = (
+        stage_bytes(plan, spec, rank),
+        tensor_bytes(plan, spec, rank),
+        row_bytes(plan, spec, rank),
+        expert_bytes(plan, spec, rank, loads),
+    )
+    for lines in others:
+        for line, sent_bytes in lines.items():
+            if line.phase == "forward":
+                found[line] = found.get(line, 0) + sent_bytes
+    return found
