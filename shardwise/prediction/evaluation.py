@@ -9,14 +9,17 @@ Nothing is recomputed, kept for a backward pass, reduced or updated.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from shardwise.core.expert_moves import Loads
 from shardwise.core.layout import R, S
 from shardwise.core.model_spec import ModelSpec
 from shardwise.core.plan import Plan
 from shardwise.core.zero import Moment
+from shardwise.prediction.disk import moved_bytes
 from shardwise.prediction.experts import expert_bytes
 from shardwise.prediction.group import groups
+from shardwise.prediction.memory import OptimizerShape
 from shardwise.prediction.rank_shape import shape_on
 from shardwise.prediction.traffic import (
     CONSENSUS_BYTES,
@@ -33,11 +36,15 @@ EVALUATED_NUMBERS = 5
 
 
 def evaluation_bytes(
-    plan: Plan, spec: ModelSpec, rank: int, loads: Sequence[Loads] = ()
+    plan: Plan,
+    spec: ModelSpec,
+    rank: int,
+    optimizer: OptimizerShape,
+    loads: Sequence[Loads] = (),
 ) -> dict[Line, int]:
     """The bytes `rank` sends to evaluate the batch of `spec`, in an engine without pending updates.
 
-    `loads` are those of the experts in each microbatch, by the routing of an evaluation.
+    `loads` are those of the experts in the whole batch; without them experts have an even load.
     """
     tariff, model = Tariff(plan, rank), shape_on(spec, plan, rank, trains=False)
     for group in groups(plan, model):
@@ -55,7 +62,8 @@ def evaluation_bytes(
         stage_bytes(plan, spec, rank),
         tensor_bytes(plan, spec, rank),
         row_bytes(plan, spec, rank),
-        expert_bytes(plan, spec, rank, loads),
+        expert_bytes(plan, spec, rank, loads, trains=False),
+        moved_bytes(replace(plan, accumulate=1), model, optimizer, rank),
     )
     for lines in others:
         for line, sent_bytes in lines.items():

@@ -10,6 +10,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.pool_size import pool_bytes
 from shardwise.prediction.arenas import arenas_bytes
 from shardwise.prediction.disk import buffer_bytes, disk_bytes, moved_bytes
+from shardwise.prediction.evaluation import evaluation_bytes
 from shardwise.prediction.experts import exchanged_between, expert_bytes
 from shardwise.prediction.host import copied_bytes, fetched_bytes, kept_bytes
 from shardwise.prediction.memory import ADAM, OptimizerShape, by_tier, held_bytes, host_bytes
@@ -164,6 +165,13 @@ class Prediction:
             # its update is made beside the next step, and there is none before it
             found.pop(Line("tier", between("host", "device"), "update"), None)
         return found
+
+    def in_evaluation(self, loads: Sequence[Loads] = ()) -> dict[Line, int]:
+        """Bytes sent when the engine evaluates such a batch, by axis, kind and phase.
+
+        `loads` are those of the experts, one for the whole batch.
+        """
+        return evaluation_bytes(self.plan, self.spec, self.rank, self.optimizer, loads)
 
     def sent(
         self,

@@ -1,8 +1,9 @@
 """The bytes a rank sends in its steps: those counted, and those predicted from the plain model."""
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from shardwise.comm.ledger import Key, Tally
 from shardwise.core.expert_moves import Loads
 from shardwise.engine.engine import Engine
 from shardwise.prediction.experts import EVEN
@@ -59,7 +60,7 @@ class Costs:
         before = {"loaded": loaded, "flushed": flushed, "done": done, "skipped": skipped}
         theory = prediction.in_step(engine.steps_run - 1, **before, loads=loads)
         notes = tuple(LOADS if note == EVEN else note for note in prediction.notes)
-        between = prediction.bytes_between if prediction.plan.precision in ("bf16", "fp16") else {}
+        between = prediction.bytes_between if _short(prediction) else {}
         notes += tuple(
             f"{name}: {by_kind(counted).get(name, 0):,} bytes counted, "
             f"{by_kind(theory).get(name, 0):,} by the loads of one process, {least:,} to {most:,} "
@@ -71,6 +72,25 @@ class Costs:
         same = same and theory == counted
         peak = 0 if prediction.plan.offload is None else device_peak_bytes(prediction)
         return Costs(by_kind(theory), by_kind(counted), same, prediction.activations, notes, peak)
+
+    def of_evaluation(
+        self, sent: Mapping[Key, Tally], prediction: Prediction, loads: Sequence[Loads]
+    ) -> "Costs":
+        """The costs if an evaluation `sent` what is predicted, else its own.
+
+        In 16 bits tokens may go to other experts than in one process: their rows are not compared.
+        """
+        counted = {Line(*key): t.sent_bytes for key, t in sent.items() if t.sent_bytes}
+        theory = prediction.in_evaluation(loads)
+        open_lines = prediction.bytes_between if _short(prediction) else {}
+        theory, counted = (_without(lines, open_lines) for lines in (theory, counted))
+        if not self.hold or theory == counted:
+            return self
+        return replace(self, theory=by_kind(theory), counted=by_kind(counted), hold=False)
+
+
+def _short(prediction: Prediction) -> bool:
+    return prediction.plan.precision in ("bf16", "fp16")
 
 
 def _without(lines: dict[Line, int], names: Collection[str]) -> dict[Line, int]:

@@ -33,6 +33,7 @@ class Choices:
 
     def __init__(self, model: nn.Module) -> None:
         self.seen: dict[str, list[Tensor]] = {}  # by layer: [N, E] of each microbatch
+        self.evaluated: dict[str, list[Tensor]] = {}  # the same, of evaluations
         for name, layer in layers_of(model).items():
             layer.place = replace(
                 layer.place, on_routing=partial(self._see, name, layer.gate.experts)
@@ -49,13 +50,19 @@ class Choices:
         self._add(name, functional.one_hot(args[1], experts_of(module)))
 
     def _add(self, name: str, choices_NKE: Tensor) -> None:
-        if torch.is_grad_enabled():  # else it is an evaluation
-            self.seen.setdefault(name, []).append(choices_NKE.sum(1).cpu())
+        seen = self.seen if torch.is_grad_enabled() else self.evaluated
+        seen.setdefault(name, []).append(choices_NKE.sum(1).cpu())
 
-    def loads(self, batch: Any, plan: Plan, division: Division | None = None) -> tuple[Loads, ...]:
-        """The loads of each microbatch on the ranks of `plan`; `batch` is that of the last step."""
+    def loads(
+        self, batch: Any, plan: Plan, division: Division | None = None, *, trained: bool = True
+    ) -> tuple[Loads, ...]:
+        """The loads of each microbatch on the ranks of `plan`; `batch` is that of the last step.
+
+        If not `trained`, those of the last evaluation.
+        """
         division = division or Division(plan.data_size, plan.microbatches)
-        seen, self.seen = self.seen, {}
+        seen = self.seen if trained else self.evaluated
+        self.seen, self.evaluated = {}, {}
         if not seen:
             return ()
         by_shard, tensor_ranks = self.by_shard if plan.sp else (), plan.mesh.size_of("tp")

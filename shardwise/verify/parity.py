@@ -30,7 +30,7 @@ from threading import Lock
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.comm.ledger import Key, Tally
 from shardwise.comm.world import World
@@ -270,12 +270,18 @@ class Comparison:
         It halves the scale. After one more step, from which the scale doubles, all is as in one
         process.
         """
-        before = [box.tensor.clone() for box in engine.boxes()]
+        of = {f"model/{name}" for name in engine.names}
+
+        def states() -> list[Tensor]:
+            """Weights and the optimizer's; a layer may count its passes in a buffer."""
+            boxes = engine.boxes()
+            return [b.tensor for b in boxes if b.name in of or b.name.startswith("optim/")]
+
+        before = [x.clone() for x in states()]
         engine.scale.value = OVERFLOW
         whole, own, _ = self.shared(engine, 0)
         skipped = _drawn(step, lambda: engine.step(own)).skipped
-        after = [box.tensor for box in engine.boxes()]
-        same = skipped and all(map(torch.equal, before, after))
+        same = skipped and all(map(torch.equal, before, states()))
         for oracle in self.oracles.all:
             assert isinstance(oracle, Oracle)
             _drawn(step, lambda o=oracle: o.skip(whole))
@@ -329,8 +335,11 @@ class Comparison:
 
     def evaluation(self, engine: Engine, step: int) -> None:
         """Compare the loss and the outputs of another batch in eval mode."""
-        whole, own, _ = self.shared(engine, step)
+        whole, own, division = self.shared(engine, step)
+        engine.wait()
+        before = engine.ledger.copy()
         loss, _ = _drawn(step, lambda: engine.evaluate(own))
+        sent = engine.ledger.since(before)
 
         def evaluated(oracle: Any) -> float:
             task = oracle.task
@@ -338,6 +347,10 @@ class Comparison:
 
         losses = [_drawn(step, lambda o=o: evaluated(o)) for o in self.oracles.all]
         self.number("evaluation", "loss", loss, losses)
+        at_once = replace(division, microbatches=1)
+        loads = self.choices.loads(whole, engine.plan, at_once, trained=False)
+        theory = self.theory(own, division.counts(whole))
+        self.costs = self.costs.of_evaluation(sent, theory, loads)
         few = self.batch(ROWS, SEED + step, engine.world.device)
         ranks = engine.data_ranks, engine.data_rank
         wanted = [expected_outputs(oracle, few, *ranks) for oracle in self.oracles.all]
