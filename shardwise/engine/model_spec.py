@@ -73,14 +73,17 @@ def model_spec(
     objective: Loss,
     options: dict[str, Any],
     counts: Sequence[Counts] | None = None,
+    *,
+    whole: bool = False,
 ) -> ModelSpec:
     """The spec of the plain model, with the units, the stages and the precision of `plan`.
 
     `rank` matters if ranks of the tensor axis hold parts of different sizes. `counts` are the rows
-    of all data ranks in each microbatch, for layers with a mesh of their own.
+    of all data ranks in each microbatch, for layers with a mesh of their own. `whole`: the batch is
+    one microbatch, as in an evaluation.
     """
     plain, dtype = plain_copy(model, plan), DTYPES[plan.precision]
-    parts = computed_parts(batch, plan.microbatches, plan.cut, options["rows"])
+    parts = computed_parts(batch, 1 if whole else plan.microbatches, plan.cut, options["rows"])
 
     def call(whole: nn.Module, rows: Any) -> Tensor:
         return objective(whole, widened(rows, dtype))

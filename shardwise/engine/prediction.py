@@ -109,27 +109,32 @@ class Predictor:
         self.objective = validate.loss(own_loss if loss is None else loss)
         self.known: dict[object, Prediction] = {}
 
-    def of(self, batch: Any, counts: Sequence[Counts] | None = None) -> Prediction:
+    def of(
+        self, batch: Any, counts: Sequence[Counts] | None = None, *, whole: bool = False
+    ) -> Prediction:
         """The prediction for a step on `batch`, this rank's share of the global batch.
 
         `counts` are the rows of all data ranks in each microbatch; None: those of `batch` on each.
-        Layers with a mesh of their own depend on them.
+        Layers with a mesh of their own depend on them. `whole`: for `Prediction.in_evaluation`, in
+        which the batch is not divided into microbatches.
 
         Raises InputError for a model that does not run on the meta device.
         """
-        key = shapes_of(batch), tuple(counts or ())
+        whole = whole and self.plan.microbatches > 1
+        key = shapes_of(batch), tuple(counts or ()), whole
         if key in self.known:
             return self.known[key]
-        found = self._predicted(batch, counts)
+        found = self._predicted(batch, counts, whole)
         if not found.spec.run.note:
             self.known[key] = found
             if len(self.known) > KEPT:
                 del self.known[next(iter(self.known))]
         return found
 
-    def _predicted(self, batch: Any, counts: Sequence[Counts] | None) -> Prediction:
+    def _predicted(self, batch: Any, counts: Sequence[Counts] | None, whole: bool) -> Prediction:
         plan, rank = self.plan, self.rank
-        spec = model_spec(self.model, plan, rank, batch, self.objective, self.options, counts)
+        how = self.objective, self.options, counts
+        spec = model_spec(self.model, plan, rank, batch, *how, whole=whole)
         shape = shape_on(spec, plan, rank)
         dtypes = [getattr(torch, p.dtype) for p in shape.params if p.trainable]
         return Prediction(

@@ -10,11 +10,14 @@ Nothing is recomputed, kept for a backward pass, reduced or updated.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 from shardwise.core.expert_moves import Loads
 from shardwise.core.layout import R, S
 from shardwise.core.model_spec import ModelSpec
+from shardwise.core.moves import price
 from shardwise.core.plan import Plan
+from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.zero import Moment
 from shardwise.prediction.disk import moved_bytes
 from shardwise.prediction.experts import expert_bytes
@@ -27,7 +30,6 @@ from shardwise.prediction.traffic import (
     Line,
     Tariff,
     row_bytes,
-    stage_bytes,
     tensor_bytes,
 )
 
@@ -44,6 +46,8 @@ def evaluation_bytes(
 ) -> dict[Line, int]:
     """The bytes `rank` sends to evaluate the batch of `spec`, in an engine without pending updates.
 
+    The batch is one microbatch of the spec.
+
     `loads` are those of the experts in the whole batch; without them experts have an even load.
     """
     tariff, model = Tariff(plan, rank), shape_on(spec, plan, rank, trains=False)
@@ -57,9 +61,18 @@ def evaluation_bytes(
     tariff.broadcast(sum(buffer.stored_bytes for buffer in model.buffers), "check")
     tariff.agree(EVALUATED_NUMBERS, CONSENSUS_BYTES)
     tariff.move(PIPELINE, S(0), R, tariff.size(PIPELINE), CONSENSUS_BYTES, "check")
+    if spec.row_gathers:  # the rows of all ranks
+        step = price(S(0), R, plan.size, plan.size)
+        tariff.add(Line("world", step.what, "check"), round(step.sent) * CONSENSUS_BYTES)
+    schedule = schedule_of(plan)
+    home = () if schedule is None else schedule.home
+    for stage, (owner, following) in enumerate(pairwise(home)):
+        if owner == tariff.coordinates.get(PIPELINE, 0) != following:
+            assert spec.stages is not None
+            for x in spec.stages.bundles[0][stage]:
+                tariff.send(x.element_bytes, x.numel, "forward")
     found = dict(tariff.sent_bytes)
     others = (
-        stage_bytes(plan, spec, rank),
         tensor_bytes(plan, spec, rank),
         row_bytes(plan, spec, rank),
         expert_bytes(plan, spec, rank, loads, trains=False),

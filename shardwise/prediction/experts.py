@@ -52,13 +52,13 @@ def expert_bytes(
     """The bytes `rank` sends for layers of experts, by axis, kind and phase.
 
     `loads` are those of each microbatch; without them all experts have an even load. An evaluation
-    (not `trains`) is one microbatch, forward only.
+    (not `trains`) only goes forward.
     """
     tariff = Tariff(plan, rank)
     for number, moves in enumerate(spec.expert_moves):
         own = loads[number] if loads else even_loads(plan, spec, moves)
         for name, move, _ in _moves_on(spec, plan, rank, moves):
-            if not trains and not _in_evaluation(move, number):
+            if not trains and not _in_evaluation(move):
                 continue
             move, layer = replace(move, returns=move.returns * trains), spec.expert_layers[name]
             if move.kind in ("dispatch", "combine"):
@@ -73,15 +73,13 @@ def expert_bytes(
     return tariff.sent_bytes
 
 
-def _in_evaluation(move: ExpertMove, microbatch: int) -> bool:
-    """Whether an evaluation makes this move of a training step's microbatch.
+def _in_evaluation(move: ExpertMove) -> bool:
+    """Whether an evaluation makes this move of a training step too.
 
-    It has no losses, which are sums, and no random numbers, for which ranks exchange one number. On
-    the tensor axis it moves what all microbatches move together.
+    It has no losses, which are sums, and no random numbers, for which ranks exchange one number.
     """
     trains = move.kind == "sum" or (move.kind == "gather" and move.numel == 1)
-    once = microbatch == 0 or move.kind in ("enter", "leave")
-    return move.phase == "forward" and once and not trains
+    return move.phase == "forward" and not trains
 
 
 def exchanged_between(plan: Plan, spec: ModelSpec, rank: int) -> dict[str, tuple[int, int]]:

@@ -169,7 +169,8 @@ class Prediction:
     def in_evaluation(self, loads: Sequence[Loads] = ()) -> dict[Line, int]:
         """Bytes sent when the engine evaluates such a batch, by axis, kind and phase.
 
-        `loads` are those of the experts, one for the whole batch.
+        Of a prediction that `Predictor.of` made for the whole batch. `loads` are those of the
+        experts in it.
         """
         return evaluation_bytes(self.plan, self.spec, self.rank, self.optimizer, loads)
 

@@ -151,9 +151,9 @@ def theory_of(
     chosen = build_options(trainable, plan, options or Options(), model)
     predictor = Predictor(model, plan, rank=rank, ranks=plan.size, clip=clip, **chosen)
 
-    def of(batch: Any, rows: Sequence[Counts] | None = None) -> Prediction:
+    def of(batch: Any, rows: Sequence[Counts] | None = None, *, whole: bool = False) -> Prediction:
         with BUILDING:  # a pass on the meta device restores the global generator
-            return predictor.of(batch, rows)
+            return predictor.of(batch, rows, whole=whole)
 
     return of
 
@@ -349,7 +349,7 @@ class Comparison:
         self.number("evaluation", "loss", loss, losses)
         at_once = replace(division, microbatches=1)
         loads = self.choices.loads(whole, engine.plan, at_once, trained=False)
-        theory = self.theory(own, division.counts(whole))
+        theory = self.theory(own, at_once.counts(whole), whole=True)
         self.costs = self.costs.of_evaluation(sent, theory, loads)
         few = self.batch(ROWS, SEED + step, engine.world.device)
         ranks = engine.data_ranks, engine.data_rank
