@@ -1,13 +1,24 @@
-"""Sabotages of what a run does over its steps: overflows, rates, groups, ranks without rows."""
+"""Sabotages of what a run does over its steps: overflows, rates, groups, ranks without rows,
+recomputation with dropout, chunks of a disk, and what an evaluation sends.
+"""
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from shardwise.comm.move import begin_sum
+from shardwise.core.layout import R
+from shardwise.engine import disk_states
+from shardwise.engine.disk_states import DiskStates
 from shardwise.engine.engine import Engine
 from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.scale import LossScale
 from shardwise.engine.updating import Updates
+from shardwise.parallel.data import flat_parameter
 from shardwise.parallel.data.flat_gradient import FlatGradient
+from shardwise.parallel.recompute.generators import Generators
 from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
 
 # --- a skipped step ---------------------------------------------------------------------------
@@ -120,6 +131,83 @@ def the_mean_of_all_ranks(patch: Patch) -> None:
     around(patch, Engine, "_settle", settle)
 
 
+# --- recomputation ----------------------------------------------------------------------------
+
+
+def other_masks_in_a_recomputation(patch: Patch) -> None:
+    def set_to(real: Any, generators: Generators, states: Any) -> None:
+        real(generators, states)
+        torch.rand(1)
+
+    around(patch, Generators, "set", set_to)
+
+
+def generators_move_on_in_a_recomputation(patch: Patch) -> None:
+    """What is drawn in a recomputation changes what is drawn after it."""
+    patch.setattr(Generators, "set", nothing)
+
+
+# --- chunks of a disk -------------------------------------------------------------------------
+
+
+def a_step_for_each_chunk(patch: Patch) -> None:
+    """The pieces of one parameter share its count of steps, and each adds to it."""
+    patch.setattr(disk_states, "_copied", lambda value: value)
+
+
+def each_chunk_published_first(patch: Patch) -> None:
+    def publish(real: Any, states: DiskStates, job: Any, *buffers: Any) -> None:
+        real(states, replace_chunk(job) if job.chunk == 1 else job, *buffers)
+
+    def replace_chunk(job: Any) -> Any:
+        return type(job)(job.key, 0, job.extents)
+
+    around(patch, DiskStates, "_publish_chunk", publish)
+
+
+def pieces_from_the_first_chunk(patch: Patch) -> None:
+    """Of every chunk the parameters of the first one are updated."""
+
+    def inside(real: Any, states: DiskStates, flat: Any, first: int, last: int) -> Any:
+        return real(states, flat, 0, last - first)
+
+    around(patch, DiskStates, "_inside", inside)
+
+
+def the_last_chunk_not_updated(patch: Patch) -> None:
+    def update(real: Any, states: DiskStates, job: Any, *args: Any) -> None:
+        if job.chunk == 0 or job.chunk < states.masters[job.key].chunks - 1:
+            real(states, job, *args)
+
+    around(patch, DiskStates, "_update_chunk", update)
+
+
+# --- evaluation -------------------------------------------------------------------------------
+
+
+def one_more_sum_in_an_evaluation(patch: Patch) -> None:
+    def evaluate(real: Any, engine: Engine, batch: Any) -> Any:
+        begin_sum(torch.zeros(2, dtype=torch.float64), engine.axes[-1]).wait()
+        return real(engine, batch)
+
+    around(patch, Engine, "evaluate", evaluate)
+
+
+def gathers_twice_in_an_evaluation(patch: Patch) -> None:
+    def start(real: Any, x: Tensor, axis: Any, src: Any, dst: Any, out: Tensor, **how: Any) -> Any:
+        if dst == R and not torch.is_grad_enabled():
+            real(x, axis, src, dst, torch.empty_like(out), **how).wait()
+        return real(x, axis, src, dst, out, **how)
+
+    around(patch, flat_parameter, "start", start)
+
+
+def evaluation_in_training_mode(patch: Patch) -> None:
+    around(
+        patch, Engine, "_made", lambda real, engine, call: real(engine, lambda m: call(m.train()))
+    )
+
+
 MUTATIONS = (
     Mutation(
         "gradients of a skipped step stay",
@@ -151,4 +239,57 @@ MUTATIONS = (
         "a rank without rows counts one", "dp2 zero2", "parity", a_rank_without_rows_counts_one
     ),
     Mutation("the mean over idle ranks too", "dp2 zero3", "parity", the_mean_of_all_ranks),
+    Mutation(
+        "other masks in a recomputation",
+        "recompute:full",
+        "parity",
+        other_masks_in_a_recomputation,
+        "gpt",
+    ),
+    Mutation(
+        "masks not drawn again",
+        "recompute:selective",
+        "parity",
+        generators_move_on_in_a_recomputation,
+        "gpt",
+    ),
+    Mutation(
+        "a step for each chunk",
+        "dp2 zero1 offload:optim@disk",
+        "parity",
+        a_step_for_each_chunk,
+        "wide",
+    ),
+    Mutation(
+        "a chunk published in the place of another",
+        "dp2 zero3 offload:optim@disk",
+        "parity",
+        each_chunk_published_first,
+        "wide",
+    ),
+    Mutation(
+        "pieces of the first chunk",
+        "dp2 zero1 offload:optim@disk",
+        "parity",
+        pieces_from_the_first_chunk,
+        "wide",
+    ),
+    Mutation(
+        "the last chunk not updated",
+        "dp2 zero3 offload:optim@disk",
+        "parity",
+        the_last_chunk_not_updated,
+        "wide",
+    ),
+    Mutation("one more sum in an evaluation", "dp2", "bytes", one_more_sum_in_an_evaluation),
+    Mutation(
+        "gathers twice in an evaluation", "dp2 zero3", "bytes", gathers_twice_in_an_evaluation
+    ),
+    Mutation(
+        "an evaluation in training mode",
+        "dp2 zero1",
+        "parity",
+        evaluation_in_training_mode,
+        "training",
+    ),
 )
