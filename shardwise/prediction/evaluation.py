@@ -21,7 +21,7 @@ from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.zero import Moment
 from shardwise.prediction.disk import moved_bytes
 from shardwise.prediction.experts import expert_bytes
-from shardwise.prediction.group import groups
+from shardwise.prediction.group import Group, groups
 from shardwise.prediction.memory import OptimizerShape
 from shardwise.prediction.rank_shape import shape_on
 from shardwise.prediction.traffic import (
@@ -52,25 +52,14 @@ def evaluation_bytes(
     """
     tariff, model = Tariff(plan, rank), shape_on(spec, plan, rank, trains=False)
     for group in groups(plan, model):
-        for move in group.row.moves():
-            if move.moment is Moment.USE and "disk" not in (move.src_tier, move.dst_tier):
-                axis = group.layout.shard if move.axis == "shard" else group.layout.replicate
-                numel = group.flat.share if move.block else group.flat.padded
-                for _ in range(group.unit.uses):
-                    tariff.carry(move, axis, numel, group.element_bytes, "forward")
+        _gather(tariff, group)
+    _send(tariff, spec)
     tariff.broadcast(sum(buffer.stored_bytes for buffer in model.buffers), "check")
     tariff.agree(EVALUATED_NUMBERS, CONSENSUS_BYTES)
     tariff.move(PIPELINE, S(0), R, tariff.size(PIPELINE), CONSENSUS_BYTES, "check")
     if spec.row_gathers:  # the rows of all ranks
         step = price(S(0), R, plan.size, plan.size)
         tariff.add(Line("world", step.what, "check"), round(step.sent) * CONSENSUS_BYTES)
-    schedule = schedule_of(plan)
-    home = () if schedule is None else schedule.home
-    for stage, (owner, following) in enumerate(pairwise(home)):
-        if owner == tariff.coordinates.get(PIPELINE, 0) != following:
-            assert spec.stages is not None
-            for x in spec.stages.bundles[0][stage]:
-                tariff.send(x.element_bytes, x.numel, "forward")
     found = dict(tariff.sent_bytes)
     others = (
         tensor_bytes(plan, spec, rank),
@@ -78,8 +67,29 @@ def evaluation_bytes(
         expert_bytes(plan, spec, rank, loads, trains=False),
         moved_bytes(replace(plan, accumulate=1), model, optimizer, rank),
     )
-    for lines in others:
-        for line, sent_bytes in lines.items():
-            if line.phase == "forward":
-                found[line] = found.get(line, 0) + sent_bytes
+    for line, sent_bytes in (pair for lines in others for pair in lines.items()):
+        if line.phase == "forward":
+            found[line] = found.get(line, 0) + sent_bytes
     return found
+
+
+def _gather(tariff: Tariff, group: Group) -> None:
+    """The moves of a flat parameter before each use, a disk apart."""
+    for move in group.row.moves():
+        if move.moment is not Moment.USE or "disk" in (move.src_tier, move.dst_tier):
+            continue
+        axis = group.layout.shard if move.axis == "shard" else group.layout.replicate
+        numel = group.flat.share if move.block else group.flat.padded
+        for _ in range(group.unit.uses):
+            tariff.carry(move, axis, numel, group.element_bytes, "forward")
+
+
+def _send(tariff: Tariff, spec: ModelSpec) -> None:
+    """What goes from each stage of this rank to a following one on another."""
+    schedule, here = schedule_of(tariff.plan), tariff.coordinates.get(PIPELINE, 0)
+    if schedule is None or spec.stages is None:
+        return
+    bundles = spec.stages.bundles[0]
+    for bundle, (owner, following) in zip(bundles, pairwise(schedule.home), strict=True):
+        for x in bundle if owner == here != following else ():
+            tariff.send(x.element_bytes, x.numel, "forward")
