@@ -10,7 +10,7 @@ that a peer reads, from that tensor.  Neither move.py, which chooses the collect
 prediction writes it: see volume.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import Final, NamedTuple
@@ -106,9 +106,18 @@ class Ledger:
         """A copy of the totals so far, for `since`."""
         return self.lines
 
-    def since(self, before: dict[Key, Tally]) -> dict[Key, Tally]:
-        """The totals since `before = ledger.copy()`, without lines that did not change."""
-        gone = {key: tally - before.get(key, Tally()) for key, tally in self.lines.items()}
+    def since(
+        self, before: Mapping[Key, Tally], apart: Mapping[Key, Tally] | None = None
+    ) -> dict[Key, Tally]:
+        """The totals since `before = ledger.copy()`, without lines that did not change.
+
+        `apart`: totals since then that do not count.
+        """
+        apart, none = apart or {}, Tally()
+        gone = {
+            key: tally - before.get(key, none) - apart.get(key, none)
+            for key, tally in self.lines.items()
+        }
         return {key: tally for key, tally in gone.items() if tally != Tally()}
 
     def sent_bytes(self) -> int:

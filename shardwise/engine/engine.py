@@ -177,7 +177,7 @@ class Engine:
         self.broken = True
         parts, counts = self._microbatches(batch)
         parts = self.sharded.begin(parts, trains=True)
-        self.consistency.begin(self.steps_run, batch)
+        apart = self.consistency.begin(self.steps_run, batch)
         self.guard.begin()
         sum_scale = self.scale.value / power_of_two(self.expected)
         with hint.dtypes(self.dtype), hint.step(self.steps + 1):
@@ -191,7 +191,7 @@ class Engine:
         self.consistency.end(skipped=result.skipped)
         self.steps, self.steps_run = self.steps + 1, self.steps_run + 1
         self.broken = False
-        self.last = self.ledger.since(before)
+        self.last = self.ledger.since(before, apart)
         sent_bytes, lr = rank_bytes(self.last), self.optimizer.lr
         return Metrics(result.loss, result.tokens, result.norm, result.skipped, lr, sent_bytes)
 

@@ -37,7 +37,6 @@ from shardwise.comm.world import World
 from shardwise.core.expert_moves import Loads
 from shardwise.core.independent import plan_of_expert, ranks_by_expert
 from shardwise.core.plan import BUCKET_BYTES, Plan
-from shardwise.core.tensor_plan import Table
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
 from shardwise.engine.live import Live
@@ -181,6 +180,7 @@ def engine_of(
             **build_options(trainable, plan, options, model),
         )
     engine.load_scalars(engine.scalars() | {"loss_scale": LOSS_SCALE})
+    engine.consistency.before_first = None  # the proof compares with the plain model itself
     engine.updates.next_step.late = live is None  # another time than in the run of ten steps
     return engine
 
@@ -190,15 +190,12 @@ def build_options(
 ) -> dict[str, Any]:
     """The options that a proof passes to parallelize, and to the predictor, for `model`."""
     model = trainable.plain() if model is None else model
-    table = options.table
-    if isinstance(table, Table):  # a proof compares with the plain model itself
-        table = replace(table, derived=False)
     return {
         "optimizer": spec_of(plan, model),
         "loss": trainable.loss,
         "units": options.units,
         "least_unit_bytes": 0 if plan.bucket_bytes == BUCKET_BYTES else None,
-        "table": table,
+        "table": options.table,
     }
 
 
