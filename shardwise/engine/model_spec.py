@@ -78,9 +78,8 @@ def model_spec(
 ) -> ModelSpec:
     """The spec of the plain model, with the units, the stages and the precision of `plan`.
 
-    `rank` matters if ranks of the tensor axis hold parts of different sizes. `counts` are the rows
-    of all data ranks in each microbatch, for layers with a mesh of their own. `whole`: the batch is
-    one microbatch, as in an evaluation.
+    `rank` matters if tensor ranks hold parts of different sizes. `counts`: the rows of data ranks in
+    each microbatch, for layers with their own mesh. `whole`: the batch is one, to be evaluated.
     """
     plain, dtype = plain_copy(model, plan), DTYPES[plan.precision]
     parts = computed_parts(batch, 1 if whole else plan.microbatches, plan.cut, options["rows"])
@@ -88,7 +87,6 @@ def model_spec(
     def call(whole: nn.Module, rows: Any) -> Tensor:
         return objective(whole, widened(rows, dtype))
 
-    real = partial(_real, model, plan, options)
     expert_parallel.check_experts(plain, plan)
     table = tensor_parallel.table_for(plain, plan, options["table"])
     beside = validate.beside(options["beside"])
@@ -116,7 +114,7 @@ def model_spec(
         stages = StageSpec(at, known, bundles, staged.outside)
     how = {"stages": stages, "on_host": tuple(hosted), **_from_plan(plain, plan)}
     spec = ModelSpec(shape, _modules(plain, specs), ModelPass((), ()), recomputed=kinds, **how)
-    record = partial(meta_pass.run, plain, real, call)
+    record = partial(meta_pass.run, plain, partial(_real, model, plan, options), call)
     if plans.meshes:
         passes = LayerPasses(plans, plan, rank, (*begin, *plans.outside(kinds)))
         rows = list(zip(parts, passes.counts(parts, counts, options["rows"]), strict=True))

@@ -70,7 +70,7 @@ def attended(world: World, heads: int | None) -> list[float]:
     model, x = nn.Sequential(Attention()), torch.randn(4, 3, 16, generator=own)
     for p in model.parameters():
         nn.init.normal_(p, std=0.25, generator=own)
-    styles = dict.fromkeys(("q", "k", "v"), "colwise") | {"out": "rowwise"}
+    styles = dict.fromkeys(("0.q", "0.k", "0.v"), "colwise") | {"0.out": "rowwise"}
     sets = {"0": {"heads": "heads"}} if heads else None
     table = sw.Table.of(styles, heads=heads, sets=sets)
     plan = f"tp{world.size}" if world.size > 1 else "dp1"
