@@ -76,16 +76,16 @@ def model_spec(
     *,
     whole: bool = False,
 ) -> ModelSpec:
-    """The spec of the plain model, with the units, the stages and the precision of `plan`.
+    """The plain model, with the units, stages and precision of `plan`.
 
-    `rank` matters if tensor ranks hold parts of different sizes. `counts`: the rows of data ranks in
+    `rank` matters if tensor ranks have parts of several sizes. `counts`: the rows of data ranks in
     each microbatch, for layers with their own mesh. `whole`: the batch is one, to be evaluated.
     """
     plain, dtype = plain_copy(model, plan), DTYPES[plan.precision]
     parts = computed_parts(batch, 1 if whole else plan.microbatches, plan.cut, options["rows"])
 
-    def call(whole: nn.Module, rows: Any) -> Tensor:
-        return objective(whole, widened(rows, dtype))
+    def call(model: nn.Module, rows: Any) -> Tensor:
+        return objective(model, widened(rows, dtype))
 
     expert_parallel.check_experts(plain, plan)
     table = tensor_parallel.table_for(plain, plan, options["table"])
@@ -122,8 +122,7 @@ def model_spec(
     if table is None:
         runs = by_shape(parts, record)
         how = {"expert_moves": tuple(run.moves for run in runs), "run": runs[0]}
-        how |= {"tapes": tuple(run.tape for run in runs) if hosted else ()}
-        spec = replace(spec, **how)
+        spec = replace(spec, **how, tapes=tuple(run.tape for run in runs) if hosted else ())
         return replace(spec, recomputed=_chosen(spec, plan, kinds))
     return _with_table(spec, (plan, rank, table), (plain, record, call), parts)
 
