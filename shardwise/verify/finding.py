@@ -100,3 +100,12 @@ class Finding:
             memory_predicted=self.memory_predicted | more.theory,
             strays=more.strays,
         )
+
+
+def renamed(found: Errors | Parts, kind: str) -> Errors | Parts:
+    """The same errors under another kind, with the old kind in their names."""
+    what = {"gradients": "gradient of ", "weights": "weight ", "optimizer": "optimizer "}
+    before = what.get(found.kind, "")
+    if isinstance(found, Errors):
+        return Errors(kind, tuple(before + name for name in found.names), found.errors)
+    return Parts(kind, tuple(replace(part, name=before + part.name) for part in found.parts))

@@ -51,7 +51,7 @@ from shardwise.verify.async_oracle import AsyncOracle
 from shardwise.verify.batches import ROWS, SEED, Division, rows_of_step
 from shardwise.verify.costs import Costs, Theory
 from shardwise.verify.difference import Expected, compared, scalar
-from shardwise.verify.finding import NEVER, Errors, Finding, Parts, Piece
+from shardwise.verify.finding import NEVER, Errors, Finding, Parts, Piece, renamed
 from shardwise.verify.independent import share_of_expert, with_bytes_between
 from shardwise.verify.limits import without_dropout
 from shardwise.verify.loads import Choices, Routed
@@ -293,7 +293,7 @@ class Comparison:
         names = "the skipped update", "the scale after it", "the scale after good updates"
         errors = (0.0 if holds else NEVER for holds in (same, halved, doubled))
         self.errors.append(Errors("overflow", names, tuple(errors)))
-        self.errors += [_named(found, "after overflow") for found in following.errors]
+        self.errors += [renamed(found, "after overflow") for found in following.errors]
 
     def shared(self, engine: Engine, step: int) -> tuple[Any, Any, Division]:
         """The global batch of a step, this rank's share, and how it is divided."""
@@ -330,20 +330,44 @@ class Comparison:
         none = {box.name.partition("/")[2]: torch.zeros(box.shape) for box in moments}
         self.tensors("optimizer", moments, lambda o: none | o.weights.state())
 
-    def evaluation(self, engine: Engine, step: int) -> None:
-        """Compare the loss and the outputs of another batch in eval mode."""
-        whole, own, division = self.shared(engine, step)
-        engine.wait()
-        before = engine.ledger.copy()
-        loss, _ = _drawn(step, lambda: engine.evaluate(own))
-        sent = engine.ledger.since(before)
+    def agrees(self, kind: str, name: str, loss: float, step: int, whole: Any) -> None:
+        """Compare the loss of a global batch in eval mode."""
+        self.choices.evaluated.clear()
 
         def evaluated(oracle: Any) -> float:
             task = oracle.task
             return float(oracle.evaluate(lambda m: task.loss_of(m, whole, oracle.dtype)))
 
         losses = [_drawn(step, lambda o=o: evaluated(o)) for o in self.oracles.all]
-        self.number("evaluation", "loss", loss, losses)
+        self.number(kind, name, loss, losses)
+
+    def loaded(self, saved: Engine, engine: Engine) -> None:
+        """Check that the modules' own tensors are those that were saved."""
+        before, after = (
+            {
+                box.name: box.tensor
+                for box in one.boxes()
+                if box.name.startswith(("buffer/", "extra/"))
+            }
+            for one in (saved, engine)
+        )
+        same = before.keys() == after.keys() and all(
+            torch.equal(x, after[name]) for name, x in before.items()
+        )
+        self.errors.append(Errors("after loading", ("buffers",), (0.0 if same else NEVER,)))
+
+    def evaluation(self, engine: Engine, step: int) -> None:
+        """Compare the loss and the outputs of another batch in eval mode."""
+        whole, own, division = self.shared(engine, step)
+        if engine.updates.next_step.pending:  # whose bytes are those of an update
+            pending, _ = _drawn(step, lambda: engine.evaluate(own))
+            self.agrees("evaluation", "loss, with an update pending", pending, step, whole)
+        engine.wait()
+        before = engine.ledger.copy()
+        loss, _ = _drawn(step, lambda: engine.evaluate(own))
+        sent = engine.ledger.since(before)
+
+        self.agrees("evaluation", "loss", loss, step, whole)
         at_once = replace(division, microbatches=1)
         loads = self.choices.loads(whole, engine.plan, at_once, trained=False)
         theory = self.theory(own, at_once.counts(whole), whole=True)
@@ -377,18 +401,19 @@ def compare(
         so_far.step(ours, step)
     if ours.ledger.since(before) != so_far.sent:  # bytes were sent between steps
         so_far.costs = replace(so_far.costs, hold=False)
+    so_far.evaluation(ours, steps)  # before anything else finishes a delayed update
     so_far.state(ours)
     prediction = theory(so_far.shared(ours, steps - 1)[1])
     held = by_tier(ours.memory(), ours.host_memory(), ours.disk_memory())
     finding = Finding(ours.world.rank, (), so_far.costs, held, prediction.memory_by_tier)
-    so_far.evaluation(ours, steps)
     again = ours
     if fresh is not None:
         again = reload_engine(ours, fresh())
+        so_far.loaded(ours, again)
         after = replace(so_far, errors=[])
         after.step(again, steps + 1, loaded=True)
         after.state(again)
-        so_far.errors += [_named(found, "after loading") for found in after.errors]
+        so_far.errors += [renamed(found, "after loading") for found in after.errors]
         so_far.costs = after.costs
     if ours.scale.on:
         so_far.overflow(again, steps + 2)
@@ -413,15 +438,6 @@ def whole_of(oracle: Oracle | AsyncOracle) -> tuple[tuple[str, tuple[int, ...]],
         for kind, found in every.items()
         for name, t in found.items()
     )
-
-
-def _named(found: Errors | Parts, kind: str) -> Errors | Parts:
-    """The same errors under another kind, with the old kind in their names."""
-    what = {"gradients": "gradient of ", "weights": "weight ", "optimizer": "optimizer "}
-    before = what.get(found.kind, "")
-    if isinstance(found, Errors):
-        return Errors(kind, tuple(before + name for name in found.names), found.errors)
-    return Parts(kind, tuple(replace(part, name=before + part.name) for part in found.parts))
 
 
 def _drawn(step: int, act: Callable[[], Any]) -> Any:

@@ -36,7 +36,9 @@ def _modules_stay() -> Iterator[None]:
 
 def read(plan: str) -> Plan:
     """The plan, in fp64 where it says no precision."""
-    return Plan.parse(plan if plan.endswith("16") else f"{plan} fp64")
+    words, *layers = plan.split("|")
+    precision = "" if any(word in words for word in ("bf16", "fp16", "fp32")) else " fp64 "
+    return Plan.parse("|".join([words + precision, *layers]))
 
 
 def small(patch: pytest.MonkeyPatch, *, ten_steps: bool = False) -> None:
