@@ -324,7 +324,6 @@ class Engine:
 
         Called by all ranks; each gets the result, also ranks without the last stage.
         """
-        self.sharded.rows.forget()
         found = self._made(call)
         own = torch.zeros_like(like) if found is None else validate.outputs(found, like)
         with self.ledger.phase("check"):
@@ -342,6 +341,7 @@ class Engine:
         try:
             return self.passes.evaluate(call)
         finally:
+            self.sharded.end()
             self.model.train(was_training)
 
     def wait(self) -> None:

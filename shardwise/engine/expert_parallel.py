@@ -75,7 +75,8 @@ class ExpertLayout:
         return self.with_stand_ins(parts)
 
     def end(self) -> None:
-        """All passes of the step have run."""
+        """All passes have run: what the model computes next is no stand-in."""
+        self.stand_ins, self.absent = [], False
         for records in self.pass_records:
             records.end()
 

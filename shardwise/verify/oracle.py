@@ -163,12 +163,14 @@ class Weights:
         }
         self.optimizer = task.optimizer(self.masters)
         self.used: dict[str, Tensor] = {}  # the gradients of the last update
+        self.norm = 0.0  # of these before clipping
 
-    def update(self, gradients: Mapping[str, Tensor | None], clip: float | None) -> float:
-        """Clip the gradients and update; returns their norm before clipping."""
+    def update(self, gradients: Mapping[str, Tensor | None], clip: float | None) -> None:
+        """Clip the gradients and update."""
         for name, master in self.masters.items():
             master.grad = gradients[name]
-        norm = clip_grad_norm_(self.masters.values(), math.inf if clip is None else clip)
+        bound = math.inf if clip is None else clip
+        self.norm = float(clip_grad_norm_(self.masters.values(), bound))
         self.optimizer.step()
         none = {name: torch.zeros_like(master) for name, master in self.masters.items()}
         self.used = none | {n: m.grad for n, m in self.masters.items() if m.grad is not None}
@@ -176,7 +178,6 @@ class Weights:
             master.grad = None
             if self.params[name] is not master:
                 self.params[name].data = master.detach().clone().to(self.params[name].dtype)
-        return float(norm)
 
     def rate(self, factor: float) -> None:
         """Set the rate of each group of the optimizer to so many times its first one."""
@@ -275,10 +276,11 @@ class Oracle:
     def skip(self, batch: Any) -> None:
         """A step whose gradients overflow: it updates nothing, and finishes a delayed update."""
         self.gradients(batch)
-        self._show_newest()
+        self.finish()
         self.steps += 1
 
-    def _show_newest(self) -> None:
+    def finish(self) -> None:
+        """Finish a delayed update: the model computes with the newest weights."""
         if self.undelayed is not None:
             self._show({n: m.clone() for n, m in self.weights.masters.items()})
 
@@ -289,7 +291,7 @@ class Oracle:
 
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor:
         """The result of `call(model)` in eval mode."""
-        self._show_newest()
+        self.finish()
         with Lowered(self.dtype):
             return in_eval_mode(self.model, call)
 

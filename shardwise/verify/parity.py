@@ -23,21 +23,19 @@ loading, the bound is so large that nothing is clipped.
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from threading import Lock
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from shardwise.comm.ledger import Key, Tally
 from shardwise.comm.world import World
 from shardwise.core.expert_moves import Loads
 from shardwise.core.independent import plan_of_expert, ranks_by_expert
 from shardwise.core.plan import BUCKET_BYTES, Plan
-from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
 from shardwise.engine.live import Live
 from shardwise.engine.parallelize import parallelize
@@ -45,27 +43,21 @@ from shardwise.engine.prediction import Predictor
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.parallel.redistribute.exchange import Counts
-from shardwise.prediction.memory import by_tier
 from shardwise.prediction.prediction import Prediction
-from shardwise.verify.async_oracle import AsyncOracle
-from shardwise.verify.batches import ROWS, SEED, Division, rows_of_step
-from shardwise.verify.costs import Costs, Theory
-from shardwise.verify.difference import Expected, compared, scalar
-from shardwise.verify.finding import NEVER, Errors, Finding, Parts, Piece, renamed
+from shardwise.verify.batches import ROWS, SEED, Division
+from shardwise.verify.comparison import compare, drawn
+from shardwise.verify.costs import Theory
+from shardwise.verify.finding import Finding
 from shardwise.verify.independent import share_of_expert, with_bytes_between
 from shardwise.verify.limits import without_dropout
-from shardwise.verify.loads import Choices, Routed
+from shardwise.verify.loads import Routed
 from shardwise.verify.masks import compare_masks, recomputes
 from shardwise.verify.memory import attributes, over_steps
 from shardwise.verify.options import Options
 from shardwise.verify.oracle import Oracle
 from shardwise.verify.oracles import LOSS_SCALE, Oracles, is_asynchronous, oracles_of
-from shardwise.verify.outputs import expected_outputs, returned
-from shardwise.verify.recipe import factor_of, spec_of
-from shardwise.verify.reloading import reload_engine
+from shardwise.verify.recipe import spec_of
 
-#: A loss scale at which every gradient in fp16 overflows, and the loss in fp32 does not.
-OVERFLOW: Final = 2.0**100
 #: Ranks in threads share torch's global generator, which a model may use in __init__ and forward.
 BUILDING: Final = Lock()
 
@@ -212,235 +204,6 @@ def clip_of(oracles: Oracles, trainable: Trainable, device: torch.device) -> flo
     """
     assert isinstance(oracles.exact, Oracle)
     exact, batch = oracles.exact, trainable.batch(ROWS, SEED, device)
-    found = _drawn(0, lambda: exact.trial(batch))  # the same numbers on every rank
+    found = drawn(0, lambda: exact.trial(batch))  # the same numbers on every rank
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in found.values() if g is not None))
     return 2.0 ** (math.frexp(norm)[1] - 2) if norm > 0 and math.isfinite(norm) else None
-
-
-@dataclass
-class Comparison:
-    """The comparison of a run with its oracles so far."""
-
-    oracles: Oracles
-    theory: Theory
-    batch: Callable[[int, int, torch.device], Any]
-    errors: list[Errors | Parts]
-    pieces: list[tuple[str, frozenset[Piece]]]
-    costs: Costs = field(default_factory=Costs)
-    sent: dict[Key, Tally] = field(default_factory=dict)  # in the steps so far
-
-    def __post_init__(self) -> None:
-        self.choices = Choices(self.oracles.all[-1].model)  # in the precision of the run
-
-    def step(self, engine: Engine, step: int, *, loaded: bool = False, skipped: int = 0) -> None:
-        """Train run and oracles on a new batch, with new rates unless the engine has `loaded` them.
-
-        `skipped`: so many steps of the engine before were skipped.
-        """
-        whole, own, division = self.shared(engine, step)
-        if not loaded:
-            self.rate(engine, factor_of(step))
-        clip, idle = engine.training.clip, division.idle
-        mine = _drawn(step, lambda: engine.step(own))
-        losses = [_drawn(step, lambda o=o: o.step(whole, clip, idle)) for o in self.oracles.all]
-        self.number("loss", f"loss of step {step + 1}", mine.loss, losses)
-        loads = self.choices.loads(whole, engine.plan, division)
-        theory = self.theory(own, division.counts(whole))
-        told = {"loaded": loaded, "skipped": skipped, "loads": loads}
-        self.costs = self.costs.after(engine, theory, **told)
-        for key, tally in engine.last.items():
-            self.sent[key] = self.sent.get(key, Tally()) + tally
-        if mine.skipped:
-            self.errors.append(Errors("gradients", ("none: the update was skipped",), (NEVER,)))
-        else:
-            self.tensors("gradients", engine.gradients(), lambda o: o.weights.used)
-
-    def rate(self, engine: Engine, factor: float) -> None:
-        """Set the rates of run and oracles to so many times those of the specification."""
-        engine.set_lr(engine.optimizer.torch.defaults["lr"] * factor)
-        for oracle in self.oracles.all:
-            oracle.weights.rate(factor)
-
-    def overflow(self, engine: Engine, step: int) -> None:
-        """Check in fp16 that a step whose gradient overflows is skipped and changes no weight.
-
-        It halves the scale. After one more step, from which the scale doubles, all is as in one
-        process.
-        """
-        of = {f"model/{name}" for name in engine.names}
-
-        def states() -> list[Tensor]:
-            """Weights and the optimizer's; a layer may count its passes in a buffer."""
-            boxes = engine.boxes()
-            return [b.tensor for b in boxes if b.name in of or b.name.startswith("optim/")]
-
-        before = [x.clone() for x in states()]
-        engine.scale.value = OVERFLOW
-        whole, own, _ = self.shared(engine, 0)
-        skipped = _drawn(step, lambda: engine.step(own)).skipped
-        same = skipped and all(map(torch.equal, before, states()))
-        for oracle in self.oracles.all:
-            assert isinstance(oracle, Oracle)
-            _drawn(step, lambda o=oracle: o.skip(whole))
-        self.choices.seen.clear()
-        halved = (engine.scale.value, engine.scale.good) == (OVERFLOW / 2, 0)
-        engine.scale.value, engine.scale.good = LOSS_SCALE, engine.scale.patience - 1
-        following = replace(self, errors=[])
-        following.step(engine, step, skipped=1)
-        following.state(engine)
-        self.costs = following.costs
-        doubled = (engine.scale.value, engine.scale.good) == (2 * LOSS_SCALE, 0)
-        names = "the skipped update", "the scale after it", "the scale after good updates"
-        errors = (0.0 if holds else NEVER for holds in (same, halved, doubled))
-        self.errors.append(Errors("overflow", names, tuple(errors)))
-        self.errors += [renamed(found, "after overflow") for found in following.errors]
-
-    def shared(self, engine: Engine, step: int) -> tuple[Any, Any, Division]:
-        """The global batch of a step, this rank's share, and how it is divided."""
-        division = Division.of(engine, step)
-        whole = self.rows_for(engine, step, division)
-        return whole, division.share(whole, engine.data_rank), division
-
-    def rows_for(self, engine: Engine, step: int, division: Division) -> Any:
-        """A global batch for a step."""
-        rows = rows_of_step(engine.plan, division, step)
-        return self.batch(rows, SEED + step, engine.world.device)
-
-    def number(self, kind: str, name: str, found: float, of_oracles: list[float]) -> None:
-        """Compare one number."""
-        alone = of_oracles[1] if len(of_oracles) > 1 else None
-        self.errors.append(scalar(kind, name, found, of_oracles[0], alone, self.oracles.unit))
-
-    def tensors(self, kind: str, boxes: list[Box], of: Callable[[Any], Any]) -> None:
-        """Compare boxes with the tensors `of(oracle)` of each oracle."""
-        exact, *more = [of(oracle) for oracle in self.oracles.all]
-        start = self.oracles.start if kind == "weights" else None
-        expected = Expected(exact, more[0] if more else None, start)
-        self.errors.append(compared(kind, boxes, expected, self.oracles.unit))
-        if kind != "outputs":
-            self.pieces.append((kind, Piece.of(boxes)))
-
-    def state(self, engine: Engine) -> None:
-        """Compare weights and the optimizer's state."""
-        boxes = engine.boxes()
-        weights = [box for box in boxes if box.name.startswith("model/")]
-        self.tensors("weights", weights, lambda o: o.weights.values())
-        moments = [box for box in boxes if box.name.startswith("optim/")]
-        # a parameter without any gradient has zeros
-        none = {box.name.partition("/")[2]: torch.zeros(box.shape) for box in moments}
-        self.tensors("optimizer", moments, lambda o: none | o.weights.state())
-
-    def agrees(self, kind: str, name: str, loss: float, step: int, whole: Any) -> None:
-        """Compare the loss of a global batch in eval mode."""
-        self.choices.evaluated.clear()
-
-        def evaluated(oracle: Any) -> float:
-            task = oracle.task
-            return float(oracle.evaluate(lambda m: task.loss_of(m, whole, oracle.dtype)))
-
-        losses = [_drawn(step, lambda o=o: evaluated(o)) for o in self.oracles.all]
-        self.number(kind, name, loss, losses)
-
-    def loaded(self, saved: Engine, engine: Engine) -> None:
-        """Check that the modules' own tensors are those that were saved."""
-        before, after = (
-            {
-                box.name: box.tensor
-                for box in one.boxes()
-                if box.name.startswith(("buffer/", "extra/"))
-            }
-            for one in (saved, engine)
-        )
-        same = before.keys() == after.keys() and all(
-            torch.equal(x, after[name]) for name, x in before.items()
-        )
-        self.errors.append(Errors("after loading", ("buffers",), (0.0 if same else NEVER,)))
-
-    def evaluation(self, engine: Engine, step: int) -> None:
-        """Compare the loss and the outputs of another batch in eval mode."""
-        whole, own, division = self.shared(engine, step)
-        if engine.updates.next_step.pending:  # whose bytes are those of an update
-            pending, _ = _drawn(step, lambda: engine.evaluate(own))
-            self.agrees("evaluation", "loss, with an update pending", pending, step, whole)
-        engine.wait()
-        before = engine.ledger.copy()
-        loss, _ = _drawn(step, lambda: engine.evaluate(own))
-        sent = engine.ledger.since(before)
-
-        self.agrees("evaluation", "loss", loss, step, whole)
-        at_once = replace(division, microbatches=1)
-        loads = self.choices.loads(whole, engine.plan, at_once, trained=False)
-        theory = self.theory(own, at_once.counts(whole), whole=True)
-        self.costs = self.costs.of_evaluation(sent, theory, loads)
-        few = self.batch(ROWS, SEED + step, engine.world.device)
-        ranks = engine.data_ranks, engine.data_rank
-        wanted = [expected_outputs(oracle, few, *ranks) for oracle in self.oracles.all]
-        nearest = self.oracles.all[-1]
-        found = engine.outputs(lambda m: returned(nearest, m, few), torch.zeros_like(wanted[-1]))
-        shape = tuple(found.shape)
-        box = Box("outputs/outputs", shape, (0,) * found.dim(), shape, found)
-        values = dict(zip(map(id, self.oracles.all), wanted, strict=True))
-        self.tensors("outputs", [box], lambda o: {"outputs": values[id(o)]})
-
-
-def compare(
-    ours: Engine,
-    oracles: Oracles,
-    theory: Theory,
-    batch: Callable[[int, int, torch.device], Any],
-    steps: int,
-    fresh: Callable[[], Engine] | None = None,
-) -> Finding:
-    """Train the engine and its oracles on `batch(rows, seed, device)`, and compare.
-
-    `theory(batch)` is the prediction for this rank's share of a batch. `fresh()` makes another
-    engine of the same plan, to load a checkpoint of this one.
-    """
-    so_far, before = Comparison(oracles, theory, batch, [], []), ours.ledger.copy()
-    for step in range(steps):
-        so_far.step(ours, step)
-    if ours.ledger.since(before) != so_far.sent:  # bytes were sent between steps
-        so_far.costs = replace(so_far.costs, hold=False)
-    so_far.evaluation(ours, steps)  # before anything else finishes a delayed update
-    so_far.state(ours)
-    prediction = theory(so_far.shared(ours, steps - 1)[1])
-    held = by_tier(ours.memory(), ours.host_memory(), ours.disk_memory())
-    finding = Finding(ours.world.rank, (), so_far.costs, held, prediction.memory_by_tier)
-    again = ours
-    if fresh is not None:
-        again = reload_engine(ours, fresh())
-        so_far.loaded(ours, again)
-        after = replace(so_far, errors=[])
-        after.step(again, steps + 1, loaded=True)
-        after.state(again)
-        so_far.errors += [renamed(found, "after loading") for found in after.errors]
-        so_far.costs = after.costs
-    if ours.scale.on:
-        so_far.overflow(again, steps + 2)
-    return replace(
-        finding,
-        errors=tuple(so_far.errors),
-        costs=so_far.costs,
-        pieces=tuple(so_far.pieces),
-        whole=whole_of(oracles.exact),
-    )
-
-
-def whole_of(oracle: Oracle | AsyncOracle) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The names and shapes of all tensors that the ranks together must compare."""
-    every = {
-        "model": oracle.weights.values(),
-        "grad": oracle.weights.masters,
-        "optim": oracle.weights.state(),
-    }
-    return tuple(
-        (f"{kind}/{name}", tuple(t.shape))
-        for kind, found in every.items()
-        for name, t in found.items()
-    )
-
-
-def _drawn(step: int, act: Callable[[], Any]) -> Any:
-    """Call `act` with torch's generator seeded by the step, so that both runs draw the same."""
-    torch.manual_seed(SEED + step)
-    return act()

@@ -25,9 +25,10 @@ from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.train.cli import main
 from shardwise.verify import memory
 from shardwise.verify.command import verify, verify_command
+from shardwise.verify.comparison import compare
 from shardwise.verify.finding import Finding
 from shardwise.verify.limits import batch_norm_note, dropout_note, without_dropout
-from shardwise.verify.parity import alone_of, compare, engine_of, prove, theory_of
+from shardwise.verify.parity import alone_of, engine_of, prove, theory_of
 from shardwise.verify.report import Report, report, show
 from tests.pool import run_gloo, run_threads
 

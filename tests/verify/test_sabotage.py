@@ -18,7 +18,7 @@ from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.updating import Updates
 from shardwise.models.registry import find
-from shardwise.verify import memory, parity
+from shardwise.verify import comparison, memory, parity
 from shardwise.verify.parity import engine_of, prove
 from shardwise.verify.report import Report, report
 from tests.pool import run_threads
@@ -155,7 +155,8 @@ def test_what_is_right_in_16_bits_holds(
     plan: str, seed: int, model: str, monkeypatch: pytest.MonkeyPatch
 ):
     """No false alarm, whatever the batches."""
-    monkeypatch.setattr(parity, "SEED", seed)
+    for module in (parity, comparison):
+        monkeypatch.setattr(module, "SEED", seed)
     found = proved(plan, model)
     assert found.holds, found.first_difference
 
@@ -173,7 +174,7 @@ def test_a_rank_that_shows_nothing_is_refused(
         return [] if self.world.rank == 1 else boxes
 
     monkeypatch.setattr(Engine, shown, hidden)
-    monkeypatch.setattr(parity, "reload_engine", lambda _, fresh: fresh)
+    monkeypatch.setattr(comparison, "reload_engine", lambda _, fresh: fresh)
     found = proved(plan, model, 1)
     assert not found.holds
     assert found.uncovered.startswith("grad/" if shown == "gradients" else "model/")
@@ -204,7 +205,7 @@ def shifted(name: str, by: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch
 
 
 def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parity, "reload_engine", lambda _, fresh: fresh)
+    monkeypatch.setattr(comparison, "reload_engine", lambda _, fresh: fresh)
 
 
 def stale_copies(monkeypatch: pytest.MonkeyPatch) -> None:
