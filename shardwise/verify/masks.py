@@ -25,7 +25,7 @@ from shardwise.models.trainable import Trainable
 from shardwise.parallel.data.wrap_policy import Rule
 from shardwise.verify.batches import SEED
 from shardwise.verify.difference import LEAST, ratio
-from shardwise.verify.finding import Errors
+from shardwise.verify.finding import NEVER, Errors
 
 RATE: Final = 0.2
 #: Words that say where recomputation keeps its inputs, or for which room it is needed.
@@ -54,18 +54,20 @@ def compare_masks(
     16 bits the errors are multiples of the unit roundoff.
     """
     dropping = replace(trainable, make=lambda: _with_dropout(trainable.make(), plan, units))
-    found: list[tuple[float, dict[str, Tensor]]] = []
+    found: list[tuple[float, dict[str, Tensor], Tensor]] = []
     for own in (plan, without_recomputation(plan)):
         engine = make(dropping, own)
         share = batch(trainable, engine, 0)
         torch.manual_seed(SEED)
         loss = engine.step(share).loss
-        found.append((loss, {b.name: b.tensor.double().clone() for b in engine.gradients()}))
-    (loss, again), (expected, kept) = found
+        gradients = {b.name: b.tensor.double().clone() for b in engine.gradients()}
+        found.append((loss, gradients, torch.rand(8)))
+    (loss, again, drawn), (expected, kept, wanted) = found
     unit = {"bf16": 2.0**-8, "fp16": 2.0**-11}.get(plan.precision or "", 1.0)
     sizes = {name: float(g.abs().max()) if g.numel() else 0.0 for name, g in kept.items()}
     least = LEAST * max(sizes.values(), default=0.0)
     errors = {"loss": ratio(abs(loss - expected), abs(expected))}
+    errors["random numbers after it"] = 0.0 if torch.equal(drawn, wanted) else NEVER
     for name, g in kept.items():
         error = float((again[name] - g).abs().max()) if g.numel() else 0.0
         errors[name.removeprefix("grad/")] = ratio(error, max(sizes[name], least))

@@ -2,6 +2,9 @@
 recomputation with dropout, chunks of a disk, and what an evaluation sends.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,6 +23,7 @@ from shardwise.parallel.data import flat_parameter
 from shardwise.parallel.data.flat_gradient import FlatGradient
 from shardwise.parallel.recompute.generators import Generators
 from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
+from tests.verify.mutations.pipeline import replaced
 
 # --- a skipped step ---------------------------------------------------------------------------
 
@@ -208,6 +212,67 @@ def evaluation_in_training_mode(patch: Patch) -> None:
     )
 
 
+def evaluation_without_a_flush(patch: Patch) -> None:
+    """An update that is made beside the next step is not finished before."""
+
+    def made(real: Any, engine: Engine, call: Any) -> Any:
+        with replaced(engine, "flush", nothing):
+            return real(engine, call)
+
+    around(patch, Engine, "_made", made)
+
+
+def modes_not_restored(patch: Patch) -> None:
+    def made(real: Any, engine: Engine, call: Any) -> Any:
+        found = real(engine, call)
+        engine.model.eval()
+        return found
+
+    around(patch, Engine, "_made", made)
+
+
+def tokens_of_own_rows(patch: Patch) -> None:
+    def evaluate(real: Any, engine: Engine, batch: Any) -> tuple[float, int]:
+        loss, _ = real(engine, batch)
+        return loss, engine._count(batch, engine.evaluated_rows)
+
+    around(patch, Engine, "evaluate", evaluate)
+
+
+def outputs_of_stand_ins(patch: Patch) -> None:
+    """Tokens reach no expert on a rank whose last batch had no rows."""
+    around(
+        patch,
+        Engine,
+        "outputs",
+        lambda real, engine, *args: (
+            setattr(engine.sharded.experts, "absent", engine.data_rank == 1),
+            real(engine, *args),
+        )[1],
+    )
+
+
+def buffers_not_loaded(patch: Patch) -> None:
+    def loading(real: Any, engine: Engine, *args: Any) -> Any:
+        return [
+            replace(box, tensor=box.tensor.clone()) if box.name.startswith("buffer/") else box
+            for box in real(engine, *args)
+        ]
+
+    around(patch, Engine, "loading", loading)
+
+
+def numbers_after_a_recomputation(patch: Patch) -> None:
+    """The generators go on from where the recomputation has left them."""
+
+    @contextmanager
+    def replay(generators: Generators, states: Any) -> Iterator[None]:
+        generators.set(states)
+        yield
+
+    patch.setattr(Generators, "replay", replay)
+
+
 MUTATIONS = (
     Mutation(
         "gradients of a skipped step stay",
@@ -280,6 +345,23 @@ MUTATIONS = (
         "parity",
         the_last_chunk_not_updated,
         "wide",
+    ),
+    Mutation(
+        "an evaluation without a flush",
+        "dp2 zero2 offload:optim-delayed=0",
+        "parity",
+        evaluation_without_a_flush,
+    ),
+    Mutation("modes not restored", "dp2 zero3", "parity", modes_not_restored, "training"),
+    Mutation("tokens of a rank's own rows", "dp2 zero1", "parity", tokens_of_own_rows),
+    Mutation("outputs of stand-ins", "dp2 ep2", "parity", outputs_of_stand_ins, "moe"),
+    Mutation("buffers not loaded", "dp2", "parity", buffers_not_loaded, "sigmoid"),
+    Mutation(
+        "numbers after a recomputation",
+        "recompute:full",
+        "parity",
+        numbers_after_a_recomputation,
+        "gpt",
     ),
     Mutation("one more sum in an evaluation", "dp2", "bytes", one_more_sum_in_an_evaluation),
     Mutation(
