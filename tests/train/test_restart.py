@@ -1,7 +1,12 @@
 """`--resume auto`: one command that begins a run, and continues it after every restart."""
 
+import os
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -14,19 +19,89 @@ from shardwise.train.prepare import Start
 from tests.train import killed, runs
 
 
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return free.getsockname()[1]
+
+
+HOSTS = ("10.231.7.1", "10.231.7.2")
+
+
+@contextmanager
+def two_hosts(hosts: int) -> Iterator[list[list[str]]]:
+    """What enters each host: nothing for one, or one of two network namespaces with a link."""
+    if hosts == 1:
+        yield [[]]
+        return
+    names = [f"sw{os.getpid()}{side}" for side in "ab"]
+    commands = [f"ip netns add {name}" for name in names]
+    commands.append(f"ip link add {names[0]} netns {names[0]} type veth peer {names[1]}")
+    commands.append(f"ip link set {names[1]} netns {names[1]}")
+    for name, address in zip(names, HOSTS, strict=True):
+        commands.append(f"ip -n {name} addr add {address}/24 dev {name}")
+        commands += [f"ip -n {name} link set {device} up" for device in ("lo", name)]
+    try:
+        for command in commands:
+            made = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+            if made.returncode:
+                pytest.skip(f"no network namespaces here: {command}: {made.stderr.strip()}")
+        yield [["ip", "netns", "exec", name] for name in names]
+    except FileNotFoundError:
+        pytest.skip("no network namespaces here: there is no command 'ip'")
+    finally:
+        for name in names:
+            with suppress(FileNotFoundError):
+                subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def restarted(
+    tmp_path: Path, given: config.Config, enters: list[list[str]], options: list[list[str]]
+) -> list[tuple[int, str, str]]:
+    """`killed` under one torchrun for each of `enters`, with its `options`."""
+    file = tmp_path / "config.toml"
+    file.write_text(config.dump(given))
+    program = [str(Path(killed.__file__)), "train", str(file), "--resume", "auto"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3"]
+    agents = [
+        subprocess.Popen(
+            [*enter, *launcher, *some, *program],
+            env=os.environ | {"KILLS": str(tmp_path / "kills")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for enter, some in zip(enters, options, strict=True)
+    ]
+    with ExitStack() as stack:
+        for agent in agents:
+            stack.enter_context(agent)
+            stack.callback(agent.kill)
+        with ThreadPoolExecutor() as readers:
+            texts = list(readers.map(lambda agent: agent.communicate(timeout=240), agents))
+        return [(agent.returncode, *text) for agent, text in zip(agents, texts, strict=True)]
+
+
 @pytest.mark.full
-def test_torchrun_restarts_end_in_the_undisturbed_curve(tmp_path: Path) -> None:
+@pytest.mark.parametrize("meeting", ["one agent", "two agents", "two hosts"])
+def test_torchrun_restarts_end_in_the_undisturbed_curve(tmp_path: Path, meeting: str) -> None:
     """A rank is killed before there is a checkpoint, and another time after: torchrun goes on."""
     straight = runs.run(runs.settings(tmp_path / "straight", "dp2 zero3 fp64"), 2)
     given = runs.settings(tmp_path / "run", "dp2 zero3 fp64")
-    file = tmp_path / "config.toml"
-    file.write_text(config.dump(given))
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    program = [str(Path(killed.__file__)), "train", str(file), "--resume", "auto"]
-    command = [sys.executable, "-m", *launcher, "--max-restarts", "3", *program]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "resumed after step 4" in done.stdout
+    options = [["--standalone", "--nproc-per-node", "2"]]
+    with two_hosts(2 if meeting == "two hosts" else 1) as enters:
+        if meeting != "one agent":
+            address = HOSTS[0] if meeting == "two hosts" else "127.0.0.1"
+            enters = enters if len(enters) == 2 else [[], []]
+            place = f"--rdzv-backend c10d --rdzv-endpoint {address}:{free_port()}"
+            hosts = [HOSTS if meeting == "two hosts" else ("127.0.0.1", "127.0.0.1")][0]
+            each = f"--nnodes 2 --nproc-per-node 1 --rdzv-id restart {place} --local-addr"
+            options = [f"{each} {own}".split() for own in hosts]
+        ended = restarted(tmp_path, given, enters, options)
+    for code, _, said in ended:
+        assert code == 0, said[-3000:]
+    assert any("resumed after step 4" in out for _, out, _ in ended)
+    assert (tmp_path / "kills").read_text() == "xx"
     found = read(given.folder)
     assert [(r.step, r.loss) for r in found] == [(r.step, r.loss) for r in straight]
 
