@@ -138,7 +138,7 @@ def test_two_processes_of_one_rank_are_told():
     first.join()
     assert isinstance(store, PrefixStore) and len(found) == 1
     with pytest.raises(InputError, match="two processes with rank 1 at one address"):
-        meet(start(1, port), Limits(start_s=5))
+        meet(start(1, port), Limits(start_s=1))
 
 
 def test_a_store_that_closes_is_no_raw_error():

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 import pytest
@@ -29,24 +29,21 @@ HOSTS = ("10.231.7.1", "10.231.7.2")
 
 
 @contextmanager
-def two_hosts(hosts: int) -> Iterator[list[list[str]]]:
-    """What enters each host: nothing for one, or one of two network namespaces with a link."""
-    if hosts == 1:
-        yield [[]]
-        return
+def two_hosts() -> Iterator[list[list[str]]]:
+    """What enters each of two network namespaces, which one link joins."""
     names = [f"sw{os.getpid()}{side}" for side in "ab"]
     commands = [f"ip netns add {name}" for name in names]
-    commands.append(f"ip link add {names[0]} netns {names[0]} type veth peer {names[1]}")
-    commands.append(f"ip link set {names[1]} netns {names[1]}")
+    commands.append(f"ip link add eth0 netns {names[0]} type veth peer eth0 netns {names[1]}")
     for name, address in zip(names, HOSTS, strict=True):
-        commands.append(f"ip -n {name} addr add {address}/24 dev {name}")
-        commands += [f"ip -n {name} link set {device} up" for device in ("lo", name)]
+        commands.append(f"ip -n {name} addr add {address}/24 dev eth0")
+        commands += [f"ip -n {name} link set {device} up" for device in ("lo", "eth0")]
     try:
         for command in commands:
             made = subprocess.run(command.split(), capture_output=True, text=True, check=False)
             if made.returncode:
                 pytest.skip(f"no network namespaces here: {command}: {made.stderr.strip()}")
-        yield [["ip", "netns", "exec", name] for name in names]
+        gloo = ["env", "GLOO_SOCKET_IFNAME=eth0"]
+        yield [["ip", "netns", "exec", name, *gloo] for name in names]
     except FileNotFoundError:
         pytest.skip("no network namespaces here: there is no command 'ip'")
     finally:
@@ -55,31 +52,42 @@ def two_hosts(hosts: int) -> Iterator[list[list[str]]]:
                 subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
 
 
-def restarted(
-    tmp_path: Path, given: config.Config, enters: list[list[str]], options: list[list[str]]
-) -> list[tuple[int, str, str]]:
-    """`killed` under one torchrun for each of `enters`, with its `options`."""
-    file = tmp_path / "config.toml"
-    file.write_text(config.dump(given))
-    program = [str(Path(killed.__file__)), "train", str(file), "--resume", "auto"]
+@contextmanager
+def agents(meeting: str) -> Iterator[list[list[str]]]:
+    """The command of each torchrun: one, two on this host, or two in namespaces of their own."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3"]
-    agents = [
-        subprocess.Popen(
-            [*enter, *launcher, *some, *program],
-            env=os.environ | {"KILLS": str(tmp_path / "kills")},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for enter, some in zip(enters, options, strict=True)
-    ]
+    if meeting == "one agent":
+        yield [[*launcher, "--standalone", "--nproc-per-node", "2"]]
+        return
+    addresses = HOSTS if meeting == "two hosts" else ("127.0.0.1", "127.0.0.1")
+    with two_hosts() if meeting == "two hosts" else nullcontext([[], []]) as enters:
+        place = f"--rdzv-backend c10d --rdzv-endpoint {addresses[0]}:{free_port()} --rdzv-id again"
+        each = f"--nnodes 2 --nproc-per-node 1 {place} --local-addr"
+        yield [
+            [*enter, *launcher, *each.split(), address, "--rdzv-conf", f"is_host={host}"]
+            for enter, address, host in zip(enters, addresses, (1, 0), strict=True)
+        ]
+
+
+def ended(commands: list[list[str]], kills: Path) -> list[tuple[int, str, str]]:
+    """Run the commands at once: exit code, output and error output of each."""
     with ExitStack() as stack:
-        for agent in agents:
-            stack.enter_context(agent)
-            stack.callback(agent.kill)
+        started = [
+            subprocess.Popen(
+                command,
+                env=os.environ | {"KILLS": str(kills)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for command in commands
+        ]
+        for each in started:
+            stack.enter_context(each)
+            stack.callback(each.kill)
         with ThreadPoolExecutor() as readers:
-            texts = list(readers.map(lambda agent: agent.communicate(timeout=240), agents))
-        return [(agent.returncode, *text) for agent, text in zip(agents, texts, strict=True)]
+            texts = list(readers.map(lambda each: each.communicate(timeout=240), started))
+        return [(each.returncode, *text) for each, text in zip(started, texts, strict=True)]
 
 
 @pytest.mark.full
@@ -88,20 +96,15 @@ def test_torchrun_restarts_end_in_the_undisturbed_curve(tmp_path: Path, meeting:
     """A rank is killed before there is a checkpoint, and another time after: torchrun goes on."""
     straight = runs.run(runs.settings(tmp_path / "straight", "dp2 zero3 fp64"), 2)
     given = runs.settings(tmp_path / "run", "dp2 zero3 fp64")
-    options = [["--standalone", "--nproc-per-node", "2"]]
-    with two_hosts(2 if meeting == "two hosts" else 1) as enters:
-        if meeting != "one agent":
-            address = HOSTS[0] if meeting == "two hosts" else "127.0.0.1"
-            enters = enters if len(enters) == 2 else [[], []]
-            place = f"--rdzv-backend c10d --rdzv-endpoint {address}:{free_port()}"
-            hosts = [HOSTS if meeting == "two hosts" else ("127.0.0.1", "127.0.0.1")][0]
-            each = f"--nnodes 2 --nproc-per-node 1 --rdzv-id restart {place} --local-addr"
-            options = [f"{each} {own}".split() for own in hosts]
-        ended = restarted(tmp_path, given, enters, options)
-    for code, _, said in ended:
+    file, kills = tmp_path / "config.toml", tmp_path / "kills"
+    file.write_text(config.dump(given))
+    program = [str(Path(killed.__file__)), "train", str(file), "--resume", "auto"]
+    with agents(meeting) as commands:
+        done = ended([[*command, *program] for command in commands], kills)
+    for code, _, said in done:
         assert code == 0, said[-3000:]
-    assert any("resumed after step 4" in out for _, out, _ in ended)
-    assert (tmp_path / "kills").read_text() == "xx"
+    assert any("resumed after step 4" in out for _, out, _ in done)
+    assert kills.read_text() == "xx"
     found = read(given.folder)
     assert [(r.step, r.loss) for r in found] == [(r.step, r.loss) for r in straight]
 
