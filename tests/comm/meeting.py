@@ -14,9 +14,13 @@ from shardwise.comm.world import init
 def main(what: str) -> None:
     world = init("cpu")
     all_reduce(torch.ones(1), world.everyone)
-    if world.rank == 1 and what == "stop":
+    signals = {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}
+    act, _, rank = what.partition(" ")
+    if act in signals and world.rank == int(rank):
         time.sleep(1)  # time for a beat that says where
-        os.kill(os.getpid(), signal.SIGSTOP)
+        os.kill(os.getpid(), signals[act])
+    if act == "kill":  # nobody waits for a message of the dead rank
+        time.sleep(60)
     if world.rank == 1 and what == "hang":
         time.sleep(60)
     all_reduce(torch.ones(1), world.everyone)

@@ -1,12 +1,14 @@
 """Ranks that our launcher does not start: they meet or say who is missing, and watch each other."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -31,7 +33,7 @@ def ended(
 ) -> list[tuple[int | None, str, str]]:
     """Run `ranks` of a world of `size`: exit code, output and error output of each.
 
-    A rank that does not end by itself has no exit code, and is killed when the first has ended.
+    A rank that is stopped has no exit code, comes last, and is killed when the others have ended.
     """
     port = free_port()
     shared = os.environ | {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost"} | variables
@@ -51,28 +53,38 @@ def ended(
         for process in started:
             stack.enter_context(process)
             stack.callback(process.kill)
-        first = started[0].communicate(timeout=60)
-        found: list[tuple[int | None, str, str]] = [(started[0].returncode, *first)]
-        for process in started[1:]:
-            code = None if what in ("stop", "hang") else process.wait(60)
+        found: list[tuple[int | None, str, str]] = []
+        stopped = [f"stop {rank}" == what for rank in ranks]
+        for process, never in sorted(zip(started, stopped, strict=True), key=itemgetter(1)):
+            code = None if never else process.wait(60)
             process.kill()
             found.append((code, *process.communicate()))
         return found
 
 
 @pytest.mark.full
-def test_a_rank_that_is_stopped_is_found_by_its_peers():
-    """Without a launcher of ours the rank before it says so, and ends."""
-    (code, _, said), _ = ended("stop", range(2), 2, SHARDWISE_FROZEN_S="1")
-    assert code == 1
-    assert said.startswith("rank 1 failed: its process ") and "is stopped" in said
-    assert "meeting.py" in said and said.count("\n") == 1
+@pytest.mark.parametrize("what", ["stop 1", "stop 0", "kill 2", "kill 0"])
+def test_a_rank_that_is_lost_ends_all_others(what: str):
+    """Without a launcher that kills: each says which rank was lost, one says where it was."""
+    lost = int(what[-1])
+    found = ended(what, range(4), 4, SHARDWISE_FROZEN_S="1")
+    others = [each for each in found if each[0] not in (None, -signal.SIGKILL)]
+    assert len(others) == 3
+    for code, _, said in others:
+        assert code == 1
+        assert f"rank {lost} failed: its pro" in said or (
+            lost == 0 and "on rank 0 or in its" in said
+        )
+    if lost:
+        assert sum(said.startswith(f"rank {lost} failed: its pro") for _, _, said in others) == 1
 
 
 def test_a_rank_that_hangs_is_found_by_its_peers():
     """Who has waited too long says where every rank is."""
-    (code, _, said), _ = ended("hang", range(2), 2, SHARDWISE_PATIENCE_S="2")
-    assert code == 1
+    (code, _, said), (other, _, short) = sorted(
+        ended("hang", range(2), 2, SHARDWISE_PATIENCE_S="2"), key=lambda each: -len(each[2])
+    )
+    assert code == other == 1 and "ends: rank 1 failed: rank 0 has waited for 2 s" in short
     assert said.startswith("rank 1 failed: rank 0 has waited for 2 s")
     assert all(f"rank {rank}: comm/meeting.py:" in said for rank in (0, 1))
 
