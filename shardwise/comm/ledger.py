@@ -49,11 +49,15 @@ class Tally:
 
 
 class Line:
-    """The running totals of one line.  Creating a Tally for each message would cost more."""
+    """The running totals of one line.  Creating a Tally for each message would cost more.
 
-    __slots__ = ("calls", "elements", "peers", "sent_bytes")
+    Errors of its messages name its axis and kind.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("axis", "calls", "elements", "kind", "peers", "sent_bytes")
+
+    def __init__(self, axis: str = "", kind: str = "") -> None:
+        self.axis, self.kind = axis, kind
         self.calls = self.elements = self.sent_bytes = self.peers = 0
 
     def add(self, x: Tensor, numel: int, peers: int = 1) -> None:
@@ -98,7 +102,7 @@ class Ledger:
         key = axis, kind, self.now
         line = self._lines.get(key)
         if line is None:
-            line = self._lines[key] = Line()
+            line = self._lines[key] = Line(axis, kind)
         line.calls += 1
         return line
 
