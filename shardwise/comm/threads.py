@@ -187,11 +187,19 @@ def on_threads(ranks: int, body: Callable[[int, Links], Any]) -> list[Any]:
             thread.start()
         for thread in threads:
             thread.join()
-    failures.sort(key=lambda f: isinstance(f[1], threading.BrokenBarrierError))
+    failures.sort(key=lambda f: _follows(f[1]))
     if failures:
         rank, error = failures[0]
         raise RankError(rank, f"{type(error).__name__}: {error}") from error
     return results
+
+
+def _follows(error: BaseException) -> bool:
+    """Whether another rank's failure is the cause of this error."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, threading.BrokenBarrierError):
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None
 
 
 @contextmanager

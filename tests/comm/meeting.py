@@ -6,7 +6,9 @@ import sys
 import time
 
 import torch
+from torch import nn
 
+import shardwise as sw
 from shardwise.comm.move import all_reduce
 from shardwise.comm.world import init
 
@@ -16,6 +18,12 @@ def main(what: str) -> None:
     all_reduce(torch.ones(1), world.everyone)
     signals = {"stop": signal.SIGSTOP, "kill": signal.SIGKILL}
     act, _, rank = what.partition(" ")
+    if act == "pipe":
+        model = sw.Pipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2, world=world)
+    if act in ("part", "pipe") and world.rank == 1:
+        os._exit(3)
+    if act == "pipe":
+        model(torch.ones(4, 2)).sum().backward()
     if act in signals and world.rank == int(rank):
         time.sleep(1)  # time for a beat that says where
         os.kill(os.getpid(), signals[act])

@@ -1,6 +1,7 @@
 """Ranks that our launcher does not start: they meet or say who is missing, and watch each other."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -94,6 +95,16 @@ def test_ranks_that_are_watched_end_in_peace():
     """The watch ends with the world, and says nothing."""
     for rank, (code, out, said) in enumerate(ended("end", range(2), 2, SHARDWISE_FROZEN_S="1")):
         assert (code, out, said) == (0, f"rank {rank} has ended\n", "")
+
+
+@pytest.mark.parametrize("what", ["part", "pipe"])
+def test_a_rank_that_loses_its_connection_names_the_other_end(what: str):
+    """Not the error of gloo alone: the rank, the call, and the line of the program."""
+    (code, _, said), _ = ended(what, range(2), 2, SHARDWISE_SHARED_MEMORY="0")
+    assert code == 1
+    assert re.search(
+        r"the connection to rank 1 failed in \w+ on axis \w+, called by .*main \(meeting.py:", said
+    )
 
 
 def test_ranks_that_do_not_start_are_named():
