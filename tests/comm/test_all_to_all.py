@@ -175,11 +175,12 @@ def test_counts_that_disagree_are_an_error_on_processes_and_no_hang(sent: int, e
 
 def call_other(world: World) -> str:
     """The error of each rank where one reduces 88 bytes and the other gathers 8."""
+    axis = world.on(Mesh((("ep", 2),))).axis("ep")
     try:
         if world.rank == 0:
-            all_reduce(torch.zeros(11, dtype=torch.float64), world.everyone)
-        all_gather(torch.zeros(1, dtype=torch.float64), world.everyone)
-        world.barrier()
+            all_reduce(torch.zeros(11, dtype=torch.float64), axis)
+        all_gather(torch.zeros(1, dtype=torch.float64), axis)
+        axis.transport.barrier()
     except RuntimeError as error:
         return str(error)
     return ""
