@@ -27,7 +27,9 @@ def main(what: str) -> None:
     if act in signals and world.rank == int(rank):
         time.sleep(1)  # time for a beat that says where
         os.kill(os.getpid(), signals[act])
-    if act == "kill":  # nobody waits for a message of the dead rank
+    if act == "sleep":
+        print("met", flush=True)
+    if act in ("kill", "sleep"):  # nobody waits for a message of the dead rank
         time.sleep(60)
     if world.rank == 1 and what == "hang":
         time.sleep(60)

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from operator import itemgetter
@@ -19,6 +20,7 @@ from shardwise.comm.limits import Limits
 from shardwise.comm.rendezvous import Start
 from shardwise.comm.start import meet
 from shardwise.core.errors import InputError
+from tests.comm.hosts import HOSTS, two_hosts
 
 ROOT = Path(__file__).parents[2]
 
@@ -78,6 +80,40 @@ def test_a_rank_that_is_lost_ends_all_others(what: str):
         )
     if lost:
         assert sum(said.startswith(f"rank {lost} failed: its pro") for _, _, said in others) == 1
+
+
+@pytest.mark.full
+def test_a_host_whose_link_is_down_ends_all_ranks():
+    """On both sides of the link, those beside the store too, with nobody to kill them."""
+    shared = os.environ | {"WORLD_SIZE": "4", "MASTER_ADDR": HOSTS[0], "SHARDWISE_FROZEN_S": "1"}
+    shared |= {"MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", "tests.comm.meeting", "sleep"]
+    with two_hosts() as enters, ExitStack() as stack:
+        ranks = [
+            subprocess.Popen(
+                [*enters[rank // 2], *command],
+                cwd=ROOT,
+                env=shared | {"RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(4)
+        ]
+        for process in ranks:
+            stack.enter_context(process)
+            stack.callback(process.kill)
+        assert all(process.stdout and process.stdout.readline() == "met\n" for process in ranks)
+        time.sleep(2)  # a heartbeat of each
+        subprocess.run([*enters[0], "ip", "link", "set", "eth0", "down"], check=True)
+        said = [process.communicate(timeout=40)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [1] * 4
+    for text in said[:2]:
+        assert re.search(
+            "rank [23] failed: its process .* another host, which is frozen or un", text
+        )
+    for text in said[2:]:
+        assert "on rank 0 or in its launcher" in text or "rank 0 failed: its process" in text
 
 
 def test_a_rank_that_hangs_is_found_by_its_peers():
