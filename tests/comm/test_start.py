@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from operator import itemgetter
 from pathlib import Path
@@ -198,6 +199,26 @@ def test_two_processes_of_one_rank_are_told():
     assert isinstance(store, PrefixStore) and len(found) == 1
     with pytest.raises(InputError, match="two processes with rank 1 at one address"):
         meet(start(1, port), Limits(start_s=1))
+
+
+def test_each_meeting_at_an_agents_store_is_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    """Whoever comes first, no rank reads the id of an earlier meeting, or waits for a dead rank."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    starts = [start(rank, server.port) for rank in range(2)]
+    with pytest.raises(InputError, match="and rank 0 did not start"):
+        meet(starts[1], Limits(start_s=1))  # its question stays, as that of a killed rank
+    for first in (0, 1, 0):
+        with ThreadPoolExecutor() as ranks:
+            early = ranks.submit(meet, starts[first], Limits(start_s=20))
+            time.sleep(0.3)
+            late = ranks.submit(meet, starts[1 - first], Limits(start_s=20))
+            stores = early.result(), late.result()
+        assert all(isinstance(store, PrefixStore) and not store.check(["x"]) for store in stores)
+        stores[0].set("x", str(first))
+        assert stores[1].get("x").decode() == str(first)
+    with pytest.raises(InputError, match="two processes with rank 1 at one address"):
+        meet(starts[1], Limits(start_s=1))
 
 
 def test_a_store_that_closes_is_no_raw_error():
