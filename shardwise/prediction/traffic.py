@@ -220,7 +220,7 @@ def row_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
             step = price(S(0), I, gather.numel, many // few)
             size = round(step.sent) * ELEMENT_BYTES[gather.dtype]
             tariff.add(Line(f"rows{few}-{many}", step.what, gather.phase), size)
-    if model.row_gathers:
+    if len(plan.tensor_degrees) > 1:
         step = price(S(0), R, plan.microbatches * plan.size, plan.size)
         tariff.add(Line("world", step.what, "check"), round(step.sent) * CONSENSUS_BYTES)
     return tariff.sent_bytes
