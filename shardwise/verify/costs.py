@@ -88,6 +88,10 @@ class Costs:
             return self
         return replace(self, theory=by_kind(theory), counted=by_kind(counted), hold=False)
 
+    def noting(self, note: str) -> "Costs":
+        """The costs with one more note, if it says something."""
+        return replace(self, notes=(*self.notes, note)) if note else self
+
 
 def _short(prediction: Prediction) -> bool:
     return prediction.plan.precision in ("bf16", "fp16")

@@ -53,6 +53,7 @@ from shardwise.verify.limits import without_dropout
 from shardwise.verify.loads import Routed
 from shardwise.verify.masks import compare_masks, recomputes
 from shardwise.verify.memory import attributes, over_steps
+from shardwise.verify.moments import Foreseen
 from shardwise.verify.options import Options
 from shardwise.verify.oracle import Oracle
 from shardwise.verify.oracles import LOSS_SCALE, Oracles, is_asynchronous, oracles_of
@@ -114,7 +115,13 @@ def _prove(
     def loads(step: int) -> Sequence[Loads]:
         return routed.step(equal_batch(trainable, engine, step), SEED + step)
 
-    return found.with_costs(over_steps(engine, live, batch, theory, own, loads))
+    def foresee(prediction: Prediction, batch: Any) -> Foreseen:
+        with BUILDING:
+            plain, chosen = trainable.plain(), build_options(trainable, plan, options)
+            del chosen["optimizer"]
+            return Foreseen.of(prediction, plain, batch, **chosen)
+
+    return found.with_costs(over_steps(engine, live, batch, theory, own, loads, foresee))
 
 
 def equal_batch(trainable: Trainable, engine: Engine, step: int) -> Any:
