@@ -165,12 +165,28 @@ class Meter(TorchDispatchMode):
         for leaf in pytree.tree_leaves(made):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                 tracked = self.storages.get(leaf.untyped_storage()._cdata)
-                if tracked is None:
+                if tracked is None and not self._elsewhere(leaf, args):
                     place = place or Place("activations", self._running(), self._tier(args))
                     tracked = self._track(leaf, place, str(func))
                 if tracked is not None and self.engine.world.tiers.of(leaf) == "device":
                     growth += tracked.growth_bytes()
         return growth
+
+    def _elsewhere(self, x: Tensor, args: Any) -> bool:
+        """Whether `x` is memory of the device that an argument has and that was made elsewhere.
+
+        That is the batch, or what another rank in this process sends.
+        """
+        key = x.untyped_storage()._cdata
+        strided = (
+            y
+            for y in pytree.tree_leaves(args)
+            if isinstance(y, Tensor) and y.layout == torch.strided
+        )
+        return (
+            any(y.untyped_storage()._cdata == key for y in strided)
+            and self.engine.world.tiers.of(x) == "device"
+        )
 
     def _look(self) -> None:
         every = self.now()
