@@ -11,7 +11,9 @@ each event of prediction/timeline.py:
                           what the plain pass has beside them; all but `temporary` is at most the
                           predicted peak (prediction/peak.py)
     other pipelines       what autograd keeps is at most the predicted activations
-    on the host           activations are at most the predicted ones, and none is left at the end
+    on the host           activations are at most the predicted ones
+    at the update         of activations none is left; there may be a copy of all gradients, and
+                          messages of weights
 
 The activations of layers of experts depend on the tokens, and are not compared.
 """
@@ -32,7 +34,7 @@ from shardwise.prediction.timeline import PREDICTED, TEMPORARY, Event, Mark, unp
 
 #: Events at which messages of the update may be under way, which hold copies of weights.
 UPDATE = ("update", "end")
-#: The most tensors smaller than this are not looked for.
+#: Fewer bytes are not looked for: flags, sums, the padding of gradients.
 SLACK_BYTES = SMALL_BYTES
 
 
@@ -55,7 +57,7 @@ class Moments:
     def at_most(self, name: str, read: int, most: int) -> None:
         """Compare a number with its bound."""
         if read > most + SLACK_BYTES:
-            self.read[name], self.theory[f"{name}"] = read, most
+            self.read[name], self.theory[name] = read, most
 
 
 @dataclass(frozen=True)
@@ -94,11 +96,21 @@ class Foreseen:
             for event in seen.events:
                 name = f"kept at {event}"
                 moments.at_most(name, event.by_category["kept"], self.found.activations)
+        for event in (event for event in seen.events if event.kind in UPDATE):
+            name = f"{TEMPORARY} at {event}"
+            moments.at_most(name, _sum(event, ("kept", TEMPORARY)), self._copies_bytes)
         if not self.experts:
             for event, on_host in zip(seen.events, seen.on_host, strict=True):
                 most = 0 if event.kind in UPDATE else self.found.host_activations
                 moments.at_most(f"activations on the host at {event}", on_host, most)
         return moments
+
+    @property
+    def _copies_bytes(self) -> int:
+        """A copy of all gradients and a message of all weights, which may be in 32 bits."""
+        tiers = self.found.memory, self.found.host_memory
+        wide = 2 if self.found.plan.precision in ("bf16", "fp16") else 1
+        return wide * sum(one["parameters"] + one["gradients"] for one in tiers)
 
     def _events(self, moments: Moments, events: Sequence[Event]) -> None:
         """Each event of a predicted timeline."""
