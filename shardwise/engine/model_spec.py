@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.world import Axis, World, traced
 from shardwise.core.errors import bad
+from shardwise.core.expert_moves import Loads
 from shardwise.core.mesh import Mesh
 from shardwise.core.model_spec import (
     Bundles,
@@ -75,11 +76,13 @@ def model_spec(
     counts: Sequence[Counts] | None = None,
     *,
     whole: bool = False,
+    loads: Sequence[Loads] = (),
 ) -> ModelSpec:
     """The plain model, with the units, stages and precision of `plan`.
 
     `rank` matters if tensor ranks have parts of several sizes. `counts`: the rows of data ranks in
     each microbatch, for layers with their own mesh. `whole`: the batch is one, to be evaluated.
+    `loads`: of the experts in each microbatch, on which the activations in host memory depend.
     """
     plain, dtype = plain_copy(model, plan), DTYPES[plan.precision]
     parts = computed_parts(batch, 1 if whole else plan.microbatches, plan.cut, options["rows"])
@@ -122,9 +125,30 @@ def model_spec(
     if table is None:
         runs = by_shape(parts, record)
         how = {"expert_moves": tuple(run.moves for run in runs), "run": runs[0]}
-        spec = replace(spec, **how, tapes=tuple(run.tape for run in runs) if hosted else ())
-        return replace(spec, recomputed=_chosen(spec, plan, kinds))
-    return _with_table(spec, (plan, rank, table), (plain, record, call), parts)
+        how |= {"tapes": tuple(run.tape for run in runs) if hosted else ()}
+        spec = replace(spec, **how)
+        spec = replace(spec, recomputed=_chosen(spec, plan, kinds))
+    else:
+        spec = _with_table(spec, (plan, rank, table), (plain, record, call), parts)
+    if not (hosted and loads):
+        return spec
+    every = zip(parts, loads, strict=True)
+    passes = [_loaded(spec.run, (plan, rank, table), (plain, call), *one) for one in every]
+    return replace(spec, run=passes[0], tapes=tuple(run.tape for run in passes))
+
+
+def _loaded(
+    run: ModelPass,
+    under: tuple[Plan, int, Table | None],
+    how: tuple[nn.Module, Call],
+    part: Any,
+    loads: Loads,
+) -> ModelPass:
+    """`run` with the tape of a microbatch whose experts have these loads."""
+    (plan, rank, table), (plain, call) = under, how
+    laid_out = on_tensor_axis(plain, plan, rank, table)
+    expert_parallel.assume_loads(laid_out, rank, plan, loads)
+    return meta_pass.with_tape(run, laid_out, call, part)
 
 
 def _with_table(

@@ -7,7 +7,6 @@ from shardwise.comm.ledger import Key, Tally
 from shardwise.core.expert_moves import Loads
 from shardwise.engine.engine import Engine
 from shardwise.prediction.experts import EVEN
-from shardwise.prediction.peak import device_peak_bytes
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.traffic import Line, by_kind
 
@@ -25,9 +24,9 @@ class Costs:
     """The bytes of one step, by axis and kind: of the first step that differs, else of the last.
 
     `hold`: in every step so far, each line of the ledger equals its prediction, in each phase.
-    `activations` are the predicted bytes that autograd keeps, and `peak_bytes` the most that is
-    stored on the device, under a plan with offload. `notes` name parts of the prediction
-    that depend on values.
+    `activations` are the predicted bytes that autograd keeps. `peak_bytes` is the most that is
+    stored on the device at a moment of a step but for temporary bytes, or a bound on it, and
+    `peak_read` the same as measured. `notes` name parts of the prediction that depend on values.
     """
 
     theory: dict[str, int] = field(default_factory=dict[str, int])
@@ -36,6 +35,7 @@ class Costs:
     activations: int = 0
     notes: tuple[str, ...] = ()
     peak_bytes: int = 0
+    peak_read: int = 0
 
     def after(
         self,
@@ -70,8 +70,7 @@ class Costs:
         same = all(a <= by_kind(counted).get(name, 0) <= b for name, (a, b) in between.items())
         theory, counted = (_without(lines, between) for lines in (theory, counted))
         same = same and theory == counted
-        peak = 0 if prediction.plan.offload is None else device_peak_bytes(prediction)
-        return Costs(by_kind(theory), by_kind(counted), same, prediction.activations, notes, peak)
+        return Costs(by_kind(theory), by_kind(counted), same, prediction.activations, notes)
 
     def of_evaluation(
         self, sent: Mapping[Key, Tally], prediction: Prediction, loads: Sequence[Loads]
@@ -88,9 +87,10 @@ class Costs:
             return self
         return replace(self, theory=by_kind(theory), counted=by_kind(counted), hold=False)
 
-    def noting(self, note: str) -> "Costs":
-        """The costs with one more note, if it says something."""
-        return replace(self, notes=(*self.notes, note)) if note else self
+    def within(self, peak: tuple[int, int], note: str) -> "Costs":
+        """The costs with the peak of a step, by theory and as read, and a note on it or ""."""
+        notes = (*self.notes, note) if note else self.notes
+        return replace(self, notes=notes, peak_bytes=peak[0], peak_read=peak[1])
 
 
 def _short(prediction: Prediction) -> bool:

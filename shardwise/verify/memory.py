@@ -83,7 +83,8 @@ def over_steps(
     strays, costs, moments = "", Costs(), Moments()
     for step in range(1, READ_AFTER[-1] + 1):
         share = batch(step)
-        prediction, routed = predicted(share), loads(step)
+        routed = loads(step)
+        prediction = predicted(share, None, routed)
         measured = foresee is not None and step == MEASURED_STEP
         with live, measuring(engine, share, peaks=False) if measured else nullcontext() as seen:
             engine.step(share)
@@ -108,7 +109,12 @@ def over_steps(
             read[f"in no category, {when}"] = sum(stray.stored_bytes for stray in left)
             theory[f"in no category, {when}"] = 0
             strays = strays or _words(left, when)
-    return Memory(read | moments.read, theory | moments.theory, strays, costs.noting(moments.note))
+    return Memory(
+        read | moments.read,
+        theory | moments.theory,
+        strays,
+        costs.within(moments.peak, moments.note),
+    )
 
 
 def _restore(model: nn.Module, built: Attributes, own: Collection[tuple[str, str]]) -> None:

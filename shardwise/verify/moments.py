@@ -4,9 +4,9 @@ Between two steps no activation, no gathered weight and no gradient in flight is
 is kept from the forward to the backward pass is seen within a step only. One step is measured at
 each event of prediction/timeline.py:
 
-    timeline predicted    each category at each event equals the prediction; `temporary` is at most
-                          what the plain pass has beside kept activations, a copy of each gradient
-                          in flight, and 1 KiB
+    timeline predicted    each category at each event equals the prediction, `kept` within 1 KiB;
+                          `temporary` is at most what the plain pass has beside kept activations, a
+                          copy of each gradient in flight, and 1 KiB; on a tensor axis at each loss
     other plans           at each loss the activations are at most those that autograd keeps and
                           what the plain pass has beside them; all but `temporary` is at most the
                           predicted peak (prediction/peak.py)
@@ -40,18 +40,20 @@ SLACK_BYTES = SMALL_BYTES
 
 @dataclass
 class Moments:
-    """Bytes of a step by name, read and predicted: the peak, and what is not as predicted.
+    """Bytes of a step that are not as predicted by name, read and predicted.
 
+    `peak` is the most at an event but for temporary bytes, by theory (or its bound) and as read.
     `note` says what of the step is not predicted, or is empty.
     """
 
     read: dict[str, int] = field(default_factory=dict[str, int])
     theory: dict[str, int] = field(default_factory=dict[str, int])
+    peak: tuple[int, int] = (0, 0)
     note: str = ""
 
-    def equal(self, name: str, read: int, theory: int) -> None:
-        """Compare two numbers, and show them if they differ."""
-        if read != theory:
+    def equal(self, name: str, read: int, theory: int, slack: int = 0) -> None:
+        """Compare two numbers, and show them if they differ by more than `slack`."""
+        if abs(read - theory) > slack:
             self.read[name], self.theory[name] = read, theory
 
     def at_most(self, name: str, read: int, most: int) -> None:
@@ -115,13 +117,14 @@ class Foreseen:
     def _events(self, moments: Moments, events: Sequence[Event]) -> None:
         """Each event of a predicted timeline."""
         names = [name for name in PREDICTED if name != "kept" or not self.experts]
-        totals = [[_sum(one, names) for one in every] for every in (events, self.events)]
-        moments.read["peak of a step"], moments.theory["peak of a step"] = map(max, totals)
+        theory, read = (max(_sum(e, names) for e in every) for every in (self.events, events))
+        moments.peak = theory, read
         moments.equal("moments of a step", len(events), len(self.events))
         for event, foreseen in zip(events, self.events, strict=False):
             for name in names:
                 read, theory = event.by_category[name], foreseen.by_category[name]
-                moments.equal(f"{name} at {event}", read, theory)
+                slack = SLACK_BYTES if name == "kept" else 0
+                moments.equal(f"{name} at {event}", read, theory, slack)
             if self.found.plan.pipeline is None and not self._lets(event):
                 read, most = event.by_category[TEMPORARY], foreseen.temporary_most
                 moments.at_most(f"{TEMPORARY} at {event}", read, most)
@@ -129,15 +132,16 @@ class Foreseen:
     def _lets(self, event: Event) -> bool:
         """Whether the temporary bytes of an event are not bounded.
 
-        A style may gather the input of a layer before its event.
+        On a tensor axis messages may be under way at all events but the loss.
         """
-        gathers = event.kind == "forward" and self.found.plan.mesh.size_of("tp") > 1
+        gathers = event.kind != "loss" and self.found.plan.mesh.size_of("tp") > 1
         return self.experts or event.kind in UPDATE or gathers
 
     def _bounded(self, moments: Moments, events: Sequence[Event]) -> None:
         """Each event of a plan whose timeline is not predicted."""
         lasting = [name for name in PREDICTED if name != "kept" or not self.experts]
         most = device_peak_bytes(self.found)
+        moments.peak = most, max(_sum(event, lasting) for event in events)
         for event in events:
             moments.at_most(f"all but temporary at {event}", _sum(event, lasting), most)
         losses = [event for event in events if event.kind == "loss"]

@@ -149,9 +149,15 @@ def theory_of(
     chosen = build_options(trainable, plan, options or Options(), model)
     predictor = Predictor(model, plan, rank=rank, ranks=plan.size, clip=clip, **chosen)
 
-    def of(batch: Any, rows: Sequence[Counts] | None = None, *, whole: bool = False) -> Prediction:
+    def of(
+        batch: Any,
+        rows: Sequence[Counts] | None = None,
+        loads: Sequence[Loads] = (),
+        *,
+        whole: bool = False,
+    ) -> Prediction:
         with BUILDING:  # a pass on the meta device restores the global generator
-            return predictor.of(batch, rows, whole=whole)
+            return predictor.of(batch, rows, loads, whole=whole)
 
     return of
 

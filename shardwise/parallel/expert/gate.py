@@ -29,6 +29,7 @@ from shardwise.parallel.expert.global_batch import GlobalBatch
 from shardwise.parallel.expert.losses import GateOutput, losses_of
 from shardwise.parallel.expert.routing import (
     Routing,
+    assumed_loads,
     capacity_of,
     even_counts,
     gather_facts,
@@ -240,7 +241,8 @@ class Gate:
         places = gates.expert_choice(torch.cat(every), taken)
         mine = places.split(sizes)[batch.rank]
         if logits.is_meta:
-            loads = even_counts(taken, batch.ranks).view(-1, 1).expand(-1, self.experts)
+            even = even_counts(taken, batch.ranks).view(-1, 1).expand(-1, self.experts)
+            loads = assumed_loads(batch, even)
         else:
             loads = torch.stack([(part >= 0).sum(0) for part in places.split(sizes)]).cpu()
         weights = scores * (mine >= 0)

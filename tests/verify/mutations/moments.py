@@ -104,9 +104,7 @@ MUTATIONS = (
         "a second copy of what is gathered in backward",
         *("dp2 zero3", "memory", a_second_copy_in_backward, "gpt"),
     ),
-    Mutation(
-        "inputs kept whole", "tp2 recompute:partitioned", "memory", inputs_kept_whole, "gpt"
-    ),
+    Mutation("inputs kept whole", "tp2 recompute:partitioned", "memory", inputs_kept_whole, "gpt"),
     Mutation(
         "copies on the host not dropped",
         *("dp2 activations:host", "memory", host_copies_not_dropped, "gpt"),
