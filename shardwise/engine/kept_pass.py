@@ -73,6 +73,7 @@ class Saved:
         forward = module.forward
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            """The forward of the module."""
             inputs = _Inputs([x.detach() for x in tensors_in((args, kwargs))])
             self.inputs.add(inputs)
 

@@ -122,18 +122,30 @@ def model_spec(
         passes = LayerPasses(plans, plan, rank, (*begin, *plans.outside(kinds)))
         rows = list(zip(parts, passes.counts(parts, counts, options["rows"]), strict=True))
         return _with_meshes(spec, passes, table, (plain, record, call), rows)
-    if table is None:
-        runs = by_shape(parts, record)
-        how = {"expert_moves": tuple(run.moves for run in runs), "run": runs[0]}
-        how |= {"tapes": tuple(run.tape for run in runs) if hosted else ()}
-        spec = replace(spec, **how)
-        spec = replace(spec, recomputed=_chosen(spec, plan, kinds))
+    return _with_one_mesh(spec, (plan, rank, table), (plain, record, call), parts, loads)
+
+
+def _with_one_mesh(
+    spec: ModelSpec,
+    under: tuple[Plan, int, Table | None],
+    how: tuple[nn.Module, Callable[..., ModelPass], Call],
+    parts: Sequence[Any],
+    loads: Sequence[Loads],
+) -> ModelSpec:
+    """The spec of a model under a plan, on a rank, perhaps with a table of styles."""
+    (plan, rank, table), (plain, record, call) = under, how
+    if table is not None:
+        spec = _with_table(spec, (plan, rank, table), how, parts)
     else:
-        spec = _with_table(spec, (plan, rank, table), (plain, record, call), parts)
-    if not (hosted and loads):
+        runs = by_shape(parts, record)
+        moves = tuple(run.moves for run in runs)
+        tapes = tuple(run.tape for run in runs) if spec.on_host else ()
+        spec = replace(spec, expert_moves=moves, run=runs[0], tapes=tapes)
+        spec = replace(spec, recomputed=_chosen(spec, plan, dict(spec.recomputed)))
+    if not (spec.on_host and loads):
         return spec
     every = zip(parts, loads, strict=True)
-    passes = [_loaded(spec.run, (plan, rank, table), (plain, call), *one) for one in every]
+    passes = [_loaded(spec.run, under, (plain, call), *one) for one in every]
     return replace(spec, run=passes[0], tapes=tuple(run.tape for run in passes))
 
 
