@@ -31,7 +31,8 @@ class Part:
 
     `parallel` is that of the parallel run, `alone` that of one process in the same precision.
     `exact` is the sum of squares of the values, `along` the sum of error times value of the
-    parallel run, `rounds` the unit roundoff of the precision.
+    parallel run, `rounds` the unit roundoff of the precision. `independent` is about how many
+    roundings determine `alone` (rounding.py).
     """
 
     name: str
@@ -42,6 +43,7 @@ class Part:
     along: float
     rounds: float
     replica: int = 0
+    independent: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -6,15 +6,19 @@ parallel run has a slightly larger error, because a rank rounds its share of a g
 is rounded again: by a factor of sqrt(2) if the error of one process is only its last rounding, and
 by a few percent in most tensors, where the error comes from all layers in between.
 
-In the following, "alone" is the error of one process. The norm of the error of n elements has a
-relative uncertainty of about 1/sqrt(n); it is larger in practice, because neighbours in a row or a
-column share the rounding of one activation.
+In the following, "alone" is the error of one process. Both errors are sums of n independent
+roundings (`independent` of difference.py): fewer than a tensor has elements, because those of a row
+or a column share the rounding of one activation, and because the largest values count most. The
+logarithm of the ratio of two such norms varies by 1/sqrt(n), and the component of an error along
+the values by sqrt(3/n) of its norm. A proof compares hundreds of tensors, so four of these are
+allowed, beside the factor sqrt(2):
 
     many     1024 elements or more: for each tensor, and for each rank's part of it,
-                 norm(parallel error)                       <= 1.5  norm(alone)
-                 its component along the exact values       <= 0.75 norm(alone)
-    few      fewer elements: the first rule for all such tensors of a kind together, each relative
-             to its alone; and for each tensor, with 4 instead of 1.5
+                 norm(parallel error)         <= max(1.5, sqrt(2) exp(4 / sqrt(n))) norm(alone)
+                 its component along the exact values
+                                              <= max(0.75, sqrt(2) 4 sqrt(3/n)) norm(alone)
+    few      fewer elements: 1.5 for all such tensors of a kind together, each relative to its
+             alone; and for each tensor the first rule, with 4 instead of 1.5
     noise    alone is half of the tensor or more (the bias of attention keys, whose exact gradient
              is zero): 10 instead of 1.5
 
@@ -39,6 +43,7 @@ from shardwise.verify.finding import NEVER, Errors, Part, Parts
 MOST = 1.5
 MOST_ALONG, MOST_OF_FEW, MOST_OF_NOISE = 0.75, 4.0, 10.0
 ENOUGH, NOISE = 1024, 0.5
+SIGMAS = 4.0  # beyond which no error of a right run is
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,14 @@ class _Sum:
     @property
     def noise(self) -> bool:
         return self.alone >= NOISE * self.exact
+
+    @property
+    def independent(self) -> float:
+        """How many roundings determine `alone`, of parts that share none."""
+        total = sum(part.alone for part in self.parts)
+        shares = sum(part.alone**2 / part.independent for part in self.parts)
+        known = total > 0 and math.isfinite(shares) and shares > 0
+        return total**2 / shares if known else sum(part.independent for part in self.parts)
 
     @property
     def floor(self) -> float:
@@ -116,7 +129,8 @@ def _pooled(few: Sequence[_Sum]) -> tuple[float, float]:
     usual = math.sqrt(sum(s.elements * _of(s.floor, s.exact) ** 2 for s in few) / elements)
     ratios = [(s.elements, _of(s.parallel, max(s.floor, usual * s.exact))) for s in few]
     squares = sum(n * ratio * ratio for n, ratio in ratios)  # a power would raise where it is huge
-    bound = MOST if elements >= ENOUGH else MOST_OF_FEW
+    usually = sorted(s.independent for s in few)[len(few) // 2]  # all may share a rounding before
+    bound = MOST if elements >= ENOUGH else _most(MOST_OF_FEW, usually)
     return min(NEVER, math.sqrt(squares / elements) * MOST / bound), usual
 
 
@@ -124,8 +138,16 @@ def _score(s: _Sum, usual: float) -> float:
     if s.noise and s.alone:
         return _of(s.parallel, s.alone) * MOST / MOST_OF_NOISE
     if s.elements < ENOUGH:
-        return _of(s.parallel, max(s.floor, usual * s.exact)) * MOST / MOST_OF_FEW
-    return max(_of(s.parallel, s.floor), _of(s.along, s.floor) * MOST / MOST_ALONG)
+        most = _most(MOST_OF_FEW, s.independent)
+        return _of(s.parallel, max(s.floor, usual * s.exact)) * MOST / most
+    along = max(MOST_ALONG, math.sqrt(2) * SIGMAS * math.sqrt(3 / s.independent))
+    most = _most(MOST, s.independent)
+    return max(_of(s.parallel, s.floor) * MOST / most, _of(s.along, s.floor) * MOST / along)
+
+
+def _most(least: float, independent: float) -> float:
+    """The bound on a ratio of norms of so many independent errors, at least `least`."""
+    return max(least, math.sqrt(2) * math.exp(SIGMAS / math.sqrt(independent)))
 
 
 def _of(a: float, b: float) -> float:
