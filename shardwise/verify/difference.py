@@ -67,6 +67,7 @@ def _part(box: Box, expected: Expected, unit: float) -> Part:
     alone = _within(expected.alone[name], box).double() - exact
     if expected.start is not None:
         exact = exact - _within(expected.start[name], box).double()
+    twice = 2 if _key(name).endswith("_sq") else 1  # a square has twice the error
     return Part(
         name,
         exact.numel(),
@@ -74,9 +75,9 @@ def _part(box: Box, expected: Expected, unit: float) -> Part:
         alone=_squares(alone),
         exact=_squares(exact),
         along=_number(float((parallel * exact).sum())),
-        rounds=unit * (2 if _key(name).endswith("_sq") else 1),
+        rounds=unit * twice,
         replica=box.replica,
-        independent=min(independent(alone), independent(exact)),
+        independent=min(independent(alone), independent(exact)) / twice,
     )
 
 
