@@ -156,6 +156,7 @@ def theory_of(
         *,
         whole: bool = False,
     ) -> Prediction:
+        """The prediction for this rank's share of a batch, as `Predictor.of`."""
         with BUILDING:  # a pass on the meta device restores the global generator
             return predictor.of(batch, rows, loads, whole=whole)
 
