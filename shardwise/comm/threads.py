@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.transport import Links, Pending, Transport
-from shardwise.core.errors import RankError
+from shardwise.core.errors import RankError, causes
 
 PATIENCE_S = 60.0  # after this time a wait is a hang, and raises
 
@@ -196,10 +196,7 @@ def on_threads(ranks: int, body: Callable[[int, Links], Any]) -> list[Any]:
 
 def _follows(error: BaseException) -> bool:
     """Whether another rank's failure is the cause of this error."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, threading.BrokenBarrierError):
-        cause = cause.__cause__ or cause.__context__
-    return cause is not None
+    return any(isinstance(each, threading.BrokenBarrierError) for each in causes(error))
 
 
 @contextmanager

@@ -57,6 +57,8 @@ class Transport(ABC):
     Only a transport returned by `with_ledger` can send.
     """
 
+    #: whether the other ranks take part; if not, each is assumed to send what this one sends
+    answered = True
     rank: int
     size: int
     axis: str

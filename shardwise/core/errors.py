@@ -4,7 +4,7 @@ The text states three facts: what was given, what is allowed, and what to write 
 should be able to continue without opening the documentation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -20,6 +20,16 @@ class InputError(ValueError):
     """
 
     problems: "tuple[Problem, ...]" = ()
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, its cause or context, the cause of that, and so on; a chain may be a circle."""
+    seen: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and not any(each is one for one in seen):
+        seen.append(each)
+        yield each
+        each = each.__cause__ or each.__context__
 
 
 class RunError(RuntimeError):

@@ -189,8 +189,8 @@ def _with_weights(engine: Engine, given: Plain, dtype: torch.dtype | None) -> nn
         name: b for name, b in plain.named_buffers() if name in persistent
     }
     for name, held in ((name, t.data) for name, t in tensors.items() if t.numel()):
-        value = held.contiguous() if world.rank else state[name].to(held).contiguous()
-        held.copy_(broadcast(value, world.everyone))
+        value = held if world.rank else state[name].to(held.device, held.dtype)
+        held.copy_(broadcast(value.contiguous(), world.everyone))
     return plain
 
 

@@ -47,9 +47,10 @@ class SameOnRanks:
         self.sent: dict[str, Any] = {}  # the options that the ranks compare
         self.weighs = False  # whether they compare weights too
         shard, replicate = axes
-        self.rank, self.ranks = replicate.rank * shard.size + shard.rank, 1
-        for axis in axes:
-            self.ranks *= axis.size
+        self.rank = replicate.rank * shard.size + shard.rank
+        self.ranks = shard.size * replicate.size
+        #: in a traced world all ranks are this one, and their contributions would not sum to 0
+        self.compares = any(axis.transport.answered for axis in axes)
         # not those of experts and of layers with another mesh, and none that another tier updates
         own = [f for f in flats if f.shard_axis is shard and f.replicate_axis is replicate]
         own = [f for f in own if f.moves.fetch is None]
@@ -59,6 +60,8 @@ class SameOnRanks:
     def difference(self, step: int) -> int | Tensor:
         """This rank's contribution in step `step`, from 0; a double on the device with weights."""
         self.sent, self.options = self.options, {}
+        if not self.compares:
+            return 0
         self.weighs = self.every > 0 and step % self.every == 0
         digest = blake2b(repr(sorted(self.sent.items())).encode(), digest_size=7).digest()
         own = self._share(self.rank, self.ranks) * (int.from_bytes(digest, "big") % self.hashes)
