@@ -11,6 +11,7 @@ from typing import Any
 from shardwise.core.errors import bad
 from shardwise.core.suggest import suggest
 
+MOST_SEED = 2**63 - 1  # of torch's generators
 MAX_CHARS = 60  # characters of a value shown in an error
 
 

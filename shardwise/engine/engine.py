@@ -69,12 +69,14 @@ class Engine:
         self.rows, self.evaluated_rows = shares.Rows(build.rows), shares.Rows(build.rows)
         pipeline, every = self.staging and self.staging.axis, training.check_every
         self.consensus.same.every = every
+        self.consensus.same.others = [self.tensors.axis, *([pipeline] if pipeline else [])]
         self.consistency = ConsistencyCheck(self.tensors, pipeline, self.world.device, every)
         self.passes = self._passes()
         with self.ledger.phase("start"):
             self.optimizer = ShardedOptimizer(
                 training.optimizer, self.flats, self.world.tiers, disk
             )
+        self.consensus.same.add_masters(self.optimizer.compared_masters)
         self.scale = LossScale(on=self.plan.precision == "fp16")
         self.guard, self.updates = self._guarded()
         self.steps = 0  # of the run
@@ -238,20 +240,20 @@ class Engine:
         first = [unit for unit in (next(arriving, None),) if unit is not None]
         with self.ledger.phase("check"):
             sums = agreed.wait()
-            sums[:1] = self._over_stages(sums[:1])  # known on the last stage
-            sums[:1] = self.guard.over_tensors(sums[:1])
+            own = torch.cat([sums[:1], self.consensus.differing(sums)])
+            # the loss is known on the last stage
+            sums[:1], differs = self.guard.over_tensors(*self._over_stages(own).split(1))
             if self.staging:
                 sums[2:] = self.staging.shared(self.optimizer.names, sums[2:])
         by_norm = self.guard.by_norm
-        squares = self.updates.squares().view(1) if by_norm else sums[:0]
+        squares, differs = self.updates.squares(differs) if by_norm else (sums[:1] * 0, differs)
         # the step's only wait for the device: from these numbers follows whether it updates
-        loss_sum, tokens, *used = torch.cat([sums, squares]).tolist()
-        squared = used.pop() if by_norm else 0.0
+        loss_sum, tokens, *used, squared, difference = torch.cat([sums, squares, differs]).tolist()
         counted = round(tokens)
         total = max(1, counted)
         loss, correction = loss_sum / total, power_of_two(self.expected) / total
         self.expected = counted or self.expected
-        self.consensus.apply(used)
+        self.consensus.apply(used, difference)
         asked = self.training.clip is not None
         norm, skipped = None, not math.isfinite(loss)
         if by_norm:

@@ -294,6 +294,15 @@ class ShardedOptimizer(Optimizer):
             found |= groups.compared(group, f"the group {group['name']!r} of engine.optimizer")
         return found
 
+    @property
+    def compared_masters(self) -> dict[Flat, Tensor]:
+        """The fp32 masters of 16-bit weights that ranks may compare: no thread writes to them."""
+        return {
+            self.flats[k]: master
+            for k, master in self.masters.items()
+            if self.flats[k].dtype in HALF and not self.flats[k].moves.host_update
+        }
+
     def set_lr(self, lr: float) -> None:
         """Set the learning rate; groups with their own rate keep its proportion."""
         for group, base in zip(self.param_groups, self.base_lr, strict=True):

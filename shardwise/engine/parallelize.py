@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.world import World
-from shardwise.core.arguments import choice, integer, positive, short_repr
+from shardwise.core.arguments import MOST_SEED, choice, integer, positive, short_repr
 from shardwise.core.errors import bad
 from shardwise.core.independent import plan_of_expert, ranks_by_expert
 from shardwise.core.plan import Plan
@@ -182,7 +182,7 @@ def settled_options(options: dict[str, Any]) -> dict[str, Any]:
     positive("clip", options.get("clip"))
     choice("on_nonfinite", options.get("on_nonfinite", "raise"), ("raise", "skip"))
     choice("kernels", options.get("kernels", "auto"), CHOICES)
-    integer("seed", options.get("seed", 0), 0, 0)
+    integer("seed", options.get("seed", 0), 0, 0, MOST_SEED)
     integer("prefetch", options.get("prefetch", 1), 0, 1)
     integer("check_every", options.get("check_every", 1), 0, 1)
     if options.get("least_unit_bytes") is not None:

@@ -43,9 +43,16 @@ def _record(optimizer: Optimizer) -> None:
     data = next((data for _, data in owners(optimizer) if isinstance(data, Data)), None)
     if data is None or not data.pace.by_hand:
         return
+    same = data.consensus.same
+    same.options = {**(same.options or {}), **options_of(optimizer)}
+
+
+def options_of(optimizer: Optimizer) -> dict[str, Any]:
+    """The options of all groups that ranks compare, by name."""
+    found: dict[str, Any] = {}
     for number, group in enumerate(optimizer.param_groups):
-        called = f"group {number} of the {type(optimizer).__name__}"
-        data.consensus.same.options |= compared(group, called)
+        found |= compared(group, f"group {number} of the {type(optimizer).__name__}")
+    return found
 
 
 def _sharded(optimizer: Optimizer) -> list[Data]:

@@ -1,6 +1,7 @@
 """A prediction made before a run is what the run holds and sends, to the byte."""
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,18 @@ def test_bytes_of_tokens_are_between_bounds(name: str, capacity: float | None):
     ((kind, (least, most)),) = found.bytes_between.items()
     assert least <= found.bytes[kind] <= most
     assert found.notes == (EVEN,) and found.activations > 0
+
+
+@pytest.mark.parametrize("name", ["topk", "expert-choice"])
+def test_a_prediction_stores_nothing_for_each_rank(name: str):
+    """Ten million ranks cost as much memory as two."""
+    model, rows = moe.model(name).to("meta"), moe.batch(name, 2, 0)
+    found = predict(model, "dp10000000 ep2 zero3", rows, loss=moe_loss)
+    tracemalloc.start()
+    assert found.bytes and found.memory
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 2**24
 
 
 def test_the_bounds_are_reached():

@@ -27,13 +27,19 @@ def agents(meeting: str) -> Iterator[list[list[str]]]:
     if meeting == "one agent":
         yield [[*launcher, "--standalone", "--nproc-per-node", "2"]]
         return
-    addresses = HOSTS if meeting == "two hosts" else ("127.0.0.1", "127.0.0.1")
-    with two_hosts() if meeting == "two hosts" else nullcontext([[], []]) as enters:
-        place = f"--rdzv-backend c10d --rdzv-endpoint {addresses[0]}:{free_port()} --rdzv-id again"
+    apart = "hosts" in meeting
+    addresses, port = HOSTS if apart else ("127.0.0.1", "127.0.0.1"), free_port()
+    place = f"--rdzv-backend c10d --rdzv-endpoint {addresses[0]}:{port} --rdzv-id again"
+    if "static" in meeting:
+        place = f"--master-addr {addresses[0]} --master-port {port}"
+    with two_hosts() if apart else nullcontext([[], []]) as enters:
         each = f"--nnodes 2 --nproc-per-node 1 {place} --local-addr"
+        own = "--node-rank {}" if "static" in meeting else "--rdzv-conf is_host={}"
         yield [
-            [*enter, *launcher, *each.split(), address, "--rdzv-conf", f"is_host={host}"]
-            for enter, address, host in zip(enters, addresses, (1, 0), strict=True)
+            [*enter, *launcher, *each.split(), address, *own.format(number).split()]
+            for enter, address, number in zip(
+                enters, addresses, (0, 1) if "static" in meeting else (1, 0), strict=True
+            )
         ]
 
 
@@ -59,7 +65,7 @@ def ended(commands: list[list[str]], kills: Path) -> list[tuple[int, str, str]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("meeting", ["one agent", "two agents", "two hosts"])
+@pytest.mark.parametrize("meeting", ["one agent", "two agents", "two hosts", "two hosts, static"])
 def test_torchrun_restarts_end_in_the_undisturbed_curve(tmp_path: Path, meeting: str) -> None:
     """A rank is killed before there is a checkpoint, and another time after: torchrun goes on."""
     straight = runs.run(runs.settings(tmp_path / "straight", "dp2 zero3 fp64"), 2)

@@ -52,7 +52,7 @@ class Consensus:
         self.trained = [flat for flat in flats if flat.trained]
         self.ranks = math.prod(axis.size for axis in self.axes)
         hashes = min(2**20, _EXACT // (8 * MARKS * self.ranks**2))
-        self.same = SameOnRanks(self.axes, list(flats), hashes)
+        self.same = SameOnRanks(self.axes, list(flats), hashes, device)
         self.differs = False  # whether the ranks have found so, and must exchange what they have
         self.rounds = self.gathered = self.mark = 0
         #: the sums of a step, on their way to the host
@@ -127,12 +127,19 @@ class Consensus:
         """The sum of a small vector over all data ranks, every rank's own included."""
         return self.begin_agree(x).wait()
 
-    def apply(self, summed: Sequence[float]) -> None:
+    def differing(self, summed: Tensor) -> Tensor:
+        """A number [1], from the sum of `summary`; its sum over other axes is 0 if all agree."""
+        others = sum(map(self.same.difference_on, self.same.others))
+        return (summed[-1:] / (MARKS * self.ranks)).floor_().abs_() + others
+
+    def apply(self, summed: Sequence[float], differs: float) -> None:
         """Take the sum of `summary` over the ranks: which parameters have a gradient on any rank.
 
-        Raises InputError if the checksums of the ranks differ. Called by all of them.
+        `differs` is 0 on all ranks of the model if they have the same, else on none; NaN says
+        nothing.  Raises InputError if the checksums of the ranks differ.  Called by all of them.
         """
         self._take(summed)
+        self.differs = differs != 0 and not math.isnan(differs)
         self.check()
 
     def _take(self, summed: Sequence[float]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.world import Axis
-from shardwise.core.arguments import integer, is_number
+from shardwise.core.arguments import MOST_SEED, integer, is_number
 from shardwise.core.errors import NonFiniteError, bad
 from shardwise.core.expert_moves import ExpertMove
 from shardwise.kernels.experts import feed_forward
@@ -171,7 +171,7 @@ class MoE(nn.Module):
         if bias_rate != BIAS_RATE and gate.name != "sigmoid":
             given = f"bias_rate = {bias_rate!r} under the gate {gate.name}, which has no bias"
             raise bad(given, "bias_rate for the gate sigmoid", "sw.MoE(width, hidden, gate)")
-        integer("seed", seed, least=0, example=0)
+        integer("seed", seed, least=0, example=0, most=MOST_SEED)
         self.gate, self.bias_rate = gate, bias_rate
         routed, noisy = gate.name not in FIXED, gate.name == "noisy-topk"
         self.router = nn.Linear(width, gate.experts, bias=False) if routed else None
