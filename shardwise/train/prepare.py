@@ -108,8 +108,8 @@ def checked_plan(config: Config, ranks: int) -> Plan:
     return plan
 
 
-def check_microbatches(plan: Plan, corpus: Corpus) -> None:
-    """Raise InputError for a step of more microbatches than there are training sequences."""
+def check_batch(plan: Plan, corpus: Corpus, batch: int) -> None:
+    """Raise InputError for a step of more sequences or microbatches than training sequences."""
     least, there = plan.microbatches * plan.data_size, len(corpus.training)
     if least > there:
         raise bad(
@@ -117,6 +117,12 @@ def check_microbatches(plan: Plan, corpus: Corpus) -> None:
             f"microbatches, with {there} training sequences",
             "at most a microbatch for each sequence",
             f"fewer microbatches or data ranks, or model.sequence below {corpus.sequence}",
+        )
+    if batch > there:
+        raise bad(
+            f"train.batch = {batch} with {there} training sequences",
+            "at most all of them: no step has a sequence twice",
+            f"train.batch = {there}, or more data",
         )
 
 
@@ -156,7 +162,7 @@ def prepare(config: Config, ranks: int, start: Start) -> PreparedRun:
     sizes = model_sizes(config.model, packed.vocabulary.size, config.train.seed)
     check_fits(packed.vocabulary, sizes.vocabulary, config.model.name)
     corpus = split(packed, sizes.sequence, config.data.validation)
-    check_microbatches(plan, corpus)
+    check_batch(plan, corpus, config.train.batch)
     table = run_table(config.plan.table, sizes, plan)
     require_fit(sizes, plan, table)
     # with ranks started by torchrun, only this rank is known to be on this machine

@@ -106,6 +106,7 @@ def test_an_override_sets_one_key(override: str, expected: object) -> None:
         ({"sample": {"prompt": "\udcff"}}, ["sample.prompt", "text in UTF-8"]),
         ({"run": {"tensorboard": 1}}, ["run.tensorboard = 1", "true or false"]),
         ({"model": {"layers": 10**30}}, ["model.layers", "less than or equal to 1000000000"]),
+        ({"sample": {"tokens": 10**6}}, ["sample.tokens", "less than or equal to 100000"]),
         ({"train": {"betas": [1.5, 2]}}, ["train.betas = [1.5, 2]", "below 1", "[0.9, 0.95]"]),
         ({"train": {"betas": [0.9]}}, ["train.betas = [0.9]", "two numbers"]),
         ({"train": {"betas": [0.9, -0.1]}}, ["train.betas = [0.9, -0.1]", "two numbers"]),

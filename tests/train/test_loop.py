@@ -325,6 +325,7 @@ def test_memory_that_is_not_there_is_a_paragraph(
     [
         ("tp2", "sequence", r"data of \d+ tokens with sequences of 1000000000"),
         ("accumulate:1000000000", "batch", r"1 x 1000000000 microbatches, with \d+ training"),
+        ("", "batch", r"train.batch = 1000000000 with \d+ training sequences"),
     ],
 )
 def test_a_number_is_checked_before_memory_of_its_size_is_allocated(
