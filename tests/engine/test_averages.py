@@ -74,7 +74,7 @@ def plain() -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
     optim = torch.optim.SGD(module.parameters(), lr=0.1)
     average = deepcopy(module)
     for step in range(STEPS):
-        (sum(loss(module, rows(step, rank)) for rank in (0, 1)) / 2).backward()
+        torch.stack([loss(module, rows(step, rank)) for rank in (0, 1)]).mean().backward()
         optim.step()
         optim.zero_grad()
         with torch.no_grad():
