@@ -98,6 +98,7 @@ def ragged(trainable: Trainable) -> Trainable:
     shapes = {x.shape for x in pytree.tree_leaves(few) if isinstance(x, Tensor)}
 
     def make_batch(rows: int, seed: int) -> Any:
+        """A batch with ignored targets; with odd seeds one token shorter."""
         leaves, spec = pytree.tree_flatten(trainable.make_batch(rows, seed))
         for k in targets:
             leaves[k] = _with_ignored(leaves[k], seed)

@@ -66,7 +66,7 @@ def with_piece(make: Callable[[torch.Tensor], bytes]) -> Absurd:
         tensor: Any = metadata.state_dict_metadata[TENSOR]
         piece = MetadataIndex(TENSOR, tensor.chunks[0].offsets)
         content = make(torch.zeros(tensor.chunks[0].sizes, dtype=tensor.properties.dtype))
-        file = path / metadata.storage_data[piece].relative_path  # type: ignore[index]
+        file = path / metadata.storage_data[piece].relative_path
         place(metadata, piece, offset=file.stat().st_size, length=len(content))
         file.write_bytes(file.read_bytes() + content)
         (path / METADATA).write_bytes(pickle.dumps(metadata))
@@ -145,7 +145,7 @@ ABSURD: dict[str, tuple[Absurd, str]] = {
     ),
     "no piece": (with_index(remove_piece), "boxes hold 0 elements"),
     "no place": (
-        with_index(lambda m, _, p: m.storage_data.pop(p)),  # type: ignore[union-attr]
+        with_index(lambda m, _, p: m.storage_data.pop(p)),
         "do not agree",
     ),
     "two pieces in one place": (
