@@ -4,7 +4,8 @@ step 1 .. n-1, an evaluation, step n, states, a checkpoint loaded into a new eng
 states; in fp16 a step of it that overflows, one more, states
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -14,11 +15,13 @@ from torch import Tensor
 
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
+from shardwise.engine.expert_parallel import layers_of
 from shardwise.prediction.memory import by_tier
 from shardwise.verify.async_oracle import AsyncOracle
-from shardwise.verify.batches import ROWS, SEED, Division, rows_of_step
+from shardwise.verify import textbook
+from shardwise.verify.batches import IDLE_STEP, ROWS, SEED, Division, rows_of_step
 from shardwise.verify.costs import Costs, Theory
-from shardwise.verify.difference import Expected, compared, scalar
+from shardwise.verify.difference import Expected, compared, ratio, scalar
 from shardwise.verify.finding import NEVER, Errors, Finding, Parts, Piece, renamed
 from shardwise.verify.loads import Choices
 from shardwise.verify.oracle import Oracle
@@ -29,6 +32,8 @@ from shardwise.verify.reloading import reload_engine
 
 #: A loss scale at which every gradient in fp16 overflows, and the loss in fp32 does not.
 OVERFLOW: Final = 2.0**100
+#: The factor by which a bound on the gradient's norm is raised.
+LOOSE: Final = 2.0**10
 
 
 @dataclass
@@ -60,8 +65,9 @@ class Comparison:
         whole, own, division = self.shared(engine, step)
         if not loaded:
             self.rate(engine, factor_of(step))
-        clip, idle = engine.training.clip, division.idle
-        mine = drawn(step, lambda: engine.step(own))
+        idle = division.idle
+        with bounded(engine, step) as clip:
+            mine = drawn(step, lambda: engine.step(own))
         losses = [drawn(step, lambda o=o: o.step(whole, clip, idle)) for o in self.oracles.all]
         self.number("loss", f"loss of step {step + 1}", mine.loss, losses)
         tokens = [float(self.oracles.exact.task.tokens(whole))] * len(losses)
@@ -152,6 +158,29 @@ class Comparison:
         # a parameter without any gradient has zeros
         none = {box.name.partition("/")[2]: torch.zeros(box.shape) for box in moments}
         self.tensors("optimizer", moments, lambda o: none | o.weights.state())
+        self.buffers(engine)
+
+    def buffers(self, engine: Engine) -> None:
+        """Compare the buffers of layers of experts, which count the tokens of all ranks.
+
+        Those of other layers may depend on how the batch is divided: all of them if it is not. In
+        16 bits tokens may go to other experts.
+        """
+        nearest, undivided = self.oracles.all[-1].model, engine.data_ranks * engine.microbatches == 1
+        if self.oracles.alone is not None:
+            return
+        layers = tuple(f"buffer/{name}." for name in layers_of(nearest))
+        wanted = {f"buffer/{name}": b for name, b in nearest.named_buffers()}
+        found: dict[str, float] = {}
+        for box in engine.boxes():
+            ours = box.name.startswith(layers) or (undivided and box.name.startswith("buffer/"))
+            if ours and not box.replica and box.tensor.numel():
+                expected, own = wanted[box.name].double(), box.tensor.double()
+                apart = torch.where(own == expected, 0.0, own - expected).abs().max()
+                found[box.name.removeprefix("buffer/")] = ratio(
+                    float(apart), float(expected.abs().max())
+                )
+        self.errors.append(Errors("buffers", tuple(found), tuple(found.values())))
 
     def agrees(self, name: str, found: tuple[float, int], step: int, whole: Any) -> None:
         """Compare the loss of a global batch in eval mode, and its number of tokens."""
@@ -167,7 +196,7 @@ class Comparison:
         self.number("evaluation", f"tokens{name}", float(found[1]), tokens)
 
     def loaded(self, saved: Engine, engine: Engine) -> None:
-        """Check that the modules' own tensors are those that were saved."""
+        """Check that the modules' own tensors, and the engine's numbers, are those saved."""
         before, after = (
             {
                 box.name: box.tensor
@@ -179,16 +208,20 @@ class Comparison:
         same = before.keys() == after.keys() and all(
             torch.equal(x, after[name]) for name, x in before.items()
         )
-        self.errors.append(Errors("after loading", ("buffers",), (0.0 if same else NEVER,)))
+        numbers = saved.scalars() == engine.scalars()
+        errors = (0.0 if holds else NEVER for holds in (same, numbers))
+        self.errors.append(Errors("after loading", ("buffers", "numbers"), tuple(errors)))
 
     def evaluation(self, engine: Engine, step: int) -> None:
         """Compare the loss and the outputs of another batch in eval mode."""
-        whole, own, division = self.shared(engine, step)
-        if engine.updates.next_step.pending:  # whose bytes are those of an update
+        pending = engine.updates.next_step.pending  # its bytes are those of an update
+        whole, own, division = self.shared(engine, IDLE_STEP)
+        if pending or division.idle:
             early = drawn(step, lambda: engine.evaluate(own))
-            self.agrees(", with an update pending", early, step, whole)
-            self.flushed = True
+            self.agrees(", with an update pending" if pending else ", first", early, step, whole)
+            self.flushed |= pending
         engine.wait()
+        whole, own, division = self.shared(engine, step)
         before = engine.ledger.copy()
         found = drawn(step, lambda: engine.evaluate(own))
         sent = engine.ledger.since(before)
@@ -215,12 +248,12 @@ def compare(
     theory: Theory,
     batch: Callable[[int, int, torch.device], Any],
     steps: int,
-    fresh: Callable[[], Engine] | None = None,
+    fresh: Callable[[], tuple[Engine, Theory]] | None = None,
 ) -> Finding:
     """Train the engine and its oracles on `batch(rows, seed, device)`, and compare.
 
     `theory(batch)` is the prediction for this rank's share of a batch. `fresh()` makes another
-    engine of the same plan, to load a checkpoint of this one.
+    engine of the same plan and its theory, to load a checkpoint of this one.
     """
     so_far = Comparison(oracles, theory, batch, [], [])
     looks = so_far.apart()  # shown after the states
@@ -237,10 +270,15 @@ def compare(
     so_far.errors += looks.errors
     prediction = theory(so_far.shared(ours, steps - 1)[1])
     held = by_tier(ours.memory(), ours.host_memory(), ours.disk_memory())
-    finding = Finding(ours.world.rank, (), so_far.costs, held, prediction.memory_by_tier)
+    broken = textbook.broken(ours)
+    held |= {name: read for name, (read, _) in broken.items()}
+    expected = prediction.memory_by_tier | {name: wanted for name, (_, wanted) in broken.items()}
+    finding = Finding(ours.world.rank, (), so_far.costs, held, expected)
     again = ours
     if fresh is not None:
-        again = reload_engine(ours, fresh())
+        empty, so_far.theory = fresh()
+        empty.scale.value *= 2.0  # the loaded one is another
+        again = reload_engine(ours, empty)
         so_far.loaded(ours, again)
         for oracle in oracles.all:
             if isinstance(oracle, Oracle):  # to save has finished a delayed update
@@ -273,6 +311,18 @@ def whole_of(oracle: Oracle | AsyncOracle) -> tuple[tuple[str, tuple[int, ...]],
         for kind, found in every.items()
         for name, t in found.items()
     )
+
+
+@contextmanager
+def bounded(engine: Engine, step: int) -> Iterator[float | None]:
+    """The bound on the gradient's norm in a step: in one of every four it is above the norm."""
+    clip, training, updates = engine.training.clip, engine.training, engine.updates
+    if clip is not None and step % 4 == IDLE_STEP:
+        clip *= LOOSE
+    engine.training = replace(training, clip=clip)
+    engine.updates = replace(updates, clip=clip)
+    yield clip
+    engine.training, engine.updates = training, updates
 
 
 def drawn(step: int, act: Callable[[], Any]) -> Any:

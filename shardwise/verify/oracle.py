@@ -30,6 +30,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -77,7 +78,10 @@ LAYERS = frozenset(
 
 
 class Lowered(TorchFunctionMode):
-    """Layers whose inputs are wider than `dtype` compute in it, as under torch.autocast."""
+    """Layers whose inputs are wider than `dtype` compute in it, as under torch.autocast.
+
+    A loss with a z-loss, which torch's function does not have, is computed by its formula.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -85,6 +89,8 @@ class Lowered(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if "z_loss" in kwargs:
+            return _with_z_loss(*args, **kwargs)
         if getattr(func, "__name__", "") in LAYERS:
             floats = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             found = {x.dtype for x in floats if x.is_floating_point()}
@@ -94,6 +100,21 @@ class Lowered(TorchFunctionMode):
 
     def _lower(self, x: Tensor) -> Tensor:
         return x.to(self.dtype) if x.is_floating_point() else x
+
+
+def _with_z_loss(
+    logits: Tensor, targets: Tensor, *, z_loss: float, reduction: str, **options: Any
+) -> Tensor:
+    """Cross-entropy of logits [..., V], and z log(sum exp)^2 (PaLM, arXiv 2204.02311, section 5)."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    x, classes = logits.reshape(-1, logits.shape[-1]).to(wide), targets.reshape(-1).long()
+    losses = functional.cross_entropy(x, classes, reduction="none", **options)
+    counted = classes != options["ignore_index"]
+    losses = losses + z_loss * x.logsumexp(-1).square() * counted
+    if reduction == "none":
+        return losses.view(targets.shape).to(logits.dtype)
+    total = losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
+    return total.to(logits.dtype)
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,12 @@ rows, and in plain PyTorch on all of them (oracle.py). It compares its own shard
     overflow       in fp16, of a step whose gradients overflow: it changes nothing but the scale;
                    and the first four after one more step
     recomputation  a step of a plan that recomputes, with dropout, beside one without (masks.py)
+    random numbers the masks of dropout on the ranks of a tensor axis or a pipeline (draws.py)
 
-The optimizer is that of recipe.py, whose rates change in every step. A delayed update is made as
-late as it may be. Gradients are clipped to between a quarter and a half of the first norm; after
-loading, the bound is so large that nothing is clipped.
+The optimizer is that of recipe.py, whose rates change in every step. Updates are delayed after the
+first step, and made as late as they may be. Gradients are clipped to between a quarter and a half
+of the first norm; in the step with an idle rank the bound is so large that nothing is clipped, and
+after loading there is none, so that each unit is updated as soon as its gradients arrive.
 """
 
 import math
@@ -44,9 +46,10 @@ from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.parallel.redistribute.exchange import Counts
 from shardwise.prediction.prediction import Prediction
-from shardwise.verify.batches import ROWS, SEED, Division
+from shardwise.verify.batches import ROWS, SEED, Division, ragged
 from shardwise.verify.comparison import compare, drawn
 from shardwise.verify.costs import Theory
+from shardwise.verify.draws import compare_draws, draws_on_ranks
 from shardwise.verify.finding import Finding
 from shardwise.verify.independent import share_of_expert, with_bytes_between
 from shardwise.verify.limits import without_dropout
@@ -67,6 +70,7 @@ def prove(
     world: World, plan: Plan, model: str, steps: int, options: Options | None = None
 ) -> Finding:
     """Train `model` under `plan` and in one process, and compare. All ranks must call it."""
+    plan = with_early_delays(plan)
     if plan.experts:
         own = world.split(ranks_by_expert(plan))
         trainable = share_of_expert(_found(model), plan, own)
@@ -78,7 +82,15 @@ def prove(
 
 def _found(model: str) -> Trainable:
     with BUILDING:
-        return without_dropout(find(model))
+        return ragged(without_dropout(find(model)))
+
+
+def with_early_delays(plan: Plan) -> Plan:
+    """The plan whose updates are delayed from the second step on, if they are at all."""
+    offload = plan.offloaded
+    if offload is None or offload.undelayed is None or offload.undelayed < 2:
+        return plan
+    return replace(plan, offload=str(replace(offload, undelayed=1)))
 
 
 def _prove(
@@ -90,11 +102,14 @@ def _prove(
         clip = None if is_asynchronous(plan) else clip_of(oracles, trainable, world.device)
     theory = theory_of(trainable, plan, world.rank, clip, options)
 
-    def fresh(clip: float | None) -> Engine:
-        return engine_of(trainable, plan, world, clip, options)
+    def again() -> tuple[Engine, Theory]:
+        """An engine without a bound on the norm."""
+        engine = engine_of(trainable, plan, world, None, options)
+        loose = None if clip is None else theory_of(trainable, plan, world.rank, None, options)
+        return engine, loose or theory
 
-    again = None if clip is None else clip * 2.0**10
-    found = compare(fresh(clip), oracles, theory, trainable.batch, steps, lambda: fresh(again))
+    ours = engine_of(trainable, plan, world, clip, options)
+    found = compare(ours, oracles, theory, trainable.batch, steps, again)
     if recomputes(plan, world):
 
         def make(trainable: Trainable, plan: Plan) -> Engine:
@@ -121,7 +136,13 @@ def _prove(
             del chosen["optimizer"]
             return Foreseen.of(prediction, plain, batch, **chosen)
 
-    return found.with_costs(over_steps(engine, live, batch, theory, own, loads, foresee))
+    found = found.with_costs(over_steps(engine, live, batch, theory, own, loads, foresee))
+    if draws_on_ranks(engine):
+        with BUILDING:
+            plain = trainable.plain()
+        drawn_masks = compare_draws(engine, batch(0), plain)
+        found = replace(found, errors=(*found.errors, drawn_masks))
+    return found
 
 
 def equal_batch(trainable: Trainable, engine: Engine, step: int) -> Any:
