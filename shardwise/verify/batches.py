@@ -110,7 +110,12 @@ def ragged(trainable: Trainable) -> Trainable:
 
 def _counts(trainable: Trainable, batch: Any, place: int, x: Any) -> bool:
     """Whether the leaf at `place` has the targets: without any of them no token is left."""
-    if trainable.tokens is None or not isinstance(x, Tensor) or x.dim() != 2 or len(x[0]) < SHORTEST:
+    if (
+        trainable.tokens is None
+        or not isinstance(x, Tensor)
+        or x.dim() != 2
+        or len(x[0]) < SHORTEST
+    ):
         return False
     if x.is_floating_point() or x.dtype == torch.bool:
         return False

@@ -17,8 +17,8 @@ from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
 from shardwise.engine.expert_parallel import layers_of
 from shardwise.prediction.memory import by_tier
-from shardwise.verify.async_oracle import AsyncOracle
 from shardwise.verify import textbook
+from shardwise.verify.async_oracle import AsyncOracle
 from shardwise.verify.batches import IDLE_STEP, ROWS, SEED, Division, rows_of_step
 from shardwise.verify.costs import Costs, Theory
 from shardwise.verify.difference import Expected, compared, ratio, scalar
@@ -49,7 +49,9 @@ class Comparison:
     flushed: bool = False  # whether something has finished a delayed update since the last step
 
     def __post_init__(self) -> None:
-        self.choices = Choices(self.oracles.all[-1].model)  # in the precision of the run
+        nearest = self.oracles.all[-1].model  # in the precision of the run
+        self.choices = Choices(nearest)
+        self.first = {name: b.clone() for name, b in nearest.named_buffers()}
 
     def apart(self) -> "Comparison":
         """The same, with errors of its own."""
@@ -161,25 +163,24 @@ class Comparison:
         self.buffers(engine)
 
     def buffers(self, engine: Engine) -> None:
-        """Compare the buffers of layers of experts, which count the tokens of all ranks.
+        """Compare buffers: those that never change, and those of layers of experts.
 
-        Those of other layers may depend on how the batch is divided: all of them if it is not. In
-        16 bits tokens may go to other experts.
+        These count the tokens of all ranks; in 16 bits some may go to other experts. Buffers of
+        other layers may depend on how the batch is divided, and are compared if it is not.
         """
-        nearest, undivided = self.oracles.all[-1].model, engine.data_ranks * engine.microbatches == 1
-        if self.oracles.alone is not None:
-            return
-        layers = tuple(f"buffer/{name}." for name in layers_of(nearest))
-        wanted = {f"buffer/{name}": b for name, b in nearest.named_buffers()}
         found: dict[str, float] = {}
-        for box in engine.boxes():
-            ours = box.name.startswith(layers) or (undivided and box.name.startswith("buffer/"))
-            if ours and not box.replica and box.tensor.numel():
-                expected, own = wanted[box.name].double(), box.tensor.double()
+        short, undivided = self.oracles.unit > 0, engine.data_ranks * engine.microbatches == 1
+        layers = tuple(f"{name}." for name in layers_of(self.oracles.all[-1].model))
+        wanted = dict(self.oracles.all[-1].model.named_buffers())
+        for box in (box for box in engine.boxes() if box.name.startswith("buffer/")):
+            name = box.name.partition("/")[2]
+            constant = torch.equal(wanted[name], self.first[name])
+            counted = not short and not box.replica and (undivided or name.startswith(layers))
+            if (constant or counted) and box.tensor.numel() and not box.tensor.is_meta:
+                own, expected = box.tensor.double(), wanted[name].double()
                 apart = torch.where(own == expected, 0.0, own - expected).abs().max()
-                found[box.name.removeprefix("buffer/")] = ratio(
-                    float(apart), float(expected.abs().max())
-                )
+                error = ratio(float(apart), float(expected.abs().max()))
+                found[name] = NEVER if short and error else error
         self.errors.append(Errors("buffers", tuple(found), tuple(found.values())))
 
     def agrees(self, name: str, found: tuple[float, int], step: int, whole: Any) -> None:

@@ -81,7 +81,9 @@ def compare_draws(engine: Engine, batch: Any, plain: nn.Module) -> Errors:
         engine.step(batch)
     every: list[list[Draw]] = all_gather_object(draws, engine.world)
     wrong = _wrong(engine.plan, dict(enumerate(every)))
-    return Errors("random numbers", wrong or ("masks",), (NEVER if wrong else 0.0,) * (len(wrong) or 1))
+    return Errors(
+        "random numbers", wrong or ("masks",), (NEVER if wrong else 0.0,) * (len(wrong) or 1)
+    )
 
 
 def _drop(

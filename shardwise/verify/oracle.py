@@ -105,7 +105,7 @@ class Lowered(TorchFunctionMode):
 def _with_z_loss(
     logits: Tensor, targets: Tensor, *, z_loss: float, reduction: str, **options: Any
 ) -> Tensor:
-    """Cross-entropy of logits [..., V], and z log(sum exp)^2 (PaLM, arXiv 2204.02311, section 5)."""
+    """Cross-entropy of logits [..., V], and z log(sum exp)^2 (arXiv 2204.02311, section 5)."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     x, classes = logits.reshape(-1, logits.shape[-1]).to(wide), targets.reshape(-1).long()
     losses = functional.cross_entropy(x, classes, reduction="none", **options)

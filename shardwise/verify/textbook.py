@@ -1,27 +1,33 @@
 """What the words of a plan promise, by the closed forms of the papers.
 
 Run and prediction read the same tables: the states of a row, the units of an offload, the actions
-of a schedule, the size of the pool. A wrong entry changes both alike. So the promises of these words are
-compared with what the engine has:
+of a schedule, the recomputed blocks, the size of the pool. A wrong entry changes both alike. So
+what these words promise is compared with what the engine has:
 
     zero1, zero2, zero3     bytes of parameters, gradients and optimizer state: of N parameters all,
                             or 1/n on each of n ranks (ZeRO, arXiv 1910.02054, figure 1)
     offload:optim=F,disk=G  the fraction of the parameters whose states leave the device, or are on
                             a disk: F and G, and at most one unit more
     1f1b:M and others       activations of so many microbatches at once (core/schedule/library.py)
+    recompute:full, everyN  all blocks, or every N-th one
     buffers:SIZE            the bytes of the pool
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from torch import nn
+
 from shardwise.core.plan import Plan
+from shardwise.core.plan_parser import PARTITIONED_WORDS, recompute_every
 from shardwise.core.schedule.library import allowed, entry
 from shardwise.core.schedule.memory import peaks
 from shardwise.engine.engine import Engine
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.parallel.data.units import Unit
+from shardwise.parallel.recompute.checkpointed import FULL, SELECTIVE
 
 #: By row: whether parameters, gradients and optimizer state are sharded.
 SHARDED: Final[Mapping[str, tuple[bool, bool, bool]]] = {
@@ -54,6 +60,8 @@ def broken(engine: Engine) -> Promises:
         rank = engine.staging.axis.rank
         read, theory = peaks(engine.staging.schedule)[rank], entry(name).tapes(size)[rank]
         found |= _unequal("activations at once", int(read), theory)
+    if plan.recompute is not None and not plan.layers and engine.staging is None:
+        found |= _recomputed(engine, plan.recompute)
     return found
 
 
@@ -78,6 +86,23 @@ def _states(engine: Engine) -> Promises:
     return found
 
 
+def _recomputed(engine: Engine, what: str) -> Promises:
+    """The recomputed blocks in each list of modules."""
+    if not (every := recompute_every(what)) and what not in (FULL, SELECTIVE, *PARTITIONED_WORDS):
+        return {}
+    chosen: dict[str, list[nn.Module]] = defaultdict(list)
+    for name in engine.recompute.kinds:
+        chosen[name.rpartition(".")[0]].append(engine.model.get_submodule(name))
+    found: Promises = {}
+    for parent, modules in chosen.items():
+        kinds = {type(module) for module in modules}
+        blocks = sum(type(one) in kinds for one in engine.model.get_submodule(parent).children())
+        found |= _unequal(
+            f"recomputed blocks of {parent}", len(modules), -(-blocks // (every or 1))
+        )
+    return found
+
+
 def _sharded(plan: Plan, flat: Flat) -> tuple[bool, ...]:
     row = plan.of_layers(plan.layer_of(flat.names[0])).row
     columns = row.removeprefix("row:").split(",")
@@ -86,7 +111,9 @@ def _sharded(plan: Plan, flat: Flat) -> tuple[bool, ...]:
 
 def _offloaded(units: Sequence[Unit], share: float, disk_share: float) -> Promises:
     """The elements whose states leave the device, and those on a disk."""
-    numels = [sum(shape.numel() for flat in unit.trained for shape in flat.shapes) for unit in units]
+    numels = [
+        sum(shape.numel() for flat in unit.trained for shape in flat.shapes) for unit in units
+    ]
     moves = [[flat.moves for flat in unit.trained] for unit in units]
     found: Promises = {}
     for name, fraction, left in (
