@@ -23,14 +23,15 @@ from shardwise.checkpoint import save as writing
 from shardwise.checkpoint.contents import MODEL
 from shardwise.checkpoint.description import described
 from shardwise.checkpoint.folder import (
+    CHECKPOINTS,
     all_in,
     as_path,
     find,
     is_whole,
     passed_over,
-    prune,
     step_of,
 )
+from shardwise.checkpoint.lock import RUN_LOCK
 from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint, open_checkpoint
 from shardwise.checkpoint.pages import Pages
 from shardwise.checkpoint.plans import PIECE_BYTES, split_block
@@ -69,7 +70,8 @@ def save(
 
     Raises:
         InputError: `extra` cannot be written as JSON; `keep` is below one; the module is not
-            wrapped; a value in the optimizer's state or a module's extra state cannot be saved.
+            wrapped; a value in the optimizer's state or a module's extra state cannot be saved;
+            another process is writing in the folder.
         RunError: a rank could not write; a weight or the optimizer's state is not finite.
     """
     if extra is not None and not isinstance(extra, Mapping):
@@ -84,10 +86,14 @@ def save(
     else:
         number = _next(trained.world, as_path(folder)) if step is None else step
         scalars = {"step": number, LOOP: trained.scalars()}
-    path = write(trained, folder, scalars | {"extra": dict(extra or {})})
-    if keep is not None and trained.world.rank == 0:
-        prune(path.parent, keep)
-    return path
+    locks = _lock_of_a_run(as_path(folder))
+    return write(trained, folder, scalars | {"extra": dict(extra or {})}, keep, locks)
+
+
+def _lock_of_a_run(folder: Path) -> list[Path]:
+    """The lock that a run of `shardwise train` with these checkpoints holds; none without one."""
+    file = folder.parent / RUN_LOCK
+    return [file] if folder.name == CHECKPOINTS and file.exists() else []
 
 
 def _trained(given: Any, optimizer: Any, caller: str) -> Engine | PlainLoop:
@@ -111,7 +117,11 @@ def _next(world: World, folder: Path) -> int:
 
 
 def write(
-    trained: Engine | PlainLoop, folder: str | os.PathLike[str], scalars: dict[str, Any]
+    trained: Engine | PlainLoop,
+    folder: str | os.PathLike[str],
+    scalars: dict[str, Any],
+    keep: int | None = None,
+    locks: Sequence[Path] = (),
 ) -> Path:
     """Save the state with these scalars; returns the path.  Raises like `save`."""
     boxes = trained.boxes()
@@ -123,7 +133,8 @@ def write(
     )
     folder = _of_expert(trained.world, as_path(folder))
     refusal = refusal if name else ""
-    return writing.save(folder, boxes, scalars, trained.world, refusal, _pages(trained))
+    world, pages = trained.world, _pages(trained)
+    return writing.save(folder, boxes, scalars, world, refusal, pages, keep=keep, locks=locks)
 
 
 def _pages(trained: Engine | PlainLoop) -> Pages:

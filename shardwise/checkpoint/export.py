@@ -12,7 +12,6 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from shardwise.checkpoint.contents import MODEL
 from shardwise.checkpoint.folder import CHECKPOINTS, all_in, find, is_whole, remove
+from shardwise.checkpoint.lock import RUN_LOCK
 from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint, open_checkpoint
 from shardwise.checkpoint.save import save
 from shardwise.checkpoint.storage import read_piece, require_content
@@ -35,9 +35,9 @@ from shardwise.checkpoint.weights_folder import (
     new_folder,
     open_weights,
 )
-from shardwise.checkpoint.writer import LOCK_OF_A_RUN, only_writer
+from shardwise.checkpoint.writer import writing
 from shardwise.comm.world import alone
-from shardwise.core.errors import RunError, bad
+from shardwise.core.errors import bad
 from shardwise.core.suggest import beside
 from shardwise.engine.box import Box, block
 
@@ -118,41 +118,22 @@ def import_weights(folder: Path, run: Path, *, overwrite: bool = False) -> Path:
     optimizer.  Each rank reads its own part.  Returns the path of the checkpoint.
 
     Raises InputError if `folder` has no weights, or of single experts that transformers joins, or
-    if `run` has a checkpoint without `overwrite`.
+    if `run` has a checkpoint without `overwrite`, or a run or another import writes in it; RunError
+    for a full disk.
     """
     weights = open_weights(folder)
     _require_own_names(weights)
     checkpoints = run / CHECKPOINTS
-    _require_new(run, overwrite=overwrite)
     tensors = {name: weights.tensor(name) for name in weights.files}  # mapped, not read
     boxes = [Box.full(f"{MODEL}{name}", t) for name, t in tensors.items()]
     scalars = {"step": 0, IMPORTED: str(folder.absolute()), "model": {"config": weights.config}}
-    with _writing(run):
+    with writing(run, run / RUN_LOCK):
         _require_new(run, overwrite=overwrite)
         written = save(checkpoints, boxes, scalars, alone())
         for path in all_in(checkpoints):
             if path != written:
                 remove(path)
     return written
-
-
-@contextmanager
-def _writing(run: Path) -> Iterator[None]:
-    """Hold the lock of a run; an error of the disk is one paragraph, and leaves no new folder."""
-    made = [one for one in (run / CHECKPOINTS, run, *run.parents) if not one.exists()]
-    try:
-        run.mkdir(parents=True, exist_ok=True)
-        with only_writer(run, run / LOCK_OF_A_RUN):
-            yield
-    except (OSError, RunError) as error:
-        with suppress(OSError):  # not empty, or never made
-            for one in made:
-                one.rmdir()
-        raise bad(
-            f"the run '{run}', which cannot be written ({getattr(error, 'strerror', 0) or error})",
-            "a folder on a disk with free space, that this user may write to",
-            f"--to /tmp/{run.name}",
-        ) from None
 
 
 def _require_new(run: Path, *, overwrite: bool) -> None:

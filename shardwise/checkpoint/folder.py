@@ -135,11 +135,14 @@ def prune(folder: str | os.PathLike[str], keep: int) -> list[Path]:
 
 
 def clear(path: Path) -> None:
-    """Make an empty folder, and remove what interrupted saves left.  One rank calls it."""
+    """Make an empty folder, and remove what interrupted saves left.  One rank calls it.
+
+    What cannot be removed stays, unless it has the name of the new folder.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     _settle(path.parent)
     for left in (*path.parent.glob(".saving-*"), *path.parent.glob(".removing-*")):
-        shutil.rmtree(left)
+        shutil.rmtree(left, ignore_errors=left != path)
     path.mkdir()
 
 

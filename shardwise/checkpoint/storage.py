@@ -51,9 +51,17 @@ class Publisher(StorageWriter):
     every rank if it fails: a checkpoint is published for all ranks or for none.
     """
 
-    def __init__(self, folder: Path, step: int, scalars: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        step: int,
+        scalars: dict[str, Any],
+        begin: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Rank 0 calls `begin` with the hidden folder before it is made."""
         self.step = step
         self.scalars = scalars
+        self.begin = begin
         self.path = folders.unfinished(folder, step)
         self.files = FileSystemWriter(self.path)
 
@@ -68,6 +76,8 @@ class Publisher(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Runs on rank 0, before any rank writes."""
+        if self.begin is not None:
+            self.begin(self.path)
         folders.clear(self.path)
         return self.files.prepare_global_plan(plans)
 

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardwise.checkpoint.folder import as_path, sync
-from shardwise.checkpoint.writer import only_writer, replace, settle
+from shardwise.checkpoint.writer import replace, settle, writing
 from shardwise.core.errors import InputError, bad
 from shardwise.core.suggest import beside, suggest
 
@@ -120,27 +120,19 @@ def new_folder(to: Path, allowed: Sequence[str], *, overwrite: bool) -> Iterator
     """A folder to write to, which is renamed to `to` when the block ends without an error.
 
     Raises InputError for an existing folder without `overwrite`, or with files that do not match
-    `allowed`, and if another process writes it.  If the block fails, what it wrote is removed and
-    an existing folder is unchanged.  What a killed writer of the same folder left is removed first.
+    `allowed`, and if another process writes it; RunError for a full disk.  If the block fails, what
+    it wrote is removed and an existing folder is unchanged.  What a killed writer of the same
+    folder left is removed first.
     """
-    _require_free(to, allowed, overwrite=overwrite)
-    try:
-        to.parent.mkdir(parents=True, exist_ok=True)
-        with only_writer(to), _unfinished(to) as unfinished:
-            _require_free(to, allowed, overwrite=overwrite)
-            yield unfinished
-            for entry in unfinished.iterdir():
-                sync(entry)
-            sync(unfinished)
-            replace(unfinished, to)
-            sync(to.parent)
-    except (OSError, SafetensorError) as error:
-        raise bad(
-            f"the folder '{to}', which cannot be written "
-            f"({getattr(error, 'strerror', None) or error})",
-            "a folder on a disk with free space, that this user may write to",
-            f"--to /tmp/{to.name}",
-        ) from None
+    lock = to.with_name(f".writing-{to.name}.lock")
+    with writing(to, lock), _unfinished(to) as unfinished:
+        _require_free(to, allowed, overwrite=overwrite)
+        yield unfinished
+        for entry in unfinished.iterdir():
+            sync(entry)
+        sync(unfinished)
+        replace(unfinished, to)
+        sync(to.parent)
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from shardwise.checkpoint.folder import (
     is_named_by_step,
     step_of,
 )
+from shardwise.checkpoint.lock import RUN_LOCK, SAVING_LOCK
 from shardwise.core.errors import InputError, bad
 from shardwise.core.suggest import beside
 from shardwise.train.config import Config, dump, read
@@ -50,7 +51,9 @@ LOCK = "run.lock"
 FILES: Final = (CONFIG, METRICS, REPORT, "sample.txt", "trace.json", "timeline.svg")
 FOLDERS: Final = {
     "tensorboard": re.compile(r"events\.out\.tfevents\..+"),
-    CHECKPOINTS: re.compile(r"(\.saving-|\.removing-)?step-\d+(\.again)?|\.?latest"),
+    CHECKPOINTS: re.compile(
+        rf"(\.saving-|\.removing-)?step-\d+(\.again)?|\.?latest|{re.escape(SAVING_LOCK)}"
+    ),
     PLOTS: re.compile(r"(loss|memory|bytes|step|experts)\.png"),
 }
 #: Tokenised data, if its folder is the run's own (packed.py).
@@ -58,7 +61,7 @@ TOKENS: Final = re.compile(
     r"[0-9a-f]{24,32}(-bpe\d+)?\.(tokens|json|lock|tokenizer\.json|hashes\.json)"
 )
 #: Temporary files of other ranks and network file systems, and the lock.
-PASSING: Final = (PROBE, ".nfs", LOCK)
+PASSING: Final = (PROBE, ".nfs", RUN_LOCK)
 #: What a killed process leaves of a file that it was writing (packed.publish).
 UNPUBLISHED: Final = re.compile(rf"\.({'|'.join(map(re.escape, FILES))})\.\d+")
 
@@ -198,7 +201,7 @@ def forget(config: Config) -> None:
     if _entries(config):
         publish_config(config)
     elif config.folder.is_dir():
-        (config.folder / LOCK).unlink(missing_ok=True)
+        (config.folder / RUN_LOCK).unlink(missing_ok=True)
         _remove_if_empty(config.folder)
 
 

@@ -8,7 +8,7 @@ resume under another plan and on another number of ranks.
 from dataclasses import dataclass
 
 from shardwise.checkpoint.engines import fill, write
-from shardwise.checkpoint.folder import CHECKPOINTS, prune
+from shardwise.checkpoint.folder import CHECKPOINTS
 from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint
 from shardwise.core.errors import bad
 from shardwise.engine.engine import Engine
@@ -33,9 +33,7 @@ def save_run(prepared: PreparedRun, engine: Engine, at: Position) -> None:
         "plan": str(prepared.plan),  # for information; another plan can load it
         "engine": engine.scalars(),
     }
-    write(engine, folder, scalars)
-    if engine.world.rank == 0:
-        prune(folder, prepared.config.train.keep)
+    write(engine, folder, scalars, prepared.config.train.keep)
 
 
 def load_run(prepared: PreparedRun, engine: Engine) -> Position:

@@ -1,5 +1,6 @@
 """Writers of folders: killed at any moment, on full disks, two at once."""
 
+import errno
 import os
 import resource
 from collections.abc import Callable
@@ -10,14 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import shardwise as sw
 from shardwise.checkpoint import export as exporting
 from shardwise.checkpoint.export import export, import_weights
 from shardwise.checkpoint.load import load
+from shardwise.checkpoint.lock import locked
 from shardwise.checkpoint.save import save
-from shardwise.checkpoint.writer import only_writer
 from shardwise.comm.world import alone
-from shardwise.core.errors import InputError
+from shardwise.core.errors import InputError, RunError
 from shardwise.engine.box import Box
+from tests.checkpoint.test_engines import engine_of
 from tests.checkpoint.test_folder import die_at
 
 
@@ -101,7 +104,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, over: Any):
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (64, limits[1]))
     try:
-        with pytest.raises(InputError, match="which cannot be written") as caught:
+        with pytest.raises(RunError, match=r"could not be (saved|written)") as caught:
             act()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
@@ -114,15 +117,63 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, over: Any):
 def test_a_second_writer_is_refused_by_name(tmp_path: Path, over: Any):
     """While one process writes the folder, another is told which; nothing is changed."""
     to, act = over(tmp_path)
-    lock = to / "run.lock" if over is import_over else None
-    with only_writer(to, lock):
+    lock = to / "run.lock" if over is import_over else to.with_name(f".writing-{to.name}.lock")
+    with locked(lock):
         before = names(tmp_path)
-        message = rf"{to}', which process {os.getpid()} on .* is writing"
+        message = rf"{to}', where another process is writing \(process {os.getpid()} on"
         with pytest.raises(InputError, match=message):
             act()
         assert names(tmp_path) == before
     act()
     assert value_in(to) == 2.0
+
+
+def save_again(run: Path, kind: str) -> object:
+    """A second save beside the checkpoints of a run: of boxes, of an engine, or an import."""
+    if kind == "import":
+        return import_weights(weights_of(run.parent / "weights", 3.0), run, overwrite=True)
+    if kind == "engine":
+        return sw.save(engine_of(alone(), "fp64"), run / "checkpoints", keep=1)
+    return run_of(run, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lock"),
+    [
+        ("boxes", "checkpoints/saving.lock"),
+        ("engine", "checkpoints/saving.lock"),
+        ("engine", "run.lock"),
+        ("import", "checkpoints/saving.lock"),
+        ("import", "run.lock"),
+    ],
+)
+def test_a_save_beside_another_is_refused(tmp_path: Path, kind: str, lock: str):
+    """A save, an import and a run exclude each other; files of the other stay, readers read."""
+    run = run_of(tmp_path / "run", 1.0)
+    unfinished = run / "checkpoints" / ".saving-step-000007"
+    unfinished.mkdir()
+    with locked(run / lock):
+        before = names(run)
+        with pytest.raises(InputError, match=rf"writing \(process {os.getpid()} on .*, since"):
+            save_again(run, kind)
+        assert names(run) == before
+        assert value_in(run) == 1.0
+
+
+def test_old_checkpoints_that_stay_do_not_fail_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The new checkpoint is saved, and a warning says why the others are still there."""
+    run_of(tmp_path, 1.0, step=6)
+    run_of(tmp_path, 1.0, step=7)
+
+    def busy(*_: object, **__: object) -> None:
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    monkeypatch.setattr("shardwise.checkpoint.folder.remove", busy)
+    with pytest.warns(UserWarning, match="could not be removed .*busy.*the new one is saved"):
+        sw.save(engine_of(alone(), "fp64"), tmp_path / "checkpoints", keep=1)
+    assert len(names(tmp_path / "checkpoints")) > 5
 
 
 def test_export_looks_up_pieces_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -62,4 +62,4 @@ def test_a_second_start_leaves_the_first_run_alone(tmp_path: Path) -> None:
     with lock.hold(given, Start()), pytest.raises(RankError, match="another run is writing"):
         run_gloo(2, runs.trained, given, Start(overwrite=True))
     assert len(runs.run(given, 2)) == 2
-    assert not (given.folder / folder.LOCK).exists()
+    assert not (given.folder / "run.lock").exists()
