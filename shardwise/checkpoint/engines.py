@@ -22,8 +22,10 @@ from shardwise.checkpoint import load as reading
 from shardwise.checkpoint import save as writing
 from shardwise.checkpoint.contents import MODEL
 from shardwise.checkpoint.description import described
+from shardwise.checkpoint.failure import damaged
 from shardwise.checkpoint.folder import (
     CHECKPOINTS,
+    SCALARS,
     all_in,
     as_path,
     find,
@@ -38,7 +40,7 @@ from shardwise.checkpoint.plans import PIECE_BYTES, split_block
 from shardwise.checkpoint.storage import Check
 from shardwise.comm.move import broadcast
 from shardwise.comm.world import World
-from shardwise.core.arguments import integer
+from shardwise.core.arguments import MOST_COUNT, integer
 from shardwise.core.errors import InputError, bad
 from shardwise.engine import validate
 from shardwise.engine.box import Box, block
@@ -79,7 +81,7 @@ def save(
     if keep is not None:
         integer("keep", keep, 1, 2)
     if step is not None:
-        integer("step", step, 0, 100)
+        integer("step", step, 0, 100, MOST_COUNT)
     trained = _trained(engine_or_module, optimizer, "sw.save")
     if isinstance(trained, Engine):
         scalars = {"step": trained.steps, "engine": trained.scalars()}
@@ -231,12 +233,22 @@ def fill(trained: Engine | PlainLoop, folder: Path, check: Check) -> dict[str, A
 
     # none where `checked` refuses the checkpoint on every rank
     said = None if opened is None else opened.scalars.get(kind)
-    boxes = trained.loading(opened.tensors, said) if opened and isinstance(said, dict) else []
+    boxes = _boxes(trained, opened, said) if opened and isinstance(said, dict) else []
     saved = reading.load(folder, boxes, world, checked, pages=pages)
     if isinstance(trained, Engine):
         trained.load_scalars(saved[kind])
     trained.loaded()
     return saved
+
+
+def _boxes(trained: Engine | PlainLoop, opened: OpenCheckpoint, said: dict[str, Any]) -> list[Box]:
+    """The boxes to fill. Raises InputError for values of another form than `scalars()` returns."""
+    try:
+        return trained.loading(opened.tensors, said)
+    except InputError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        raise damaged(opened.path / SCALARS, f"{type(error).__name__}: {error}") from error
 
 
 def _of_another_kind(opened: OpenCheckpoint, kind: str) -> InputError:

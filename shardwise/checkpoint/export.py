@@ -19,14 +19,16 @@ from typing import Any, Final
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from shardwise.checkpoint.contents import MODEL
-from shardwise.checkpoint.folder import CHECKPOINTS, all_in, find, is_whole, remove
+from shardwise.checkpoint.failure import damaged
+from shardwise.checkpoint.folder import CHECKPOINTS, SCALARS, all_in, find, is_whole, remove
 from shardwise.checkpoint.lock import RUN_LOCK
 from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint, open_checkpoint
+from shardwise.checkpoint.piece import read_piece
 from shardwise.checkpoint.save import save
-from shardwise.checkpoint.storage import read_piece, require_content
+from shardwise.checkpoint.storage import require_content
 from shardwise.checkpoint.weights_folder import (
     CONFIG,
     INDEX,
@@ -44,8 +46,6 @@ from shardwise.engine.box import Box, block
 BUFFER: Final = "buffer/"
 #: The most bytes of tensors in one file, as Hugging Face's default.
 FILE_BYTES: Final = 5 * 10**9
-#: The position of each piece, by its tensor and offsets.
-Places = dict[tuple[str, tuple[int, ...]], Any]
 #: The files that an export writes.
 FILES: Final = ("model*.safetensors", INDEX, CONFIG)
 
@@ -78,7 +78,7 @@ def export(
     """
     opened = open_checkpoint(find(_checkpoints(run)))
     require_content(opened)
-    model: dict[str, Any] = opened.scalars.get("model") or {}
+    model = _model(opened)
     names = _names(opened, model)
     sizes = {name: _bytes(opened, key, dtype) for name, key in names.items()}
     groups = _groups(sizes, file_bytes)
@@ -87,11 +87,10 @@ def export(
         other: group[0] for group in model.get("tied", ()) for other in group[1:]
     }
     files: dict[str, str] = {}
-    places = _places(opened)
     with new_folder(to, FILES, overwrite=overwrite) as folder:
         for number, group in enumerate(groups, 1):
             file = f"model-{number:05}-of-{len(groups):05}.safetensors" if several else SINGLE
-            tensors = {n: _tensor(opened, places, names[n], dtype) for n in group}
+            tensors = {n: _tensor(opened, names[n], dtype) for n in group}
             save_file(tensors, folder / file, header)
             del tensors
             files |= dict.fromkeys(group, file)
@@ -164,6 +163,20 @@ def _require_own_names(weights: WeightsFolder) -> None:
         )
 
 
+def _model(opened: OpenCheckpoint) -> dict[str, Any]:
+    """The description of the model (description.py); {} in a checkpoint of an older version."""
+    model: Any = opened.scalars.get("model") or {}
+    try:
+        names = [*model.get("transient", ())]
+        for first, *others in model.get("tied", ()):
+            names += [first, *others]
+        if {*map(type, names)} <= {str} and type(model.get("config")) in (dict, type(None)):
+            return model
+    except (TypeError, ValueError, AttributeError):
+        pass
+    raise damaged(opened.path / SCALARS, "its description of the model is none")
+
+
 def _names(opened: OpenCheckpoint, model: Mapping[str, Any]) -> dict[str, str]:
     """The names to write, each with its tensor in the checkpoint."""
     first = {name: group[0] for group in model.get("tied", ()) for name in group}
@@ -198,19 +211,13 @@ def _bytes(opened: OpenCheckpoint, key: str, dtype: torch.dtype | None) -> int:
     return math.prod(_saved(opened, key).size) * _dtype(opened, key, dtype).itemsize
 
 
-def _tensor(opened: OpenCheckpoint, places: Places, key: str, dtype: torch.dtype | None) -> Tensor:
+def _tensor(opened: OpenCheckpoint, key: str, dtype: torch.dtype | None) -> Tensor:
     """One full tensor, from its pieces."""
     found = torch.empty(_saved(opened, key).size, dtype=_dtype(opened, key, dtype), device="cpu")
     for chunk in _saved(opened, key).chunks:
-        place = places[key, tuple(chunk.offsets)]
-        piece = read_piece(opened.path / place.relative_path, place.offset, place.length)
+        piece = read_piece(opened.pieces[MetadataIndex(key, chunk.offsets)])
         block(found, chunk.offsets, chunk.sizes).copy_(piece)
     return found
-
-
-def _places(opened: OpenCheckpoint) -> Places:
-    data = opened.metadata.storage_data or {}
-    return {(index.fqn, tuple(index.offset or ())): place for index, place in data.items()}
 
 
 def _groups(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:

@@ -165,11 +165,11 @@ def publish(path: Path, step: int) -> Path:
 
 def open_regular(file: Path) -> BufferedReader:
     """Open a regular file to read. Raises OSError for a pipe or a device, and never waits."""
-    stream = os.fdopen(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")
-    if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
-        stream.close()
+    opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    if not stat.S_ISREG(os.fstat(opened).st_mode):
+        os.close(opened)
         raise OSError(errno.EINVAL, "it is no regular file")
-    return stream
+    return os.fdopen(opened, "rb")
 
 
 def sync(path: Path) -> None:

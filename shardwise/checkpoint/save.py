@@ -20,7 +20,7 @@ from shardwise.checkpoint.pages import Pages
 from shardwise.checkpoint.plans import BoxSavePlanner
 from shardwise.checkpoint.storage import Publisher
 from shardwise.comm.world import World
-from shardwise.core.arguments import integer
+from shardwise.core.arguments import MOST_COUNT, integer
 from shardwise.core.errors import bad
 from shardwise.engine.box import Box
 
@@ -55,7 +55,7 @@ def save(
     """
     folder = folders.as_path(folder)
     step: Any = scalars.get("step")
-    integer("step", step, 0, 100)
+    integer("step", step, 0, 100, MOST_COUNT)
     try:
         json.dumps(scalars)
     except (TypeError, ValueError) as error:

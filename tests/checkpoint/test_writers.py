@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import shardwise as sw
-from shardwise.checkpoint import export as exporting
+from shardwise.checkpoint import open_checkpoint
 from shardwise.checkpoint.export import export, import_weights
 from shardwise.checkpoint.load import load
 from shardwise.checkpoint.lock import locked
@@ -181,7 +181,7 @@ def test_export_looks_up_pieces_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     boxes = [Box.full(f"model/w{i}", torch.ones(2)) for i in range(40)]
     save(tmp_path / "run", boxes, {"step": 1}, alone())
     tables: list[object] = []
-    table = exporting._places
-    monkeypatch.setattr(exporting, "_places", lambda opened: tables.append(0) or table(opened))
+    table = open_checkpoint.pieces_of
+    monkeypatch.setattr(open_checkpoint, "pieces_of", lambda *of: tables.append(0) or table(*of))
     assert export(tmp_path / "run", tmp_path / "to").tensors == 40
     assert len(tables) == 1
