@@ -26,7 +26,7 @@ from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.failure import unwritten
 from shardwise.checkpoint.manifest import Manifest, Seal, require_files, seal, write_manifest
 from shardwise.checkpoint.open_checkpoint import FORMAT, OpenCheckpoint, open_checkpoint
-from shardwise.checkpoint.piece import Piece, read_piece
+from shardwise.checkpoint.piece import Piece, check_piece, read_piece
 from shardwise.core.errors import InputError, bad
 from shardwise.engine.box import block
 
@@ -196,13 +196,13 @@ class Pieces(StorageReader):
 def require_content(opened: OpenCheckpoint, rank: int = 0, ranks: int = 1) -> None:
     """Read this rank's share of all tensors, and raise InputError for damaged ones.
 
-    Compares hashes of files, or without a manifest the checksums of pieces.
+    Compares hashes of files, or without a manifest the checksums of pieces; then shapes and dtypes.
     """
     if opened.manifest is not None:
         require_files(opened.path, opened.manifest, opened.files()[rank::ranks])
-        return
+    check = read_piece if opened.manifest is None else check_piece
     for piece in list(opened.pieces.values())[rank::ranks]:
-        read_piece(piece)
+        check(piece)
 
 
 def _sealed(result: WriteResult, seals: Mapping[str, Seal]) -> WriteResult:
