@@ -37,10 +37,17 @@ from shardwise.checkpoint.folder import open_regular
 RECORD_BYTES: Final = 30
 #: The dtypes that a pickle names by a class of storage; it names newer ones themselves.
 STORAGES: Final = {
-    "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16", "BoolStorage": "bool", "ByteStorage": "uint8",
-    "CharStorage": "int8", "ShortStorage": "int16", "IntStorage": "int32",
-    "LongStorage": "int64", "ComplexFloatStorage": "complex64",
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "BoolStorage": "bool",
+    "ByteStorage": "uint8",
+    "CharStorage": "int8",
+    "ShortStorage": "int16",
+    "IntStorage": "int32",
+    "LongStorage": "int64",
+    "ComplexFloatStorage": "complex64",
     "ComplexDoubleStorage": "complex128",
 }
 
