@@ -1,6 +1,7 @@
 """Weights of a checkpoint as safetensors with the model's own names, and back.
 
-    export    model/NAME, buffer/NAME --> model.safetensors, its index, config.json
+    export    model/NAME, buffer/NAME --> model.safetensors, its index, config.json,
+                                          generation_config.json, the run's tokenizer
     import    the same folder         --> checkpoints/step-000000, with weights and no optimizer
 
 Export reads one tensor at a time and holds one file of at most `file_bytes`.  Import copies pieces.
@@ -11,6 +12,7 @@ A tied tensor is written under its first name; the others are in the file's head
 import json
 import math
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +25,16 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from shardwise.checkpoint.contents import MODEL
 from shardwise.checkpoint.failure import damaged
-from shardwise.checkpoint.folder import CHECKPOINTS, SCALARS, all_in, find, is_whole, remove
+from shardwise.checkpoint.folder import (
+    CHECKPOINTS,
+    SCALARS,
+    TOKENIZER,
+    TOKENIZER_FILES,
+    all_in,
+    find,
+    is_whole,
+    remove,
+)
 from shardwise.checkpoint.lock import RUN_LOCK
 from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint, open_checkpoint
 from shardwise.checkpoint.piece import read_piece
@@ -31,6 +42,7 @@ from shardwise.checkpoint.save import save
 from shardwise.checkpoint.storage import require_content
 from shardwise.checkpoint.weights_folder import (
     CONFIG,
+    GENERATION,
     INDEX,
     SINGLE,
     WeightsFolder,
@@ -47,18 +59,20 @@ BUFFER: Final = "buffer/"
 #: The most bytes of tensors in one file, as Hugging Face's default.
 FILE_BYTES: Final = 5 * 10**9
 #: The files that an export writes.
-FILES: Final = ("model*.safetensors", INDEX, CONFIG)
+FILES: Final = ("model*.safetensors", INDEX, CONFIG, GENERATION, *TOKENIZER_FILES)
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of an export: tensors, their bytes, files of tensors, and the configuration."""
+    """The result of an export: tensors, their bytes, files of tensors, and the other files."""
 
     path: Path
     tensors: int
     bytes: int
     files: int
     config: bool
+    generation: bool
+    tokenizer: bool
 
 
 def export(
@@ -98,10 +112,24 @@ def export(
         if several:
             index = {"metadata": {"total_size": total}, "weight_map": files}
             _write(folder / INDEX, index)
-        config = model.get("config")
+        config, generation = model.get("config"), model.get("generation")
         if config is not None:
             _write(folder / CONFIG, _in_dtype(config, opened, names, dtype))
-    return Exported(to, len(names), total, len(groups), config is not None)
+        if generation is not None:
+            _write(folder / GENERATION, generation)
+        tokenizer = _copy_tokenizer(opened.path, folder)
+    others = config is not None, generation is not None, tokenizer
+    return Exported(to, len(names), total, len(groups), *others)
+
+
+def _copy_tokenizer(checkpoint: Path, folder: Path) -> bool:
+    """Copy the tokenizer of the run whose checkpoint it is; False if it has none."""
+    checkpoints = checkpoint.absolute().parent
+    files = [checkpoints.parent / TOKENIZER / name for name in TOKENIZER_FILES]
+    found = [file for file in files if checkpoints.name == CHECKPOINTS and file.is_file()]
+    for file in found:
+        shutil.copyfile(file, folder / file.name)
+    return bool(found)
 
 
 def _checkpoints(run: Path) -> Path:
@@ -170,7 +198,8 @@ def _model(opened: OpenCheckpoint) -> dict[str, Any]:
         names = [*model.get("transient", ())]
         for first, *others in model.get("tied", ()):
             names += [first, *others]
-        if {*map(type, names)} <= {str} and type(model.get("config")) in (dict, type(None)):
+        tables = {type(model.get(key)) for key in ("config", "generation")}
+        if {*map(type, names)} <= {str} and tables <= {dict, type(None)}:
             return model
     except (TypeError, ValueError, AttributeError):
         pass

@@ -24,6 +24,12 @@ from shardwise.core.errors import InputError, bad
 
 METADATA, SCALARS, LATEST = ".metadata", "scalars.json", "latest"
 CHECKPOINTS = "checkpoints"  # the folder of checkpoints inside a run's folder
+TOKENIZER = "tokenizer"  # the folder of the run's tokenizer, inside a run's folder
+#: The files of a tokenizer of transformers.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt"),
+)
 LONGEST = 1000  # bytes of `latest` that are read
 _NAME = re.compile(r"step-(\d+)(\.again)?")
 

@@ -4,6 +4,8 @@ model.safetensors                    all tensors, or
 model-00001-of-00003.safetensors     a part of them, and
 model.safetensors.index.json         {"weight_map": {name: file}}
 config.json                          the configuration, if the model has one
+generation_config.json               how it generates text, if the model has it
+tokenizer.json ...                   the tokenizer, if the run has one
 """
 
 import json
@@ -26,6 +28,7 @@ from shardwise.core.suggest import beside, suggest
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 CONFIG: Final = "config.json"
+GENERATION: Final = "generation_config.json"
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from shardwise.checkpoint.weights_folder import CONFIG, open_weights
+from shardwise.checkpoint.weights_folder import CONFIG, GENERATION, open_weights
 from shardwise.core.errors import InputError, bad
 from shardwise.core.suggest import suggestions
 from shardwise.models.folder_sizes import check_sizes
@@ -271,7 +271,7 @@ def load(path: Path, config: Any) -> Any:
     config.use_cache = False
     with _quiet(), explained(path):
         if torch.get_default_device().type == "meta":
-            return family.from_config(config)
+            return _as_generates(family.from_config(config), path)
         model, found = family.from_pretrained(
             path, config=config, dtype=torch.float32, output_loading_info=True
         )
@@ -282,6 +282,15 @@ def load(path: Path, config: Any) -> Any:
             "a folder with every weight of the model that its configuration names",
             "the folder written again by save_pretrained of that model",
         )
+    return model
+
+
+def _as_generates(model: Any, path: Path) -> Any:
+    """The model with the folder's generation_config.json, which `from_config` does not read."""
+    from transformers import GenerationConfig  # the extra `hf`
+
+    if (path / GENERATION).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
     return model
 
 

@@ -6,6 +6,7 @@
       checkpoints/     step-000100/, ..., latest    plots/         loss, memory, bytes
       report.md        the summary                  sample.txt     generated at the end
       trace.json       with run.trace               timeline.svg   measured beside predicted
+      tokenizer/       the tokenizer, unless tokens are bytes (tokenizer_files.py)
       run.lock         held by the run that writes here (lock.py)
 
 A run is never overwritten by accident: --resume continues it, --overwrite replaces it, and without
@@ -29,6 +30,8 @@ from shardwise.checkpoint.folder import (
     LATEST,
     METADATA,
     SCALARS,
+    TOKENIZER,
+    TOKENIZER_FILES,
     all_in,
     find,
     is_named_by_step,
@@ -54,6 +57,7 @@ FOLDERS: Final = {
     CHECKPOINTS: re.compile(
         rf"(\.saving-|\.removing-)?step-\d+(\.again)?|\.?latest|{re.escape(SAVING_LOCK)}"
     ),
+    TOKENIZER: re.compile(rf"\.?({'|'.join(map(re.escape, TOKENIZER_FILES))})(\.\d+)?"),
     PLOTS: re.compile(r"(loss|memory|bytes|step|experts)\.png"),
 }
 #: Tokenised data, if its folder is the run's own (packed.py).

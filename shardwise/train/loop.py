@@ -30,7 +30,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.out_of_memory import explained, ran_out
 from shardwise.engine.training import Metrics as StepMetrics
 from shardwise.models.decoder import flops_per_token
-from shardwise.train import folder, lock, metrics, progress, report
+from shardwise.train import folder, lock, metrics, progress, report, tokenizer_files
 from shardwise.train.config import Config
 from shardwise.train.data import Index, block, unigram_entropy
 from shardwise.train.disk_share import StepsOnDisk
@@ -98,6 +98,7 @@ def train(
             return say(NOTHING, world, console)
         if world.rank == 0:
             folder.claim(config, start.overwrite)
+            tokenizer_files.keep(config, prepared.vocabulary)
             if not start.resume:
                 stack.callback(folder.forget, config)  # keeps a run with a recorded step
         with ExitStack() as shown:

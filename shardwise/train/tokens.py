@@ -72,14 +72,15 @@ class TokenizerVocabulary:
             raise bad(f"{where}, which has no tokens", "a trained tokenizer", "tokens = 'bytes'")
         # numbers may have gaps: the largest determines the size
         self.size = max(entries.values()) + 1
-        found = [entries[text] for text in KNOWN_SEPARATORS if text in entries]
+        found = [text for text in KNOWN_SEPARATORS if text in entries]
         if not found:
             raise bad(
                 f"{where}, which has no token that ends a document",
                 f"a tokenizer with one of {', '.join(KNOWN_SEPARATORS)}",
                 "tokens = 'bpe:4096', which trains one on the data",
             )
-        self.separator = found[0]
+        self.separator_text = found[0]
+        self.separator = entries[found[0]]
         text = json.dumps(json.loads(tokenizer.to_str()), sort_keys=True)
         self.name = f"tokenizer-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
