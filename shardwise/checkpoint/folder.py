@@ -153,19 +153,26 @@ def clear(path: Path) -> None:
 
 
 def publish(path: Path, step: int) -> Path:
-    """Rename a complete checkpoint to its final name, and update `latest`.  One rank calls it."""
+    """Rename a complete checkpoint to its final name, and update `latest`.  One rank calls it.
+
+    All that a full disk can refuse is written before the first rename.
+    """
     folder = path.parent
     final = folder / name_of(step)
     again = final.with_name(f"{final.name}.again")
+    repeated = final.exists()
+    names = [again.name] * repeated + [final.name]
+    for name in names:
+        (path / _pointer(name)).write_text(f"{name}\n", encoding="utf-8")
     for entry in path.iterdir():
         sync(entry)
     sync(path)
-    path.rename(again if final.exists() else final)
+    path.rename(again if repeated else final)
     sync(folder)
-    if again.exists():
-        _point(folder, again.name)
+    if repeated:
+        _point(folder, again, again.name)
         _settle(folder)
-    _point(folder, final.name)
+    _point(folder, final, final.name)
     return final
 
 
@@ -197,11 +204,14 @@ def _settle(folder: Path) -> None:
         sync(folder)
 
 
-def _point(folder: Path, name: str) -> None:
-    written = folder / f".{LATEST}"
-    written.write_text(f"{name}\n", encoding="utf-8")
-    sync(written)
-    written.replace(folder / LATEST)
+def _pointer(name: str) -> str:
+    """The file in a checkpoint's folder that becomes `latest` when it is published."""
+    return f".{LATEST}-{name}"
+
+
+def _point(folder: Path, path: Path, name: str) -> None:
+    """Let `latest` name the checkpoint in `path`."""
+    (path / _pointer(name)).replace(folder / LATEST)
     sync(folder)
 
 

@@ -3,6 +3,9 @@
 import errno
 import os
 import resource
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,6 +114,24 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, over: Any):
     assert "\n" not in str(caught.value)
     assert names(tmp_path) == before
     assert value_in(to) == 1.0
+
+
+@pytest.mark.cases(1)
+def test_a_disk_that_fills_at_any_write_loses_nothing(tmp_path: Path):
+    """A RunError of one paragraph, and the folder as it was; or all was written."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = f"mount -t tmpfs -o size=512k none '{disk}'"
+    enter = ["unshare", "-rm", "sh", "-c"]
+    if shutil.which("unshare") is None or subprocess.run([*enter, mount], check=False).returncode:
+        pytest.skip("no mount namespaces here")
+    program = f"{mount} && exec '{sys.executable}' -m tests.checkpoint.full_disk '{disk}'"
+    done = subprocess.run([*enter, program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    outcomes = [line.split()[1:] for line in done.stdout.splitlines()]
+    assert len(outcomes) == 4
+    for found in outcomes:
+        assert found == sorted(found, reverse=True) and {*found} == {"refused", "done"}, found
 
 
 @BOTH
