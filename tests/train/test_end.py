@@ -44,6 +44,22 @@ def test_nothing_fails_a_run_after_its_last_save(
     assert trained or where == "metrics.read"
 
 
+def test_old_checkpoints_that_stay_do_not_fail_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warning at each save, the last one too, and the report is made."""
+    given = runs.settings(tmp_path / "run", steps=3, save_every=1, keep=1)
+
+    def busy(*_: object) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr("shardwise.checkpoint.folder.remove", busy)
+    with pytest.warns(UserWarning, match="could not be removed .*busy"):
+        runs.run(given)
+    assert folder.has_report(given.folder)
+    assert len(all_in(given.folder / "checkpoints")) == 3
+
+
 @pytest.mark.cases(1)
 @pytest.mark.parametrize("where", ["sample_text", "publish_report"])
 def test_a_signal_after_the_last_step_ends_without_a_report(where: str, tmp_path: Path) -> None:
