@@ -264,7 +264,7 @@ def test_the_commands(
 @pytest.mark.parametrize(
     ("argv", "phrase"),
     [
-        (["export", "run"], "checkpoint export run .missing option '--to'.* Instead: --to FOLDER"),
+        (["export", "run"], "checkpoint export run .missing option '--to'.* instead: --to FOLDER"),
         (["import", "there"], "checkpoint import there .missing option '--to'"),
         (["export", "run", "--to", "there"], "the folder '.*there', which exists"),
         (["export", "run", "--to", "there", "--overwrite"], r"which has other files \(mine"),
