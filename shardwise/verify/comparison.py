@@ -263,7 +263,9 @@ def compare(
         so_far.step(ours, step)
         if ours.ledger.since(before) != ours.last:  # something else was sent
             so_far.costs = replace(so_far.costs, hold=False)
-        if step == max(0, steps - 2):
+        # an evaluation finishes a delayed update, of which the next step shall be a part
+        last = steps - 1 if ours.updates.next_step.pending else max(0, steps - 2)
+        if step == last:
             looks.costs = so_far.costs
             looks.evaluation(ours, steps)
             so_far.costs, so_far.flushed = looks.costs, looks.flushed
