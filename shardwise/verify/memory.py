@@ -12,7 +12,6 @@ A model may keep activations in attributes of its modules (`self.seen = x`).  Th
 also keeps in one process are removed before the comparison.
 """
 
-import gc
 import threading
 import time
 from collections import Counter
@@ -133,7 +132,7 @@ def _left(engine: Engine, live: Live) -> list[Stray]:
     """
     ends = time.monotonic() + _DETECTOR_S
     while True:
-        gc.collect()  # storages that only a reference cycle keeps alive do not count
+        engine.world.links.root.collect()  # frees reference cycles
         left = live.unaccounted(engine)
         watched = any(thread.name == HANG_DETECTOR for thread in threading.enumerate())
         if not left or not watched or time.monotonic() > ends:

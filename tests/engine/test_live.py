@@ -1,6 +1,5 @@
 """Live memory as it is found: nothing is left over, and nothing that is kept goes unseen."""
 
-import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -45,7 +44,7 @@ def strays(world: World, plan: str, steps: int) -> list[list[Stray]]:
             engine.step(batch)
         engine.wait()
         world.barrier()  # ranks in threads read each other's tensors until here
-        gc.collect()
+        world.links.root.collect()
         found.append(live.unaccounted(engine))
     return found
 
