@@ -6,17 +6,20 @@
 The first ranks have one row more if the rows are uneven; idle ranks, the last ones, have none.
 
 Batches of tokens are ragged: a quarter of the targets does not count, so that rows have different
-numbers of tokens, and with every other seed they are a position shorter.
+numbers of tokens; with every other seed they are a position shorter; and on a tensor axis they have
+the first and the last word of each rank's part of the vocabulary.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from shardwise.core.plan import Plan
+from shardwise.core.uneven import even
 from shardwise.engine.batch import rows, split
 from shardwise.engine.engine import Engine
 from shardwise.models.trainable import Trainable
@@ -29,6 +32,8 @@ ROWS, ROWS_16 = 2, 8
 IDLE_STEP: Final = 1
 #: A target that losses of tokens ignore, and the fewest positions of a row of tokens.
 IGNORED, SHORTEST = -100, 4
+#: Rows of a batch of which the tensors of tokens are told.
+FEW_ROWS: Final = 8
 
 
 @dataclass(frozen=True)
@@ -89,45 +94,63 @@ def rows_of_step(plan: Plan, division: Division, step: int) -> int:
     return each * (division.ranks - division.idle) * division.microbatches - (step % 2 == 0)
 
 
-def ragged(trainable: Trainable) -> Trainable:
+def ragged(trainable: Trainable, plan: Plan) -> Trainable:
     """The same model with ragged batches, if they are of tokens, some of which may be ignored."""
-    few = trainable.make_batch(ROWS, SEED)
-    targets = [k for k, x in enumerate(pytree.tree_leaves(few)) if _counts(trainable, few, k, x)]
+    leaves, spec = pytree.tree_flatten(trainable.make_batch(FEW_ROWS, SEED))
+    targets = [k for k, x in enumerate(leaves) if _counts(trainable, leaves, spec, k, x)]
     if not targets:
         return trainable
-    shapes = {x.shape for x in pytree.tree_leaves(few) if isinstance(x, Tensor)}
+    most = int(leaves[targets[0]].max())
+    words = [k for k, x in enumerate(leaves) if _is_ids(x) and most // 2 < int(x.max())]
+    ends, shapes = _ends(trainable.plain(), plan, most), {x.shape for x in leaves if _is_ids(x)}
+    alike = len(shapes) == 1 and all(map(_is_ids, leaves))
 
     def make_batch(rows: int, seed: int) -> Any:
-        """A batch with ignored targets; with odd seeds one token shorter."""
-        leaves, spec = pytree.tree_flatten(trainable.make_batch(rows, seed))
+        """A batch of the model; its words are those at the ends of each rank's, and random ones."""
+        made, spec = pytree.tree_flatten(trainable.make_batch(rows, seed))
+        for k in words:
+            made[k] = made[k].clone()
+            few = ends[: made[k].shape[1] // 2]
+            made[k][:, 1 : 1 + len(few)] = torch.tensor(few, dtype=made[k].dtype)
         for k in targets:
-            leaves[k] = _with_ignored(leaves[k], seed)
-        if len(shapes) == 1 and seed % 2:
-            leaves = [x[:, :-1].contiguous() if isinstance(x, Tensor) else x for x in leaves]
-        return pytree.tree_unflatten(leaves, spec)
+            made[k] = _with_ignored(made[k], seed, 1 + len(ends))
+        made = [x[:, :-1].contiguous() for x in made] if alike and seed % 2 else made
+        return pytree.tree_unflatten(made, spec)
 
     return replace(trainable, make_batch=make_batch)
 
 
-def _counts(trainable: Trainable, batch: Any, place: int, x: Any) -> bool:
+def _is_ids(x: Any) -> bool:
+    """Whether it may be a tensor of tokens, one row of them for each row of the batch."""
+    whole = isinstance(x, Tensor) and not x.is_floating_point() and x.dtype != torch.bool
+    return whole and x.dim() == 2 and x.shape[1] >= SHORTEST
+
+
+def _counts(
+    trainable: Trainable, leaves: Sequence[Any], spec: pytree.TreeSpec, place: int, x: Any
+) -> bool:
     """Whether the leaf at `place` has the targets: without any of them no token is left."""
-    if (
-        trainable.tokens is None
-        or not isinstance(x, Tensor)
-        or x.dim() != 2
-        or len(x[0]) < SHORTEST
-    ):
+    if trainable.tokens is None or not _is_ids(x):
         return False
-    if x.is_floating_point() or x.dtype == torch.bool:
-        return False
-    leaves, spec = pytree.tree_flatten(batch)
-    leaves[place] = torch.full_like(x, IGNORED)
-    return trainable.tokens(pytree.tree_unflatten(leaves, spec)) == 0 < trainable.tokens(batch)
+    none = [*leaves[:place], torch.full_like(x, IGNORED), *leaves[place + 1 :]]
+    before, after = (pytree.tree_unflatten(one, spec) for one in (list(leaves), none))
+    return trainable.tokens(after) == 0 < trainable.tokens(before)
 
 
-def _with_ignored(targets_BT: Tensor, seed: int) -> Tensor:
-    """Targets of which a quarter is ignored; the first and the last one of each row are not."""
+def _ends(model: nn.Module, plan: Plan, most: int) -> list[int]:
+    """The first and the last word of each tensor rank's part of the vocabulary, but word 0."""
+    ranks = max(plan.of_layers(n).mesh.size_of("tp") for n in range(len(plan.layers) + 1))
+    sizes = [m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)]
+    vocabulary = min((size for size in sizes if size > most), default=0)
+    if ranks == 1 or not vocabulary:
+        return []
+    parts = even(0, vocabulary, ranks).ranges
+    return [word for ((first, last),) in parts for word in (first, last - 1) if word > 0]
+
+
+def _with_ignored(targets_BT: Tensor, seed: int, first: int) -> Tensor:
+    """Targets of which a quarter is ignored, from the position `first` to the last but two."""
     own = torch.Generator().manual_seed(seed)
     ignored = torch.rand(targets_BT.shape, generator=own) < 1 / 4
-    ignored[:, 0] = ignored[:, -2:] = False
+    ignored[:, :first] = ignored[:, -2:] = False
     return targets_BT.masked_fill(ignored, IGNORED)

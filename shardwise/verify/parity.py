@@ -73,16 +73,16 @@ def prove(
     plan = with_early_delays(plan)
     if plan.experts:
         own = world.split(ranks_by_expert(plan))
-        trainable = share_of_expert(_found(model), plan, own)
+        trainable = share_of_expert(_found(model, plan), plan, own)
         return with_bytes_between(
             _prove(own, plan_of_expert(plan), trainable, steps, options), world
         )
-    return _prove(world, plan, _found(model), steps, options)
+    return _prove(world, plan, _found(model, plan), steps, options)
 
 
-def _found(model: str) -> Trainable:
+def _found(model: str, plan: Plan) -> Trainable:
     with BUILDING:
-        return ragged(without_dropout(find(model)))
+        return ragged(without_dropout(find(model)), plan)
 
 
 def with_early_delays(plan: Plan) -> Plan:

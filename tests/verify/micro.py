@@ -2,13 +2,16 @@
 
 gpt        two blocks, odd sizes, rows with different numbers of tokens
 tied       the same with one weight for the embedding and the logits
+squared    the GPT with a loss that has a z-loss
 layers     linear layers with biases, a frozen one among them, and running statistics
 training   the layers, with a factor that they apply in training alone
+constant   the layers, with a buffer of a number that 16 bits do not have
 wide       layers with tensors of several chunks of a disk
 moe        the GPT with experts that drop tokens, and losses; `sigmoid`, `choice`: other gates
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -107,6 +110,18 @@ def error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return functional.mse_loss(model(batch[0]), batch[1])
 
 
+def squared(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The cross-entropy with a z-loss."""
+    return sw.cross_entropy(model(batch["inputs"]), batch["targets"], z_loss=0.1)
+
+
+def constant() -> nn.Module:
+    """The layers with a buffer that nothing reads."""
+    model = layers(1.0)
+    model.register_buffer("third", torch.tensor([1 / 3]))
+    return model
+
+
 def _gpt(name: str, config: gpt.GPTConfig) -> Trainable:
     return Trainable(name, partial(reader, config), gpt.loss, text, gpt.tokens)
 
@@ -118,11 +133,13 @@ def _moe(name: str, gate: str, capacity: float | None = None) -> Trainable:
 MODELS: dict[str, Callable[[], Trainable]] = {
     "gpt": lambda: _gpt("gpt", CONFIG),
     "tied": lambda: _gpt("tied", TIED),
+    "squared": lambda: replace(_gpt("squared", CONFIG), loss=squared),
     "layers": lambda: Trainable("layers", partial(layers, 1.0), error, vectors),
     "wide": lambda: Trainable("wide", lambda: settled(Wide()), error, vectors),
     "moe": lambda: _moe("moe", "topk-renormalised", 1.25),
     "sigmoid": lambda: _moe("sigmoid", "sigmoid"),
     "choice": lambda: _moe("choice", "expert-choice"),
+    "constant": lambda: Trainable("constant", constant, error, vectors),
     "training": lambda: Trainable("training", partial(layers, 0.7), error, vectors),
 }
 

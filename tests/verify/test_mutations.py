@@ -13,12 +13,22 @@ from shardwise.verify.finding import Finding
 from shardwise.verify.report import report
 from tests.pool import run_threads
 from tests.verify import micro
-from tests.verify.mutations import accounts, data, experts, moments, pipeline, run, tensor
+from tests.verify.mutations import (
+    accounts,
+    data,
+    experts,
+    moments,
+    pipeline,
+    promises,
+    run,
+    tensor,
+)
 from tests.verify.mutations.mutation import Mutation
 
 CATALOGUE = (
     *(*data.MUTATIONS, *tensor.MUTATIONS, *pipeline.MUTATIONS),
     *(*accounts.MUTATIONS, *run.MUTATIONS, *experts.MUTATIONS, *moments.MUTATIONS),
+    *promises.MUTATIONS,
 )
 NAMED = {mutation.name: mutation for mutation in CATALOGUE}
 PROVED = sorted({(mutation.model, mutation.plan) for mutation in CATALOGUE})
