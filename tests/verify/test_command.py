@@ -214,7 +214,7 @@ def test_json_has_exactly_these_keys():
     keys += ["device_peak"]
     assert list(found) == [*keys, "first_difference", "uncovered", "strays", "wire", "columns"]
     assert found["plan"] == "dp2 zero2 fp64" and found["holds"]
-    kinds = ["loss", "gradients", "weights", "optimizer", "evaluation", "outputs"]
+    kinds = ["loss", "gradients", "weights", "optimizer", "buffers", "evaluation", "outputs"]
     assert list(found["parity"]) == [*kinds, "after loading"]
     assert {*found["bytes"], *found["memory"]} == {"theory", "counted", "read"}
     assert found["columns"]["read"] == "read from the system"
