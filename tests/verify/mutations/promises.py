@@ -5,9 +5,11 @@ from typing import Any
 
 from shardwise.core import zero
 from shardwise.core.offload import Offload
+from shardwise.core.plan import Plan
 from shardwise.core.schedule import library
 from shardwise.engine import engine as engine_file
 from shardwise.engine.batch import filled
+from shardwise.engine.disk_states import DiskStates
 from shardwise.engine.engine import Engine
 from shardwise.engine.one_stage import OneStage
 from shardwise.engine.updating import Updates
@@ -43,6 +45,18 @@ def every_block_recomputed(patch: Patch) -> None:
         "chosen",
         lambda real, model, what, blocks: real(model, what and "full", blocks),
     )
+
+
+def each_extent_twice(patch: Patch) -> None:
+    def allocate(real: Any, states: DiskStates, key: str, flat: Any, dtype: Any) -> Any:
+        real(states, f"second {key}", flat, dtype)
+        return real(states, key, flat, dtype)
+
+    around(patch, DiskStates, "_allocate", allocate)
+
+
+def plans_of_layers_ignored(patch: Patch) -> None:
+    around(patch, Plan, "of_layers", lambda real, plan, _: real(plan, 0))
 
 
 # --- updates ----------------------------------------------------------------------------------
@@ -126,6 +140,14 @@ MUTATIONS = (
     Mutation("zero2 as zero1", "dp2 zero2", "memory", zero2_as_zero1),
     Mutation("1f1b as gpipe", "pp2 1f1b:4", "memory", one_f_one_b_as_gpipe),
     Mutation("all states offloaded", "dp2 zero1 offload:optim=0.5", "memory", all_states_offloaded),
+    Mutation("each extent twice", "dp2 offload:optim@disk", "memory", each_extent_twice, "wide"),
+    Mutation(
+        "plans of layers ignored",
+        "dp2 zero1 | blocks.0: zero3",
+        "memory",
+        plans_of_layers_ignored,
+        "gpt",
+    ),
     Mutation("every block recomputed", "recompute:every2", "memory", every_block_recomputed, "gpt"),
     Mutation("the last units not updated", "dp2 zero1", "parity", the_last_units_not_updated),
     Mutation(
