@@ -17,7 +17,7 @@ rows, and in plain PyTorch on all of them (oracle.py). It compares its own shard
     recomputation  a step of a plan that recomputes, with dropout, beside one without (masks.py)
     random numbers the masks of dropout on the ranks of a tensor axis or a pipeline (draws.py)
 
-The optimizer is that of recipe.py, whose rates change in every step. Updates are delayed after the
+The optimizer is that of recipe.py, whose rates change in every step. Updates are delayed from the
 first step, and made as late as they may be. Gradients are clipped to between a quarter and a half
 of the first norm; in the step with an idle rank the bound is so large that nothing is clipped, and
 after loading there is none, so that each unit is updated as soon as its gradients arrive.
@@ -86,11 +86,11 @@ def _found(model: str, plan: Plan) -> Trainable:
 
 
 def with_early_delays(plan: Plan) -> Plan:
-    """The plan whose updates are delayed from the second step on, if they are at all."""
+    """The plan whose updates are delayed from the first step on, if they are at all."""
     offload = plan.offloaded
     if offload is None or offload.undelayed is None or offload.undelayed < 2:
         return plan
-    return replace(plan, offload=str(replace(offload, undelayed=1)))
+    return replace(plan, offload=str(replace(offload, undelayed=0)))
 
 
 def _prove(

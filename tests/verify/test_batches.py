@@ -52,8 +52,8 @@ def test_a_microbatch_without_rows():
 @pytest.mark.parametrize(
     ("word", "proved"),
     [
-        ("optim-delayed", "optim-delayed=1"),
-        ("optim-delayed=0", "optim-delayed=0"),
+        ("optim-delayed", "optim-delayed=0"),
+        ("optim-delayed=1", "optim-delayed=1"),
         ("optim", "optim"),
     ],
 )

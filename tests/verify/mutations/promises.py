@@ -15,6 +15,7 @@ from shardwise.engine.one_stage import OneStage
 from shardwise.engine.updating import Updates
 from shardwise.kernels import cross_entropy
 from shardwise.parallel.expert.layer import MoE
+from shardwise.parallel.offload.delayed import NextStep
 from shardwise.parallel.offload.host_thread import InPlace
 from shardwise.parallel.recompute import choice
 from tests.verify.mutations.mutation import Mutation, Patch, around
@@ -75,6 +76,18 @@ def the_last_units_not_updated(patch: Patch) -> None:
             real(updates, *args)
 
     around(patch, Updates, "early", early)
+
+
+def delayed_updates_shown_too_early(patch: Patch) -> None:
+    """What the device gets are the masters of before the update."""
+
+    def finish(_: Any, later: NextStep) -> None:
+        running, later._running = later._running, []
+        for update, publish in running:
+            publish()
+            update()
+
+    around(patch, NextStep, "finish", finish)
 
 
 # --- rows, tokens and numbers -----------------------------------------------------------------
@@ -150,6 +163,12 @@ MUTATIONS = (
     ),
     Mutation("every block recomputed", "recompute:every2", "memory", every_block_recomputed, "gpt"),
     Mutation("the last units not updated", "dp2 zero1", "parity", the_last_units_not_updated),
+    Mutation(
+        "delayed updates shown too early",
+        "dp2 zero1 offload:optim-delayed",
+        "parity",
+        delayed_updates_shown_too_early,
+    ),
     Mutation(
         "an empty microbatch leaves its rank out",
         "dp2 accumulate:2",
