@@ -51,7 +51,6 @@ class Hub:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.collecting = threading.Lock()
         self.boards: dict[tuple[Any, ...], Board] = {}
         self.broken = False
 
@@ -161,11 +160,6 @@ class ThreadLinks(Links):
         self.opened += 1
         board = self.hub.board((self.opened, axis, tuple(line)), len(line))
         return Threads(list(line).index(rank), board)
-
-    def collect(self) -> None:
-        """One thread after another: Python ignores a collection that begins during another."""
-        with self.hub.collecting:
-            gc.collect()
 
     def close(self) -> None:
         """Nothing stays open."""

@@ -14,7 +14,6 @@ number made on the host works on gloo and fails on NCCL.
 """
 
 import copy
-import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Self, TypeVar
@@ -198,10 +197,6 @@ class Links(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close all transports."""
-
-    def collect(self) -> None:
-        """Free what only reference cycles keep alive."""
-        gc.collect()
 
     @property
     def root(self) -> "Links":

@@ -18,6 +18,7 @@ for which a rank has too little memory is not compared, and a line says so.
 """
 
 import copy
+import gc
 import math
 import sys
 from collections.abc import Sequence
@@ -107,7 +108,7 @@ def compare(engine: Engine, given: Plain, batch: Any) -> None:
             _not_compared(world, graded, f"it needs {needed:,} bytes on each rank")
             return
         found, short = _compared(engine, given, batch)
-        world.links.root.collect()  # modules and their hooks refer to one another
+        gc.collect()  # modules and their hooks refer to one another
         names = [name for name, _ in given.twin.named_parameters()]
         _require(found, names, engine, graded=graded, short=short)
 
