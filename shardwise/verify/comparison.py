@@ -29,6 +29,7 @@ from shardwise.verify.oracles import LOSS_SCALE, Oracles
 from shardwise.verify.outputs import expected_outputs, returned
 from shardwise.verify.recipe import factor_of
 from shardwise.verify.reloading import reload_engine
+from shardwise.verify.routes import Routes
 
 #: A loss scale at which every gradient in fp16 overflows, and the loss in fp32 does not.
 OVERFLOW: Final = 2.0**100
@@ -52,6 +53,7 @@ class Comparison:
         nearest = self.oracles.all[-1].model  # in the precision of the run
         self.choices = Choices(nearest)
         self.first = {name: b.clone() for name, b in nearest.named_buffers()}
+        self.routes = Routes(self.oracles)
 
     def apart(self) -> "Comparison":
         """The same, with errors of its own."""
@@ -70,7 +72,9 @@ class Comparison:
         idle = division.idle
         with bounded(engine, step) as clip:
             mine = drawn(step, lambda: engine.step(own))
+        self.routes.follow()
         losses = [drawn(step, lambda o=o: o.step(whole, clip, idle)) for o in self.oracles.all]
+        self.errors += self.routes.errors()
         self.number("loss", f"loss of step {step + 1}", mine.loss, losses)
         tokens = [float(self.oracles.exact.task.tokens(whole))] * len(losses)
         self.number("loss", f"tokens of step {step + 1}", float(mine.tokens), tokens)
@@ -110,9 +114,11 @@ class Comparison:
         whole, own, _ = self.shared(engine, 0)
         skipped = drawn(step, lambda: engine.step(own)).skipped
         same = skipped and all(map(torch.equal, before, states()))
+        self.routes.follow()
         for oracle in self.oracles.all:
             assert isinstance(oracle, Oracle)
             drawn(step, lambda o=oracle: o.skip(whole))
+        self.errors += self.routes.errors()
         self.choices.seen.clear()
         halved = (engine.scale.value, engine.scale.good) == (OVERFLOW / 2, 0)
         engine.scale.value, engine.scale.good = LOSS_SCALE, engine.scale.patience - 1
@@ -191,7 +197,9 @@ class Comparison:
             task = oracle.task
             return float(oracle.evaluate(lambda m: task.loss_of(m, whole, oracle.dtype)))
 
+        self.routes.follow()
         losses = [drawn(step, lambda o=o: evaluated(o)) for o in self.oracles.all]
+        self.errors += self.routes.errors()
         self.number("evaluation", f"loss{name}", found[0], losses)
         tokens = [float(self.oracles.exact.task.tokens(whole))] * len(losses)
         self.number("evaluation", f"tokens{name}", float(found[1]), tokens)
@@ -234,9 +242,12 @@ class Comparison:
         self.costs = self.costs.of_evaluation(sent, theory, loads)
         few = self.batch(ROWS, SEED + step, engine.world.device)
         ranks = engine.data_ranks, engine.data_rank
-        wanted = [expected_outputs(oracle, few, *ranks) for oracle in self.oracles.all]
         nearest = self.oracles.all[-1]
-        found = engine.outputs(lambda m: returned(nearest, m, few), torch.zeros_like(wanted[-1]))
+        like = torch.zeros_like(expected_outputs(nearest, few, *ranks))
+        found = engine.outputs(lambda m: returned(nearest, m, few), like)
+        self.routes.follow()
+        wanted = [expected_outputs(oracle, few, *ranks) for oracle in self.oracles.all]
+        self.errors += self.routes.errors()
         shape = tuple(found.shape)
         box = Box("outputs/outputs", shape, (0,) * found.dim(), shape, found)
         values = dict(zip(map(id, self.oracles.all), wanted, strict=True))
@@ -257,6 +268,7 @@ def compare(
     engine of the same plan and its theory, to load a checkpoint of this one.
     """
     so_far = Comparison(oracles, theory, batch, [], [])
+    so_far.routes.watch(ours)
     looks = so_far.apart()  # shown after the states
     for step in range(steps):
         before = ours.ledger.copy()
@@ -285,6 +297,7 @@ def compare(
             if isinstance(oracle, Oracle):  # to save has finished a delayed update
                 oracle.finish()
         after = so_far.apart()
+        after.routes.watch(again)
         after.step(again, steps + 1, loaded=True)
         after.state(again)
         so_far.errors += [renamed(found, "after loading") for found in after.errors]
