@@ -147,7 +147,8 @@ class Prediction:
         `loaded`: the engine has loaded a checkpoint, which has the number of tokens of a step, and
         was saved after `done` steps.
         `flushed`: the delayed update of the step before was finished before this one.
-        `skipped`: so many steps before this one were skipped, because fp16 had overflowed.
+        `skipped`: so many steps before this one were skipped, because fp16 had overflowed, the last
+        one right before it.
         `loads` are those of the experts in each microbatch, even ones if not given.
         """
         again = self.check_every > 0 and step % self.check_every == 0
@@ -160,7 +161,7 @@ class Prediction:
         if (
             offload is not None
             and late
-            and (flushed or step == 0 or not offload.delays(step + done - 1))
+            and (flushed or skipped or step == 0 or not offload.delays(step + done - 1))
         ):
             # its update is made beside the next step, and there is none before it
             found.pop(Line("tier", between("host", "device"), "update"), None)

@@ -295,9 +295,9 @@ class Oracle:
         return loss
 
     def skip(self, batch: Any) -> None:
-        """A step whose gradients overflow: it updates nothing, and finishes a delayed update."""
-        self.gradients(batch)
+        """A step whose gradients overflow updates nothing; a delayed update is finished before."""
         self.finish()
+        self.gradients(batch)
         self.steps += 1
 
     def finish(self) -> None:
