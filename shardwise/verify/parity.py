@@ -10,6 +10,7 @@ rows, and in plain PyTorch on all of them (oracle.py). It compares its own shard
     optimizer      its state after the last step
     evaluation     the loss of one more batch in eval mode
     outputs        what the model returns for a few rows, gathered
+    routing        in 16 bits, how near to ties the choices of experts are that differ (routes.py)
     after loading  the first four again, after a step of a new engine that loaded a checkpoint of
                    this one, the rates included
     overflow       in fp16, of a step whose gradients overflow: it changes nothing but the scale;

@@ -29,6 +29,8 @@ along the tensor is only about 1/sqrt(n) of their norm. The error of a gradient 
 large lies completely along the tensor; if alone is 3 % too, it increases the norm of the error only
 by sqrt(2).
 
+In a mixture of experts all three runs send each token to the same experts (routes.py).
+
 Two floors keep alone from being small by chance: the unit roundoff (2^-8 in bf16, 2^-11 in fp16)
 times the norm of the tensor, the possible error of one more rounding; and, for few elements, the
 relative error of all small tensors together. Measured over GPTs of width 8 to 64 on one to four

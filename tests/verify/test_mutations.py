@@ -99,6 +99,27 @@ def test_the_package_holds(model: str, plan: str, monkeypatch: pytest.MonkeyPatc
     assert proved(model, plan) == {}
 
 
+#: Right programs that a proof once refused, of each kind that random plans showed.
+ONCE_REFUSED = (
+    ("gpt", "zero1 accumulate:2 offload:optim=0.7"),
+    ("gpt", "zero2 accumulate:2 offload:optim=0.7"),
+    ("tied", "dp2 offload:optim-delayed=1 fp16"),
+    ("moe", "dp2 offload:optim-delayed=1 fp16"),
+    ("gpt", "pp2 1f1b:4 activations:host"),
+    ("gpt", "zero3 | head: dp2"),
+    ("moe", "dp2 ep2 activations:host"),
+)
+
+
+@pytest.mark.cases(3)
+@pytest.mark.parametrize(("model", "plan"), ONCE_REFUSED)
+def test_what_was_once_refused_holds(model: str, plan: str, monkeypatch: pytest.MonkeyPatch):
+    """Memory off the device, delayed updates after an overflow, meshes of layers, experts."""
+    small(monkeypatch)
+    monkeypatch.setattr(memory, "READ_AFTER", (3, 4))
+    assert proved(model, plan) == {}
+
+
 @pytest.mark.cases(12)
 @pytest.mark.parametrize("mutation", CATALOGUE, ids=lambda mutation: mutation.id)
 def test_a_mutation_is_refused(mutation: Mutation, monkeypatch: pytest.MonkeyPatch):

@@ -83,7 +83,42 @@ def experts_choose_too_few(patch: Patch) -> None:
     )
 
 
+def tokens_to_the_next_expert(patch: Patch) -> None:
+    def choose(real: Any, gate: Any, *args: Any) -> Choice:
+        found = real(gate, *args)
+        return replace(found, experts=(found.experts + 1) % gate.experts)
+
+    around(patch, gate_file.Gate, "choose", choose)
+
+
+def one_token_to_the_next_expert(patch: Patch) -> None:
+    def choose(real: Any, gate: Any, *args: Any) -> Choice:
+        found = real(gate, *args)
+        experts = found.experts.clone()
+        experts[:1] = (experts[:1] + 1) % gate.experts
+        return replace(found, experts=experts)
+
+    around(patch, gate_file.Gate, "choose", choose)
+
+
+#: In 16 bits the oracle follows the choices of the run.
+IN_16_BITS = (
+    Mutation("the next expert", "dp2 ep2 bf16", "parity", tokens_to_the_next_expert, "moe"),
+    Mutation(
+        "the next expert of one", "dp2 ep2 bf16", "parity", one_token_to_the_next_expert, "moe"
+    ),
+    Mutation("a capacity of one more, in bf16", "dp2 ep2 bf16", "parity", a_place_too_many, "moe"),
+    Mutation(
+        "a router without a gradient, in bf16",
+        "dp2 ep2 bf16",
+        "parity",
+        weights_without_a_gradient,
+        "moe",
+    ),
+)
+
 MUTATIONS = (
+    *IN_16_BITS,
     Mutation(
         "weights not normalised over k",
         "dp2 ep2",
