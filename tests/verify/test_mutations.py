@@ -106,7 +106,7 @@ ONCE_REFUSED = (
     ("tied", "dp2 offload:optim-delayed=1 fp16"),
     ("moe", "dp2 offload:optim-delayed=1 fp16"),
     ("gpt", "pp2 1f1b:4 activations:host"),
-    ("gpt", "zero3 | head: dp2"),
+    ("gpt", "dp2 zero3 | head: dp2"),
     ("moe", "dp2 ep2 activations:host"),
 )
 
