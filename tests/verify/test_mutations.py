@@ -105,6 +105,7 @@ ONCE_REFUSED = (
     ("gpt", "zero2 accumulate:2 offload:optim=0.7"),
     ("tied", "dp2 offload:optim-delayed=1 fp16"),
     ("moe", "dp2 offload:optim-delayed=1 fp16"),
+    ("sigmoid", "tp2 bf16"),
     ("gpt", "pp2 1f1b:4 activations:host"),
     ("gpt", "dp2 zero3 | head: dp2"),
     ("moe", "dp2 ep2 activations:host"),
