@@ -57,7 +57,7 @@ def evaluation_bytes(
     tariff.broadcast(sum(buffer.stored_bytes for buffer in model.buffers), "check")
     tariff.agree(EVALUATED_NUMBERS, CONSENSUS_BYTES)
     tariff.move(PIPELINE, S(0), R, tariff.size(PIPELINE), CONSENSUS_BYTES, "check")
-    if spec.row_gathers:  # the rows of all ranks
+    if len(plan.tensor_degrees) > 1:  # the rows of all ranks
         step = price(S(0), R, plan.size, plan.size)
         tariff.add(Line("world", step.what, "check"), round(step.sent) * CONSENSUS_BYTES)
     found = dict(tariff.sent_bytes)

@@ -9,14 +9,15 @@
 
 The parts are added up for each unit of the backward pass, and the largest sum is the peak:
 
-    backward of unit k    kept by units 0 .. k, recomputed in k, gathered k-1 .. k+1,
+    backward of unit k    kept by units 0 .. k, recomputed in k, gathered k-1 .. k+1 (or those
+                          nearest to k that are gathered at all),
                           gradients of k .. k+3, and after the last unit of 0, 1, ..
 
 Under a pipeline, where several microbatches are on their way, the largest of each part is taken.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from shardwise.core.model_spec import ModelSpec
@@ -60,11 +61,18 @@ def device_peak_bytes(found: "Prediction") -> int:
     moments = [
         sum(kept[: k + 1])
         + again.get(k, 0)
-        + sum(gathered[name] for name in names[max(0, k - 1) : k + GATHERED_UNITS - 1])
+        + _gathered_at([gathered[name] for name in names], k)
         + sum(gradients[name] for name in passed[k : k + min(GRADIENT_UNITS, len(names))])
         for k in range(len(names))
     ]
     return lasting + max(moments, default=found.activations)
+
+
+def _gathered_at(sizes: Sequence[int], k: int) -> int:
+    """The bytes of unit k and of the nearest on both sides that are gathered at all."""
+    ahead = next((size for size in reversed(sizes[:k]) if size), 0)
+    before = next((size for size in sizes[k + 1 :] if size), 0)
+    return ahead + sizes[k] + before
 
 
 def _leaves(group: Group) -> bool:

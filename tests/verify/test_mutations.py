@@ -108,6 +108,7 @@ ONCE_REFUSED = (
     ("sigmoid", "tp2 bf16"),
     ("gpt", "pp2 1f1b:4 activations:host"),
     ("gpt", "dp2 zero3 | head: dp2"),
+    ("gpt", "dp2 zero3 | blocks.1: tp2"),
     ("moe", "dp2 ep2 activations:host"),
 )
 
