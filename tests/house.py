@@ -22,7 +22,7 @@ LAYERS = (
     *("verify", "train", "face", "bench", "cli"),
 )
 #: What a parallel run is compared with.
-ORACLES = ("shardwise.verify.oracle", "shardwise.verify.async_oracle")
+ORACLES = tuple(f"shardwise.verify.{name}" for name in ("oracle", "async_oracle", "mixture_oracle"))
 FILE_LINES, FUNCTION_LINES, NESTING, SHORT_LINES = 450, 60, 3, 6
 POSITIONAL, KEYWORD_ONLY = 7, 16  # parameters of a function
 Function = ast.FunctionDef | ast.AsyncFunctionDef

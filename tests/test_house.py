@@ -92,6 +92,7 @@ BAD: dict[Rule, list[tuple[str, str]]] = {
     house.oracles_apart: [
         ("shardwise/verify/oracle.py", "from shardwise.engine.optimizer_spec import OptimizerSpec"),
         ("shardwise/verify/oracle.py", "from .parity import SEED"),
+        ("shardwise/verify/mixture_oracle.py", "from shardwise.parallel.expert.gates import topk"),
         ("shardwise/verify/async_oracle.py", "import torch.distributed as dist"),
         ("shardwise/verify/async_oracle.py", "def f():\n    import numpy"),
     ],

@@ -10,7 +10,7 @@ import typer
 from shardwise.bench import cuda, disk, largest, update
 from shardwise.bench.roster import SUITES
 from shardwise.bench.stack import parameter_count
-from shardwise.bench.suite import plan_tasks, run
+from shardwise.bench.suite import MOST_REPEATS, plan_tasks, run
 from shardwise.bench.table import as_json, as_text
 from shardwise.core.arguments import choice, integer
 from shardwise.core.errors import bad
@@ -97,7 +97,7 @@ def _require_one_rank(
 def _on_cuda(suite: str, words: Sequence[str], rounds: int | None, as_object: bool) -> str:
     """The results of a suite on one GPU; `words` may be the folder of the suite `offload`."""
     if rounds is not None:
-        integer("--repeats", rounds, 1, 5)
+        integer("--repeats", rounds, 1, 5, MOST_REPEATS)
     if suite == "data":
         rows = cuda.run(rounds)
         return json.dumps(cuda.as_json(rows), indent=2) if as_object else cuda.as_text(rows)
@@ -119,7 +119,7 @@ def _of_offload(
         raise bad(f"--size {' --size '.join(sizes)}", "one size", f"--size {usual}")
     count = parameter_count(sizes[0] if sizes else usual, usual)
     if rounds is not None:
-        integer("--repeats", rounds, 1, 5)
+        integer("--repeats", rounds, 1, 5, MOST_REPEATS)
     if suite == "update":
         if words or ranks not in (None, 1):
             given = f"bench update {' '.join(words) or f'--ranks {ranks}'}"

@@ -35,6 +35,9 @@ USUAL: Final = {"experts": ("tiny",)}
 #: The vocabulary of the suite `layers` relative to the size's.
 VOCABULARY: Final = {"tiny": 16, "small": 4}
 
+#: The most rounds of a suite.
+MOST_REPEATS: Final = 1000
+
 #: How long a rank waits for another rank that failed in a contender's code.
 PATIENCE: Final = timedelta(minutes=3)
 
@@ -57,7 +60,7 @@ def plan_tasks(
             _piped(task, ranks, named=bool(contenders))
         elif task.rows % ranks:
             raise bad(f"{ranks} ranks", f"2 or more that divide {task.rows} sequences", "--ranks 2")
-        integer("--repeats", task.rounds, 1, 5)
+        integer("--repeats", task.rounds, 1, 5, MOST_REPEATS)
     return tasks
 
 

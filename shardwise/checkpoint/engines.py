@@ -22,22 +22,25 @@ from shardwise.checkpoint import load as reading
 from shardwise.checkpoint import save as writing
 from shardwise.checkpoint.contents import MODEL
 from shardwise.checkpoint.description import described
+from shardwise.checkpoint.failure import damaged
 from shardwise.checkpoint.folder import (
+    CHECKPOINTS,
+    SCALARS,
     all_in,
     as_path,
     find,
     is_whole,
     passed_over,
-    prune,
     step_of,
 )
+from shardwise.checkpoint.lock import RUN_LOCK
 from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint, open_checkpoint
 from shardwise.checkpoint.pages import Pages
 from shardwise.checkpoint.plans import PIECE_BYTES, split_block
 from shardwise.checkpoint.storage import Check
 from shardwise.comm.move import broadcast
 from shardwise.comm.world import World
-from shardwise.core.arguments import integer
+from shardwise.core.arguments import MOST_COUNT, integer
 from shardwise.core.errors import InputError, bad
 from shardwise.engine import validate
 from shardwise.engine.box import Box, block
@@ -69,7 +72,8 @@ def save(
 
     Raises:
         InputError: `extra` cannot be written as JSON; `keep` is below one; the module is not
-            wrapped; a value in the optimizer's state or a module's extra state cannot be saved.
+            wrapped; a value in the optimizer's state or a module's extra state cannot be saved;
+            another process is writing in the folder.
         RunError: a rank could not write; a weight or the optimizer's state is not finite.
     """
     if extra is not None and not isinstance(extra, Mapping):
@@ -77,17 +81,21 @@ def save(
     if keep is not None:
         integer("keep", keep, 1, 2)
     if step is not None:
-        integer("step", step, 0, 100)
+        integer("step", step, 0, 100, MOST_COUNT)
     trained = _trained(engine_or_module, optimizer, "sw.save")
     if isinstance(trained, Engine):
         scalars = {"step": trained.steps, "engine": trained.scalars()}
     else:
         number = _next(trained.world, as_path(folder)) if step is None else step
         scalars = {"step": number, LOOP: trained.scalars()}
-    path = write(trained, folder, scalars | {"extra": dict(extra or {})})
-    if keep is not None and trained.world.rank == 0:
-        prune(path.parent, keep)
-    return path
+    locks = _lock_of_a_run(as_path(folder))
+    return write(trained, folder, scalars | {"extra": dict(extra or {})}, keep, locks)
+
+
+def _lock_of_a_run(folder: Path) -> list[Path]:
+    """The lock that a run of `shardwise train` with these checkpoints holds; none without one."""
+    file = folder.parent / RUN_LOCK
+    return [file] if folder.name == CHECKPOINTS and file.exists() else []
 
 
 def _trained(given: Any, optimizer: Any, caller: str) -> Engine | PlainLoop:
@@ -111,7 +119,11 @@ def _next(world: World, folder: Path) -> int:
 
 
 def write(
-    trained: Engine | PlainLoop, folder: str | os.PathLike[str], scalars: dict[str, Any]
+    trained: Engine | PlainLoop,
+    folder: str | os.PathLike[str],
+    scalars: dict[str, Any],
+    keep: int | None = None,
+    locks: Sequence[Path] = (),
 ) -> Path:
     """Save the state with these scalars; returns the path.  Raises like `save`."""
     boxes = trained.boxes()
@@ -123,7 +135,8 @@ def write(
     )
     folder = _of_expert(trained.world, as_path(folder))
     refusal = refusal if name else ""
-    return writing.save(folder, boxes, scalars, trained.world, refusal, _pages(trained))
+    world, pages = trained.world, _pages(trained)
+    return writing.save(folder, boxes, scalars, world, refusal, pages, keep=keep, locks=locks)
 
 
 def _pages(trained: Engine | PlainLoop) -> Pages:
@@ -220,12 +233,22 @@ def fill(trained: Engine | PlainLoop, folder: Path, check: Check) -> dict[str, A
 
     # none where `checked` refuses the checkpoint on every rank
     said = None if opened is None else opened.scalars.get(kind)
-    boxes = trained.loading(opened.tensors, said) if opened and isinstance(said, dict) else []
+    boxes = _boxes(trained, opened, said) if opened and isinstance(said, dict) else []
     saved = reading.load(folder, boxes, world, checked, pages=pages)
     if isinstance(trained, Engine):
         trained.load_scalars(saved[kind])
     trained.loaded()
     return saved
+
+
+def _boxes(trained: Engine | PlainLoop, opened: OpenCheckpoint, said: dict[str, Any]) -> list[Box]:
+    """The boxes to fill. Raises InputError for values of another form than `scalars()` returns."""
+    try:
+        return trained.loading(opened.tensors, said)
+    except InputError:
+        raise
+    except (TypeError, ValueError, KeyError, AttributeError, IndexError) as error:
+        raise damaged(opened.path / SCALARS, f"{type(error).__name__}: {error}") from error
 
 
 def _of_another_kind(opened: OpenCheckpoint, kind: str) -> InputError:

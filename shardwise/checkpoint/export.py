@@ -1,6 +1,7 @@
 """Weights of a checkpoint as safetensors with the model's own names, and back.
 
-    export    model/NAME, buffer/NAME --> model.safetensors, its index, config.json
+    export    model/NAME, buffer/NAME --> model.safetensors, its index, config.json,
+                                          generation_config.json, the run's tokenizer
     import    the same folder         --> checkpoints/step-000000, with weights and no optimizer
 
 Export reads one tensor at a time and holds one file of at most `file_bytes`.  Import copies pieces.
@@ -20,41 +21,58 @@ from typing import Any, Final
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from shardwise.checkpoint.contents import MODEL
-from shardwise.checkpoint.folder import CHECKPOINTS, all_in, find, is_whole
+from shardwise.checkpoint.failure import damaged
+from shardwise.checkpoint.folder import (
+    CHECKPOINTS,
+    SCALARS,
+    TOKENIZER,
+    TOKENIZER_FILES,
+    all_in,
+    find,
+    is_whole,
+    remove,
+)
+from shardwise.checkpoint.lock import RUN_LOCK
 from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint, open_checkpoint
+from shardwise.checkpoint.piece import read_piece
 from shardwise.checkpoint.save import save
-from shardwise.checkpoint.storage import read_piece, require_content
+from shardwise.checkpoint.storage import require_content
 from shardwise.checkpoint.weights_folder import (
     CONFIG,
+    GENERATION,
     INDEX,
     SINGLE,
     WeightsFolder,
     new_folder,
     open_weights,
 )
+from shardwise.checkpoint.writer import writing
 from shardwise.comm.world import alone
 from shardwise.core.errors import bad
+from shardwise.core.suggest import beside
 from shardwise.engine.box import Box, block
 
 BUFFER: Final = "buffer/"
 #: The most bytes of tensors in one file, as Hugging Face's default.
 FILE_BYTES: Final = 5 * 10**9
 #: The files that an export writes.
-FILES: Final = ("model*.safetensors", INDEX, CONFIG)
+FILES: Final = ("model*.safetensors", INDEX, CONFIG, GENERATION, *TOKENIZER_FILES)
 
 
 @dataclass(frozen=True)
 class Exported:
-    """The result of an export: tensors, their bytes, files of tensors, and the configuration."""
+    """The result of an export: tensors, their bytes, files of tensors, and the other files."""
 
     path: Path
     tensors: int
     bytes: int
     files: int
     config: bool
+    generation: bool
+    tokenizer: bool
 
 
 def export(
@@ -74,7 +92,7 @@ def export(
     """
     opened = open_checkpoint(find(_checkpoints(run)))
     require_content(opened)
-    model: dict[str, Any] = opened.scalars.get("model") or {}
+    model = _model(opened)
     names = _names(opened, model)
     sizes = {name: _bytes(opened, key, dtype) for name, key in names.items()}
     groups = _groups(sizes, file_bytes)
@@ -86,16 +104,32 @@ def export(
     with new_folder(to, FILES, overwrite=overwrite) as folder:
         for number, group in enumerate(groups, 1):
             file = f"model-{number:05}-of-{len(groups):05}.safetensors" if several else SINGLE
-            save_file({n: _tensor(opened, names[n], dtype) for n in group}, folder / file, header)
+            tensors = {n: _tensor(opened, names[n], dtype) for n in group}
+            save_file(tensors, folder / file, header)
+            del tensors
             files |= dict.fromkeys(group, file)
         total = sum(sizes.values())
         if several:
             index = {"metadata": {"total_size": total}, "weight_map": files}
             _write(folder / INDEX, index)
-        config = model.get("config")
+        config, generation = model.get("config"), model.get("generation")
         if config is not None:
             _write(folder / CONFIG, _in_dtype(config, opened, names, dtype))
-    return Exported(to, len(names), total, len(groups), config is not None)
+        if generation is not None:
+            _write(folder / GENERATION, generation)
+        tokenizer = _copy_tokenizer(opened.path, folder)
+    others = config is not None, generation is not None, tokenizer
+    return Exported(to, len(names), total, len(groups), *others)
+
+
+def _copy_tokenizer(checkpoint: Path, folder: Path) -> bool:
+    """Copy the tokenizer of the run whose checkpoint it is; False if it has none."""
+    checkpoints = checkpoint.absolute().parent
+    files = [checkpoints.parent / TOKENIZER / name for name in TOKENIZER_FILES]
+    found = [file for file in files if checkpoints.name == CHECKPOINTS and file.is_file()]
+    for file in found:
+        shutil.copyfile(file, folder / file.name)
+    return bool(found)
 
 
 def _checkpoints(run: Path) -> Path:
@@ -111,24 +145,34 @@ def import_weights(folder: Path, run: Path, *, overwrite: bool = False) -> Path:
     optimizer.  Each rank reads its own part.  Returns the path of the checkpoint.
 
     Raises InputError if `folder` has no weights, or of single experts that transformers joins, or
-    if `run` has a checkpoint without `overwrite`.
+    if `run` has a checkpoint without `overwrite`, or a run or another import writes in it; RunError
+    for a full disk.
     """
     weights = open_weights(folder)
     _require_own_names(weights)
+    checkpoints = run / CHECKPOINTS
+    tensors = {name: weights.tensor(name) for name in weights.files}  # mapped, not read
+    boxes = [Box.full(f"{MODEL}{name}", t) for name, t in tensors.items()]
+    scalars = {"step": 0, IMPORTED: str(folder.absolute()), "model": {"config": weights.config}}
+    with writing(run, run / RUN_LOCK):
+        _require_new(run, overwrite=overwrite)
+        written = save(checkpoints, boxes, scalars, alone())
+        for path in all_in(checkpoints):
+            if path != written:
+                remove(path)
+    return written
+
+
+def _require_new(run: Path, *, overwrite: bool) -> None:
+    """Raise InputError for a run with checkpoints, without `overwrite`."""
     checkpoints = run / CHECKPOINTS
     there = all_in(checkpoints) if checkpoints.is_dir() else []
     if (there and not overwrite) or is_whole(run):
         raise bad(
             f"the run '{run}', which has the checkpoint {(there or [run])[-1].name}",
             "a new run, or one whose checkpoints --overwrite may remove",
-            f"--to {run}-2",
+            f"--to {beside(run)}",
         )
-    tensors = {name: weights.tensor(name) for name in weights.files}  # mapped, not read
-    boxes = [Box.full(f"{MODEL}{name}", t) for name, t in tensors.items()]
-    scalars = {"step": 0, IMPORTED: str(folder.absolute()), "model": {"config": weights.config}}
-    for path in there:
-        shutil.rmtree(path)
-    return save(checkpoints, boxes, scalars, alone())
 
 
 def _require_own_names(weights: WeightsFolder) -> None:
@@ -145,6 +189,21 @@ def _require_own_names(weights: WeightsFolder) -> None:
             "folders with the names of the model's own parameters",
             f"shardwise train CONFIG.toml --model hf:{weights.path}",
         )
+
+
+def _model(opened: OpenCheckpoint) -> dict[str, Any]:
+    """The description of the model (description.py); {} in a checkpoint of an older version."""
+    model: Any = opened.scalars.get("model") or {}
+    try:
+        names = [*model.get("transient", ())]
+        for first, *others in model.get("tied", ()):
+            names += [first, *others]
+        tables = {type(model.get(key)) for key in ("config", "generation")}
+        if {*map(type, names)} <= {str} and tables <= {dict, type(None)}:
+            return model
+    except (TypeError, ValueError, AttributeError):
+        pass
+    raise damaged(opened.path / SCALARS, "its description of the model is none")
 
 
 def _names(opened: OpenCheckpoint, model: Mapping[str, Any]) -> dict[str, str]:
@@ -185,15 +244,9 @@ def _tensor(opened: OpenCheckpoint, key: str, dtype: torch.dtype | None) -> Tens
     """One full tensor, from its pieces."""
     found = torch.empty(_saved(opened, key).size, dtype=_dtype(opened, key, dtype), device="cpu")
     for chunk in _saved(opened, key).chunks:
-        place = _places(opened)[key, tuple(chunk.offsets)]
-        piece = read_piece(opened.path / place.relative_path, place.offset, place.length)
+        piece = read_piece(opened.pieces[MetadataIndex(key, chunk.offsets)])
         block(found, chunk.offsets, chunk.sizes).copy_(piece)
     return found
-
-
-def _places(opened: OpenCheckpoint) -> dict[tuple[str, tuple[int, ...]], Any]:
-    data = opened.metadata.storage_data or {}
-    return {(index.fqn, tuple(index.offset or ())): place for index, place in data.items()}
 
 
 def _groups(sizes: Mapping[str, int], file_bytes: int) -> list[list[str]]:

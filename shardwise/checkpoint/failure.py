@@ -9,7 +9,7 @@ from pathlib import Path
 from torch.distributed.checkpoint.api import CheckpointException
 
 from shardwise.checkpoint.folder import all_in
-from shardwise.core.errors import InputError, RunError, bad
+from shardwise.core.errors import InputError, RunError, bad, causes
 
 #: Less free space than this is the likely reason of a failed write.
 LITTLE_BYTES = 2**24
@@ -44,11 +44,9 @@ def unwritten(error: OSError | RuntimeError, folder: Path) -> OSError:
     If the disk is full, torch's zip writer fails a second time when it is closed, and raises an
     error about positions in a C++ stream.
     """
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in causes(error):
         if isinstance(cause, OSError):
             return cause
-        cause = cause.__cause__ or cause.__context__
     if free_bytes(folder) < LITTLE_BYTES:
         return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     return OSError(errno.EIO, plain(str(error)))

@@ -11,9 +11,12 @@ A reader follows `latest`, or takes the newest name if `latest` is missing or wr
 completes what an interrupted writer left unfinished.
 """
 
+import errno
 import os
 import re
 import shutil
+import stat
+from io import BufferedReader
 from pathlib import Path
 
 from shardwise.core.arguments import integer
@@ -21,6 +24,13 @@ from shardwise.core.errors import InputError, bad
 
 METADATA, SCALARS, LATEST = ".metadata", "scalars.json", "latest"
 CHECKPOINTS = "checkpoints"  # the folder of checkpoints inside a run's folder
+TOKENIZER = "tokenizer"  # the folder of the run's tokenizer, inside a run's folder
+#: The files of a tokenizer of transformers.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt"),
+)
+LONGEST = 1000  # bytes of `latest` that are read
 _NAME = re.compile(r"step-(\d+)(\.again)?")
 
 
@@ -103,8 +113,10 @@ def find(folder: str | os.PathLike[str]) -> Path:
 def _latest(folder: Path) -> Path:
     """The path that `latest` names, which may not exist: the file may be damaged or missing."""
     file = folder / LATEST
-    name = file.read_text(encoding="utf-8", errors="replace").strip() if file.is_file() else ""
-    return folder / name
+    if not file.is_file():
+        return folder
+    with file.open("rb") as stream:
+        return folder / stream.read(LONGEST).decode(errors="replace").strip()
 
 
 def _none(folder: Path, what: str) -> InputError:
@@ -124,34 +136,53 @@ def prune(folder: str | os.PathLike[str], keep: int) -> list[Path]:
     whole = all_in(as_path(folder))
     old = [path for path in whole[:-keep] if path != find(folder)]
     for path in old:
-        _remove(path)
+        remove(path)
     return old
 
 
 def clear(path: Path) -> None:
-    """Make an empty folder, and remove what interrupted saves left.  One rank calls it."""
+    """Make an empty folder, and remove what interrupted saves left.  One rank calls it.
+
+    What cannot be removed stays, unless it has the name of the new folder.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     _settle(path.parent)
     for left in (*path.parent.glob(".saving-*"), *path.parent.glob(".removing-*")):
-        shutil.rmtree(left)
+        shutil.rmtree(left, ignore_errors=left != path)
     path.mkdir()
 
 
 def publish(path: Path, step: int) -> Path:
-    """Rename a complete checkpoint to its final name, and update `latest`.  One rank calls it."""
+    """Rename a complete checkpoint to its final name, and update `latest`.  One rank calls it.
+
+    All that a full disk can refuse is written before the first rename.
+    """
     folder = path.parent
     final = folder / name_of(step)
     again = final.with_name(f"{final.name}.again")
+    repeated = final.exists()
+    names = [again.name] * repeated + [final.name]
+    for name in names:
+        (path / _pointer(name)).write_text(f"{name}\n", encoding="utf-8")
     for entry in path.iterdir():
         sync(entry)
     sync(path)
-    path.rename(again if final.exists() else final)
+    path.rename(again if repeated else final)
     sync(folder)
-    if again.exists():
-        _point(folder, again.name)
+    if repeated:
+        _point(folder, again, again.name)
         _settle(folder)
-    _point(folder, final.name)
+    _point(folder, final, final.name)
     return final
+
+
+def open_regular(file: Path) -> BufferedReader:
+    """Open a regular file to read. Raises OSError for a pipe or a device, and never waits."""
+    opened = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    if not stat.S_ISREG(os.fstat(opened).st_mode):
+        os.close(opened)
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return os.fdopen(opened, "rb")
 
 
 def sync(path: Path) -> None:
@@ -168,20 +199,24 @@ def _settle(folder: Path) -> None:
     for again in folder.glob("step-*.again"):
         final = again.with_name(again.name.removesuffix(".again"))
         if final.exists():
-            _remove(final)
+            remove(final)
         again.rename(final)
         sync(folder)
 
 
-def _point(folder: Path, name: str) -> None:
-    written = folder / f".{LATEST}"
-    written.write_text(f"{name}\n", encoding="utf-8")
-    sync(written)
-    written.replace(folder / LATEST)
+def _pointer(name: str) -> str:
+    """The file in a checkpoint's folder that becomes `latest` when it is published."""
+    return f".{LATEST}-{name}"
+
+
+def _point(folder: Path, path: Path, name: str) -> None:
+    """Let `latest` name the checkpoint in `path`."""
+    (path / _pointer(name)).replace(folder / LATEST)
     sync(folder)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a checkpoint, under a name that is not a checkpoint's.  One rank calls it."""
     aside = path.with_name(f".removing-{path.name}")
     if aside.exists():
         shutil.rmtree(aside)

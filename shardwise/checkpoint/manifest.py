@@ -52,7 +52,7 @@ class Manifest:
 
 def seal(file: Path) -> Seal:
     """The length and hash of a file."""
-    with file.open("rb") as stream:
+    with folders.open_regular(file) as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return Seal(stream.tell(), digest)
 
@@ -69,7 +69,8 @@ def read_manifest(path: Path) -> Manifest | None:
     """
     file = path / MANIFEST
     try:
-        text = file.read_text(encoding="utf-8")
+        with folders.open_regular(file) as stream:
+            text = stream.read().decode()
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -79,6 +80,7 @@ def read_manifest(path: Path) -> Manifest | None:
         files = {name: Seal(**each) for name, each in body["files"].items()}
         manifest = Manifest(body["save"], body["step"], files)
         same = manifest.text() == text and all(name == Path(name).name for name in files)
+        same &= type(manifest.step) is int and type(manifest.save) is str
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         same = False
     if not same:

@@ -9,6 +9,7 @@ damaged index raises an error here.
     piece       -> file in the checkpoint's folder, offset, length
 """
 
+import math
 import pickle
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardwise.checkpoint.failure import damaged
-from shardwise.checkpoint.folder import METADATA
+from shardwise.checkpoint.folder import METADATA, open_regular
 from shardwise.checkpoint.plans import check_whole
 
 _INDEX, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
@@ -42,6 +43,9 @@ _CLASSES: Final = {
     "pathlib._local": {"PosixPath", "WindowsPath"},
 }
 
+#: The most bytes that a piece has in a file besides its values; torch.save writes some 1,200.
+HEADERS_BYTES: Final = 2**16
+
 
 def read_metadata(path: Path) -> Metadata:
     """The names, shapes and file positions of a checkpoint's tensors.
@@ -51,7 +55,7 @@ def read_metadata(path: Path) -> Metadata:
     """
     file = path / METADATA
     try:
-        with file.open("rb") as stream:
+        with open_regular(file) as stream:
             return _index(_Reader(stream).load())
     except Exception as error:  # noqa: BLE001 - a damaged pickle can raise any error
         raise damaged(file, f"{type(error).__name__}: {error}") from None
@@ -100,7 +104,20 @@ def _index(found: Any) -> Metadata:
     for name, tensor in tensors.items():
         check_whole(name, tensor)
     _require_apart(places.values())
+    for name, tensor in tensors.items():
+        _require_stored(name, tensor, places)
     return Metadata({**tensors}, storage_data=places)
+
+
+def _require_stored(
+    name: str, tensor: TensorStorageMetadata, places: Mapping[MetadataIndex, _StorageInfo]
+) -> None:
+    """Raise ValueError if a piece has more bytes than its place in the file, or far fewer."""
+    itemsize = tensor.properties.dtype.itemsize
+    for chunk in tensor.chunks:
+        stored = places[MetadataIndex(name, chunk.offsets)].length
+        if not 0 <= stored - math.prod(chunk.sizes) * itemsize <= HEADERS_BYTES:
+            raise ValueError(f"'{name}': a piece of {tuple(chunk.sizes)} in {stored} bytes")
 
 
 def _require_apart(places: Iterable[_StorageInfo]) -> None:
@@ -160,6 +177,6 @@ def _text(found: Any) -> str:
 
 
 def _size(found: Any) -> torch.Size:
-    if not isinstance(found, tuple) or not all(type(n) is int and n >= 0 for n in found):
+    if not isinstance(found, tuple) or not all(type(n) is int and 0 <= n < 2**63 for n in found):
         raise ValueError("sizes that are no whole numbers")
     return torch.Size(found)

@@ -7,14 +7,15 @@ manifest.json -> scalars.json, .metadata      checked by hash, then parsed
 import json
 import warnings
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from shardwise.checkpoint.failure import damaged, foreign
-from shardwise.checkpoint.folder import METADATA, SCALARS
+from shardwise.checkpoint.folder import METADATA, SCALARS, open_regular
 from shardwise.checkpoint.manifest import (
     MANIFEST,
     Manifest,
@@ -23,6 +24,8 @@ from shardwise.checkpoint.manifest import (
     require_sizes,
 )
 from shardwise.checkpoint.metadata import read_metadata
+from shardwise.checkpoint.piece import Piece, pieces_of
+from shardwise.core.arguments import is_count, short_repr
 from shardwise.core.errors import bad
 
 #: The first entry of scalars.json; checkpoints of format 1 have no manifest.
@@ -59,11 +62,14 @@ class OpenCheckpoint:
             if isinstance(tensor, TensorStorageMetadata)
         }
 
+    @cached_property
+    def pieces(self) -> dict[MetadataIndex, Piece]:
+        """Where each piece of a tensor is."""
+        return pieces_of(self.path, self.metadata)
+
     def files(self) -> list[str]:
         """The names of the files of tensors."""
-        return sorted(
-            {place.relative_path for place in (self.metadata.storage_data or {}).values()}
-        )
+        return sorted({piece.file.name for piece in self.pieces.values()})
 
 
 def open_checkpoint(path: Path) -> OpenCheckpoint:
@@ -81,6 +87,8 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
         raise damaged(path / MANIFEST, "it is not there")
     if manifest is not None and said.get("save") != manifest.save:
         raise foreign(path / SCALARS, "it is of another save than the manifest")
+    if manifest is not None and said["scalars"]["step"] != manifest.step:
+        raise foreign(path / SCALARS, "it is of another step than the manifest")
     opened = OpenCheckpoint(path, said["ranks"], said["scalars"], read_metadata(path), manifest)
     if manifest is None:
         warnings.warn(
@@ -88,9 +96,9 @@ def open_checkpoint(path: Path) -> OpenCheckpoint:
             "checked. The next checkpoint will have one.",
             stacklevel=2,
         )
-        _require_sizes(opened)
     elif unknown := set(opened.files()) - set(manifest.files):
         raise damaged(path / MANIFEST, f"it does not name {min(unknown)}")
+    _require_sizes(opened)
     return opened
 
 
@@ -98,7 +106,8 @@ def _scalars(path: Path) -> dict[str, Any]:
     """The contents of scalars.json: format, number of ranks, scalars.  Raises InputError."""
     file = path / SCALARS
     try:
-        said = json.loads(file.read_text(encoding="utf-8"))
+        with open_regular(file) as stream:
+            said = json.loads(stream.read().decode())
     except (OSError, ValueError, RecursionError) as error:
         raise damaged(file, repr(error)) from error
     if not isinstance(said, dict) or said.get("format") not in (FORMAT, FORMAT_1):
@@ -107,17 +116,19 @@ def _scalars(path: Path) -> dict[str, Any]:
             "checkpoints of this version or an older one",
             "a checkpoint saved by 'shardwise train'",
         )
-    if not isinstance(said.get("ranks"), int) or not isinstance(said.get("scalars"), dict):
+    ranks, scalars = said.get("ranks"), said.get("scalars")
+    if type(ranks) is not int or ranks < 1 or not isinstance(scalars, dict):
         raise damaged(file, "its ranks or scalars are missing")
+    if not is_count(scalars.get("step")):
+        raise damaged(file, f"its step is {short_repr(scalars.get('step'))}")
     return said
 
 
 def _require_sizes(opened: OpenCheckpoint) -> None:
     """Raise InputError unless every file in the metadata exists and is long enough."""
     wanted: dict[str, int] = {}
-    for place in (opened.metadata.storage_data or {}).values():
-        end = place.offset + place.length
-        wanted[place.relative_path] = max(end, wanted.get(place.relative_path, 0))
+    for piece in opened.pieces.values():
+        wanted[piece.file.name] = max(piece.offset + piece.length, wanted.get(piece.file.name, 0))
     for name, size in sorted(wanted.items()):
         file = opened.path / name
         if not file.is_file():

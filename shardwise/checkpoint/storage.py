@@ -1,20 +1,17 @@
 """Storage of a checkpoint: written to a hidden folder, then published; checked, then read."""
 
-import io
 import json
 import os
-import pickle
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from uuid import uuid4
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     LoadPlanner,
@@ -26,9 +23,10 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from shardwise.checkpoint import folder as folders
-from shardwise.checkpoint.failure import damaged, unwritten
+from shardwise.checkpoint.failure import unwritten
 from shardwise.checkpoint.manifest import Manifest, Seal, require_files, seal, write_manifest
 from shardwise.checkpoint.open_checkpoint import FORMAT, OpenCheckpoint, open_checkpoint
+from shardwise.checkpoint.piece import Piece, check_piece, read_piece
 from shardwise.core.errors import InputError, bad
 from shardwise.engine.box import block
 
@@ -51,9 +49,17 @@ class Publisher(StorageWriter):
     every rank if it fails: a checkpoint is published for all ranks or for none.
     """
 
-    def __init__(self, folder: Path, step: int, scalars: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        step: int,
+        scalars: dict[str, Any],
+        begin: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Rank 0 calls `begin` with the hidden folder before it is made."""
         self.step = step
         self.scalars = scalars
+        self.begin = begin
         self.path = folders.unfinished(folder, step)
         self.files = FileSystemWriter(self.path)
 
@@ -68,6 +74,8 @@ class Publisher(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Runs on rank 0, before any rank writes."""
+        if self.begin is not None:
+            self.begin(self.path)
         folders.clear(self.path)
         return self.files.prepare_global_plan(plans)
 
@@ -123,7 +131,6 @@ class Pieces(StorageReader):
         self.folder, self.path = folder, folder
         self.rank, self.ranks, self.check = rank, ranks, check
         self.scalars: dict[str, Any] = {}
-        self.places: dict[Any, Any] = {}
         self.opened: OpenCheckpoint | None = None
         self.reading = False
 
@@ -148,7 +155,7 @@ class Pieces(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        self.places = metadata.storage_data or {}
+        """Nothing to do: the metadata are this reader's own."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Hash this rank's share of the files.  An error raised here reaches every rank."""
@@ -171,18 +178,12 @@ class Pieces(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the boxes. Raises InputError for a file that is missing, short or damaged."""
         self.reading = True
-        wanted: dict[tuple[str, int], list[ReadItem]] = {}
+        assert self.opened is not None
+        wanted: dict[Piece, list[ReadItem]] = {}
         for item in plan.items:
-            place = self.places[item.storage_index]
-            wanted.setdefault((place.relative_path, place.offset), []).append(item)
-        for (name, offset), items in sorted(wanted.items(), key=lambda entry: entry[0]):
-            length = self.places[items[0].storage_index].length
-            piece = read_piece(self.path / name, offset, length)
-            assert self.opened is not None
-            saved: Any = self.opened.metadata.state_dict_metadata[items[0].storage_index.fqn]
-            if piece.dtype != saved.properties.dtype:
-                raise damaged(self.path / name, f"'{items[0].storage_index.fqn}' has another dtype")
-            _fill(self.path / name, piece, items, planner)
+            wanted.setdefault(self.opened.pieces[item.storage_index], []).append(item)
+        for piece in sorted(wanted, key=lambda piece: (piece.file, piece.offset)):
+            _fill(read_piece(piece), wanted[piece], planner)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -195,19 +196,13 @@ class Pieces(StorageReader):
 def require_content(opened: OpenCheckpoint, rank: int = 0, ranks: int = 1) -> None:
     """Read this rank's share of all tensors, and raise InputError for damaged ones.
 
-    Compares hashes of files, or without a manifest the checksums of pieces.
+    Compares hashes of files, or without a manifest the checksums of pieces; then shapes and dtypes.
     """
     if opened.manifest is not None:
         require_files(opened.path, opened.manifest, opened.files()[rank::ranks])
-        return
-    tensors = opened.metadata.state_dict_metadata
-    for index, place in list((opened.metadata.storage_data or {}).items())[rank::ranks]:
-        file, tensor = opened.path / place.relative_path, tensors[index.fqn]
-        assert isinstance(tensor, TensorStorageMetadata)
-        sizes = next(chunk.sizes for chunk in tensor.chunks if chunk.offsets == index.offset)
-        piece = read_piece(file, place.offset, place.length)
-        if piece.shape != sizes or piece.dtype != tensor.properties.dtype:
-            raise damaged(file, f"'{index.fqn}' has another shape or dtype in it")
+    check = read_piece if opened.manifest is None else check_piece
+    for piece in list(opened.pieces.values())[rank::ranks]:
+        check(piece)
 
 
 def _sealed(result: WriteResult, seals: Mapping[str, Seal]) -> WriteResult:
@@ -216,51 +211,9 @@ def _sealed(result: WriteResult, seals: Mapping[str, Seal]) -> WriteResult:
     return replace(result, storage_data=_Written(place, seals[place.relative_path]))
 
 
-def read_piece(file: Path, offset: int, length: int) -> Tensor:
-    """The piece in these bytes of a file. Raises InputError for a damaged one."""
-    try:
-        with file.open("rb") as stream:
-            content = _exactly(file, stream, offset, length)
-        _check(file, content)
-        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-    except InputError:
-        raise
-    except (OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
-        raise damaged(file, str(error).splitlines()[0]) from error
-
-
-def _check(file: Path, content: bytes) -> None:
-    """Raise InputError unless the checksums inside the piece match."""
-    if not torch.serialization.get_crc32_options():  # the program has switched checksums off
-        return
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as records:
-            wrong = records.testzip()
-    except zipfile.BadZipFile as error:
-        raise damaged(file, str(error)) from error
-    if wrong is not None:
-        raise damaged(file, f"the checksum of {wrong} does not match")
-
-
-def _exactly(file: Path, stream: IO[bytes], offset: int, length: int) -> bytes:
-    stream.seek(offset)
-    content = stream.read(length)
-    if len(content) < length:
-        raise damaged(file, _short(file, offset + length))
-    return content
-
-
-def _short(file: Path, size: int) -> str:
-    return f"it has {file.stat().st_size} bytes and should have {size} or more"
-
-
 @torch.no_grad()
-def _fill(file: Path, piece: Tensor, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
+def _fill(saved: Tensor, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
     for item in items:
         target = planner.resolve_tensor(item)
-        ends = map(sum, zip(item.storage_offsets, item.lengths, strict=True))
-        fits = piece.dim() == len(item.lengths) and all(map(int.__ge__, piece.shape, ends))
-        if not fits:
-            raise damaged(file, f"'{item.storage_index.fqn}' has changed its shape")
-        target.copy_(block(piece, item.storage_offsets, item.lengths))
+        target.copy_(block(saved, item.storage_offsets, item.lengths))
         planner.commit_tensor(item, target)

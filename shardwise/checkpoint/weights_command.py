@@ -27,8 +27,14 @@ def export_command(
         raise bad(f"--dtype {dtype}", ", ".join(DTYPES), f"--dtype {suggest(dtype, DTYPES)}")
     done = export(of_run(run), to, overwrite=overwrite, dtype=DTYPES.get(dtype))
     files = f"{done.files} file{'s' * (done.files > 1)}"
-    config = " and config.json" if done.config else "; the model has no configuration"
-    typer.echo(f"{done.path}: {done.tensors} tensors, {done.bytes:,} bytes in {files}{config}")
+    there = {"config.json": done.config, "generation_config.json": done.generation}
+    there["the run's tokenizer"] = done.tokenizer
+    also = "".join(f", {name}" for name, has in there.items() if has)
+    if not done.config:
+        also += "; the model has no configuration"
+    if not done.tokenizer:
+        also += "; no tokenizer: the run's tokens are bytes, or its folder has none"
+    typer.echo(f"{done.path}: {done.tensors} tensors, {done.bytes:,} bytes in {files}{also}")
 
 
 def import_command(

@@ -4,10 +4,11 @@ model.safetensors                    all tensors, or
 model-00001-of-00003.safetensors     a part of them, and
 model.safetensors.index.json         {"weight_map": {name: file}}
 config.json                          the configuration, if the model has one
+generation_config.json               how it generates text, if the model has it
+tokenizer.json ...                   the tokenizer, if the run has one
 """
 
 import json
-import os
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,12 +21,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from shardwise.checkpoint.folder import as_path, sync
+from shardwise.checkpoint.writer import replace, settle, writing
 from shardwise.core.errors import InputError, bad
-from shardwise.core.suggest import suggest
+from shardwise.core.suggest import beside, suggest
 
 SINGLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 CONFIG: Final = "config.json"
+GENERATION: Final = "generation_config.json"
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,17 @@ class WeightsFolder:
     def names(self) -> Collection[str]:
         """The names of the tensors, those of buffers included."""
         return self.files.keys()
+
+    def longest_dim(self) -> int:
+        """The longest dim of any tensor. Reads the headers of the files."""
+        return max((max(self._shape(name), default=1) for name in self.files), default=1)
+
+    def _shape(self, name: str) -> list[int]:
+        file = self.files[name]
+        try:
+            return self._opened[file].get_slice(name).get_shape()
+        except SafetensorError as error:
+            raise _broken(self.path / file, str(error)) from None
 
     def __call__(self, name: str, tensor: Tensor) -> None:
         """Copy the weight `name` into `tensor`, in its dtype. Raises InputError for another shape.
@@ -120,28 +134,30 @@ def new_folder(to: Path, allowed: Sequence[str], *, overwrite: bool) -> Iterator
     """A folder to write to, which is renamed to `to` when the block ends without an error.
 
     Raises InputError for an existing folder without `overwrite`, or with files that do not match
-    `allowed`.  If the block fails, the folder is removed.
+    `allowed`, and if another process writes it; RunError for a full disk.  If the block fails, what
+    it wrote is removed and an existing folder is unchanged.  What a killed writer of the same
+    folder left is removed first.
     """
-    _require_free(to, allowed, overwrite=overwrite)
-    unfinished = to.with_name(f".writing-{to.name}-{os.getpid()}")
+    lock = to.with_name(f".writing-{to.name}.lock")
+    with writing(to, lock), _unfinished(to) as unfinished:
+        _require_free(to, allowed, overwrite=overwrite)
+        yield unfinished
+        for entry in unfinished.iterdir():
+            sync(entry)
+        sync(unfinished)
+        replace(unfinished, to)
+        sync(to.parent)
+
+
+@contextmanager
+def _unfinished(to: Path) -> Iterator[Path]:
+    """An empty folder beside `to`, which is removed at the end unless it has been renamed."""
+    unfinished = settle(to)
     try:
-        unfinished.mkdir(parents=True)
-        try:
-            yield unfinished
-            for entry in unfinished.iterdir():
-                sync(entry)
-            sync(unfinished)
-            if to.exists():
-                shutil.rmtree(to)
-            unfinished.rename(to)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-    except OSError as error:
-        raise bad(
-            f"the folder '{to}', which cannot be written ({error.strerror or error})",
-            "a folder on a disk with free space, that this user may write to",
-            f"--to /tmp/{to.name}",
-        ) from None
+        unfinished.mkdir()
+        yield unfinished
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _require_free(to: Path, allowed: Sequence[str], *, overwrite: bool) -> None:
@@ -153,7 +169,7 @@ def _require_free(to: Path, allowed: Sequence[str], *, overwrite: bool) -> None:
         raise bad(
             f"the folder '{to}', which exists",
             "a new folder, or --overwrite to replace it",
-            f"--to {to}-2",
+            f"--to {beside(to)}",
         )
     other = [p.name for p in to.iterdir() if not any(map(p.match, allowed)) or p.is_dir()]
     if other:

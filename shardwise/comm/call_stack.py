@@ -4,6 +4,7 @@ train.py:12 in main > engine.py:144 in step > collectives.py:80 in all_gather
                                               ^ a collective: other ranks must join it
 """
 
+import contextlib
 import sys
 import time
 from collections.abc import Collection
@@ -17,6 +18,8 @@ from torch.distributed import distributed_c10d
 #: A thread inside one of these files waits for other ranks.
 _COLLECTIVE_FILES = (str(Path(__file__).parent), str(distributed_c10d.__file__))
 _TORCH = str(Path(torch.__file__).parent)
+_PACKAGE = str(Path(__file__).parent.parent)
+_STDLIB = str(Path(contextlib.__file__).parent)
 _FIRST, _LAST = 3, 5  # calls shown of a deep stack
 _MOST = 1000  # characters shown
 
@@ -87,8 +90,25 @@ def _waits_for_ranks(frame: FrameType | None) -> TypeGuard[FrameType]:
 
 def caller() -> str:
     """The function outside comm/ and torch that called this one, such as `step (loop.py:12)`."""
-    frame = sys._getframe()
-    inside = (_COLLECTIVE_FILES[0], _TORCH)
+    return _named(_outside(sys._getframe(), (_COLLECTIVE_FILES[0], _TORCH)))
+
+
+def place() -> str:
+    """`caller`, and the line of the user's program or model from which it was called."""
+    frame = _outside(sys._getframe(), (_COLLECTIVE_FILES[0], _TORCH))
+    users = _outside(frame, (_PACKAGE, _TORCH, _STDLIB, "<frozen "))
+    users_file = users.f_code.co_filename
+    if users is frame or users_file.startswith((_PACKAGE, _TORCH, _STDLIB, "<frozen ")):
+        return _named(frame)
+    return f"{_named(frame)}, from {_named(users)}"
+
+
+def _outside(frame: FrameType, inside: tuple[str, ...]) -> FrameType:
+    """The innermost frame outside these files, or the outermost."""
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
         frame = frame.f_back
+    return frame
+
+
+def _named(frame: FrameType) -> str:
     return f"{frame.f_code.co_name} ({Path(frame.f_code.co_filename).name}:{frame.f_lineno})"

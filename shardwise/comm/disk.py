@@ -10,7 +10,7 @@
 
     file     | master: chunk 0 | chunk 1 | .. | exp_avg: chunk 0 | chunk 1 | ..
 
-An extent is a flat tensor; a chunk is CHUNK_NUMEL of its elements, the last one fewer.  Chunks
+An extent is a flat tensor; a chunk is `chunk_numel` of its elements, the last one fewer.  Chunks
 begin and end at multiples of 4096 bytes.  Where the file system takes O_DIRECT, transfers bypass
 the page cache; elsewhere the kernel is advised to drop the pages.  The memory is that of the
 buffers, whatever the size of the file.  `extent.tensor` maps the file: checkpoints read and write
@@ -83,7 +83,7 @@ class Extent:
     ) -> None:
         self.disk, self.name, self.offset = disk, name, offset
         self.numel, self.dtype = numel, dtype
-        self.chunks = -(-numel // CHUNK_NUMEL)
+        self.chunks = -(-numel // disk.chunk_numel)
         self.map = mmap.mmap(disk.file, self.stored_bytes, offset=offset)
         self.tensor = torch.frombuffer(self.map, dtype=dtype, count=numel)
         self.sums = [0] * self.chunks  # those of zeros
@@ -101,7 +101,8 @@ class Extent:
 
     def span(self, chunk: int) -> tuple[int, int]:
         """The elements of a chunk: the first, and the one after the last."""
-        return chunk * CHUNK_NUMEL, min(self.numel, (chunk + 1) * CHUNK_NUMEL)
+        size = self.disk.chunk_numel
+        return chunk * size, min(self.numel, (chunk + 1) * size)
 
     def chunk_bytes(self, chunk: int) -> int:
         """The bytes of a chunk in the file, padding included."""
@@ -115,7 +116,7 @@ class Extent:
 
     def position(self, chunk: int) -> int:
         """Where a chunk begins in the file."""
-        return self.offset + chunk * CHUNK_NUMEL * self.dtype.itemsize
+        return self.offset + chunk * self.disk.chunk_numel * self.dtype.itemsize
 
 
 class Disk:
@@ -124,7 +125,14 @@ class Disk:
     Raises InputError for a folder that is missing, is no folder, or cannot be written.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], rank: int, ledger: Ledger) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        rank: int,
+        ledger: Ledger,
+        chunk_numel: int = CHUNK_NUMEL,
+    ) -> None:
+        self.chunk_numel = chunk_numel
         self.folder, self.rank, self.ledger = Path(folder), rank, ledger
         self.file = open_unnamed(self.folder, rank, _FOLDER)
         weakref.finalize(self, os.close, self.file)

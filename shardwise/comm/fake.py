@@ -17,6 +17,8 @@ from shardwise.comm.transport import Links, Pending, Transport
 class Fake(Transport):
     """Rank `rank` of `size`; without arguments, the only rank of a world of one."""
 
+    answered = False
+
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
 

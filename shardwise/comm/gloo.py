@@ -22,6 +22,7 @@ Messages count one by one as they are sent.  Gloo's own collectives count by the
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,9 +30,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.ledger import Line
-from shardwise.comm.nccl import OPS, pending
+from shardwise.comm.named_peer import naming
+from shardwise.comm.nccl import OPS
 from shardwise.comm.pool import Slot, aligned, parts
-from shardwise.comm.shared import SharedMemory, by_gloo
+from shardwise.comm.shared import SharedMemory, await_work, by_gloo
 from shardwise.comm.transport import Pending, Transport
 from shardwise.core.pool_size import piece_bytes
 
@@ -70,7 +72,7 @@ class Gloo(Transport):
         shared, ends = self.memory.open() is not None, list[Wait]()
         for peer, x in zip(self.peers, incoming, strict=True):
             if shared or x.numel():
-                ends.append(self._receive(x, peer))
+                ends.append(self._receive(x, peer, line))
         for peer, x in zip(self.peers, outgoing, strict=True):
             if shared or x.numel():
                 ends += self._send(x, peer, line)
@@ -82,13 +84,15 @@ class Gloo(Transport):
         if mailboxes is not None:
             return mailboxes.send(x, peer, line)
         line.add(x, x.numel())
-        return by_gloo(self.group, x, peer, tag)
+        return by_gloo(self.group, x, peer, tag, line)
 
-    def _receive(self, x: Tensor, peer: int, tag: int = 0) -> Wait:
+    def _receive(self, x: Tensor, peer: int, line: Line, tag: int = 0) -> Wait:
         mailboxes = self.memory.mailboxes_for(x)
         if mailboxes is not None:
-            return mailboxes.receive(x, peer)
-        return self.group.recv([x.view(-1)], peer, tag).wait
+            return mailboxes.receive(x, peer, line)
+        with naming(self.group, peer, line):
+            work = self.group.recv([x.view(-1)], peer, tag)
+        return partial(await_work, work, self.group, peer, line)
 
     def _meet(self, outgoing: Sequence[Tensor], make: Make, line: Line) -> Pending[Tensor]:
         """Send one message to each peer, of any strides, and receive one of its shape from each.
@@ -205,8 +209,9 @@ class Gloo(Transport):
             return Pending(self._pair(x, PAIRED[op], line) if x.numel() else ())
         shared_bytes = 0 if mailboxes is None else mailboxes.most_bytes * self.size
         if op != "sum" or x.nbytes > max(SMALL_BYTES, shared_bytes) or x.numel() % self.size:
-            self.count("all_reduce", x)
-            return pending(dist.all_reduce(x, OPS[op], self.group, async_op=True))
+            line = self.count("all_reduce", x)
+            work = dist.all_reduce(x, OPS[op], self.group, async_op=True)
+            return Pending([partial(await_work, work, self.group, None, line)])
         line, block = self.begin("all_reduce", x), x.view(self.size, -1)[self.rank]
         first = self._add_blocks(block, x, line)
         return Pending([first.wait, lambda: self._join_sums(x, block, line)])
@@ -224,16 +229,19 @@ class Gloo(Transport):
             return [self._sum(x, [x], x, line, add).wait]
         leaving = mailboxes.send(x, peer, line)
         if not leaving:
-            arriving = mailboxes.read(x, peer, lambda theirs: add(x, theirs, out=x))
+            arriving = mailboxes.read(x, peer, lambda theirs: add(x, theirs, out=x), line)
             return [self.pool.in_turn(arriving)]
         slot = self.pool.slot(x.nbytes, x.device)  # `x` must not change while it is sent
         arrived = slot.tensor(x.shape, x.dtype)
-        ends = [mailboxes.receive(arrived, peer), *leaving, lambda: add(x, arrived, out=x)]
+        ends = [mailboxes.receive(arrived, peer, line), *leaving, lambda: add(x, arrived, out=x)]
         return [slot.until(Pending(ends).wait)]
 
     def broadcast(self, x: Tensor, root: int) -> Pending[Any]:
-        self.count("broadcast", x, root=root)
-        return pending(dist.broadcast(x, group=self.group, async_op=True, group_src=root))
+        line = self.count("broadcast", x, root=root)
+        work = dist.broadcast(x, group=self.group, async_op=True, group_src=root)
+        return Pending(
+            [partial(await_work, work, self.group, root if root != self.rank else None, line)]
+        )
 
     def all_gather(self, out: Tensor, x: Tensor) -> Pending[Any]:
         return self._join_blocks(out, x, self.begin("all_gather", x, out))
@@ -317,10 +325,11 @@ class Gloo(Transport):
 
     def receive(self, x: Tensor, source: int) -> Pending[Any]:
         self.require_device("receive", x)
-        return Pending([self._receive(x, source, tag=1)])
+        return Pending([self._receive(x, source, Line(self.axis, "send"), tag=1)])
 
     def barrier(self) -> None:
-        dist.barrier(self.group)
+        with naming(self.group, None, Line(self.axis, "barrier")):
+            dist.barrier(self.group)
 
 
 def add_all(

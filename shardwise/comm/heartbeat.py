@@ -3,6 +3,7 @@
 The monitor of a rank (the launcher; under torchrun the previous rank) decides from its heartbeats:
 
     no heartbeat for `frozen_s`, and the process is stopped         frozen: end the run
+      or it has ended, without a word that it leaves                lost: end the run
       or the process uses or waits for a processor                  it computes: keep waiting
       or neither, or the process is on another host                 print a warning
     no heartbeat for 4 `frozen_s`, and still neither                frozen: end the run
@@ -68,8 +69,10 @@ class HeartbeatMonitor:
         self._idle_s += elapsed_s
         local = beat.host == self.host and self.host
         state, cpu_s, _ = process(beat.pid) if local else ("?", 0.0, 0)
-        if state in "RtXZ" or cpu_s != self._cpu_s:  # t: in a debugger; X, Z: it has ended
+        if state in "Rt" or cpu_s != self._cpu_s:  # t: in a debugger
             self._idle_s, self._cpu_s = 0.0, cpu_s
+        if state in "XZ" and self._silent_s >= self.limits.frozen_s:
+            return "has ended without leaving the run (killed, perhaps)"
         if state == "T" and self._silent_s >= self.limits.frozen_s:
             return "is stopped (by SIGSTOP or the like)"
         if self._idle_s < _UNSURE * self.limits.frozen_s:

@@ -10,7 +10,7 @@ that a peer reads, from that tensor.  Neither move.py, which chooses the collect
 prediction writes it: see volume.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from typing import Final, NamedTuple
@@ -49,11 +49,15 @@ class Tally:
 
 
 class Line:
-    """The running totals of one line.  Creating a Tally for each message would cost more."""
+    """The running totals of one line.  Creating a Tally for each message would cost more.
 
-    __slots__ = ("calls", "elements", "peers", "sent_bytes")
+    Errors of its messages name its axis and kind.
+    """
 
-    def __init__(self) -> None:
+    __slots__ = ("axis", "calls", "elements", "kind", "peers", "sent_bytes")
+
+    def __init__(self, axis: str = "", kind: str = "") -> None:
+        self.axis, self.kind = axis, kind
         self.calls = self.elements = self.sent_bytes = self.peers = 0
 
     def add(self, x: Tensor, numel: int, peers: int = 1) -> None:
@@ -98,7 +102,7 @@ class Ledger:
         key = axis, kind, self.now
         line = self._lines.get(key)
         if line is None:
-            line = self._lines[key] = Line()
+            line = self._lines[key] = Line(axis, kind)
         line.calls += 1
         return line
 
@@ -106,9 +110,18 @@ class Ledger:
         """A copy of the totals so far, for `since`."""
         return self.lines
 
-    def since(self, before: dict[Key, Tally]) -> dict[Key, Tally]:
-        """The totals since `before = ledger.copy()`, without lines that did not change."""
-        gone = {key: tally - before.get(key, Tally()) for key, tally in self.lines.items()}
+    def since(
+        self, before: Mapping[Key, Tally], apart: Mapping[Key, Tally] | None = None
+    ) -> dict[Key, Tally]:
+        """The totals since `before = ledger.copy()`, without lines that did not change.
+
+        `apart`: totals since then that do not count.
+        """
+        apart, none = apart or {}, Tally()
+        gone = {
+            key: tally - before.get(key, none) - apart.get(key, none)
+            for key, tally in self.lines.items()
+        }
         return {key: tally for key, tally in gone.items() if tally != Tally()}
 
     def sent_bytes(self) -> int:

@@ -3,7 +3,7 @@
     | 7 | 8 |     free     | 5 | 6 |      messages 5 to 8 are in flight
     written = 9   the number of messages that the sender has put in
     taken = 5     the number that the receiver has taken out
-    places        the offset and size of message k, in one number, at k % PLACES
+    places        the offset, kind and size of message k, in one number, at k % PLACES
 
 A message is contiguous, behind the previous one or at the front again.  A message that does not fit
 goes through gloo, and its place says so.
@@ -15,13 +15,19 @@ import os
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from shardwise.comm.ledger import Line
+
 PLACES, BY_GLOO = 4096, -1
 LINE = 8  # numbers of a cache line, so that two counters never share one
 HEAD = 2 * LINE + PLACES  # numbers of a mailbox: written, taken, places
+#: The kinds of calls that send through mailboxes, by the code in a message's place.
+KINDS = ("", "all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+CODES = {kind: code for code, kind in enumerate(KINDS)}
 VIEWS = 256  # the number of message views that a mailbox caches
 
 
@@ -82,8 +88,11 @@ class Outbox:
         self.inside: deque[tuple[int, int, int]] = deque()  # message, its begin and end
         self.written = self.put_bytes = 0
 
-    def put(self, x: Tensor) -> bool:
-        """Copy `x` in; False if it must go through gloo, which the mailbox records."""
+    def put(self, x: Tensor, kind: str = "") -> bool:
+        """Copy `x` in, for a call of that kind.
+
+        False if it must go through gloo, which the mailbox records.
+        """
         size_bytes = x.nbytes
         begin = self._free(size_bytes)
         if begin != BY_GLOO:
@@ -92,7 +101,9 @@ class Outbox:
             self.put_bytes += size_bytes
         while self.written - self.numbers[LINE] == PLACES:
             os.sched_yield()
-        self.numbers[2 * LINE + self.written % PLACES] = begin << 32 | size_bytes
+        self.numbers[2 * LINE + self.written % PLACES] = (
+            begin << 32 | CODES.get(kind, 0) << 24 | size_bytes
+        )
         self.written += 1
         self.numbers[0] = self.written
         return begin != BY_GLOO
@@ -120,6 +131,7 @@ class Arrival:
 
     like: Tensor
     place: Tensor | None
+    line: Line
     use: Callable[[Tensor], Tensor] | None = None
     made: Tensor | None = None  # the result of `use`
     here: bool = False
@@ -129,9 +141,13 @@ class Inbox:
     """The receiver's side of a mailbox: the expected messages, in order."""
 
     def __init__(
-        self, numbers: memoryview, store: MailboxMemory, by_gloo: Callable[[Tensor], object]
+        self,
+        numbers: memoryview,
+        store: MailboxMemory,
+        by_gloo: Callable[[Tensor, Line], object],
+        refuse: Callable[[int, str, Tensor, Line], NoReturn],
     ) -> None:
-        self.numbers, self.store, self.by_gloo = numbers, store, by_gloo
+        self.numbers, self.store, self.by_gloo, self.refuse = numbers, store, by_gloo, refuse
         self.expected: deque[Arrival] = deque()
         self.taken = 0
 
@@ -139,7 +155,7 @@ class Inbox:
         """Take out arrived messages, up to the `wanted` one, which is used in the mailbox."""
         while not wanted.here and self.expected and self.numbers[0] > self.taken:
             one = self.expected[0]
-            begin = self._next(one.like)
+            begin = self._next(one.like, one.line)
             if one is wanted and one.place is None and one.use is not None and begin != BY_GLOO:
                 one.made = one.use(self.store.tensor(begin, one.like))
                 one.use = None
@@ -150,16 +166,15 @@ class Inbox:
             self.expected.popleft()
             one.here = True
 
-    def _next(self, like: Tensor) -> int:
-        """The start of the next message, which has arrived and must have the size of `like`."""
+    def _next(self, like: Tensor, line: Line) -> int:
+        """The start of the next message, which has arrived.
+
+        It must have the size of `like` and come from the same kind of call.
+        """
         place = self.numbers[2 * LINE + self.taken % PLACES]
-        sent_bytes = place & 0xFFFFFFFF
-        if sent_bytes != like.nbytes:
-            raise RuntimeError(
-                f"received a message of {sent_bytes} bytes instead of {like.nbytes}: all "
-                "ranks must make the same calls with tensors of the same shapes, and the counts of "
-                "an all_to_all must agree"
-            )
+        sent_bytes, kind = place & 0xFFFFFF, KINDS[place >> 24 & 0xFF]
+        if sent_bytes != like.nbytes or (kind and line.kind and kind != line.kind):
+            self.refuse(sent_bytes, kind, like, line)
         return place >> 32
 
     @property
@@ -167,15 +182,15 @@ class Inbox:
         """Whether an arrived message has not been taken out."""
         return self.numbers[0] > self.taken
 
-    def use(self, like: Tensor, make: Callable[[list[Tensor]], Tensor]) -> Tensor:
+    def use(self, like: Tensor, make: Callable[[list[Tensor]], Tensor], line: Line) -> Tensor:
         """Take out the next message, which has arrived and is like `like`; returns `make` of it.
 
         Only while no message is expected.
         """
-        begin = self._next(like)
+        begin = self._next(like, line)
         if begin == BY_GLOO:
             place = torch.empty_like(like, memory_format=torch.contiguous_format)
-            self.by_gloo(place)
+            self.by_gloo(place, line)
             made = make([place])
         else:
             made = make([self.store.tensor(begin, like)])
@@ -187,6 +202,6 @@ class Inbox:
         if one.place is None:
             one.place = torch.empty_like(one.like, memory_format=torch.contiguous_format)
         if begin == BY_GLOO:
-            self.by_gloo(one.place)
+            self.by_gloo(one.place, one.line)
         else:
             self.store.read(begin, one.place)

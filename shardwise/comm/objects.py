@@ -11,13 +11,17 @@ from shardwise.comm.world import Axis, World
 
 def all_gather_object(value: Any, world: World) -> list[Any]:
     """Every rank's value, by rank, on every rank. Called by all ranks of the world."""
-    packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    packed = packed.to(world.device)
-    own = torch.tensor([len(packed)], dtype=torch.int64, device=world.device)
-    lengths = torch.cat(all_gather(own, world.everyone)).tolist()
+    return gather_object(value, world.everyone, world.device)
+
+
+def gather_object(value: Any, axis: Axis, device: torch.device) -> list[Any]:
+    """The values of all ranks of the axis, on each of them. Called by all of them."""
+    packed = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(device)
+    own = torch.tensor([len(packed)], dtype=torch.int64, device=device)
+    lengths = torch.cat(all_gather(own, axis)).tolist()
     padded = packed.new_zeros(max(lengths))
     padded[: len(packed)] = packed
-    parts = zip(all_gather(padded, world.everyone), lengths, strict=True)
+    parts = zip(all_gather(padded, axis), lengths, strict=True)
     # pickles come only from the ranks of this command
     return [pickle.loads(bytes(part[:n].tolist())) for part, n in parts]  # noqa: S301
 

@@ -13,7 +13,8 @@ from shardwise.comm.status_dir import Failure, StatusDir
 #: Errors of a rank whose peer is gone.  They are never the cause if another rank has one.
 LOST_CONNECTION = re.compile(
     r"closed by peer|reset by peer|Connection reset|Broken pipe|pair\.cc|recvValue failed"
-    r"|Failed to recv|ncclRemoteError|remote process exited|of the group is gone: process"
+    r"|Failed to recv|ncclRemoteError|remote process exited"
+    r"|rank \d+( of the group)? (is gone: process|has left, but)|the connection to .* failed in"
 )
 
 
@@ -85,7 +86,7 @@ def _death_text(status: StatusDir, rank: int, code: int) -> str:
         text += ", as the system does when memory runs out" if name == "SIGKILL" else ""
     else:
         text = f"it left with exit code {code} before its function had returned"
-    if rank not in status.pids():
+    if code >= 0 and rank not in status.pids():
         text += (
             ". It had not started yet. Every rank imports the main script, so put the script's own"
             " code under 'if __name__ == \"__main__\":'"

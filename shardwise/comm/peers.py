@@ -3,8 +3,11 @@
     rank 0 -> rank 1 -> rank 2 -> rank 0       each watches the next rank that has not left
 
 Heartbeats go through the run's store.  If neighbours freeze together (they share a host, say), a
-live rank still watches the first of them.  A rank that finds another frozen, or that has waited too
-long, prints why and exits; torchrun then ends the other ranks.
+live rank still watches the first of them.  A rank that finds another lost, or that has waited too
+long, writes why in the store.  Every rank reads that within a heartbeat, prints it, lingers until
+the others have read it too, and exits: with or without a launcher that kills, nobody stays.
+
+A rank whose store has closed exits too, unless rank 0, which served it, has left normally.
 """
 
 import os
@@ -24,6 +27,8 @@ from shardwise.comm.host import host_number
 from shardwise.comm.limits import Limits
 
 _STORE = 4  # times `frozen_s` without an answer from the store
+_LINGER = 3  # heartbeats in which every rank reads why the run ends
+_GLANCE_S = 0.05
 
 
 class Peers:
@@ -38,6 +43,7 @@ class Peers:
         self.beat = Heartbeat(0, os.getpid(), host_number())
         self.next, self.monitor = rank, HeartbeatMonitor(limits, self.beat.host)
         self.rounds = 0
+        self.zero_left = False  # whether rank 0 has left, after which its store may close
         self._send(self.beat)
         self.stopped = threading.Event()
         self.threads = [
@@ -55,6 +61,17 @@ class Peers:
         if not self.threads[0].is_alive():
             with suppress(RuntimeError):  # the store may have gone first
                 self._send(replace(self.beat, left=True, waits_s=0.0))
+                if self.rank == 0:
+                    self._wait_for_readers()
+
+    def _wait_for_readers(self) -> None:
+        """Give ranks that stay the time to read that rank 0 leaves, before its store closes."""
+        last = time.monotonic() + 2 * self.limits.heartbeat_s
+        while time.monotonic() < last:
+            beats = [self._heartbeat_of(rank) for rank in range(self.size)]
+            if all(beat is None or beat.left for beat in beats):
+                return
+            time.sleep(_GLANCE_S)
 
     def _run(self) -> None:
         heard = time.monotonic()
@@ -67,10 +84,20 @@ class Peers:
             try:
                 self._send(self.beat)
                 self._check(elapsed_s)
-            except RuntimeError:  # it has closed: rank 0 has ended
+            except RuntimeError as error:  # it has closed: rank 0 or its launcher has ended
+                self._lose_store(str(error).splitlines()[0])
                 break
             self.rounds += 1
-        self.stopped.set()
+
+    def _lose_store(self, why: str) -> None:
+        """Exit after a while, unless rank 0 has left or this rank ends by itself."""
+        if self.zero_left or self.stopped.wait(self.limits.frozen_s):
+            self.stopped.set()
+            return
+        self._end(
+            "the run's store, on rank 0 or in its launcher, has closed, and rank 0 has not left "
+            f"the run: it was lost ({why}). Rank {self.rank} was in {self.call_stack.calls()}"
+        )
 
     def _guard_store(self) -> None:
         """Exit if the store stops answering: the store's client may then wait forever."""
@@ -86,6 +113,10 @@ class Peers:
                 )
 
     def _check(self, elapsed_s: float) -> None:
+        if self.store.check(["ended"]):
+            self._leave_together(self.store.get("ended").decode())
+        zero = self._heartbeat_of(0)
+        self.zero_left = zero is not None and zero.left
         heard = self._heartbeat_of(self.next)
         for _ in range(self.size):
             if self.next != self.rank and not (heard and heard.left):
@@ -114,9 +145,17 @@ class Peers:
         return parse(self.store.get(key).decode()) if self.store.check([key]) else None
 
     def _claim(self, text: str) -> None:
-        """Exit; only the first rank to do so prints why."""
-        first = self.store.add("ended", 1) == 1
-        self._end(text if first else "")
+        """End the run.  Only the first rank that does so prints all of why."""
+        first = self.store.compare_set("ended", "", text).decode()
+        self._leave_together(first, whole=first == text)
+
+    def _leave_together(self, text: str, *, whole: bool = False) -> None:
+        """Print why the run ends, wait until all ranks have read it, and exit."""
+        said = text if whole else f"rank {self.rank} ends: {text.splitlines()[0]}"
+        if not self.stopped.is_set():
+            print(said, file=sys.stderr, flush=True)
+        self.stopped.wait(_LINGER * self.limits.heartbeat_s)
+        self._end("")
 
     def _end(self, text: str) -> None:
         if text and not self.stopped.is_set():

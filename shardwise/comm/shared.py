@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from weakref import WeakSet
 
 import torch
@@ -33,13 +33,19 @@ from torch import Tensor
 from shardwise.comm.host import host_number
 from shardwise.comm.ledger import Line
 from shardwise.comm.limits import read_limits
-from shardwise.comm.mailbox import HEAD, Arrival, Inbox, MailboxMemory, Outbox
+from shardwise.comm.mailbox import CODES, HEAD, KINDS, Arrival, Inbox, MailboxMemory, Outbox
+from shardwise.comm.named_peer import call_name, naming, rank_name
 from shardwise.core.errors import bad
 
 #: The size of all mailboxes of a group, and of the largest message.
 SHARED_BYTES, MESSAGE_BYTES = 2**24, 2**22
 TAG = 2
-OVER = 1  # the index, after `written`, of the flag that the sender sends no more
+#: Indices after `written`: the sender sends no more; it refused a message of the receiver.
+OVER, REFUSED = 1, 2
+_AGREE = (
+    "All ranks must make the same calls with tensors of the same shapes, and the counts of an "
+    "all_to_all must agree"
+)
 #: Polls without a pause, then polls that yield; then sleeps of `SLEEP_S`, which become longer every
 #: `LONGER` polls, so a rank in a pipeline's bubble leaves the CPU to ranks that compute.
 LOOKS, TURNS, SLEEP_S, LONGER = 300, 3000, 5e-5, 16
@@ -105,7 +111,11 @@ class Mailboxes:
         others = [rank for rank in range(ranks) if rank != me]
         self.out = {to: Outbox(*self._way(me, to)) for to in others}
         self.into = {
-            source: Inbox(*self._way(source, me), partial(self._receive_by_gloo, source))
+            source: Inbox(
+                *self._way(source, me),
+                partial(self._receive_by_gloo, source),
+                partial(self._refuse, source),
+            )
             for source in others
         }
         _OPEN.add(self)
@@ -130,20 +140,22 @@ class Mailboxes:
     def send(self, x: Tensor, to: int, line: Line) -> list[Callable[[], object]]:
         """Send `x` to rank `to`, counted in `line`; call the result before changing `x`."""
         line.add(x, x.numel())
-        if self.out[to].put(x):
+        if self.out[to].put(x, line.kind):
             return []
-        return by_gloo(self.group, x, to, TAG)
+        return by_gloo(self.group, x, to, TAG, line)
 
-    def receive(self, x: Tensor, source: int) -> Callable[[], object]:
+    def receive(self, x: Tensor, source: int, line: Line) -> Callable[[], object]:
         """Receive the next message into `x`; call the result to wait for it."""
-        return self._expect(Arrival(x, x), source)
+        return self._expect(Arrival(x, x, line), source)
 
-    def read(self, like: Tensor, source: int, use: Callable[[Tensor], Tensor]) -> Callable[[], Any]:
+    def read(
+        self, like: Tensor, source: int, use: Callable[[Tensor], Tensor], line: Line
+    ) -> Callable[[], Any]:
         """Receive the next message, of the shape of `like`; the wait returns the result of `use`.
 
         `use` is called with the message in its mailbox, or with a copy, and must keep no view.
         """
-        return self._expect(Arrival(like, None, use), source)
+        return self._expect(Arrival(like, None, line, use), source)
 
     def meet(
         self,
@@ -163,7 +175,7 @@ class Mailboxes:
         leaving: list[Callable[[], object]] = []
         waits: list[Callable[[], Any]] = []
         for peer, x in zip(peers, outgoing, strict=True):
-            waits.append(self.read(x, peer, use))
+            waits.append(self.read(x, peer, use, line))
             leaving += self.send(x, peer, line)
 
         def end() -> Tensor:
@@ -185,8 +197,8 @@ class Mailboxes:
         while not inbox.ready:
             looks += 1
             if looks > self.looks:
-                self._pause(looks, peer)
-        made = inbox.use(x, make)
+                self._pause(looks, peer, line)
+        made = inbox.use(x, make, line)
         for each in leaving:
             each()
         return made
@@ -206,41 +218,71 @@ class Mailboxes:
             inbox.take(arrival)
             looks += 1
             if looks > self.looks and not arrival.here:
-                self._pause(looks, source)
+                self._pause(looks, source, arrival.line)
         use, arrival.use = arrival.use, None
         if use is not None and arrival.place is not None:
             arrival.made = use(arrival.place)
         return arrival.made
 
-    def _receive_by_gloo(self, source: int, x: Tensor) -> None:
-        self.group.recv([x.view(-1)], source, TAG).wait()
+    def _refuse(
+        self, source: int, sent_bytes: int, kind: str, like: Tensor, line: Line
+    ) -> NoReturn:
+        """Raise the error of a message that is not the expected one, and tell its sender."""
+        self.out[source].numbers[REFUSED] = 1 << 32 | CODES.get(line.kind, 0) << 24 | like.nbytes
+        raise RuntimeError(
+            f"received a message of {sent_bytes} bytes instead of {like.nbytes} from "
+            f"{rank_name(self.group, source)}: that rank sent it in {kind or 'another call'}, this "
+            f"rank expected it in {call_name(line)}. {_AGREE}"
+        )
 
-    def _pause(self, looks: int, source: int) -> None:
+    def _receive_by_gloo(self, source: int, x: Tensor, line: Line) -> None:
+        with naming(self.group, source, line):
+            self.group.recv([x.view(-1)], source, TAG).wait()
+
+    def _pause(self, looks: int, source: int, line: Line) -> None:
         if looks < self.looks + TURNS:
             os.sched_yield()
             return
         inbox = self.into[source]
+        if refused := inbox.numbers[REFUSED]:
+            raise RuntimeError(
+                f"{rank_name(self.group, source)} expected a message of {refused & 0xFFFFFF} bytes "
+                f"in {KINDS[refused >> 24 & 0xFF] or 'another call'}, and this rank sent another. "
+                f"This rank waits in {call_name(line)}. {_AGREE}"
+            )
         if inbox.numbers[OVER] and inbox.numbers[0] == inbox.taken:
             raise RuntimeError(
-                f"rank {source} of the group has left, but this rank waits for its message: "
-                "all ranks must make the same steps"
+                f"{rank_name(self.group, source)} has left, but this rank waits for its message in "
+                f"{call_name(line)}: all ranks must make the same steps"
             )
         slept = looks - self.looks - TURNS
         time.sleep(SLEEP_S * min(1 + slept // LONGER, 20))
         if looks % 1000 == 0 and not _lives(self.pids[source]):
-            raise RuntimeError(f"rank {source} of the group is gone: process {self.pids[source]}")
+            raise RuntimeError(
+                f"{rank_name(self.group, source)} is gone: process {self.pids[source]} has ended, "
+                f"and this rank waits for its message in {call_name(line)}"
+            )
         if slept * 20 * SLEEP_S > self.patience_s:  # much more time than this has passed
             raise RuntimeError(
-                f"rank {source} of the group has sent no message for {self.patience_s:.0f} s, and "
-                "this rank waits for one"
+                f"{rank_name(self.group, source)} has sent no message for {self.patience_s:.0f} s, "
+                f"and this rank waits for one in {call_name(line)}"
             )
 
 
-def by_gloo(group: dist.ProcessGroup, x: Tensor, to: int, tag: int) -> list[Callable[[], object]]:
+def by_gloo(
+    group: dist.ProcessGroup, x: Tensor, to: int, tag: int, line: Line
+) -> list[Callable[[], object]]:
     """Begin to send `x`, of any strides, through gloo; call the result to wait for it."""
     sent = x.contiguous().view(-1)
-    work = group.send([sent], to, tag)
-    return [work.wait, lambda: sent]  # `sent` must live until then
+    with naming(group, to, line):
+        work = group.send([sent], to, tag)
+    return [partial(await_work, work, group, to, line), lambda: sent]  # `sent` must live until then
+
+
+def await_work(work: Any, group: dist.ProcessGroup, peer: int | None, line: Line) -> None:
+    """Wait for `work` of gloo with that peer; None: with all of the group."""
+    with naming(group, peer, line):
+        work.wait()
 
 
 def leave() -> None:

@@ -3,6 +3,17 @@
     rank 0, or torchrun's agent   serves a store at MASTER_ADDR, MASTER_PORT
     every rank                    adds its number to the store, and waits until all have
 
+The store of torchrun's agent outlives the ranks, and a restarted run meets at the same address, so
+every meeting has a fresh id.  The agent's count of restarts cannot be that id: an agent does not
+count a restart for another host's sake, so the counts of two hosts differ.
+
+    rank r    asks/r = nonce  ------------->  rank 0 makes the id, and answers every nonce
+              round/nonce      <-------------  round/nonce = id
+              start/id/...  run/id/...         the keys of this meeting alone
+
+A nonce is new for every meeting, so no rank reads the id of an earlier one.  What a dead rank of an
+earlier round asked is answered too, but only ranks that read their answer are counted.
+
 torch would wait for minutes and not say for which rank.  Under our launcher a missing rank can only
 be slow (the launcher notices one that exits), so there the time limit is that of a collective.
 """
@@ -11,6 +22,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -40,9 +52,15 @@ def meet(start: Start, limits: Limits) -> Store:
     ours = start.rank == 0 and not _of_agent()
     _reach(host, port, deadline, waited, ours)
     store = _store(host, port, start.size, deadline, waited, ours)
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    _gather(PrefixStore(f"shardwise/start/{attempt}", store), start, deadline, waited)
-    return PrefixStore(f"shardwise/run/{attempt}", store)
+    asked = PrefixStore("shardwise", store)
+    try:
+        called = uuid.uuid4().hex if start.rank == 0 else _ask(asked, start, deadline, waited)
+        if start.rank == 0:
+            asked.set("round", called)
+        _gather(asked, called, start, deadline, waited)
+    except RuntimeError as error:  # the rank that served the store has given up
+        raise InputError(f"{waited} for {start.size} ranks; the run's store has closed") from error
+    return PrefixStore(f"shardwise/run/{called}", store)
 
 
 def _address(start: Start) -> tuple[str, int]:
@@ -124,38 +142,82 @@ def _free_port() -> int:
         return free.getsockname()[1]
 
 
-def _gather(store: Store, start: Start, deadline: float, waited: str) -> None:
+def _ask(store: Store, start: Start, deadline: float, waited: str) -> str:
+    """The id of this meeting, from rank 0."""
+    nonce = uuid.uuid4().hex
+    store.set(f"asks/{start.rank}", nonce)
+    while not store.check([f"round/{nonce}"]):
+        late = time.monotonic() > deadline
+        _refuse_second(store, start.rank, late)
+        if late:
+            raise InputError(_missing(start, waited, "rank 0"))
+        time.sleep(_GLANCE_S)
+    return store.get(f"round/{nonce}").decode()
+
+
+def _refuse_second(store: Store, rank: int, late: bool) -> None:
+    """Raise InputError if another process is this rank of the round that rank 0 is in.
+
+    An agent's store may still know a round that has ended: there only one that is `late` is sure.
+    """
+    if not store.check(["round"]) or (_of_agent() and not late):
+        return
+    key = f"start/{store.get('round').decode()}/name/{rank}"
+    if store.check([key]) and (late or store.get(key).decode() != _name()):
+        raise _second(rank)
+
+
+def _second(rank: int) -> InputError:
+    return bad(
+        f"two processes with rank {rank} at one address ({_name()} is the second)",
+        "one process for each rank, and a different port for each run",
+        "a different RANK, or another MASTER_PORT",
+    )
+
+
+def _name() -> str:
+    return f"{socket.gethostname()}, process {os.getpid()}"
+
+
+def _answer(store: Store, called: str, ranks: list[int]) -> None:
+    """Tell `ranks` the id of this meeting, as far as they have asked."""
+    for rank in ranks:
+        if store.check([f"asks/{rank}"]):
+            store.set(f"round/{store.get(f'asks/{rank}').decode()}", called)
+
+
+def _gather(asked: Store, called: str, start: Start, deadline: float, waited: str) -> None:
     """Return when all ranks have started.  The first rank to give up tells the others."""
     rank, size = start.rank, start.size
-    name = f"{socket.gethostname()}, process {os.getpid()}"
+    store = PrefixStore(f"start/{called}", asked)
     if store.add(f"times/{rank}", 1) > 1:
-        raise bad(
-            f"two processes with rank {rank} at one address ({name} is the second)",
-            "one process for each rank, and a different port for each run",
-            "a different RANK, or another MASTER_PORT",
-        )
+        raise _second(rank)
+    store.set(f"name/{rank}", _name())
     store.add("arrived", 1)
-    try:
-        while store.add("arrived", 0) < size and not store.check(["missing"]):
-            if time.monotonic() > deadline:
-                absent = [r for r in range(size) if not store.check([f"times/{r}"])]
-                store.set("missing", _named(absent))
-                break
-            time.sleep(_GLANCE_S)
-        if not store.check(["missing"]):
-            return
-        absent = store.get("missing").decode()
-    except RuntimeError as error:  # the rank that served the store has given up
-        raise InputError(f"{waited} for {size} ranks; the run's store has closed") from error
+    while store.add("arrived", 0) < size and not store.check(["missing"]):
+        absent = [r for r in range(size) if not store.check([f"times/{r}"])] if rank == 0 else []
+        _answer(asked, called, absent)
+        if time.monotonic() > deadline:
+            absent = [r for r in range(size) if not store.check([f"times/{r}"])]
+            store.set("missing", _named(absent))
+            break
+        time.sleep(_GLANCE_S)
+    if not store.check(["missing"]):
+        return
+    absent_ranks = store.get("missing").decode()
     with suppress(RuntimeError):
         store.add("told", 1)
         last = time.monotonic() + 2.0
         while rank == 0 and time.monotonic() < last and store.add("told", 0) < _came(store, size):
             time.sleep(_GLANCE_S)
-    raise InputError(
-        f"{waited} for {size} ranks (WORLD_SIZE), and {absent} did not start. Start WORLD_SIZE "
-        "processes, with ranks from 0 up and the same MASTER_ADDR and MASTER_PORT. If they start "
-        "far apart, set SHARDWISE_START_TIMEOUT_S"
+    raise InputError(_missing(start, waited, absent_ranks))
+
+
+def _missing(start: Start, waited: str, ranks: str) -> str:
+    return (
+        f"{waited} for {start.size} ranks (WORLD_SIZE), and {ranks} did not start. Start "
+        "WORLD_SIZE processes, with ranks from 0 up and the same MASTER_ADDR and MASTER_PORT. If "
+        "they start far apart, set SHARDWISE_START_TIMEOUT_S"
     )
 
 

@@ -11,9 +11,12 @@ names the cause.  A rank that dies without writing one is found by its pid.
 
 The launcher removes its directory at exit.  If the launcher was killed, the next launcher of the
 same user removes the directory and kills any ranks that are still alive (stopped processes, say).
+It removes the semaphores too, through which the launcher starts its ranks: multiprocessing names
+them in /dev/shm, here by the directory, and if all processes are killed at once they stay.
 """
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -23,11 +26,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shardwise.comm.heartbeat import Heartbeat, parse
 from shardwise.comm.host import identity, is_dead
 
 _POLL_S = 0.005
+_SEMAPHORES = Path("/dev/shm")  # noqa: S108  where Linux keeps them, as files
 _PREFIX = "shardwise-"
 _BEAT_BYTES = 4096
 _LAST_CALLS = 500  # characters kept of a long stack; each takes up to six bytes in JSON
@@ -152,7 +157,13 @@ def open_status_dir(ranks: int) -> Iterator[StatusDir]:
     with tempfile.TemporaryDirectory(prefix=_PREFIX, ignore_cleanup_errors=True) as folder:
         status = StatusDir(Path(folder), ranks)
         status._write("launcher", identity(os.getpid()))
-        yield status
+        settings: Any = multiprocessing.current_process()
+        before = settings._config["semprefix"]
+        settings._config["semprefix"] = f"/{status.folder.name}"
+        try:
+            yield status
+        finally:
+            settings._config["semprefix"] = before
 
 
 def sweep(folder: Path) -> None:
@@ -168,4 +179,6 @@ def _remove(folder: Path) -> None:
         pid = int(known.split()[0])
         if known == identity(pid):
             os.kill(pid, signal.SIGKILL)
+    for semaphore in _SEMAPHORES.glob(f"sem.{folder.name}-*"):
+        semaphore.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.transport import Links, Pending, Transport
-from shardwise.core.errors import RankError
+from shardwise.core.errors import RankError, causes
 
 PATIENCE_S = 60.0  # after this time a wait is a hang, and raises
 
@@ -187,11 +187,16 @@ def on_threads(ranks: int, body: Callable[[int, Links], Any]) -> list[Any]:
             thread.start()
         for thread in threads:
             thread.join()
-    failures.sort(key=lambda f: isinstance(f[1], threading.BrokenBarrierError))
+    failures.sort(key=lambda f: _follows(f[1]))
     if failures:
         rank, error = failures[0]
         raise RankError(rank, f"{type(error).__name__}: {error}") from error
     return results
+
+
+def _follows(error: BaseException) -> bool:
+    """Whether another rank's failure is the cause of this error."""
+    return any(isinstance(each, threading.BrokenBarrierError) for each in causes(error))
 
 
 @contextmanager

@@ -57,6 +57,8 @@ class Transport(ABC):
     Only a transport returned by `with_ledger` can send.
     """
 
+    #: whether the other ranks take part; if not, each is assumed to send what this one sends
+    answered = True
     rank: int
     size: int
     axis: str
@@ -91,14 +93,16 @@ class Transport(ABC):
                     "x.to(world.device)",
                 )
 
-    def count(self, kind: str, *tensors: Tensor, root: int = 0, counts: Sequence[int] = ()) -> None:
+    def count(self, kind: str, *tensors: Tensor, root: int = 0, counts: Sequence[int] = ()) -> Line:
         """Count one collective that a library executes, by its definition (volume.py).
 
         The first of `tensors` is the one that this rank passes to it.
         """
         x = tensors[0]
         numel, peers = volume(kind, x.numel(), self.size, self.rank, root, counts)
-        self.begin(kind, *tensors).add(x, numel, peers)
+        line = self.begin(kind, *tensors)
+        line.add(x, numel, peers)
+        return line
 
     @abstractmethod
     def all_reduce(self, x: Tensor, op: str = "sum") -> Pending[Any]:

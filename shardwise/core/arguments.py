@@ -11,7 +11,9 @@ from typing import Any
 from shardwise.core.errors import bad
 from shardwise.core.suggest import suggest
 
+MOST_SEED = 2**63 - 1  # of torch's generators
 MAX_CHARS = 60  # characters of a value shown in an error
+MOST_COUNT = 2**53  # of steps or tokens: JSON readers and doubles hold it exactly
 
 
 def short_repr(value: Any) -> str:
@@ -45,6 +47,11 @@ def is_number(value: Any) -> bool:
         return False
     single = getattr(value, "dim", None) is not None and value.dim() == 0
     return (isinstance(value, Real) or single) and not math.isnan(value)
+
+
+def is_count(value: Any) -> bool:
+    """Whether `value` is a whole number from 0 to MOST_COUNT."""
+    return type(value) is int and 0 <= value <= MOST_COUNT
 
 
 def choice(name: str, value: Any, allowed: Iterable[str]) -> None:

@@ -1,12 +1,15 @@
 """Chunks of tensors on a disk: their sizes, and the host memory that streams them.
 
-A chunk is CHUNK_NUMEL elements of a flat tensor: 1 MiB in 32 bits. It begins and ends at multiples
-of ALIGN_BYTES in the file, as O_DIRECT asks.
+A chunk is CHUNK_NUMEL elements of a flat tensor, 1 MiB in 32 bits; in a model without large
+parameters fewer, so that its tensors have several too. It begins and ends at multiples of
+ALIGN_BYTES in the file, as O_DIRECT asks.
 """
 
 from typing import Final
 
 CHUNK_NUMEL: Final = 2**18
+#: A chunk has no fewer elements: whole blocks of the file also in 16 bits.
+LEAST_NUMEL: Final = 2048
 ALIGN_BYTES: Final = 4096
 #: Chunks of each streamed tensor in host memory: some read ahead, one in use, some written behind.
 CHUNKS_AT_ONCE: Final = 6
@@ -22,6 +25,14 @@ def buffer_count(states: int) -> int:
     return CHUNKS_AT_ONCE * (2 + states) + 1
 
 
-def reserved_bytes(states: int, element_bytes: int) -> int:
-    """The host memory of these buffers for elements of at most so many bytes."""
-    return buffer_count(states) * CHUNK_NUMEL * element_bytes + ALIGN_BYTES
+def chunk_numel(largest: int) -> int:
+    """The elements of a chunk, given those of the model's largest parameter: a power of two.
+
+    At most a quarter of that parameter, unless it is tiny.
+    """
+    return min(CHUNK_NUMEL, max(LEAST_NUMEL, 2 ** max(0, largest.bit_length() - 3)))
+
+
+def reserved_bytes(states: int, element_bytes: int, chunk: int) -> int:
+    """The host memory of these buffers for chunks of elements of at most so many bytes."""
+    return buffer_count(states) * chunk * element_bytes + ALIGN_BYTES

@@ -4,8 +4,13 @@ The text states three facts: what was given, what is allowed, and what to write 
 should be able to continue without opening the documentation.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Final
+
+MOST_PROBLEMS: Final = 20  # that a text lists
+MOST_CHARACTERS: Final = 8000  # of what was given
+SPACE, DELETE = 32, 127  # the characters below, and this one, are control characters
 
 
 class InputError(ValueError):
@@ -15,6 +20,16 @@ class InputError(ValueError):
     """
 
     problems: "tuple[Problem, ...]" = ()
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """The error, its cause or context, the cause of that, and so on; a chain may be a circle."""
+    seen: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and not any(each is one for one in seen):
+        seen.append(each)
+        yield each
+        each = each.__cause__ or each.__context__
 
 
 class RunError(RuntimeError):
@@ -50,9 +65,24 @@ class Problem:
 
     def __str__(self) -> str:
         given, allowed, instead = (
-            text.strip().removesuffix(".") for text in (self.given, self.allowed, self.instead)
+            one_line(text.strip().removesuffix("."))
+            for text in (shortened(self.given), self.allowed, self.instead)
         )
         return f"Given: {given}. Allowed: {allowed}. Write instead: {instead}."
+
+
+def one_line(text: str) -> str:
+    """The text with line ends and control characters escaped, which a path may contain."""
+    return "".join(
+        char.encode("unicode_escape").decode() if ord(char) < SPACE or ord(char) == DELETE else char
+        for char in text
+    )
+
+
+def shortened(text: str) -> str:
+    """The text without its middle, if it is long: its end says what is wrong with its beginning."""
+    half = MOST_CHARACTERS // 2
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"
 
 
 def bad(given: str, allowed: str, instead: str) -> InputError:
@@ -64,9 +94,15 @@ def bad(given: str, allowed: str, instead: str) -> InputError:
 
 
 def refusal(what: str, problems: Sequence[Problem]) -> InputError:
-    """The error for all problems of `what`: a numbered paragraph each, or as `bad` if only one."""
-    listed = "\n".join(f"{number}. {problem}" for number, problem in enumerate(problems, start=1))
-    text = f"{len(problems)} things are wrong with {what}.\n{listed}"
+    """The error for all problems of `what`: a numbered paragraph each, or as `bad` if only one.
+
+    The text has the first MOST_PROBLEMS.
+    """
+    shown = problems[:MOST_PROBLEMS]
+    listed = "\n".join(f"{number}. {problem}" for number, problem in enumerate(shown, start=1))
+    left = f"\nAnd {len(problems) - len(shown)} more." if len(problems) > len(shown) else ""
+    what = one_line(shortened(what))
+    text = f"{len(problems)} things are wrong with {what}.\n{listed}{left}"
     error = InputError(str(problems[0]) if len(problems) == 1 else text)
     error.problems = tuple(problems)
     return error

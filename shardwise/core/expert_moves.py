@@ -10,11 +10,11 @@ enter          nothing moves; ranks of the tensor axis sum the gradients (`retur
 leave          ranks of the tensor axis sum the outputs
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-Counts = tuple[tuple[int, ...], ...]
+Counts = Sequence[Sequence[int]]
 
 Kind = Literal[
     "gather", "gather_counts", "gather_padded", "sum", "dispatch", "combine", "enter", "leave"
@@ -73,7 +73,7 @@ class Loads:
     shards   of layers `by_shard` under `sp`: the same by tensor rank, of its shard of the sequence
     """
 
-    tokens: tuple[int, ...]
+    tokens: Sequence[int]
     choices: Mapping[str, Counts]
     shards: Mapping[str, tuple[Counts, ...]] = field(default_factory=dict[str, tuple[Counts, ...]])
 

@@ -32,10 +32,10 @@ class Driver(Protocol):
 def no_copy(name: str) -> InputError:
     """The error for a copy of a sharded `name`."""
     return bad(
-        f"a copy (copy.deepcopy, pickle, torch.save) of a sharded {name}",
+        f"a copy (copy.deepcopy, pickle, torch.save, AveragedModel) of a sharded {name}",
         "copies of modules whose full values are on every rank, and state dicts",
         "sw.full_state_dict(module_or_engine) on all ranks, for the values; or sw.unwrap(module) "
-        "before the copy",
+        "before the copy; for an average of weights the loop in docs/python.md",
     )
 
 

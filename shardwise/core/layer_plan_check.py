@@ -104,8 +104,6 @@ def _of(plan: Plan, number: int, of: Callable[[Plan], list[Problem]]) -> list[Pr
 
 def _degrees(plan: Plan) -> list[Problem]:
     """Tensor degrees of which one does not divide the next, so that no rank's rows are whole."""
-    every = (plan.of_layers(number).mesh.size_of(TENSOR) for number in range(len(plan.layers) + 1))
-    degrees = sorted(set(every))
     return [
         Problem(
             f"layers with tp{less} and layers with tp{more} in one plan",
@@ -113,6 +111,6 @@ def _degrees(plan: Plan) -> list[Problem]:
             "or taken along one axis between two layers",
             f"tp{less * (more // less)} in place of tp{more}",
         )
-        for less, more in pairwise(degrees)
+        for less, more in pairwise(plan.tensor_degrees)
         if more % less
     ]

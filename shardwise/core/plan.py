@@ -153,6 +153,15 @@ class Plan:
         found = (n for n, layer in enumerate(self.layers, 1) if any(map(layer.matches, outer)))
         return next(found, 0)
 
+    @property
+    def tensor_degrees(self) -> tuple[int, ...]:
+        """The sizes of the axis `tp`, of the model and of single layers, each once and ascending.
+
+        Rows move between layers of different degrees.
+        """
+        every = (self.of_layers(number) for number in range(len(self.layers) + 1))
+        return tuple(sorted({plan.mesh.size_of("tp") for plan in every}))
+
     def size_of(self, axis: str) -> int:
         """The number of ranks of an axis: one of the mesh, `ep` or `edp`.
 

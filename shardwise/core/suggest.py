@@ -2,8 +2,9 @@
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
+from pathlib import Path
 
-__all__ = ["suggest", "suggestions"]
+__all__ = ["beside", "suggest", "suggestions"]
 
 
 def suggest(word: str, known: Iterable[str], cutoff: float = 0.0) -> str:
@@ -23,3 +24,9 @@ def suggestions(word: str, known: Iterable[str], count: int, cutoff: float = 0.0
         similarity.set_seq1(each)
         found.append((similarity.ratio(), each[:1] == word[:1], each))
     return [each for ratio, _, each in sorted(found, reverse=True)[:count] if ratio >= cutoff]
+
+
+def beside(path: Path) -> Path:
+    """Another name in the same folder: runs/a -> runs/a-2, also for "." and ".."."""
+    named = path if path.name not in ("", "..") else path.absolute().resolve()
+    return named.with_name(f"{named.name}-2") if named.name else named / "run"

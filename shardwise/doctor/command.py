@@ -5,7 +5,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 import torch
 import typer
@@ -23,6 +23,8 @@ from shardwise.doctor import textbook, timing
 from shardwise.doctor.diagnosis import Diagnosis, Finding
 from shardwise.doctor.machine import look
 from shardwise.doctor.picture import draw
+
+MOST_MIB: Final = 1024
 
 
 def examine(world: World, mesh: Mesh, most_bytes: int) -> Finding:
@@ -69,7 +71,7 @@ def doctor_command(**given: Any) -> None:
     """Look at the devices, check every collective, and measure the links."""
     asked = DoctorOptions(**given)
     choice("--device", asked.device, ("auto", "cpu", "cuda"))
-    integer("--mib", asked.most, 1, 16)
+    integer("--mib", asked.most, 1, 16, MOST_MIB)
     for option, file in (("--save", asked.save), ("--picture", asked.picture)):
         _writable(option, file)
     start = environment()

@@ -217,8 +217,8 @@ def _require_rows_in_dim_0(batch: Any, word: str, count: Count | None) -> None:
         raise bad(
             f"a batch {without} ({given}) under {word}",
             "tensors in nested tuples, lists and dicts, to split along dim 0",
-            "dict(batch) for a dict-like object, torch.as_tensor(batch) for an array, with one row "
-            "per sample",
+            "dict(batch) for a dict-like object, vars(batch) for a dataclass, or "
+            "torch.as_tensor(batch) for an array, with one row per sample",
         )
     found, asked = {len(x) for x in tensors}, None if count is None else count(batch)
     sampled = asked is None and not readings(batch).listed <= found and not _is_of_tensors(batch)
@@ -288,8 +288,9 @@ def _uncertain(batch: Any, also: Iterable[int] = ()) -> InputError:
         return bad(
             f"a batch without a tensor that has rows ({type(batch).__name__})",
             "tensors in nested tuples, lists and dicts, whose dim 0 are the rows",
-            "dict(batch) for a dict-like object, torch.as_tensor(batch) for an array, or "
-            "tokens=, a function that counts the tokens of a batch",
+            "dict(batch) for a dict-like object, vars(batch) for a dataclass, "
+            "torch.as_tensor(batch) for an array, or rows=, a function that counts the rows of a "
+            "batch",
         )
     counts = "".join(f", or a list of {n} samples" for n in sorted(also))
     return bad(

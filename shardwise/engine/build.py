@@ -88,7 +88,7 @@ class ShardedModel:
         self.rows.enter(part)
 
     def end(self) -> None:
-        """All passes of a training step have run."""
+        """All passes of a training step, or that of an evaluation, have run."""
         self.experts.end()
         self.rows.forget()
 

@@ -6,8 +6,12 @@
                                  the batch: equal ones are a mistake       the data axes
     in the first three steps     the loss, and each gradient of a          the tp axis
                                  replicated parameter
-    every `check_every` steps    the batch                                 tp and pp axes
+    each step                    options of the optimizer                  the data axes
+    every `check_every` steps    weights that several ranks hold           the data axes
+                                 the batch                                 tp and pp axes
                                  the loss, a sum and a norm of gradients   the tp axis
+
+Data ranks compare by a number that they sum anyway (parallel/data/same_on_ranks.py).
 
 The ranks of a tp axis compute one step together, and compute every replicated parameter's gradient
 redundantly.  If such a parameter is applied to a part of the features, its gradient is a partial
@@ -28,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from shardwise.comm.ledger import Key, Tally
 from shardwise.comm.move import all_gather
 from shardwise.comm.world import Axis, World
 from shardwise.core.errors import bad
@@ -126,17 +131,24 @@ class ConsistencyCheck:
         #: what the first step does with its batch after this comparison (first_step.py)
         self.before_first: Callable[[Any], None] | None = None
 
-    def begin(self, step: int, batch: Any) -> None:
-        """Decide what step `step` (from 0) compares, and compare the batch."""
+    def begin(self, step: int, batch: Any) -> dict[Key, Tally]:
+        """Decide what step `step` (from 0) compares, and compare the batch.
+
+        Returns what this rank sent to compare the first step with the plain model: it is no part of
+        the step.
+        """
         again = self.every > 0 and step % self.every == 0
         self.compared_batch = again or not step
         each = "each" if self.checked < CHECKED_STEPS else "sums" if again else ""
         self.compared_gradients = each if self.axis.size > 1 else ""
         if self.compared_batch:
             self._require_batch(batch)
-        if self.before_first is not None:
-            self.before_first(batch)
-            self.before_first = None
+        if self.before_first is None:
+            return {}
+        before = self.axis.ledger.copy()
+        self.before_first(batch)
+        self.before_first = None
+        return self.axis.ledger.since(before)
 
     def end(self, *, skipped: bool) -> None:
         """The step has made its update, or skipped it."""

@@ -34,7 +34,7 @@ from shardwise.comm.disk import Buffer, Disk, Extent
 from shardwise.comm.malloc import return_freed_memory
 from shardwise.comm.tiers import Tiers, begin_copy
 from shardwise.comm.world import World
-from shardwise.core.chunks import CHUNK_NUMEL, reserved_bytes
+from shardwise.core.chunks import chunk_numel, reserved_bytes
 from shardwise.core.errors import bad
 from shardwise.core.plan import Plan
 from shardwise.engine.norm import counts, squares
@@ -291,8 +291,8 @@ class DiskStates:
 def reserve(disk: Disk, tiers: Tiers, states: int, dtypes: Sequence[torch.dtype]) -> None:
     """Give the disk its buffers, for `states` state tensors of masters of these dtypes."""
     widest = max(dtype.itemsize for dtype in dtypes)
-    memory = tiers.empty(reserved_bytes(states, widest), torch.uint8)
-    disk.reserve(memory, CHUNK_NUMEL * widest, tiers.settle)
+    memory = tiers.empty(reserved_bytes(states, widest, disk.chunk_numel), torch.uint8)
+    disk.reserve(memory, disk.chunk_numel * widest, tiers.settle)
 
 
 def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) -> Disk | None:
@@ -309,7 +309,8 @@ def open_disk(plan: Plan, training: Training, world: World, model: nn.Module) ->
             "a folder on a local disk, one for each machine",
             'offload_folder="/mnt/nvme" to sw.parallelize, or --set offload.folder=/mnt/nvme',
         )
-    disk = Disk(folder, world.rank, world.ledger)
+    largest = max((p.numel() for p in model.parameters()), default=0)
+    disk = Disk(folder, world.rank, world.ledger, chunk_numel(largest))
     if plan.states.param_tier == "disk":  # which are written as they are laid out
         return_freed_memory()
         precision = DTYPES[plan.precision]

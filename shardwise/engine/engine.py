@@ -24,15 +24,8 @@ from shardwise.comm.ledger import Key, Ledger, Tally, rank_bytes
 from shardwise.comm.move import begin_sum
 from shardwise.core.errors import InputError
 from shardwise.core.pool_size import pool_bytes
+from shardwise.engine import batch as shares
 from shardwise.engine import compiled, hint, memory, state, validate
-from shardwise.engine.batch import (
-    Rows,
-    enough,
-    require_counted,
-    require_equal_lists,
-    split,
-    widened,
-)
 from shardwise.engine.build import lay_out
 from shardwise.engine.consistency import ConsistencyCheck, share_checksum, warn_equal_shares
 from shardwise.engine.device_bound import device_bound
@@ -50,6 +43,7 @@ from shardwise.engine.updating import Updates
 from shardwise.engine.weight_stashing import Stale
 from shardwise.parallel.data.inference import normal_mode
 from shardwise.parallel.data.units import Unit
+from shardwise.parallel.redistribute.redistributed import plain
 from shardwise.prediction.traffic import Line, by_kind
 
 
@@ -73,14 +67,17 @@ class Engine:
         self.tensors, self.data, self.flats = sharded.tensors, sharded.data, sharded.flats
         self.axes, self.staging = sharded.axes, sharded.staging
         self.consensus = self.data.consensus
-        self.rows, self.evaluated_rows = Rows(build.rows), Rows(build.rows)
+        self.rows, self.evaluated_rows = shares.Rows(build.rows), shares.Rows(build.rows)
         pipeline, every = self.staging and self.staging.axis, training.check_every
+        self.consensus.same.every = every
+        self.consensus.same.others = [self.tensors.axis, *([pipeline] if pipeline else [])]
         self.consistency = ConsistencyCheck(self.tensors, pipeline, self.world.device, every)
         self.passes = self._passes()
         with self.ledger.phase("start"):
             self.optimizer = ShardedOptimizer(
                 training.optimizer, self.flats, self.world.tiers, disk
             )
+        self.consensus.same.add_masters(self.optimizer.compared_masters)
         self.scale = LossScale(on=self.plan.precision == "fp16")
         self.guard, self.updates = self._guarded()
         self.steps = 0  # of the run
@@ -95,6 +92,7 @@ class Engine:
         training, passes = self.training, self.passes
         by_norm = training.clip is not None or self.scale.on
         skip = training.on_nonfinite == "skip"
+        self.sharded.experts.skips = skip or self.scale.on
         guard = Guard(self.world, self.tensors.axis, self.names, by_norm=by_norm, skip=skip)
         self.data.sums.see = guard.see
         if self.optimizer.disk is not None and by_norm:
@@ -128,7 +126,9 @@ class Engine:
         self.sharded.enter(part)
         self.data.computes_loss = torch.is_grad_enabled()
         with hint.shapes(self.tensors):
-            return self.training.loss(model, widened(part, self.dtype))
+            return self.training.loss(model, shares.widened(part, self.dtype))
+
+    __call__, __getattr__ = hint.no_call, hint.no_attribute
 
     @property
     def microbatches(self) -> int:
@@ -168,9 +168,9 @@ class Engine:
         self.world.require_open()
         self.data.structure.require_unchanged()
         compiled.require_plain(self.model, self.plan)
-        self.optimizer.require_finite_rates()
+        self.consensus.same.options = self.optimizer.compared()
         if self.staging:
-            enough(batch, self.microbatches)
+            shares.enough(batch, self.microbatches)
         self.recompute.begin(batch)
         before = self.ledger.copy()
         self.tensors.begin()
@@ -180,10 +180,10 @@ class Engine:
         self.broken = True
         parts, counts = self._microbatches(batch)
         parts = self.sharded.begin(parts, trains=True)
-        self.consistency.begin(self.steps_run, batch)
+        apart = self.consistency.begin(self.steps_run, batch)
         self.guard.begin()
         sum_scale = self.scale.value / power_of_two(self.expected)
-        with hint.dtypes(self.dtype):
+        with hint.dtypes(self.dtype), hint.step(self.steps + 1):
             summed = self.passes.run(parts, counts, sum_scale)
         self.tensors.end()
         self.sharded.end()
@@ -194,14 +194,14 @@ class Engine:
         self.consistency.end(skipped=result.skipped)
         self.steps, self.steps_run = self.steps + 1, self.steps_run + 1
         self.broken = False
-        self.last = self.ledger.since(before)
+        self.last = self.ledger.since(before, apart)
         sent_bytes, lr = rank_bytes(self.last), self.optimizer.lr
         return Metrics(result.loss, result.tokens, result.norm, result.skipped, lr, sent_bytes)
 
     def _microbatches(self, batch: Any) -> tuple[list[Any], list[int]]:
         """The microbatches and their tokens; the first step raises an error of one rank on all."""
         try:
-            parts = split(batch, self.microbatches, self.plan.cut, self.rows.count)
+            parts = shares.split(batch, self.microbatches, self.plan.cut, self.rows.count)
             counts = [self._count(part, self.rows) for part in parts]
         except InputError as error:
             if not self.expected:
@@ -211,7 +211,7 @@ class Engine:
             self.expected = self._total(batch, sum(counts))
         return parts, counts
 
-    def _count(self, part: Any, rows: Rows) -> int:
+    def _count(self, part: Any, rows: shares.Rows) -> int:
         return self.training.tokens(part) if self.training.tokens else rows.of(part)
 
     def _total(self, batch: Any, mine: int, refused: InputError | None = None) -> int:
@@ -222,8 +222,8 @@ class Engine:
         own = torch.cat([doubles_on(counted, self.world.device), share, share**2])
         with self.ledger.phase("check"):
             summed = self.consensus.agree(own).cpu()
-        require_counted(summed[1], refused)
-        require_equal_lists(batch, summed[2:5], self.data_ranks)
+        shares.require_counted(summed[1], refused)
+        shares.require_equal_lists(batch, summed[2:5], self.data_ranks)
         if self.world.rank == 0:
             warn_equal_shares(batch, summed, self.data_ranks)
         return max(1, round(summed[0].item()))
@@ -241,20 +241,20 @@ class Engine:
         first = [unit for unit in (next(arriving, None),) if unit is not None]
         with self.ledger.phase("check"):
             sums = agreed.wait()
-            sums[:1] = self._over_stages(sums[:1])  # known on the last stage
-            sums[:1] = self.guard.over_tensors(sums[:1])
+            own = torch.cat([sums[:1], self.consensus.differing(sums)])
+            # the loss is known on the last stage
+            sums[:1], differs = self.guard.over_tensors(*self._over_stages(own).split(1))
             if self.staging:
                 sums[2:] = self.staging.shared(self.optimizer.names, sums[2:])
         by_norm = self.guard.by_norm
-        squares = self.updates.squares().view(1) if by_norm else sums[:0]
+        squares, differs = self.updates.squares(differs) if by_norm else (sums[:1] * 0, differs)
         # the step's only wait for the device: from these numbers follows whether it updates
-        loss_sum, tokens, *used = torch.cat([sums, squares]).tolist()
-        squared = used.pop() if by_norm else 0.0
+        loss_sum, tokens, *used, squared, difference = torch.cat([sums, squares, differs]).tolist()
         counted = round(tokens)
         total = max(1, counted)
         loss, correction = loss_sum / total, power_of_two(self.expected) / total
         self.expected = counted or self.expected
-        self.consensus.apply(used)
+        self.consensus.apply(used, difference)
         asked = self.training.clip is not None
         norm, skipped = None, not math.isfinite(loss)
         if by_norm:
@@ -316,7 +316,7 @@ class Engine:
             own[:1] = self._over_stages(own[:1])
             own = torch.cat([own, own.new_tensor([lists, lists**2, matters])])
             numbers = self.consensus.agree(own).cpu()
-        require_equal_lists(batch, numbers[2:], self.data_ranks)
+        shares.require_equal_lists(batch, numbers[2:], self.data_ranks)
         summed, total = numbers[:2].tolist()
         return summed / max(1.0, total), round(total)
 
@@ -327,7 +327,6 @@ class Engine:
 
         Called by all ranks; each gets the result, also ranks without the last stage.
         """
-        self.sharded.rows.forget()
         found = self._made(call)
         own = torch.zeros_like(like) if found is None else validate.outputs(found, like)
         with self.ledger.phase("check"):
@@ -343,8 +342,9 @@ class Engine:
         with self.ledger.phase("check"):
             self.consensus.buffers.refresh()
         try:
-            return self.passes.evaluate(call)
+            return plain(self.passes.evaluate(call))  # whose rows are forgotten at the end
         finally:
+            self.sharded.end()
             self.model.train(was_training)
 
     def wait(self) -> None:

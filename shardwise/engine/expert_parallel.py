@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.move import broadcast, part
-from shardwise.comm.world import Axis, World
+from shardwise.comm.world import Axis, World, traced
 from shardwise.core.errors import bad
-from shardwise.core.expert_moves import ExpertLayer, LayerMove
+from shardwise.core.expert_moves import ExpertLayer, LayerMove, Loads
 from shardwise.core.param_layout import AxisLayout
 from shardwise.core.plan import Plan
 from shardwise.core.uneven import even
@@ -64,6 +64,7 @@ class ExpertLayout:
     layouts: dict[str, AxisLayout] = field(default_factory=dict)
     pass_records: list[PassRecords] = field(default_factory=list[PassRecords])  # of the layers
     stand_ins: list[Any] = field(default_factory=list)
+    skips: bool = False  # whether a step whose logits are not finite is skipped, or raises
     absent: bool = False  # whether the current batch is a stand-in for one without rows
     count: Count | None = None  # the user's number of rows of a batch
 
@@ -74,7 +75,8 @@ class ExpertLayout:
         return self.with_stand_ins(parts)
 
     def end(self) -> None:
-        """All passes of the step have run."""
+        """All passes have run: what the model computes next is no stand-in."""
+        self.stand_ins, self.absent = [], False
         for records in self.pass_records:
             records.end()
 
@@ -177,11 +179,12 @@ def shapes_of(model: nn.Module) -> dict[str, ExpertLayer]:
 
 @contextmanager
 def recorded(model: nn.Module, record: Callable[[LayerMove], None]) -> Iterator[None]:
-    """Call `record` with each move of the layers of experts of a model in one process."""
+    """Call `record` with each move of the layers of experts of a model on the meta device."""
     layers = layers_of(model)
     before = {name: layer.place for name, layer in layers.items()}
     for name, layer in layers.items():
-        batch = GlobalBatch((), lambda move, name=name: record(LayerMove(name, move)))
+        own = layer.place.batch
+        batch = replace(own, record=lambda move, name=name: record(LayerMove(name, move)))
         layer.place = replace(layer.place, batch=batch)
     hooks = [
         record_moves(module, lambda move, name=name: record(LayerMove(name, move)))
@@ -228,9 +231,11 @@ def lay_out(
         peers = tuple(range(first, first + n))
         see = partial(layout.see, name)
         calls = {"has_no_rows": lambda: layout.absent, "on_routing": see}
+        calls["skips"] = lambda: layout.skips
         layer.place = replace(layer.place, batch=batch, ep=axis, peers=peers, name=name, **calls)
     for name, module in stacked_experts(model).items() if n > 1 else ():
         group = Place(GlobalBatch((axis,)), axis, tuple(range(n)), name, lambda: layout.absent)
+        group = replace(group, skips=lambda: layout.skips)
         if isinstance(module.forward, StackedOnRanks):  # on the tensor axis
             on = module.forward.place
             group = replace(group, enter=on.enter, leave=on.leave, parts=on.parts)
@@ -239,6 +244,18 @@ def lay_out(
         for key, p in module.named_parameters(recurse=False):
             _cut(p, layouts[f"{name}.{key}"], axis, world.device)
     return layout
+
+
+def assume_loads(model: nn.Module, rank: int, plan: Plan, loads: Loads) -> None:
+    """Shard the experts of a `model` on the meta device for `rank`, as if they had these loads."""
+    world = traced(rank, plan.size).on(plan.mesh)
+    shard, replicate = (
+        world.axis(name or "none") for name in (plan.shard_axis, plan.replicate_axis)
+    )
+    lay_out(model, world, plan, (shard, replicate))
+    for name, layer in layers_of(model).items():
+        known = replace(layer.place.batch, loads=loads.on(name, 0))
+        layer.place = replace(layer.place, batch=known)
 
 
 def _cut(p: nn.Parameter, layout: AxisLayout, axis: Axis, device: torch.device) -> None:

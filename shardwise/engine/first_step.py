@@ -1,15 +1,20 @@
-"""The first step under a derived table: the sharded model is compared with the plain one.
+"""The first step on a tensor axis: the sharded model is compared with the plain one.
 
     plain     a copy of the model with all weights                 loss, gradients
     sharded   the same copy, sharded on the tensor axis alone      loss, gradients: must be equal
 
-A table is derived from shapes, so code that computes with a length (`h / h.shape[-1]` of a sharded
-dim) runs under it and is wrong.  Before its first update each rank computes the loss of its first
-microbatch twice.  Dropout draws nothing: modules are in eval mode, apart from recurrent layers.
+Code may compute with what a rank has only a part of: a length (`h / h.shape[-1]` of a sharded dim),
+or a fixed number of heads.  It runs, and is wrong.  Before its first update each rank computes the
+loss of its first microbatch twice.  Dropout draws nothing: modules are in eval mode, apart from
+recurrent layers.
+
+Gradients are compared under a derived table, which nobody has read.  Under a table that the program
+or the model gives, the loss is, more strictly.  A pass that draws random numbers proves nothing
+there: ranks draw others for sharded activations.
 
 While it compares, a rank holds up to four times the plain model's parameters (two copies and their
-gradients), and rank 0 the parameters once more in host memory.  A model for which a rank has too
-little memory is not compared, and a line says so.
+gradients), or twice without gradients, and rank 0 the parameters once more in host memory.  A model
+for which a rank has too little memory is not compared, and a line says so.
 """
 
 import copy
@@ -22,7 +27,8 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardwise.comm import host_memory
 from shardwise.comm.host import host_number
@@ -30,6 +36,7 @@ from shardwise.comm.move import all_gather, begin_sum, broadcast, part
 from shardwise.comm.parameter import parameter_like
 from shardwise.comm.world import World
 from shardwise.core.errors import bad
+from shardwise.core.garbage import collect
 from shardwise.core.tensor_plan import Table
 from shardwise.engine import hint
 from shardwise.engine.batch import is_empty, split, widened
@@ -39,15 +46,17 @@ from shardwise.engine.full import full_state_dict
 from shardwise.engine.meta_buffers import materialise
 from shardwise.engine.meta_pass import meta_copy
 from shardwise.engine.precision import HALF
-from shardwise.engine.rng import seeded
+from shardwise.engine.rng import generators_of, seeded
 from shardwise.engine.shard import cast_whole
 from shardwise.engine.tensor_layout import Tensors, nowhere
 from shardwise.engine.tensor_parallel import lay_out
 from shardwise.engine.training import Build, Training
 from shardwise.parallel.data.initial_weights import Fill
 
-#: The parameters' bytes that a rank needs: two copies and their gradients.
-COPIES: Final = 4
+#: The parameters' bytes that a rank needs: two copies, and their gradients under a derived table.
+COPIES, COPIES_FORWARD = 4, 2
+#: Relative difference of losses in 32 bits and more that counts as rounding, under a given table.
+CLOSE: Final = 2e-5
 #: A gradient whose norm is below this fraction of all gradients' counts as rounding.
 NEGLIGIBLE: Final = 1e-3
 
@@ -72,9 +81,9 @@ class Plain:
 
 
 def engine_of(model: nn.Module, build: Build, training: Training) -> Engine:
-    """The engine of `model`; under a derived table its first step is compared."""
+    """The engine of `model`, whose first step is compared if it has a tensor axis."""
     table = build.table
-    if table is None or not table.derived:
+    if table is None:
         return Engine(model, build, training)
     plain = Plain(meta_copy(model), table, build.fill)
     engine = Engine(model, build, training)
@@ -83,42 +92,70 @@ def engine_of(model: nn.Module, build: Build, training: Training) -> Engine:
 
 
 def compare(engine: Engine, given: Plain, batch: Any) -> None:
-    """Compare the loss and the gradients of the first microbatch.  All ranks call it.
+    """Compare the loss, and under a derived table the gradients, of the first microbatch.
+
+    All ranks call it.
 
     Raises:
         InputError: on every rank, if they differ on one.
     """
-    world = engine.world
-    needed = COPIES * sum(p.numel() * p.element_size() for p in given.twin.parameters())
+    world, graded = engine.world, given.table.derived
+    needed = (COPIES if graded else COPIES_FORWARD) * sum(
+        p.numel() * p.element_size() for p in given.twin.parameters()
+    )
     with world.ledger.phase("compare"):
         if not _fits(needed, world):
-            _not_compared(world, f"it needs {needed:,} bytes on each rank")
+            _not_compared(world, graded, f"it needs {needed:,} bytes on each rank")
             return
-        dtype = torch.float32 if engine.dtype in HALF else engine.dtype
-        plain = _with_weights(engine, given, dtype)
-        sharded = copy.deepcopy(plain)
-        found = None
-        with seeded(world.device, 0):
-            tensors = lay_out(sharded, world, engine.plan.sp, given.table)
-            share = split(batch, engine.microbatches, count=engine.rows.count)[0]
-            if not is_empty(share, engine.rows.count):
-                share = tree_map_only(Tensor, lambda x: x.to(world.device), share)
-                share = widened(share, dtype)
-                losses = (
-                    _loss(engine, plain, nowhere(), share),
-                    _loss(engine, sharded, tensors, share),
-                )
-                found = _difference(losses, plain, sharded, tensors)
-        _require(found, plain, engine)
+        found, short = _compared(engine, given, batch)
+        collect()  # modules and their hooks refer to one another
+        names = [name for name, _ in given.twin.named_parameters()]
+        _require(found, names, engine, graded=graded, short=short)
 
 
-def _not_compared(world: World, why: str) -> None:
+def _compared(engine: Engine, given: Plain, batch: Any) -> tuple[Difference | None, bool]:
+    """The difference of two copies on this rank's rows, and whether they compute in 16 bits.
+
+    None without rows, and where losses depend on random numbers.
+    """
+    world, graded = engine.world, given.table.derived
+    dtype = torch.float32 if engine.dtype in HALF else engine.dtype
+    plain = _with_weights(engine, given, dtype)
+    sharded = copy.deepcopy(plain)
+    found, rounding = None, _Rounding()
+    with seeded(world.device, 0):
+        tensors = lay_out(sharded, world, engine.plan.sp, given.table)
+        share = split(batch, engine.microbatches, count=engine.rows.count)[0]
+        if not is_empty(share, engine.rows.count):
+            share = tree_map_only(Tensor, lambda x: x.to(world.device), share)
+            share = widened(share, dtype)
+            passes = (plain, nowhere()), (sharded, tensors)
+            with rounding:
+                first, second = (_loss(engine, *one, share, graded=graded) for one in passes)
+            if graded:
+                found = _difference((first, second), plain, sharded, tensors)
+            elif not _drew(world.device):
+                error = _ratio(abs(second - first), abs(first))
+                found = Difference((first, second), error, 0.0, "")
+    return found, rounding.short or any(p.dtype in HALF for p in plain.parameters())
+
+
+def _not_compared(world: World, derived: bool, why: str) -> None:
     if world.rank == 0:
+        table = "derived table" if derived else "table of styles"
         print(
-            "shardwise: the derived table is not compared with the plain model in the first step: "
+            f"shardwise: the {table} is not compared with the plain model in the first step: "
             f"{why}. 'shardwise verify' proves it on a small model of the same code.",
             file=sys.stderr,
         )
+
+
+def _drew(device: torch.device) -> bool:
+    """Whether random numbers were drawn since the generators were seeded with 0."""
+    now = [generator.get_state() for generator in generators_of(device)]
+    with seeded(device, 0):
+        seeds = [generator.get_state() for generator in generators_of(device)]
+    return not all(map(torch.equal, now, seeds))
 
 
 def _fits(needed: int, world: World) -> bool:
@@ -152,18 +189,18 @@ def _with_weights(engine: Engine, given: Plain, dtype: torch.dtype | None) -> nn
         name: b for name, b in plain.named_buffers() if name in persistent
     }
     for name, held in ((name, t.data) for name, t in tensors.items() if t.numel()):
-        value = held.contiguous() if world.rank else state[name].to(held).contiguous()
-        held.copy_(broadcast(value, world.everyone))
+        value = held if world.rank else state[name].to(held.device, held.dtype)
+        held.copy_(broadcast(value.contiguous(), world.everyone))
     return plain
 
 
-def _loss(engine: Engine, model: nn.Module, tensors: Tensors, share: Any) -> float:
-    """The loss of a microbatch; its gradients are in the parameters."""
+def _loss(engine: Engine, model: nn.Module, tensors: Tensors, share: Any, *, graded: bool) -> float:
+    """The loss of a microbatch; if `graded`, its gradients are in the parameters."""
     for module in model.modules():
         recurrent = isinstance(module, nn.RNNBase) and not module.dropout
         module.training = recurrent  # cuDNN has no backward of them in eval mode
     torch.manual_seed(0)
-    with torch.enable_grad(), tensors.random.during(engine.world.device):
+    with torch.set_grad_enabled(graded), tensors.random.during(engine.world.device):
         tensors.begin()
         with hint.shapes(tensors):
             loss = engine.training.loss(model, share)
@@ -211,9 +248,11 @@ def _ratio(error: float, size: float) -> float:
     return error / size if size else float(error > 0)
 
 
-def _require(found: Difference | None, plain: nn.Module, engine: Engine) -> None:
+def _require(
+    found: Difference | None, names: Sequence[str], engine: Engine, *, graded: bool, short: bool
+) -> None:
     """Raise InputError on every rank if the passes of one rank differ."""
-    world, names = engine.world, [name for name, _ in plain.named_parameters()]
+    world = engine.world
     none = Difference((0.0, 0.0), 0.0, 0.0, "")
     own = found or none
     if not math.isfinite(own.losses[0]):
@@ -223,11 +262,39 @@ def _require(found: Difference | None, plain: nn.Module, engine: Engine) -> None
         [*own.losses, own.loss, own.gradient, place], dtype=torch.float64, device=world.device
     )
     everyone = torch.stack(all_gather(numbers, world.everyone)).tolist()
-    short = any(p.dtype in HALF for p in plain.parameters())
-    close = TOLERANCE_16_BIT if short else TOLERANCE
+    close = TOLERANCE_16_BIT if short else TOLERANCE if graded or _rounds(world.device) else CLOSE
     for row in everyone:
         if max(row[2:4]) > close:
-            raise _differs(row, names, engine)
+            raise _differs(row, names, engine) if graded else _given_differs(row, engine)
+
+
+def _rounds(device: torch.device) -> bool:
+    """Whether products of 32 bits are rounded to fewer."""
+    return device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+
+
+class _Rounding(TorchDispatchMode):
+    """Sees whether any operation makes numbers of 16 bits, as under autocast."""
+
+    short = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        found = tree_leaves(out)
+        self.short = self.short or any(isinstance(x, Tensor) and x.dtype in HALF for x in found)
+        return out
+
+
+def _given_differs(row: Sequence[float], engine: Engine) -> Exception:
+    plain, sharded = row[:2]
+    return bad(
+        f"a table of styles under '{engine.plan}', by which the model does not compute what it "
+        f"computes on one rank: in the first step the loss is {sharded:.9g} instead of {plain:.9g}",
+        "styles under which the code of each module computes its part: where it has a number of "
+        "heads, or of features, each rank needs its own",
+        'Table.of({...}, heads=8, sets={"*.attn": {"heads": "heads"}}), or sw.derive_table; '
+        "'shardwise verify' names the first tensor that differs (docs/tensor-tables.md)",
+    )
 
 
 def _differs(row: Sequence[float], names: Sequence[str], engine: Engine) -> Exception:

@@ -75,11 +75,15 @@ class Guard:
         """The loss (times tokens) to exchange: NaN if this rank's gradients are not finite."""
         return summed if self.by_norm or not self.made else summed + torch.stack(self.made).sum()
 
-    def over_tensors(self, x: Tensor) -> Tensor:
-        """The loss [1], NaN if any rank of the tensor axis reported NaN."""
+    def over_tensors(self, loss: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+        """The loss [1], NaN if any rank of the tensor axis reported NaN, and the sum of `number`.
+
+        One number does for both; it is NaN if the loss is.
+        """
         if self.by_norm or self.axis.size == 1:
-            return x
-        return x + begin_sum(x * 0, self.axis).wait()
+            return loss, number
+        number = begin_sum(loss * 0 + number, self.axis).wait()
+        return loss + number * 0, number
 
     @torch.no_grad()
     def spoils(self, flats: Sequence[Flat]) -> bool:

@@ -1,7 +1,7 @@
 """A pass of the plain model on meta, which records the bytes that autograd keeps at each mark.
 
 Weak references track saved storages: each mark (prediction/timeline.py) adds up the bytes of those
-that are alive. No values are computed.
+that are alive, and of all others that the pass made. No values are computed.
 """
 
 from collections.abc import Callable, Iterable
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardwise.engine.meta_pass import as_on_processor
@@ -37,6 +38,7 @@ class Saved:
     def __init__(self, ignored: list[Any]) -> None:
         self.ignored = {_key(x) for x in ignored if isinstance(x, Tensor)}
         self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.again: dict[int, StorageWeakRef] = {}  # made again in backward
         self.inputs: WeakSet[_Inputs] = WeakSet()
 
     def save(self, x: Tensor) -> Tensor:
@@ -71,12 +73,43 @@ class Saved:
         forward = module.forward
 
         def call(*args: Any, **kwargs: Any) -> Any:
+            """The forward of the module."""
             inputs = _Inputs([x.detach() for x in tensors_in((args, kwargs))])
             self.inputs.add(inputs)
-            with saved_tensors_hooks(lambda x: (x.detach(), inputs), lambda kept: kept[0]):
+
+            def save(x: Tensor) -> Any:
+                self.again.setdefault(_key(x), StorageWeakRef(x.untyped_storage()))
+                return x.detach(), inputs
+
+            with saved_tensors_hooks(save, lambda kept: kept[0]):
                 return forward(*args, **kwargs)
 
         module.forward = call
+
+
+class Made(TorchDispatchMode):
+    """The storages that operations make, each counted once while it is alive."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for x in (x for x in tree_leaves(made) if isinstance(x, Tensor)):
+            storage = x.untyped_storage()
+            self.alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        return made
+
+    def bytes_beside(self, saved: Saved) -> int:
+        """The bytes that are alive now, without those that autograd keeps or will make again."""
+        self.alive = {k: found for k, found in self.alive.items() if not found[0].expired()}
+        saved.again = {k: weak for k, weak in saved.again.items() if not weak.expired()}
+        inputs = {_key(x) for inputs in saved.inputs for x in inputs.tensors}
+        counted = saved.keys() | saved.again.keys() | inputs | saved.ignored
+        return sum(n for key, (_, n) in self.alive.items() if key not in counted)
 
 
 def marks_of(
@@ -91,12 +124,13 @@ def marks_of(
 
     Raises torch's error if the model does not run on meta.
     """
-    saved = Saved([*twin.parameters(), *twin.buffers(), *tree_leaves(batch)])
+    saved, made = Saved([*twin.parameters(), *twin.buffers(), *tree_leaves(batch)]), Made()
     found: list[Mark] = []
     handles: list[Any] = []
 
     def mark(kind: Any, name: str, graded: bool = True, returned: int = -1) -> None:
-        found.append(Mark(kind, name, saved.stored_bytes, graded, returned))
+        others = made.bytes_beside(saved)
+        found.append(Mark(kind, name, saved.stored_bytes, graded, returned, others))
 
     def begins(name: str, *_: Any) -> None:
         mark("call", name)
@@ -127,6 +161,7 @@ def marks_of(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(saved_tensors_hooks(saved.save, lambda x: x))
         stack.enter_context(as_on_processor())
+        stack.enter_context(made)
         loss = call(twin, batch)
         mark("loss", "")
         loss.sum().backward()

@@ -57,7 +57,7 @@ class LayerPasses:
         def hooked(model: nn.Module, record: Callable[[RowGather], None]) -> Iterator[None]:
             """Hook the layers of `model`, and the first layers of stages."""
             world = traced(self.rank, self.plan.size).on(self.plan.mesh)
-            exchange = exchange_of(world, self.plan, self.plans)
+            exchange = exchange_of(world, self.plan)
             exchange.counts, exchange.gathers = counts, record
             handles: list[Any] = []
             for each in self.plans.meshes:

@@ -17,10 +17,11 @@ of live storages (units resize theirs to zero and back).
 Storages are on the device, or in host memory (comm/tiers.py). The result of an operation is where
 its operands are. `peak_bytes`, `peak` and `most` are of the device.
 
-What a kernel takes and returns inside one operation is not seen.
+What a kernel takes and returns inside one operation is not seen.  Without `peaks` nothing is added
+up after an operation, which takes most of the time; `now` counts what is live.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -87,9 +88,9 @@ class Storage:
 class Meter(TorchDispatchMode):
     """Measures one engine while entered; it may be entered again for a later step."""
 
-    def __init__(self, engine: "Engine") -> None:
+    def __init__(self, engine: "Engine", *, peaks: bool = True) -> None:
         super().__init__()
-        self.engine = engine
+        self.engine, self.peaks = engine, peaks
         self.storages: dict[int, Storage] = {}
         self.before: set[int] = set()
         self.peak_bytes = 0
@@ -112,7 +113,10 @@ class Meter(TorchDispatchMode):
     ) -> Any:
         made = func(*args, **(kwargs or {}))
         self.track(func, args, made)
-        self._look()
+        if self.peaks:
+            self._look()
+        else:
+            self._claim(self._gradients())
         return made
 
     # --- results ------------------------------------------------------------------------------
@@ -161,12 +165,28 @@ class Meter(TorchDispatchMode):
         for leaf in pytree.tree_leaves(made):
             if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
                 tracked = self.storages.get(leaf.untyped_storage()._cdata)
-                if tracked is None:
+                if tracked is None and not self._elsewhere(leaf, args):
                     place = place or Place("activations", self._running(), self._tier(args))
                     tracked = self._track(leaf, place, str(func))
                 if tracked is not None and self.engine.world.tiers.of(leaf) == "device":
                     growth += tracked.growth_bytes()
         return growth
+
+    def _elsewhere(self, x: Tensor, args: Any) -> bool:
+        """Whether `x` is memory of the device that an argument has and that was made elsewhere.
+
+        That is the batch, or what another rank in this process sends.
+        """
+        key = x.untyped_storage()._cdata
+        strided = (
+            y
+            for y in pytree.tree_leaves(args)
+            if isinstance(y, Tensor) and y.layout == torch.strided
+        )
+        return (
+            any(y.untyped_storage()._cdata == key for y in strided)
+            and self.engine.world.tiers.of(x) == "device"
+        )
 
     def _look(self) -> None:
         every = self.now()
@@ -205,10 +225,10 @@ class Meter(TorchDispatchMode):
         tracked = self.storages.get(x.untyped_storage()._cdata)
         return self.engine.world.tiers.of(x) if tracked is None else tracked.place.tier
 
-    def _claim(self) -> None:
+    def _claim(self, owned: Iterable[tuple[Place, Tensor]] | None = None) -> None:
         """Give the engine's own storages their category, in the order of precedence."""
         tiers = self.engine.world.tiers
-        for place, tensor in self._owned():
+        for place, tensor in self._owned() if owned is None else owned:
             tracked, tier = self.storages.get(tensor.untyped_storage()._cdata), tiers.of(tensor)
             if tracked is None:
                 self._track(tensor, place, "the engine")
@@ -232,6 +252,13 @@ class Meter(TorchDispatchMode):
             yield Place("buffers", ""), engine.optimizer.disk.disk.memory
         buffers = (*engine.model.buffers(), engine.world.pool.memory, *engine.world.arenas.memory)
         yield from ((Place("buffers", ""), b) for b in buffers if b is not None)
+
+    def _gradients(self) -> Iterator[tuple[Place, Tensor]]:
+        """Gradients that are being made; once reduced, nobody owns what was sent."""
+        for unit in self.engine.data.units.order:
+            for group in unit.trained:
+                if group.grads.grad is not None:
+                    yield Place("gradients", unit.name), group.grads.grad
 
     def _running(self) -> str:
         """The innermost unit whose forward pass is running; "" in the backward pass."""

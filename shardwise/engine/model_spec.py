@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.world import Axis, World, traced
 from shardwise.core.errors import bad
+from shardwise.core.expert_moves import Loads
 from shardwise.core.mesh import Mesh
 from shardwise.core.model_spec import (
     Bundles,
@@ -73,19 +74,22 @@ def model_spec(
     objective: Loss,
     options: dict[str, Any],
     counts: Sequence[Counts] | None = None,
+    *,
+    whole: bool = False,
+    loads: Sequence[Loads] = (),
 ) -> ModelSpec:
-    """The spec of the plain model, with the units, the stages and the precision of `plan`.
+    """The plain model, with the units, stages and precision of `plan`.
 
-    `rank` matters if ranks of the tensor axis hold parts of different sizes. `counts` are the rows
-    of all data ranks in each microbatch, for layers with a mesh of their own.
+    `rank` matters if tensor ranks have parts of several sizes. `counts`: the rows of data ranks in
+    each microbatch, for layers with their own mesh. `whole`: the batch is one, to be evaluated.
+    `loads`: of the experts in each microbatch, on which the activations in host memory depend.
     """
     plain, dtype = plain_copy(model, plan), DTYPES[plan.precision]
-    parts = computed_parts(batch, plan.microbatches, plan.cut, options["rows"])
+    parts = computed_parts(batch, 1 if whole else plan.microbatches, plan.cut, options["rows"])
 
-    def call(whole: nn.Module, rows: Any) -> Tensor:
-        return objective(whole, widened(rows, dtype))
+    def call(model: nn.Module, rows: Any) -> Tensor:
+        return objective(model, widened(rows, dtype))
 
-    real = partial(_real, model, plan, options)
     expert_parallel.check_experts(plain, plan)
     table = tensor_parallel.table_for(plain, plan, options["table"])
     beside = validate.beside(options["beside"])
@@ -113,18 +117,50 @@ def model_spec(
         stages = StageSpec(at, known, bundles, staged.outside)
     how = {"stages": stages, "on_host": tuple(hosted), **_from_plan(plain, plan)}
     spec = ModelSpec(shape, _modules(plain, specs), ModelPass((), ()), recomputed=kinds, **how)
-    record = partial(meta_pass.run, plain, real, call)
+    record = partial(meta_pass.run, plain, partial(_real, model, plan, options), call)
     if plans.meshes:
         passes = LayerPasses(plans, plan, rank, (*begin, *plans.outside(kinds)))
         rows = list(zip(parts, passes.counts(parts, counts, options["rows"]), strict=True))
         return _with_meshes(spec, passes, table, (plain, record, call), rows)
-    if table is None:
+    return _with_one_mesh(spec, (plan, rank, table), (plain, record, call), parts, loads)
+
+
+def _with_one_mesh(
+    spec: ModelSpec,
+    under: tuple[Plan, int, Table | None],
+    how: tuple[nn.Module, Callable[..., ModelPass], Call],
+    parts: Sequence[Any],
+    loads: Sequence[Loads],
+) -> ModelSpec:
+    """The spec of a model under a plan, on a rank, perhaps with a table of styles."""
+    (plan, rank, table), (plain, record, call) = under, how
+    if table is not None:
+        spec = _with_table(spec, (plan, rank, table), how, parts)
+    else:
         runs = by_shape(parts, record)
-        how = {"expert_moves": tuple(run.moves for run in runs), "run": runs[0]}
-        how |= {"tapes": tuple(run.tape for run in runs) if hosted else ()}
-        spec = replace(spec, **how)
-        return replace(spec, recomputed=_chosen(spec, plan, kinds))
-    return _with_table(spec, (plan, rank, table), (plain, record, call), parts)
+        moves = tuple(run.moves for run in runs)
+        tapes = tuple(run.tape for run in runs) if spec.on_host else ()
+        spec = replace(spec, expert_moves=moves, run=runs[0], tapes=tapes)
+        spec = replace(spec, recomputed=_chosen(spec, plan, dict(spec.recomputed)))
+    if not (spec.on_host and loads):
+        return spec
+    every = zip(parts, loads, strict=True)
+    passes = [_loaded(spec.run, under, (plain, call), *one) for one in every]
+    return replace(spec, run=passes[0], tapes=tuple(run.tape for run in passes))
+
+
+def _loaded(
+    run: ModelPass,
+    under: tuple[Plan, int, Table | None],
+    how: tuple[nn.Module, Call],
+    part: Any,
+    loads: Loads,
+) -> ModelPass:
+    """`run` with the tape of a microbatch whose experts have these loads."""
+    (plan, rank, table), (plain, call) = under, how
+    laid_out = on_tensor_axis(plain, plan, rank, table)
+    expert_parallel.assume_loads(laid_out, rank, plan, loads)
+    return meta_pass.with_tape(run, laid_out, call, part)
 
 
 def _with_table(

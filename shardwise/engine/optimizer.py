@@ -283,9 +283,25 @@ class ShardedOptimizer(Optimizer):
         """Restore the values that `changed` returned (optimizer_groups.py)."""
         groups.take_changed(self.param_groups, self.spec_options, saved)
 
-    def require_finite_rates(self) -> None:
-        """Raise InputError for a learning rate, of a scheduler or a program, that is not finite."""
+    def compared(self) -> dict[str, Any]:
+        """The options of the groups, which all data ranks must have alike.
+
+        Raises InputError for a learning rate, of a scheduler or a program, that is not finite.
+        """
         groups.require_finite_rates(self.param_groups)
+        found: dict[str, Any] = {}
+        for group in self.param_groups:
+            found |= groups.compared(group, f"the group {group['name']!r} of engine.optimizer")
+        return found
+
+    @property
+    def compared_masters(self) -> dict[Flat, Tensor]:
+        """The fp32 masters of 16-bit weights that ranks may compare: no thread writes to them."""
+        return {
+            self.flats[k]: master
+            for k, master in self.masters.items()
+            if self.flats[k].dtype in HALF and not self.flats[k].moves.host_update
+        }
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate; groups with their own rate keep its proportion."""

@@ -10,6 +10,8 @@ from shardwise.core.errors import bad
 
 #: The keys of a group besides its options.
 NAMING: Final = ("params", "param_names", "name")
+#: Options that choose how torch computes, not what.
+_HOW: Final = ("foreach", "fused", "capturable", "differentiable")
 
 Groups = Sequence[dict[str, Any]]
 Options = Mapping[str, Any]
@@ -55,6 +57,20 @@ def take_changed(
     for group, spec in zip(groups, specs, strict=True):
         pairs = saved.get(group["name"], {}).items()
         take(group, {k: now for k, (was, now) in pairs if _listed(spec.get(k)) == was})
+
+
+def compared(group: Options, called: str) -> dict[str, Any]:
+    """The options that all data ranks must have alike, each by its name and `called`.
+
+    Tensors on a GPU are left out: to read them would wait for it.
+    """
+    found: dict[str, Any] = {}
+    for key, value in group.items():
+        on_host = not isinstance(value, Tensor) or (value.dim() == 0 and value.device.type == "cpu")
+        listed = _listed(value) if on_host else None
+        if key not in (*NAMING, *_HOW) and (isinstance(listed, bool) or _numeric(listed)):
+            found[f"{key} of {called}"] = listed
+    return found
 
 
 def require_finite_rates(groups: Groups) -> None:

@@ -139,6 +139,13 @@ def _is_options(value: Any) -> bool:
     return isinstance(value, dict) and all(isinstance(key, str) for key in value)
 
 
+def written(kind: type[Optimizer]) -> str:
+    """The class as a program writes it."""
+    return (
+        f"torch.optim.{kind.__name__}" if kind.__module__[:11] == "torch.optim" else kind.__name__
+    )
+
+
 def _maker(kind: type[Optimizer]) -> str:
     """The begin of the call that creates a specification of that class."""
     name = kind.__name__
@@ -166,13 +173,13 @@ def Optim(  # noqa: N802
         raise bad(
             f"sw.Optim of a {type(kind).__name__} instance",
             f"{_OPTIMIZERS}, with its options; parallelize builds it",
-            f"sw.Optim(torch.optim.{type(kind).__name__}, lr={kind.defaults.get('lr', 3e-4)})",
+            f"sw.Optim({written(type(kind))}, lr={kind.defaults.get('lr', 3e-4)})",
         )
     if not isinstance(kind, type):
         return OptimizerSpec(kind, options, groups or {})  # raises
     if needs_whole_tensors(kind) and not updates_by_tensor(kind):
         raise bad(
-            f"optimizer torch.optim.{kind.__name__}, which needs whole tensors",
+            f"optimizer {written(kind)}, which needs whole tensors",
             f"an elementwise class: {', '.join(ELEMENTWISE)}",
             "sw.AdamW(lr=3e-4)",
         )

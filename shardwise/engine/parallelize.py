@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardwise.comm.world import World
-from shardwise.core.arguments import choice, integer, positive, short_repr
+from shardwise.core.arguments import MOST_SEED, choice, integer, positive, short_repr
 from shardwise.core.errors import bad
 from shardwise.core.independent import plan_of_expert, ranks_by_expert
 from shardwise.core.plan import Plan
@@ -26,7 +26,7 @@ from shardwise.engine.default_fill import default_fill
 from shardwise.engine.elementwise import require_shardable
 from shardwise.engine.engine import Engine
 from shardwise.engine.offload_choice import require_chosen
-from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec
+from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec, written
 from shardwise.engine.rank_zero_weights import missing_weights
 from shardwise.engine.shard import layable
 from shardwise.engine.tensor_parallel import layer_tables, table_for
@@ -182,7 +182,7 @@ def settled_options(options: dict[str, Any]) -> dict[str, Any]:
     positive("clip", options.get("clip"))
     choice("on_nonfinite", options.get("on_nonfinite", "raise"), ("raise", "skip"))
     choice("kernels", options.get("kernels", "auto"), CHOICES)
-    integer("seed", options.get("seed", 0), 0, 0)
+    integer("seed", options.get("seed", 0), 0, 0, MOST_SEED)
     integer("prefetch", options.get("prefetch", 1), 0, 1)
     integer("check_every", options.get("check_every", 1), 0, 1)
     if options.get("least_unit_bytes") is not None:
@@ -198,9 +198,9 @@ def spec_of(optimizer: Any) -> OptimizerSpec:
         return optimizer
     instead = "optimizer=sw.AdamW(lr=3e-4)"
     if isinstance(optimizer, type) and issubclass(optimizer, Optimizer):
-        instead = f"optimizer=sw.Optim(torch.optim.{optimizer.__name__}, lr=3e-4)"
+        instead = f"optimizer=sw.Optim({written(optimizer)}, lr=3e-4)"
     elif isinstance(optimizer, Optimizer):
-        options = f"torch.optim.{type(optimizer).__name__}, lr={optimizer.defaults.get('lr')}"
+        options = f"{written(type(optimizer))}, lr={optimizer.defaults.get('lr')}"
         instead = f"optimizer=sw.Optim({options}), without the model's parameters"
     shown = type(optimizer).__name__ if isinstance(optimizer, Optimizer) else short_repr(optimizer)
     allowed = "sw.AdamW, sw.Adam, sw.SGD, sw.Lion or sw.Optim with options, without parameters"

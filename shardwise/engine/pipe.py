@@ -45,6 +45,7 @@ from shardwise.engine.compiled import refuse
 from shardwise.engine.default_fill import default_fill
 from shardwise.engine.meta_buffers import materialise
 from shardwise.engine.partition import starts
+from shardwise.engine.pipe_options import PipeOptions
 from shardwise.engine.probe import Probe
 from shardwise.engine.rank_zero_weights import RankZeroWeights, missing_weights
 from shardwise.engine.shard import drivers
@@ -173,6 +174,7 @@ class Piped:
         self.structure = Structure(module, frozen)
         self.halves = halves(staged.schedule)
         self.known = ByShape[_Traced]()
+        self.options = PipeOptions(module.parameters(), staged.axis, staged.stages.device)
         for half in self.halves:
             open_channels(half, staged.axis, staged.stages.device)
 
@@ -188,6 +190,8 @@ class Piped:
         validate.no_backward_optimizer(self.module, "sw.Pipe of a module")
         _enough((args, kwargs), chunks)
         graded = torch.is_grad_enabled()
+        if graded and self.trained:
+            self.options.compare()
         inputs = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         inputs = [x for x in inputs if graded and x.requires_grad]
         parts = split((args, kwargs), chunks, f"sw.Pipe(module, chunks={chunks})")

@@ -1,5 +1,6 @@
-"""Checks of a torch optimizer that a loop of the program's own steps over a sharded module.
+"""Checks of a torch optimizer that a loop of the program's own steps over a wrapped module.
 
+each step         its options are those of the other data ranks
 first step        the optimizer must be elementwise, its states those of pieces
 load_state_dict   the same of the states
 state_dict        refused: it would give one rank's pieces as whole parameters
@@ -12,12 +13,14 @@ from torch.optim import Optimizer
 
 from shardwise.core.errors import bad
 from shardwise.engine.elementwise import ELEMENTWISE, works_on_pieces
+from shardwise.engine.optimizer_groups import compared
 from shardwise.parallel.data.gradient_hooks import owners
 from shardwise.parallel.data.hooks import Data
 
 
 def before_step(optimizer: Optimizer, *_: Any) -> None:
     """A hook before every optimizer step: examines an optimizer when it first steps on shards."""
+    _record(optimizer)
     owners_of_pieces = _sharded(optimizer)
     for data in owners_of_pieces:
         data.scaling.look()
@@ -29,6 +32,27 @@ def before_step(optimizer: Optimizer, *_: Any) -> None:
     optimizer.register_load_state_dict_post_hook(_require_pieces)
     for data in owners_of_pieces:
         data.optimizers.add(optimizer)
+
+
+def _record(optimizer: Optimizer) -> None:
+    """Give the options of its groups to what the ranks of a module compare.
+
+    Also those of groups without a parameter here: a parameter without dimensions, which one rank
+    holds, may be in another group on the others.
+    """
+    data = next((data for _, data in owners(optimizer) if isinstance(data, Data)), None)
+    if data is None or not data.pace.by_hand:
+        return
+    same = data.consensus.same
+    same.options = {**(same.options or {}), **options_of(optimizer)}
+
+
+def options_of(optimizer: Optimizer) -> dict[str, Any]:
+    """The options of all groups that ranks compare, by name."""
+    found: dict[str, Any] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        found |= compared(group, f"group {number} of the {type(optimizer).__name__}")
+    return found
 
 
 def _sharded(optimizer: Optimizer) -> list[Data]:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from shardwise.core.errors import bad
+from shardwise.core.expert_moves import Loads
 from shardwise.core.independent import place, plan_of_expert
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
@@ -109,27 +110,48 @@ class Predictor:
         self.objective = validate.loss(own_loss if loss is None else loss)
         self.known: dict[object, Prediction] = {}
 
-    def of(self, batch: Any, counts: Sequence[Counts] | None = None) -> Prediction:
+    def of(
+        self,
+        batch: Any,
+        counts: Sequence[Counts] | None = None,
+        loads: Sequence[Loads] = (),
+        *,
+        whole: bool = False,
+    ) -> Prediction:
         """The prediction for a step on `batch`, this rank's share of the global batch.
 
         `counts` are the rows of all data ranks in each microbatch; None: those of `batch` on each.
-        Layers with a mesh of their own depend on them.
+        Layers with a mesh of their own depend on them. `loads` are those of the experts in each
+        microbatch, on which their activations in host memory depend; even ones if not given.
+        `whole`: for `Prediction.in_evaluation`, in which the batch is not divided into
+        microbatches.
 
         Raises InputError for a model that does not run on the meta device.
         """
-        key = shapes_of(batch), tuple(counts or ())
+        whole = whole and self.plan.microbatches > 1
+        if loads and self.plan.activations_on_host:
+            return self._predicted(batch, counts, whole=whole, loads=loads)
+        key = shapes_of(batch), tuple(counts or ()), whole
         if key in self.known:
             return self.known[key]
-        found = self._predicted(batch, counts)
+        found = self._predicted(batch, counts, whole=whole)
         if not found.spec.run.note:
             self.known[key] = found
             if len(self.known) > KEPT:
                 del self.known[next(iter(self.known))]
         return found
 
-    def _predicted(self, batch: Any, counts: Sequence[Counts] | None) -> Prediction:
+    def _predicted(
+        self,
+        batch: Any,
+        counts: Sequence[Counts] | None,
+        *,
+        whole: bool,
+        loads: Sequence[Loads] = (),
+    ) -> Prediction:
         plan, rank = self.plan, self.rank
-        spec = model_spec(self.model, plan, rank, batch, self.objective, self.options, counts)
+        of = batch, self.objective, self.options, counts
+        spec = model_spec(self.model, plan, rank, *of, whole=whole, loads=loads)
         shape = shape_on(spec, plan, rank)
         dtypes = [getattr(torch, p.dtype) for p in shape.params if p.trainable]
         return Prediction(

@@ -19,7 +19,7 @@ from shardwise.comm.world import Axis, World
 from shardwise.core.plan import Plan
 from shardwise.engine import batch, tensor_parallel
 from shardwise.engine.expert_parallel import REST, ExpertLayout
-from shardwise.engine.layer_plans import LayerPlans, Layers
+from shardwise.engine.layer_plans import Layers
 from shardwise.engine.rng import generators_of
 from shardwise.engine.shard import Sharding, flats_of, shard
 from shardwise.engine.stage_module import Staging
@@ -74,7 +74,7 @@ class Regions:
             shard, replicate = axes
             stored = replace(how, row=row, shard=shard, replicate=replicate)
             found.append(Region(each, own, stored, nowhere()))
-        return cls(build.plan, found, exchange_of(world, build.plan, plans, build.rows))
+        return cls(build.plan, found, exchange_of(world, build.plan, build.rows))
 
     def unit_key(self, spec: UnitSpec) -> object:
         """The plan of a unit; units of different ones are not merged."""
@@ -190,20 +190,15 @@ def with_rows(x: Tensor, exchange: RowExchange, degree: int, layer: str) -> Tens
     return Logits.of(x.local, x.columns, rows)
 
 
-def exchange_of(
-    world: World, plan: Plan, plans: LayerPlans, count: batch.Count | None = None
-) -> RowExchange:
+def exchange_of(world: World, plan: Plan, count: batch.Count | None = None) -> RowExchange:
     """The axes between all tensor degrees of a plan; called by all ranks.
 
     `count` counts the rows of a batch (batch.py).
     """
     base, stages = plan.mesh.size_of(tensor_parallel.AXIS), plan.mesh.size_of("pp")
     ranks = plan.size // stages
-    degrees = sorted(
-        {base, *(each.plan.mesh.size_of(tensor_parallel.AXIS) for each in plans.meshes)}
-    )
     axes = {
         (few, many): world.across(f"rows{few}-{many}", between(few, many, ranks, stages))
-        for few, many in combinations(degrees, 2)
+        for few, many in combinations(plan.tensor_degrees, 2)
     }
     return RowExchange(axes, base, world.rank % ranks, ranks, world, batch.Rows(count).of)

@@ -90,12 +90,14 @@ class ShardedRandom(TorchFunctionMode):
     """Draws random numbers for sharded activations from the rank's own generator.
 
     The mode costs about a microsecond for each function called, so that it is entered only in the
-    first pass, in passes of a model with a layer of dropout, and after a pass that drew numbers.
+    first passes, in passes of a model with a layer of dropout, and after a pass that drew numbers.
+    A backward pass draws none, which says nothing of the next forward.
     """
 
     def __init__(self, axis: Axis, modules: Iterable[nn.Module] = ()) -> None:
         super().__init__()
-        self.axis, self.drew = axis, True
+        self.axis, self.drew = axis, False
+        self.seen = False  # whether a forward pass of training has told if numbers are drawn
         self.dropouts = [module for module in modules if isinstance(module, _DropoutNd)]
         self.sharded = WeakIdKeyDictionary()  # tensor -> whether it is sharded
 
@@ -106,11 +108,13 @@ class ShardedRandom(TorchFunctionMode):
             yield
             return
         before = [generator.get_state() for generator in generators_of(device)]
-        draws = self.drew or any(module.training and module.p > 0 for module in self.dropouts)
+        draws = self.drew or not self.seen
+        draws = draws or any(module.training and module.p > 0 for module in self.dropouts)
         with self if draws else nullcontext():
             yield
         after = [generator.get_state() for generator in generators_of(device)]
-        self.drew = not all(map(torch.equal, before, after))
+        self.drew |= not all(map(torch.equal, before, after))
+        self.seen |= torch.is_grad_enabled()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

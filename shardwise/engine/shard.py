@@ -227,10 +227,9 @@ def flats_of(units: Sequence[Unit]) -> list[Flat]:
 
 def agreed(model: nn.Module, how: Sharding, units: Sequence[Unit]) -> Consensus:
     """The consensus of the data ranks (consensus.py)."""
-    trained = [flat for flat in flats_of(units) if flat.trained]
     buffers = Buffers(model, how.axes, follow=how.broadcast_buffers)
     device = how.device or flats_of(units)[0].full.device
-    return Consensus(how.axes, trained, buffers, device)
+    return Consensus(how.axes, flats_of(units), buffers, device)
 
 
 def sums_of(units: Sequence[Unit], in_flight: int) -> Reductions:

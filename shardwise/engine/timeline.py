@@ -69,6 +69,7 @@ class StepMeter(TorchDispatchMode):
         self.microbatch = 0
         self.in_backward = False
         self.most_bytes, self.peak = 0, dict[str, int]()  # by the meter's categories
+        self.on_host: list[int] = []  # bytes of activations in host memory, at each event
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -102,6 +103,8 @@ class StepMeter(TorchDispatchMode):
             self.recorder.look(alive)
             self.recorder.changes.append(EVENT)
         self.events.append(Event(kind, unit, self.microbatch, held, max(peak, sum(held.values()))))
+        places = ((s.place, s.nbytes() or 0) for s in self.meter.storages.values())
+        self.on_host.append(sum(n for p, n in places if p[::2] == ("activations", "host")))
 
     def _alive(self) -> list[Live]:
         """The live storages of the device except the batch: category and bytes of each."""
@@ -170,13 +173,17 @@ class _Watch:
 
 
 @contextmanager
-def measuring(engine: Engine, batch: Any, recorder: Recorder | None = None) -> Iterator[StepMeter]:
+def measuring(
+    engine: Engine, batch: Any, recorder: Recorder | None = None, *, peaks: bool = True
+) -> Iterator[StepMeter]:
     """Measure the step of `engine` on `batch` inside the `with`.
 
-    `recorder` records every storage that is allocated and freed.
+    `recorder` records every storage that is allocated and freed. Without `peaks` only the live
+    bytes at the events are measured, not the most between them.
     """
     with ExitStack() as stack:
-        seen = StepMeter(engine, stack.enter_context(Meter(engine)), batch, recorder)
+        meter = stack.enter_context(Meter(engine, peaks=peaks))
+        seen = StepMeter(engine, meter, batch, recorder)
         passes = engine.passes
         if isinstance(passes, Pipelined):
             before = passes.watch
@@ -207,13 +214,31 @@ def predict_events(
     microbatches of a pipeline have the shapes of the first.
     """
     found = predict(model, plan, batch, rank=rank, loss=loss, **options)
-    plan, plain = found.plan, plain_copy(model, found.plan)
-    require_predicted(plan)
-    if plan.pipeline is not None:
-        return found, staged_timeline(found)
-    table = table_for(plain, plan, options.get("table"))
-    twin = plain if table is None else on_tensor_axis(plain, plan, rank, table)
+    return found, events_of(found, model, batch, loss=loss, **options)
+
+
+def events_of(
+    found: Prediction, model: nn.Module, batch: Any, *, loss: Loss | None = None, **options: Any
+) -> tuple[Event, ...]:
+    """The events of `predict_events` for a prediction of the plain `model`."""
+    require_predicted(found.plan)
+    if found.plan.pipeline is not None:
+        return staged_timeline(found)
     _require_whole_units(found)
+    every = marks_on(found, model, batch, loss=loss, **options)
+    return predicted_timeline(found, every, options.get("prefetch", DEFAULTS["prefetch"]))
+
+
+def marks_on(
+    found: Prediction, model: nn.Module, batch: Any, *, loss: Loss | None = None, **options: Any
+) -> tuple[tuple[Mark, ...], ...]:
+    """The marks of a pass of the plain `model` for each microbatch of a rank's batch.
+
+    Raises InputError for a model that does not run on meta.
+    """
+    plan, plain = found.plan, plain_copy(model, found.plan)
+    table = table_for(plain, plan, options.get("table"))
+    twin = plain if table is None else on_tensor_axis(plain, plan, found.rank, table)
     tile(twin, plan, options.get("units", DEFAULTS["units"])).show()
     objective, dtype = own_loss if loss is None else loss, DTYPES[plan.precision]
     parts = computed_parts(batch, plan.microbatches, plan.cut, options.get("rows"))
@@ -225,7 +250,7 @@ def predict_events(
         return marks_of(twin, call, part, found.recomputed)
 
     try:
-        every = by_shape(parts, marks)
+        return by_shape(parts, marks)
     except meta_pass.UNKNOWN as error:
         why = " ".join(str(error).split())[:200]
         raise bad(
@@ -233,8 +258,6 @@ def predict_events(
             "models that compute tensors from tensors",
             f'shardwise memory "{plan}" --measure',
         ) from error
-    ahead = options.get("prefetch", DEFAULTS["prefetch"])
-    return found, predicted_timeline(found, every, ahead)
 
 
 def _require_whole_units(found: Prediction) -> None:

@@ -43,6 +43,7 @@ def unwrap(module: nn.Module) -> nn.Module:
     if piped is not None:
         piped.structure.require_unchanged()  # other ranks would put the old part back
         _restore(piped.staged)
+        piped.options.remove()
         assert isinstance(piped.world.links, Lease)
         piped.world.links.remove()
         del module.forward

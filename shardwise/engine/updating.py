@@ -89,8 +89,11 @@ class Updates:
             self._update_disk(correction)
         self.guard.passed()
 
-    def squares(self) -> Tensor:
-        """The sum of squares of all ranks' gradients, loss scale included: a double."""
+    def squares(self, number: Tensor) -> tuple[Tensor, Tensor]:
+        """The sum of squares of all ranks' gradients [1], loss scale included: a double.
+
+        With it the sum of `number` [1] over the tensor axis, in the same message.
+        """
         with self.ledger.phase("backward"):
             self.data.sums.finish()
         with self.ledger.phase("check"):
@@ -98,9 +101,11 @@ class Updates:
             for flats, axes in self.norms:
                 squared = self.optimizer.squared_norm(flats).view(1).to(self.guard.world.device)
                 for axis in axes:
-                    squared = begin_sum(squared, axis).wait()
+                    beside = number if axis is self.guard.axis else number[:0]
+                    total = begin_sum(torch.cat([squared, beside]), axis).wait()
+                    squared, number = total[:1], total[1:] if len(beside) else number
                 found.append(squared)
-            return self.over_stages(torch.stack(found).sum(0))
+            return self.over_stages(torch.stack(found).sum(0)), number
 
     def by_norm(self, norm: float, correction: float) -> None:
         """Update all units at once, scaled by the norm of all gradients."""

@@ -84,7 +84,7 @@ def DDP(  # noqa: N802
     integer("bucket_bytes", bucket_bytes, 1, 25 * 2**20)
     no_pipe(module)
     layable(module, "auto")
-    _require_precision(module, precision)
+    _require_precision(module, precision, "DDP")
     world = validate.leased_world(world)
     asked = {"bucket_bytes": bucket_bytes, "broadcast_buffers": broadcast_buffers}
     asked |= {"precision": precision}
@@ -128,7 +128,7 @@ def FSDP(  # noqa: N802
     name = getattr(sharding_strategy, "name", sharding_strategy)
     choice("sharding_strategy", name, STRATEGIES)
     row = ROWS[STRATEGIES[name]]
-    _require_precision(module, precision)
+    _require_precision(module, precision, "FSDP")
     if _offloads(cpu_offload):
         if precision is not None:
             raise bad(
@@ -186,7 +186,7 @@ def _shard_size(name: str, asked: int | None, ranks: int) -> int:
     return asked
 
 
-def _require_precision(module: nn.Module, precision: Any) -> None:
+def _require_precision(module: nn.Module, precision: Any, caller: str) -> None:
     """Raise InputError for an unknown precision, or masters that have not 32 bits."""
     if precision is None:
         return
@@ -197,7 +197,7 @@ def _require_precision(module: nn.Module, precision: Any) -> None:
             f"precision={precision!r} of a {type(module).__name__} whose {narrow[0]} has 16 bits: "
             "its small updates would be rounded away",
             "parameters in fp32, which are cast for computation only",
-            f"sw.FSDP(module.float(), precision={precision!r})",
+            f"sw.{caller}(module.float(), precision={precision!r})",
         )
 
 

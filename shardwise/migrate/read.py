@@ -180,13 +180,15 @@ def _room(section: str, name: str, value: Any) -> dict[str, Any]:
 def parsed(path: Path) -> dict[str, Any]:
     """The values in a file, by its ending."""
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             text = file.read(MOST_CHARACTERS)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise bad(f"--from {path}, which cannot be read ({reason})", _ALLOWED, _EXAMPLE) from None
     try:
         values = _loaded(path, text)
+    except InputError:
+        raise
     except (ValueError, RecursionError) as error:
         first = " ".join(str(error).split())
         raise bad(f"--from {path}, which is broken: {first}", _ALLOWED, _EXAMPLE) from None

@@ -20,15 +20,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from shardwise.checkpoint.weights_folder import CONFIG, open_weights
-from shardwise.core.errors import bad
+from shardwise.checkpoint.weights_folder import CONFIG, GENERATION, open_weights
+from shardwise.core.errors import InputError, bad
 from shardwise.core.suggest import suggestions
+from shardwise.models.folder_sizes import check_sizes
 from shardwise.models.trainable import Loss, Trainable
 
 VOCABULARY: Final = 128
 POSITIONS: Final = 16
 IGNORED: Final = -100
 MASK: Final = 4
+LONGEST: Final = 300  # characters of an error of transformers
 FIRST_WORD: Final = 5  # smaller numbers are special tokens: padding, start, end, mask
 
 #: The names of sizes in configurations, and the sizes of the small model.
@@ -89,7 +91,7 @@ def require_transformers(model: str) -> None:
         raise bad(
             f'the model "{model}", while transformers is not installed',
             "hf: models if the extra `hf` is installed",
-            'pip install "shardwise[hf]"',
+            "pip install 'transformers>=4.46'",
         )
 
 
@@ -228,7 +230,8 @@ def config_of(path: Path, *, dropout: bool = True) -> Any:
     require_transformers(f"hf:{path}")
     from transformers import AutoConfig  # the extra `hf`
 
-    said = open_weights(path).config or {}
+    weights = open_weights(path)
+    said = weights.config or {}
     kind = said.get("model_type")
     if not isinstance(kind, str):
         raise bad(
@@ -237,8 +240,26 @@ def config_of(path: Path, *, dropout: bool = True) -> Any:
             "hf:gpt2 for a small model with random weights",
         )
     kind_of(kind)
+    check_sizes(path, said, weights)
     drop = {} if dropout else {k: 0.0 for k, v in said.items() if "drop" in k and v}
-    return AutoConfig.from_pretrained(path, **drop)
+    with explained(path):
+        return AutoConfig.from_pretrained(path, **drop)
+
+
+@contextmanager
+def explained(path: Path) -> Iterator[None]:
+    """Any error of transformers about a folder as an InputError of one paragraph."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:  # each class has its own requirements
+        why = f"{type(error).__name__}: {' '.join(str(error).split())[:LONGEST]}"
+        raise bad(
+            f"the folder '{path}', of which transformers makes no model ({why})",
+            "a folder written by save_pretrained or 'shardwise checkpoint export'",
+            f"right values in '{path / CONFIG}', or the folder copied or exported again",
+        ) from error
 
 
 def load(path: Path, config: Any) -> Any:
@@ -248,9 +269,9 @@ def load(path: Path, config: Any) -> Any:
     """
     family = _family(kind_of(config.model_type))
     config.use_cache = False
-    with _quiet():
+    with _quiet(), explained(path):
         if torch.get_default_device().type == "meta":
-            return family.from_config(config)
+            return _as_generates(family.from_config(config), path)
         model, found = family.from_pretrained(
             path, config=config, dtype=torch.float32, output_loading_info=True
         )
@@ -264,12 +285,22 @@ def load(path: Path, config: Any) -> Any:
     return model
 
 
+def _as_generates(model: Any, path: Path) -> Any:
+    """The model with the folder's generation_config.json, which `from_config` does not read."""
+    from transformers import GenerationConfig  # the extra `hf`
+
+    if (path / GENERATION).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(path)
+    return model
+
+
 def _in_folder(path: Path) -> Trainable:
     """The model in a folder written by save_pretrained; dropout is 0, batches are random text."""
     config = config_of(path, dropout=False)
     loss, make_batch = _LOSS_AND_BATCH[kind_of(config.model_type)]
-    text = getattr(config, "get_text_config", lambda: config)()
-    batch = partial(make_batch, vocabulary=min(VOCABULARY, text.vocab_size))
+    with explained(path):
+        text = getattr(config, "get_text_config", lambda: config)()
+        batch = partial(make_batch, vocabulary=min(VOCABULARY, text.vocab_size))
     return Trainable(f"hf:{path}", partial(load, path, config), loss, batch, tokens)
 
 

@@ -18,7 +18,7 @@ from shardwise.core.errors import bad
 from shardwise.core.tensor_plan import Table
 from shardwise.models import gpt
 from shardwise.models.gpt import IGNORED, NORM_EPS, Attention, GPTConfig, SwiGLU, rotation
-from shardwise.parallel.expert.gate import FIXED, Gate
+from shardwise.parallel.expert.gate import FIXED, GATES, Gate
 from shardwise.parallel.expert.layer import MoE, name_layers
 
 FORM: Final = "GATE, and after colons a capacity, the number of experts, and those of a token"
@@ -68,10 +68,10 @@ def tiny(text: str) -> MoEConfig:
     if len(numbers) > 3:
         raise bad(f'the gate "{text}"', FORM, f'"{name}:1.25"')
     factor, experts, k = (*numbers, *[""] * (3 - len(numbers)))
-    losses = {"balance": 1e-2, "z": 1e-3}
+    losses = {} if name in FIXED else {"balance": 1e-2, "z": 1e-3}
     try:
         capacity = float(factor) if factor else None
-        counts = int(experts or 4), int(k or 2)
+        counts = int(experts or 4), int(k or GATES.get(name) or 2)
     except ValueError as error:
         raise bad(f'the gate "{text}"', FORM, f'"{name}:1.25"') from error
     return MoEConfig(TINY, Gate(name, *counts, capacity, losses=losses), shared=1)

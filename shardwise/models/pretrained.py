@@ -69,16 +69,17 @@ def read(path: Path, sequence: int | None) -> FolderConfig:
             f"at most its {most} positions",
             f"model.sequence = {most}",
         )
-    model = _on_meta(path)
-    return FolderConfig(
-        path,
-        text.vocab_size,
-        text.num_hidden_layers,
-        text.hidden_size,
-        sequence or min(most, POSITIONS),
-        sum(p.numel() for p in model.parameters()),
-        _multiplied(model, text),
-    )
+    with hf.explained(path):
+        model = _on_meta(path)
+        return FolderConfig(
+            path,
+            text.vocab_size,
+            text.num_hidden_layers,
+            text.hidden_size,
+            sequence or min(most, POSITIONS),
+            sum(p.numel() for p in model.parameters()),
+            _multiplied(model, text),
+        )
 
 
 def build(config: FolderConfig) -> nn.Module:

@@ -1,8 +1,8 @@
 """A model together with what is needed to train it: its loss, its batches, its name."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,8 @@ from torch.utils import _pytree as pytree
 
 from shardwise.core.errors import bad
 
+FEW_ROWS: Final = 2
+MOST_BYTES: Final = 2**31  # of a batch
 Loss = Callable[[nn.Module, Any], Tensor]
 Initial = Callable[[str, Tensor, int], None]
 
@@ -60,6 +62,23 @@ class Trainable:
         return self.build("meta") if self.initial is not None else self.make().train()
 
     def batch(self, rows: int, seed: int, device: torch.device | str = "cpu") -> Any:
-        """A batch of `rows` rows on `device`; it depends only on rows and seed."""
+        """A batch of `rows` rows on `device`; it depends only on rows and seed.
+
+        Raises InputError, before it makes the batch, for one of more than MOST_BYTES.
+        """
+        if rows > FEW_ROWS:
+            few = pytree.tree_leaves(self.make_batch(FEW_ROWS, seed))
+            require_room(f"a batch of {rows} rows of the model {self.name}", few, rows / FEW_ROWS)
         made = self.make_batch(rows, seed)
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), made)
+
+
+def require_room(what: str, leaves: Iterable[Any], times: float) -> None:
+    """Raise InputError if tensors of `times` the size of `leaves` exceed MOST_BYTES."""
+    one = sum(x.numel() * x.element_size() for x in leaves if isinstance(x, Tensor))
+    if one * times > MOST_BYTES:
+        raise bad(
+            f"{what}, whose tensors take {one * times:.3g} bytes",
+            f"a batch of up to {MOST_BYTES:,} bytes",
+            "fewer rows (--batch), shorter rows (--sequence) or fewer microbatches",
+        )

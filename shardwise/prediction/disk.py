@@ -16,7 +16,7 @@ The moves are those of the row (core/zero.py).
 
 from collections.abc import Iterator
 
-from shardwise.core.chunks import aligned, reserved_bytes
+from shardwise.core.chunks import aligned, chunk_numel, reserved_bytes
 from shardwise.core.model_spec import ModelShape
 from shardwise.core.plan import Plan
 from shardwise.core.zero import Moment, RowMove
@@ -40,11 +40,14 @@ def disk_bytes(plan: Plan, model: ModelShape, optimizer: OptimizerShape) -> dict
     }
 
 
-def buffer_bytes(plan: Plan, model: ModelShape, optimizer: OptimizerShape) -> int:
-    """The host memory through which a rank's file is streamed."""
+def buffer_bytes(
+    plan: Plan, model: ModelShape, optimizer: OptimizerShape, whole: ModelShape
+) -> int:
+    """The host memory through which a rank's file is streamed; `whole` is the full model."""
     found = [*_on_disk(plan, model), *_resting(plan, model)]
     widest = max(map(_element_bytes, found), default=0)
-    return reserved_bytes(optimizer.states, widest) if widest else 0
+    chunk = chunk_numel(max((param.numel for param in whole.params), default=0))
+    return reserved_bytes(optimizer.states, widest, chunk) if widest else 0
 
 
 def moved_bytes(

@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Final
+from typing import Any, Final, TypeVar
 
-from shardwise.core.expert_moves import ExpertLayer, ExpertMove, LayerMove, Loads
+from shardwise.core.expert_moves import Counts, ExpertLayer, ExpertMove, LayerMove, Loads
 from shardwise.core.layout import I, P, R, S
 from shardwise.core.lengths import Lengths
 from shardwise.core.model_spec import ModelSpec
@@ -33,6 +33,8 @@ from shardwise.core.plan import Plan
 from shardwise.prediction.rank_shape import stage_of, stages_on
 from shardwise.prediction.tensor_moves import TENSOR
 from shardwise.prediction.traffic import Line, Tariff
+
+T = TypeVar("T")
 
 AXIS = "ep"
 #: The note on a prediction without loads.
@@ -47,17 +49,20 @@ Bound = Callable[[ExpertLayer, int, Plan], Away]
 
 
 def expert_bytes(
-    plan: Plan, spec: ModelSpec, rank: int, loads: Sequence[Loads] = ()
+    plan: Plan, spec: ModelSpec, rank: int, loads: Sequence[Loads] = (), *, trains: bool = True
 ) -> dict[Line, int]:
     """The bytes `rank` sends for layers of experts, by axis, kind and phase.
 
-    `loads` are those of each microbatch; without them all experts have an even load.
+    `loads` are those of each microbatch; without them all experts have an even load. An evaluation
+    (not `trains`) only goes forward.
     """
     tariff = Tariff(plan, rank)
     for number, moves in enumerate(spec.expert_moves):
         own = loads[number] if loads else even_loads(plan, spec, moves)
         for name, move, _ in _moves_on(spec, plan, rank, moves):
-            layer = spec.expert_layers[name]
+            if not trains and not _in_evaluation(move):
+                continue
+            move, layer = replace(move, returns=move.returns * trains), spec.expert_layers[name]
             if move.kind in ("dispatch", "combine"):
                 shard = plan.coordinate(rank).get(TENSOR, 0)
                 _exchange(tariff, move, layer, _away(plan, rank, own.on(name, shard)))
@@ -66,8 +71,18 @@ def expert_bytes(
             elif move.kind in ("enter", "leave"):
                 _on_tensor_axis(tariff, move, spec, name)
             else:
-                _on_data_axes(tariff, move, max(own.tokens) * layer.experts)
+                most_tokens = max(own.tokens) if loads else own.tokens[0]  # all ranks have as many
+                _on_data_axes(tariff, move, most_tokens * layer.experts)
     return tariff.sent_bytes
+
+
+def _in_evaluation(move: ExpertMove) -> bool:
+    """Whether an evaluation makes this move of a training step too.
+
+    It has no losses, which are sums, and no random numbers, for which ranks exchange one number.
+    """
+    trains = move.kind == "sum" or (move.kind == "gather" and move.numel == 1)
+    return move.phase == "forward" and not trains
 
 
 def exchanged_between(plan: Plan, spec: ModelSpec, rank: int) -> dict[str, tuple[int, int]]:
@@ -93,20 +108,43 @@ def _exchanged_bytes(plan: Plan, spec: ModelSpec, rank: int, bound: Bound) -> in
     return sum(tariff.sent_bytes.values())
 
 
+class _OfRanks(Sequence[T]):
+    """What each data rank has, computed when it is asked for: there may be 10^9 of them."""
+
+    def __init__(self, ranks: int, of: Callable[[int], T]) -> None:
+        self.ranks, self.of = ranks, of
+
+    def __len__(self) -> int:
+        return self.ranks
+
+    def __getitem__(self, rank: Any) -> Any:
+        return self.of(int(rank))
+
+
 def even_loads(plan: Plan, spec: ModelSpec, moves: Iterable[LayerMove]) -> Loads:
     """The loads of a microbatch if all data ranks have as many tokens, and all experts too."""
-    ranks, found = plan.data_size, dict[str, tuple[tuple[int, ...], ...]]()
+    ranks, found = plan.data_size, dict[str, Counts]()
     tokens, every = 0, list(moves)
     for name in dict.fromkeys(found.layer for found in every):
         layer = spec.expert_layers[name]
         tokens = tokens_of(every, name)
         own_tokens = _dispatched(plan, layer, tokens)
         if layer.takes:
-            own = _spread(min(_capacity(layer, ranks * tokens), ranks * tokens), ranks)
-            found[name] = tuple((share,) * layer.experts for share in own)
+            taken = min(_capacity(layer, ranks * tokens), ranks * tokens)
+            found[name] = _OfRanks(ranks, partial(_taken, layer, taken, ranks))
         else:
-            found[name] = (_spread(own_tokens * layer.choices, layer.experts),) * ranks
-    return Loads((tokens,) * ranks, found)
+            own = _spread(own_tokens * layer.choices, layer.experts)
+            found[name] = _OfRanks(ranks, partial(_same, own))
+    return Loads(_OfRanks(ranks, partial(_same, tokens)), found)
+
+
+def _taken(layer: ExpertLayer, taken: int, ranks: int, rank: int) -> tuple[int, ...]:
+    """What each expert takes of a rank, of `taken` tokens of all."""
+    return (_share(taken, ranks, rank),) * layer.experts
+
+
+def _same(value: T, _: int) -> T:
+    return value
 
 
 def tokens_of(moves: Iterable[LayerMove], name: str) -> int:
@@ -239,4 +277,8 @@ def _capacity(layer: ExpertLayer, tokens: int) -> int:
 
 def _spread(number: int, parts: int) -> tuple[int, ...]:
     """`number` split into `parts` parts; the first ones may be larger by one."""
-    return tuple((number + parts - 1 - part) // parts for part in range(parts))
+    return tuple(_share(number, parts, part) for part in range(parts))
+
+
+def _share(number: int, parts: int, part: int) -> int:
+    return (number + parts - 1 - part) // parts

@@ -5,17 +5,19 @@
     recomputed            what the backward pass of a recomputed module computes again
     gathered              three units: in use, ahead of it, and the one before
     gradients on the way  four units: one that is filled, and three that are summed or copied
+    summed gradients      of several microbatches, which leave the device with the last one
 
 The parts are added up for each unit of the backward pass, and the largest sum is the peak:
 
-    backward of unit k    kept by units 0 .. k, recomputed in k, gathered k-1 .. k+1,
-                          gradients of k .. k+3
+    backward of unit k    kept by units 0 .. k, recomputed in k, gathered k-1 .. k+1 (or those
+                          nearest to k that are gathered at all),
+                          gradients of k .. k+3, and after the last unit of 0, 1, ..
 
 Under a pipeline, where several microbatches are on their way, the largest of each part is taken.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from shardwise.core.model_spec import ModelSpec
@@ -41,9 +43,10 @@ def device_peak_bytes(found: "Prediction") -> int:
     for group in groups(found.plan, found.model):
         stored_bytes = group.flat.padded * group.element_bytes
         gathered[group.unit.name] += stored_bytes * group.reshards
-        gradients[group.unit.name] += stored_bytes * _on_the_way(group)
+        on_the_way = each_backward(group) or (_leaves(group) and found.plan.microbatches == 1)
+        gradients[group.unit.name] += stored_bytes * on_the_way
     again = _again(found.spec)
-    lasting = sum(found.memory.values()) + found.fetched
+    lasting = sum(found.memory.values()) + found.fetched + _summed(found)
     if found.plan.pipeline is not None:
         return (
             lasting
@@ -53,19 +56,39 @@ def device_peak_bytes(found: "Prediction") -> int:
             + sum(count for _, count in gradients.most_common(GRADIENT_UNITS))
         )
     kept, names = _kept(found), [unit.name for unit in found.model.units]
+    # in each backward pass but the first, the last gradients of the one before are still summed
+    passed = names * min(2, found.plan.microbatches)
     moments = [
         sum(kept[: k + 1])
         + again.get(k, 0)
-        + sum(gathered[name] for name in names[max(0, k - 1) : k + GATHERED_UNITS - 1])
-        + sum(gradients[name] for name in names[k : k + GRADIENT_UNITS])
+        + _gathered_at([gathered[name] for name in names], k)
+        + sum(gradients[name] for name in passed[k : k + min(GRADIENT_UNITS, len(names))])
         for k in range(len(names))
     ]
     return lasting + max(moments, default=found.activations)
 
 
-def _on_the_way(group: Group) -> bool:
-    """Whether its gradient is on the device only for a part of the backward pass."""
-    return each_backward(group) or (group.trained and group.row.optim_tier != "device")
+def _gathered_at(sizes: Sequence[int], k: int) -> int:
+    """The bytes of unit k and of the nearest on both sides that are gathered at all."""
+    ahead = next((size for size in reversed(sizes[:k]) if size), 0)
+    before = next((size for size in sizes[k + 1 :] if size), 0)
+    return ahead + sizes[k] + before
+
+
+def _leaves(group: Group) -> bool:
+    """Whether its gradient leaves the device after the last backward pass of a step."""
+    return group.trained and group.row.optim_tier != "device"
+
+
+def _summed(found: "Prediction") -> int:
+    """The bytes of gradients that leave the device, from the first microbatch to the last one."""
+    if found.plan.microbatches == 1:
+        return 0
+    return sum(
+        (group.flat.share if each_backward(group) else group.flat.padded) * group.element_bytes
+        for group in groups(found.plan, found.model)
+        if _leaves(group)
+    )
 
 
 def _kept(found: "Prediction") -> list[int]:

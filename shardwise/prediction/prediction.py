@@ -10,6 +10,7 @@ from shardwise.core.plan import Plan
 from shardwise.core.pool_size import pool_bytes
 from shardwise.prediction.arenas import arenas_bytes
 from shardwise.prediction.disk import buffer_bytes, disk_bytes, moved_bytes
+from shardwise.prediction.evaluation import evaluation_bytes
 from shardwise.prediction.experts import exchanged_between, expert_bytes
 from shardwise.prediction.host import copied_bytes, fetched_bytes, kept_bytes
 from shardwise.prediction.memory import ADAM, OptimizerShape, by_tier, held_bytes, host_bytes
@@ -99,7 +100,7 @@ class Prediction:
     def host_memory(self) -> dict[str, int]:
         """Bytes of host memory held between steps, by category."""
         found = host_bytes(self.plan, self.model, self.optimizer, self.rank)
-        buffers = buffer_bytes(self.plan, self.model, self.optimizer)
+        buffers = buffer_bytes(self.plan, self.model, self.optimizer, self.spec.shape)
         return found | {"buffers": found["buffers"] + buffers}
 
     @property
@@ -146,7 +147,8 @@ class Prediction:
         `loaded`: the engine has loaded a checkpoint, which has the number of tokens of a step, and
         was saved after `done` steps.
         `flushed`: the delayed update of the step before was finished before this one.
-        `skipped`: so many steps before this one were skipped, because fp16 had overflowed.
+        `skipped`: so many steps before this one were skipped, because fp16 had overflowed, the last
+        one right before it.
         `loads` are those of the experts in each microbatch, even ones if not given.
         """
         again = self.check_every > 0 and step % self.check_every == 0
@@ -159,11 +161,19 @@ class Prediction:
         if (
             offload is not None
             and late
-            and (flushed or step == 0 or not offload.delays(step + done - 1))
+            and (flushed or skipped or step == 0 or not offload.delays(step + done - 1))
         ):
             # its update is made beside the next step, and there is none before it
             found.pop(Line("tier", between("host", "device"), "update"), None)
         return found
+
+    def in_evaluation(self, loads: Sequence[Loads] = ()) -> dict[Line, int]:
+        """Bytes sent when the engine evaluates such a batch, by axis, kind and phase.
+
+        Of a prediction that `Predictor.of` made for the whole batch. `loads` are those of the
+        experts in it.
+        """
+        return evaluation_bytes(self.plan, self.spec, self.rank, self.optimizer, loads)
 
     def sent(
         self,

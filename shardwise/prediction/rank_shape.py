@@ -22,6 +22,7 @@ from shardwise.core.model_spec import (
 from shardwise.core.param_layout import AxisLayout, Layout
 from shardwise.core.plan import Plan
 from shardwise.core.plan_schedule import schedule_of
+from shardwise.core.schedule.action import Action
 from shardwise.core.schedule.memory import most_alive
 from shardwise.core.schedule.schedule import Schedule
 from shardwise.core.zero import Tier
@@ -36,9 +37,12 @@ PIPELINE = "pp"
 EXPERTS, REST = "ep", "edp"
 
 
-def shape_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelShape:
-    """The units as `rank` holds them, and how often it gathers each."""
-    shape, offload = _shape_on(spec, plan, rank), plan.offloaded
+def shape_on(spec: ModelSpec, plan: Plan, rank: int, *, trains: bool = True) -> ModelShape:
+    """The units as `rank` holds them, and how often it gathers each.
+
+    In a training step; in an evaluation if not `trains`.
+    """
+    shape, offload = _shape_on(spec, plan, rank, trains), plan.offloaded
     if offload is None or not offload.by_unit:
         return shape
     numels = [sum(p.numel for p in unit.params if p.trainable) for unit in shape.units]
@@ -53,7 +57,7 @@ def _offloaded(unit: UnitShape, plan: Plan, tier: Tier) -> UnitShape:
     return replace(unit, params=tuple(params))
 
 
-def _shape_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelShape:
+def _shape_on(spec: ModelSpec, plan: Plan, rank: int, trains: bool) -> ModelShape:
     spec = _on_tensor_axis(_under_layers(spec, plan), plan, rank)
     spec = _on_expert_axis(spec, plan, rank)
     schedule, stages = schedule_of(plan), spec.stages
@@ -67,7 +71,8 @@ def _shape_on(spec: ModelSpec, plan: Plan, rank: int) -> ModelShape:
     place = plan.mesh.coordinate(rank).get(PIPELINE, 0)
     units = [_staged(unit, plan, stages, schedule, place) for unit in spec.shape.units]
     paths = _paths(spec, plan, stages, schedule.stages(place))
-    found = unit_gathers(schedule.actions(place), paths)
+    evaluates = [Action("F", stage, 0) for stage in schedule.stages(place)]
+    found = unit_gathers(schedule.actions(place) if trains else evaluates, paths)
     units = [
         replace(unit, uses=found[Gather(n, "forward")], again=found[Gather(n, "backward")])
         for n, unit in enumerate(units)

@@ -50,13 +50,15 @@ class Mark(NamedTuple):
     kept_bytes: int
     graded: bool = True  # of "return": whether a gradient will reach its output
     returned: int = -1  # of "gradient": the index of its "return" among the marks
+    other_bytes: int = 0  # of the pass that are live and that autograd does not keep
 
 
 class Event(NamedTuple):
     """A moment of a step: `kind` is forward, loss, backward, update, end or a pipeline action.
 
     `by_category` has the live bytes of each category; `peak` is the largest sum since the previous
-    event, which only a measurement has.
+    event, which only a measurement has; `temporary_most`, which only a prediction has, bounds the
+    bytes of the category "temporary".
     """
 
     kind: str
@@ -64,6 +66,7 @@ class Event(NamedTuple):
     microbatch: int
     by_category: dict[str, int]
     peak: int = 0
+    temporary_most: int = 0
 
     @property
     def total(self) -> int:
@@ -164,7 +167,7 @@ class _Step:
             if mark.kind == "call":
                 self._call(unit)
                 if unit.depth == 1:
-                    self.see("forward", unit.name, mark.kept_bytes)
+                    self.see("forward", unit.name, mark)
             else:
                 self.counts[place] = len(self.calls)
                 self._return(unit, mark)
@@ -212,7 +215,7 @@ class _Step:
             elif mark.kind == "gradient" and (unit := self.of_module.get(mark.name)):
                 if unit.reshards:
                     self._reach(unit, self.counts[mark.returned])
-                self.see("backward", unit.name, mark.kept_bytes)
+                self.see("backward", unit.name, mark)
         for unit in order[::-1][self.next :]:
             self._reduce(unit)
         for unit in self.units:
@@ -265,13 +268,14 @@ class _Step:
         ready = 0
         while self.flying and (by_norm or ready < EARLY_BYTES):
             ready += self.flying.pop(0).shard_bytes
-        self.see("update", "", 0)
+        self.see("update")
         self.flying.clear()
 
     # --- live bytes -------------------------------------------------------------------------------
 
-    def see(self, kind: str, unit: str, kept_bytes: int) -> None:
-        """Record an event."""
+    def see(self, kind: str, unit: str = "", mark: Mark | None = None) -> None:
+        """Record an event, which is at a mark of the pass unless all activations are gone."""
+        mark = mark or Mark("loss", "", 0)
         filling = sum(_padded(u.groups[k]) for u in self.units for k in u.filling)
         flying = sum(unit.sent_bytes for unit in self.flying)
         by_category = {
@@ -280,11 +284,10 @@ class _Step:
             "gradients": self.memory["gradients"] + filling + flying,
             "optimizer": self.memory["optimizer"],
             "buffers": self.memory["buffers"],
-            "kept": kept_bytes,
+            "kept": mark.kept_bytes,
         }
-        self.events.append(
-            Event(kind, unit, self.microbatch, by_category, sum(by_category.values()))
-        )
+        total, most = sum(by_category.values()), mark.other_bytes + filling + flying
+        self.events.append(Event(kind, unit, self.microbatch, by_category, total, most))
 
 
 def unpredicted(plan: Plan) -> str:
@@ -355,10 +358,10 @@ def predicted_timeline(
         step.microbatch = microbatch
         before = _forward(own)
         step.forward(before)
-        step.see("loss", "", own[len(before)].kept_bytes)
+        step.see("loss", "", own[len(before)])
         step.backward(own[len(before) + 1 :])
     step.update(found.norm)
-    step.see("end", "", 0)
+    step.see("end")
     return tuple(step.events)
 
 

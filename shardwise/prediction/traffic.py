@@ -177,10 +177,12 @@ def step_bytes(
     tariff.agree(3 + sum(param.trainable for param in model.params), CONSENSUS_BYTES)
     if norm or plan.precision == "fp16":
         for axis in (*_norm_axes(plan), PIPELINE):
-            tariff.move(axis, S(0), R, tariff.size(axis), CONSENSUS_BYTES, "check")
-    else:  # are all of their gradients finite?
+            numbers = 2 if axis == TENSOR else 1  # the second says whether options are the same
+            tariff.move(axis, S(0), R, numbers * tariff.size(axis), CONSENSUS_BYTES, "check")
+    else:  # are all of their gradients finite, have they the same options?
         tariff.move(TENSOR, S(0), R, tariff.size(TENSOR), CONSENSUS_BYTES, "check")
-    tariff.move(PIPELINE, S(0), R, tariff.size(PIPELINE), CONSENSUS_BYTES, "check")  # the loss
+    # the loss, and whether stages have the same options
+    tariff.move(PIPELINE, S(0), R, 2 * tariff.size(PIPELINE), CONSENSUS_BYTES, "check")
     for param in [*model.params] * (1 + own):
         holders = tariff.group(PIPELINE, layout_of(plan, param).on(PIPELINE))
         tariff.ask(PIPELINE, holders if param.trainable else 1)  # was it used by any?
@@ -220,7 +222,7 @@ def row_bytes(plan: Plan, model: ModelSpec, rank: int) -> dict[Line, int]:
             step = price(S(0), I, gather.numel, many // few)
             size = round(step.sent) * ELEMENT_BYTES[gather.dtype]
             tariff.add(Line(f"rows{few}-{many}", step.what, gather.phase), size)
-    if model.row_gathers:
+    if len(plan.tensor_degrees) > 1:
         step = price(S(0), R, plan.microbatches * plan.size, plan.size)
         tariff.add(Line("world", step.what, "check"), round(step.sent) * CONSENSUS_BYTES)
     return tariff.sent_bytes

@@ -35,6 +35,7 @@ from shardwise.core.errors import InputError, RankError, RunError
 from shardwise.train.usage import UsageError, answer
 
 if TYPE_CHECKING:
+    from shardwise.train.config import Config
     from shardwise.train.prepare import Start
     from shardwise.train.stop_signal import StopSignal
 
@@ -289,38 +290,44 @@ def _train(
     from shardwise.comm.local import require_cores, require_local
     from shardwise.comm.rendezvous import environment
     from shardwise.core.plan import Plan
+    from shardwise.train import lock
     from shardwise.train.config import read
     from shardwise.train.folder import finished_message, forget
     from shardwise.train.prepare import prepare
 
     settings = read(config, overrides)
-    if environment() is None:
-        ranks = Plan.parse(settings.plan.text).size if nproc is None else nproc
-        require_local(ranks)
-        settled = start.resolve_auto(settings)
+    if environment() is not None:  # our launcher holds the lock for its ranks
+        return _train_here(settings, start, stop, locked=launched())
+    ranks = Plan.parse(settings.plan.text).size if nproc is None else nproc
+    require_local(ranks)
+    with lock.hold(settings, start) as settled:
         prepare(settings, ranks, settled)
         if nproc is None:
             require_cores(ranks, settings.plan.text)
         if settled.resume and (done := finished_message(settings)):
             print(done)
             return 0
-        if ranks > 1:
-            before = _metrics_mtime_ns(settings.folder)
-            code = _launch(config, overrides, start, ranks)
-            if code and not settled.resume:  # rank 0 may have been killed before it could
-                forget(settings.folder)
-            # a signal may have killed ranks before they installed a handler
-            stop.leaving = code > 128 and _metrics_mtime_ns(settings.folder) in (0, before)
-            if stop.leaving:
-                raise KeyboardInterrupt
-            return code
+        if ranks == 1:
+            return _train_here(settings, settled, stop, locked=True)
+        before = _metrics_mtime_ns(settings.folder)
+        code = _launch(config, overrides, start, ranks)
+        if code and not settled.resume:  # rank 0 may have been killed before it could
+            forget(settings)
+        # a signal may have killed ranks before they installed a handler
+        stop.leaving = code > 128 and _metrics_mtime_ns(settings.folder) in (0, before)
+        if stop.leaving:
+            raise KeyboardInterrupt
+        return code
 
+
+def _train_here(settings: "Config", start: "Start", stop: "StopSignal", *, locked: bool) -> int:
+    """Train as a rank; returns the exit code."""
     from shardwise.comm.world import init
     from shardwise.train.loop import train as run
 
     world = init(None if settings.run.device == "auto" else settings.run.device)
     try:
-        run(settings, world, start, stop=stop)
+        run(settings, world, start, stop=stop, locked=locked)
     finally:
         world.close()
     return 0

@@ -14,7 +14,7 @@ _INSTEAD = "shardwise doctor --mesh 'dp2 tp2' --save cluster.toml"
 def cluster_in(path: Path) -> Cluster:
     """The links in a file. Raises InputError for one that cannot be read, or has no links."""
     try:
-        read = tomllib.loads(path.read_text(encoding="utf-8"))
+        read = tomllib.loads(path.read_text(encoding="utf-8-sig"))
         found = {
             (axis, kind): _link(values)
             for axis, kinds in read["links"].items()

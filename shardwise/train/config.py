@@ -70,7 +70,7 @@ def read(path: Path, overrides: Sequence[str] = ()) -> Config:
             "shardwise train examples/quickstart.toml",
         )
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             text = file.read(MOST_CHARACTERS + 1)
     except (OSError, UnicodeDecodeError) as error:
         raise bad(

@@ -6,6 +6,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 CLOSED: Final = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, strict=True)
 MOST: Final = 10**9  # of anything that is counted
+MOST_SAMPLED: Final = 10**5  # tokens, each a forward pass of the model
 WARMUP: Final = 50
 
 Count = Annotated[int, Field(ge=0, le=MOST)]
@@ -132,7 +133,7 @@ class SampleSection(BaseModel):
 
     model_config = CLOSED
 
-    tokens: Count = 240
+    tokens: Annotated[int, Field(ge=0, le=MOST_SAMPLED)] = 240
     prompt: Annotated[str, Field(min_length=0)] = ""  # the bound makes pydantic check UTF-8
     temperature: float = Field(default=0.8, ge=0)
     top_k: Count = 40
@@ -143,7 +144,7 @@ class RunSection(BaseModel):
 
     device       "auto": a GPU if every rank on the machine can have one, else the CPU
     trace        record a pipeline's timeline in a few steps after the first
-    check_every  steps between two consistency checks along tensor and pipeline axes
+    check_every  steps between two consistency checks along tensor, pipeline and data axes
     """
 
     model_config = CLOSED

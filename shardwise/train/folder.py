@@ -6,12 +6,14 @@
       checkpoints/     step-000100/, ..., latest    plots/         loss, memory, bytes
       report.md        the summary                  sample.txt     generated at the end
       trace.json       with run.trace               timeline.svg   measured beside predicted
+      tokenizer/       the tokenizer, unless tokens are bytes (tokenizer_files.py)
+      run.lock         held by the run that writes here (lock.py)
 
 A run is never overwritten by accident: --resume continues it, --overwrite replaces it, and without
 either the start is refused. --resume auto continues a run that has a checkpoint and starts one
-otherwise, so that one command serves the first start and every restart. A folder with other files
-and no run is always refused. A start that is refused, or ends before its first step, leaves no
-files.
+otherwise, so that one command serves the first start and every restart; it never replaces a run
+whose checkpoints lack files. A folder with other files and no run is always refused. A start that
+is refused, or ends before its first step, leaves no files.
 """
 
 import json
@@ -23,26 +25,49 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from shardwise.checkpoint.folder import CHECKPOINTS, all_in, find, step_of
+from shardwise.checkpoint.folder import (
+    CHECKPOINTS,
+    LATEST,
+    METADATA,
+    SCALARS,
+    TOKENIZER,
+    TOKENIZER_FILES,
+    all_in,
+    find,
+    is_named_by_step,
+    step_of,
+)
+from shardwise.checkpoint.lock import RUN_LOCK, SAVING_LOCK
 from shardwise.core.errors import InputError, bad
+from shardwise.core.suggest import beside
 from shardwise.train.config import Config, dump, read
-from shardwise.train.packed import PROBE, publish, unwritable_folder
+from shardwise.train.packed import PROBE, unwritable_folder
+from shardwise.train.publish import publish
 
 CONFIG = "config.toml"
 METRICS = "metrics.jsonl"
 PLOTS = "plots"
 REPORT = "report.md"
+PICTURES: Final = (f"{PLOTS}/loss.png", f"{PLOTS}/memory.png", f"{PLOTS}/bytes.png")
+LOCK = "run.lock"
 #: The files that a run writes, and its folders with patterns of names; --overwrite removes these.
 FILES: Final = (CONFIG, METRICS, REPORT, "sample.txt", "trace.json", "timeline.svg")
 FOLDERS: Final = {
     "tensorboard": re.compile(r"events\.out\.tfevents\..+"),
-    CHECKPOINTS: re.compile(r"(\.saving-|\.removing-)?step-\d+(\.again)?|\.?latest"),
-    PLOTS: re.compile(r"(loss|memory|bytes|step)\.png"),
+    CHECKPOINTS: re.compile(
+        rf"(\.saving-|\.removing-)?step-\d+(\.again)?|\.?latest|{re.escape(SAVING_LOCK)}"
+    ),
+    TOKENIZER: re.compile(rf"\.?({'|'.join(map(re.escape, TOKENIZER_FILES))})(\.\d+)?"),
+    PLOTS: re.compile(r"(loss|memory|bytes|step|experts)\.png"),
 }
 #: Tokenised data, if its folder is the run's own (packed.py).
-TOKENS: Final = re.compile(r"[0-9a-f]{24,32}(-bpe\d+)?\.(tokens|json|lock|tokenizer\.json)")
-#: Temporary files of other ranks and network file systems.
-PASSING: Final = (PROBE, ".nfs")
+TOKENS: Final = re.compile(
+    r"[0-9a-f]{24,32}(-bpe\d+)?\.(tokens|json|lock|tokenizer\.json|hashes\.json)"
+)
+#: Temporary files of other ranks and network file systems, and the lock.
+PASSING: Final = (PROBE, ".nfs", RUN_LOCK)
+#: What a killed process leaves of a file that it was writing (packed.publish).
+UNPUBLISHED: Final = re.compile(rf"\.({'|'.join(map(re.escape, FILES))})\.\d+")
 
 
 def check(config: Config, resume: bool, overwrite: bool) -> None:
@@ -59,6 +84,8 @@ def check(config: Config, resume: bool, overwrite: bool) -> None:
     if found and not run:
         raise _foreign(folder, found)
     if resume and not saved:
+        if damaged := unreadable_checkpoints(config):
+            raise _incomplete(folder / CHECKPOINTS, damaged)
         raise bad(
             f"--resume with run.folder = '{folder}', where no checkpoint is",
             "the folder of a run that has saved a checkpoint",
@@ -69,7 +96,7 @@ def check(config: Config, resume: bool, overwrite: bool) -> None:
             f"run.folder = '{folder}', where a run is already",
             "a new folder, --resume to continue that run (--resume auto: only if there is one), "
             "or --overwrite to replace it",
-            f"--set run.folder={folder}-2",
+            f"--set run.folder={beside(folder)}",
         )
     _try_to_write(folder)
 
@@ -88,16 +115,33 @@ def has_checkpoint(config: Config) -> bool:
         raise unwritable_folder(config.folder, "run.folder", error) from None
 
 
+def unreadable_checkpoints(config: Config) -> list[Path]:
+    """Checkpoints that lack a file, and `latest` without any checkpoint; empty if one is whole.
+
+    A save is renamed to its name when it is complete, so these have lost a file.
+    """
+    checkpoints = config.folder / CHECKPOINTS
+    if has_checkpoint(config) or not checkpoints.is_dir():
+        return []
+    return sorted(p for p in checkpoints.iterdir() if is_named_by_step(p) or p.name == LATEST)
+
+
 def claim(config: Config, overwrite: bool) -> None:
     """Prepare the folder and write the configuration. One rank calls it, after `check`."""
     try:
         if overwrite:
             clear(config.folder)
+        (config.folder / REPORT).unlink(missing_ok=True)  # of fewer steps
         (config.folder / PLOTS).mkdir(parents=True, exist_ok=True)
-        text = dump(config)
-        publish(config.folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
+        publish_config(config)
     except OSError as error:
         raise unwritable_folder(config.folder, "run.folder", error) from None
+
+
+def publish_config(config: Config) -> None:
+    """Write the configuration, which makes the folder a run's."""
+    text = dump(config)
+    publish(config.folder / CONFIG, lambda path: path.write_text(text, encoding="utf-8"))
 
 
 def config_of(folder: Path) -> Config | None:
@@ -109,19 +153,23 @@ def config_of(folder: Path) -> Config | None:
 
 
 def finished_message(config: Config) -> str:
-    """The message for --resume of a run that has finished; "" for any other run.
+    """The message for --resume of a run that has finished and has its report; else "".
 
     Call it after `check`. It reads only the name of the checkpoint.
     """
     latest = find(config.folder / CHECKPOINTS)
     step, steps = step_of(latest), config.train.steps
-    if step < steps:
+    if step < steps or not has_report(config.folder):
         return ""
-    unreported = "" if (config.folder / REPORT).exists() else " (it ended before its report)"
     return (
-        f"the run in {config.folder} is finished: step {step} of {steps}{unreported}. Nothing was "
+        f"the run in {config.folder} is finished: step {step} of {steps}. Nothing was "
         f"changed; to train on: --resume --set train.steps={step + max(1, min(step, steps))}"
     )
+
+
+def has_report(folder: Path) -> bool:
+    """Whether a run has its report, with the pictures that every report shows."""
+    return all((folder / name).is_file() for name in (REPORT, *PICTURES))
 
 
 def clear(folder: Path) -> None:
@@ -129,7 +177,8 @@ def clear(folder: Path) -> None:
 
     A symbolic link is removed, not followed.
     """
-    for path in [folder / name for name in (*FILES, *FOLDERS)]:
+    left = [path for path in folder.glob(".*") if UNPUBLISHED.fullmatch(path.name)]
+    for path in [*left, *(folder / name for name in (*FILES, *FOLDERS))]:
         if path.is_symlink() or path.is_file():
             path.unlink()
     for name, ours in FOLDERS.items():
@@ -144,13 +193,20 @@ def clear(folder: Path) -> None:
         _remove_if_empty(folder / name)
 
 
-def forget(folder: Path) -> None:
-    """Remove a run without any recorded or saved step, so that its command can be repeated."""
-    record = folder / METRICS
-    if all_in(folder / CHECKPOINTS) or (record.exists() and record.stat().st_size):
+def forget(config: Config) -> None:
+    """Remove a run without any recorded or saved step, so that its command can be repeated.
+
+    If the user's own files are beside it, its configuration stays: the folder is still a run's.
+    """
+    record = config.folder / METRICS
+    if all_in(config.folder / CHECKPOINTS) or (record.exists() and record.stat().st_size):
         return
-    clear(folder)
-    _remove_if_empty(folder)
+    clear(config.folder)
+    if _entries(config):
+        publish_config(config)
+    elif config.folder.is_dir():
+        (config.folder / RUN_LOCK).unlink(missing_ok=True)
+        _remove_if_empty(config.folder)
 
 
 def _remove_if_empty(folder: Path) -> None:
@@ -169,13 +225,13 @@ def _entries(config: Config) -> list[str]:
         names = [name for name in names if not TOKENS.fullmatch(name)]
     elif cache.is_relative_to(folder):
         names = [name for name in names if name != cache.relative_to(folder).parts[0]]
-    return [name for name in names if not name.startswith(PASSING)]
+    return [n for n in names if not n.startswith(PASSING) and not UNPUBLISHED.fullmatch(n)]
 
 
 def _is_dump(file: Path) -> bool:
     """Whether it is a configuration written by a run: it has every section."""
     try:
-        return set(tomllib.loads(file.read_text(encoding="utf-8"))) == set(Config.model_fields)
+        return set(tomllib.loads(file.read_text(encoding="utf-8-sig"))) == set(Config.model_fields)
     except (OSError, ValueError, RecursionError):
         return False
 
@@ -196,6 +252,17 @@ def _foreign(folder: Path, found: Sequence[str]) -> InputError:
         f"run.folder = '{folder}', a folder with other files ({named}) and no run",
         "a new or empty folder, or a run's folder; --overwrite replaces only runs",
         f"--set run.folder={folder / 'run'}",
+    )
+
+
+def _incomplete(checkpoints: Path, damaged: Sequence[Path]) -> InputError:
+    newest = damaged[-1]
+    lacks = [name for name in (METADATA, SCALARS) if not (newest / name).is_file()]
+    what = f"{newest.name} lacks {' and '.join(lacks)}" if newest.is_dir() else "no checkpoint"
+    return bad(
+        f"--resume with '{checkpoints}', where no checkpoint is complete ({what})",
+        "the folder of a run with a complete checkpoint; --resume auto does not replace this run",
+        "the missing files from a copy, or --overwrite to start that run again",
     )
 
 

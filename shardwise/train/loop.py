@@ -6,22 +6,21 @@
     agree on whether a rank has received a signal to stop
     save
 
+After the last save nothing fails the run: what goes wrong with its sample, pictures or report is
+said in a line. After a signal there is no report, since a batch system may give only seconds.
+
 All decisions (the batch, the learning rate, when to evaluate and save) are functions of the step.
 So all ranks decide the same, and a resumed run continues as the first run would have.
 """
 
 import math
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, nullcontext
+from dataclasses import replace
 
 import numpy as np
 import torch
 from rich.console import Console
-from rich.panel import Panel
-from rich.text import Text
-from torch import Tensor
 
 from shardwise.checkpoint.folder import all_in, find, passed_over
 from shardwise.comm.objects import all_gather_object
@@ -30,24 +29,21 @@ from shardwise.core.errors import InputError, NonFiniteError
 from shardwise.engine.engine import Engine
 from shardwise.engine.out_of_memory import explained, ran_out
 from shardwise.engine.training import Metrics as StepMetrics
-from shardwise.models.decoder import flops_per_token, logits, parameters
-from shardwise.prediction.traffic import by_kind
-from shardwise.train import folder, metrics, progress, report
-from shardwise.train.baseline import ddp_baseline
+from shardwise.models.decoder import flops_per_token
+from shardwise.train import folder, lock, metrics, progress, report, tokenizer_files
 from shardwise.train.config import Config
 from shardwise.train.data import Index, block, unigram_entropy
-from shardwise.train.disk_share import StepsOnDisk, disk_line
+from shardwise.train.disk_share import StepsOnDisk
+from shardwise.train.end import finish
 from shardwise.train.experts import step_loads
 from shardwise.train.learning import learning_rate
-from shardwise.train.metrics import Metrics, Record
+from shardwise.train.metrics import Record
 from shardwise.train.model import (
     Batch,
     batch,
     build,
     fit_clusters,
     has_clusters,
-    optimizer_of,
-    prediction_of,
     predictor,
     stacked_names,
     with_least_offload,
@@ -55,10 +51,9 @@ from shardwise.train.model import (
 from shardwise.train.offload_trace import OffloadTracing
 from shardwise.train.peak import Peak, measured_peak
 from shardwise.train.prepare import PreparedRun, Start, prepare
-from shardwise.train.process_memory import process_memory, resident_bytes
-from shardwise.train.progress import Progress
-from shardwise.train.report import Cost, Summary
-from shardwise.train.sample import NextToken, sample, visible
+from shardwise.train.process_memory import resident_bytes
+from shardwise.train.report import Summary
+from shardwise.train.run import Run, is_due, say
 from shardwise.train.saving import Position, load_run, save_run
 from shardwise.train.stacked_loads import StackedLoads
 from shardwise.train.step_memory import StepMemory
@@ -66,41 +61,8 @@ from shardwise.train.stop import any_rank
 from shardwise.train.stop_signal import NOTHING, StopSignal
 from shardwise.train.tracing import Tracing
 
+LOCK_PATIENCE_S = 5.0  # for the ranks of torchrun and Slurm: a restart may come before an end
 MEMORY_EVERY = 20  # steps between two measurements of memory, which visit all tensors
-
-
-@dataclass
-class LastStep:
-    """This rank's share of the last step of this program, and the skipped steps before it."""
-
-    share: Batch | None = None
-    skipped_before: int = 0
-    skipped: bool = False
-
-    def add(self, share: Batch, skipped: bool) -> None:
-        """Record a step."""
-        self.skipped_before += self.skipped
-        self.share, self.skipped = share, skipped
-
-
-@dataclass(frozen=True)
-class Run:
-    """The objects that a step uses and reports to."""
-
-    prepared: PreparedRun
-    engine: Engine
-    peak: Peak
-    unigram: float
-    progress: Progress
-    metrics: Metrics | None
-    stop: StopSignal
-    tracing: Tracing
-    updates: OffloadTracing
-    memory: StepMemory
-    before_bytes: int  # of this process, before the model was made
-    disk: StepsOnDisk
-    stacked: StackedLoads
-    last: LastStep = field(default_factory=LastStep)
 
 
 def train(
@@ -109,19 +71,21 @@ def train(
     start: Start | None = None,
     console: Console | None = None,
     stop: StopSignal | None = None,
+    *,
+    locked: bool = False,
 ) -> Summary | None:
     """Train by a configuration; returns the summary on rank 0, None on other ranks.
 
+    Rank 0 holds the lock on the run's folder, unless it is `locked` for this run (lock.py).
     `stop` receives signals from before the call; without it, the loop receives them. A signal
     before the first step ends the run and leaves no file.
 
     Raises InputError for wrong inputs, before anything is written, and NonFiniteError for a
     non-finite loss or gradient; older checkpoints stay.
     """
-    start = (start or Start()).resolve_auto(config)
     with ExitStack() as stack:
-        first = world.rank == 0
         stop = stop or stack.enter_context(StopSignal())
+        start = own_folder(config, world, start or Start(), stack, locked=locked)
         prepared = with_least_offload(prepare(config, world.size, start), world)
         if start.resume and (done := folder.finished_message(config)):
             return say(done, world, console)
@@ -132,38 +96,73 @@ def train(
         # every rank has checked the folder and built the engine, before rank 0 changes the folder
         if any_rank(stop.received, world):
             return say(NOTHING, world, console)
-        if first:
+        if world.rank == 0:
             folder.claim(config, start.overwrite)
+            tokenizer_files.keep(config, prepared.vocabulary)
             if not start.resume:
-                stack.callback(folder.forget, config.folder)  # keeps a run with a recorded step
-        peak = Peak(measured_peak(world.device, engine.dtype or torch.float32, world.barrier))
-        unigram = unigram_entropy(prepared.corpus) if first else math.nan
-        board = config.run.tensorboard
-        kept = stack.enter_context(metrics.writer(config.folder, at.step, board)) if first else None
-        shown = stack.enter_context(progress.display(config.train.steps, first, console))
-        tracing = Tracing(engine, at.step, config.train.steps, on=config.run.trace)
-        memory = StepMemory(engine, at.step, config.train.steps)
-        updates = OffloadTracing(engine, tracing.steps, on=config.run.trace)
-        stacked = StackedLoads(engine, stacked_names(prepared))
-        recorders = tracing, updates, memory, before, StepsOnDisk(engine), stacked
-        run = Run(prepared, engine, peak, unigram, shown, kept, stop, *recorders)
-        opening(run, at)
-        if at.step == 0 and has_clusters(prepared):
-            with run.disk.outside_of_steps():
-                fit_clusters(engine, share(run, prepared.batches.numbers(0)))
-        early = any_rank(stop.received, world)
-        stopped = early or steps(run, at)
-        if not early and (said := updates.write(config.folder)):
-            shown.note(said)
-    if early:
-        return say(NOTHING, world, console)
-    return finish(run, at, stopped, console)
+                stack.callback(folder.forget, config)  # keeps a run with a recorded step
+        with ExitStack() as shown:
+            run = begin(prepared, engine, at, stop, before, console=console, stack=shown)
+            opening(run, at)
+            first_pass(run, at)
+            if any_rank(stop.received, world):
+                return say(NOTHING, world, console)
+            stopped = steps(run, at)
+        return None if stopped else finish(run, at, console)
 
 
-def say(text: str, world: World, console: Console | None) -> None:
-    """Print on rank 0 why the run does not train."""
+def begin(
+    prepared: PreparedRun,
+    engine: Engine,
+    at: Position,
+    stop: StopSignal,
+    before_bytes: int,
+    *,
+    console: Console | None,
+    stack: ExitStack,
+) -> Run:
+    """The objects of the run's steps; the display and the files of metrics close with `stack`."""
+    config, world = prepared.config, engine.world
+    first, done, of = world.rank == 0, at.step, config.train.steps
+    peak = Peak(measured_peak(world.device, engine.dtype or torch.float32, world.barrier))
+    writer = metrics.writer(config.folder, done, config.run.tensorboard)
+    tracing = Tracing(engine, done, of, on=config.run.trace)
+    return Run(
+        prepared=prepared,
+        engine=engine,
+        peak=peak,
+        unigram=unigram_entropy(prepared.corpus) if first else math.nan,
+        metrics=stack.enter_context(writer) if first else None,
+        progress=stack.enter_context(progress.display(of, first, console)),
+        stop=stop,
+        tracing=tracing,
+        updates=OffloadTracing(engine, tracing.steps, on=config.run.trace),
+        memory=StepMemory(engine, done, of),
+        before_bytes=before_bytes,
+        disk=StepsOnDisk(engine),
+        stacked=StackedLoads(engine, stacked_names(prepared)),
+    )
+
+
+def own_folder(
+    config: Config, world: World, start: Start, stack: ExitStack, *, locked: bool
+) -> Start:
+    """Lock the run's folder until the stack ends; `start` with `auto` resolved, on all ranks.
+
+    Raises InputError on all ranks if another run holds the lock, or rank 0 refuses the folder.
+    """
+    refused, found = "", start
     if world.rank == 0:
-        (console or Console(highlight=False)).print(text, soft_wrap=True, markup=False)
+        try:
+            patience_s = LOCK_PATIENCE_S if world.size > 1 else 0.0
+            held = nullcontext(start) if locked else lock.hold(config, start, patience_s)
+            found = stack.enter_context(held).resolve_auto(config)
+        except InputError as error:
+            refused = str(error)
+    refused, found = all_gather_object((refused, found), world)[0]
+    if refused:
+        raise InputError(refused)
+    return found
 
 
 def opening(run: Run, at: Position) -> None:
@@ -182,6 +181,13 @@ def opening(run: Run, at: Position) -> None:
     run.progress.note(
         f"unigram baseline on validation: {run.unigram:.4f} nats a token, {bits:.3f} bits a byte"
     )
+
+
+def first_pass(run: Run, at: Position) -> None:
+    """Before the first step, fit the clusters of gates that have them."""
+    if at.step == 0 and has_clusters(run.prepared):
+        with run.disk.outside_of_steps():
+            fit_clusters(run.engine, share(run, run.prepared.batches.numbers(0)))
 
 
 def steps(run: Run, at: Position) -> bool:
@@ -211,7 +217,10 @@ def steps(run: Run, at: Position) -> bool:
             with run.disk.outside_of_steps():
                 save_run(run.prepared, run.engine, at)
         if stop and not last:
-            run.progress.note(f"stopped by a signal after step {at.step}; the checkpoint is saved")
+            run.progress.note(
+                f"stopped by a signal after step {at.step}; the checkpoint is saved, and --resume "
+                "continues from it. No report was made"
+            )
             return True
     return False
 
@@ -221,11 +230,6 @@ def share(run: Run, numbers: Index) -> Batch:
     mine = block(numbers, run.engine.data_rank, run.engine.data_ranks)
     rows = run.prepared.corpus.rows(mine)
     return batch(rows, run.engine.microbatches, run.engine.world.device)
-
-
-def is_due(step: int, every: int) -> bool:
-    """Whether `step` is a multiple of `every` (0: never)."""
-    return every > 0 and step % every == 0
 
 
 def train_step(run: Run, mine: Batch) -> StepMetrics:
@@ -250,8 +254,8 @@ def _with_advice(run: Run, error: NonFiniteError) -> NonFiniteError:
         slower = f"--resume --set train.lr={run.prepared.config.train.lr / 3:.1g}"
         kept = f"The last good checkpoint is {find(checkpoints)}: continue with {slower}"
     return NonFiniteError(
-        f"{error}. The run was stopped. {kept}, for example, or skip such steps: --set "
-        "train.on_nonfinite=skip."
+        f"{str(error).removesuffix('.')}. The run was stopped. {kept}, for example, or skip such "
+        "steps: --set train.on_nonfinite=skip."
     )
 
 
@@ -299,102 +303,3 @@ def tell(run: Run, record: Record) -> None:
     run.progress.step(record)
     if run.metrics is not None:
         run.metrics.write(record)
-
-
-def next_token_logits(run: Run) -> NextToken:
-    """The trained model as a function to the next token's logits, the same on all ranks."""
-    engine, size = run.engine, run.prepared.vocabulary.size
-    # rows of the model beyond the vocabulary are never sampled
-    like_V = torch.zeros(size, device=engine.world.device)
-
-    def after(seen: Sequence[int]) -> Tensor:
-        seen_BT = torch.tensor([seen], device=like_V.device)
-        return engine.outputs(
-            lambda model: logits(model, seen_BT)[0, -1, :size].float(), like_V
-        ).cpu()
-
-    return after
-
-
-def sample_text(run: Run, console: Console | None) -> str:
-    """The sample; none if `sample.tokens` is 0, or a default and parameters are on a disk."""
-    prepared, how = run.prepared, run.prepared.config.sample
-    if not how.tokens:
-        return ""
-    if prepared.plan.states.param_tier == "disk" and "tokens" not in how.model_fields_set:
-        why = f"no sample: each of its {how.tokens} tokens would read all parameters from the disk"
-        say(f"{why}; --set sample.tokens=8 makes a short one", run.engine.world, console)
-        return ""
-    seed, window = prepared.config.train.seed, prepared.corpus.sequence
-    with run.disk.outside_of_steps():
-        return visible(sample(next_token_logits(run), prepared.vocabulary, window, how, seed))
-
-
-def own_cost(run: Run, *, loaded: bool) -> Cost:
-    """The memory of this rank and the traffic of its last step, measured and predicted.
-
-    Only measured without a step of this program, or for a model whose forward reads values.
-    """
-    engine, last = run.engine, run.last
-    on_host = engine.world.device.type == "cpu"
-    process = process_memory(run.before_bytes, None, on_host=on_host)
-    measured = Cost(engine.memory(), {}, engine.measured_bytes(), {}, process=process)
-    if last.share is None:
-        return measured
-    try:
-        found = prediction_of(run.prepared, engine, last.share)
-    except InputError:
-        return measured
-    process = process_memory(run.before_bytes, found, on_host=on_host)
-    train, before = run.prepared.config.train, engine.steps - 1
-    sent = found.in_step(
-        engine.steps_run - 1,
-        loaded=loaded,
-        done=engine.steps - engine.steps_run,
-        skipped=last.skipped_before,
-        flushed=is_due(before, train.eval_every) or is_due(before, train.save_every),
-    )
-    between = found.bytes_between
-    known = {kind: n for kind, n in by_kind(sent).items() if kind not in between}
-    return Cost(measured.memory, found.memory, measured.sent, known, between, process)
-
-
-def finish(run: Run, began: Position, stopped: bool, console: Console | None) -> Summary | None:
-    """Make the sample and collect the costs (all ranks), then write the report (rank 0)."""
-    prepared, engine = run.prepared, run.engine
-    config = prepared.config
-    text = "" if stopped else sample_text(run, console)
-    recording = run.tracing.gather_recording()
-    with run.disk.outside_of_steps():
-        costs = all_gather_object(own_cost(run, loaded=began.step > 0), engine.world)
-    disk = disk_line(run.disk)
-    if engine.world.rank != 0:
-        return None
-    summary = Summary(
-        config=config,
-        plan=str(prepared.plan),
-        ranks=engine.world.size,
-        parameters=parameters(prepared.sizes),
-        packed=prepared.corpus.packed,
-        records=metrics.read(config.folder),
-        unigram=run.unigram,
-        began=began.step,
-        peak_flops=run.peak.flops,
-        costs=costs,
-        baseline=ddp_baseline(prepared.sizes, prepared.plan, optimizer_of(prepared.config.train)),
-        sample=text,
-        stopped=stopped,
-        recording=recording,
-        step=run.memory.series(prepared),
-    )
-    if text:
-        (config.folder / "sample.txt").write_text(text, encoding="utf-8")
-    path = report.write(summary)
-    screen = console or Console(highlight=False)
-    if text:
-        screen.print(Panel(Text(text), title="sample"))
-    screen.print(report.table(summary))
-    if disk:
-        screen.print(disk, soft_wrap=True)
-    screen.print(f"report: {path}", soft_wrap=True)
-    return summary

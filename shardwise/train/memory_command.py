@@ -24,6 +24,7 @@ from shardwise.train.predict_command import PredictRequest, predict_request
 if TYPE_CHECKING:
     import torch
 
+    from shardwise.core.plan import Plan
     from shardwise.prediction.first_fit import Placement
     from shardwise.prediction.prediction import Prediction
     from shardwise.prediction.timeline import Event
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
 HEADS = ("P_os (zero1)", "P_os+g (zero2)", "P_os+g+p (zero3)")
 AS_ALLOCATED, IN_ARENA = "as the step allocates", "long-lived tensors in an arena"
 ALLOCATOR = ("reserved_bytes", "allocated_bytes", "inactive_split_bytes")
+MOST = 1e18  # parameters or ranks in ZeRO's table
 STEPS = 3  # of a measurement; the last one is measured
 
 
@@ -105,6 +107,7 @@ def print_step(request: Request, plan: str) -> None:
         request.styles,
     )
     wanted = predict_request(*given)
+    _require_picture(request, wanted.plan)
     found, events = predict_step(wanted, request.rank)
     choice("--device", request.device, ("cpu", "cuda"))
     measured, placements, allocator = (
@@ -127,7 +130,7 @@ def print_step(request: Request, plan: str) -> None:
             f"is about {peak:,} bytes by prediction, temporary memory of kernels apart"
         )
     for path in (request.svg, request.png):
-        if path is not None and series:
+        if path is not None:
             draw(path, series)
     if request.as_json:
         said = _as_json(found, series, request.model, notes)
@@ -140,6 +143,21 @@ def print_step(request: Request, plan: str) -> None:
             print_placements(placements)
         if allocator:
             print_allocator(allocator)
+
+
+def _require_picture(request: Request, plan: "Plan") -> None:
+    """Raise InputError for a picture of a step that is neither predicted nor measured."""
+    from shardwise.prediction.timeline import unpredicted
+
+    word, drawn = unpredicted(plan), request.svg or request.png
+    if word and drawn and not request.measure:
+        option = "--svg" if request.svg else "--png"
+        raise bad(
+            f"{option} {drawn} under the plan '{plan}': the timeline of a step with {word} is not "
+            "predicted, so there is nothing to draw",
+            "--measure, which measures the step on local ranks, or a plan without that word",
+            f"{option} {drawn} --measure",
+        )
 
 
 def predict_step(wanted: PredictRequest, rank: int) -> "tuple[Prediction, Sequence[Event]]":
@@ -301,7 +319,9 @@ def _numbers(option: str, text: str) -> list[float]:
         found = [float(word) for word in text.split(",")]
     except ValueError:
         found = []
-    if not found or any(not 1 <= n < float("inf") for n in found):
+    if not found or any(not 1 <= n <= MOST for n in found):
         instead = {"--params": "--params 7.5e9,128e9", "--ranks": "--ranks 1,64,1024"}[option]
-        raise bad(f"{option} {text}", "numbers from 1 up, with commas between them", instead)
+        raise bad(
+            f"{option} {text}", f"numbers from 1 to {MOST:g}, with commas between them", instead
+        )
     return found

@@ -1,18 +1,22 @@
 """The record of a run: metrics.jsonl, one object a step, and the same numbers for TensorBoard.
 
-A resumed run first removes the records after its checkpoint, so that each step appears once. An
-incomplete last line, left by a crash, is removed too.
+A resumed run first removes the records after its checkpoint, so that each step appears once. It
+keeps every other line unchanged, also lines that are no records, but for an incomplete last line,
+which a crash leaves.
 """
 
 import json
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from shardwise.train.packed import publish
+from pydantic import TypeAdapter
+
+from shardwise.train.publish import publish
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -59,24 +63,43 @@ class Record:
         return json.dumps(known if finite else known | {"loss": None}, allow_nan=False)
 
 
+_RECORD = TypeAdapter(Record)
+
+
 def read(folder: Path) -> list[Record]:
-    """The records of a run, in order, up to the first incomplete line."""
-    path = folder / FILE
-    records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        try:
-            found = json.loads(line)
-            lost = {"loss": math.nan} if found["loss"] is None else {}
-            records.append(Record(**found | lost))
-        except (json.JSONDecodeError, TypeError, KeyError):
-            break
-    return records
+    """The records of a run, in order; other lines and unknown fields are passed over."""
+    records = (record_in(line) for line in _lines(folder))
+    return [record for record in records if record is not None]
+
+
+def record_in(line: bytes) -> Record | None:
+    """The record in a line; None if it has no JSON object with the fields and types of a record."""
+    try:
+        found = json.loads(line)
+        lost = {"loss": math.nan} if found["loss"] is None else {}
+        return _RECORD.validate_json(json.dumps(found | lost), strict=True)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
 
 
 def keep_until(folder: Path, step: int) -> None:
-    """Remove the records after `step`, atomically."""
-    lines = "".join(f"{record.line()}\n" for record in read(folder) if record.step <= step)
-    publish(folder / FILE, lambda path: path.write_text(lines, encoding="utf-8"))
+    """Remove the records after `step`, and an incomplete last line, atomically."""
+    kept = [line for line in _lines(folder) if _step_of(line) <= step]
+    if kept and not kept[-1].endswith(b"\n"):
+        last = kept.pop()
+        kept += [last + b"\n"] * (record_in(last) is not None)
+    publish(folder / FILE, lambda path: path.write_bytes(b"".join(kept)))
+
+
+def _lines(folder: Path) -> list[bytes]:
+    """The lines of the file with their ends; JSON escapes every other line separator of text."""
+    path = folder / FILE
+    return path.read_bytes().splitlines(keepends=True) if path.exists() else []
+
+
+def _step_of(line: bytes) -> int:
+    record = record_in(line)
+    return 0 if record is None else record.step
 
 
 class Metrics:
@@ -128,4 +151,12 @@ def writer(folder: Path, after: int, tensorboard: bool) -> Iterator[Metrics]:
             yield Metrics(file, board)
         finally:
             if board is not None:
-                board.close()
+                _close(board)
+
+
+def _close(board: "SummaryWriter") -> None:
+    """Close TensorBoard's file, which has nothing that metrics.jsonl has not."""
+    try:
+        board.close()
+    except OSError as error:
+        print(f"shardwise: TensorBoard's file is incomplete ({error})", file=sys.stderr)

@@ -60,7 +60,7 @@ def with_least_offload(prepared: PreparedRun, world: World) -> PreparedRun:
     if plan.offload != AUTO:
         return prepared
     rows = -(-prepared.config.train.batch // plan.data_size)
-    tokens = torch.zeros(rows, prepared.sizes.sequence, dtype=torch.int64)
+    tokens = torch.zeros(rows, prepared.sizes.sequence, dtype=torch.int64, device="meta")
     share = {"inputs": tokens, "targets": tokens}
     return replace(prepared, plan=with_offload(plan, predictor(prepared, share), world.device))
 

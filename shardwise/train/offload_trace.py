@@ -19,7 +19,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.one_stage import OneStage
 from shardwise.parallel.offload.spans import Span
 from shardwise.parallel.pipeline.runtime import Recorder
-from shardwise.train.packed import publish
+from shardwise.train.publish import publish
 from shardwise.train.tracing import TRACE
 
 #: Tracks of a rank.

@@ -10,9 +10,7 @@ the files; the others wait for it.
 
 import hashlib
 import json
-import os
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +19,8 @@ from filelock import FileLock
 from numpy.typing import NDArray
 
 from shardwise.core.errors import InputError, bad
+from shardwise.train.hashes import hashes
+from shardwise.train.publish import publish
 from shardwise.train.sources import Source, raw
 from shardwise.train.tokens import (
     ByteVocabulary,
@@ -54,8 +54,8 @@ class Packed:
 
 def tokenise(source: Source, tokens: str, cache: Path) -> Packed:
     """The source's tokens, from `cache` if it has them. Raises InputError for bad input."""
-    content = source.digest()
     make_folder(cache, "data.cache")
+    content = source.digest(lambda files: hashes(files, cache))
     with FileLock(cache / f"{content}.lock"):
         vocabulary = _vocabulary(source, tokens, cache, content)
         mark = f"{FORMAT}/{content}/{vocabulary.name}"
@@ -86,16 +86,6 @@ def unwritable_folder(folder: Path, what: str, error: OSError) -> InputError:
         "a folder that you may write to",
         f"--set {what}=runs/NAME",
     )
-
-
-def publish(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside `path` and rename, so that readers never see a partial file."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(beside)
-        beside.replace(path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def _vocabulary(source: Source, tokens: str, cache: Path, content: str) -> Vocabulary:

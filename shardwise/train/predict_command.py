@@ -148,14 +148,14 @@ def predict_request(
     from shardwise.engine.offload_choice import AUTO
     from shardwise.engine.prediction import predict
     from shardwise.models.registry import find
-    from shardwise.verify import parity
+    from shardwise.verify import batches, parity
     from shardwise.verify.options import Options, table_in
     from shardwise.verify.oracles import is_asynchronous
     from shardwise.verify.smoke_test import with_table
 
     trainable = find(name)
     rows = batch or ROWS * plan.microbatches
-    made = _resize(trainable.make_batch(rows, parity.SEED), sequence, name)
+    made = _resize(trainable.batch(rows, batches.SEED), sequence, name)
     clip = None if is_asynchronous(plan) else 1.0
     styles = Options(table=None if table is None else table_in(table))
     chosen = with_table(name, plan, styles)
@@ -173,10 +173,14 @@ def _resize(batch: Any, sequence: int | None, name: str) -> Any:
     from torch import Tensor
     from torch.utils._pytree import tree_leaves, tree_map_only
 
+    from shardwise.models.trainable import require_room
+
     rows = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and _is_text(x)]
     if not rows:
         given = f"--sequence {sequence} for the model {name}, whose batch has no sequences"
         raise bad(given, "--sequence for models of text [rows, positions]", "no --sequence")
+    what = f"a batch of {len(rows[0])} rows and --sequence {sequence} for the model {name}"
+    require_room(what, rows, sequence / rows[0].shape[1])
     return tree_map_only(Tensor, lambda x: _of_length(x, sequence), batch)
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class Start:
     """How to use the run's folder: continue the run, replace it, or (neither) require a new one.
 
-    `auto`: continue if there is a checkpoint, else start, replacing a run without one.
+    `auto`: continue if a checkpoint was saved, else start, replacing a run without one.
     """
 
     resume: bool = False
@@ -44,7 +44,7 @@ class Start:
         """
         if not self.auto or self.overwrite:
             return replace(self, resume=self.resume or self.auto, auto=False)
-        saved = folder.has_checkpoint(config)
+        saved = folder.has_checkpoint(config) or bool(folder.unreadable_checkpoints(config))
         return Start(resume=saved, overwrite=not saved and folder.is_run(config.folder))
 
 
@@ -108,6 +108,24 @@ def checked_plan(config: Config, ranks: int) -> Plan:
     return plan
 
 
+def check_batch(plan: Plan, corpus: Corpus, batch: int) -> None:
+    """Raise InputError for a step of more sequences or microbatches than training sequences."""
+    least, there = plan.microbatches * plan.data_size, len(corpus.training)
+    if least > there:
+        raise bad(
+            f"the plan '{plan}', whose step has {plan.data_size} x {plan.microbatches} "
+            f"microbatches, with {there} training sequences",
+            "at most a microbatch for each sequence",
+            f"fewer microbatches or data ranks, or model.sequence below {corpus.sequence}",
+        )
+    if batch > there:
+        raise bad(
+            f"train.batch = {batch} with {there} training sequences",
+            "at most all of them: no step has a sequence twice",
+            f"train.batch = {there}, or more data",
+        )
+
+
 def check_same(before: "Sizes", now: "Sizes") -> None:
     """Raise InputError unless the model has the sizes of the saved one."""
     from shardwise.models.decoder import numbers
@@ -142,7 +160,9 @@ def prepare(config: Config, ranks: int, start: Start) -> PreparedRun:
     )
 
     sizes = model_sizes(config.model, packed.vocabulary.size, config.train.seed)
-    check_fits(packed.vocabulary, sizes.vocabulary)
+    check_fits(packed.vocabulary, sizes.vocabulary, config.model.name)
+    corpus = split(packed, sizes.sequence, config.data.validation)
+    check_batch(plan, corpus, config.train.batch)
     table = run_table(config.plan.table, sizes, plan)
     require_fit(sizes, plan, table)
     # with ranks started by torchrun, only this rank is known to be on this machine
@@ -152,6 +172,4 @@ def prepare(config: Config, ranks: int, start: Start) -> PreparedRun:
     before = folder.config_of(config.folder) if start.resume else None
     if before is not None:
         check_same(model_sizes(before.model, packed.vocabulary.size), sizes)
-    return PreparedRun(
-        config, plan, split(packed, sizes.sequence, config.data.validation), sizes, table
-    )
+    return PreparedRun(config, plan, corpus, sizes, table)

@@ -1,7 +1,7 @@
 """The summary of a run: a table on the screen, and report.md with numbers and plots."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -12,12 +12,13 @@ from rich.text import Text
 from shardwise.train import experts, plots, step_memory, tracing
 from shardwise.train.baseline import Baseline
 from shardwise.train.config import Config
-from shardwise.train.folder import PLOTS
+from shardwise.train.folder import PICTURES, PLOTS, REPORT
 from shardwise.train.memory_picture import Series, draw
 from shardwise.train.metrics import Record
-from shardwise.train.packed import Packed, publish
+from shardwise.train.packed import Packed
 from shardwise.train.process_memory import ProcessMemory
 from shardwise.train.progress import duration, size_text
+from shardwise.train.publish import publish
 from shardwise.train.tracing import Recording
 
 
@@ -58,7 +59,6 @@ class Summary:
     baseline: Baseline | None = None
     began: int = 0
     sample: str = ""
-    stopped: bool = False
     recording: Recording | None = None
     step: Sequence[Series] = ()
 
@@ -71,8 +71,8 @@ class Summary:
 
     @property
     def recent(self) -> Sequence[Record]:
-        """The records of the steps of this process."""
-        return [record for record in self.records if record.step > self.began]
+        """The records of the steps of this process; all records if it made no step."""
+        return [record for record in self.records if record.step > self.began] or self.records
 
     @property
     def memory(self) -> tuple[int, Cost]:
@@ -133,29 +133,49 @@ def table(summary: Summary) -> Table:
     return grid
 
 
-def write(summary: Summary) -> Path:
-    """Draw the plots and write report.md into the run's folder; returns its path."""
+def write(summary: Summary) -> tuple[Path, list[str]]:
+    """Draw the plots and write report.md into the run's folder; its path, and what failed.
+
+    A picture or a trace that cannot be made is missing from the report; the rest is made.
+    """
     folder = summary.config.folder
-    plots.loss(folder / PLOTS / "loss.png", summary.records, summary.unigram)
-    (holder, held), (sender, sent) = summary.memory, summary.sent
-    memory, traffic = (
-        f"What rank {holder} holds between steps",
-        f"What rank {sender} sends in a step",
-    )
-    ddp = summary.baseline or Baseline({}, {})
-    plots.bars(
-        folder / PLOTS / "memory.png", memory, held.memory, held.predicted_memory, ddp.memory
-    )
-    plots.bars(folder / PLOTS / "bytes.png", traffic, sent.sent, sent.predicted_sent, ddp.sent)
-    if summary.step:
-        draw(folder / PLOTS / step_memory.PICTURE, summary.step)
-    if summary.recording is not None:
-        tracing.write(folder, summary.recording)
-    if experts.sum_loads(summary.records):
-        plots.heat_map(folder / PLOTS / experts.PICTURE, experts.panels(summary.records))
-    path = folder / "report.md"
+    failures = []
+    for name, make in _pictures(summary).items():
+        try:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            make(folder / name)
+        except Exception as error:  # noqa: BLE001  a library may raise anything; the run is saved
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            failures.append(f"{folder / name} could not be made ({why})")
+    path = folder / REPORT
     publish(path, lambda beside: beside.write_text(text(summary), encoding="utf-8"))
-    return path
+    return path, failures
+
+
+def _pictures(summary: Summary) -> dict[str, Callable[[Path], object]]:
+    """The files beside the report, and what makes each of them."""
+    (holder, held), (sender, sent) = summary.memory, summary.sent
+    ddp = summary.baseline or Baseline({}, {})
+    memory, traffic = (
+        (f"What rank {holder} holds between steps", held.memory, held.predicted_memory, ddp.memory),
+        (f"What rank {sender} sends in a step", sent.sent, sent.predicted_sent, ddp.sent),
+    )
+    loss, between, sends = PICTURES
+    found: dict[str, Callable[[Path], object]] = {
+        loss: lambda path: plots.loss(path, summary.records, summary.unigram),
+        between: lambda path: plots.bars(path, *memory),
+        sends: lambda path: plots.bars(path, *traffic),
+    }
+    if summary.sample:
+        found["sample.txt"] = lambda path: path.write_text(summary.sample, encoding="utf-8")
+    if summary.step:
+        found[f"{PLOTS}/{step_memory.PICTURE}"] = lambda path: draw(path, summary.step)
+    if (recording := summary.recording) is not None:
+        found[tracing.TRACE] = lambda path: tracing.write(path.parent, recording)
+    if experts.sum_loads(summary.records):
+        panels = experts.panels(summary.records)
+        found[f"{PLOTS}/{experts.PICTURE}"] = lambda path: plots.heat_map(path, panels)
+    return found
 
 
 def text(summary: Summary) -> str:
@@ -163,8 +183,6 @@ def text(summary: Summary) -> str:
     (holder, held), (sender, sent) = summary.memory, summary.sent
     ddp = summary.baseline or Baseline({}, {})
     lines = [f"# {summary.config.folder.name}", ""]
-    if summary.stopped:
-        lines += ["Stopped by a signal, with a checkpoint; `--resume` continues from it.", ""]
     lines += ["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows(summary)), ""]
     lines += ["## Loss", "", "![loss](plots/loss.png)", "", _baseline_text(summary), ""]
     lines += ["## Memory", "", "![memory](plots/memory.png)", ""]

@@ -8,8 +8,10 @@ resume under another plan and on another number of ranks.
 from dataclasses import dataclass
 
 from shardwise.checkpoint.engines import fill, write
-from shardwise.checkpoint.folder import CHECKPOINTS, prune
+from shardwise.checkpoint.failure import damaged
+from shardwise.checkpoint.folder import CHECKPOINTS, SCALARS
 from shardwise.checkpoint.open_checkpoint import IMPORTED, OpenCheckpoint
+from shardwise.core.arguments import is_count
 from shardwise.core.errors import bad
 from shardwise.engine.engine import Engine
 from shardwise.train.prepare import PreparedRun
@@ -33,9 +35,7 @@ def save_run(prepared: PreparedRun, engine: Engine, at: Position) -> None:
         "plan": str(prepared.plan),  # for information; another plan can load it
         "engine": engine.scalars(),
     }
-    write(engine, folder, scalars)
-    if engine.world.rank == 0:
-        prune(folder, prepared.config.train.keep)
+    write(engine, folder, scalars, prepared.config.train.keep)
 
 
 def load_run(prepared: PreparedRun, engine: Engine) -> Position:
@@ -56,11 +56,14 @@ def load_run(prepared: PreparedRun, engine: Engine) -> Position:
                 "a checkpoint saved by shardwise train, with its position in the data",
                 "--overwrite for a new run",
             )
-        _check_data(opened.scalars["data"], prepared.data_mark)
+        consumed, data = opened.scalars["consumed"], opened.scalars["data"]
+        if not is_count(consumed) or not isinstance(data, dict):
+            raise damaged(opened.path / SCALARS, "its position in the data is not one of a run")
+        _check_data(data, prepared.data_mark)
 
     folder = prepared.config.folder / CHECKPOINTS
     scalars = fill(engine, folder, check)
-    return Position(int(scalars["step"]), int(scalars.get("consumed", 0)))
+    return Position(scalars["step"], 0 if IMPORTED in scalars else scalars["consumed"])
 
 
 def _check_data(saved: dict[str, object], here: dict[str, object]) -> None:

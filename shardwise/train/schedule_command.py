@@ -184,7 +184,7 @@ def _subject_of_file(request: Request) -> Subject:
         given = f"the file {request.name} and sizes as options"
         raise bad(given, "a file alone: its rows say its size", request.name)
     try:
-        rows = Path(request.name).read_text(encoding="utf-8")
+        rows = Path(request.name).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         missing = isinstance(error, FileNotFoundError)
         why = "no such file" if missing else getattr(error, "strerror", None) or "no text"

@@ -21,7 +21,7 @@ from shardwise.models import hf, pretrained
 from shardwise.models.decoder import Sizes, build, loss_of, numbers, parameters
 from shardwise.models.gpt import SIZES, GPTConfig
 from shardwise.models.moe import MoEConfig
-from shardwise.parallel.expert.gate import Gate
+from shardwise.parallel.expert.gate import FIXED, GATES, Gate
 from shardwise.train.config import Config
 from shardwise.train.config_sections import ModelSection
 from shardwise.train.progress import size_text
@@ -94,8 +94,13 @@ def _in_folder(section: ModelSection) -> Sizes:
 
 
 def _moe_config(section: ModelSection, experts: int, dense: GPTConfig) -> MoEConfig:
+    # a default that has no effect under this gate was not asked for
     losses = {"balance": section.balance, "z": section.router_z}
-    gate = Gate(section.gate, experts, section.experts_per_token, section.capacity, losses=losses)
+    defaults = {"balance": _DEFAULT["balance"], "z": _DEFAULT["router_z"]}
+    losses = {} if section.gate in FIXED and losses == defaults else losses
+    k = section.experts_per_token
+    k = GATES.get(section.gate) or k if k == _DEFAULT["experts_per_token"] else k
+    gate = Gate(section.gate, experts, k, section.capacity, losses=losses)
     if gate.name in ("assigned", "argmax"):
         raise bad(
             f"model.gate = '{gate.name}' in a run on text, which does not assign tokens to experts",
@@ -202,7 +207,8 @@ def run_table(file: str | None, sizes: Sizes, plan: Plan) -> Table | Mapping[str
     Raises InputError for a file without a table, and if no layer can be sharded.
     """
     given = None if file is None else table_in(Path(file), "plan.table =")
-    tokens = torch.zeros(TABLE_ROWS, sizes.sequence, dtype=torch.int64)
+    # on meta: the sequence is not yet known to fit the data or this machine
+    tokens = torch.zeros(TABLE_ROWS, sizes.sequence, dtype=torch.int64, device="meta")
     batch = {"inputs": tokens, "targets": tokens}
 
     def model() -> nn.Module:

@@ -16,7 +16,7 @@ import json
 import os
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,17 +56,15 @@ class Source:
         for file in self.files:
             yield from (text for text in _read(file, self, exact) if text)
 
-    def digest(self) -> str:
+    def digest(self, hashes: Callable[[Sequence[Path]], list[bytes]]) -> str:
         """A hash of the files' contents in order, independent of their paths."""
         how = f"{self.field}/{self.encoding}"
         total = hashlib.blake2b(how.encode(errors="replace"), digest_size=16)
-        for file in self.files:
-            try:
-                with file.open("rb") as stream:
-                    total.update(hashlib.file_digest(stream, "blake2b").digest())
-            except OSError as error:
-                raise _unreadable(file, error) from None
-            total.update(file.suffix.encode())
+        try:
+            for file, content in zip(self.files, hashes(self.files), strict=True):
+                total.update(content + file.suffix.encode())
+        except OSError as error:
+            raise _unreadable(error.filename or self.name, error) from None
         return total.hexdigest()
 
 
@@ -221,7 +219,7 @@ def _pyarrow(file: Path) -> Any:
         raise bad(
             f"{file}, which only pyarrow can read, and pyarrow is not installed",
             "Parquet with the extra `parquet`, or .txt and .jsonl without it",
-            "pip install 'shardwise[parquet]'",
+            "pip install pyarrow",
         ) from None
     return pyarrow.parquet
 

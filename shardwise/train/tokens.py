@@ -72,14 +72,15 @@ class TokenizerVocabulary:
             raise bad(f"{where}, which has no tokens", "a trained tokenizer", "tokens = 'bytes'")
         # numbers may have gaps: the largest determines the size
         self.size = max(entries.values()) + 1
-        found = [entries[text] for text in KNOWN_SEPARATORS if text in entries]
+        found = [text for text in KNOWN_SEPARATORS if text in entries]
         if not found:
             raise bad(
                 f"{where}, which has no token that ends a document",
                 f"a tokenizer with one of {', '.join(KNOWN_SEPARATORS)}",
                 "tokens = 'bpe:4096', which trains one on the data",
             )
-        self.separator = found[0]
+        self.separator_text = found[0]
+        self.separator = entries[found[0]]
         text = json.dumps(json.loads(tokenizer.to_str()), sort_keys=True)
         self.name = f"tokenizer-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
@@ -101,10 +102,12 @@ def load_tokenizer(path: Path) -> TokenizerVocabulary:
     import tokenizers
 
     if not os.path.isfile(path):  # noqa: PTH113 (which raises for a name that is too long)
+        folder = os.path.isdir(path)  # noqa: PTH112
+        inside = path / "tokenizer.json"
         raise bad(
-            f"tokens = '{path}', which does not exist",
+            f"tokens = '{path}', which {'is a folder' if folder else 'does not exist'}",
             "'bytes', 'bpe:SIZE', or the path of a tokenizer.json",
-            "tokens = 'bytes'",
+            f"tokens = '{inside}'" if folder and inside.is_file() else "tokens = 'bytes'",
         )
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -148,9 +151,16 @@ def train_bpe(documents: Iterable[str], size: int) -> TokenizerVocabulary:
     return TokenizerVocabulary(tokenizer, f"tokens = 'bpe:{size}'")
 
 
-def check_fits(vocabulary: Vocabulary, rows: int) -> None:
+def check_fits(vocabulary: Vocabulary, rows: int, model: str) -> None:
     """Raise InputError unless a model with `rows` rows of embedding can hold the vocabulary."""
     if vocabulary.size > rows:
+        if model.startswith("hf:"):  # whose vocabulary is the folder's
+            raise bad(
+                f"{vocabulary.name} tokens, which need {vocabulary.size}, for model.name = "
+                f"'{model}' with a vocabulary of {rows} and no tokenizer.json in the folder",
+                f"tokens of at most {rows} numbers: those that the model was trained on",
+                "data.tokens = 'PATH/tokenizer.json'",
+            )
         raise bad(
             f"model.vocabulary = {rows} for {vocabulary.name} tokens, which need {vocabulary.size}",
             f"{vocabulary.size} or more",

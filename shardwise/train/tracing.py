@@ -23,7 +23,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.pipelined import Pipelined
 from shardwise.engine.stage_module import AXIS
 from shardwise.parallel.pipeline.runtime import Recorder
-from shardwise.train.packed import publish
+from shardwise.train.publish import publish
 
 WARM = 3  # steps before the first recorded step, if the run is long enough
 MOST = 5  # recorded steps

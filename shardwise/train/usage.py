@@ -30,9 +30,13 @@ EXAMPLES: Final[Mapping[str, str]] = {
     "schedule": "shardwise schedule 1f1b --stages 4 --microbatches 8",
     "checkpoint": "shardwise checkpoint inspect runs/default/checkpoints",
     "inspect": "shardwise checkpoint inspect runs/default/checkpoints",
+    "export": "shardwise checkpoint export runs/default --to weights",
+    "import": "shardwise checkpoint import weights --to runs/tuned",
 }
 #: A value that works, for each option that takes one.
 VALUES: Final[Mapping[str, str]] = {
+    "--to": "FOLDER",
+    "--dtype": "bf16",
     "--disk": ".",
     "--cluster": "cluster.toml",
     "--styles": "table.toml",
@@ -130,7 +134,7 @@ def _instead(error: Any, path: str, command: Any) -> str:
         return f"{_example(path)}; put an argument with spaces in quotes"
     param = getattr(error, "param", None)
     if param is not None and param.param_type_name == "option":
-        return f"{param.opts[-1]} {VALUES[param.opts[-1]]}"
+        return f"{param.opts[-1]} {VALUES.get(param.opts[-1], '')}".rstrip()
     return _example(path)
 
 

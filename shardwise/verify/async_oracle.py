@@ -58,12 +58,15 @@ class AsyncOracle:
         self.model, self.task, self.dtype, self.how = model, task, dtype, how
         self.weights = Weights(model, task, dtype, old=True)
 
-    def step(self, batch: Any, clip: float | None = None) -> float:
-        """All the updates of one global batch; its mean loss. Raises ValueError for a `clip`."""
+    def step(self, batch: Any, clip: float | None = None, idle: int = 0) -> float:
+        """All the updates of one global batch; its mean loss. Raises ValueError for a `clip`.
+
+        The last `idle` data ranks have no rows.
+        """
         if clip is not None:
             raise ValueError("stages that update at different times have no common norm to clip")
         how, params = self.how, self.weights.params
-        parts = Microbatches(how.data_ranks, how.microbatches).of(batch)
+        parts = Microbatches(how.data_ranks, how.microbatches).of(batch, idle)
         versions = [{name: p.detach().clone() for name, p in params.items()}]
         sums: dict[str, Tensor | None] = dict.fromkeys(params)
         summed, tokens, count = 0.0, 0, 0

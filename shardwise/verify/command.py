@@ -23,6 +23,7 @@ from shardwise.comm.local import require_local
 from shardwise.comm.objects import all_gather_object
 from shardwise.comm.rendezvous import environment
 from shardwise.comm.world import init
+from shardwise.core.arguments import integer
 from shardwise.core.errors import RankError, RunError, bad
 from shardwise.core.plan import Plan
 from shardwise.core.plan_check import require
@@ -36,6 +37,7 @@ from shardwise.verify.room import within_bound
 from shardwise.verify.smoke_test import smoke_test
 from shardwise.verify.wire import wire_of
 
+MOST_STEPS = 1000
 MOST_MICROBATCHES = 512  # of two rows each
 
 
@@ -54,13 +56,12 @@ def verify(
 
     Called by all ranks of a world. `options` are units and table, as parallelize takes them. With
     `wire` the ranks run once more, and the network interface is read (wire.py).
-    Raises InputError for a plan that cannot run, an unknown model, steps below 1, `wire` under
-    torchrun or on a system without counters; RankError if a rank fails.
+    Raises InputError for a plan that cannot run, an unknown model, steps below 1 or above
+    MOST_STEPS, `wire` under torchrun or on a system without counters; RankError if a rank fails.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     plan = replace(plan, precision=plan.precision or "fp64")
-    if steps < 1:
-        raise bad(f"--steps {steps}", "one step or more", "--steps 3")
+    integer("--steps", steps, 1, 3, MOST_STEPS)
     start = environment()
     started = start is not None
     if wire:
@@ -150,7 +151,7 @@ def verify_command(
             help="gpt, gpt:SIZE, moe[:GATE[:CAPACITY]], hf:NAME, hf:./FOLDER or file.py:build."
         ),
     ] = "gpt",
-    steps: Annotated[int, typer.Option(help="How many steps to train.")] = 3,
+    steps: Annotated[int, typer.Option(help="How many steps to train, up to 1000.")] = 3,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     units: Annotated[
         str, typer.Option(help='Units: auto, a pattern ("blocks.*"), a size (16MiB).')

@@ -1,12 +1,12 @@
 """The bytes a rank sends in its steps: those counted, and those predicted from the plain model."""
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
+from shardwise.comm.ledger import Key, Tally
 from shardwise.core.expert_moves import Loads
 from shardwise.engine.engine import Engine
 from shardwise.prediction.experts import EVEN
-from shardwise.prediction.peak import device_peak_bytes
 from shardwise.prediction.prediction import Prediction
 from shardwise.prediction.traffic import Line, by_kind
 
@@ -24,9 +24,9 @@ class Costs:
     """The bytes of one step, by axis and kind: of the first step that differs, else of the last.
 
     `hold`: in every step so far, each line of the ledger equals its prediction, in each phase.
-    `activations` are the predicted bytes that autograd keeps, and `peak_bytes` the most that is
-    stored on the device, under a plan with offload. `notes` name parts of the prediction
-    that depend on values.
+    `activations` are the predicted bytes that autograd keeps. `peak_bytes` is the most that is
+    stored on the device at a moment of a step but for temporary bytes, or a bound on it, and
+    `peak_read` the same as measured. `notes` name parts of the prediction that depend on values.
     """
 
     theory: dict[str, int] = field(default_factory=dict[str, int])
@@ -35,6 +35,7 @@ class Costs:
     activations: int = 0
     notes: tuple[str, ...] = ()
     peak_bytes: int = 0
+    peak_read: int = 0
 
     def after(
         self,
@@ -43,21 +44,23 @@ class Costs:
         *,
         loaded: bool = False,
         flushed: bool = False,
+        skipped: int = 0,
         loads: Sequence[Loads] = (),
     ) -> "Costs":
         """The costs with the last step of `engine`; `loaded`: it had loaded a checkpoint before.
 
         `flushed`: something had finished a delayed update before that step, as an evaluation does.
+        `skipped`: so many steps before it were skipped, the last one right before it.
         `loads` are those of the experts, by the oracle.
         """
         if not self.hold:
             return self
         counted = {Line(*key): t.sent_bytes for key, t in engine.last.items() if t.sent_bytes}
         done = engine.steps - engine.steps_run
-        before = {"loaded": loaded, "flushed": flushed}
-        theory = prediction.in_step(engine.steps_run - 1, **before, done=done, loads=loads)
+        before = {"loaded": loaded, "flushed": flushed, "done": done, "skipped": skipped}
+        theory = prediction.in_step(engine.steps_run - 1, **before, loads=loads)
         notes = tuple(LOADS if note == EVEN else note for note in prediction.notes)
-        between = prediction.bytes_between if prediction.plan.precision in ("bf16", "fp16") else {}
+        between = prediction.bytes_between if _short(prediction) else {}
         notes += tuple(
             f"{name}: {by_kind(counted).get(name, 0):,} bytes counted, "
             f"{by_kind(theory).get(name, 0):,} by the loads of one process, {least:,} to {most:,} "
@@ -67,8 +70,31 @@ class Costs:
         same = all(a <= by_kind(counted).get(name, 0) <= b for name, (a, b) in between.items())
         theory, counted = (_without(lines, between) for lines in (theory, counted))
         same = same and theory == counted
-        peak = 0 if prediction.plan.offload is None else device_peak_bytes(prediction)
-        return Costs(by_kind(theory), by_kind(counted), same, prediction.activations, notes, peak)
+        return Costs(by_kind(theory), by_kind(counted), same, prediction.activations, notes)
+
+    def of_evaluation(
+        self, sent: Mapping[Key, Tally], prediction: Prediction, loads: Sequence[Loads]
+    ) -> "Costs":
+        """The costs if an evaluation `sent` what is predicted, else its own.
+
+        In 16 bits tokens may go to other experts than in one process: their rows are not compared.
+        """
+        counted = {Line(*key): t.sent_bytes for key, t in sent.items() if t.sent_bytes}
+        theory = prediction.in_evaluation(loads)
+        open_lines = prediction.bytes_between if _short(prediction) else {}
+        theory, counted = (_without(lines, open_lines) for lines in (theory, counted))
+        if not self.hold or theory == counted:
+            return self
+        return replace(self, theory=by_kind(theory), counted=by_kind(counted), hold=False)
+
+    def within(self, peak: tuple[int, int], note: str) -> "Costs":
+        """The costs with the peak of a step, by theory and as read, and a note on it or ""."""
+        notes = (*self.notes, note) if note else self.notes
+        return replace(self, notes=notes, peak_bytes=peak[0], peak_read=peak[1])
+
+
+def _short(prediction: Prediction) -> bool:
+    return prediction.plan.precision in ("bf16", "fp16")
 
 
 def _without(lines: dict[Line, int], names: Collection[str]) -> dict[Line, int]:

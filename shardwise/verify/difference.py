@@ -67,6 +67,7 @@ def _part(box: Box, expected: Expected, unit: float) -> Part:
     alone = _within(expected.alone[name], box).double() - exact
     if expected.start is not None:
         exact = exact - _within(expected.start[name], box).double()
+    twice = 2 if _key(name).endswith("_sq") else 1  # a square has twice the error
     return Part(
         name,
         exact.numel(),
@@ -74,9 +75,29 @@ def _part(box: Box, expected: Expected, unit: float) -> Part:
         alone=_squares(alone),
         exact=_squares(exact),
         along=_number(float((parallel * exact).sum())),
-        rounds=unit * (2 if _key(name).endswith("_sq") else 1),
+        rounds=unit * twice,
         replica=box.replica,
+        independent=min(independent(alone), independent(exact)) / twice,
     )
+
+
+def independent(errors: Tensor) -> float:
+    """About how many independent roundings the norm of these errors is made of.
+
+    Of n normal numbers the square of the sum of squares, over the sum of fourth powers, is n / 3. A
+    matrix [m, n] of rank 1 has m + n roundings, and one of independent numbers has
+    m n / (m + n) as its (sum of s^2)^2 / sum of s^4, of the singular values s.
+    """
+    squares = errors.square()
+    total = float(squares.sum())
+    if total == 0 or not math.isfinite(total):
+        return 1.0
+    found = min(3 * total**2 / float(squares.square().sum()), errors.numel())
+    if errors.dim() > 1:
+        matrices = errors.flatten(0, -3) if errors.dim() > 2 else errors.unsqueeze(0)
+        gram = matrices @ matrices.mT
+        found = min(found, total**2 / float(gram.square().sum()) * sum(errors.shape[-2:]))
+    return max(1.0, found)
 
 
 def scalar(

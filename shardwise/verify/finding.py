@@ -31,7 +31,8 @@ class Part:
 
     `parallel` is that of the parallel run, `alone` that of one process in the same precision.
     `exact` is the sum of squares of the values, `along` the sum of error times value of the
-    parallel run, `rounds` the unit roundoff of the precision.
+    parallel run, `rounds` the unit roundoff of the precision. `independent` is about how many
+    roundings determine `alone` (rounding.py).
     """
 
     name: str
@@ -42,6 +43,7 @@ class Part:
     along: float
     rounds: float
     replica: int = 0
+    independent: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -100,3 +102,12 @@ class Finding:
             memory_predicted=self.memory_predicted | more.theory,
             strays=more.strays,
         )
+
+
+def renamed(found: Errors | Parts, kind: str) -> Errors | Parts:
+    """The same errors under another kind, with the old kind in their names."""
+    what = {"gradients": "gradient of ", "weights": "weight ", "optimizer": "optimizer "}
+    before = what.get(found.kind, "")
+    if isinstance(found, Errors):
+        return Errors(kind, tuple(before + name for name in found.names), found.errors)
+    return Parts(kind, tuple(replace(part, name=before + part.name) for part in found.parts))

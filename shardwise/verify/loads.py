@@ -17,11 +17,11 @@ from torch.nn import functional
 
 from shardwise.core.expert_moves import Counts, Loads
 from shardwise.core.plan import Plan
-from shardwise.engine.batch import rows, split
 from shardwise.engine.expert_parallel import experts_in, layers_of
 from shardwise.parallel.expert.routing import Routing
 from shardwise.parallel.expert.stacked import experts_of, stacked_experts
 from shardwise.verify.async_oracle import AsyncOracle
+from shardwise.verify.batches import Division
 from shardwise.verify.oracle import Oracle
 
 
@@ -33,6 +33,7 @@ class Choices:
 
     def __init__(self, model: nn.Module) -> None:
         self.seen: dict[str, list[Tensor]] = {}  # by layer: [N, E] of each microbatch
+        self.evaluated: dict[str, list[Tensor]] = {}  # the same, of evaluations
         for name, layer in layers_of(model).items():
             layer.place = replace(
                 layer.place, on_routing=partial(self._see, name, layer.gate.experts)
@@ -49,25 +50,30 @@ class Choices:
         self._add(name, functional.one_hot(args[1], experts_of(module)))
 
     def _add(self, name: str, choices_NKE: Tensor) -> None:
-        if torch.is_grad_enabled():  # else it is an evaluation
-            self.seen.setdefault(name, []).append(choices_NKE.sum(1).cpu())
+        seen = self.seen if torch.is_grad_enabled() else self.evaluated
+        seen.setdefault(name, []).append(choices_NKE.sum(1).cpu())
 
-    def loads(self, batch: Any, plan: Plan) -> tuple[Loads, ...]:
-        """The loads of each microbatch on the ranks of `plan`; `batch` is that of the last step."""
-        seen, self.seen = self.seen, {}
+    def loads(
+        self, batch: Any, plan: Plan, division: Division | None = None, *, trained: bool = True
+    ) -> tuple[Loads, ...]:
+        """The loads of each microbatch on the ranks of `plan`; `batch` is that of the last step.
+
+        If not `trained`, those of the last evaluation.
+        """
+        division = division or Division(plan.data_size, plan.microbatches)
+        seen = self.seen if trained else self.evaluated
+        self.seen, self.evaluated = {}, {}
         if not seen:
             return ()
-        every, ranks = torch.arange(rows(batch)), plan.data_size
-        shares = [split(own, plan.microbatches, plan.cut) for own in every.tensor_split(ranks)]
         by_shard, tensor_ranks = self.by_shard if plan.sp else (), plan.mesh.size_of("tp")
         return tuple(
             _loads(
-                [len(share[part]) for share in shares],
+                [*sizes],
                 {name: passes[part] for name, passes in seen.items()},
                 by_shard,
                 tensor_ranks,
             )
-            for part in range(plan.microbatches)
+            for part, sizes in enumerate(division.counts(batch))
         )
 
 

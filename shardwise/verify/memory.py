@@ -6,15 +6,17 @@ After the third and the tenth step, two columns are compared:
     theory    the bytes of each category by its formula, and no live storage outside a category
     read      the sizes of the live storages
 
+The fourth step is measured at each of its moments (moments.py).
+
 A model may keep activations in attributes of its modules (`self.seen = x`).  Those that the model
 also keeps in one process are removed before the comparison.
 """
 
-import gc
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -22,12 +24,16 @@ from torch import Tensor, nn
 
 from shardwise.comm.hang_detector import HANG_DETECTOR
 from shardwise.core.expert_moves import Loads
+from shardwise.core.garbage import collect
 from shardwise.engine.engine import Engine
 from shardwise.engine.live import Live, Stray
+from shardwise.engine.timeline import StepMeter, measuring
 from shardwise.prediction.memory import by_tier
 from shardwise.verify.costs import Costs, Theory
+from shardwise.verify.moments import Foresee, Moments
 
 READ_AFTER: Final = (3, 10)
+MEASURED_STEP: Final = 4
 _DETECTOR_S: Final = 10.0  # time in which the hang detector releases frames, on a busy machine
 
 
@@ -62,22 +68,29 @@ def over_steps(
     predicted: Theory,
     own: Collection[tuple[str, str]] = (),
     loads: Callable[[int], Sequence[Loads]] = lambda _: (),
+    foresee: Foresee | None = None,
 ) -> Memory:
     """Train `engine`, which was built under `live`, on `batch(step)`; called by all ranks.
 
     `predicted(batch(step))` is the prediction for the step. `own` are the attributes that the same
-    model has in one process; `loads(step)` are those of its experts.
+    model has in one process; `loads(step)` are those of its experts; `foresee` says what the
+    moments of a step are.
     Only categories that differ from the prediction are shown.
     """
     built = attributes(engine.model)
     read: dict[str, int] = {}
     theory: dict[str, int] = {}
-    strays, costs = "", Costs()
+    strays, costs, moments = "", Costs(), Moments()
     for step in range(1, READ_AFTER[-1] + 1):
         share = batch(step)
-        prediction, routed = predicted(share), loads(step)
-        with live:
+        routed = loads(step)
+        prediction = predicted(share, None, routed)
+        measured = foresee is not None and step == MEASURED_STEP
+        with live, measuring(engine, share, peaks=False) if measured else nullcontext() as seen:
             engine.step(share)
+        if foresee is not None and isinstance(seen, StepMeter):
+            moments = foresee(prediction, share).compare(seen)
+        with live:
             costs = costs.after(engine, prediction, flushed=step == 2, loads=routed)
             if step == 1:
                 engine.evaluate(share)  # which finishes a delayed update
@@ -96,7 +109,12 @@ def over_steps(
             read[f"in no category, {when}"] = sum(stray.stored_bytes for stray in left)
             theory[f"in no category, {when}"] = 0
             strays = strays or _words(left, when)
-    return Memory(read, theory, strays, costs)
+    return Memory(
+        read | moments.read,
+        theory | moments.theory,
+        strays,
+        costs.within(moments.peak, moments.note),
+    )
 
 
 def _restore(model: nn.Module, built: Attributes, own: Collection[tuple[str, str]]) -> None:
@@ -115,7 +133,7 @@ def _left(engine: Engine, live: Live) -> list[Stray]:
     """
     ends = time.monotonic() + _DETECTOR_S
     while True:
-        gc.collect()  # storages that only a reference cycle keeps alive do not count
+        collect()  # storages that only a reference cycle keeps alive do not count
         left = live.unaccounted(engine)
         watched = any(thread.name == HANG_DETECTOR for thread in threading.enumerate())
         if not left or not watched or time.monotonic() > ends:

@@ -46,7 +46,7 @@ def table_in(path: Path, option: str = "--table") -> Table:
     has no table.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         read = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except (OSError, ValueError) as error:
         raise bad(f"{option} {path} ({error})", "a TOML or JSON file of styles", EXAMPLE) from None

@@ -30,6 +30,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
@@ -77,7 +78,10 @@ LAYERS = frozenset(
 
 
 class Lowered(TorchFunctionMode):
-    """Layers whose inputs are wider than `dtype` compute in it, as under torch.autocast."""
+    """Layers whose inputs are wider than `dtype` compute in it, as under torch.autocast.
+
+    A loss with a z-loss, which torch's function does not have, is computed by its formula.
+    """
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -85,6 +89,8 @@ class Lowered(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if "z_loss" in kwargs:
+            return _with_z_loss(*args, **kwargs)
         if getattr(func, "__name__", "") in LAYERS:
             floats = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
             found = {x.dtype for x in floats if x.is_floating_point()}
@@ -94,6 +100,21 @@ class Lowered(TorchFunctionMode):
 
     def _lower(self, x: Tensor) -> Tensor:
         return x.to(self.dtype) if x.is_floating_point() else x
+
+
+def _with_z_loss(
+    logits: Tensor, targets: Tensor, *, z_loss: float, reduction: str, **options: Any
+) -> Tensor:
+    """Cross-entropy of logits [..., V], and z log(sum exp)^2 (arXiv 2204.02311, section 5)."""
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    x, classes = logits.reshape(-1, logits.shape[-1]).to(wide), targets.reshape(-1).long()
+    losses = functional.cross_entropy(x, classes, reduction="none", **options)
+    counted = classes != options["ignore_index"]
+    losses = losses + z_loss * x.logsumexp(-1).square() * counted
+    if reduction == "none":
+        return losses.view(targets.shape).to(logits.dtype)
+    total = losses.sum() if reduction == "sum" else losses.sum() / counted.sum()
+    return total.to(logits.dtype)
 
 
 @dataclass(frozen=True)
@@ -107,19 +128,22 @@ class Microbatches:
     data_ranks: int = 1
     number: int = 1
 
-    def of(self, batch: Any) -> list[Any]:
+    def of(self, batch: Any, idle: int = 0) -> list[Any]:
         """The microbatches of a global batch; in each the rows of the first data rank come first.
 
-        What is no tensor with rows goes to all of them.
+        The last `idle` data ranks have no rows. What is no tensor with rows goes to all of them.
         """
         if self.number == 1:
             return [batch]
         leaves, spec = tree_flatten(batch)
-        cut = [self._rows(x) if _has_rows(x) else [x] * self.number for x in leaves]
+        cut = [
+            self._rows(x, self.data_ranks - idle) if _has_rows(x) else [x] * self.number
+            for x in leaves
+        ]
         return [tree_unflatten([x[k] for x in cut], spec) for k in range(self.number)]
 
-    def _rows(self, x: Tensor) -> list[Tensor]:
-        shares = [own.tensor_split(self.number) for own in x.tensor_split(self.data_ranks)]
+    def _rows(self, x: Tensor, ranks: int) -> list[Tensor]:
+        shares = [own.tensor_split(self.number) for own in x.tensor_split(ranks)]
         return [torch.cat(parts) for parts in zip(*shares, strict=True)]
 
 
@@ -160,12 +184,14 @@ class Weights:
         }
         self.optimizer = task.optimizer(self.masters)
         self.used: dict[str, Tensor] = {}  # the gradients of the last update
+        self.norm = 0.0  # of these before clipping
 
-    def update(self, gradients: Mapping[str, Tensor | None], clip: float | None) -> float:
-        """Clip the gradients and update; returns their norm before clipping."""
+    def update(self, gradients: Mapping[str, Tensor | None], clip: float | None) -> None:
+        """Clip the gradients and update."""
         for name, master in self.masters.items():
             master.grad = gradients[name]
-        norm = clip_grad_norm_(self.masters.values(), math.inf if clip is None else clip)
+        bound = math.inf if clip is None else clip
+        self.norm = float(clip_grad_norm_(self.masters.values(), bound))
         self.optimizer.step()
         none = {name: torch.zeros_like(master) for name, master in self.masters.items()}
         self.used = none | {n: m.grad for n, m in self.masters.items() if m.grad is not None}
@@ -173,7 +199,11 @@ class Weights:
             master.grad = None
             if self.params[name] is not master:
                 self.params[name].data = master.detach().clone().to(self.params[name].dtype)
-        return float(norm)
+
+    def rate(self, factor: float) -> None:
+        """Set the rate of each group of the optimizer to so many times its first one."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = group.setdefault("first_lr", group["lr"]) * factor
 
     def values(self) -> dict[str, Tensor]:
         """All weights by name, frozen ones too, in their highest precision."""
@@ -220,9 +250,12 @@ class Oracle:
         self.undelayed, self.steps, self.microbatches = undelayed, 0, microbatches
         self.weights = Weights(model, task, dtype, old=undelayed is not None)
 
-    def gradients(self, batch: Any) -> tuple[float, dict[str, Tensor | None]]:
-        """The mean loss of a global batch, and its gradients by name; nothing is updated."""
-        parts = [part for part in self.microbatches.of(batch) if _rows(part)]
+    def gradients(self, batch: Any, idle: int = 0) -> tuple[float, dict[str, Tensor | None]]:
+        """The mean loss of a global batch, and its gradients by name; nothing is updated.
+
+        The last `idle` data ranks have no rows.
+        """
+        parts = [part for part in self.microbatches.of(batch, idle) if _rows(part)]
         total = self.task.tokens(batch)
         share, exponent = math.frexp(total)
         summed, found = 0.0, dict[str, Tensor | None].fromkeys(self.weights.params)
@@ -251,15 +284,26 @@ class Oracle:
             b.data.copy_(value)
         return found
 
-    def step(self, batch: Any, clip: float | None = None) -> float:
+    def step(self, batch: Any, clip: float | None = None, idle: int = 0) -> float:
         """Train on a global batch; its mean loss before the update."""
-        loss, gradients = self.gradients(batch)
+        loss, gradients = self.gradients(batch, idle)
         delayed = self.undelayed is not None and self.steps >= self.undelayed
         before = {n: m.detach().clone() for n, m in self.weights.masters.items() if delayed}
         self.weights.update(gradients, clip)
         self._show(before)
         self.steps += 1
         return loss
+
+    def skip(self, batch: Any) -> None:
+        """A step whose gradients overflow updates nothing; a delayed update is finished before."""
+        self.finish()
+        self.gradients(batch)
+        self.steps += 1
+
+    def finish(self) -> None:
+        """Finish a delayed update: the model computes with the newest weights."""
+        if self.undelayed is not None:
+            self._show({n: m.clone() for n, m in self.weights.masters.items()})
 
     def _show(self, weights: Mapping[str, Tensor]) -> None:
         for name, weight in weights.items():
@@ -268,8 +312,7 @@ class Oracle:
 
     def evaluate(self, call: Callable[[nn.Module], Tensor]) -> Tensor:
         """The result of `call(model)` in eval mode."""
-        if self.undelayed is not None:
-            self._show({n: m.clone() for n, m in self.weights.masters.items()})
+        self.finish()
         with Lowered(self.dtype):
             return in_eval_mode(self.model, call)
 

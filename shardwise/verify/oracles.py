@@ -18,11 +18,12 @@ from torch.utils._pytree import tree_leaves
 from shardwise.core.plan import Plan
 from shardwise.core.schedule.library import allowed
 from shardwise.engine import stage_module
-from shardwise.engine.expert_parallel import experts_in
+from shardwise.engine.expert_parallel import experts_in, layers_of
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.training import DTYPES, Loss
 from shardwise.parallel.expert.layer import name_layers
 from shardwise.verify.async_oracle import AsyncOracle, Staleness, pipedream, two_buffered
+from shardwise.verify.mixture_oracle import Mixture
 from shardwise.verify.oracle import HALF, WHOLE_BATCH, Microbatches, Oracle, Task
 
 #: Small enough that no gradient of these models overflows in fp16.
@@ -69,6 +70,8 @@ def oracles_of(
         """The oracle in a precision, from weights that were rounded to another one."""
         model, task = build(), Task(loss, tokens or _rows, optimizer_of(spec), rounded)
         name_layers(model)  # their random numbers are those of the run
+        for layer in layers_of(model).values():
+            layer.forward = Mixture(layer)
         if is_asynchronous(plan):
             return AsyncOracle(model, task, dtype, staleness_of(model, plan, starts))
         scale, offload = LOSS_SCALE if dtype is torch.float16 else 1.0, plan.offloaded

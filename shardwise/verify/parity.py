@@ -3,72 +3,66 @@
 Every rank trains the model twice on the same global batches: under the plan on its share of the
 rows, and in plain PyTorch on all of them (oracle.py). It compares its own shards:
 
-    loss           of every step
+    loss           of every step; in one of them the last data rank has no rows
     gradients      of every step, as the update used them; of the last update if the schedule is
                    asynchronous
     weights        after the last step; in 16 bits their change
     optimizer      its state after the last step
     evaluation     the loss of one more batch in eval mode
     outputs        what the model returns for a few rows, gathered
+    routing        in 16 bits, how near to ties the choices of experts are that differ (routes.py)
     after loading  the first four again, after a step of a new engine that loaded a checkpoint of
-                   this one
+                   this one, the rates included
+    overflow       in fp16, of a step whose gradients overflow: it changes nothing but the scale;
+                   and the first four after one more step
+    recomputation  a step of a plan that recomputes, with dropout, beside one without (masks.py)
+    random numbers the masks of dropout on the ranks of a tensor axis or a pipeline (draws.py)
 
-The optimizer is AdamW with non-default options, so that a forgotten option shows. Its epsilon makes
-the update a smooth function of the gradient: with the usual 1e-8, a gradient that is zero except
-for rounding would cause a full step. In 16 bits every gradient is rounded, and epsilon is larger.
-Gradients are clipped to between a quarter and a half of the first norm; after loading, the bound is
-so large that nothing is clipped.
+The optimizer is that of recipe.py, whose rates change in every step. Updates are delayed from the
+first step, and made as late as they may be. Gradients are clipped to between a quarter and a half
+of the first norm; in the step with an idle rank the bound is so large that nothing is clipped, and
+after loading there is none, so that each unit is updated as soon as its gradients arrive.
 """
 
 import math
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from threading import Lock
 from typing import Any, Final
 
 import torch
+from torch import nn
 
-from shardwise.comm.ledger import Key, Tally
 from shardwise.comm.world import World
 from shardwise.core.expert_moves import Loads
 from shardwise.core.independent import plan_of_expert, ranks_by_expert
 from shardwise.core.plan import BUCKET_BYTES, Plan
-from shardwise.core.tensor_plan import Table
-from shardwise.engine.batch import rows, split
-from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
 from shardwise.engine.live import Live
-from shardwise.engine.optimizer_spec import AdamW, OptimizerSpec
 from shardwise.engine.parallelize import parallelize
 from shardwise.engine.prediction import Predictor
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
 from shardwise.parallel.redistribute.exchange import Counts
-from shardwise.prediction.memory import by_tier
 from shardwise.prediction.prediction import Prediction
-from shardwise.verify.async_oracle import AsyncOracle
-from shardwise.verify.costs import Costs, Theory
-from shardwise.verify.difference import Expected, compared, scalar
-from shardwise.verify.finding import NEVER, Errors, Finding, Parts, Piece
+from shardwise.verify.batches import ROWS, SEED, Division, ragged
+from shardwise.verify.comparison import compare, drawn
+from shardwise.verify.costs import Theory
+from shardwise.verify.draws import compare_draws, draws_on_ranks
+from shardwise.verify.finding import Finding
 from shardwise.verify.independent import share_of_expert, with_bytes_between
 from shardwise.verify.limits import without_dropout
-from shardwise.verify.loads import Choices, Routed
+from shardwise.verify.loads import Routed
+from shardwise.verify.masks import compare_masks, recomputes
 from shardwise.verify.memory import attributes, over_steps
+from shardwise.verify.moments import Foreseen
 from shardwise.verify.options import Options
 from shardwise.verify.oracle import Oracle
 from shardwise.verify.oracles import LOSS_SCALE, Oracles, is_asynchronous, oracles_of
-from shardwise.verify.outputs import expected_outputs, returned
-from shardwise.verify.reloading import reload_engine
+from shardwise.verify.recipe import spec_of
 
-SEED: Final = 20260
-RECIPE: Final = AdamW(lr=1e-3, betas=(0.8, 0.95), eps=1e-4, weight_decay=0.1)
-RECIPE_16: Final = AdamW(lr=1e-2, betas=(0.8, 0.95), eps=1e-2, weight_decay=0.1)
-#: Rows of a microbatch; in 16 bits, where more rows are needed, of all microbatches of a rank.
-ROWS, ROWS_16 = 2, 8
-#: A loss scale at which every gradient in fp16 overflows, and the loss in fp32 does not.
-OVERFLOW: Final = 2.0**100
 #: Ranks in threads share torch's global generator, which a model may use in __init__ and forward.
 BUILDING: Final = Lock()
 
@@ -77,18 +71,27 @@ def prove(
     world: World, plan: Plan, model: str, steps: int, options: Options | None = None
 ) -> Finding:
     """Train `model` under `plan` and in one process, and compare. All ranks must call it."""
+    plan = with_early_delays(plan)
     if plan.experts:
         own = world.split(ranks_by_expert(plan))
-        trainable = share_of_expert(_found(model), plan, own)
+        trainable = share_of_expert(_found(model, plan), plan, own)
         return with_bytes_between(
             _prove(own, plan_of_expert(plan), trainable, steps, options), world
         )
-    return _prove(world, plan, _found(model), steps, options)
+    return _prove(world, plan, _found(model, plan), steps, options)
 
 
-def _found(model: str) -> Trainable:
+def _found(model: str, plan: Plan) -> Trainable:
     with BUILDING:
-        return without_dropout(find(model))
+        return ragged(without_dropout(find(model)), plan)
+
+
+def with_early_delays(plan: Plan) -> Plan:
+    """The plan whose updates are delayed from the first step on, if they are at all."""
+    offload = plan.offloaded
+    if offload is None or offload.undelayed is None or offload.undelayed < 2:
+        return plan
+    return replace(plan, offload=str(replace(offload, undelayed=0)))
 
 
 def _prove(
@@ -100,26 +103,61 @@ def _prove(
         clip = None if is_asynchronous(plan) else clip_of(oracles, trainable, world.device)
     theory = theory_of(trainable, plan, world.rank, clip, options)
 
-    def fresh(clip: float | None) -> Engine:
-        return engine_of(trainable, plan, world, clip, options)
+    def again() -> tuple[Engine, Theory]:
+        """An engine without a bound on the norm, which makes its update in two parts."""
+        engine = engine_of(trainable, plan, world, None, options)
+        half = sum(flat.shard.nbytes for flat in engine.flats if flat.trained) // 2 + 1
+        engine.updates = replace(engine.updates, early_bytes=half)
+        loose = None if clip is None else theory_of(trainable, plan, world.rank, None, options)
+        return engine, loose or theory
 
-    again = None if clip is None else clip * 2.0**10
-    found = compare(fresh(clip), oracles, theory, trainable.batch, steps, lambda: fresh(again))
+    ours = engine_of(trainable, plan, world, clip, options)
+    found = compare(ours, oracles, theory, trainable.batch, steps, again)
+    if recomputes(plan, world):
+
+        def make(trainable: Trainable, plan: Plan) -> Engine:
+            return engine_of(trainable, plan, world, None, options)
+
+        same = compare_masks(trainable, plan, options.units, make, equal_share)
+        found = replace(found, errors=(*found.errors, same))
     live = Live()
     engine = engine_of(trainable, plan, world, clip, options, live)
-    all_rows = ROWS * engine.data_ranks * engine.microbatches
 
     def batch(step: int) -> Any:
-        return share(trainable.batch(all_rows, SEED + step, world.device), engine)
+        return equal_share(trainable, engine, step)
 
     own = attributes(oracles.exact.model).keys()
     with BUILDING:
         routed = Routed(alone_of(trainable, plan, world.device).all[-1], plan, clip)
 
     def loads(step: int) -> Sequence[Loads]:
-        return routed.step(trainable.batch(all_rows, SEED + step, world.device), SEED + step)
+        return routed.step(equal_batch(trainable, engine, step), SEED + step)
 
-    return found.with_costs(over_steps(engine, live, batch, theory, own, loads))
+    def foresee(prediction: Prediction, batch: Any) -> Foreseen:
+        with BUILDING:
+            plain, chosen = trainable.plain(), build_options(trainable, plan, options)
+            del chosen["optimizer"]
+            return Foreseen.of(prediction, plain, batch, **chosen)
+
+    found = found.with_costs(over_steps(engine, live, batch, theory, own, loads, foresee))
+    if draws_on_ranks(engine):
+        with BUILDING:
+            plain = trainable.plain()
+        drawn_masks = compare_draws(engine, batch(0), plain)
+        found = replace(found, errors=(*found.errors, drawn_masks))
+    return found
+
+
+def equal_batch(trainable: Trainable, engine: Engine, step: int) -> Any:
+    """A global batch in which all data ranks have as many rows."""
+    rows = ROWS * engine.data_ranks * engine.microbatches
+    return trainable.batch(rows, SEED + step, engine.world.device)
+
+
+def equal_share(trainable: Trainable, engine: Engine, step: int) -> Any:
+    """This rank's rows of it."""
+    whole = equal_batch(trainable, engine, step)
+    return Division.of(engine).share(whole, engine.data_rank)
 
 
 def theory_of(
@@ -130,14 +168,21 @@ def theory_of(
     options: Options | None = None,
 ) -> Theory:
     """The prediction for each batch of a proof, from an unchanged plain model."""
-    chosen = build_options(trainable, plan, options or Options())
     with BUILDING:
         model = trainable.plain()
+    chosen = build_options(trainable, plan, options or Options(), model)
     predictor = Predictor(model, plan, rank=rank, ranks=plan.size, clip=clip, **chosen)
 
-    def of(batch: Any, rows: Sequence[Counts] | None = None) -> Prediction:
+    def of(
+        batch: Any,
+        rows: Sequence[Counts] | None = None,
+        loads: Sequence[Loads] = (),
+        *,
+        whole: bool = False,
+    ) -> Prediction:
+        """The prediction for this rank's share of a batch, as `Predictor.of`."""
         with BUILDING:  # a pass on the meta device restores the global generator
-            return predictor.of(batch, rows)
+            return predictor.of(batch, rows, loads, whole=whole)
 
     return of
 
@@ -162,35 +207,32 @@ def engine_of(
             tokens=trainable.tokens,
             clip=clip,
             offload_folder=tempfile.gettempdir(),
-            **build_options(trainable, plan, options),
+            **build_options(trainable, plan, options, model),
         )
     engine.load_scalars(engine.scalars() | {"loss_scale": LOSS_SCALE})
+    engine.consistency.before_first = None  # the proof compares with the plain model itself
+    engine.updates.next_step.late = live is None  # another time than in the run of ten steps
     return engine
 
 
-def build_options(trainable: Trainable, plan: Plan, options: Options) -> dict[str, Any]:
-    """The options that a proof passes to parallelize, and to the predictor."""
-    table = options.table
-    if isinstance(table, Table):  # a proof compares with the plain model itself
-        table = replace(table, derived=False)
+def build_options(
+    trainable: Trainable, plan: Plan, options: Options, model: nn.Module | None = None
+) -> dict[str, Any]:
+    """The options that a proof passes to parallelize, and to the predictor, for `model`."""
+    model = trainable.plain() if model is None else model
     return {
-        "optimizer": spec_of(plan),
+        "optimizer": spec_of(plan, model),
         "loss": trainable.loss,
         "units": options.units,
         "least_unit_bytes": 0 if plan.bucket_bytes == BUCKET_BYTES else None,
-        "table": table,
+        "table": options.table,
     }
 
 
 def alone_of(trainable: Trainable, plan: Plan, device: torch.device) -> Oracles:
     """The oracles: the same training in one process."""
-    of = spec_of(plan), trainable.loss, trainable.tokens
+    of = spec_of(plan, trainable.plain()), trainable.loss, trainable.tokens
     return oracles_of(lambda: trainable.build(device), plan, *of)
-
-
-def spec_of(plan: Plan) -> OptimizerSpec:
-    """The optimizer of a proof."""
-    return RECIPE_16 if plan.precision in ("bf16", "fp16") else RECIPE
 
 
 def clip_of(oracles: Oracles, trainable: Trainable, device: torch.device) -> float | None:
@@ -200,187 +242,6 @@ def clip_of(oracles: Oracles, trainable: Trainable, device: torch.device) -> flo
     """
     assert isinstance(oracles.exact, Oracle)
     exact, batch = oracles.exact, trainable.batch(ROWS, SEED, device)
-    found = _drawn(0, lambda: exact.trial(batch))  # the same numbers on every rank
+    found = drawn(0, lambda: exact.trial(batch))  # the same numbers on every rank
     norm = math.sqrt(sum(float(g.double().square().sum()) for g in found.values() if g is not None))
     return 2.0 ** (math.frexp(norm)[1] - 2) if norm > 0 and math.isfinite(norm) else None
-
-
-@dataclass
-class Comparison:
-    """The comparison of a run with its oracles so far."""
-
-    oracles: Oracles
-    theory: Theory
-    batch: Callable[[int, int, torch.device], Any]
-    errors: list[Errors | Parts]
-    pieces: list[tuple[str, frozenset[Piece]]]
-    costs: Costs = field(default_factory=Costs)
-    sent: dict[Key, Tally] = field(default_factory=dict)  # in the steps so far
-
-    def __post_init__(self) -> None:
-        self.choices = Choices(self.oracles.all[-1].model)  # in the precision of the run
-
-    def step(self, engine: Engine, step: int, *, loaded: bool = False) -> None:
-        """Train run and oracles on a new batch; every second step has unequal numbers of rows."""
-        whole = self.rows_for(engine, step)
-        own, clip = share(whole, engine), engine.training.clip
-        mine = _drawn(step, lambda: engine.step(own))
-        losses = [_drawn(step, lambda o=o: o.step(whole, clip)) for o in self.oracles.all]
-        self.number("loss", f"loss of step {step + 1}", mine.loss, losses)
-        loads = self.choices.loads(whole, engine.plan)
-        theory = self.theory(own, counts(whole, engine))
-        self.costs = self.costs.after(engine, theory, loaded=loaded, loads=loads)
-        for key, tally in engine.last.items():
-            self.sent[key] = self.sent.get(key, Tally()) + tally
-        if mine.skipped:
-            self.errors.append(Errors("gradients", ("none: the update was skipped",), (NEVER,)))
-        else:
-            self.tensors("gradients", engine.gradients(), lambda o: o.weights.used)
-
-    def overflow(self, engine: Engine) -> None:
-        """Check in fp16 that a step whose gradient overflows is skipped and changes no weight."""
-        before = [box.tensor.clone() for box in engine.boxes()]
-        engine.scale.value = OVERFLOW
-        skipped = engine.step(share(self.rows_for(engine, 0), engine)).skipped
-        after = [box.tensor for box in engine.boxes()]
-        same = skipped and all(map(torch.equal, before, after))
-        self.errors.append(Errors("overflow", ("the skipped update",), (0.0 if same else NEVER,)))
-
-    def rows_for(self, engine: Engine, step: int) -> Any:
-        """A global batch for a step."""
-        fewest = ROWS if self.oracles.alone is None else ROWS_16
-        # a rank with one row would exchange which of its tensors have rows (redistribute/hooks.py)
-        each = max(
-            ROWS + any(e.has_axes for e in engine.plan.layers), fewest // engine.microbatches
-        )
-        rows = each * engine.data_ranks * engine.microbatches - (step % 2 == 0)
-        return self.batch(rows, SEED + step, engine.world.device)
-
-    def number(self, kind: str, name: str, found: float, of_oracles: list[float]) -> None:
-        """Compare one number."""
-        alone = of_oracles[1] if len(of_oracles) > 1 else None
-        self.errors.append(scalar(kind, name, found, of_oracles[0], alone, self.oracles.unit))
-
-    def tensors(self, kind: str, boxes: list[Box], of: Callable[[Any], Any]) -> None:
-        """Compare boxes with the tensors `of(oracle)` of each oracle."""
-        exact, *more = [of(oracle) for oracle in self.oracles.all]
-        start = self.oracles.start if kind == "weights" else None
-        expected = Expected(exact, more[0] if more else None, start)
-        self.errors.append(compared(kind, boxes, expected, self.oracles.unit))
-        if kind != "outputs":
-            self.pieces.append((kind, Piece.of(boxes)))
-
-    def state(self, engine: Engine) -> None:
-        """Compare weights and the optimizer's state."""
-        boxes = engine.boxes()
-        weights = [box for box in boxes if box.name.startswith("model/")]
-        self.tensors("weights", weights, lambda o: o.weights.values())
-        moments = [box for box in boxes if box.name.startswith("optim/")]
-        # a parameter without any gradient has zeros
-        none = {box.name.partition("/")[2]: torch.zeros(box.shape) for box in moments}
-        self.tensors("optimizer", moments, lambda o: none | o.weights.state())
-
-    def evaluation(self, engine: Engine, step: int) -> None:
-        """Compare the loss and the outputs of another batch in eval mode."""
-        whole = self.rows_for(engine, step)
-        loss, _ = _drawn(step, lambda: engine.evaluate(share(whole, engine)))
-
-        def evaluated(oracle: Any) -> float:
-            task = oracle.task
-            return float(oracle.evaluate(lambda m: task.loss_of(m, whole, oracle.dtype)))
-
-        losses = [_drawn(step, lambda o=o: evaluated(o)) for o in self.oracles.all]
-        self.number("evaluation", "loss", loss, losses)
-        few = self.batch(ROWS, SEED + step, engine.world.device)
-        ranks = engine.data_ranks, engine.data_rank
-        wanted = [expected_outputs(oracle, few, *ranks) for oracle in self.oracles.all]
-        nearest = self.oracles.all[-1]
-        found = engine.outputs(lambda m: returned(nearest, m, few), torch.zeros_like(wanted[-1]))
-        shape = tuple(found.shape)
-        box = Box("outputs/outputs", shape, (0,) * found.dim(), shape, found)
-        values = dict(zip(map(id, self.oracles.all), wanted, strict=True))
-        self.tensors("outputs", [box], lambda o: {"outputs": values[id(o)]})
-
-
-def compare(
-    ours: Engine,
-    oracles: Oracles,
-    theory: Theory,
-    batch: Callable[[int, int, torch.device], Any],
-    steps: int,
-    fresh: Callable[[], Engine] | None = None,
-) -> Finding:
-    """Train the engine and its oracles on `batch(rows, seed, device)`, and compare.
-
-    `theory(batch)` is the prediction for this rank's share of a batch. `fresh()` makes another
-    engine of the same plan, to load a checkpoint of this one.
-    """
-    so_far, before = Comparison(oracles, theory, batch, [], []), ours.ledger.copy()
-    for step in range(steps):
-        so_far.step(ours, step)
-    if ours.ledger.since(before) != so_far.sent:  # bytes were sent between steps
-        so_far.costs = replace(so_far.costs, hold=False)
-    so_far.state(ours)
-    prediction = theory(share(so_far.rows_for(ours, steps - 1), ours))
-    held = by_tier(ours.memory(), ours.host_memory(), ours.disk_memory())
-    finding = Finding(ours.world.rank, (), so_far.costs, held, prediction.memory_by_tier)
-    so_far.evaluation(ours, steps)
-    if fresh is not None:
-        again = reload_engine(ours, fresh())
-        after = replace(so_far, errors=[])
-        after.step(again, steps + 1, loaded=True)
-        after.state(again)
-        so_far.errors += [_named(found, "after loading") for found in after.errors]
-        so_far.costs = after.costs
-    if ours.scale.on:
-        so_far.overflow(ours)
-    return replace(
-        finding,
-        errors=tuple(so_far.errors),
-        costs=so_far.costs,
-        pieces=tuple(so_far.pieces),
-        whole=whole_of(oracles.exact),
-    )
-
-
-def whole_of(oracle: Oracle | AsyncOracle) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """The names and shapes of all tensors that the ranks together must compare."""
-    every = {
-        "model": oracle.weights.values(),
-        "grad": oracle.weights.masters,
-        "optim": oracle.weights.state(),
-    }
-    return tuple(
-        (f"{kind}/{name}", tuple(t.shape))
-        for kind, found in every.items()
-        for name, t in found.items()
-    )
-
-
-def _named(found: Errors | Parts, kind: str) -> Errors | Parts:
-    """The same errors under another kind, with the old kind in their names."""
-    what = {"gradients": "gradient of ", "weights": "weight ", "optimizer": "optimizer "}
-    before = what.get(found.kind, "")
-    if isinstance(found, Errors):
-        return Errors(kind, tuple(before + name for name in found.names), found.errors)
-    return Parts(kind, tuple(replace(part, name=before + part.name) for part in found.parts))
-
-
-def _drawn(step: int, act: Callable[[], Any]) -> Any:
-    """Call `act` with torch's generator seeded by the step, so that both runs draw the same."""
-    torch.manual_seed(SEED + step)
-    return act()
-
-
-def counts(whole: Any, engine: Engine) -> list[Counts]:
-    """The rows of each data rank in each microbatch of a global batch."""
-    n, parts = engine.data_ranks, engine.microbatches
-    x = torch.empty(rows(whole), device="meta")
-    by_rank = [[len(part) for part in own.tensor_split(parts)] for own in x.tensor_split(n)]
-    return list(zip(*by_rank, strict=True))
-
-
-def share(whole: Any, engine: Engine) -> Any:
-    """This rank's rows of a global batch; the first ranks have one more if it is uneven."""
-    n, rank = engine.data_ranks, engine.data_rank
-    return split(whole, n, f"{n} data ranks")[rank]

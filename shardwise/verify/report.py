@@ -52,10 +52,10 @@ class Report:
     `uncovered` names a tensor that the ranks together do not compare exactly once, or is empty.
     `note` says why the model cannot match one process, and `changed` what the proof changed in it
     (limits.py); both may be empty. `strays` lists that rank's storages in no category (memory.py).
-    `activations` are the predicted bytes that autograd keeps, and `peak_bytes` the predicted peak
-    on the device with offload; both are not measured. `depends`
-    names the parts of the prediction that depend on values. `wire` is the result of `--wire`
-    (wire.py).
+    `activations` are the predicted bytes that autograd keeps. `peak_bytes` are the most that is
+    stored on the device at a moment of a step but for temporary bytes, and `peak_read` the same as
+    measured. `depends` names the parts of the prediction that depend on values. `wire` is the
+    result of `--wire` (wire.py).
     """
 
     plan: str
@@ -72,6 +72,7 @@ class Report:
     activations: int = 0
     depends: tuple[str, ...] = ()
     peak_bytes: int = 0
+    peak_read: int = 0
     wire: Wire | None = None
 
     @property
@@ -98,7 +99,7 @@ class Report:
             "bytes": self.sent,
             "memory": self.memory,
             "activations": {"theory": self.activations},
-            "device_peak": {"theory": self.peak_bytes},
+            "device_peak": {"theory": self.peak_bytes, "read": self.peak_read},
             "first_difference": first and vars(first),
             "uncovered": self.uncovered,
             "strays": self.strays,
@@ -139,6 +140,7 @@ def report(plan: Plan, model: str, findings: Sequence[Finding]) -> Report:
         activations=sent.costs.activations,
         depends=sent.costs.notes,
         peak_bytes=sent.costs.peak_bytes,
+        peak_read=sent.costs.peak_read,
     )
 
 
@@ -186,16 +188,14 @@ def show(found: Report, console: Console) -> None:
         errors.add_row(kind, f"{error:.1e}{times}", bound, _mark(error <= found.bound))
     console.print(errors)
     table = Table("bytes of one rank", *COLUMNS.values(), "")
-    known = {"activations": found.activations, "peak on the device": found.peak_bytes}
-    known = {name: n for name, n in known.items() if n}  # not under ep; not without offload
-    kept: Columns = {"theory": known}
-    for what, columns in (("sent", found.sent), ("held", found.memory), ("held in a step", kept)):
+    for what, columns in (("sent", found.sent), ("held", found.memory)):
         table.add_section()
         for name in dict.fromkeys(name for column in columns.values() for name in column):
             values = {key: column.get(name, 0) for key, column in columns.items()}
             cells = [f"{values[key]:,}" if key in values else "" for key in COLUMNS]
-            mark = _mark(len(set(values.values())) == 1) if len(values) > 1 else "not measured"
-            table.add_row(f"{what}: {name}", *cells, mark)
+            table.add_row(f"{what}: {name}", *cells, _mark(len(set(values.values())) == 1))
+    table.add_section()
+    _show_step(found, table)
     console.print(table)
     if found.wire is not None:
         show_wire(found.wire, console)
@@ -212,6 +212,17 @@ def show(found: Report, console: Console) -> None:
     console.print("It holds." if found.holds else "It does not hold.")
     for note in found.notes:
         console.print(note)
+
+
+def _show_step(found: Report, table: Table) -> None:
+    """What is held within a step; theory may bound the peak."""
+    if found.activations:  # not under ep
+        cells = f"{found.activations:,}", "", ""
+        table.add_row("held in a step: activations", *cells, "not measured")
+    if found.peak_read:
+        same = found.peak_read == found.peak_bytes
+        cells = f"{found.peak_bytes:,}", "", f"{found.peak_read:,}"
+        table.add_row("held in a step: peak", *cells, "=" if same else "at most")
 
 
 def show_wire(wire: Wire, console: Console) -> None:

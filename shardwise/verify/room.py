@@ -12,9 +12,10 @@ from shardwise.engine.device_bound import EXCEEDED
 from shardwise.engine.device_room import no_room, require_room
 from shardwise.models.registry import find
 from shardwise.prediction.prediction import Prediction
+from shardwise.verify.batches import ROWS, ROWS_16, SEED
 from shardwise.verify.limits import without_dropout
 from shardwise.verify.options import Options
-from shardwise.verify.parity import ROWS, ROWS_16, SEED, theory_of
+from shardwise.verify.parity import theory_of
 
 
 @contextmanager

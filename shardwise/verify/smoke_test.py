@@ -18,8 +18,9 @@ from shardwise.derive.choice import table_or_derived
 from shardwise.engine import recomputation, stage_module, tensor_parallel, weight_stashing
 from shardwise.models.registry import find
 from shardwise.parallel.data.wrap_policy import choose
+from shardwise.verify.batches import SEED
 from shardwise.verify.options import Options
-from shardwise.verify.parity import SEED, engine_of
+from shardwise.verify.parity import engine_of
 
 ROWS = 2  # batch normalisation needs more than one
 

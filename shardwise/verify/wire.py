@@ -36,8 +36,9 @@ from shardwise.core.errors import InputError, RankError, RunError, bad
 from shardwise.core.plan import Plan
 from shardwise.models.registry import find
 from shardwise.prediction.prediction import CHECKED_STEPS
+from shardwise.verify.batches import Division
 from shardwise.verify.loads import Routed
-from shardwise.verify.parity import alone_of, engine_of, share, theory_of
+from shardwise.verify.parity import alone_of, engine_of, theory_of
 
 MAIN: Final = "from shardwise.verify.wire import main; main()"
 HEADER_BYTES: Final = 66
@@ -136,7 +137,7 @@ def _on_rank(plan: Plan, model: str, *options: Any) -> _Measured:
     def step(number: int) -> int:
         """Train, and return the predicted bytes."""
         whole = trainable.batch(2 * engine.data_ranks * engine.microbatches, number, world.device)
-        own = share(whole, engine)
+        own = Division.of(engine).share(whole, engine.data_rank)
         prediction, loads = predicted(own), routed.step(whole, number)
         engine.step(own)
         lines = prediction.in_step(number, loads=loads)

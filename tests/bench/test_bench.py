@@ -180,6 +180,7 @@ def test_contenders_are_found_by_the_beginning_of_their_names() -> None:
         (([], 1, None, []), "--ranks 2"),
         (([], 3, None, []), "--ranks 2"),
         ((["tiny"], 2, 0, []), "--repeats 5"),
+        ((["tiny"], 2, 10**12, []), "--repeats 5"),
     ],
 )
 def test_runs_that_cannot_be_are_refused(arguments: Any, instead: str) -> None:

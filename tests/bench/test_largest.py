@@ -39,8 +39,7 @@ ROOM = Room(
 @pytest.fixture
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers of a disk in 400 KiB of host memory."""
-    for module in ("comm.disk", "core.chunks", "engine.disk_states"):
-        monkeypatch.setattr(f"shardwise.{module}.CHUNK_NUMEL", 4096)
+    monkeypatch.setattr("shardwise.core.chunks.CHUNK_NUMEL", 4096)
 
 
 def found(offload: str | None, room: Room = ROOM) -> largest.LargestLine:

@@ -4,6 +4,7 @@ import builtins
 import contextlib
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +16,14 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.checkpoint.contents import describe
+from shardwise.checkpoint.export import export
 from shardwise.checkpoint.folder import METADATA
 from shardwise.checkpoint.metadata import read_metadata
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.engine.box import Box
 from shardwise.train.cli import main
+from tests.checkpoint.absurd import ABSURD, NUMBERS, limits, special
 from tests.checkpoint.cuts import save_by_all
 from tests.checkpoint.damage import as_format_1, damages, flip, reseal
 from tests.checkpoint.test_engines import engine_of, steps
@@ -107,6 +110,39 @@ def test_no_damage_is_loaded_and_none_changes_the_engine(
     assert count >= 150
     assert outcome(engine, whole, state_of(expected)) == ""
     describe(whole, deep=True)
+
+
+@pytest.mark.parametrize("name", [*ABSURD, *NUMBERS])
+def test_absurd_contents_with_right_hashes_are_refused(name: str, saved: Path, tmp_path: Path):
+    """By loading and by what reads without a model, in one paragraph; nothing is allocated."""
+    path = tmp_path / "step-000002"
+    shutil.copytree(saved / "step-000002", path)
+    damage, message = (ABSURD | NUMBERS)[name]
+    damage(path)
+    engine = engine_of(alone(), "fp64")
+    with limits():
+        said = outcome(engine, path, state_of(engine))
+        assert re.search(message, said), said
+        if name in ABSURD:
+            with pytest.raises(InputError, match=r"\A.*\Z"):
+                export(path, tmp_path / "weights")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "socket", "folder", "loop", "device", "dangling"])
+def test_special_files_are_refused(kind: str, saved: Path, tmp_path: Path):
+    """In place of any file of a checkpoint: nothing waits for them, reads them or follows them."""
+    engine = engine_of(alone(), "fp64")
+    for file in sorted((saved / "step-000002").iterdir()):
+        path = tmp_path / file.name / "step-000002"
+        shutil.copytree(file.parent, path)
+        special(path / file.name, kind)
+        with limits():
+            assert outcome(engine, path, state_of(engine))
+            with pytest.raises(InputError, match=r"\A.*\Z"):
+                describe(path, deep=True)
+    special(shutil.copytree(saved, tmp_path / "all") / "latest", kind)
+    with limits():
+        assert describe(tmp_path / "all").scalars["step"] == 2
 
 
 @pytest.mark.filterwarnings("ignore:.*was saved without a manifest:UserWarning")

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.ledger import Key, Tally
-from shardwise.comm.move import all_to_all
+from shardwise.comm.move import all_gather, all_reduce, all_to_all
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError, RankError
 from shardwise.core.mesh import Mesh
@@ -169,3 +169,26 @@ def test_counts_that_disagree_are_an_error_on_processes_and_no_hang(sent: int, e
     assert sender == ""
     assert f"{8 * sent} bytes instead of {8 * expected}" in receiver
     assert "the counts of an all_to_all must agree" in receiver
+    assert "from rank 0: that rank sent it in all_to_all" in receiver
+    assert "all_to_all on axis ep, called by disagree (test_all_to_all.py:" in receiver
+
+
+def call_other(world: World) -> str:
+    """The error of each rank where one reduces 88 bytes and the other gathers 8."""
+    axis = world.on(Mesh((("ep", 2),))).axis("ep")
+    try:
+        if world.rank == 0:
+            all_reduce(torch.zeros(11, dtype=torch.float64), axis)
+        all_gather(torch.zeros(1, dtype=torch.float64), axis)
+        axis.transport.barrier()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def test_calls_that_disagree_are_an_error_on_both_sides():
+    """Each names the other rank, both kinds of call and the line of its own."""
+    found = run_gloo(2, call_other)
+    for rank, text in enumerate(found):
+        assert f"rank {1 - rank}" in text and "called by call_other (test_all_to_all.py:" in text
+        assert "all_reduce" in text and "all_gather" in text

@@ -1,6 +1,7 @@
 """Ranks that freeze, hang, abort or linger are named and killed; old status files are swept."""
 
 import atexit
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from shardwise.comm.host import identity
 from shardwise.comm.launch import spawn
 from shardwise.comm.limits import Limits, read_limits
 from shardwise.comm.move import all_reduce
+from shardwise.comm.outcome import LaunchOutcome
 from shardwise.comm.status_dir import StatusDir, open_status_dir, sweep
 from shardwise.comm.world import init
 from shardwise.core.errors import InputError, RankError
@@ -180,9 +183,12 @@ def test_what_a_process_does_after_its_result_does_not_undo_it(
 def test_directories_of_dead_launchers_are_swept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sleeper: "subprocess.Popen[bytes]"
 ):
-    """So are ranks of theirs that live on, stopped; the directory of a live launcher stays."""
+    """So are ranks of theirs that live on, stopped, and semaphores; those of a live one stay."""
     sleeper.send_signal(signal.SIGSTOP)
+    memory = tmp_path.with_name("memory")
+    memory.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("shardwise.comm.status_dir._SEMAPHORES", memory)
     names = ("dead", "live", "foreign", "unknown")
     dead, live, foreign, unknown = (tmp_path / f"shardwise-{name}" for name in names)
     with subprocess.Popen(["sleep", "600"]) as launcher:
@@ -192,6 +198,7 @@ def test_directories_of_dead_launchers_are_swept(
         for folder, text in told.items():
             folder.mkdir()
             (folder / "launcher").write_text(text)
+            (memory / f"sem.{folder.name}-a1").touch()
         (dead / "0.pid").write_text(identity(sleeper.pid))
         sweep(tmp_path)
         assert len(list(tmp_path.iterdir())) == 4
@@ -199,7 +206,34 @@ def test_directories_of_dead_launchers_are_swept(
     with open_status_dir(1) as status:
         assert set(tmp_path.iterdir()) == {live, foreign, unknown, status.folder}
         assert identity(os.getpid()) == (status.folder / "launcher").read_text()
+        lock: Any = multiprocessing.get_context("spawn").Lock()
+        assert lock._semlock.name.startswith(f"/{status.folder.name}-")
+    left = {f"sem.{folder.name}-a1" for folder in (live, foreign, unknown)}
+    assert {file.name for file in memory.iterdir()} == left
     assert sleeper.wait(10) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("code", "hint"), [(-signal.SIGKILL, False), (1, True)])
+def test_a_rank_that_ends_before_its_start_is_told_why(tmp_path: Path, code: int, hint: bool):
+    """The main script is suspected only where the process ended by itself."""
+    outcome = LaunchOutcome(died=(1, code))
+    text = outcome.first_failure(StatusDir(tmp_path, 2)).text
+    assert ("__name__" in text) == hint
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "RuntimeError: rank 1 has left, but this rank waits for its message in send on axis pp",
+        "RuntimeError: the connection to rank 1 failed in all_reduce on axis dp, called by f",
+    ],
+)
+def test_a_rank_that_lost_another_is_not_the_cause(tmp_path: Path, lost: str):
+    """The one that raised is named, even if it recorded its error later."""
+    status = StatusDir(tmp_path, 2)
+    status.fail(0, lost)
+    status.fail(1, "ValueError: mine alone")
+    assert LaunchOutcome().first_failure(status).rank == 1
 
 
 def test_a_beat_is_read_as_it_was_sent(tmp_path: Path):

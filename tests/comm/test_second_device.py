@@ -214,6 +214,6 @@ def refused(world: World, backend: str) -> None:
 def test_every_transport_refuses_a_tensor_of_another_device(backend: str) -> None:
     """On gloo too, where it would go through: NCCL fails on it."""
     public = {name for name in vars(Transport) if not name.startswith("_")}
-    others = {"with_ledger", "begin", "count", "require_device", "barrier", "ready"}
+    others = {"with_ledger", "begin", "count", "require_device", "barrier", "ready", "answered"}
     assert public - others == set(CALLS)
     (run_threads if backend == "threads" else run_gloo)(2, refused, backend)

@@ -62,7 +62,7 @@ def test_messages_come_in_order_however_they_are_waited_for():
     """Each message lands in the tensor that was expected for it, the last waited for first."""
     a, b, _ = pair()
     arrived = [torch.zeros(3) for _ in range(5)]
-    waits = [b.receive(x, 0) for x in arrived]
+    waits = [b.receive(x, 0, Line()) for x in arrived]
     for k in range(5):
         a.send(torch.full((3,), float(k)), 1, Line())
     for wait in reversed(waits):
@@ -85,7 +85,7 @@ def test_no_message_is_lost_or_changed_whatever_their_sizes(acts: list[tuple[int
     for sent, (size_bytes, takes) in enumerate(acts):
         a.send(torch.full((size_bytes,), sent % 251, dtype=torch.uint8), 1, Line())
         x = torch.empty(size_bytes, dtype=torch.uint8)
-        waiting.append((sent, x, b.receive(x, 0)))
+        waiting.append((sent, x, b.receive(x, 0, Line())))
         if takes:
             take()
     while waiting:
@@ -101,7 +101,7 @@ def test_what_finds_no_room_goes_through_gloo_in_its_turn():
     assert len(queues[1]) == count - mailbox_bytes(2) // size
     for k in range(count):
         x = torch.empty(size, dtype=torch.uint8)
-        b.receive(x, 0)()
+        b.receive(x, 0, Line())()
         assert (x == k).all()
     assert not queues[1]
 
@@ -116,13 +116,13 @@ def test_a_message_is_used_once_in_its_wait(overtaken: bool, full: bool):
     a, b, queues = pair()
     for _ in range(mailbox_bytes(2) // 2**20 if full else 0):
         a.send(torch.zeros(2**20, dtype=torch.uint8), 1, Line())
-        b.receive(torch.empty(2**20, dtype=torch.uint8), 0)
+        b.receive(torch.empty(2**20, dtype=torch.uint8), 0, Line())
     for k in (1, 2):
         a.send(torch.full((4,), k, dtype=torch.int32), 1, Line())
     assert len(queues[1]) == (2 if full else 0)
     total, last = torch.full((4,), 10, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
-    first = b.read(total, 0, total.add_)
-    second = b.receive(last, 0)
+    first = b.read(total, 0, total.add_, Line())
+    second = b.receive(last, 0, Line())
     if overtaken:
         second()
     assert total.tolist() == [10] * 4
@@ -138,7 +138,7 @@ def test_a_message_is_free_to_change_once_it_is_in():
     x, y = torch.ones(4), torch.zeros(4)
     assert a.send(x, 1, Line()) == []
     x.zero_()
-    b.receive(y, 0)()
+    b.receive(y, 0, Line())()
     assert y.tolist() == [1, 1, 1, 1]
 
 
@@ -150,7 +150,7 @@ def test_whoever_waits_for_a_process_that_is_gone_is_told(monkeypatch: pytest.Mo
     _, b, _ = pair()
     b.pids[0] = gone.pid
     with pytest.raises(RuntimeError, match=f"rank 0 of the group is gone: process {gone.pid}"):
-        b.receive(torch.zeros(1), 0)()
+        b.receive(torch.zeros(1), 0, Line())()
 
 
 def test_all_mailboxes_of_a_group_lie_apart():
@@ -173,7 +173,7 @@ def test_a_message_is_taken_as_it_lies():
     x = torch.arange(24.0).view(2, 3, 4)[:, 1:, ::2]
     place = torch.empty(x.numel())
     assert a.send(x, 1, Line()) == []
-    b.receive(place, 0)()
+    b.receive(place, 0, Line())()
     assert place.tolist() == x.flatten().tolist()
 
 
@@ -184,7 +184,7 @@ def test_what_a_view_has_yet_to_do_to_its_numbers_is_done(lazy: Any):
     x, place = torch.full((2,), 1 + 2j), torch.zeros(2, dtype=torch.complex64)
     for into in (place, lazy(place)):
         a.send(lazy(x), 1, Line())
-        b.receive(into, 0)()
+        b.receive(into, 0, Line())()
         assert torch.equal(into, lazy(x))
 
 
@@ -197,7 +197,7 @@ def test_views_of_messages_are_kept_but_not_without_end(monkeypatch: pytest.Monk
             x = (torch.arange(4.0 * width) + turn).view(width, 4)[:, ::2]
             with torch.inference_mode(turn == 0):
                 a.send(x, 1, Line())
-                seen = b.read(x, 0, Tensor.clone)()
+                seen = b.read(x, 0, Tensor.clone, Line())()
             assert torch.equal(seen, x)
     holds = a.out[1].store, b.into[0].store
     assert [0 < len(hold.views) <= 3 for hold in holds] == [True] * 2
@@ -205,7 +205,7 @@ def test_views_of_messages_are_kept_but_not_without_end(monkeypatch: pytest.Monk
     kept = [hold.tensor(0, x) for hold in holds]
     assert [hold.tensor(0, x) is view for hold, view in zip(holds, kept, strict=True)] == [True] * 2
     a.send(x, 1, Line())
-    assert torch.equal(b.read(x, 0, Tensor.clone)(), x)
+    assert torch.equal(b.read(x, 0, Tensor.clone, Line())(), x)
     assert [torch.equal(view, x) for view in kept] == [True] * 2  # the same memory
 
 
@@ -214,7 +214,7 @@ def test_ranks_that_expect_other_sizes_are_told():
     a, b, _ = pair()
     a.send(torch.ones(3), 1, Line())
     with pytest.raises(RuntimeError, match="of 12 bytes instead of 16"):
-        b.receive(torch.zeros(4), 0)()
+        b.receive(torch.zeros(4), 0, Line())()
 
 
 def test_a_message_without_room_goes_as_it_lies_too():
@@ -222,8 +222,8 @@ def test_a_message_without_room_goes_as_it_lies_too():
     a, b, _ = pair()
     full = torch.zeros(mailbox_bytes(2) // 4)
     x, seen = torch.arange(24.0).view(2, 3, 4)[:, 1:, ::2], list[Tensor]()
-    first = b.receive(torch.empty_like(full), 0)
-    last = b.read(x, 0, lambda y: seen.append(y.clone()) or y)
+    first = b.receive(torch.empty_like(full), 0, Line())
+    last = b.read(x, 0, lambda y: seen.append(y.clone()) or y, Line())
     assert a.send(full, 1, Line()) == []
     ends = a.send(x, 1, Line())
     assert len(ends) == 2

@@ -1,12 +1,17 @@
 """Ranks that our launcher does not start: they meet or say who is missing, and watch each other."""
 
 import os
+import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -16,6 +21,7 @@ from shardwise.comm.limits import Limits
 from shardwise.comm.rendezvous import Start
 from shardwise.comm.start import meet
 from shardwise.core.errors import InputError
+from tests.comm.hosts import HOSTS, two_hosts
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +37,7 @@ def ended(
 ) -> list[tuple[int | None, str, str]]:
     """Run `ranks` of a world of `size`: exit code, output and error output of each.
 
-    A rank that does not end by itself has no exit code, and is killed when the first has ended.
+    A rank that is stopped has no exit code, comes last, and is killed when the others have ended.
     """
     port = free_port()
     shared = os.environ | {"WORLD_SIZE": str(size), "MASTER_ADDR": "localhost"} | variables
@@ -51,28 +57,72 @@ def ended(
         for process in started:
             stack.enter_context(process)
             stack.callback(process.kill)
-        first = started[0].communicate(timeout=60)
-        found: list[tuple[int | None, str, str]] = [(started[0].returncode, *first)]
-        for process in started[1:]:
-            code = None if what in ("stop", "hang") else process.wait(60)
+        found: list[tuple[int | None, str, str]] = []
+        stopped = [f"stop {rank}" == what for rank in ranks]
+        for process, never in sorted(zip(started, stopped, strict=True), key=itemgetter(1)):
+            code = None if never else process.wait(60)
             process.kill()
             found.append((code, *process.communicate()))
         return found
 
 
 @pytest.mark.full
-def test_a_rank_that_is_stopped_is_found_by_its_peers():
-    """Without a launcher of ours the rank before it says so, and ends."""
-    (code, _, said), _ = ended("stop", range(2), 2, SHARDWISE_FROZEN_S="1")
-    assert code == 1
-    assert said.startswith("rank 1 failed: its process ") and "is stopped" in said
-    assert "meeting.py" in said and said.count("\n") == 1
+@pytest.mark.parametrize("what", ["stop 1", "stop 0", "kill 2", "kill 0"])
+def test_a_rank_that_is_lost_ends_all_others(what: str):
+    """Without a launcher that kills: each says which rank was lost, one says where it was."""
+    lost = int(what[-1])
+    found = ended(what, range(4), 4, SHARDWISE_FROZEN_S="1")
+    others = [each for each in found if each[0] not in (None, -signal.SIGKILL)]
+    assert len(others) == 3
+    for code, _, said in others:
+        assert code == 1
+        assert f"rank {lost} failed: its pro" in said or (
+            lost == 0 and "on rank 0 or in its" in said
+        )
+    if lost:
+        assert sum(said.startswith(f"rank {lost} failed: its pro") for _, _, said in others) == 1
+
+
+@pytest.mark.full
+def test_a_host_whose_link_is_down_ends_all_ranks():
+    """On both sides of the link, those beside the store too, with nobody to kill them."""
+    shared = os.environ | {"WORLD_SIZE": "4", "MASTER_ADDR": HOSTS[0], "SHARDWISE_FROZEN_S": "1"}
+    shared |= {"MASTER_PORT": str(free_port())}
+    command = [sys.executable, "-m", "tests.comm.meeting", "sleep"]
+    with two_hosts() as enters, ExitStack() as stack:
+        ranks = [
+            subprocess.Popen(
+                [*enters[rank // 2], *command],
+                cwd=ROOT,
+                env=shared | {"RANK": str(rank)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(4)
+        ]
+        for process in ranks:
+            stack.enter_context(process)
+            stack.callback(process.kill)
+        assert all(process.stdout and process.stdout.readline() == "met\n" for process in ranks)
+        time.sleep(2)  # a heartbeat of each
+        subprocess.run([*enters[0], "ip", "link", "set", "eth0", "down"], check=True)
+        said = [process.communicate(timeout=40)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [1] * 4
+    for text in said[:2]:
+        assert re.search(
+            "rank [23] failed: its process .* another host, which is frozen or un", text
+        )
+    for text in said[2:]:
+        assert "on rank 0 or in its launcher" in text or "rank 0 failed: its process" in text
 
 
 def test_a_rank_that_hangs_is_found_by_its_peers():
     """Who has waited too long says where every rank is."""
-    (code, _, said), _ = ended("hang", range(2), 2, SHARDWISE_PATIENCE_S="2")
-    assert code == 1
+    (code, _, said), (other, _, short) = sorted(
+        ended("hang", range(2), 2, SHARDWISE_PATIENCE_S="2"), key=lambda each: -len(each[2])
+    )
+    assert code == other == 1 and "ends: rank 1 failed: rank 0 has waited for 2 s" in short
     assert said.startswith("rank 1 failed: rank 0 has waited for 2 s")
     assert all(f"rank {rank}: comm/meeting.py:" in said for rank in (0, 1))
 
@@ -82,6 +132,16 @@ def test_ranks_that_are_watched_end_in_peace():
     """The watch ends with the world, and says nothing."""
     for rank, (code, out, said) in enumerate(ended("end", range(2), 2, SHARDWISE_FROZEN_S="1")):
         assert (code, out, said) == (0, f"rank {rank} has ended\n", "")
+
+
+@pytest.mark.parametrize("what", ["part", "pipe"])
+def test_a_rank_that_loses_its_connection_names_the_other_end(what: str):
+    """Not the error of gloo alone: the rank, the call, and the line of the program."""
+    (code, _, said), _ = ended(what, range(2), 2, SHARDWISE_SHARED_MEMORY="0")
+    assert code == 1
+    assert re.search(
+        r"the connection to rank 1 failed in \w+ on axis \w+, called by .*main \(meeting.py:", said
+    )
 
 
 def test_ranks_that_do_not_start_are_named():
@@ -138,7 +198,27 @@ def test_two_processes_of_one_rank_are_told():
     first.join()
     assert isinstance(store, PrefixStore) and len(found) == 1
     with pytest.raises(InputError, match="two processes with rank 1 at one address"):
-        meet(start(1, port), Limits(start_s=5))
+        meet(start(1, port), Limits(start_s=1))
+
+
+def test_each_meeting_at_an_agents_store_is_of_its_own(monkeypatch: pytest.MonkeyPatch):
+    """Whoever comes first, no rank reads the id of an earlier meeting, or waits for a dead rank."""
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    starts = [start(rank, server.port) for rank in range(2)]
+    with pytest.raises(InputError, match="and rank 0 did not start"):
+        meet(starts[1], Limits(start_s=1))  # its question stays, as that of a killed rank
+    for first in (0, 1, 0):
+        with ThreadPoolExecutor() as ranks:
+            early = ranks.submit(meet, starts[first], Limits(start_s=20))
+            time.sleep(0.3)
+            late = ranks.submit(meet, starts[1 - first], Limits(start_s=20))
+            stores = early.result(), late.result()
+        assert all(isinstance(store, PrefixStore) and not store.check(["x"]) for store in stores)
+        stores[0].set("x", str(first))
+        assert stores[1].get("x").decode() == str(first)
+    with pytest.raises(InputError, match="two processes with rank 1 at one address"):
+        meet(starts[1], Limits(start_s=1))
 
 
 def test_a_store_that_closes_is_no_raw_error():

@@ -28,6 +28,25 @@ def test_a_thread_that_fails_ends_the_others():
     assert not set(threading.enumerate()) - alive
 
 
+def lose_and_wrap(world: World) -> None:
+    """Rank 0 reports what it lost in words of its own, before rank 1 has ended."""
+    try:
+        if world.rank == 1:
+            time.sleep(0.2)
+            raise ArithmeticError("the cause")
+        world.everyone.transport.board.gate.abort()  # type: ignore[attr-defined]
+        all_reduce(torch.zeros(4), world.everyone)
+    except RuntimeError as error:
+        raise ValueError("a message did not come") from error
+
+
+def test_an_error_that_follows_from_another_is_not_the_cause():
+    """However a rank words that another has failed."""
+    with pytest.raises(RankError, match="the cause") as caught:
+        run_threads(2, lose_and_wrap)
+    assert caught.value.rank == 1
+
+
 def late(world: World) -> None:
     if world.rank == 0:
         raise ArithmeticError("before anybody came")

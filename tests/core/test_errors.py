@@ -1,6 +1,12 @@
 """The text of errors."""
 
+from pathlib import Path
+
+import pytest
+
 from shardwise.core.errors import InputError, Problem, bad, refusal
+from shardwise.core.plan import Plan
+from shardwise.core.suggest import beside
 
 
 def test_bad_is_one_paragraph():
@@ -19,3 +25,29 @@ def test_refusal_lists_every_problem():
         f"1. {first}",
         f"2. {second}",
     ]
+
+
+def test_a_text_is_short_and_in_one_line():
+    """A path may contain line ends, and one mistake may be made five thousand times."""
+    assert (
+        str(bad("a\nb\x1b[0m", "c", "d")) == "Given: a\\nb\\x1b[0m. Allowed: c. Write instead: d."
+    )
+    assert len(str(bad("x" * 10**6, "c", "d"))) < 9000
+    with pytest.raises(InputError) as caught:
+        Plan.parse("dp2 " * 5000)
+    lines = str(caught.value).splitlines()
+    assert lines[-1] == "And 4979 more." and len(lines) == 22
+    assert sum(map(len, lines)) < 20_000
+
+
+@pytest.mark.parametrize(
+    ("path", "other"), [("runs/a", "runs/a-2"), (".", "here-2"), ("../here", "../here-2")]
+)
+def test_another_name_is_beside_the_first(
+    path: str, other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Also for the folder one is in, which has no name of its own."""
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    expected = tmp_path / other if path == "." else Path(other)
+    assert beside(Path(path)) == expected

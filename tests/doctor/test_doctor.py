@@ -211,6 +211,7 @@ def test_the_command_prints_saves_and_draws(tmp_path: Path, capsys: Any) -> None
         (["--device", "cuda"], "cuda"),
         (["--device", "gpu"], "--device"),
         (["--mib", "0"], "--mib 0"),
+        (["--mib", "1000000"], "--mib 1000000"),
         (["--disk", "/no/such/folder"], "--disk /no/such/folder"),
         (["--save", "/no/such/folder/c.toml"], "--save cluster.toml"),
         (["--picture", "links.txt"], "--picture doctor.png"),

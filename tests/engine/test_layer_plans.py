@@ -15,7 +15,6 @@ import shardwise as sw
 from shardwise.comm.world import World, alone
 from shardwise.core.plan import Plan
 from shardwise.engine.regions import exchange_of
-from shardwise.engine.tensor_parallel import layer_tables
 from shardwise.models import gpt
 from shardwise.parallel.redistribute.exchange import RowExchange, between
 from shardwise.parallel.redistribute.redistributed import Redistributed
@@ -183,9 +182,8 @@ def test_neighbours_of_one_mesh_send_nothing_between_them():
 def own_rows(world: World) -> tuple[bool, ...]:
     """What code outside of layers sees of a layer's output."""
     plan = Plan.parse("dp2 | head: tp2")
-    model = small_gpt()
     world = world.on(plan.mesh)
-    exchange = exchange_of(world, plan, layer_tables(model, plan, None))
+    exchange = exchange_of(world, plan)
     exchange.counts = (2, 2)
     whole = torch.arange(8.0).view(4, 2)
     x = Redistributed.of(whole, exchange, 2, "head")

@@ -1,6 +1,5 @@
 """Live memory as it is found: nothing is left over, and nothing that is kept goes unseen."""
 
-import gc
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +9,7 @@ import pytest
 from torch import Tensor, nn
 
 from shardwise.comm.world import World
+from shardwise.core.garbage import collect
 from shardwise.core.plan import Plan
 from shardwise.engine.engine import Engine
 from shardwise.engine.live import Live, Stray
@@ -45,7 +45,7 @@ def strays(world: World, plan: str, steps: int) -> list[list[Stray]]:
             engine.step(batch)
         engine.wait()
         world.barrier()  # ranks in threads read each other's tensors until here
-        gc.collect()
+        collect()
         found.append(live.unaccounted(engine))
     return found
 

@@ -45,8 +45,8 @@ WITH = [
 @pytest.fixture(params=[None, 512], ids=["one chunk", "several chunks"])
 def chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of the usual length, and so short that each flat parameter has many."""
-    for module in ("comm.disk", "core.chunks", "engine.disk_states") if request.param else ():
-        monkeypatch.setattr(f"shardwise.{module}.CHUNK_NUMEL", request.param)
+    if request.param:
+        monkeypatch.setattr("shardwise.core.chunks.CHUNK_NUMEL", request.param)
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
@@ -148,8 +148,7 @@ def arena(world: World, width: int, plan: str) -> tuple[Run, list[int], int, int
 @pytest.mark.full
 def test_parameters_larger_than_the_host_memory_they_have(monkeypatch: pytest.MonkeyPatch):
     """Nothing stays on the device; the host's peak is that of the buffers for any model."""
-    for module in ("comm.disk", "core.chunks", "engine.disk_states"):
-        monkeypatch.setattr(f"shardwise.{module}.CHUNK_NUMEL", 512)
+    monkeypatch.setattr("shardwise.core.chunks.CHUNK_NUMEL", 512)
     counts = 4 * 4  # bytes of the step counts of four parameters, which an update copies
     found: set[int] = set()
     for width in (2048, 8192):
@@ -164,7 +163,7 @@ def test_parameters_larger_than_the_host_memory_they_have(monkeypatch: pytest.Mo
             assert leaks == []
             found.add(held)
             assert device == 0
-    assert found == {reserved_bytes(2, 8) + counts}
+    assert found == {reserved_bytes(2, 8, 512) + counts}
 
 
 # --- errors ---------------------------------------------------------------------------------------

@@ -54,8 +54,7 @@ def waiting(world: World, plan: str) -> tuple[Run, Used, int, str]:
 @pytest.mark.parametrize("plan", ["dp2 zero2 offload:optim@disk", "dp2 zero3 offload:param@disk"])
 def test_a_slow_disk_is_waited_for(plan: str, monkeypatch: pytest.MonkeyPatch):
     """More chunks than buffers, all slow: parity, no deadlock, and the run says how it waited."""
-    for module in ("comm.disk", "core.chunks", "engine.disk_states"):
-        monkeypatch.setattr(f"shardwise.{module}.CHUNK_NUMEL", 512)
+    monkeypatch.setattr("shardwise.core.chunks.CHUNK_NUMEL", 512)
     made = slow_down(monkeypatch)
     wanted = oracle(TASK, Case("ddp", clip=0.5))
     for run, used, chunks, words in run_threads(2, waiting, f"{plan} fp64"):

@@ -18,7 +18,8 @@ from shardwise.models import gpt
 from shardwise.models.initial import initial
 from shardwise.models.registry import find
 from shardwise.models.trainable import Trainable
-from shardwise.verify.parity import alone_of, compare, engine_of, theory_of
+from shardwise.verify.comparison import compare
+from shardwise.verify.parity import alone_of, engine_of, theory_of
 from shardwise.verify.report import largest
 from tests.engine.cases import (
     Case,

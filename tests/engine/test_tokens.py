@@ -10,9 +10,10 @@ from shardwise.comm.world import World
 from shardwise.core.plan import Plan
 from shardwise.engine.scale import power_of_two
 from shardwise.models.registry import find
+from shardwise.verify.comparison import compare
 from shardwise.verify.finding import Finding
 from shardwise.verify.oracles import oracles_of
-from shardwise.verify.parity import compare, prove
+from shardwise.verify.parity import prove
 from shardwise.verify.report import largest, report
 from tests.engine import tensors
 from tests.engine.cases import (

@@ -26,10 +26,11 @@ from shardwise.engine.pipelined import Pipelined
 from shardwise.engine.prediction import Predictor
 from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.verify.async_oracle import AsyncOracle
+from shardwise.verify.comparison import compare
 from shardwise.verify.costs import Theory
 from shardwise.verify.finding import Finding
 from shardwise.verify.oracles import Oracles, oracles_of
-from shardwise.verify.parity import compare, prove
+from shardwise.verify.parity import prove
 from shardwise.verify.report import largest as largest_of
 from tests.engine.cases import settled
 from tests.pool import run_gloo, run_threads

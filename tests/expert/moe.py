@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shardwise.models import gpt, moe
 from shardwise.models.initial import fill
-from shardwise.parallel.expert.gate import Gate
+from shardwise.parallel.expert.gate import FIXED, GATES, Gate
 from tests.engine.cases import CONFIG, Case, Task, ranks_of, text
 from tests.engine.tensors import ADAMW, Held, assert_counted, assert_parity, train, whole_run
 from tests.pool import run_gloo
@@ -19,7 +19,8 @@ LOSSES = {"balance": 0.3, "importance": 0.2, "z": 0.1}
 def model(
     name: str, capacity: float | None = None, experts: int = 4, losses: bool = True
 ) -> nn.Module:
-    gate = Gate(name, experts, 2, capacity, scale=1.5, losses=LOSSES if losses else {})
+    used = LOSSES if losses and name not in FIXED else {}
+    gate = Gate(name, experts, GATES[name] or 2, capacity, scale=1.5, losses=used)
     made = moe.MoEGPT(moe.MoEConfig(CONFIG, gate, shared=1))
     fill(made, seed=3)
     with torch.no_grad():

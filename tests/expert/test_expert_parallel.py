@@ -152,22 +152,36 @@ def check_between(tmp_path: Path, before: str, after: str) -> None:
     assert_pieces([held.weights for held in found], expected.weights, 1e-10)
 
 
-def one_rank_diverges(world: World) -> None:
+def one_rank_diverges(world: World, gate: str, on_nonfinite: str) -> None:
     """The embedding of one token is NaN, and only rank 1 reads it."""
-    task = moe.task("topk")
-    engine = build(world, task, Case("dp2 ep2 fp64"))
+    task = moe.task(gate)
+    model, options = task.make(), {"loss": task.loss, "on_nonfinite": on_nonfinite}
+    engine = sw.parallelize(model, "dp2 ep2 fp64", world, optimizer=sw.SGD(lr=0.1), **options)
     with torch.no_grad():
         for name, p in engine.model.named_parameters():
             if name == "embed.weight":
                 p[36] = torch.nan
     tokens = torch.full((2, 9), 36 if world.rank else 3)
-    with pytest.raises(NonFiniteError, match=r"blocks\.0\.moe gave infinite .* data rank 1\."):
-        engine.step({"inputs": tokens, "targets": tokens})
+    batch = {"inputs": tokens, "targets": tokens}
+    if on_nonfinite == "raise":
+        match = r"^Step 1: The router of blocks\.0\.moe gave infinite .* data rank 1\."
+        with pytest.raises(NonFiniteError, match=match):
+            engine.step(batch)
+        return
+    before = [p.clone() for p in engine.model.parameters()]
+    assert engine.step(batch).skipped
+    engine.wait()
+    pairs = zip(before, engine.model.parameters(), strict=True)
+    assert all(torch.equal(b.nan_to_num(), p.nan_to_num()) for b, p in pairs)
+    tokens.fill_(3)
+    assert not engine.step(batch).skipped
 
 
-def test_router_that_is_not_finite():
-    """Logits that are NaN on one rank stop the step on all, with the layer and the rank."""
-    run_gloo(2, one_rank_diverges)
+@pytest.mark.parametrize("gate", ["topk", "sigmoid", "gshard", "noisy-topk", "expert-choice"])
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_router_that_is_not_finite(gate: str, on_nonfinite: str):
+    """Logits that are NaN on one rank stop the step on all, or all skip it, as dense models do."""
+    run_threads(2, one_rank_diverges, gate, on_nonfinite)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from shardwise.comm.world import World
 from shardwise.core.errors import InputError
 from shardwise.core.mesh import Mesh
 from shardwise.parallel.expert import hard
-from shardwise.parallel.expert.gate import GATES, Extra, Gate
+from shardwise.parallel.expert.gate import FIXED, GATES, Extra, Gate
 from shardwise.parallel.expert.global_batch import GlobalBatch
 from shardwise.parallel.expert.layer import MoE
 from tests.pool import run_gloo, run_threads
@@ -44,7 +44,8 @@ def routed(name: str, capacity: float | None, x: dict[str, Tensor], batch: Globa
     random = {"noisy-topk": x["normal"], "gshard": x["uniform"]}.get(name)
     spread, target = x["spread"], x["target"] if name in HARD else None
     bias = torch.tensor([0.1, -0.2, 0.0, 0.3], dtype=F64)
-    gate = Gate(name, E, 2, capacity, losses=LOSSES)
+    losses = {} if name in FIXED else LOSSES
+    gate = Gate(name, E, GATES[name] or 2, capacity, losses=losses)
     found = gate.route(logits, batch, Extra(random, spread, bias, target))
     # every rank's loss is its part: the auxiliary losses are divided by the ranks in any way
     part = (batch.rank + 1) * 2 / (batch.ranks * (batch.ranks + 1))

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import shardwise as sw
 from shardwise.comm.world import World
 from shardwise.core.errors import NonFiniteError
 from shardwise.models import hf
 from shardwise.models.registry import find
 from shardwise.parallel.expert.stacked import stacked_experts
-from tests.engine.cases import Case, Task, small_gpt
-from tests.engine.tensors import build
+from tests.engine.cases import Task, small_gpt
 from tests.expert import moe
 from tests.pool import run_gloo
 
@@ -66,16 +66,24 @@ def test_found_by_their_signature():
     assert stacked_experts(small_gpt()) == {}
 
 
-def one_rank_diverges(world: World) -> None:
+def one_rank_diverges(world: World, on_nonfinite: str) -> None:
     """The embedding of one word is NaN, and only rank 1 reads it."""
-    engine = build(world, task("mixtral", 2), Case("dp2 ep2 fp64"))
+    mixtral, sgd = task("mixtral", 2), sw.SGD(lr=0.1)
+    how = {"loss": mixtral.loss, "on_nonfinite": on_nonfinite}
+    engine = sw.parallelize(mixtral.make(), "dp2 ep2 fp64", world, sgd, **how)
     with torch.no_grad():
         engine.model.get_parameter("model.embed_tokens.weight")[36] = torch.nan
     words = torch.full((1, 8), 36 if world.rank else 4)
-    with pytest.raises(NonFiniteError, match=r"layers\.0\.mlp\.experts gave .* on rank 1 of"):
-        engine.step({"inputs": words, "targets": words})
+    batch = {"inputs": words, "targets": words}
+    if on_nonfinite == "skip":
+        assert engine.step(batch).skipped
+        return
+    match = r"^Step 1: .*layers\.0\.mlp\.experts gave .* on rank 1 of"
+    with pytest.raises(NonFiniteError, match=match):
+        engine.step(batch)
 
 
-def test_router_that_is_not_finite():
-    """Weights that are NaN on one rank stop the step on all of the axis, with layer and rank."""
-    run_gloo(2, one_rank_diverges)
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_router_that_is_not_finite(on_nonfinite: str):
+    """Weights that are NaN on one rank stop the step on all of the axis, or all skip it."""
+    run_gloo(2, one_rank_diverges, on_nonfinite)

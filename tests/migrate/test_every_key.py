@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -201,3 +202,15 @@ def test_the_command_refuses_a_wrong_value(
     assert (end.value.code, printed.out) == (2, "")
     assert printed.err.count("\n") == 1
     assert "zero_optimization.stage = 7 in a file of DeepSpeed" in printed.err
+
+
+def test_a_missing_reader_of_yaml_is_one_paragraph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says what to install, and not that the file is broken."""
+    file = written(tmp_path, LAUNCHED, "yaml")
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    with pytest.raises(InputError) as error:
+        imported(file)
+    assert str(error.value).count("Given: ") == 1
+    assert str(error.value).endswith("Write instead: pip install pyyaml.")

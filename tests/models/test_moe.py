@@ -23,7 +23,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 @pytest.mark.parametrize("shared", [0, 2])
 def test_parameters_by_arithmetic(gate: str, shared: int):
     """The formula counts the parameters that the model has."""
-    config = MoEConfig(moe.TINY, Gate(gate, 6, 3), shared)
+    config = MoEConfig(moe.TINY, Gate(gate, 6, GATES[gate] or 3), shared)
     with torch.device("meta"):
         model = MoEGPT(config)
     assert moe.parameters(config) == sum(p.numel() for p in model.parameters())

@@ -1,6 +1,7 @@
 """A prediction made before a run is what the run holds and sends, to the byte."""
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,18 @@ def test_bytes_of_tokens_are_between_bounds(name: str, capacity: float | None):
     assert found.notes == (EVEN,) and found.activations > 0
 
 
+@pytest.mark.parametrize("name", ["topk", "expert-choice"])
+def test_a_prediction_stores_nothing_for_each_rank(name: str):
+    """Ten million ranks cost as much memory as two."""
+    model, rows = moe.model(name).to("meta"), moe.batch(name, 2, 0)
+    found = predict(model, "dp10000000 ep2 zero3", rows, loss=moe_loss)
+    tracemalloc.start()
+    assert found.bytes and found.memory
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 2**24
+
+
 def test_the_bounds_are_reached():
     """Tokens that all stay on their rank send nothing, and tokens that all leave the most."""
     model, rows = moe.model("topk"), moe.batch("topk", 2, 0)
@@ -209,6 +222,9 @@ def test_the_command_has_one_object(capsys: pytest.CaptureFixture[str]):
         (["dp2 zero9"], "zero9"),
         (["dp2", "--rank", "2"], "--rank 2"),
         (["dp2", "--batch", "0"], "--batch 0"),
+        (["dp2", "--batch", "1000000000"], "1000000000 rows"),
+        (["dp2", "--sequence", "1000000000"], "--sequence 1000000000"),
+        (["dp2 accumulate:1000000000"], "2000000000 rows"),
         (["dp2", "--model", "gpf"], "gpf"),
     ],
 )

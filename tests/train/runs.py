@@ -15,7 +15,7 @@ from shardwise.comm.world import World, alone
 from shardwise.core.errors import RunError
 from shardwise.engine.engine import Engine
 from shardwise.models import gpt
-from shardwise.train import config, loop
+from shardwise.train import config, end, loop
 from shardwise.train.metrics import Record, read
 from shardwise.train.prepare import PreparedRun, Start
 from shardwise.train.report import Cost
@@ -136,3 +136,19 @@ def stopped_early(
     finally:
         setattr(loop, where, called)
     return summary is None, said.getvalue()
+
+
+def stopped_at_the_end(world: World, given: config.Config, rank: int, where: str) -> None:
+    """Train, with SIGTERM sent to one rank at the beginning of a function of the run's end."""
+    called = getattr(end, where)
+
+    def signalled_in(*args: Any) -> Any:
+        if world.rank == rank:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return called(*args)
+
+    setattr(end, where, signalled_in)
+    try:
+        assert loop.train(given, world) is None
+    finally:
+        setattr(end, where, called)

@@ -47,6 +47,8 @@ COMMANDS = {
         *("words", "--size", "--ranks", "--repeats", "--link", "--device", "--json", "--help"),
     },
     "table": {"model", "--ranks", "--sp", "--help"},
+    "checkpoint export": {"run", "--to", "--dtype", "--overwrite", "--help"},
+    "checkpoint import": {"folder", "--to", "--overwrite", "--help"},
     "checkpoint inspect": {"path", "--json", "--deep", "--help"},
     "schedule": {
         *("name", "--stages", "--microbatches", "--chunks", "--batches", "--costs", "--hop"),

@@ -94,7 +94,7 @@ def test_ranks_that_a_signal_ended_before_they_listened_have_trained_nothing(
 
     def launched(*_: object) -> int:
         if trained:
-            (tmp_path / "run").mkdir()
+            (tmp_path / "run").mkdir(exist_ok=True)
             (tmp_path / "run" / "metrics.jsonl").write_text("{}")
         return 143
 
@@ -113,9 +113,10 @@ def test_ranks_that_fail_before_a_step_leave_no_run(
     left = tmp_path / "run" / "config.toml"
     monkeypatch.setattr("shardwise.train.folder.finished_message", lambda _: "")
     monkeypatch.setattr("shardwise.train.prepare.prepare", lambda *_: None)
+    monkeypatch.setattr("shardwise.train.folder.check", lambda *_: None)
 
     def launched(*_: object) -> int:
-        left.parent.mkdir()
+        left.parent.mkdir(exist_ok=True)
         left.write_text("")
         return 1
 

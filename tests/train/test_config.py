@@ -106,6 +106,7 @@ def test_an_override_sets_one_key(override: str, expected: object) -> None:
         ({"sample": {"prompt": "\udcff"}}, ["sample.prompt", "text in UTF-8"]),
         ({"run": {"tensorboard": 1}}, ["run.tensorboard = 1", "true or false"]),
         ({"model": {"layers": 10**30}}, ["model.layers", "less than or equal to 1000000000"]),
+        ({"sample": {"tokens": 10**6}}, ["sample.tokens", "less than or equal to 100000"]),
         ({"train": {"betas": [1.5, 2]}}, ["train.betas = [1.5, 2]", "below 1", "[0.9, 0.95]"]),
         ({"train": {"betas": [0.9]}}, ["train.betas = [0.9]", "two numbers"]),
         ({"train": {"betas": [0.9, -0.1]}}, ["train.betas = [0.9, -0.1]", "two numbers"]),
@@ -173,6 +174,12 @@ def test_an_override_that_names_a_section_is_told_a_key_of_it() -> None:
     """Not whatever key of another section is written nearly so."""
     with pytest.raises(InputError, match=r"Write instead: --set train\.steps=3, for example"):
         config.override({}, ["train=3"])
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    """As editors on Windows write it."""
+    (tmp_path / "a.toml").write_bytes(b"\xef\xbb\xbf[train]\nsteps = 3\n")
+    assert config.read(tmp_path / "a.toml").train.steps == 3
 
 
 def test_a_file_that_is_missing_or_not_toml_is_refused(tmp_path: Path) -> None:

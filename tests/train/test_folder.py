@@ -1,12 +1,19 @@
 """The run's folder: never written over by accident, and only what a run wrote is removed."""
 
+import errno
+import fcntl
+import os
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from shardwise.checkpoint.folder import METADATA, SCALARS
 from shardwise.core.errors import InputError
-from shardwise.train import config, folder
+from shardwise.train import config, folder, lock
+from shardwise.train.prepare import Start
 
 
 def made(path: Path) -> config.Config:
@@ -96,12 +103,90 @@ def test_a_run_without_a_step_is_forgotten_and_another_is_kept(tmp_path: Path) -
     """Its folder too, unless somebody has put something there."""
     run = made(tmp_path / "run")
     folder.claim(run, overwrite=False)
-    folder.forget(run.folder)
+    folder.forget(run)
     assert list(tmp_path.iterdir()) == []
     folder.claim(run, overwrite=False)
     (run.folder / "metrics.jsonl").write_text('{"step": 1}')
-    folder.forget(run.folder)
+    folder.forget(run)
     assert files(run.folder) == ["config.toml", "metrics.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["plots/experts.png", "thesis.txt", ".report.md.1234"])
+def test_a_replaced_run_that_ends_before_its_first_step_can_be_started_again(
+    name: str, tmp_path: Path
+) -> None:
+    """A picture of experts, the user's own file, and what a killed process has left."""
+    run = made(tmp_path / "run")
+    folder.claim(run, overwrite=False)
+    (run.folder / name).write_text("")
+    folder.claim(run, overwrite=True)
+    folder.forget(run)
+    folder.check(run, resume=False, overwrite=True)
+    assert (run.folder / "thesis.txt").exists() == (name == "thesis.txt") == run.folder.exists()
+
+
+def test_auto_refuses_a_run_whose_checkpoint_lacks_a_file(tmp_path: Path) -> None:
+    """As --resume does: it is not replaced as if nothing had been saved."""
+    run = made(tmp_path)
+    folder.claim(run, overwrite=False)
+    checkpoint(tmp_path)
+    (tmp_path / "checkpoints" / "step-000001" / METADATA).unlink()
+    start = Start(auto=True).resolve_auto(run)
+    assert start == Start(resume=True)
+    with pytest.raises(InputError, match=rf"step-000001 lacks {METADATA}\).*does not replace"):
+        folder.check(run, start.resume, start.overwrite)
+
+
+@pytest.mark.parametrize("start", [Start(), Start(resume=True), Start(overwrite=True)])
+def test_a_folder_in_which_a_run_writes_is_refused(start: Start, tmp_path: Path) -> None:
+    """By name, in any way of starting, until that run ends; then the folder is as it was."""
+    run = made(tmp_path / "run")
+    who = rf"process {os.getpid()} on {socket.gethostname()}, since \d+"
+    with lock.hold(run, Start()):
+        folder.claim(run, overwrite=False)
+        with (
+            pytest.raises(InputError, match=rf"another run is writing \({who}"),
+            lock.hold(run, start),
+        ):
+            pass
+        assert files(run.folder) == ["config.toml", "run.lock"]
+    assert files(run.folder) == ["config.toml"]
+    with lock.hold(run, Start(overwrite=True)):
+        pass
+
+
+def test_a_killed_run_leaves_no_lock(tmp_path: Path) -> None:
+    """The kernel releases it, so a restart gets it; a refused start removes what it made."""
+    program = (
+        "import os, sys; from shardwise.train import config, lock; from shardwise.train.prepare "
+        "import Start; run = config.build({'run': {'folder': sys.argv[1]}})\n"
+        "with lock.hold(run, Start()): os.kill(os.getpid(), 9)"
+    )
+    run = made(tmp_path / "a" / "run")
+    subprocess.run([sys.executable, "-c", program, str(run.folder)], check=False)
+    assert files(run.folder) == ["run.lock"]
+    with lock.hold(run, Start()):
+        pass
+    assert files(run.folder) == []
+    with pytest.raises(ZeroDivisionError), lock.hold(made(tmp_path / "b" / "run"), Start()):
+        _ = 1 / 0
+    assert not (tmp_path / "b").exists()
+
+
+def test_a_file_system_without_locks_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warning, and the run goes on."""
+
+    def refuses(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+    with (
+        pytest.warns(UserWarning, match=r"file system without locks \(No locks available\)"),
+        lock.hold(made(tmp_path / "run"), Start()) as start,
+    ):
+        assert start == Start()
 
 
 def checkpoint(run: Path) -> None:

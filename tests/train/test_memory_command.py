@@ -94,6 +94,8 @@ def _without(event: dict[str, Any]) -> dict[str, Any]:
         ((), "without a plan.*a plan, or --table"),
         (("dp2 zero3", "--rank", "2"), "--rank 2.*0 to 1"),
         (("dp2", "--svg", "/no/such/folder/x.svg"), "a picture that cannot be written"),
+        (("dp2 offload:optim", "--svg", "x.svg"), "with offload is not predicted.*--measure"),
+        (("--table", "--params", "1e300"), "--params 1e300.*1e\\+18"),
         (("dp2", "--png", "x.doc"), r"a picture that cannot be written.*\.svg or \.png"),
     ],
 )

@@ -46,6 +46,20 @@ def test_a_line_that_was_cut_short_is_dropped(tmp_path: Path) -> None:
     assert [record.step for record in metrics.read(tmp_path)] == [1, 2, 3, 4]
 
 
+def test_lines_that_are_no_records_are_kept(tmp_path: Path) -> None:
+    """Of another version, damaged, not UTF-8: a resumed run removes only later steps."""
+    lines = [replace(ONE, step=step).line().encode() for step in range(1, 6)]
+    lines[1] = lines[1].replace(b"{", b'{"later": 1, ', 1)
+    other = [b"\xff\xfe", b'{"step": "3"}', b"[" * 10**5, lines[3][:20], b""]
+    text = b"\n".join([*lines[:3], *other, *lines[3:], b""])
+    (tmp_path / metrics.FILE).write_bytes(text)
+    assert [record.step for record in metrics.read(tmp_path)] == [1, 2, 3, 4, 5]
+    metrics.keep_until(tmp_path, 5)
+    assert (tmp_path / metrics.FILE).read_bytes() == text
+    metrics.keep_until(tmp_path, 3)
+    assert (tmp_path / metrics.FILE).read_bytes() == b"\n".join([*lines[:3], *other, b""])
+
+
 def test_tensorboard_gets_the_same_numbers(tmp_path: Path) -> None:
     """The event file holds every tag of the record at its step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

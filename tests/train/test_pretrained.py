@@ -13,8 +13,10 @@ from shardwise.core.errors import InputError
 from shardwise.models import hf, pretrained
 from shardwise.models.hf import causal_loss
 from shardwise.train import config
+from shardwise.train.cli import main
 from shardwise.train.prepare import Start, prepare
 from shardwise.train.sizes import model_sizes
+from shardwise.train.tokens import load_tokenizer, train_bpe
 from tests.train.runs import run, settings
 
 transformers = pytest.importorskip("transformers")
@@ -87,6 +89,40 @@ def test_operations_and_parameters_are_counted(tmp_path: Path):
     tied = pretrained.read(folder("llama", tmp_path / "t", tie_word_embeddings=True), 8)
     assert tied.multiplied == tied.parameters
     assert pretrained.flops_per_token(tied) == 6 * tied.parameters + 12 * 2 * 64 * 8
+
+
+@pytest.mark.parametrize(
+    ("tokens", "plan", "ranks"),
+    [("folder", "fp64", 1), ("bpe:300", "pp2 1f1b:2 fp64", 2), ("bytes", "dp2 zero3 fp64", 2)],
+)
+def test_an_export_has_what_transformers_loads(
+    tokens: str, plan: str, ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Tokenizer and generation as in the model's folder; or that of the run; or a line says no."""
+    weights = folder("llama", tmp_path / "w", vocab_size=300)
+    words = transformers.GenerationConfig(max_new_tokens=3, eos_token_id=256, do_sample=True)
+    words.save_pretrained(weights)
+    if tokens == "folder":
+        train_bpe(["some text", "and more"], 300).save(weights / "tokenizer.json")
+        about = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": 77}
+        (weights / "tokenizer_config.json").write_text(json.dumps(about))
+        tokens = str(weights / "tokenizer.json")
+    base = configured(tmp_path / "run", weights, plan, steps=2).model_dump()
+    given = config.build(base | {"data": base["data"] | {"tokens": tokens}})
+    run(given, ranks)
+    with pytest.raises(SystemExit, match="0"):
+        main(["checkpoint", "export", str(given.folder), "--to", str(tmp_path / "out")])
+    said = capsys.readouterr().out
+    made = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (made.generation_config.max_new_tokens, made.generation_config.do_sample) == (3, True)
+    if tokens == "bytes":
+        assert "no tokenizer: the run's tokens are bytes" in said
+        return
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    vocabulary = load_tokenizer(given.folder / "tokenizer" / "tokenizer.json")
+    assert read("some more text")["input_ids"] == vocabulary.encode("some more text").tolist()
+    assert read.model_max_length == 77 or read.eos_token_id == vocabulary.separator
+    assert "generation_config.json, the run's tokenizer" in said
 
 
 def test_the_folders_tokenizer_is_the_runs(tmp_path: Path):

@@ -1,7 +1,11 @@
 """`--resume auto`: one command that begins a run, and continues it after every restart."""
 
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -11,22 +15,70 @@ from shardwise.train import config, folder, prepare
 from shardwise.train.cli import with_resume_value
 from shardwise.train.metrics import read
 from shardwise.train.prepare import Start
+from tests.comm.hosts import HOSTS, two_hosts
+from tests.comm.test_start import free_port
 from tests.train import killed, runs
 
 
+@contextmanager
+def agents(meeting: str) -> Iterator[list[list[str]]]:
+    """The command of each torchrun: one, two on this host, or two in namespaces of their own."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--max-restarts", "3"]
+    if meeting == "one agent":
+        yield [[*launcher, "--standalone", "--nproc-per-node", "2"]]
+        return
+    apart = "hosts" in meeting
+    addresses, port = HOSTS if apart else ("127.0.0.1", "127.0.0.1"), free_port()
+    place = f"--rdzv-backend c10d --rdzv-endpoint {addresses[0]}:{port} --rdzv-id again"
+    if "static" in meeting:
+        place = f"--master-addr {addresses[0]} --master-port {port}"
+    with two_hosts() if apart else nullcontext([[], []]) as enters:
+        each = f"--nnodes 2 --nproc-per-node 1 {place} --local-addr"
+        own = "--node-rank {}" if "static" in meeting else "--rdzv-conf is_host={}"
+        yield [
+            [*enter, *launcher, *each.split(), address, *own.format(number).split()]
+            for enter, address, number in zip(
+                enters, addresses, (0, 1) if "static" in meeting else (1, 0), strict=True
+            )
+        ]
+
+
+def ended(commands: list[list[str]], kills: Path) -> list[tuple[int, str, str]]:
+    """Run the commands at once: exit code, output and error output of each."""
+    with ExitStack() as stack:
+        started = [
+            subprocess.Popen(
+                command,
+                env=os.environ | {"KILLS": str(kills)},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for command in commands
+        ]
+        for each in started:
+            stack.enter_context(each)
+            stack.callback(each.kill)
+        with ThreadPoolExecutor() as readers:
+            texts = list(readers.map(lambda each: each.communicate(timeout=240), started))
+        return [(each.returncode, *text) for each, text in zip(started, texts, strict=True)]
+
+
 @pytest.mark.full
-def test_torchrun_restarts_end_in_the_undisturbed_curve(tmp_path: Path) -> None:
+@pytest.mark.parametrize("meeting", ["one agent", "two agents", "two hosts", "two hosts, static"])
+def test_torchrun_restarts_end_in_the_undisturbed_curve(tmp_path: Path, meeting: str) -> None:
     """A rank is killed before there is a checkpoint, and another time after: torchrun goes on."""
     straight = runs.run(runs.settings(tmp_path / "straight", "dp2 zero3 fp64"), 2)
     given = runs.settings(tmp_path / "run", "dp2 zero3 fp64")
-    file = tmp_path / "config.toml"
+    file, kills = tmp_path / "config.toml", tmp_path / "kills"
     file.write_text(config.dump(given))
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     program = [str(Path(killed.__file__)), "train", str(file), "--resume", "auto"]
-    command = [sys.executable, "-m", *launcher, "--max-restarts", "3", *program]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "resumed after step 4" in done.stdout
+    with agents(meeting) as commands:
+        done = ended([[*command, *program] for command in commands], kills)
+    for code, _, said in done:
+        assert code == 0, said[-3000:]
+    assert any("resumed after step 4" in out for _, out, _ in done)
+    assert kills.read_text() == "xx"
     found = read(given.folder)
     assert [(r.step, r.loss) for r in found] == [(r.step, r.loss) for r in straight]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from shardwise.comm.world import alone
-from shardwise.train import loop
+from shardwise.train import end, loop
 from shardwise.train import sample as sampling
 from shardwise.train.config_sections import SampleSection
 from shardwise.train.sample import visible
@@ -85,7 +85,7 @@ def test_the_screen_shows_the_sample_that_is_in_the_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A carriage return is seen as such on the screen, in sample.txt and in report.md."""
-    monkeypatch.setattr(loop, "sample", lambda *_: "left\rright")
+    monkeypatch.setattr(end, "sample", lambda *_: "left\rright")
     given = runs.settings(tmp_path / "run", steps=1, warmup=0)
     said = io.StringIO()
     loop.train(given, alone(), console=Console(file=said, width=80))

@@ -1,15 +1,21 @@
 """Where text comes from: every kind of file, in a fixed order, and what is refused."""
 
+import hashlib
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from shardwise.core.errors import InputError
-from shardwise.train import sources
+from shardwise.train import hashes, sources
 from shardwise.train.packed import tokenise
+
+
+def digest(source: sources.Source, cache: Path) -> str:
+    return source.digest(lambda files: hashes.hashes(files, cache))
 
 
 def texts(source: str, field: str = "text") -> list[str]:
@@ -57,14 +63,14 @@ def test_parquet_is_read_by_column(tmp_path: Path) -> None:
         texts(str(path), "body")
 
 
-def test_parquet_without_pyarrow_names_the_extra(
+def test_parquet_without_pyarrow_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The extra to install is in the answer."""
+    """The package to install is in the answer."""
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     (tmp_path / "rows.parquet").write_bytes(b"PAR1")
-    with pytest.raises(InputError, match=r"shardwise\[parquet\]"):
+    with pytest.raises(InputError, match=r"pip install pyarrow"):
         texts(str(tmp_path / "rows.parquet"))
 
 
@@ -74,8 +80,35 @@ def test_the_digest_is_of_content_and_not_of_place(tmp_path: Path) -> None:
     for name, text in (("here", "one"), ("there", "one"), ("other", "onE")):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.txt").write_text(text)
-        digests.append(sources.find(str(tmp_path / name), "text").digest())
+        digests.append(digest(sources.find(str(tmp_path / name), "text"), tmp_path))
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_a_file_is_hashed_again_only_if_it_has_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at the next start; but with the same length and time of change, and while it is young."""
+    data, cache = tmp_path / "data" / "a.txt", tmp_path / "cache"
+    data.parent.mkdir()
+    cache.mkdir()
+    data.write_text("one")
+    found, read = sources.find(str(data.parent), "text"), list[str]()
+    real = hashlib.file_digest
+    monkeypatch.setattr(hashlib, "file_digest", lambda f, k: (read.append(f.name), real(f, k))[1])
+    first = digest(found, cache)
+    assert digest(found, cache) == first and len(read) == 2
+    monkeypatch.setattr(hashes, "SETTLED_S", 0.0)
+    os.utime(data, ns=(0, 0))
+    time.sleep(0.02)
+    assert [digest(found, cache) for _ in range(3)] == [first] * 3 and len(read) == 3
+    data.write_text("two")
+    os.utime(data, ns=(0, 0))
+    time.sleep(0.02)
+    other = digest(found, cache)
+    assert other != first and len(read) == 4
+    for damage in ("", "[1]", json.dumps({str(data): [[3, 0, 0, 0], "zz"]})):
+        next(cache.glob("*.hashes.json")).write_text(damage)
+        assert digest(found, cache) == other
 
 
 @pytest.mark.parametrize(
@@ -128,7 +161,7 @@ def test_a_file_that_is_gone_when_it_is_read_is_named(tmp_path: Path) -> None:
     found = sources.find(str(tmp_path), "text")
     (tmp_path / "a.txt").unlink()
     with pytest.raises(InputError, match=r"a\.txt, which cannot be read \(No such file"):
-        found.digest()
+        digest(found, tmp_path)
     with pytest.raises(InputError, match=r"a\.txt, which cannot be read \(No such file"):
         list(found.documents())
 
@@ -189,5 +222,7 @@ def test_an_encoding_that_is_none_is_refused(encoding: str) -> None:
 def test_the_digest_knows_the_encoding(tmp_path: Path) -> None:
     """The same bytes in another encoding are other text, tokenised again."""
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
-    found = {sources.find(str(tmp_path), "text", e).digest() for e in ("latin-1", "cp1250")}
+    found = {
+        digest(sources.find(str(tmp_path), "text", e), tmp_path) for e in ("latin-1", "cp1250")
+    }
     assert len(found) == 2

@@ -68,12 +68,16 @@ def test_a_bpe_that_cannot_hold_the_bytes_is_refused(text: str) -> None:
 
 def test_a_tokenizer_that_is_none_is_refused(tmp_path: Path) -> None:
     """A missing file and a file of something else are named."""
-    for name in ("tokenizer.json", "a" * 300, ""):
+    for name in ("tokenizer.json", "a" * 300):
         with pytest.raises(InputError, match="which does not exist"):
             tokens.load_tokenizer(tmp_path / name)
+    with pytest.raises(InputError, match=r"which is a folder.*Write instead: tokens = 'bytes'"):
+        tokens.load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("[1, 2]")
     with pytest.raises(InputError, match=r"not a tokenizer\.json"):
         tokens.load_tokenizer(tmp_path / "tokenizer.json")
+    with pytest.raises(InputError, match=r"is a folder.*Write instead: .*/tokenizer\.json'"):
+        tokens.load_tokenizer(tmp_path)
 
 
 def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path: Path) -> None:
@@ -86,7 +90,9 @@ def test_a_tokenizer_without_an_end_of_document_is_refused(tmp_path: Path) -> No
 
 
 def test_a_vocabulary_that_does_not_fit_is_refused() -> None:
-    """256 rows cannot hold 257 tokens; 257 can."""
-    tokens.check_fits(tokens.ByteVocabulary(), 257)
+    """256 rows cannot hold 257 tokens; 257 can.  Those of a folder cannot be changed."""
+    tokens.check_fits(tokens.ByteVocabulary(), 257, "quickstart")
     with pytest.raises(InputError, match=r"model\.vocabulary = 257"):
-        tokens.check_fits(tokens.ByteVocabulary(), 256)
+        tokens.check_fits(tokens.ByteVocabulary(), 256, "quickstart")
+    with pytest.raises(InputError, match=r"instead: data\.tokens = 'PATH/tokenizer\.json'"):
+        tokens.check_fits(tokens.ByteVocabulary(), 256, "hf:./folder")

@@ -2,11 +2,16 @@
 
 gpt        two blocks, odd sizes, rows with different numbers of tokens
 tied       the same with one weight for the embedding and the logits
+squared    the GPT with a loss that has a z-loss
 layers     linear layers with biases, a frozen one among them, and running statistics
 training   the layers, with a factor that they apply in training alone
+constant   the layers, with a buffer of a number that 16 bits do not have
+wide       layers with tensors of several chunks of a disk
+moe        the GPT with experts that drop tokens, and losses; `sigmoid`, `choice`: other gates
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -14,8 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import shardwise as sw
-from shardwise.models import gpt
+from shardwise.models import gpt, moe
 from shardwise.models.trainable import Trainable
+from shardwise.parallel.expert.gate import Gate
 from tests.engine.cases import settled
 
 CONFIG = gpt.GPTConfig(
@@ -43,10 +49,10 @@ def text(rows: int, seed: int) -> dict[str, Tensor]:
 class Block(nn.Module):
     """Two linear layers around which the input goes, with a factor between them in training."""
 
-    def __init__(self, factor: float) -> None:
+    def __init__(self, factor: float, width: int = WIDTH, hidden: int = HIDDEN) -> None:
         super().__init__()
         self.factor = factor
-        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.up(x))
@@ -70,6 +76,24 @@ class Layers(nn.Module):
         return self.blocks(self.norm(x.unsqueeze(1)).squeeze(1))
 
 
+class Wide(nn.Module):
+    """Two blocks on inputs of a few numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.blocks = nn.Sequential(*(Block(1.0, 64, 65) for _ in range(2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.blocks(self.first(x)))
+
+
+def mixture(gate: str, capacity: float | None) -> nn.Module:
+    """A small GPT of experts with the same weights in every thread."""
+    losses = {"balance": 0.1, "z": 0.01, "importance": 0.1}
+    return settled(moe.MoEGPT(moe.MoEConfig(CONFIG, Gate(gate, 4, 2, capacity, 1.5, losses), 1)))
+
+
 def layers(factor: float) -> nn.Module:
     """The layers with the same weights in every thread."""
     return settled(Layers(factor))
@@ -86,14 +110,36 @@ def error(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return functional.mse_loss(model(batch[0]), batch[1])
 
 
+def squared(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """The cross-entropy with a z-loss."""
+    return sw.cross_entropy(model(batch["inputs"]), batch["targets"], z_loss=0.1)
+
+
+def constant() -> nn.Module:
+    """The layers with a buffer that nothing reads."""
+    model = layers(1.0)
+    model.register_buffer("third", torch.tensor([1 / 3]))
+    return model
+
+
 def _gpt(name: str, config: gpt.GPTConfig) -> Trainable:
     return Trainable(name, partial(reader, config), gpt.loss, text, gpt.tokens)
+
+
+def _moe(name: str, gate: str, capacity: float | None = None) -> Trainable:
+    return Trainable(name, partial(mixture, gate, capacity), moe.loss, text, gpt.tokens)
 
 
 MODELS: dict[str, Callable[[], Trainable]] = {
     "gpt": lambda: _gpt("gpt", CONFIG),
     "tied": lambda: _gpt("tied", TIED),
+    "squared": lambda: replace(_gpt("squared", CONFIG), loss=squared),
     "layers": lambda: Trainable("layers", partial(layers, 1.0), error, vectors),
+    "wide": lambda: Trainable("wide", lambda: settled(Wide()), error, vectors),
+    "moe": lambda: _moe("moe", "topk-renormalised", 1.25),
+    "sigmoid": lambda: _moe("sigmoid", "sigmoid"),
+    "choice": lambda: _moe("choice", "expert-choice"),
+    "constant": lambda: Trainable("constant", constant, error, vectors),
     "training": lambda: Trainable("training", partial(layers, 0.7), error, vectors),
 }
 

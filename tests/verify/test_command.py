@@ -25,9 +25,10 @@ from shardwise.parallel.data.flat_parameter import Flat
 from shardwise.train.cli import main
 from shardwise.verify import memory
 from shardwise.verify.command import verify, verify_command
+from shardwise.verify.comparison import compare
 from shardwise.verify.finding import Finding
 from shardwise.verify.limits import batch_norm_note, dropout_note, without_dropout
-from shardwise.verify.parity import alone_of, compare, engine_of, prove, theory_of
+from shardwise.verify.parity import alone_of, engine_of, prove, theory_of
 from shardwise.verify.report import Report, report, show
 from tests.pool import run_gloo, run_threads
 
@@ -191,8 +192,8 @@ def miscounted(world: World) -> Finding:
     ours = engine_of(trainable, plan, world)
     apply = ours.consensus.apply
 
-    def talkative(summed: Sequence[float]) -> None:
-        apply(summed)
+    def talkative(summed: Sequence[float], differs: float) -> None:
+        apply(summed, differs)
         begin_sum(torch.zeros(1, dtype=torch.float64), ours.axes[1]).wait()
 
     ours.consensus.apply = talkative
@@ -213,7 +214,7 @@ def test_json_has_exactly_these_keys():
     keys += ["device_peak"]
     assert list(found) == [*keys, "first_difference", "uncovered", "strays", "wire", "columns"]
     assert found["plan"] == "dp2 zero2 fp64" and found["holds"]
-    kinds = ["loss", "gradients", "weights", "optimizer", "evaluation", "outputs"]
+    kinds = ["loss", "gradients", "weights", "optimizer", "buffers", "evaluation", "outputs"]
     assert list(found["parity"]) == [*kinds, "after loading"]
     assert {*found["bytes"], *found["memory"]} == {"theory", "counted", "read"}
     assert found["columns"]["read"] == "read from the system"
@@ -226,7 +227,8 @@ def test_json_has_exactly_these_keys():
     [
         ("dp2 zero9", "gpt", 3, "no plan word"),
         ("dp2", "hf:lama", 3, "hf:llama"),
-        ("dp2", "gpt", 0, "one step or more"),
+        ("dp2", "gpt", 0, "from 1 to 1000. Write instead: --steps 3"),
+        ("dp2", "gpt", 10**9, "--steps 1000000000. Allowed: a whole number from 1 to 1000"),
         ("dp2 cp2", "gpt", 3, "not in this version"),
         ("dp99999999", "gpt", 3, "99999999 processes on this machine"),
         ("accumulate:99999999", "gpt", 3, "at most 512 microbatches"),

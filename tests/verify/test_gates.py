@@ -13,7 +13,7 @@ from shardwise.engine.expert_parallel import layers_of
 from shardwise.models import gpt, moe
 from shardwise.models.initial import fill
 from shardwise.models.trainable import Trainable
-from shardwise.parallel.expert.gate import GATES, Gate
+from shardwise.parallel.expert.gate import FIXED, GATES, Gate
 from shardwise.parallel.expert.layer import Place
 from shardwise.verify import parity
 from shardwise.verify.report import Report, report
@@ -57,8 +57,9 @@ def proved(
     model: Callable[[moe.MoEConfig], nn.Module] = model,
 ) -> Report:
     """A proof of one step of a small MoE GPT, on threads."""
-    losses = {"balance": 0.3, "importance": 0.2, "z": 0.1}
-    config = moe.MoEConfig(micro.CONFIG, Gate(gate, 4, 2, capacity, losses=losses), shared=1)
+    losses = {} if gate in FIXED else {"balance": 0.3, "importance": 0.2, "z": 0.1}
+    chosen = Gate(gate, 4, GATES[gate] or 2, capacity, losses=losses)
+    config = moe.MoEConfig(micro.CONFIG, chosen, shared=1)
     found = Trainable(gate, partial(model, config), moe.loss, partial(batch, config), gpt.tokens)
     parsed = Plan.parse(f"{plan} fp64")
     with patch.object(parity, "find", lambda _: found):

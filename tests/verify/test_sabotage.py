@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.world import World
+from shardwise.core.errors import RankError
 from shardwise.core.plan import Plan
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
@@ -17,7 +18,7 @@ from shardwise.engine.optimizer import ShardedOptimizer
 from shardwise.engine.optimizer_spec import OptimizerSpec
 from shardwise.engine.updating import Updates
 from shardwise.models.registry import find
-from shardwise.verify import memory, parity
+from shardwise.verify import comparison, memory, parity
 from shardwise.verify.parity import engine_of, prove
 from shardwise.verify.report import Report, report
 from tests.pool import run_threads
@@ -123,10 +124,10 @@ def test_an_update_that_is_another_is_refused(
 
 
 def test_clipping_that_never_rests_is_refused(model: str, monkeypatch: pytest.MonkeyPatch):
-    """After loading the bound is above the norm, so gradients must not grow to it."""
+    """In the step with an idle rank the bound is above the norm: gradients must not grow to it."""
     monkeypatch.setattr(Updates, "_factor", lambda u, norm: (u.clip or 1) / (norm + 1e-6))
-    first = proved("dp2 fp64", model, 1).first_difference
-    assert first is not None and first.kind == "after loading"
+    first = proved("dp2 fp64", model, 2).first_difference
+    assert first is not None and first.kind == "gradients"
 
 
 @pytest.mark.parametrize("plan", ["dp2 zero3 bf16", "tp2 bf16", "dp2 fp16"])
@@ -154,7 +155,8 @@ def test_what_is_right_in_16_bits_holds(
     plan: str, seed: int, model: str, monkeypatch: pytest.MonkeyPatch
 ):
     """No false alarm, whatever the batches."""
-    monkeypatch.setattr(parity, "SEED", seed)
+    for module in (parity, comparison):
+        monkeypatch.setattr(module, "SEED", seed)
     found = proved(plan, model)
     assert found.holds, found.first_difference
 
@@ -172,7 +174,7 @@ def test_a_rank_that_shows_nothing_is_refused(
         return [] if self.world.rank == 1 else boxes
 
     monkeypatch.setattr(Engine, shown, hidden)
-    monkeypatch.setattr(parity, "reload_engine", lambda _, fresh: fresh)
+    monkeypatch.setattr(comparison, "reload_engine", lambda _, fresh: fresh)
     found = proved(plan, model, 1)
     assert not found.holds
     assert found.uncovered.startswith("grad/" if shown == "gradients" else "model/")
@@ -203,7 +205,7 @@ def shifted(name: str, by: Callable[[Any], Any]) -> Callable[[pytest.MonkeyPatch
 
 
 def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parity, "reload_engine", lambda _, fresh: fresh)
+    monkeypatch.setattr(comparison, "reload_engine", lambda _, fresh: fresh)
 
 
 def stale_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,7 +216,6 @@ LOOKS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "evaluate": (shifted("evaluate", lambda found: (found[0] * 1.01, found[1])), "evaluation"),
     "outputs": (shifted("outputs", lambda found: found.roll(1, 0)), "outputs"),
     "a load that does nothing": (unloaded, "after loading"),
-    "weights that stay as they were": (stale_copies, "after loading"),
 }
 
 
@@ -225,6 +226,15 @@ def test_looks_and_loads_are_compared(what: str, model: str, monkeypatch: pytest
     sabotage(monkeypatch)
     first = proved("dp2 zero1 fp64", model, 1).first_difference
     assert first is not None and first.kind == kind
+
+
+def test_copies_that_a_load_left_are_found_by_the_engine(
+    model: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Data ranks compare the weights that they replicate in the first step after it."""
+    stale_copies(monkeypatch)
+    with pytest.raises(RankError, match=r"weight on data rank 1, whose norm is"):
+        proved("dp2 zero1 fp64", model, 1)
 
 
 @pytest.mark.cases(1)

@@ -1,5 +1,8 @@
 """Numbers that the data ranks sum in each step: used parameters, and a checksum.
 
+    1 or 0 for each trained parameter: whether this rank had a gradient for it
+    checksum + MARKS ranks d          with d of same_on_ranks.py, whose sum is 0 if ranks agree
+
 A parameter is updated on all ranks if it had a gradient on any rank.
 
 Each rank also sends a checksum of the number of its steps and of the units that it gathered, in
@@ -21,10 +24,13 @@ from shardwise.comm.world import Axis
 from shardwise.core.errors import bad
 from shardwise.parallel.data.buffers import Buffers
 from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.parallel.data.same_on_ranks import SameOnRanks
 from shardwise.parallel.data.scaling import Scaling
 
 #: Checksums are below it.
 MARKS = 4096
+#: Whole numbers up to this one, and their sums, are exact in doubles.
+_EXACT = 2**53
 
 
 class Consensus:
@@ -38,13 +44,16 @@ class Consensus:
     def __init__(
         self,
         axes: Sequence[Axis],
-        trained: Collection[Flat],
+        flats: Collection[Flat],
         buffers: Buffers,
         device: torch.device,
     ) -> None:
-        self.axes, self.trained, self.buffers = list(axes), trained, buffers
-        self.device = device
+        self.axes, self.buffers, self.device = list(axes), buffers, device
+        self.trained = [flat for flat in flats if flat.trained]
         self.ranks = math.prod(axis.size for axis in self.axes)
+        hashes = min(2**20, _EXACT // (8 * MARKS * self.ranks**2))
+        self.same = SameOnRanks(self.axes, list(flats), hashes, device)
+        self.differs = False  # whether the ranks have found so, and must exchange what they have
         self.rounds = self.gathered = self.mark = 0
         #: the sums of a step, on their way to the host
         self.unread: tuple[HostNumbers, Scaling] | None = None
@@ -58,9 +67,15 @@ class Consensus:
 
         The last number is the rank's checksum.  They are doubles, in which sums are exact.
         """
+        difference = self.same.difference(self.rounds)
         self.rounds += 1
         self.mark, self.gathered = (self.gathered + 7 * self.rounds) % MARKS, 0
-        return doubles_on([*self._flags(), self.mark], self.device)
+        on_device = isinstance(difference, Tensor)
+        last = self.mark + (0 if on_device else MARKS * self.ranks * difference)
+        numbers = doubles_on([*self._flags(), last], self.device)
+        if on_device:
+            numbers[-1] += MARKS * self.ranks * difference.to(self.device)
+        return numbers
 
     def _flags(self) -> list[bool]:
         return [flag for group in self.trained for flag in group.grads.has_grad]
@@ -79,17 +94,21 @@ class Consensus:
         flags = self._flags()
         self._set_used(flags)
         if self.unread is not None and (self.unread[0].ready or not all(flags)):
-            self.check()
+            self.check(all_ranks=self.unread[0].ready)
 
-    def check(self) -> None:
+    def check(self, *, all_ranks: bool = True) -> None:
         """Read the sums that `begin` began, unless they have been read.
 
+        `all_ranks`: whether all of them read here, so that they can exchange what differs.
         Raises InputError if the checksums of the ranks differ.
         """
         unread, self.unread = self.unread, None
         if unread is not None:
             numbers, scaling = unread
-            self.apply(scaling.compared(numbers.read()))
+            self._take(scaling.compared(numbers.read()))
+        if self.differs and all_ranks:
+            self.differs = False
+            self.same.require()
 
     def begin_agree(self, x: Tensor) -> Pending[Tensor]:
         """Begin to sum a small vector over all data ranks."""
@@ -108,12 +127,25 @@ class Consensus:
         """The sum of a small vector over all data ranks, every rank's own included."""
         return self.begin_agree(x).wait()
 
-    def apply(self, summed: Sequence[float]) -> None:
+    def differing(self, summed: Tensor) -> Tensor:
+        """A number [1], from the sum of `summary`; its sum over other axes is 0 if all agree."""
+        others = sum(map(self.same.difference_on, self.same.others))
+        return (summed[-1:] / (MARKS * self.ranks)).floor_().abs_() + others
+
+    def apply(self, summed: Sequence[float], differs: float) -> None:
         """Take the sum of `summary` over the ranks: which parameters have a gradient on any rank.
 
-        Raises InputError if the checksums of the ranks differ.
+        `differs` is 0 on all ranks of the model if they have the same, else on none; NaN says
+        nothing.  Raises InputError if the checksums of the ranks differ.  Called by all of them.
         """
-        *found, marks = summed
+        self._take(summed)
+        self.differs = differs != 0 and not math.isnan(differs)
+        self.check()
+
+    def _take(self, summed: Sequence[float]) -> None:
+        *found, last = summed
+        difference, marks = divmod(int(last), MARKS * self.ranks)
+        self.differs = difference != 0
         if marks != self.mark * self.ranks:
             raise bad(
                 "a step in which data ranks differ: in the units that they gathered, in their "

@@ -29,6 +29,7 @@ from shardwise.parallel.expert.global_batch import GlobalBatch
 from shardwise.parallel.expert.losses import GateOutput, losses_of
 from shardwise.parallel.expert.routing import (
     Routing,
+    assumed_loads,
     capacity_of,
     even_counts,
     gather_facts,
@@ -97,7 +98,14 @@ class Gate:
             near = suggest(self.name, GATES)
             raise bad(f'the gate "{self.name}"', ", ".join(GATES), f'gate = "{near}"')
         integer("experts", self.experts, least=1, example=8)
-        object.__setattr__(self, "k", GATES[self.name] or self.k)
+        own = GATES[self.name]
+        if own is not None and self.k not in (1, own):
+            raise bad(
+                f"k={self.k} under the gate {self.name}, which gives each token {own}",
+                "k for gates that take it: " + ", ".join(n for n, k in GATES.items() if k is None),
+                f'sw.Gate("{self.name}", experts={self.experts})',
+            )
+        object.__setattr__(self, "k", own or self.k)
         integer("k", self.k, least=1, example=min(2, self.experts))
         if self.k > self.experts:
             raise bad(
@@ -122,6 +130,9 @@ class Gate:
         if not isinstance(self.losses, Mapping):
             given, named = f"losses = {self.losses!r}", "coefficients by name"
             raise bad(given, f"{named}: {', '.join(LOSSES)}", 'losses = {"balance": 1e-2}')
+        if self.name in FIXED and any(self.losses.values()):
+            given = f"losses = {self.losses!r} under the gate {self.name}, which learns nothing"
+            raise bad(given, "losses of gates with a router", f'sw.Gate("{self.name}", experts=8)')
         for name, coefficient in self.losses.items():
             if name not in LOSSES:
                 raise bad(f'the loss "{name}"', ", ".join(LOSSES), suggest(name, LOSSES))
@@ -230,7 +241,8 @@ class Gate:
         places = gates.expert_choice(torch.cat(every), taken)
         mine = places.split(sizes)[batch.rank]
         if logits.is_meta:
-            loads = even_counts(taken, batch.ranks).view(-1, 1).expand(-1, self.experts)
+            even = even_counts(taken, batch.ranks).view(-1, 1).expand(-1, self.experts)
+            loads = assumed_loads(batch, even)
         else:
             loads = torch.stack([(part >= 0).sum(0) for part in places.split(sizes)]).cpu()
         weights = scores * (mine >= 0)

@@ -33,11 +33,13 @@ def phase() -> str:
 class GlobalBatch:
     """The data axes, outermost first; without any this process has the whole batch.
 
-    `record` is called with each move before it is made.
+    `record` is called with each move before it is made. `loads` are known beforehand, in a pass on
+    the meta device: how many choices of each data rank each expert computes.
     """
 
     axes: tuple[Axis, ...] = ()
     record: Record = record_nothing
+    loads: tuple[tuple[int, ...], ...] = ()
 
     @property
     def ranks(self) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.world import Axis
-from shardwise.core.arguments import integer, is_number
+from shardwise.core.arguments import MOST_SEED, integer, is_number
 from shardwise.core.errors import NonFiniteError, bad
 from shardwise.core.expert_moves import ExpertMove
 from shardwise.kernels.experts import feed_forward
@@ -34,14 +34,19 @@ def identity(x: Tensor) -> Tensor:
     return x
 
 
+#: The default of `bias_rate`.
+BIAS_RATE = 1e-3
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a layer is: the data ranks, the axis of its experts, and the layer's name.
 
     peers are the data ranks along `ep`. has_no_rows() says that the tokens of this forward pass
     stand in for a batch without rows: the layer takes part without a token. on_routing() is called
-    with the routing of each forward pass. `slots` are the experts in the order of the ranks that
-    have them; empty: in the order of their numbers.
+    with the routing of each forward pass. skips() says that a training step goes on although logits
+    are not finite: its loss will not be, and it is skipped. `slots` are the experts in the order of
+    the ranks that have them; empty: in the order of their numbers.
 
     With `parts` above 1 as many ranks compute the same tokens, each with a part of the hidden
     features of every expert: `enter` makes of the layer's input what they use differently, and
@@ -54,6 +59,7 @@ class Place:
     name: str = ""
     has_no_rows: Callable[[], bool] = lambda: False
     on_routing: Callable[[Routing], None] = ignore_routing
+    skips: Callable[[], bool] = lambda: False
     enter: Callable[[Tensor], Tensor] = identity
     leave: Callable[[Tensor], Tensor] = identity
     parts: int = 1
@@ -152,7 +158,7 @@ class MoE(nn.Module):
         hidden: int,
         gate: Gate,
         shared: nn.Module | None = None,
-        bias_rate: float = 1e-3,
+        bias_rate: float = BIAS_RATE,
         seed: int = 0,
     ) -> None:
         super().__init__()
@@ -162,7 +168,10 @@ class MoE(nn.Module):
             raise bad(f"the gate {gate!r}", "a sw.Gate", 'sw.Gate("topk", experts=8, k=2)')
         if not (is_number(bias_rate) and 0 <= bias_rate < math.inf):
             raise bad(f"bias_rate = {bias_rate!r}", "a finite number from 0 up", "bias_rate = 1e-3")
-        integer("seed", seed, least=0, example=0)
+        if bias_rate != BIAS_RATE and gate.name != "sigmoid":
+            given = f"bias_rate = {bias_rate!r} under the gate {gate.name}, which has no bias"
+            raise bad(given, "bias_rate for the gate sigmoid", "sw.MoE(width, hidden, gate)")
+        integer("seed", seed, least=0, example=0, most=MOST_SEED)
         self.gate, self.bias_rate = gate, bias_rate
         routed, noisy = gate.name not in FIXED, gate.name == "noisy-topk"
         self.router = nn.Linear(width, gate.experts, bias=False) if routed else None
@@ -206,9 +215,11 @@ class MoE(nn.Module):
         routing = self.gate.route(
             logits, self.place.batch, extra, losses=self.training, layer=self._name
         )
-        self._require_finite(routing)
-        self._remember(routing)
         place = self.place
+        goes_on = self.training and place.skips() and not all(routing.finite)
+        if not goes_on:
+            self._require_finite(routing)
+        self._remember(routing)
         exchange = Exchange.of(routing, place.batch, place.ep, place.peers, place.slots)
         token = exchange.choices // routing.experts.shape[1]
         arrive = exchange.begin_dispatch(x_ND.index_select(0, token))
@@ -219,6 +230,7 @@ class MoE(nn.Module):
         y = place.leave_and_record(y_ND.view_as(x))
         if of_shared is not None:
             y = y + of_shared
+        y = y * math.nan if goes_on else y
         return y, self._loss(routing, logits)
 
     def fit(self, features: Tensor) -> Tensor:

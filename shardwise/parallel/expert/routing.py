@@ -8,7 +8,8 @@ all first choices in the order of the tokens, then all second ones (GShard, arXi
 section 2.2). An expert of capacity C computes the choices in its places 0 to C-1; the others are
 dropped, and the token has only the residual stream for them. Without a capacity none is dropped.
 
-On the meta device, where nobody knows the choices, all experts have an even load.
+On the meta device, where nobody knows the choices, the loads are those that the global batch says
+beforehand, or else even ones.
 """
 
 import math
@@ -89,7 +90,7 @@ def queues(
     n, k = experts_NK.shape
     if logits_NE.is_meta:
         batch.gather(logits_NE.new_empty(k * experts + FACT_COUNT, dtype=torch.int64))
-        return _even_queues(experts_NK, experts, batch.ranks)
+        return _assumed_queues(experts_NK, experts, batch)
     choice = torch.arange(k, dtype=torch.int64, device=experts_NK.device)
     key = (choice * experts + experts_NK).t().flatten()
     key = torch.where(wanted_NK.t().flatten(), key, k * experts)  # those not wanted: the last queue
@@ -175,14 +176,20 @@ def even_counts(choices: int, experts: int) -> Tensor:
     return (choices + torch.arange(experts, dtype=torch.int64, device="cpu").flip(0)) // experts
 
 
-def _even_queues(experts_NK: Tensor, experts: int, ranks: int) -> Queues:
-    """The queues of choices on the meta device: every data rank has as many, and none is lost."""
-    n, k = experts_NK.shape
-    own = even_counts(n * k, experts)
+def _assumed_queues(experts_NK: Tensor, experts: int, batch: GlobalBatch) -> Queues:
+    """The queues of choices on the meta device: every data rank has as many tokens."""
+    (n, k), ranks = experts_NK.shape, batch.ranks
+    loads = assumed_loads(batch, even_counts(n * k, experts).expand(ranks, -1))
     wanted_KE = torch.stack([even_counts(ranks * n, experts) for _ in range(k)])
     positions = torch.empty_like(experts_NK, device="meta")
     facts = Facts((n,) * ranks, (True,) * ranks)
-    return Queues(positions, own.expand(ranks, -1), wanted_KE, 0, facts)
+    return Queues(positions, loads, wanted_KE, 0, facts)
+
+
+def assumed_loads(batch: GlobalBatch, even_RE: Tensor) -> Tensor:
+    """The loads on the meta device: those that are known, or else `even_RE`."""
+    known = torch.tensor(batch.loads, dtype=torch.int64, device="cpu")
+    return known if batch.loads else even_RE
 
 
 def _sum_before(counts: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ Step 4 computes with the parameters that the update of step 2 made.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -19,10 +19,14 @@ Update = tuple[Callable[[], Any], Callable[[], Any]]
 
 
 class NextStep:
-    """The updates of one step, in order on a thread of the host, until `finish`."""
+    """The updates of one step, in order on a thread of the host, until `finish`.
+
+    `late`: they are made by `finish`, as on a slow host. The result must be the same.
+    """
 
     def __init__(self) -> None:
-        self._running: list[tuple[Future[Any], Callable[[], Any]]] = []
+        self.late = False
+        self._running: list[Update] = []
 
     @property
     def pending(self) -> bool:
@@ -32,14 +36,17 @@ class NextStep:
     def begin(self, updates: Sequence[Update]) -> None:
         """Start `updates`; those before must be finished."""
         assert not self._running
+        if self.late:
+            self._running = list(updates)
+            return
         threads = torch.get_num_threads()
         pool = ThreadPoolExecutor(1, "shardwise-update", torch.set_num_threads, (threads,))
-        self._running = [(pool.submit(update), publish) for update, publish in updates]
+        self._running = [(pool.submit(update).result, publish) for update, publish in updates]
         pool.shutdown(wait=False)  # the thread ends after the last update
 
     def finish(self) -> None:
         """Wait for the updates, and publish each here. An error of an update is raised."""
         running, self._running = self._running, []
         for update, publish in running:
-            update.result()
+            update()
             publish()

@@ -3,7 +3,10 @@
     data.py         rows, hybrid sharding, accumulation, precision, optimizer, buffers
     tensor.py       tensor and sequence parallelism, logits
     pipeline.py     schedules, stages, ties, weight versions
+    experts.py      mixtures of experts
+    run.py          overflows, rates, groups, idle ranks, dropout, chunks of a disk, evaluations
     accounts.py     bytes, memory, coverage, evaluation, outputs, checkpoints
+    moments.py      memory within a step
 
 A mutation is a patch of one function. A technique's mutations are added with the technique.
 """

@@ -250,6 +250,6 @@ MUTATIONS = (
     Mutation("outputs of a rank's own stages", "pp2 1f1b:2", "parity", outputs_of_own_stages),
     Mutation("moments forgotten in a load", "dp2 zero2", "parity", optimizer_state_forgotten),
     Mutation("step counts forgotten in a load", "dp2 zero1", "parity", step_count_forgotten),
-    Mutation("copies not refreshed after a load", "dp2 zero1", "parity", copies_not_refreshed),
+    Mutation("copies not refreshed after a load", "dp2 zero1", "error", copies_not_refreshed),
     Mutation("a moment saved as zeros", "dp2", "parity", a_weight_not_saved),
 )

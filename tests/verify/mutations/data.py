@@ -336,7 +336,7 @@ MUTATIONS = (
     Mutation("a lost block of weights", "dp2 zero3", "parity", a_lost_block),
     Mutation("blocks in another order", "dp2 zero1", "parity", blocks_in_another_order),
     Mutation("a gather left out", "dp2 zero3", "bytes", a_gather_left_out),
-    Mutation("weights not published", "dp2 zero1", "parity", weights_not_published),
+    Mutation("weights not published", "dp2 zero1", "error", weights_not_published),
     Mutation("a buffer not sent", "dp2 zero1", "bytes", buffers_not_sent),
     Mutation("one gradient 3 % too large", "dp2 zero1 bf16", "parity", three_percent, "gpt"),
     Mutation("masters rounded to 16 bits", "dp2 bf16", "parity", masters_in_16_bits, "gpt"),

@@ -1,0 +1,189 @@
+"""The end of a run, after its last save: the sample, the costs and the report.
+
+Nothing here fails the run. What goes wrong is said in a line, and --resume makes a missing report.
+A signal ends it: on all ranks before the next token of the sample, on rank 0 at once after that.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.text import Text
+from torch import Tensor
+
+from shardwise.comm.objects import all_gather_object
+from shardwise.core.errors import InputError
+from shardwise.models.decoder import logits, parameters
+from shardwise.prediction.traffic import by_kind
+from shardwise.train import metrics, report
+from shardwise.train.baseline import ddp_baseline
+from shardwise.train.disk_share import disk_line
+from shardwise.train.model import optimizer_of, prediction_of
+from shardwise.train.process_memory import process_memory
+from shardwise.train.report import Cost, Summary
+from shardwise.train.run import Run, is_due, say
+from shardwise.train.sample import NextToken, sample, visible
+from shardwise.train.saving import Position
+from shardwise.train.stop import any_rank
+
+NO_REPORT = "stopped by a signal after the last step, which is saved; --resume makes the report"
+
+
+T = TypeVar("T")
+
+
+class StoppedError(Exception):
+    """A rank has received a signal; raised on all ranks."""
+
+
+def finish(run: Run, began: Position, console: Console | None) -> Summary | None:
+    """Make the sample and collect the costs (all ranks), then write the report (rank 0)."""
+    try:
+        made = collect(run, began, console)
+        return None if made is None else publish_report(made, console)
+    except (StoppedError, KeyboardInterrupt):
+        say(NO_REPORT, run.engine.world, console)
+    except Exception as error:  # noqa: BLE001  the run is finished and saved
+        print(
+            f"shardwise: rank {run.engine.world.rank} made no report ({why(error)}); the run is "
+            "finished and saved, and --resume makes the report",
+            file=sys.stderr,
+        )
+    finally:
+        run.stop.leaving = False
+    return None
+
+
+def collect(run: Run, began: Position, console: Console | None) -> Summary | None:
+    """The summary on rank 0, None on the other ranks. Called by all ranks."""
+    prepared, engine = run.prepared, run.engine
+    config = prepared.config
+    require_no_signal(run)
+    text = sample_text(run, console)
+    recording = run.tracing.gather_recording()
+    if traced := run.updates.write(config.folder):
+        say(traced, engine.world, console)
+    with run.disk.outside_of_steps():
+        costs = all_gather_object(own_cost(run, loaded=began.step > 0), engine.world)
+    if disk := attempt("the disk", lambda: disk_line(run.disk)):
+        say(disk, engine.world, console)
+    require_no_signal(run)
+    if engine.world.rank != 0:
+        return None
+    run.stop.leaving = True  # no other rank waits for this one
+    if run.stop.received:
+        raise StoppedError
+    optimizer = optimizer_of(config.train)
+    return Summary(
+        config=config,
+        plan=str(prepared.plan),
+        ranks=engine.world.size,
+        parameters=parameters(prepared.sizes),
+        packed=prepared.corpus.packed,
+        records=metrics.read(config.folder),
+        unigram=run.unigram,
+        began=began.step,
+        peak_flops=run.peak.flops,
+        costs=costs,
+        baseline=attempt("ddp", lambda: ddp_baseline(prepared.sizes, prepared.plan, optimizer)),
+        sample=text,
+        recording=recording,
+        step=attempt("the picture of a step", lambda: run.memory.series(prepared)) or (),
+    )
+
+
+def publish_report(summary: Summary, console: Console | None) -> Summary:
+    """Write and show the report, with a line for each picture that fails."""
+    screen = console or Console(highlight=False)
+    if summary.sample:
+        screen.print(Panel(Text(summary.sample), title="sample"))
+    screen.print(report.table(summary))
+    path, failures = report.write(summary)
+    for failure in failures:
+        screen.print(failure, soft_wrap=True, markup=False)
+    screen.print(f"report: {path}", soft_wrap=True)
+    return summary
+
+
+def attempt(what: str, make: Callable[[], T]) -> T | None:
+    """What `make` returns; None if it fails, which is said unless it is an InputError."""
+    try:
+        return make()
+    except InputError:
+        return None
+    except Exception as error:  # noqa: BLE001  the run is finished and saved
+        print(f"shardwise: {what} is missing from the report ({why(error)})", file=sys.stderr)
+        return None
+
+
+def why(error: BaseException) -> str:
+    """The kind of an error, and the first line of its text."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def require_no_signal(run: Run) -> None:
+    """Raise StoppedError on all ranks if one has received a signal."""
+    if any_rank(run.stop.received, run.engine.world):
+        raise StoppedError
+
+
+def next_token_logits(run: Run) -> NextToken:
+    """The trained model as a function to the next token's logits, the same on all ranks."""
+    engine, size = run.engine, run.prepared.vocabulary.size
+    # rows of the model beyond the vocabulary are never sampled
+    like_V = torch.zeros(size, device=engine.world.device)
+
+    def after(seen: Sequence[int]) -> Tensor:
+        require_no_signal(run)
+        seen_BT = torch.tensor([seen], device=like_V.device)
+        return engine.outputs(
+            lambda model: logits(model, seen_BT)[0, -1, :size].float(), like_V
+        ).cpu()
+
+    return after
+
+
+def sample_text(run: Run, console: Console | None) -> str:
+    """The sample; none if `sample.tokens` is 0, or a default and parameters are on a disk."""
+    prepared, how = run.prepared, run.prepared.config.sample
+    if not how.tokens:
+        return ""
+    if prepared.plan.states.param_tier == "disk" and "tokens" not in how.model_fields_set:
+        why = f"no sample: each of its {how.tokens} tokens would read all parameters from the disk"
+        say(f"{why}; --set sample.tokens=8 makes a short one", run.engine.world, console)
+        return ""
+    seed, window = prepared.config.train.seed, prepared.corpus.sequence
+    with run.disk.outside_of_steps():
+        return visible(sample(next_token_logits(run), prepared.vocabulary, window, how, seed))
+
+
+def own_cost(run: Run, *, loaded: bool) -> Cost:
+    """The memory of this rank and the traffic of its last step, measured and predicted.
+
+    Only measured without a step of this program, or for a model whose forward reads values.
+    """
+    engine, last = run.engine, run.last
+    on_host = engine.world.device.type == "cpu"
+    process = process_memory(run.before_bytes, None, on_host=on_host)
+    measured = Cost(engine.memory(), {}, engine.measured_bytes(), {}, process=process)
+    if last.share is None:
+        return measured
+    share = last.share
+    found = attempt("the prediction", lambda: prediction_of(run.prepared, engine, share))
+    if found is None:
+        return measured
+    process = process_memory(run.before_bytes, found, on_host=on_host)
+    train, before = run.prepared.config.train, engine.steps - 1
+    sent = found.in_step(
+        engine.steps_run - 1,
+        loaded=loaded,
+        done=engine.steps - engine.steps_run,
+        skipped=last.skipped_before,
+        flushed=is_due(before, train.eval_every) or is_due(before, train.save_every),
+    )
+    between = found.bytes_between
+    known = {kind: n for kind, n in by_kind(sent).items() if kind not in between}
+    return Cost(measured.memory, found.memory, measured.sent, known, between, process)

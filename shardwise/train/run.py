@@ -1,0 +1,64 @@
+"""The objects of a run that its steps and its end use."""
+
+from dataclasses import dataclass, field
+
+from rich.console import Console
+
+from shardwise.comm.world import World
+from shardwise.engine.engine import Engine
+from shardwise.train.disk_share import StepsOnDisk
+from shardwise.train.metrics import Metrics
+from shardwise.train.model import Batch
+from shardwise.train.offload_trace import OffloadTracing
+from shardwise.train.peak import Peak
+from shardwise.train.prepare import PreparedRun
+from shardwise.train.progress import Progress
+from shardwise.train.stacked_loads import StackedLoads
+from shardwise.train.step_memory import StepMemory
+from shardwise.train.stop_signal import StopSignal
+from shardwise.train.tracing import Tracing
+
+
+@dataclass
+class LastStep:
+    """This rank's share of the last step of this program, and the skipped steps before it."""
+
+    share: Batch | None = None
+    skipped_before: int = 0
+    skipped: bool = False
+
+    def add(self, share: Batch, skipped: bool) -> None:
+        """Record a step."""
+        self.skipped_before += self.skipped
+        self.share, self.skipped = share, skipped
+
+
+@dataclass(frozen=True)
+class Run:
+    """The objects that a step uses and reports to."""
+
+    prepared: PreparedRun
+    engine: Engine
+    peak: Peak
+    unigram: float
+    progress: Progress
+    metrics: Metrics | None
+    stop: StopSignal
+    tracing: Tracing
+    updates: OffloadTracing
+    memory: StepMemory
+    before_bytes: int  # of this process, before the model was made
+    disk: StepsOnDisk
+    stacked: StackedLoads
+    last: LastStep = field(default_factory=LastStep)
+
+
+def say(text: str, world: World, console: Console | None) -> None:
+    """Print on rank 0 why the run does not train."""
+    if world.rank == 0:
+        (console or Console(highlight=False)).print(text, soft_wrap=True, markup=False)
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether `step` is a multiple of `every` (0: never)."""
+    return every > 0 and step % every == 0

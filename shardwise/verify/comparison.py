@@ -1,0 +1,345 @@
+"""The comparison of a run with its oracles: of its steps, its states, and what is done between.
+
+step 1, an evaluation, step 2 .. n, states, a checkpoint loaded into a new engine, a step of it,
+states; in fp16 a step of it that overflows, one more, states
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import copy
+from dataclasses import dataclass, field, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from shardwise.engine.box import Box
+from shardwise.engine.engine import Engine
+from shardwise.engine.expert_parallel import layers_of
+from shardwise.prediction.memory import by_tier
+from shardwise.verify import textbook
+from shardwise.verify.async_oracle import AsyncOracle
+from shardwise.verify.batches import IDLE_STEP, ROWS, SEED, Division, rows_of_step
+from shardwise.verify.costs import Costs, Theory
+from shardwise.verify.difference import Expected, compared, ratio, scalar
+from shardwise.verify.finding import NEVER, Errors, Finding, Parts, Piece, renamed
+from shardwise.verify.loads import Choices
+from shardwise.verify.oracle import Oracle
+from shardwise.verify.oracles import LOSS_SCALE, Oracles
+from shardwise.verify.outputs import expected_outputs, returned
+from shardwise.verify.recipe import factor_of
+from shardwise.verify.reloading import reload_engine
+from shardwise.verify.routes import Routes
+
+#: A loss scale at which every gradient in fp16 overflows, and the loss in fp32 does not.
+OVERFLOW: Final = 2.0**100
+#: The factor by which a bound on the gradient's norm is raised.
+LOOSE: Final = 2.0**10
+
+
+@dataclass
+class Comparison:
+    """The comparison of a run with its oracles so far."""
+
+    oracles: Oracles
+    theory: Theory
+    batch: Callable[[int, int, torch.device], Any]
+    errors: list[Errors | Parts]
+    pieces: list[tuple[str, frozenset[Piece]]]
+    costs: Costs = field(default_factory=Costs)
+    flushed: bool = False  # whether something has finished a delayed update since the last step
+
+    def __post_init__(self) -> None:
+        nearest = self.oracles.all[-1].model  # in the precision of the run
+        self.choices = Choices(nearest)
+        self.first = {name: b.clone() for name, b in nearest.named_buffers()}
+        self.routes = Routes(self.oracles)
+
+    def apart(self) -> "Comparison":
+        """The same, with errors of its own."""
+        twin = copy(self)
+        twin.errors = []
+        return twin
+
+    def step(self, engine: Engine, step: int, *, loaded: bool = False, skipped: int = 0) -> None:
+        """Train run and oracles on a new batch, with new rates unless the engine has `loaded` them.
+
+        `skipped`: so many steps of the engine before were skipped.
+        """
+        whole, own, division = self.shared(engine, step)
+        if not loaded:
+            self.rate(engine, factor_of(step))
+        idle = division.idle
+        with bounded(engine, step) as clip:
+            mine = drawn(step, lambda: engine.step(own))
+        self.routes.follow()
+        losses = [drawn(step, lambda o=o: o.step(whole, clip, idle)) for o in self.oracles.all]
+        self.errors += self.routes.errors()
+        self.number("loss", f"loss of step {step + 1}", mine.loss, losses)
+        tokens = [float(self.oracles.exact.task.tokens(whole))] * len(losses)
+        self.number("loss", f"tokens of step {step + 1}", float(mine.tokens), tokens)
+        if mine.grad_norm is not None:
+            norms = [o.weights.norm for o in self.oracles.all]
+            self.number("loss", f"norm of step {step + 1}", mine.grad_norm, norms)
+        loads = self.choices.loads(whole, engine.plan, division)
+        theory = self.theory(own, division.counts(whole), loads)
+        told = {"loaded": loaded, "flushed": self.flushed, "skipped": skipped, "loads": loads}
+        self.costs, self.flushed = self.costs.after(engine, theory, **told), False
+        if mine.skipped:
+            self.errors.append(Errors("gradients", ("none: the update was skipped",), (NEVER,)))
+        else:
+            self.tensors("gradients", engine.gradients(), lambda o: o.weights.used)
+
+    def rate(self, engine: Engine, factor: float) -> None:
+        """Set the rates of run and oracles to so many times those of the specification."""
+        engine.set_lr(engine.optimizer.torch.defaults["lr"] * factor)
+        for oracle in self.oracles.all:
+            oracle.weights.rate(factor)
+
+    def overflow(self, engine: Engine, step: int) -> None:
+        """Check in fp16 that a step whose gradient overflows is skipped and changes no weight.
+
+        It halves the scale. After one more step, from which the scale doubles, all is as in one
+        process.
+        """
+        of = {f"model/{name}" for name in engine.names}
+
+        def states() -> list[Tensor]:
+            """Weights and the optimizer's; a layer may count its passes in a buffer."""
+            boxes = engine.boxes()
+            return [b.tensor for b in boxes if b.name in of or b.name.startswith("optim/")]
+
+        before = [x.clone() for x in states()]
+        engine.scale.value = OVERFLOW
+        whole, own, _ = self.shared(engine, 0)
+        skipped = drawn(step, lambda: engine.step(own)).skipped
+        same = skipped and all(map(torch.equal, before, states()))
+        self.routes.follow()
+        for oracle in self.oracles.all:
+            assert isinstance(oracle, Oracle)
+            drawn(step, lambda o=oracle: o.skip(whole))
+        self.errors += self.routes.errors()
+        self.choices.seen.clear()
+        halved = (engine.scale.value, engine.scale.good) == (OVERFLOW / 2, 0)
+        engine.scale.value, engine.scale.good = LOSS_SCALE, engine.scale.patience - 1
+        following = self.apart()
+        following.step(engine, step, skipped=1)
+        following.state(engine)
+        self.costs = following.costs
+        doubled = (engine.scale.value, engine.scale.good) == (2 * LOSS_SCALE, 0)
+        names = "the skipped update", "the scale after it", "the scale after good updates"
+        errors = (0.0 if holds else NEVER for holds in (same, halved, doubled))
+        self.errors.append(Errors("overflow", names, tuple(errors)))
+        self.errors += [renamed(found, "after overflow") for found in following.errors]
+
+    def shared(self, engine: Engine, step: int) -> tuple[Any, Any, Division]:
+        """The global batch of a step, this rank's share, and how it is divided."""
+        division = Division.of(engine, step)
+        whole = self.rows_for(engine, step, division)
+        return whole, division.share(whole, engine.data_rank), division
+
+    def rows_for(self, engine: Engine, step: int, division: Division) -> Any:
+        """A global batch for a step."""
+        rows = rows_of_step(engine.plan, division, step)
+        return self.batch(rows, SEED + step, engine.world.device)
+
+    def number(self, kind: str, name: str, found: float, of_oracles: list[float]) -> None:
+        """Compare one number."""
+        alone = of_oracles[1] if len(of_oracles) > 1 else None
+        self.errors.append(scalar(kind, name, found, of_oracles[0], alone, self.oracles.unit))
+
+    def tensors(self, kind: str, boxes: list[Box], of: Callable[[Any], Any]) -> None:
+        """Compare boxes with the tensors `of(oracle)` of each oracle."""
+        exact, *more = [of(oracle) for oracle in self.oracles.all]
+        start = self.oracles.start if kind == "weights" else None
+        expected = Expected(exact, more[0] if more else None, start)
+        self.errors.append(compared(kind, boxes, expected, self.oracles.unit))
+        if kind != "outputs":
+            self.pieces.append((kind, Piece.of(boxes)))
+
+    def state(self, engine: Engine) -> None:
+        """Compare weights and the optimizer's state."""
+        boxes = engine.boxes()
+        weights = [box for box in boxes if box.name.startswith("model/")]
+        self.tensors("weights", weights, lambda o: o.weights.values())
+        moments = [box for box in boxes if box.name.startswith("optim/")]
+        # a parameter without any gradient has zeros
+        none = {box.name.partition("/")[2]: torch.zeros(box.shape) for box in moments}
+        self.tensors("optimizer", moments, lambda o: none | o.weights.state())
+        self.buffers(engine)
+
+    def buffers(self, engine: Engine) -> None:
+        """Compare buffers: those that never change, and those of layers of experts.
+
+        These count the tokens of all ranks; in 16 bits some may go to other experts. Buffers of
+        other layers may depend on how the batch is divided, and are compared if it is not.
+        """
+        found: dict[str, float] = {}
+        short, undivided = self.oracles.unit > 0, engine.data_ranks * engine.microbatches == 1
+        layers = tuple(f"{name}." for name in layers_of(self.oracles.all[-1].model))
+        wanted = dict(self.oracles.all[-1].model.named_buffers())
+        for box in (box for box in engine.boxes() if box.name.startswith("buffer/")):
+            name = box.name.partition("/")[2]
+            constant = torch.equal(wanted[name], self.first[name])
+            counted = not short and not box.replica and (undivided or name.startswith(layers))
+            if (constant or counted) and box.tensor.numel() and not box.tensor.is_meta:
+                own, expected = box.tensor.double(), wanted[name].double()
+                apart = torch.where(own == expected, 0.0, own - expected).abs().max()
+                error = ratio(float(apart), float(expected.abs().max()))
+                found[name] = NEVER if short and error else error
+        self.errors.append(Errors("buffers", tuple(found), tuple(found.values())))
+
+    def agrees(self, name: str, found: tuple[float, int], step: int, whole: Any) -> None:
+        """Compare the loss of a global batch in eval mode, and its number of tokens."""
+        self.choices.evaluated.clear()
+
+        def evaluated(oracle: Any) -> float:
+            task = oracle.task
+            return float(oracle.evaluate(lambda m: task.loss_of(m, whole, oracle.dtype)))
+
+        self.routes.follow()
+        losses = [drawn(step, lambda o=o: evaluated(o)) for o in self.oracles.all]
+        self.errors += self.routes.errors()
+        self.number("evaluation", f"loss{name}", found[0], losses)
+        tokens = [float(self.oracles.exact.task.tokens(whole))] * len(losses)
+        self.number("evaluation", f"tokens{name}", float(found[1]), tokens)
+
+    def loaded(self, saved: Engine, engine: Engine) -> None:
+        """Check that the modules' own tensors, and the engine's numbers, are those saved."""
+        before, after = (
+            {
+                box.name: box.tensor
+                for box in one.boxes()
+                if box.name.startswith(("buffer/", "extra/"))
+            }
+            for one in (saved, engine)
+        )
+        same = before.keys() == after.keys() and all(
+            torch.equal(x, after[name]) for name, x in before.items()
+        )
+        numbers = saved.scalars() == engine.scalars()
+        errors = (0.0 if holds else NEVER for holds in (same, numbers))
+        self.errors.append(Errors("after loading", ("buffers", "numbers"), tuple(errors)))
+
+    def evaluation(self, engine: Engine, step: int) -> None:
+        """Compare the loss and the outputs of another batch in eval mode."""
+        pending = engine.updates.next_step.pending  # its bytes are those of an update
+        whole, own, division = self.shared(engine, IDLE_STEP)
+        if pending or division.idle:
+            early = drawn(step, lambda: engine.evaluate(own))
+            self.agrees(", with an update pending" if pending else ", first", early, step, whole)
+            self.flushed |= pending
+        engine.wait()
+        whole, own, division = self.shared(engine, step)
+        before = engine.ledger.copy()
+        found = drawn(step, lambda: engine.evaluate(own))
+        sent = engine.ledger.since(before)
+
+        self.agrees("", found, step, whole)
+        at_once = replace(division, microbatches=1)
+        loads = self.choices.loads(whole, engine.plan, at_once, trained=False)
+        theory = self.theory(own, at_once.counts(whole), whole=True)
+        self.costs = self.costs.of_evaluation(sent, theory, loads)
+        few = self.batch(ROWS, SEED + step, engine.world.device)
+        ranks = engine.data_ranks, engine.data_rank
+        nearest = self.oracles.all[-1]
+        like = torch.zeros_like(expected_outputs(nearest, few, *ranks))
+        found = engine.outputs(lambda m: returned(nearest, m, few), like)
+        self.routes.follow()
+        wanted = [expected_outputs(oracle, few, *ranks) for oracle in self.oracles.all]
+        self.errors += self.routes.errors()
+        shape = tuple(found.shape)
+        box = Box("outputs/outputs", shape, (0,) * found.dim(), shape, found)
+        values = dict(zip(map(id, self.oracles.all), wanted, strict=True))
+        self.tensors("outputs", [box], lambda o: {"outputs": values[id(o)]})
+
+
+def compare(
+    ours: Engine,
+    oracles: Oracles,
+    theory: Theory,
+    batch: Callable[[int, int, torch.device], Any],
+    steps: int,
+    fresh: Callable[[], tuple[Engine, Theory]] | None = None,
+) -> Finding:
+    """Train the engine and its oracles on `batch(rows, seed, device)`, and compare.
+
+    `theory(batch)` is the prediction for this rank's share of a batch. `fresh()` makes another
+    engine of the same plan and its theory, to load a checkpoint of this one.
+    """
+    so_far = Comparison(oracles, theory, batch, [], [])
+    so_far.routes.watch(ours)
+    looks = so_far.apart()  # shown after the states
+    for step in range(steps):
+        before = ours.ledger.copy()
+        so_far.step(ours, step)
+        if ours.ledger.since(before) != ours.last:  # something else was sent
+            so_far.costs = replace(so_far.costs, hold=False)
+        if step == 0:  # so that later steps follow each other
+            looks.costs = so_far.costs
+            looks.evaluation(ours, steps)
+            so_far.costs, so_far.flushed = looks.costs, looks.flushed
+    so_far.state(ours)
+    so_far.errors += looks.errors
+    prediction = theory(so_far.shared(ours, steps - 1)[1])
+    held = by_tier(ours.memory(), ours.host_memory(), ours.disk_memory())
+    broken = textbook.broken(ours)
+    held |= {name: read for name, (read, _) in broken.items()}
+    expected = prediction.memory_by_tier | {name: wanted for name, (_, wanted) in broken.items()}
+    finding = Finding(ours.world.rank, (), so_far.costs, held, expected)
+    again = ours
+    if fresh is not None:
+        empty, so_far.theory = fresh()
+        empty.scale.value *= 2.0  # the loaded one is another
+        again = reload_engine(ours, empty)
+        so_far.loaded(ours, again)
+        for oracle in oracles.all:
+            if isinstance(oracle, Oracle):  # to save has finished a delayed update
+                oracle.finish()
+        after = so_far.apart()
+        after.routes.watch(again)
+        after.step(again, steps + 1, loaded=True)
+        after.state(again)
+        so_far.errors += [renamed(found, "after loading") for found in after.errors]
+        so_far.costs = after.costs
+    if ours.scale.on:
+        so_far.overflow(again, steps + 2)
+    return replace(
+        finding,
+        errors=tuple(so_far.errors),
+        costs=so_far.costs,
+        pieces=tuple(so_far.pieces),
+        whole=whole_of(oracles.exact),
+    )
+
+
+def whole_of(oracle: Oracle | AsyncOracle) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """The names and shapes of all tensors that the ranks together must compare."""
+    every = {
+        "model": oracle.weights.values(),
+        "grad": oracle.weights.masters,
+        "optim": oracle.weights.state(),
+    }
+    return tuple(
+        (f"{kind}/{name}", tuple(t.shape))
+        for kind, found in every.items()
+        for name, t in found.items()
+    )
+
+
+@contextmanager
+def bounded(engine: Engine, step: int) -> Iterator[float | None]:
+    """The bound on the gradient's norm in a step: in one of every four it is above the norm."""
+    clip, training, updates = engine.training.clip, engine.training, engine.updates
+    if clip is not None and step % 4 == IDLE_STEP:
+        clip *= LOOSE
+    engine.training = replace(training, clip=clip)
+    engine.updates = replace(updates, clip=clip)
+    yield clip
+    engine.training, engine.updates = training, updates
+
+
+def drawn(step: int, act: Callable[[], Any]) -> Any:
+    """Call `act` with torch's generator seeded by the step, so that both runs draw the same."""
+    torch.manual_seed(SEED + step)
+    return act()

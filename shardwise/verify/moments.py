@@ -1,0 +1,160 @@
+"""The memory of one step at its moments: measured, and compared with the prediction.
+
+Between two steps no activation, no gathered weight and no gradient in flight is alive: a copy that
+is kept from the forward to the backward pass is seen within a step only. One step is measured at
+each event of prediction/timeline.py:
+
+    timeline predicted    each category at each event equals the prediction, `kept` within 1 KiB;
+                          `temporary` is at most what the plain pass has beside kept activations, a
+                          copy of each gradient in flight, and 1 KiB; on a tensor axis at each loss
+    other plans           at each loss the activations are at most those that autograd keeps and
+                          what the plain pass has beside them; all but `temporary` is at most the
+                          predicted peak (prediction/peak.py)
+    other pipelines       what autograd keeps is at most the predicted activations
+    on the host           activations are at most the predicted ones
+    at the update         of activations none is left; there may be a copy of all gradients, and
+                          messages of weights
+
+The activations of layers of experts depend on the tokens, and are not compared.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from shardwise.core.errors import InputError
+from shardwise.core.tape import SMALL_BYTES
+from shardwise.engine.expert_parallel import experts_in
+from shardwise.engine.timeline import StepMeter, events_of, marks_on
+from shardwise.prediction.peak import device_peak_bytes
+from shardwise.prediction.prediction import Prediction
+from shardwise.prediction.timeline import PREDICTED, TEMPORARY, Event, Mark, unpredicted
+
+#: Events at which messages of the update may be under way, which hold copies of weights.
+UPDATE = ("update", "end")
+#: Fewer bytes are not looked for: flags, sums, the padding of gradients.
+SLACK_BYTES = SMALL_BYTES
+
+
+@dataclass
+class Moments:
+    """Bytes of a step that are not as predicted by name, read and predicted.
+
+    `peak` is the most at an event but for temporary bytes, by theory (or its bound) and as read.
+    `note` says what of the step is not predicted, or is empty.
+    """
+
+    read: dict[str, int] = field(default_factory=dict[str, int])
+    theory: dict[str, int] = field(default_factory=dict[str, int])
+    peak: tuple[int, int] = (0, 0)
+    note: str = ""
+
+    def equal(self, name: str, read: int, theory: int, slack: int = 0) -> None:
+        """Compare two numbers, and show them if they differ by more than `slack`."""
+        if abs(read - theory) > slack:
+            self.read[name], self.theory[name] = read, theory
+
+    def at_most(self, name: str, read: int, most: int) -> None:
+        """Compare a number with its bound."""
+        if read > most + SLACK_BYTES:
+            self.read[name], self.theory[name] = read, most
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """What is predicted of a step: its events, or else the marks of the plain pass."""
+
+    found: Prediction
+    experts: bool
+    events: Sequence[Event] = ()
+    marks: Sequence[Sequence[Mark]] = ()
+    note: str = ""
+
+    @classmethod
+    def of(cls, found: Prediction, model: nn.Module, batch: Any, **options: Any) -> "Foreseen":
+        """For a step on `batch` of the plain `model`; the options are those of a prediction."""
+        word, experts = unpredicted(found.plan), bool(experts_in(model))
+        note = f"with {word} the moments of a step are bounded, not predicted one by one"
+        note = "the activations of experts within a step are not predicted" if experts else note
+        try:
+            if not word:
+                events = events_of(found, model, batch, **options)
+                return cls(found, experts, events, note=note if experts else "")
+            marks = () if found.plan.pipeline else marks_on(found, model, batch, **options)
+            return cls(found, experts, marks=marks, note=note)
+        except InputError:
+            return cls(found, experts, note="the moments of a step are not predicted")
+
+    def compare(self, seen: StepMeter) -> Moments:
+        """The measured events beside the predicted ones."""
+        moments = Moments(note=self.note)
+        if self.events:
+            self._events(moments, seen.events)
+        elif self.found.plan.pipeline is None:
+            self._bounded(moments, seen.events)
+        elif not self.experts:
+            for event in seen.events:
+                name = f"kept at {event}"
+                moments.at_most(name, event.by_category["kept"], self.found.activations)
+        for event in (event for event in seen.events if event.kind in UPDATE):
+            name = f"{TEMPORARY} at {event}"
+            moments.at_most(name, _sum(event, ("kept", TEMPORARY)), self._copies_bytes)
+        if not self.experts:
+            for event, on_host in zip(seen.events, seen.on_host, strict=True):
+                most = 0 if event.kind in UPDATE else self.found.host_activations
+                moments.at_most(f"activations on the host at {event}", on_host, most)
+        return moments
+
+    @property
+    def _copies_bytes(self) -> int:
+        """A copy of all gradients and a message of all weights, which may be in 32 bits."""
+        tiers = self.found.memory, self.found.host_memory
+        wide = 2 if self.found.plan.precision in ("bf16", "fp16") else 1
+        return wide * sum(one["parameters"] + one["gradients"] for one in tiers)
+
+    def _events(self, moments: Moments, events: Sequence[Event]) -> None:
+        """Each event of a predicted timeline."""
+        names = [name for name in PREDICTED if name != "kept" or not self.experts]
+        theory, read = (max(_sum(e, names) for e in every) for every in (self.events, events))
+        moments.peak = theory, read
+        moments.equal("moments of a step", len(events), len(self.events))
+        for event, foreseen in zip(events, self.events, strict=False):
+            for name in names:
+                read, theory = event.by_category[name], foreseen.by_category[name]
+                slack = SLACK_BYTES if name == "kept" else 0
+                moments.equal(f"{name} at {event}", read, theory, slack)
+            if self.found.plan.pipeline is None and not self._lets(event):
+                read, most = event.by_category[TEMPORARY], foreseen.temporary_most
+                moments.at_most(f"{TEMPORARY} at {event}", read, most)
+
+    def _lets(self, event: Event) -> bool:
+        """Whether the temporary bytes of an event are not bounded.
+
+        On a tensor axis messages may be under way at all events but the loss.
+        """
+        gathers = event.kind != "loss" and self.found.plan.mesh.size_of("tp") > 1
+        return self.experts or event.kind in UPDATE or gathers
+
+    def _bounded(self, moments: Moments, events: Sequence[Event]) -> None:
+        """Each event of a plan whose timeline is not predicted."""
+        lasting = [name for name in PREDICTED if name != "kept" or not self.experts]
+        most = device_peak_bytes(self.found)
+        moments.peak = most, max(_sum(event, lasting) for event in events)
+        for event in events:
+            moments.at_most(f"all but temporary at {event}", _sum(event, lasting), most)
+        losses = [event for event in events if event.kind == "loss"]
+        others = [next(m for m in marks if m.kind == "loss").other_bytes for marks in self.marks]
+        for event, other in zip(losses, others, strict=False) if not self.experts else ():
+            most = self.found.activations + other
+            read = _sum(event, ("kept", TEMPORARY))
+            moments.at_most(f"activations at {event}", read, most)
+
+
+def _sum(event: Event, names: Iterable[str]) -> int:
+    return sum(event.by_category[name] for name in names)
+
+
+#: What is foreseen of a step on a rank's batch, given its prediction.
+Foresee = Callable[[Prediction, Any], Foreseen]

@@ -1,0 +1,173 @@
+"""What the words of a plan promise, by the closed forms of the papers.
+
+Run and prediction read the same tables: the states of a row, the units of an offload, the actions
+of a schedule, the recomputed blocks, the size of the pool. A wrong entry changes both alike. So
+what these words promise is compared with what the engine has:
+
+    zero1, zero2, zero3     bytes of parameters, gradients and optimizer state: of N parameters all,
+                            or 1/n on each of n ranks (ZeRO, arXiv 1910.02054, figure 1)
+    offload:optim=F,disk=G  the fraction of the parameters whose states leave the device, or are on
+                            a disk: F and G, and at most one unit more; a file is as large as
+                            what it holds
+    1f1b:M and others       activations of so many microbatches at once (core/schedule/library.py)
+    recompute:full, everyN  all blocks, or every N-th one
+    buffers:SIZE            the bytes of the pool
+"""
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from torch import nn
+
+from shardwise.core.plan import Plan
+from shardwise.core.plan_parser import PARTITIONED_WORDS, recompute_every
+from shardwise.core.schedule.library import allowed, entry
+from shardwise.core.schedule.memory import peaks
+from shardwise.core.zero import ALIASES
+from shardwise.engine.engine import Engine
+from shardwise.engine.memory import gradients_of
+from shardwise.parallel.data.flat_parameter import Flat
+from shardwise.parallel.data.units import Unit
+from shardwise.parallel.recompute.checkpointed import FULL, SELECTIVE
+
+#: By row: whether parameters, gradients and optimizer state are sharded.
+SHARDED: Final[Mapping[str, tuple[bool, bool, bool]]] = {
+    "ddp": (False, False, False),
+    "zero1": (False, False, True),
+    "zero2": (False, True, True),
+    "zero3": (True, True, True),
+}
+#: Bytes of AdamW's state for each element of a parameter of so many bytes.
+STATE_BYTES: Final = {2: 12, 4: 8, 8: 16}
+#: The relative difference that padding and step counts may cause, and the bytes of such a count.
+SLACK, COUNT_BYTES = 0.25, 8
+#: A page of a file, and the most tensors of a flat parameter in it.
+PAGE_BYTES, EXTENTS = 4096, 6
+NAMES: Final = ("parameters", "gradients", "optimizer")
+
+#: By name: as read, and as promised.
+Promises = dict[str, tuple[int, int]]
+
+
+def broken(engine: Engine) -> Promises:
+    """The promises of the plan that this rank of `engine` does not keep, between two steps."""
+    plan, found = engine.plan, dict[str, tuple[int, int]]()
+    if plan.offloaded is None:
+        found |= _states(engine)
+    else:
+        offload = plan.offloaded
+        found |= _offloaded(engine.data.units.order, offload.share, offload.disk_share)
+        found |= _file(engine)
+    if plan.buffers_bytes and engine.world.pool.memory is not None:
+        found |= _unequal("pool", engine.world.pool.memory.nbytes, plan.buffers_bytes)
+    if engine.staging is not None:
+        name, size = allowed(plan.pipeline or "", engine.staging.axis.size)
+        rank = engine.staging.axis.rank
+        read, theory = peaks(engine.staging.schedule)[rank], entry(name).tapes(size)[rank]
+        found |= _unequal("activations at once", int(read), theory)
+    if plan.recompute is not None and not plan.layers and engine.staging is None:
+        found |= _recomputed(engine, plan.recompute)
+    return found
+
+
+def _unequal(name: str, read: int, theory: int) -> Promises:
+    return {} if read == theory else {f"{name}, as the plan's words": (read, theory)}
+
+
+def _states(engine: Engine) -> Promises:
+    """The states of the rows of the plan and of its layers."""
+    by_plan: dict[str, list[Flat]] = defaultdict(list)
+    for flat in engine.flats:
+        by_plan[_words(engine.plan, flat)].append(flat)
+    found: Promises = {}
+    for words, flats in by_plan.items():
+        of = f" under {words}" if len(by_plan) > 1 else ""
+        counts = COUNT_BYTES * sum(len(flat.params) for flat in flats)
+        each = zip(NAMES, _stored(engine, flats), _promised(words, flats), strict=True)
+        for name, read, wanted in each:
+            if abs(read - wanted) > SLACK * wanted + counts:
+                found |= _unequal(f"{name}{of}", read, round(wanted))
+    return found
+
+
+def _stored(engine: Engine, flats: Sequence[Flat]) -> list[int]:
+    """The bytes of parameters, gradients and optimizer state of some flat parameters."""
+    optimizer = engine.optimizer
+    numbers = {id(flat): k for k, flat in enumerate(optimizer.flats)}
+    masters = [optimizer.masters.get(numbers.get(id(flat), -1)) for flat in flats]
+    states = [t for flat, _, _, t in optimizer.tensors() if any(flat is own for own in flats)]
+    every = (
+        [t for flat in flats for t in (flat.full, flat.shard)],
+        [t for flat in flats for t in gradients_of(flat)],
+        [*states, *(t for t in masters if t is not None)],
+    )
+    storages = ({t.untyped_storage()._cdata: t.untyped_storage() for t in one} for one in every)
+    return [sum(storage.nbytes() for storage in one.values()) for one in storages]
+
+
+def _promised(words: str, flats: Sequence[Flat]) -> list[float]:
+    columns = words.removeprefix("row:").split(",")
+    sharded = SHARDED.get(words) or tuple(column == "S" for column in columns)
+    found = [0.0, 0.0, 0.0]
+    for flat in flats:
+        size, numel = flat.shard.element_size(), flat.plan.padded
+        every = numel * size, numel * size * flat.trained, numel * STATE_BYTES[size] * flat.trained
+        for k, (whole, cut) in enumerate(zip(every, sharded, strict=True)):
+            found[k] += whole / (flat.shard_axis.size if cut else 1)
+    return found
+
+
+def _recomputed(engine: Engine, what: str) -> Promises:
+    """The recomputed blocks in each list of modules."""
+    if not (every := recompute_every(what)) and what not in (FULL, SELECTIVE, *PARTITIONED_WORDS):
+        return {}
+    chosen: dict[str, list[nn.Module]] = defaultdict(list)
+    for name in engine.recompute.kinds:
+        chosen[name.rpartition(".")[0]].append(engine.model.get_submodule(name))
+    found: Promises = {}
+    for parent, modules in chosen.items():
+        kinds = {type(module) for module in modules}
+        blocks = sum(type(one) in kinds for one in engine.model.get_submodule(parent).children())
+        found |= _unequal(
+            f"recomputed blocks of {parent}", len(modules), -(-blocks // (every or 1))
+        )
+    return found
+
+
+def _words(plan: Plan, flat: Flat) -> str:
+    """The row's word among those of the parameters' layer, or else of the model."""
+    number = plan.layer_of(flat.names[0])
+    own = plan.layers[number - 1].words.split() if number else []
+    rows = [ALIASES.get(word, word) for word in own]
+    return next((word for word in rows if word in SHARDED or word.startswith("row:")), plan.row)
+
+
+def _file(engine: Engine) -> Promises:
+    """The file on the disk has room for the states, each rounded to pages, and for nothing else."""
+    if engine.optimizer.disk is None:
+        return {}
+    read = os.fstat(engine.optimizer.disk.disk.file).st_size
+    stored = sum(engine.disk_memory().values())
+    pages = PAGE_BYTES * EXTENTS * len(engine.flats)
+    return _unequal("file", read, stored) if read > (1 + SLACK) * stored + pages else {}
+
+
+def _offloaded(units: Sequence[Unit], share: float, disk_share: float) -> Promises:
+    """The elements whose states leave the device, and those on a disk."""
+    numels = [
+        sum(shape.numel() for flat in unit.trained for shape in flat.shapes) for unit in units
+    ]
+    moves = [[flat.moves for flat in unit.trained] for unit in units]
+    found: Promises = {}
+    for name, fraction, left in (
+        ("host or disk", share, [any(one.host_update for one in own) for own in moves]),
+        ("disk", disk_share, [any(one.on_disk for one in own) for own in moves]),
+    ):
+        read = sum(n for n, is_left in zip(numels, left, strict=True) if is_left)
+        least = math.floor(fraction * sum(numels))
+        if not least <= read <= (least + max(numels, default=0) if fraction else 0):
+            found |= _unequal(f"elements with states on {name}", read, least)
+    return found

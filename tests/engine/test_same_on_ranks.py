@@ -1,0 +1,212 @@
+"""What all data ranks must have alike: options of the optimizer, and replicated weights."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.host_numbers import HostNumbers
+from shardwise.comm.world import World
+from shardwise.core.errors import InputError
+from shardwise.engine.engine import Engine
+from shardwise.engine.prediction import Predictor
+from shardwise.parallel.data import same_on_ranks
+from tests.engine.cases import ranks_of
+from tests.engine.tensors import sent
+from tests.pool import run_gloo, run_threads
+
+CHANGED = 3  # the step, counted from 0, before which the last rank changes something
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def rows(step: int, rank: int) -> Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+
+
+def loss(module: nn.Module, batch: Tensor) -> Tensor:
+    return module(batch).square().mean()
+
+
+def change(
+    world: World,
+    what: str,
+    module: nn.Module,
+    group: dict[str, Any],
+    engine: Engine | None = None,
+) -> None:
+    """On the last rank: an option of a group, weights or masters."""
+    if world.rank < world.size - 1:
+        return
+    group |= {"lr": {"lr": 0.5}, "betas": {"betas": (0.5, 0.9)}}.get(what, {})
+    if what == "master":
+        assert engine is not None
+        next(iter(engine.optimizer.masters.values())).add_(1e-3)
+    if what == "weights":
+        with torch.no_grad():
+            for p in module.parameters():
+                p.add_(1.0)
+
+
+def in_engine(world: World, plan: str, what: str) -> str:
+    """When an engine raises what; the bytes of the steps before are those predicted."""
+    table = {"0": "colwise", "1": "rowwise"} if "tp" in plan else None
+    theory = Predictor(model(), plan, rank=world.rank, loss=loss, check_every=2, table=table)
+    options: dict[str, Any] = {"optimizer": sw.AdamW(lr=0.01), "loss": loss, "check_every": 2}
+    options |= {"table": table}
+    engine = sw.parallelize(model(), plan, world, **options)
+    for step in range(6):
+        if step == CHANGED:
+            change(world, what, engine.model, engine.optimizer.param_groups[0], engine)
+        batch = rows(step, engine.data_rank)
+        try:
+            engine.step(batch)
+        except InputError as error:
+            return f"step {step}: {error}"
+        assert sent(engine) == theory.of(batch).in_step(step)
+    return ""
+
+
+LR = "lr of the group 'default' of engine.optimizer on {}: 0.5; on {}: 0.01"
+BETAS = "betas of the group 'default' of engine.optimizer on {}: [0.5, 0.9]; on {}: "
+#: The axes whose last rank changes something, by plan.
+AXES = {
+    **dict.fromkeys(["dp2", "dp2 zero1", "dp2 zero3", "dp2 fp16"], ("data",)),
+    **dict.fromkeys(["tp2", "tp2 fp16"], ("tp",)),
+    **dict.fromkeys(["pp2 1f1b:2", "pp2 1f1b:2 fp16", "pp2 2bw:2"], ("pp",)),
+    "dp2 tp2": ("data", "tp"),
+    "tp2 pp2 1f1b:2 fp16": ("tp", "pp"),
+}
+
+
+@pytest.mark.parametrize("plan", AXES)
+@pytest.mark.parametrize(("what", "said"), [("lr", LR), ("betas", BETAS)])
+def test_engines_compare_options_in_each_step(plan: str, what: str, said: str):
+    """Option, rank and both values are named on all ranks, before the update."""
+    said = said.format(*(", ".join(f"{axis} rank {k}" for axis in AXES[plan]) for k in (1, 0)))
+    for text in run_threads(ranks_of(plan), in_engine, plan, what):
+        assert text.startswith(f"step {CHANGED}: ") and said in text
+
+
+@pytest.mark.parametrize("plan", ["dp2 pp2 1f1b:2", "dp2 zero2 accumulate:2", "dp2 pp2 2bw:2"])
+def test_ranks_that_agree_train_on(plan: str):
+    """Nothing is raised, and the bytes are those of any step."""
+    assert run_threads(ranks_of(plan), in_engine, plan, "") == [""] * ranks_of(plan)
+
+
+HYBRID = "dp_replicate2 dp_shard2 zero3"
+REPLICATED = {
+    **dict.fromkeys(["dp2", "dp2 offload:param"], "weight on data rank 1"),
+    **dict.fromkeys([HYBRID, f"{HYBRID} offload:param"], "weight on data rank 3"),
+    "dp2 pp2 1f1b:2": "weight on data rank 1, pp rank 1",
+    "dp2 bf16": "the fp32 master of 0.weight on data rank 1",
+}
+
+
+@pytest.mark.parametrize("plan", REPLICATED)
+def test_engines_compare_the_weights_that_ranks_replicate(plan: str):
+    """In a step of `check_every`, at no byte; the parameter and the ranks are named."""
+    what = "master" if "bf16" in plan else "weights"
+    for text in run_threads(ranks_of(plan), in_engine, plan, what):
+        assert text.startswith("step 4: ") and f"{REPLICATED[plan]}, whose norm is" in text
+
+
+def in_loop(world: World, how: str, what: str) -> str:
+    """When a plain loop raises what."""
+    size = 2 if "HYBRID" in how else None
+    wrapped = sw.DDP(model(), world) if how == "DDP" else None
+    wrapped = wrapped or sw.FSDP(model(), how, world=world, shard_size=size)
+    optim = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
+    for step in range(8):
+        if step == CHANGED:
+            change(world, what, wrapped, optim.param_groups[0])
+        try:
+            loss(wrapped, rows(step, world.rank)).backward()
+        except InputError as error:
+            return f"step {step}: {error}"
+        if what != "step" or world.rank == 0 or step != CHANGED:
+            optim.step()
+        optim.zero_grad()
+    return ""
+
+
+@pytest.fixture(params=["ready", "late"])
+def numbers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Whether sums are on the host when they have been begun, or later, as on a GPU."""
+    monkeypatch.setattr(same_on_ranks, "EVERY", 4)
+    monkeypatch.setattr(HostNumbers, "ready", request.param == "ready")
+    return request.param
+
+
+@pytest.mark.parametrize("how", ["DDP", "FULL_SHARD", "HYBRID_SHARD"])
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("", ""),
+        ("lr", "lr of group 0 of the AdamW on data rank {}: 0.5; on data rank 0: 0.01"),
+        ("step", "lr of group 0 of the AdamW on data rank 1: none: no optimizer has stepped"),
+        ("weights", "weight on data rank {}, whose norm is"),
+    ],
+)
+def test_plain_loops_compare_them_too(how: str, what: str, said: str, numbers: str):
+    """Options of an optimizer with the next backward pass; where a GPU computes, one later."""
+    ranks = 4 if "HYBRID" in how else 2
+    found = run_threads(ranks, in_loop, how, what)
+    if what == "weights" and how == "FULL_SHARD":  # each rank may change its own shard
+        said = ""
+    step = CHANGED + 1 + (numbers == "late")
+    for text in found:
+        assert said.format(ranks - 1) in text
+        assert text.startswith(f"step {step}: ") if said else not text
+
+
+def test_processes_compare_them():
+    """The exchange is that of any step."""
+    for text in run_gloo(2, in_engine, "dp2", "lr"):
+        assert LR.format("data rank 1", "data rank 0") in text
+
+
+def in_pipe(world: World, what: str) -> str:
+    """When a loop over the stages of a pipe raises what."""
+    piped = sw.Pipe(model(), chunks=2, world=world)
+    optim = torch.optim.AdamW(piped.parameters(), lr=0.01)
+    for step in range(8):
+        if step == CHANGED:
+            change(world, what, piped, optim.param_groups[0])
+        try:
+            loss(piped, rows(step, 0)).backward()
+        except InputError as error:
+            return f"step {step}: {error}"
+        optim.step()
+        optim.zero_grad()
+    return ""
+
+
+@pytest.mark.parametrize("what", ["", "lr"])
+def test_loops_over_a_pipe_compare_options_now_and_then(what: str, numbers: str):
+    """The stages sum a number in the second call of each EVERY; a GPU reads it in the next."""
+    said = "lr of group 0 of the AdamW on pp rank 1: 0.5; on pp rank 0: 0.01" if what else ""
+    for text in run_threads(2, in_pipe, what):
+        assert said in text
+        assert text.startswith(f"step {5 + (numbers == 'late')}: ") if what else not text
+
+
+def rounded(world: World, factor: float) -> str:
+    """What is said where weights of rank 1 are multiplied by a factor."""
+    wrapped = sw.DDP(model(), world)
+    with torch.no_grad():
+        for p in wrapped.parameters():
+            p.mul_(factor**world.rank)
+    with pytest.warns(UserWarning, match=r"on data rank 1 differ .* by rounding"):
+        loss(wrapped, rows(0, world.rank)).backward()
+    return ""
+
+
+def test_weights_that_differ_by_rounding_are_a_warning():
+    """Hosts with other processors round otherwise; that is no mistake of a program."""
+    run_gloo(2, rounded, 1 + 1e-6)

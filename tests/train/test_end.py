@@ -1,0 +1,81 @@
+"""The end of a run: nothing fails it after its last save; and one run at a time in a folder."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from shardwise.checkpoint.folder import all_in
+from shardwise.comm.world import alone
+from shardwise.core.errors import RankError
+from shardwise.train import folder, lock
+from shardwise.train.prepare import Start
+from tests.pool import run_gloo
+from tests.train import runs
+
+
+@pytest.mark.parametrize("where", ["plots.loss", "metrics.read", "predict"])
+def test_nothing_fails_a_run_after_its_last_save(
+    where: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A picture, the report or a prediction fails: a line says so; --resume makes the report."""
+    given = runs.settings(tmp_path / "run", steps=2)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    places = {
+        "predict": "shardwise.train.end.prediction_of",
+        "metrics.read": "shardwise.train.end.metrics.read",
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(places.get(where, f"shardwise.train.report.{where}"), full)
+        trained = runs.trained(alone(), given, None)
+    said = capfd.readouterr()
+    assert (said.out + said.err).replace("\n", " ").count("No space left on device") == 1
+    assert (given.folder / "report.md").exists() == (where != "metrics.read")
+    shutil.rmtree(given.folder / "plots")
+    runs.run(given, start=Start(resume=True))
+    assert folder.has_report(given.folder)
+    assert "2 of 2" in (given.folder / "report.md").read_text()
+    assert trained or where == "metrics.read"
+
+
+def test_old_checkpoints_that_stay_do_not_fail_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warning at each save, the last one too, and the report is made."""
+    given = runs.settings(tmp_path / "run", steps=3, save_every=1, keep=1)
+
+    def busy(*_: object) -> None:
+        raise OSError(16, "Device or resource busy")
+
+    monkeypatch.setattr("shardwise.checkpoint.folder.remove", busy)
+    with pytest.warns(UserWarning, match="could not be removed .*busy"):
+        runs.run(given)
+    assert folder.has_report(given.folder)
+    assert len(all_in(given.folder / "checkpoints")) == 3
+
+
+@pytest.mark.cases(1)
+@pytest.mark.parametrize("where", ["sample_text", "publish_report"])
+def test_a_signal_after_the_last_step_ends_without_a_report(where: str, tmp_path: Path) -> None:
+    """Rank 0 alone or all ranks: the checkpoint is there, and --resume makes the report."""
+    given = runs.settings(tmp_path / "run", "dp2 zero3 fp64", steps=2)
+    run_gloo(2, runs.stopped_at_the_end, given, 0, where)
+    assert not (given.folder / "report.md").exists()
+    assert all_in(given.folder / "checkpoints")[-1].name == "step-000002"
+    assert len(runs.run(given, 2, Start(resume=True))) == 2
+    assert folder.has_report(given.folder)
+
+
+def test_a_second_start_leaves_the_first_run_alone(tmp_path: Path) -> None:
+    """All ranks of the second get the same refusal, also with --overwrite."""
+    given = runs.settings(tmp_path / "run", "dp2 ddp fp64", steps=2)
+    with lock.hold(given, Start()), pytest.raises(RankError, match="another run is writing"):
+        run_gloo(2, runs.trained, given, Start(overwrite=True))
+    assert len(runs.run(given, 2)) == 2
+    assert not (given.folder / "run.lock").exists()

@@ -1,0 +1,88 @@
+"""The oracle of mixtures computes what the layer computes, under every gate."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardwise.engine.expert_parallel import layers_of
+from shardwise.models.registry import find
+from shardwise.parallel.expert.gate import GATES
+from shardwise.parallel.expert.layer import MoE, name_layers
+from shardwise.verify.mixture_oracle import Follow, Mixture
+
+SMALL = ("topk:1.25", "gshard:1", "noisy-topk:1:8:3", "expert-choice:1.5", "sigmoid:1:4:3")
+
+
+@pytest.mark.parametrize("gate", [*GATES, *SMALL])
+def test_the_oracle_is_the_layer(gate: str):
+    """Loss, gradients and buffers of two steps, and the loss of an evaluation."""
+    trainable = find(f"moe:{gate}")
+    layer, oracle = (trainable.build().double() for _ in range(2))
+    for model in (layer, oracle):
+        name_layers(model)
+    for one in layers_of(oracle).values():
+        one.forward = Mixture(one)
+    for step in range(2):
+        batch = trainable.batch(2, step)
+        losses = [trainable.loss(model, batch) for model in (layer, oracle)]
+        torch.testing.assert_close(*losses, rtol=1e-12, atol=0)
+        found, wanted = (
+            torch.autograd.grad(
+                loss, [*model.parameters()], materialize_grads=True, allow_unused=True
+            )
+            for loss, model in zip(losses, (layer, oracle), strict=True)
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-14)
+        torch.testing.assert_close([*layer.buffers()], [*oracle.buffers()], rtol=0, atol=0)
+    evaluated = [trainable.loss(model.eval(), batch) for model in (layer, oracle)]
+    torch.testing.assert_close(*evaluated, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("gate", [*GATES, *SMALL])
+def test_the_oracle_follows_choices_that_are_nearly_ties(gate: str):
+    """It takes the choices of a layer with rounded logits, which are as near as the rounding."""
+    layer, exact, rounded = (_first_layer(gate) for _ in range(3))
+    for one in (layer, rounded):
+        _round(one)
+    torch.manual_seed(0)
+    x = torch.randn(512, 64, dtype=torch.float64)
+    ids = torch.arange(512) % 4 if gate in ("hash", "assigned") else None
+    seen = _chosen(layer, layer, x, ids)
+    followed: list[Follow] = []
+    for one in (exact, rounded):
+        followed.append(Follow(seen.experts, seen.positions))
+        mixture = Mixture(one)
+        mixture.follow(followed[-1:])
+        chosen = _chosen(one, mixture, x, ids)
+        assert torch.equal(chosen.experts, seen.experts)
+        assert torch.equal(chosen.positions, seen.positions)
+    scores = zip(*(follow.scores for follow in followed), strict=True)
+    error = max((float((a - b).abs().max()) for a, b in scores), default=0.0)
+    assert followed[0].gap <= 2 * error
+    assert followed[1].gap == 0
+
+
+def _first_layer(gate: str) -> MoE:
+    model = find(f"moe:{gate}").build().double()
+    name_layers(model)
+    return next(iter(layers_of(model).values()))
+
+
+@torch.no_grad()
+def _round(layer: MoE) -> None:
+    """Round what scores the experts to 16 bits."""
+    for name, x in [*layer.named_parameters(), *layer.named_buffers()]:
+        if name.startswith(("router", "spread", "centroids")):
+            x.copy_(x.bfloat16())
+
+
+def _chosen(layer: MoE, forward: Callable[..., Any], x: Tensor, ids: Tensor | None) -> Any:
+    """The choices in a pass of the layer."""
+    seen: list[Any] = []
+    layer.place = replace(layer.place, on_routing=seen.append)
+    forward(x, ids)
+    return seen[0]
