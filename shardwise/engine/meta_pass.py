@@ -307,19 +307,18 @@ class _AsOn(TorchFunctionMode):
         kwargs = kwargs or {}
         if func == Tensor.device.__get__:
             return self.device
-        if func is not functional.scaled_dot_product_attention or _drops(args, kwargs):
+        if func is not functional.scaled_dot_product_attention or _unfused(args, kwargs):
             return func(*args, **kwargs)
         named = [kwargs[name] for name in ("query", "key", "value") if name in kwargs]
         query, key, value = [*args[:3], *named]
         if not query.is_meta:  # a pass that computes values
             return func(*args, **kwargs)
-        if self.record is None:
-            return _Attention.apply(query, key, value)
-        saves = self.record.tape.saves
-        out = _Attention.apply(query, key, value)
-        mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-        inputs = [query, key, value, *([] if mask is None else [mask])]
-        self.record.attention(inputs, out, saves)
+        mask = _mask(args, kwargs)
+        saves = 0 if self.record is None else self.record.tape.saves
+        out = _Attention.apply(query, key, value, mask)
+        if self.record is not None:
+            inputs = [query, key, value, *([] if mask is None else [mask])]
+            self.record.attention(inputs, out, saves)
         return out
 
 
@@ -327,19 +326,22 @@ class _Attention(torch.autograd.Function):
     """Attention on meta: the shape of its result, and the tensors that a fused kernel saves."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Of query [B, H, T, E], key and value [B, H or fewer, S, E]: [B, H, T, E], no values."""
-        out = query.new_empty((*query.shape[:-1], value.shape[-1]), device="meta")
-        if out.dim() == 4:  # [B, H, T, E] in the memory of [B, T, H, E], as the kernel writes it
-            out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any) -> Tensor:
+        """Of query [B, H, T, E], key and value [B, H or fewer, S, E]: [B, H, T, E], no values.
+
+        The kernel keeps a mask too, and one of truth values as numbers.
+        """
+        # the kernel writes it with the strides of the query
+        out = torch.empty_like(query[..., :1].expand(*query.shape[:-1], value.shape[-1]))
         wide = torch.promote_types(query.dtype, torch.float32)
         sums = query.new_empty(query.shape[:-1], dtype=wide, device="meta")
-        ctx.save_for_backward(query, key, value, out, sums)
+        masks = [] if mask is None else [mask.to(query.dtype) if mask.dtype == torch.bool else mask]
+        ctx.save_for_backward(query, key, value, *masks, out, sums)
         return out
 
     @staticmethod
-    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.empty_like(x, device="meta") for x in ctx.saved_tensors[:3])
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+        return *(torch.empty_like(x, device="meta") for x in ctx.saved_tensors[:3]), None
 
 
 @contextmanager
@@ -359,9 +361,15 @@ def as_on_processor(record: Recorder | None = None) -> AbstractContextManager[No
     return as_on(torch.device("cpu"), record)
 
 
-def _drops(args: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether attention drops scores, for which CPUs have no fused kernel."""
-    return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+def _unfused(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether attention drops scores or trains its mask, for which CPUs have no fused kernel."""
+    drops = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+    mask = _mask(args, kwargs)
+    return bool(drops) or (mask is not None and mask.requires_grad)
+
+
+def _mask(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    return args[3] if len(args) > 3 else kwargs.get("attn_mask")
 
 
 def _moved(x: Tensor) -> Tensor:
