@@ -75,6 +75,8 @@ class SecondDevice(TorchFunctionMode):
             return self._backward(func, args[0], args[1:], kwargs)
         if func in (Tensor.to, Tensor.cpu):
             return self._copied(func, args, kwargs)
+        if func == Tensor.__reduce_ex__:  # a file has no attribute of the mode
+            return func(args[0].detach(), *args[1:])
         out = func(*args, **kwargs)
         if func in _WRITES:
             place(args[0], on_host(args[1]))

@@ -77,7 +77,8 @@ def test_bytes_are_those_of_the_stream(plan: str, tied: bool):
             ("send", "forward"): forward * stream,
             ("send", "backward"): back * stream,
             ("all_reduce", "backward"): holds * FOUR.vocabulary * FOUR.width * size,
-            ("all_gather", "check"): (last + holds) * 8,  # the loss; whether the weight was used
+            # the loss, and whether options agree; whether the weight was used
+            ("all_gather", "check"): (2 * last + holds) * 8,
         }
         assert along(held) == {line: count for line, count in wanted.items() if count}
 
