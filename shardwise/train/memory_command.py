@@ -196,12 +196,13 @@ def _measure_step(*given: Any) -> "Measured":
 
     *request, device = given
     world, wanted = init(device), predict_request(*request)
-    batch = tree_map_only(Tensor, lambda x: x.to(world.device), wanted.batch)
     options: dict[str, Any] = wanted.options | {"tokens": wanted.trainable.tokens}
     folder = tempfile.gettempdir()
     engine = parallelize(
         wanted.trainable.build(), wanted.plan, world, offload_folder=folder, **options
     )
+    share = wanted.share(engine.data_rank)
+    batch = tree_map_only(Tensor, lambda x: x.to(world.device), share)
     for _ in range(STEPS - 1):
         engine.step(batch)
     recorder = Recorder()
@@ -233,13 +234,19 @@ def _as_json(
     steps = {
         one.title: {
             "peak": {"bytes": one.highest.total, "at": str(one.highest)},
-            "events": [event._asdict() for event in one.events],
+            "events": [_event(one.title, event) for event in one.events],
         }
         for one in series
     }
     head = {"plan": str(found.plan), "model": model, "world": found.world, "rank": found.rank}
     held = {"between_steps": found.memory_by_tier, "device_peak": found.device_peak}
     return {**head, **held, **steps, "notes": notes}
+
+
+def _event(title: str, event: "Event") -> dict[str, Any]:
+    """The fields that a prediction or a measurement has."""
+    absent = "temporary_most" if title == "measured" else "peak"
+    return {name: value for name, value in event._asdict().items() if name != absent}
 
 
 def _show(

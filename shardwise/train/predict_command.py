@@ -8,6 +8,7 @@ import inspect
 import json
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -98,12 +99,16 @@ def seconds(found: "Prediction", links: Cluster) -> dict[str, float]:
 
 
 class PredictRequest(NamedTuple):
-    """The request of a command line: plan, model, the batch of each rank, parallelize's options."""
+    """The request of a command line: plan, model, a batch of a rank, parallelize's options.
+
+    `share` makes a batch of the same shapes for another data rank.
+    """
 
     plan: Plan
     trainable: "Trainable"
     batch: Any
     options: dict[str, Any]
+    share: Callable[[int], Any]
 
     @property
     def plain(self) -> Any:
@@ -155,12 +160,17 @@ def predict_request(
 
     trainable = find(name)
     rows = batch or ROWS * plan.microbatches
-    made = _resize(trainable.batch(rows, batches.SEED), sequence, name)
+
+    def share(data_rank: int) -> Any:
+        """The batch of a data rank."""
+        return _resize(trainable.batch(rows, batches.SEED + data_rank), sequence, name)
+
+    made = share(0)
     clip = None if is_asynchronous(plan) else 1.0
     styles = Options(table=None if table is None else table_in(table))
     chosen = with_table(name, plan, styles)
     options = {"clip": clip, **parity.build_options(trainable, plan, chosen)}
-    request = PredictRequest(plan, trainable, made, options)
+    request = PredictRequest(plan, trainable, made, options, share)
     if plan.offload != AUTO:
         return request
     return request._replace(plan=predict(request.plain, plan, made, **options).plan)

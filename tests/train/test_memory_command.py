@@ -80,7 +80,7 @@ def test_a_measurement_beside_the_prediction(plan: str) -> None:
 
 
 def _without(event: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in event.items() if key != "peak"}
+    return {key: value for key, value in event.items() if key != "temporary_most"}
 
 
 @pytest.mark.parametrize(
