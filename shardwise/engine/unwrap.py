@@ -63,13 +63,15 @@ def unwrap(module: nn.Module) -> nn.Module:
         )
     data.sums.finish()
     data.between_passes()
+    leases = [handle for handle in data.handles if isinstance(handle, Lease)]
     for handle in [*data.handles, *data.on_grads.begins]:
-        handle.remove()
+        if not isinstance(handle, Lease):
+            handle.remove()
     data.consensus.buffers.refresh()
     for flat in flats_of(data.units.order):
         _release(flat)
-    for handle in data.handles:
-        handle.remove()
+    for lease in leases:  # after the last message
+        lease.remove()
     return module
 
 

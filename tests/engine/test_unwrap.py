@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.comm.transport import Lease
 from shardwise.comm.world import World, alone
 from shardwise.core.errors import InputError
 from shardwise.engine.shard import driver_of
@@ -72,6 +73,23 @@ def given_back(world: World, how: str) -> dict[str, Any]:
 def same(model: nn.Module, other: nn.Module) -> bool:
     pairs = zip(model.parameters(), other.parameters(), strict=True)
     return all(torch.equal(a, b) for a, b in pairs)
+
+
+def at_the_end(world: World) -> list[torch.Size]:
+    """The shapes of the parameters when the module's groups are given back."""
+    model, shapes = wrap("FULL_SHARD", make("stack").double(), world), list[torch.Size]()
+    data = driver_of(model)
+    assert data is not None
+    (lease,) = (one for one in data.handles if isinstance(one, Lease))
+    lease.remove = lambda: shapes.extend(p.shape for p in model.parameters())
+    sw.unwrap(model)
+    return shapes
+
+
+def test_groups_are_given_back_after_the_last_message():
+    """No rank waits for a message on a group that another one has left."""
+    shapes = [p.shape for p in make("stack").parameters()]
+    assert run_threads(2, at_the_end) == [shapes] * 2
 
 
 class Tied(nn.Module):
