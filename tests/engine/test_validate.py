@@ -97,7 +97,7 @@ BAD: dict[str, tuple[Give, str]] = {
     "a negative bound": (give(clip=-1.0), "clip=-1.0"),
     "no number as a bound": (give(clip=float("nan")), "clip=nan"),
     "true as a bound": (give(clip=True), "clip=True"),
-    "a seed in words": (give(seed="x"), "seed='x'.*whole number from 0 up"),
+    "a seed in words": (give(seed="x"), "seed='x'.*whole number from 0 to"),
     "a negative prefetch": (give(prefetch=-1), "prefetch=-1"),
     "units that fit nothing": (give(units="layers.*"), "matches no module"),
     "a fill that is a number": (give(fill=3), "fill=3.*a function of name and tensor"),

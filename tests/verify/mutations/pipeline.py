@@ -107,8 +107,8 @@ def ties_not_summed(patch: Patch) -> None:
 
 
 def norm_of_own_stages(patch: Patch) -> None:
-    def squares(real: Any, updates: Updates) -> Tensor:
-        return real(replace(updates, over_stages=lambda x: x))
+    def squares(real: Any, updates: Updates, number: Tensor) -> tuple[Tensor, Tensor]:
+        return real(replace(updates, over_stages=lambda x: x), number)
 
     around(patch, Updates, "squares", squares)
 
