@@ -42,7 +42,7 @@ SHARDED: Final[Mapping[str, tuple[bool, bool, bool]]] = {
 }
 #: Bytes of AdamW's state for each element of a parameter of so many bytes.
 STATE_BYTES: Final = {2: 12, 4: 8, 8: 16}
-#: The relative difference that padding and step counts may cause, and the bytes of such a count.
+#: The relative difference that alignment may cause, and the bytes of a count of steps.
 SLACK, COUNT_BYTES = 0.25, 8
 #: A page of a file, and the most tensors of a flat parameter in it.
 PAGE_BYTES, EXTENTS = 4096, 6
@@ -85,10 +85,11 @@ def _states(engine: Engine) -> Promises:
     found: Promises = {}
     for words, flats in by_plan.items():
         of = f" under {words}" if len(by_plan) > 1 else ""
-        counts = COUNT_BYTES * sum(len(flat.params) for flat in flats)
+        slack = COUNT_BYTES * sum(len(flat.params) for flat in flats)
+        slack += sum(map(_padding_bytes, flats))
         each = zip(NAMES, _stored(engine, flats), _promised(words, flats), strict=True)
         for name, read, wanted in each:
-            if abs(read - wanted) > SLACK * wanted + counts:
+            if abs(read - wanted) > SLACK * wanted + slack:
                 found |= _unequal(f"{name}{of}", read, round(wanted))
     return found
 
@@ -106,6 +107,12 @@ def _stored(engine: Engine, flats: Sequence[Flat]) -> list[int]:
     )
     storages = ({t.untyped_storage()._cdata: t.untyped_storage() for t in one} for one in every)
     return [sum(storage.nbytes() for storage in one.values()) for one in storages]
+
+
+def _padding_bytes(flat: Flat) -> int:
+    """The bytes that states of the padding would have, which only a master has."""
+    padding = flat.plan.padded - sum(shape.numel() for shape in flat.shapes)
+    return padding * STATE_BYTES[flat.shard.element_size()]
 
 
 def _promised(words: str, flats: Sequence[Flat]) -> list[float]:
