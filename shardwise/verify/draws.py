@@ -6,8 +6,8 @@
 
 One process draws other masks (limits.py), so that no step of it is compared. But which masks are
 equal follows from the activations alone (arXiv 1909.08053, appendix B.2). After its other steps the
-engine takes two with dropout after each layer that has parameters. In the second one each rank
-records its masks: in the first one the engine learns that numbers are drawn.
+engine takes one in which numbers are drawn and not used, from which it learns that some are, and
+one with dropout after each layer that has parameters. In that one each rank records its masks.
 """
 
 from collections.abc import Mapping
@@ -72,18 +72,28 @@ def compare_draws(engine: Engine, batch: Any, plain: nn.Module) -> Errors:
         for name, module in plain.named_modules()
     }
     experts = tuple(stacks_of(plain))
-    for name, module in engine.model.named_modules():
-        if sizes.get(name) and not name.startswith(experts or "\0"):
-            module.register_forward_hook(partial(_drop, draws, name, sizes[name]))
-    for _ in range(2):
-        draws.clear()
-        torch.manual_seed(SEED)
-        engine.step(batch)
+    layers = {
+        name: module
+        for name, module in engine.model.named_modules()
+        if sizes.get(name) and not name.startswith(experts or "\0")
+    }
+    handles = [module.register_forward_pre_hook(_draw) for module in layers.values()]
+    engine.step(batch)
+    for handle in handles:
+        handle.remove()
+    for name, module in layers.items():
+        module.register_forward_hook(partial(_drop, draws, name, sizes[name]))
+    torch.manual_seed(SEED)
+    engine.step(batch)
     every: list[list[Draw]] = all_gather_object(draws, engine.world)
     wrong = _wrong(engine.plan, dict(enumerate(every)))
     return Errors(
         "random numbers", wrong or ("masks",), (NEVER if wrong else 0.0,) * (len(wrong) or 1)
     )
+
+
+def _draw(*_: Any) -> None:
+    torch.rand(())
 
 
 def _drop(
