@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import shardwise as sw
 from shardwise.comm.host_numbers import HostNumbers
@@ -169,6 +170,34 @@ def test_processes_compare_them():
     """The exchange is that of any step."""
     for text in run_gloo(2, in_engine, "dp2", "lr"):
         assert LR.format("data rank 1", "data rank 0") in text
+
+
+def scaled(world: World, scaler: type[torch.amp.GradScaler]) -> list[float]:
+    """The steps after which the optimizer has updated; one rank's gradients overflow in the third.
+
+    -1 for a step that raises, and names the scaler that skips on all ranks.
+    """
+    wrapped, scale = sw.FSDP(model(), world=world), scaler("cpu")
+    optim = torch.optim.AdamW(wrapped.parameters(), lr=0.01)
+    taken: list[float] = []
+    for step in range(5):
+        try:
+            scale.scale(loss(wrapped, rows(step, world.rank))).backward()
+        except InputError as error:
+            return [*taken, -1 if "ShardedGradScaler" in str(error) else 0]
+        if step == 2 and world.rank == 0:
+            optim.param_groups[0]["params"][0].grad.fill_(float("inf"))
+        scale.step(optim)
+        scale.update()
+        optim.zero_grad()
+        taken.append(float(optim.state[optim.param_groups[0]["params"][0]]["step"]))
+    return taken
+
+
+def test_a_gradient_scaler_skips_on_all_ranks_or_raises():
+    """Torch's scaler for shards shares what overflows; the plain one is named where it did not."""
+    assert run_gloo(2, scaled, ShardedGradScaler) == [[1, 2, 2, 3, 4]] * 2
+    assert run_gloo(2, scaled, torch.amp.GradScaler) == [[1, 2, 2, -1], [1, 2, 3, -1]]
 
 
 def in_pipe(world: World, what: str) -> str:

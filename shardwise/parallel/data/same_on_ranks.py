@@ -217,7 +217,10 @@ def _other_option(name: str, places: Sequence[str], both: Sequence[Options]) -> 
     return bad(
         f"{name} on {places[0]}: {has}; on {places[1]}: {of_first}",
         "the same options of the optimizer, in the same steps, on all ranks",
-        "the change on every rank, without a condition on the rank",
+        "the change on every rank, without a condition on the rank"
+        if all(name in options for options in both)
+        else "a step on every rank, or on none; a gradient scaler that skips on all is "
+        "ShardedGradScaler of torch.distributed.fsdp.sharded_grad_scaler",
     )
 
 
