@@ -119,6 +119,8 @@ ONCE_REFUSED = (
     ("layers", "dp2 tp2 zero1 bf16"),
     ("every", "dp2 ep2 bf16"),
     ("moe", "dp2 ep2 recompute:24KiB"),
+    ("gpt", "pp2 dp2 pipedream:4"),
+    ("constant", "tp2 bf16"),
 )
 
 
