@@ -117,9 +117,9 @@ def a_z_loss_twice_as_large(patch: Patch) -> None:
 def choices_of_own_tokens(patch: Patch) -> None:
     """The bias of the experts follows what the tokens of one rank have chosen."""
 
-    def remember(real: Any, layer: MoE, routing: Any) -> None:
+    def remember(real: Any, layer: MoE, routing: Any, bias: Any) -> None:
         own = routing.loads[layer.place.batch.rank]
-        real(layer, replace(routing, wanted=own) if layer.training else routing)
+        real(layer, replace(routing, wanted=own) if layer.training else routing, bias)
 
     around(patch, MoE, "_remember", remember)
 
