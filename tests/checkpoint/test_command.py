@@ -113,7 +113,7 @@ def test_a_pointer_to_what_is_not_there_is_said(folder: Path, capsys: pytest.Cap
         ("file/inside", "no such folder|Not a directory"),
         ("empty", "no complete checkpoint in it"),
         ("a" * 300, "File name too long"),
-        ("a\0b", "null byte|no such folder"),
+        ("a\0b", "null byte|no such folder|the name of a folder"),
     ],
 )
 def test_inspect_refuses_what_is_no_checkpoint(tmp_path: Path, path: str, phrase: str):
