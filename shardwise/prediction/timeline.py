@@ -153,6 +153,7 @@ class _Step:
         self.flying: list[_Unit] = []  # units whose reductions are in flight
         self.next = 0  # units, from the last, whose sums have begun
         self.microbatch = 0
+        self.sync = False  # whether this microbatch is the last of the step
         self.events: list[Event] = []
 
     # --- the hooks, in their order (parallel/data/hooks.py) -------------------------------------
@@ -192,7 +193,8 @@ class _Step:
         unit.depth -= 1
         if unit.reshards:
             unit.reached = mark.graded
-        if not unit.depth and mark.name == unit.modules[-1] and not unit.encloses:
+        over = not unit.depth and mark.name == unit.modules[-1]
+        if over and unit.reshards and not unit.encloses:
             self._free_latest(unit)
             self.latest = unit
 
@@ -254,13 +256,13 @@ class _Step:
     # --- the sums (parallel/data/reducer.py) ----------------------------------------------------
 
     def _reduce(self, unit: _Unit) -> None:
-        if not unit.sent_bytes:
+        if not unit.trained or not (unit.sent_bytes or self.sync):
             return
         while unit in self.flying:
             self.flying.pop(0)
         self.flying.append(unit)
         unit.filling.clear()
-        if len(self.flying) > self.in_flight:
+        while unit.sent_bytes and len(self.flying) > self.in_flight:
             self.flying.pop(0)
 
     def update(self, by_norm: bool) -> None:
@@ -355,7 +357,7 @@ def predicted_timeline(
     for unit in step.units:
         unit.reshard()
     for microbatch, own in enumerate(marks):
-        step.microbatch = microbatch
+        step.microbatch, step.sync = microbatch, microbatch == len(marks) - 1
         before = _forward(own)
         step.forward(before)
         step.see("loss", "", own[len(before)])

@@ -83,6 +83,8 @@ PLANS = [
     *("dp2 zero2 accumulate:3", "dp_replicate2 dp_shard2 zero3", "tp2", "tp2 sp bf16"),
     *("dp2 tp2 zero3", "dp2 tp2 sp zero2 fp64", "dp2 zero3 recompute:full"),
     *("dp2 zero2 recompute:blocks.*.mlp accumulate:2", "dp2 tp2 sp zero1 recompute:full bf16"),
+    # a unit that is always whole frees none before it, and its sum is in flight as others are
+    *("dp2 zero1 | blocks.0: zero3", "dp2 zero3 accumulate:2 | blocks.1: ddp"),
 ]
 
 
