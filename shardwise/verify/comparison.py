@@ -1,9 +1,11 @@
 """The comparison of a run with its oracles: of its steps, its states, and what is done between.
 
 step 1, an evaluation, step 2 .. n, states, a checkpoint loaded into a new engine, a step of it,
-states; in fp16 a step of it that overflows, one more, states
+states; in fp16 a step of it that overflows, one more, states; elsewhere one whose gradients are not
+finite
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
@@ -13,6 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from shardwise.core.errors import NonFiniteError
 from shardwise.engine.box import Box
 from shardwise.engine.engine import Engine
 from shardwise.engine.expert_parallel import layers_of
@@ -29,6 +32,7 @@ from shardwise.verify.oracles import LOSS_SCALE, Oracles
 from shardwise.verify.outputs import expected_outputs, returned
 from shardwise.verify.recipe import factor_of
 from shardwise.verify.reloading import reload_engine
+from shardwise.verify.replay import Replay
 from shardwise.verify.routes import Routes
 
 #: A loss scale at which every gradient in fp16 overflows, and the loss in fp32 does not.
@@ -102,18 +106,12 @@ class Comparison:
         It halves the scale. After one more step, from which the scale doubles, all is as in one
         process.
         """
-        of = {f"model/{name}" for name in engine.names}
-
-        def states() -> list[Tensor]:
-            """Weights and the optimizer's; a layer may count its passes in a buffer."""
-            boxes = engine.boxes()
-            return [b.tensor for b in boxes if b.name in of or b.name.startswith("optim/")]
-
-        before = [x.clone() for x in states()]
+        before = self.states(engine, copied=True)
+        kept = (engine.scale.value, engine.scale.good) == (LOSS_SCALE, engine.steps)
         engine.scale.value = OVERFLOW
         whole, own, _ = self.shared(engine, 0)
         skipped = drawn(step, lambda: engine.step(own)).skipped
-        same = skipped and all(map(torch.equal, before, states()))
+        same = skipped and all(map(torch.equal, before, self.states(engine)))
         self.routes.follow()
         for oracle in self.oracles.all:
             assert isinstance(oracle, Oracle)
@@ -127,8 +125,11 @@ class Comparison:
         following.state(engine)
         self.costs = following.costs
         doubled = (engine.scale.value, engine.scale.good) == (2 * LOSS_SCALE, 0)
-        names = "the skipped update", "the scale after it", "the scale after good updates"
-        errors = (0.0 if holds else NEVER for holds in (same, halved, doubled))
+        names = (
+            *("the scale before it", "the skipped update"),
+            *("the scale after it", "the scale after good updates"),
+        )
+        errors = (0.0 if holds else NEVER for holds in (kept, same, halved, doubled))
         self.errors.append(Errors("overflow", names, tuple(errors)))
         self.errors += [renamed(found, "after overflow") for found in following.errors]
 
@@ -203,6 +204,51 @@ class Comparison:
         self.number("evaluation", f"loss{name}", found[0], losses)
         tokens = [float(self.oracles.exact.task.tokens(whole))] * len(losses)
         self.number("evaluation", f"tokens{name}", float(found[1]), tokens)
+
+    def reload(self, saved: Engine, engine: Engine, step: int) -> None:
+        """Load a checkpoint of `saved` into `engine`, and compare a step of it."""
+        engine.scale.value *= 2.0  # the loaded one is another
+        reload_engine(saved, engine)
+        self.loaded(saved, engine)
+        for oracle in self.oracles.all:
+            if isinstance(oracle, Oracle):  # to save has finished a delayed update
+                oracle.finish()
+        after = self.apart()
+        after.routes.watch(engine)
+        exact = self.oracles.unit == 0 or not isinstance(self.oracles.exact, Oracle)
+        update = None if exact else Replay.before(engine)
+        after.step(engine, step, loaded=True)
+        if update is not None:
+            update.take_gradients()
+        after.state(engine)
+        self.errors += [renamed(errors, "after loading") for errors in after.errors]
+        if update is not None:
+            self.errors.append(update.errors())
+        self.costs = after.costs
+
+    def not_finite(self, engine: Engine, step: int) -> None:
+        """Check that gradients that are not finite raise, and change nothing.
+
+        In fp16 the step is skipped (`overflow`). The engine is of no use after.
+        """
+        if not any(bool(grad.any()) for grad in self.oracles.exact.weights.used.values()):
+            return  # as on all ranks
+        before, refused = self.states(engine, copied=True), False
+        _, own, _ = self.shared(engine, 0)
+        engine.scale.value = math.inf
+        try:
+            drawn(step, lambda: engine.step(own))
+        except NonFiniteError:
+            refused = True
+        same = refused and all(map(torch.equal, before, self.states(engine)))
+        names = ("the step that is not finite",)
+        self.errors.append(Errors("not finite", names, (0.0 if same else NEVER,)))
+
+    def states(self, engine: Engine, *, copied: bool = False) -> list[Tensor]:
+        """Weights and the optimizer's; a layer may count its passes in a buffer."""
+        of = {f"model/{name}" for name in engine.names}
+        boxes = [b for b in engine.boxes() if b.name in of or b.name.startswith("optim/")]
+        return [box.tensor.clone() if copied else box.tensor for box in boxes]
 
     def loaded(self, saved: Engine, engine: Engine) -> None:
         """Check that the modules' own tensors, and the engine's numbers, are those saved."""
@@ -289,21 +335,12 @@ def compare(
     finding = Finding(ours.world.rank, (), so_far.costs, held, expected)
     again = ours
     if fresh is not None:
-        empty, so_far.theory = fresh()
-        empty.scale.value *= 2.0  # the loaded one is another
-        again = reload_engine(ours, empty)
-        so_far.loaded(ours, again)
-        for oracle in oracles.all:
-            if isinstance(oracle, Oracle):  # to save has finished a delayed update
-                oracle.finish()
-        after = so_far.apart()
-        after.routes.watch(again)
-        after.step(again, steps + 1, loaded=True)
-        after.state(again)
-        so_far.errors += [renamed(found, "after loading") for found in after.errors]
-        so_far.costs = after.costs
+        again, so_far.theory = fresh()
+        so_far.reload(ours, again, steps + 1)
     if ours.scale.on:
         so_far.overflow(again, steps + 2)
+    else:
+        so_far.not_finite(again, steps + 2)
     return replace(
         finding,
         errors=tuple(so_far.errors),

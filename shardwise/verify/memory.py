@@ -6,7 +6,7 @@ After the third and the tenth step, two columns are compared:
     theory    the bytes of each category by its formula, and no live storage outside a category
     read      the sizes of the live storages
 
-The fourth step is measured at each of its moments (moments.py).
+The fourth step and the evaluation are measured at each of their moments (moments.py).
 
 A model may keep activations in attributes of its modules (`self.seen = x`).  Those that the model
 also keeps in one process are removed before the comparison.
@@ -81,6 +81,7 @@ def over_steps(
     read: dict[str, int] = {}
     theory: dict[str, int] = {}
     strays, costs, moments = "", Costs(), Moments()
+    evaluation: StepMeter | None = None
     for step in range(1, READ_AFTER[-1] + 1):
         share = batch(step)
         routed = loads(step)
@@ -89,11 +90,13 @@ def over_steps(
         with live, measuring(engine, share, peaks=False) if measured else nullcontext() as seen:
             engine.step(share)
         if foresee is not None and isinstance(seen, StepMeter):
-            moments = foresee(prediction, share).compare(seen)
+            moments = foresee(prediction, share).compare(seen, evaluation)
         with live:
             costs = costs.after(engine, prediction, flushed=step == 2, loads=routed)
             if step == 1:
-                engine.evaluate(share)  # which finishes a delayed update
+                engine.flush()  # as an evaluation does
+                with measuring(engine, share, peaks=False) as evaluation:
+                    engine.evaluate(share)
         if step in READ_AFTER:
             engine.wait()
             engine.world.barrier()  # ranks in threads read each other's tensors until here

@@ -12,6 +12,7 @@ each event of prediction/timeline.py:
                           predicted peak (prediction/peak.py)
     other pipelines       what autograd keeps is at most the predicted activations
     on the host           activations are at most the predicted ones
+    an evaluation         nothing is kept, and no more is gathered than in a step's forward pass
     at the update         of activations none is left; there may be a copy of all gradients, and
                           messages of weights
 
@@ -87,8 +88,8 @@ class Foreseen:
         except InputError:
             return cls(found, experts, note="the moments of a step are not predicted")
 
-    def compare(self, seen: StepMeter) -> Moments:
-        """The measured events beside the predicted ones."""
+    def compare(self, seen: StepMeter, evaluation: StepMeter | None = None) -> Moments:
+        """The measured events beside the predicted ones; those of an evaluation at the end."""
         moments = Moments(note=self.note)
         if self.events:
             self._events(moments, seen.events)
@@ -105,7 +106,22 @@ class Foreseen:
             for event, on_host in zip(seen.events, seen.on_host, strict=True):
                 most = 0 if event.kind in UPDATE else self.found.host_activations
                 moments.at_most(f"activations on the host at {event}", on_host, most)
+        self._evaluated(moments, () if evaluation is None else evaluation.events)
         return moments
+
+    def _evaluated(self, moments: Moments, events: Sequence[Event]) -> None:
+        """Each event of an evaluation: it keeps nothing, and gathers what the forward pass does."""
+        gathered: dict[str, int] = {}
+        for event in self.events:
+            if event.kind == "forward":
+                most = max(gathered.get(event.unit, 0), event.by_category["gathered"])
+                gathered[event.unit] = most
+        for event in events:
+            name = f"of an evaluation at {event}"
+            moments.at_most(f"kept {name}", event.by_category["kept"], 0)
+            if event.unit in gathered:
+                read = event.by_category["gathered"]
+                moments.at_most(f"gathered {name}", read, gathered[event.unit])
 
     @property
     def _copies_bytes(self) -> int:

@@ -13,15 +13,18 @@ rows, and in plain PyTorch on all of them (oracle.py). It compares its own shard
     routing        in 16 bits, how near to ties the choices of experts are that differ (routes.py)
     after loading  the first four again, after a step of a new engine that loaded a checkpoint of
                    this one, the rates included
+    update         in 16 bits that step's update, made again from its gradients (replay.py)
+    not finite     a step whose gradients are not finite is refused, and changes nothing
     overflow       in fp16, of a step whose gradients overflow: it changes nothing but the scale;
                    and the first four after one more step
     recomputation  a step of a plan that recomputes, with dropout, beside one without (masks.py)
     random numbers the masks of dropout on the ranks of a tensor axis or a pipeline (draws.py)
 
 The optimizer is that of recipe.py, whose rates change in every step. Updates are delayed from the
-first step, and made as late as they may be. Gradients are clipped to between a quarter and a half
-of the first norm; in the step with an idle rank the bound is so large that nothing is clipped, and
-after loading there is none, so that each unit is updated as soon as its gradients arrive.
+first step, and made as late as they may be. Gradients are clipped
+to between a quarter and a half of the first norm; in the step with an idle rank the bound is so
+large that nothing is clipped, and after loading there is none, so that each unit is updated as soon
+as its gradients arrive. Updates are made in several parts.
 """
 
 import math
@@ -104,10 +107,8 @@ def _prove(
     theory = theory_of(trainable, plan, world.rank, clip, options)
 
     def again() -> tuple[Engine, Theory]:
-        """An engine without a bound on the norm, which makes its update in two parts."""
+        """An engine without a bound on the norm, which updates units as they arrive."""
         engine = engine_of(trainable, plan, world, None, options)
-        half = sum(flat.shard.nbytes for flat in engine.flats if flat.trained) // 2 + 1
-        engine.updates = replace(engine.updates, early_bytes=half)
         loose = None if clip is None else theory_of(trainable, plan, world.rank, None, options)
         return engine, loose or theory
 
@@ -211,7 +212,10 @@ def engine_of(
         )
     engine.load_scalars(engine.scalars() | {"loss_scale": LOSS_SCALE})
     engine.consistency.before_first = None  # the proof compares with the plain model itself
-    engine.updates.next_step.late = live is None  # another time than in the run of ten steps
+    if live is None:  # updates in several parts, and later than in the run of ten steps
+        half = sum(flat.shard.nbytes for flat in engine.flats if flat.trained) // 2 + 1
+        engine.updates = replace(engine.updates, early_bytes=half)
+        engine.updates.next_step.late = True
     return engine
 
 

@@ -7,9 +7,11 @@ layers     linear layers with biases, a frozen one among them, and running stati
 training   the layers, with a factor that they apply in training alone
 constant   the layers, with a buffer of a number that 16 bits do not have
 wide       layers with tensors of several chunks of a disk
+fused      layers whose two projections are the halves of one product
 moe        the GPT with experts that drop tokens, and losses; `sigmoid`, `choice`: other gates
 """
 
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -88,6 +90,18 @@ class Wide(nn.Module):
         return self.last(self.blocks(self.first(x)))
 
 
+class Fused(nn.Module):
+    """Two products in one, whose halves are multiplied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both, self.down = nn.Linear(WIDTH, 256), nn.Linear(128, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = self.both(x).chunk(2, -1)
+        return x + self.down(first * second)
+
+
 def mixture(gate: str, capacity: float | None) -> nn.Module:
     """A small GPT of experts with the same weights in every thread."""
     losses = {"balance": 0.1, "z": 0.01, "importance": 0.1}
@@ -97,6 +111,11 @@ def mixture(gate: str, capacity: float | None) -> nn.Module:
 def layers(factor: float) -> nn.Module:
     """The layers with the same weights in every thread."""
     return settled(Layers(factor))
+
+
+def fused() -> nn.Module:
+    """Two such blocks with the same weights in every thread."""
+    return settled(nn.Sequential(OrderedDict(blocks=nn.Sequential(Fused(), Fused()))))
 
 
 def vectors(rows: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -136,6 +155,7 @@ MODELS: dict[str, Callable[[], Trainable]] = {
     "squared": lambda: replace(_gpt("squared", CONFIG), loss=squared),
     "layers": lambda: Trainable("layers", partial(layers, 1.0), error, vectors),
     "wide": lambda: Trainable("wide", lambda: settled(Wide()), error, vectors),
+    "fused": lambda: Trainable("fused", fused, error, vectors),
     "moe": lambda: _moe("moe", "topk-renormalised", 1.25),
     "sigmoid": lambda: _moe("sigmoid", "sigmoid"),
     "choice": lambda: _moe("choice", "expert-choice"),

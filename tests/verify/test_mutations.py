@@ -22,13 +22,14 @@ from tests.verify.mutations import (
     promises,
     run,
     tensor,
+    updates,
 )
 from tests.verify.mutations.mutation import Mutation
 
 CATALOGUE = (
     *(*data.MUTATIONS, *tensor.MUTATIONS, *pipeline.MUTATIONS),
     *(*accounts.MUTATIONS, *run.MUTATIONS, *experts.MUTATIONS, *moments.MUTATIONS),
-    *promises.MUTATIONS,
+    *(*promises.MUTATIONS, *updates.MUTATIONS),
 )
 NAMED = {mutation.name: mutation for mutation in CATALOGUE}
 PROVED = sorted({(mutation.model, mutation.plan) for mutation in CATALOGUE})

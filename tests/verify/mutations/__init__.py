@@ -7,6 +7,7 @@
     run.py          overflows, rates, groups, idle ranks, dropout, chunks of a disk, evaluations
     accounts.py     bytes, memory, coverage, evaluation, outputs, checkpoints
     moments.py      memory within a step
+    updates.py      updates that are made later, in parts or in 16 bits, scales, evaluations
 
 A mutation is a patch of one function. A technique's mutations are added with the technique.
 """

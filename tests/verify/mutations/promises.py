@@ -83,6 +83,7 @@ def delayed_updates_shown_too_early(patch: Patch) -> None:
 
     def finish(_: Any, later: NextStep) -> None:
         running, later._running = later._running, []
+        later._asked.set()
         for update, publish in running:
             publish()
             update()

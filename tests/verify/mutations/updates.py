@@ -1,0 +1,115 @@
+"""Sabotages of updates made later, in parts or in 16 bits, of the loss scale, of gradients that are
+not finite, and of what an evaluation or a copy on the host holds.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.engine import optimizer as optimizer_file
+from shardwise.engine.guard import Guard
+from shardwise.engine.scale import LossScale
+from shardwise.engine.updating import Updates
+from shardwise.parallel.data.hooks import Data
+from shardwise.parallel.data.units import Unit, Units
+from shardwise.parallel.offload.delayed import NextStep
+from shardwise.parallel.recompute.host import Kept
+from tests.verify.mutations.mutation import Mutation, Patch, around, nothing
+
+
+def unscaled_in_16_bits(patch: Patch) -> None:
+    def in_16_bits(gradients: Sequence[Tensor | None], factor: float) -> list[Tensor | None]:
+        return [None if g is None else (g * factor).float() for g in gradients]
+
+    patch.setattr(optimizer_file, "_in_32_bits", in_16_bits)
+
+
+def scale_doubles_after_each_good_step(patch: Patch) -> None:
+    def update(real: Any, scale: LossScale, overflow: bool) -> None:
+        if not overflow:
+            scale.good = scale.patience - 1
+        real(scale, overflow)
+
+    around(patch, LossScale, "update", update)
+
+
+def the_last_of_several_parts_lost(patch: Patch) -> None:
+    """With a bound on the norm an update on the host is made in parts of 64 MiB."""
+
+    def parts(real: Any, updates: Updates) -> list[Any]:
+        found = real(updates)
+        return found[:-1] if len(found) > 1 else found
+
+    around(patch, Updates, "parts", parts)
+
+
+def a_delayed_update_not_awaited(patch: Patch) -> None:
+    """What the device gets are the masters of before the update, or of a part of it."""
+
+    def finish(real: Any, later: NextStep) -> None:
+        later._running = [(nothing, publish) for _, publish in later._running]
+        real(later)
+
+    around(patch, NextStep, "finish", finish)
+
+
+def gradients_that_are_not_finite_are_used(patch: Patch) -> None:
+    patch.setattr(Guard, "see", nothing)
+
+
+def an_evaluation_frees_its_units_at_its_end(patch: Patch) -> None:
+    def after(real: Any, data: Data, unit: Unit, *args: Any) -> None:
+        if torch.is_grad_enabled() or data.in_backward:
+            real(data, unit, *args)
+            return
+        kept = unit.stays_unsharded, unit.unwatched
+        unit.stays_unsharded = unit.unwatched = True
+        real(data, unit, *args)
+        unit.stays_unsharded, unit.unwatched = kept
+
+    def end(real: Any, units: Units, *, sharded: bool) -> None:
+        for unit in units.order:
+            unit.reshard()
+        real(units, sharded=sharded)
+
+    around(patch, Data, "_after", after)
+    around(patch, Units, "end_evaluation", end)
+
+
+def the_offset_of_a_view_lost(patch: Patch) -> None:
+    def init(real: Any, kept: Kept, *args: Any) -> None:
+        real(kept, *args)
+        kept.view = (*kept.view[:2], 0)
+
+    around(patch, Kept, "__init__", init)
+
+
+MUTATIONS = (
+    Mutation("unscaled in 16 bits", "dp2 zero1 fp16", "parity", unscaled_in_16_bits, "gpt"),
+    Mutation(
+        "the scale doubles after each good step",
+        *("dp2 fp16", "parity", scale_doubles_after_each_good_step),
+    ),
+    Mutation(
+        "the last of several parts lost",
+        *("dp2 zero1 offload:optim", "parity", the_last_of_several_parts_lost),
+    ),
+    Mutation(
+        "a delayed update not awaited",
+        *("dp2 zero1 offload:optim-delayed=0", "parity", a_delayed_update_not_awaited),
+    ),
+    Mutation(
+        "gradients that are not finite used",
+        *("dp2 zero1", "parity", gradients_that_are_not_finite_are_used),
+    ),
+    Mutation(
+        "an evaluation frees its units at its end",
+        *("dp2 zero3", "memory", an_evaluation_frees_its_units_at_its_end, "gpt"),
+    ),
+    Mutation(
+        "the offset of a view lost",
+        *("dp2 activations:host", "parity", the_offset_of_a_view_lost, "fused"),
+    ),
+)
