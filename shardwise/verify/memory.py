@@ -94,9 +94,7 @@ def over_steps(
         with live:
             costs = costs.after(engine, prediction, flushed=step == 2, loads=routed)
             if step == 1:
-                engine.flush()  # as an evaluation does
-                with measuring(engine, share, peaks=False) as evaluation:
-                    engine.evaluate(share)
+                evaluation = _evaluate(engine, share)
         if step in READ_AFTER:
             engine.wait()
             engine.world.barrier()  # ranks in threads read each other's tensors until here
@@ -118,6 +116,14 @@ def over_steps(
         strays,
         costs.within(moments.peak, moments.note),
     )
+
+
+def _evaluate(engine: Engine, share: Any) -> StepMeter:
+    """The memory of an evaluation, which finishes a delayed update before."""
+    engine.flush()
+    with measuring(engine, share, peaks=False) as seen:
+        engine.evaluate(share)
+    return seen
 
 
 def _restore(model: nn.Module, built: Attributes, own: Collection[tuple[str, str]]) -> None:
