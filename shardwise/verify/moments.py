@@ -13,8 +13,8 @@ each event of prediction/timeline.py:
     other pipelines       what autograd keeps is at most the predicted activations
     on the host           activations are at most the predicted ones
     an evaluation         nothing is kept, and no more is gathered than in a step's forward pass
-    at the update         of activations none is left; there may be a copy of all gradients, and
-                          messages of weights
+    at the update         of activations none is left, but for microbatches under way; there may be
+                          a copy of all gradients, and messages of weights
 
 The activations of layers of experts depend on the tokens, and are not compared.
 """
@@ -26,6 +26,7 @@ from typing import Any
 from torch import nn
 
 from shardwise.core.errors import InputError
+from shardwise.core.plan_schedule import schedule_of
 from shardwise.core.tape import SMALL_BYTES
 from shardwise.engine.expert_parallel import experts_in
 from shardwise.engine.timeline import StepMeter, events_of, marks_on
@@ -99,9 +100,10 @@ class Foreseen:
             for event in seen.events:
                 name = f"kept at {event}"
                 moments.at_most(name, event.by_category["kept"], self.found.activations)
+        under_way = self.found.activations if self._updates_within else 0
         for event in (event for event in seen.events if event.kind in UPDATE):
-            name = f"{TEMPORARY} at {event}"
-            moments.at_most(name, _sum(event, ("kept", TEMPORARY)), self._copies_bytes)
+            most = self._copies_bytes + (under_way if event.kind == "update" else 0)
+            moments.at_most(f"{TEMPORARY} at {event}", _sum(event, ("kept", TEMPORARY)), most)
         if not self.experts:
             for event, on_host in zip(seen.events, seen.on_host, strict=True):
                 most = 0 if event.kind in UPDATE else self.found.host_activations
@@ -122,6 +124,12 @@ class Foreseen:
             if event.unit in gathered:
                 read = event.by_category["gathered"]
                 moments.at_most(f"gathered {name}", read, gathered[event.unit])
+
+    @property
+    def _updates_within(self) -> bool:
+        """Whether the schedule updates while microbatches are under way."""
+        schedule = schedule_of(self.found.plan)
+        return schedule is not None and bool(schedule.update)
 
     @property
     def _copies_bytes(self) -> int:

@@ -111,6 +111,8 @@ ONCE_REFUSED = (
     ("gpt", "dp2 zero3 | head: dp2"),
     ("gpt", "dp2 zero3 | blocks.1: tp2"),
     ("moe", "dp2 ep2 activations:host"),
+    ("gpt", "pp2 dp2 pipedream:4"),
+    ("constant", "tp2 bf16"),
 )
 
 
