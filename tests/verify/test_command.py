@@ -215,7 +215,7 @@ def test_json_has_exactly_these_keys():
     assert list(found) == [*keys, "first_difference", "uncovered", "strays", "wire", "columns"]
     assert found["plan"] == "dp2 zero2 fp64" and found["holds"]
     kinds = ["loss", "gradients", "weights", "optimizer", "buffers", "evaluation", "outputs"]
-    assert list(found["parity"]) == [*kinds, "after loading"]
+    assert list(found["parity"]) == [*kinds, "after loading", "not finite"]
     assert {*found["bytes"], *found["memory"]} == {"theory", "counted", "read"}
     assert found["columns"]["read"] == "read from the system"
     assert found["bytes"]["counted"] == found["bytes"]["theory"]
