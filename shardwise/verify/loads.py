@@ -66,22 +66,25 @@ class Choices:
         if not seen:
             return ()
         by_shard, tensor_ranks = self.by_shard if plan.sp else (), plan.mesh.size_of("tp")
-        return tuple(
-            _loads(
-                [*sizes],
-                {name: passes[part] for name, passes in seen.items()},
-                by_shard,
-                tensor_ranks,
-            )
-            for part, sizes in enumerate(division.counts(batch))
-        )
+        found: list[Loads] = []
+        made = 0  # one process makes no pass of a microbatch without rows
+        for sizes in division.counts(batch):
+            some = any(sizes)
+            own = {name: passes[made] if some else passes[0][:0] for name, passes in seen.items()}
+            found.append(_loads([*sizes], own, by_shard, tensor_ranks))
+            made += some
+        return tuple(found)
 
 
 def _loads(
     sizes: list[int], seen: Mapping[str, Tensor], by_shard: Collection[str], tensor_ranks: int
 ) -> Loads:
     """The loads of a microbatch with so many rows of each data rank, those of the first first."""
-    by_row = {name: found.view(sum(sizes), -1, found.shape[-1]) for name, found in seen.items()}
+    rows = sum(sizes)
+    by_row = {
+        name: found.view(rows, len(found) // max(1, rows), found.shape[-1])
+        for name, found in seen.items()
+    }
     choices = {name: _counts(found, sizes) for name, found in by_row.items()}
     positions = next(iter(by_row.values())).shape[1]
     size = -(-positions // tensor_ranks)

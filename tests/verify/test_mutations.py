@@ -110,6 +110,7 @@ ONCE_REFUSED = (
     ("gpt", "dp2 zero3 | head: dp2"),
     ("gpt", "dp2 zero3 | blocks.1: tp2"),
     ("moe", "dp2 ep2 activations:host"),
+    ("moe", "dp2 ep2 accumulate:2"),
 )
 
 
