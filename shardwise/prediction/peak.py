@@ -4,14 +4,16 @@
     kept                  activations that autograd keeps, and those fetched from the host
     recomputed            what the backward pass of a recomputed module computes again
     gathered              three units: in use, ahead of it, and the one before
-    gradients on the way  four units: one that is filled, and three that are summed or copied
+    gradients on the way  of four units: one that is filled, and three that are summed or copied,
+                          of which one may be that of the same unit in the microbatch before
     summed gradients      of several microbatches, which leave the device with the last one
 
 The parts are added up for each unit of the backward pass, and the largest sum is the peak:
 
     backward of unit k    kept by units 0 .. k, recomputed in k, gathered k-1 .. k+1 (or those
                           nearest to k that are gathered at all),
-                          gradients of k .. k+3, and after the last unit of 0, 1, ..
+                          gradients of k .. k+3, and after the last unit of 0, 1, .. k, without
+                          the units whose gradients stay
 
 Under a pipeline, where several microbatches are on their way, the largest of each part is taken.
 """
@@ -53,16 +55,16 @@ def device_peak_bytes(found: "Prediction") -> int:
             + found.activations
             + max(again.values(), default=0)
             + sum(count for _, count in gathered.most_common(GATHERED_UNITS))
-            + sum(count for _, count in gradients.most_common(GRADIENT_UNITS))
+            + max(gradients.values(), default=0)
+            + sum(count for _, count in gradients.most_common(GRADIENT_UNITS - 1))
         )
     kept, names = _kept(found), [unit.name for unit in found.model.units]
-    # in each backward pass but the first, the last gradients of the one before are still summed
-    passed = names * min(2, found.plan.microbatches)
+    on_the_way = [gradients[name] for name in names]
     moments = [
         sum(kept[: k + 1])
         + again.get(k, 0)
         + _gathered_at([gathered[name] for name in names], k)
-        + sum(gradients[name] for name in passed[k : k + min(GRADIENT_UNITS, len(names))])
+        + _gradients_at(on_the_way, k, found.plan.microbatches)
         for k in range(len(names))
     ]
     return lasting + max(moments, default=found.activations)
@@ -73,6 +75,16 @@ def _gathered_at(sizes: Sequence[int], k: int) -> int:
     ahead = next((size for size in reversed(sizes[:k]) if size), 0)
     before = next((size for size in sizes[k + 1 :] if size), 0)
     return ahead + sizes[k] + before
+
+
+def _gradients_at(sizes: Sequence[int], k: int, microbatches: int) -> int:
+    """The bytes of the gradient of unit k, and of those before it in the backward pass.
+
+    In each backward pass but the first, the last gradients of the one before are still summed.
+    """
+    passed = [*sizes] * min(2, microbatches)
+    before = [size for size in passed[k + 1 : k + 1 + len(sizes)] if size]
+    return sizes[k] + sum(before[: GRADIENT_UNITS - 1])
 
 
 def _leaves(group: Group) -> bool:

@@ -111,6 +111,7 @@ ONCE_REFUSED = (
     ("gpt", "dp2 zero3 | blocks.1: tp2"),
     ("moe", "dp2 ep2 activations:host"),
     ("moe", "dp2 ep2 accumulate:2"),
+    ("gpt", "dp2 zero3 accumulate:2 bucket:1MiB offload:optim"),
 )
 
 
