@@ -291,14 +291,21 @@ class _Step:
 
 
 def unpredicted(plan: Plan) -> str:
-    """The word that prevents the prediction of a plan's timeline; "" if none."""
+    """The word that prevents the prediction of a plan's timeline, of any layer; "" if none."""
+    if any(each.has_axes for each in plan.layers):
+        return "layers of another mesh"
+    every = (plan.of_layers(number) for number in range(len(plan.layers) + 1))
+    return next(filter(None, map(_unpredicted, every)), "")
+
+
+def _unpredicted(plan: Plan) -> str:
+    """The same for a plan without plans of layers."""
     words = {
         "pp": None if _stays(plan) else plan.pipeline,
         "recompute": None if _keeps_inputs(plan) else f"recompute:{plan.recompute}",
         "activations": plan.activations,
         "offload": plan.offload,
         "arenas": "arenas" if plan.arenas else None,
-        "|": "layers of another mesh" if any(each.has_axes for each in plan.layers) else None,
     }
     words["row:"] = plan.row if plan.row.startswith("row:") else None
     return next((word for word, given in words.items() if given is not None), "")
