@@ -214,7 +214,7 @@ class Mixture:
         assert ids_N is not None
         if self.gate.name != "hash":
             return ids_N.long()
-        found = [(_mixed(int(i), 0) >> 1) % self.gate.experts for i in ids_N.tolist()]
+        found = [(_signed(_mixed(int(i), 0)) >> 1) % self.gate.experts for i in ids_N.tolist()]
         return torch.tensor(found, dtype=torch.int64, device=x_ND.device)
 
     def _by_sigmoid(self, logits_NE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -297,3 +297,8 @@ def _mixed(number: int, key: int) -> int:
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
     return z ^ (z >> 31)
+
+
+def _signed(bits: int) -> int:
+    """The number of 64 bits in two's complement."""
+    return bits - ((bits >> 63) << 64)

@@ -68,7 +68,8 @@ def hashed(ids: Tensor, experts: int, seed: int = 0) -> Tensor:
     """The expert of each token id [N], by a fixed random hash of it.
 
     Hash layers (Roller et al., arXiv 2106.04426), section 3.1. The hash is the finalizer of
-    splitmix64 (Steele et al., "Fast splittable pseudorandom number generators", OOPSLA 2014).
+    splitmix64 (Steele et al., "Fast splittable pseudorandom number generators", OOPSLA 2014), a
+    signed number of 64 bits, which is halved and rounded down.
     """
     return (mix_bits(ids, seed) >> 1).remainder(experts)
 
