@@ -70,12 +70,30 @@ def meta_copy(model: nn.Module) -> nn.Module:
 
     Buffers keep their values, since a forward may read them.
     """
-    memo: dict[int, Any] = {
+    changed = {id(x): x.detach() for x in _tensors(model) if not x.is_leaf}  # from a forward
+    return _on_meta(model, changed)
+
+
+def template(model: nn.Module) -> nn.Module:
+    """A `meta_copy` that is copied and never run, and so takes no memory.
+
+    Its buffers, and tensors in attributes, are those of `model`.
+    """
+    return _on_meta(model, {id(x): x for x in _tensors(model)})
+
+
+def _on_meta(model: nn.Module, others: dict[int, Any]) -> nn.Module:
+    """A copy of `model` with parameters on meta, and `others` for what has these ids."""
+    params = {
         id(p): parameter_like(p, torch.empty_like(p, device="meta")) for p in model.parameters()
     }
-    attributes = tree_leaves([vars(module) for module in model.modules()])
-    kept = [x for x in attributes if isinstance(x, Tensor) and not x.is_leaf]  # from a forward
-    return copy.deepcopy(model, memo | {id(x): x.detach() for x in kept})
+    return copy.deepcopy(model, others | params)
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    """The parameters and buffers of all modules, and the tensors in their attributes."""
+    leaves = tree_leaves([vars(module) for module in model.modules()])
+    return [x for x in leaves if isinstance(x, Tensor)]
 
 
 def with_tape(

@@ -1,6 +1,7 @@
 """The recomputation of an engine, from its plan; predictions choose for a budget, and size arenas.
 
-A prediction needs the unsharded model, so the engine keeps a copy on the meta device.
+A prediction needs the unsharded model, so the engine keeps a copy on the meta device,
+which has the model's own buffers.
 """
 
 from collections.abc import Sequence
@@ -36,7 +37,7 @@ def recomputation(
     if not budget and not (plan.arenas and kinds):
         hosted = on_host(model, plan, options["units"], kinds, starts)
         return Recomputation(kinds, hosted=hosted, everything=plan.activations is not None)
-    plain = meta_pass.meta_copy(model)
+    plain = meta_pass.template(model)
 
     def spec(batch: Any) -> ModelSpec:
         return model_spec(plain, plan, rank, batch, objective, options)

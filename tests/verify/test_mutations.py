@@ -113,6 +113,7 @@ ONCE_REFUSED = (
     ("moe", "dp2 ep2 accumulate:2"),
     ("gpt", "dp2 zero3 accumulate:2 bucket:1MiB offload:optim"),
     ("gpt", "dp2 accumulate:2 | blocks.0: offload:param"),
+    ("sigmoid", "recompute:full arenas"),
 )
 
 
