@@ -294,8 +294,8 @@ def unpredicted(plan: Plan) -> str:
     """The word that prevents the prediction of a plan's timeline, of any layer; "" if none."""
     if any(each.has_axes for each in plan.layers):
         return "layers of another mesh"
-    every = (plan.of_layers(number) for number in range(len(plan.layers) + 1))
-    return next(filter(None, map(_unpredicted, every)), "")
+    every = (_unpredicted(plan.of_layers(number)) for number in range(len(plan.layers) + 1))
+    return next((word for word in every if word), "")
 
 
 def _unpredicted(plan: Plan) -> str:
