@@ -114,13 +114,14 @@ ONCE_REFUSED = (
     ("gpt", "dp2 zero3 accumulate:2 bucket:1MiB offload:optim"),
     ("gpt", "dp2 accumulate:2 | blocks.0: offload:param"),
     ("sigmoid", "recompute:full arenas"),
+    ("sigmoid", "dp2 accumulate:2"),
 )
 
 
 @pytest.mark.cases(3)
 @pytest.mark.parametrize(("model", "plan"), ONCE_REFUSED)
 def test_what_was_once_refused_holds(model: str, plan: str, monkeypatch: pytest.MonkeyPatch):
-    """Memory off the device, delayed updates after an overflow, meshes of layers, experts."""
+    """Memory of all tiers, delayed updates after an overflow, meshes of layers, experts."""
     small(monkeypatch)
     monkeypatch.setattr(memory, "READ_AFTER", (3, 4))
     assert proved(model, plan) == {}

@@ -219,7 +219,7 @@ class MoE(nn.Module):
         goes_on = self.training and place.skips() and not all(routing.finite)
         if not goes_on:
             self._require_finite(routing)
-        self._remember(routing)
+        self._remember(routing, extra.bias)
         exchange = Exchange.of(routing, place.batch, place.ep, place.peers, place.slots)
         token = exchange.choices // routing.experts.shape[1]
         arrive = exchange.begin_dispatch(x_ND.index_select(0, token))
@@ -265,15 +265,15 @@ class MoE(nn.Module):
                 return Extra(target=target_N)
 
     def _bias_of_pass(self) -> Tensor:
-        """The bias; before a training pass it follows the choices of the training pass before."""
+        """The bias; in a training pass it follows the choices of the training pass before."""
         bias, choices = self.get_buffer("bias"), self.get_buffer("choices")
         if not self.training or bias.is_meta:
             return bias
         if phase() == "backward":
             return self.pass_records.replay(self._name)
-        bias.data.copy_(balanced_bias(bias, choices, self.bias_rate))
-        self.pass_records.record(bias)
-        return bias
+        followed = balanced_bias(bias, choices, self.bias_rate)
+        self.pass_records.record(followed)
+        return followed
 
     def _random_numbers(self, x_ND: Tensor) -> Extra:
         """The random numbers of a training pass (passes.py)."""
@@ -316,13 +316,20 @@ class MoE(nn.Module):
     def _name(self) -> str:
         return self.place.name or "a mixture of experts"
 
-    def _remember(self, routing: Routing) -> None:
+    def _remember(self, routing: Routing, bias: Tensor | None) -> None:
+        """Keep the loads, and the choices that the `bias` of the next pass follows.
+
+        A pass without any token of any rank does not count.
+        """
         if phase() == "backward":  # activations are recomputed
             return
         self.place.on_routing(routing)
         self.load = Load.of(routing)
-        if self.training and self.gate.name == "sigmoid":
-            self.get_buffer("choices").data.copy_(routing.wanted)
+        if self.training and bias is not None:
+            counts = (routing.wanted.sum() > 0).to(bias.device)
+            for name, now in (("bias", bias), ("choices", routing.wanted)):
+                before = self.get_buffer(name)
+                before.data.copy_(torch.where(counts, now.to(before), before))
 
     def _loss(self, routing: Routing, logits: Tensor) -> Tensor:
         """The auxiliary losses by their coefficients.
