@@ -42,6 +42,8 @@ SHARDED: Final[Mapping[str, tuple[bool, bool, bool]]] = {
 }
 #: Bytes of AdamW's state for each element of a parameter of so many bytes.
 STATE_BYTES: Final = {2: 12, 4: 8, 8: 16}
+#: The same without the master. There are none of padding.
+MOMENT_BYTES: Final = {2: 8, 4: 8, 8: 16}
 #: The relative difference that padding and step counts may cause, and the bytes of such a count.
 SLACK, COUNT_BYTES = 0.25, 8
 #: A page of a file, and the most tensors of a flat parameter in it.
@@ -87,9 +89,10 @@ def _states(engine: Engine) -> Promises:
         of = f" under {words}" if len(by_plan) > 1 else ""
         counts = COUNT_BYTES * sum(len(flat.params) for flat in flats)
         each = zip(NAMES, _stored(engine, flats), _promised(words, flats), strict=True)
-        for name, read, wanted in each:
-            if abs(read - wanted) > SLACK * wanted + counts:
-                found |= _unequal(f"{name}{of}", read, round(wanted))
+        for name, read, (least, most) in each:
+            slack = SLACK * most + counts
+            if not least - slack <= read <= most + slack:
+                found |= _unequal(f"{name}{of}", read, round(most))
     return found
 
 
@@ -108,16 +111,23 @@ def _stored(engine: Engine, flats: Sequence[Flat]) -> list[int]:
     return [sum(storage.nbytes() for storage in one.values()) for one in storages]
 
 
-def _promised(words: str, flats: Sequence[Flat]) -> list[float]:
+def _promised(words: str, flats: Sequence[Flat]) -> list[tuple[float, float]]:
+    """The least and the most bytes of parameters, gradients and optimizer state.
+
+    The optimizer has no moments of padding, all of which may be on this rank.
+    """
     columns = words.removeprefix("row:").split(",")
     sharded = SHARDED.get(words) or tuple(column == "S" for column in columns)
-    found = [0.0, 0.0, 0.0]
+    found, padding_bytes = [0.0, 0.0, 0.0], 0
     for flat in flats:
         size, numel = flat.shard.element_size(), flat.plan.padded
         every = numel * size, numel * size * flat.trained, numel * STATE_BYTES[size] * flat.trained
         for k, (whole, cut) in enumerate(zip(every, sharded, strict=True)):
             found[k] += whole / (flat.shard_axis.size if cut else 1)
-    return found
+        padding_bytes += (numel - sum(flat.plan.numels)) * MOMENT_BYTES[size] * flat.trained
+    parameters, gradients, states = found
+    least = states - padding_bytes
+    return [(parameters, parameters), (gradients, gradients), (least, states)]
 
 
 def _recomputed(engine: Engine, what: str) -> Promises:

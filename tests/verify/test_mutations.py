@@ -115,6 +115,7 @@ ONCE_REFUSED = (
     ("gpt", "dp2 accumulate:2 | blocks.0: offload:param"),
     ("sigmoid", "recompute:full arenas"),
     ("sigmoid", "dp2 accumulate:2"),
+    ("layers", "dp2 tp2 zero1 bf16"),
 )
 
 
