@@ -9,7 +9,8 @@ many bytes:
 With an even load of N tokens with k choices of width D, each of the four is N k D (n-1)/n.
 
 The loads depend on the values of the batch. Without them, all ranks are assumed to have as many
-tokens as this one, and `exchanged_between` returns the least and the most bytes:
+tokens as this one. `exchanged_between` returns the least and the most bytes, here for N tokens on
+each rank:
 
     rows to other ranks      N max(0, k - E/n)       to  min(N min(k, E - E/n), (E - E/n) C)
     rows from other ranks    (n-1) N max(0, k - (E - E/n))  to  min((n-1) N min(k, E/n), (E/n) C)
@@ -23,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 from shardwise.core.expert_moves import Counts, ExpertLayer, ExpertMove, LayerMove, Loads
 from shardwise.core.layout import I, P, R, S
@@ -44,8 +45,18 @@ EVEN: Final = (
 )
 #: Rows to other ranks of the axis, and rows from them.
 Away = tuple[int, int]
-#: A bound on them in a layer, given the tokens of the rank.
-Bound = Callable[[ExpertLayer, int, Plan], Away]
+
+
+class Tokens(NamedTuple):
+    """The tokens that this rank dispatches, the others of its axis, and all data ranks."""
+
+    own: int
+    others: int
+    every: int
+
+
+#: A bound on the rows of `Away` in a layer.
+Bound = Callable[[ExpertLayer, Tokens, Plan], Away]
 
 
 def expert_bytes(
@@ -85,27 +96,50 @@ def _in_evaluation(move: ExpertMove) -> bool:
     return move.phase == "forward" and not trains
 
 
-def exchanged_between(plan: Plan, spec: ModelSpec, rank: int) -> dict[str, tuple[int, int]]:
+def exchanged_between(
+    plan: Plan, spec: ModelSpec, rank: int, loads: Sequence[Loads] = ()
+) -> dict[str, tuple[int, int]]:
     """The least and the most bytes that `rank` may send in a step, by axis and kind.
 
-    For the lines that depend on the routing of tokens.
+    For the lines that depend on the routing of tokens. `loads` have the tokens of all ranks in each
+    microbatch; without them all ranks have as many as this one.
     """
     if plan.ep == 1 or not spec.expert_moves:
         return {}
-    least, most = (_exchanged_bytes(plan, spec, rank, bound) for bound in (_least, _most))
+    tokens = [each.tokens for each in loads]
+    least, most = (_exchanged_bytes(plan, spec, rank, bound, tokens) for bound in (_least, _most))
     return {f"{AXIS} all_to_all": (least, most)}
 
 
-def _exchanged_bytes(plan: Plan, spec: ModelSpec, rank: int, bound: Bound) -> int:
-    """The bytes that `rank` sends in all exchanges of a step, given a bound on their rows."""
+def _exchanged_bytes(
+    plan: Plan, spec: ModelSpec, rank: int, bound: Bound, tokens: Sequence[Sequence[int]]
+) -> int:
+    """The bytes that `rank` sends in all exchanges of a step, given a bound on their rows.
+
+    `tokens` are those of each data rank in each microbatch, if they are known.
+    """
     tariff = Tariff(plan, rank)
-    for moves in spec.expert_moves:
+    for number, moves in enumerate(spec.expert_moves):
         for name, move, _ in _moves_on(spec, plan, rank, moves):
             layer = spec.expert_layers[name]
             if move.kind in ("dispatch", "combine"):
-                tokens = _dispatched(plan, layer, tokens_of(moves, name))
-                _exchange(tariff, move, layer, bound(layer, tokens, plan))
+                own = tokens_of(moves, name)
+                by_rank = (
+                    tokens[number] if tokens else _OfRanks(plan.data_size, partial(_same, own))
+                )
+                near = _tokens_near(plan, layer, rank, by_rank)
+                _exchange(tariff, move, layer, bound(layer, near, plan))
     return sum(tariff.sent_bytes.values())
+
+
+def _tokens_near(plan: Plan, layer: ExpertLayer, rank: int, by_rank: Sequence[int]) -> Tokens:
+    """What `rank` and those around it dispatch, given the tokens of each data rank."""
+    here, peers = _peers(plan, rank)
+    own = _dispatched(plan, layer, by_rank[here])
+    others = sum(_dispatched(plan, layer, by_rank[peer]) for peer in peers if peer != here)
+    if isinstance(by_rank, _OfRanks):
+        return Tokens(own, others, len(by_rank) * own)
+    return Tokens(own, others, sum(_dispatched(plan, layer, tokens) for tokens in by_rank))
 
 
 class _OfRanks(Sequence[T]):
@@ -239,32 +273,37 @@ def _add(tariff: Tariff, row_bytes: int, rows: int, phase: str) -> None:
 
 def _away(plan: Plan, rank: int, choices: Sequence[Sequence[int]]) -> Away:
     """The rows that the rank sends to others of its axis, and those that it receives."""
-    place, here = plan.coordinate(rank), 0
-    for axis in plan.data_axes:
-        here = here * plan.size_of(axis) + place.get(axis, 0)
-    own = place[AXIS]
-    experts = len(choices[here]) // plan.ep
+    here, peers = _peers(plan, rank)
+    own, experts = here - peers.start, len(choices[here]) // plan.ep
     mine = slice(own * experts, (own + 1) * experts)
-    peers = range(here - own, here - own + plan.ep)
     sent = sum(choices[here]) - sum(choices[here][mine])
     return sent, sum(sum(choices[peer][mine]) for peer in peers if peer != here)
 
 
-def _least(layer: ExpertLayer, tokens: int, plan: Plan) -> Away:
+def _peers(plan: Plan, rank: int) -> tuple[int, range]:
+    """The number of the rank among the data ranks, and those of the ranks of its axis."""
+    place, here = plan.coordinate(rank), 0
+    for axis in plan.data_axes:
+        here = here * plan.size_of(axis) + place.get(axis, 0)
+    first = here - place[AXIS]
+    return here, range(first, first + plan.ep)
+
+
+def _least(layer: ExpertLayer, tokens: Tokens, plan: Plan) -> Away:
     if layer.takes or layer.capacity is not None:
         return 0, 0
     own = layer.experts // plan.ep
-    sent = tokens * max(0, layer.least - own)
-    return sent, (plan.ep - 1) * tokens * max(0, layer.least - (layer.experts - own))
+    sent = tokens.own * max(0, layer.least - own)
+    return sent, tokens.others * max(0, layer.least - (layer.experts - own))
 
 
-def _most(layer: ExpertLayer, tokens: int, plan: Plan) -> Away:
+def _most(layer: ExpertLayer, tokens: Tokens, plan: Plan) -> Away:
     own = layer.experts // plan.ep
     others, choices = layer.experts - own, layer.experts if layer.takes else layer.choices
-    sent = tokens * min(choices, others)
-    received = (plan.ep - 1) * tokens * min(choices, own)
+    sent = tokens.own * min(choices, others)
+    received = tokens.others * min(choices, own)
     if layer.takes or layer.capacity is not None:
-        most = _capacity(layer, plan.data_size * tokens)
+        most = _capacity(layer, tokens.every)
         sent, received = min(sent, others * most), min(received, own * most)
     return sent, received
 

@@ -130,7 +130,11 @@ class Prediction:
     @property
     def bytes_between(self) -> dict[str, tuple[int, int]]:
         """The least and the most bytes of the lines of `bytes` that depend on values."""
-        return exchanged_between(self.plan, self.spec, self.rank)
+        return self.exchanged()
+
+    def exchanged(self, loads: Sequence[Loads] = ()) -> dict[str, tuple[int, int]]:
+        """The same if ranks have as many tokens as in these loads of the experts."""
+        return exchanged_between(self.plan, self.spec, self.rank, loads)
 
     def in_step(
         self,

@@ -60,7 +60,7 @@ class Costs:
         before = {"loaded": loaded, "flushed": flushed, "done": done, "skipped": skipped}
         theory = prediction.in_step(engine.steps_run - 1, **before, loads=loads)
         notes = tuple(LOADS if note == EVEN else note for note in prediction.notes)
-        between = prediction.bytes_between if _short(prediction) else {}
+        between = prediction.exchanged(loads) if _short(prediction) else {}
         notes += tuple(
             f"{name}: {by_kind(counted).get(name, 0):,} bytes counted, "
             f"{by_kind(theory).get(name, 0):,} by the loads of one process, {least:,} to {most:,} "

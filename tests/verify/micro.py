@@ -8,6 +8,7 @@ training   the layers, with a factor that they apply in training alone
 constant   the layers, with a buffer of a number that 16 bits do not have
 wide       layers with tensors of several chunks of a disk
 moe        the GPT with experts that drop tokens, and losses; `sigmoid`, `choice`: other gates
+every      the same whose tokens go to every expert
 """
 
 from collections.abc import Callable
@@ -88,10 +89,12 @@ class Wide(nn.Module):
         return self.last(self.blocks(self.first(x)))
 
 
-def mixture(gate: str, capacity: float | None) -> nn.Module:
+def mixture(gate: str, capacity: float | None, experts: int = 4) -> nn.Module:
     """A small GPT of experts with the same weights in every thread."""
     losses = {"balance": 0.1, "z": 0.01, "importance": 0.1}
-    return settled(moe.MoEGPT(moe.MoEConfig(CONFIG, Gate(gate, 4, 2, capacity, 1.5, losses), 1)))
+    return settled(
+        moe.MoEGPT(moe.MoEConfig(CONFIG, Gate(gate, experts, 2, capacity, 1.5, losses), 1))
+    )
 
 
 def layers(factor: float) -> nn.Module:
@@ -126,8 +129,8 @@ def _gpt(name: str, config: gpt.GPTConfig) -> Trainable:
     return Trainable(name, partial(reader, config), gpt.loss, text, gpt.tokens)
 
 
-def _moe(name: str, gate: str, capacity: float | None = None) -> Trainable:
-    return Trainable(name, partial(mixture, gate, capacity), moe.loss, text, gpt.tokens)
+def _moe(name: str, gate: str, capacity: float | None = None, experts: int = 4) -> Trainable:
+    return Trainable(name, partial(mixture, gate, capacity, experts), moe.loss, text, gpt.tokens)
 
 
 MODELS: dict[str, Callable[[], Trainable]] = {
@@ -138,6 +141,7 @@ MODELS: dict[str, Callable[[], Trainable]] = {
     "wide": lambda: Trainable("wide", lambda: settled(Wide()), error, vectors),
     "moe": lambda: _moe("moe", "topk-renormalised", 1.25),
     "sigmoid": lambda: _moe("sigmoid", "sigmoid"),
+    "every": lambda: _moe("every", "topk", experts=2),
     "choice": lambda: _moe("choice", "expert-choice"),
     "constant": lambda: Trainable("constant", constant, error, vectors),
     "training": lambda: Trainable("training", partial(layers, 0.7), error, vectors),

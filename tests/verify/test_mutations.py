@@ -116,6 +116,7 @@ ONCE_REFUSED = (
     ("sigmoid", "recompute:full arenas"),
     ("sigmoid", "dp2 accumulate:2"),
     ("layers", "dp2 tp2 zero1 bf16"),
+    ("every", "dp2 ep2 bf16"),
 )
 
 
