@@ -11,6 +11,9 @@ one of three items from each block (Checkmate, arXiv 1910.02653, states the gene
 usually have few different sizes, so there are few sums; many sums are rounded to a thousandth of
 the budget.
 
+Blocks whose data ranks exchange tokens (experts) are recomputed in full on all of them: each rank
+chooses for the shapes of its own batch, and all repeat an exchange or none does.
+
 Under a pipeline a stage keeps its blocks once for each microbatch in flight, and the bytes must fit
 at every moment. Each rank of the pipeline has its own budget.
 """
@@ -55,11 +58,12 @@ def within_budget(
 
     Raises InputError, with the smallest possible budget, if it is too small.
     """
-    found: dict[str, str] = {}
+    found, exchanging = dict[str, str](), _exchanging(spec, plan, blocks)
     for place in range(plan.mesh.size_of(PIPELINE)):
         every = moments(plan, place)
         here = [b for b in blocks if any(stage_of(spec, b) in moment for moment in every)]
         fixed, costs = _costs(spec, every, here, blocks)
+        costs = [c[:1] if b in exchanging else c for b, c in zip(here, costs, strict=True)]
         room = tuple(budget_bytes - n for n in fixed)
         kinds = cheapest(costs, room)
         if kinds is None:
@@ -73,6 +77,17 @@ def within_budget(
             )
         found |= dict(zip(here, _in_order(kinds, costs), strict=True))
     return {name: kind for name, kind in found.items() if kind != NONE}
+
+
+def _exchanging(spec: ModelSpec, plan: Plan, blocks: Sequence[str]) -> set[str]:
+    """The blocks whose data ranks exchange tokens, which are recomputed in full (KINDS[0]).
+
+    All ranks repeat an exchange or none does; but each chooses for the shapes of its own batch.
+    """
+    if plan.data_size == 1:
+        return set()
+    within, every = Within(blocks), (found for moves in spec.expert_moves for found in moves)
+    return {block for found in every if (block := within(found.layer)) is not None}
 
 
 def cheapest(costs: Sequence[Sequence[Cost]], room: tuple[int, ...]) -> list[int] | None:

@@ -117,6 +117,7 @@ ONCE_REFUSED = (
     ("sigmoid", "dp2 accumulate:2"),
     ("layers", "dp2 tp2 zero1 bf16"),
     ("every", "dp2 ep2 bf16"),
+    ("moe", "dp2 ep2 recompute:24KiB"),
 )
 
 
