@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from shardwise.core.errors import InputError, Problem, bad, refusal
+from shardwise.core.errors import MOST_PROBLEMS, InputError, Problem, bad, refusal
 from shardwise.core.mesh import AXES
 from shardwise.core.offload import parse as parse_offload
 from shardwise.core.suggest import suggest
@@ -168,9 +168,9 @@ def read(text: Any) -> dict[str, Any]:
                 problems.append(_twice(what, first[what], word))
             first.setdefault(what, word)
             fields[field] = (*fields.get("axes", ()), value) if field == "axes" else value
-    problems += [_unknown(unknown)] if unknown else []
+    problems += [_unknown(list(dict.fromkeys(unknown)))] if unknown else []
     if problems:
-        raise refusal(f"the plan '{text}'", problems)
+        raise refusal(f"the plan '{text}'", list(dict.fromkeys(problems)))
     return fields
 
 
@@ -354,7 +354,9 @@ def _twice(what: str, first: str, second: str) -> Problem:
 
 def _unknown(words: list[str]) -> Problem:
     """One problem for all unknown words, since the list of allowed words is long."""
-    given = " and ".join(f"'{word}'" for word in words)
+    more = f" and {len(words) - MOST_PROBLEMS} more" * (len(words) > MOST_PROBLEMS)
+    words = words[:MOST_PROBLEMS]
+    given = " and ".join(f"'{word}'" for word in words) + more
     allowed = f"the plan words, with spaces between them: {' '.join(runnable_forms())}"
     near = {word: _nearest(word) for word in words}
     instead = ", ".join(f"{near[word]} for '{word}'" for word in words if near[word])
