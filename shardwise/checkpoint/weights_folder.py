@@ -138,6 +138,9 @@ def new_folder(to: Path, allowed: Sequence[str], *, overwrite: bool) -> Iterator
     it wrote is removed and an existing folder is unchanged.  What a killed writer of the same
     folder left is removed first.
     """
+    if to.name in ("", ".."):  # "." and "/" too
+        allowed = "a new folder, with a name of its own"
+        raise bad(f"the folder '{to}', which exists", allowed, f"--to {beside(to)}")
     lock = to.with_name(f".writing-{to.name}.lock")
     with writing(to, lock), _unfinished(to) as unfinished:
         _require_free(to, allowed, overwrite=overwrite)

@@ -197,6 +197,18 @@ def test_old_checkpoints_that_stay_do_not_fail_a_save(
     assert len(names(tmp_path / "checkpoints")) > 5
 
 
+@pytest.mark.parametrize("to", [".", "..", "/"])
+def test_weights_need_a_folder_with_a_name(
+    to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A folder is written beside its place and renamed, which these cannot be."""
+    run_of(tmp_path / "run", 1.0)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(InputError, match=r"which exists\. Allowed: a new folder.*--to /"):
+        export(Path("../run"), Path(to), overwrite=True)
+
+
 def test_export_looks_up_pieces_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The table of pieces is made once, whatever their number: the time is linear in it."""
     boxes = [Box.full(f"model/w{i}", torch.ones(2)) for i in range(40)]
