@@ -15,7 +15,7 @@ from rich.text import Text
 from torch import Tensor
 
 from shardwise.comm.objects import all_gather_object
-from shardwise.core.errors import InputError
+from shardwise.core.errors import InputError, one_line
 from shardwise.models.decoder import logits, parameters
 from shardwise.prediction.traffic import by_kind
 from shardwise.train import metrics, report
@@ -97,14 +97,14 @@ def collect(run: Run, began: Position, console: Console | None) -> Summary | Non
 
 def publish_report(summary: Summary, console: Console | None) -> Summary:
     """Write and show the report, with a line for each picture that fails."""
-    screen = console or Console(highlight=False)
+    screen = console or Console(highlight=False, markup=False)
     if summary.sample:
         screen.print(Panel(Text(summary.sample), title="sample"))
     screen.print(report.table(summary))
     path, failures = report.write(summary)
     for failure in failures:
         screen.print(failure, soft_wrap=True, markup=False)
-    screen.print(f"report: {path}", soft_wrap=True)
+    screen.print(one_line(f"report: {path}"), soft_wrap=True, markup=False)
     return summary
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from shardwise.core.arguments import choice
 from shardwise.core.errors import bad
@@ -179,7 +180,7 @@ def _measure_on_ranks(wanted: PredictRequest, given: tuple[Any, ...]) -> "list[M
 
     ranks = wanted.plan.size
     require_local(ranks)
-    with Console(stderr=True).status(f"{wanted.plan}: {STEPS} steps on {ranks} ranks"):
+    with Console(stderr=True).status(Text(f"{wanted.plan}: {STEPS} steps on {ranks} ranks")):
         return spawn(_measure_step, ranks, given, device=given[-1])
 
 
@@ -254,7 +255,7 @@ def _show(
 ) -> None:
     from shardwise.train.memory_picture import legend, on_screen, peaks
 
-    console = Console(emoji=False, highlight=False)
+    console = Console(emoji=False, highlight=False, markup=False)
     console.print(f"{found.plan} on {model}: rank {found.rank} of {found.world}")
     table = Table("between steps", "bytes")
     for category, count in found.memory_by_tier.items():
@@ -277,7 +278,7 @@ def print_placements(placements: "dict[str, Placement]") -> None:
     for name, one in placements.items():
         over = f"{one.needed_bytes / one.peak_bytes:.3f}"
         table.add_row(name, f"{one.needed_bytes:,}", over, f"{one.fragmentation:.1%}")
-    Console(emoji=False, highlight=False).print(table)
+    Console(emoji=False, highlight=False, markup=False).print(table)
 
 
 def print_allocator(found: dict[str, int]) -> None:
@@ -285,7 +286,7 @@ def print_allocator(found: dict[str, int]) -> None:
     table = Table("CUDA's allocator, at most", "bytes", "of reserved")
     for name, count in found.items():
         table.add_row(name, f"{count:,}", f"{count / max(1, found['reserved_bytes']):.1%}")
-    Console(emoji=False, highlight=False).print(table)
+    Console(emoji=False, highlight=False, markup=False).print(table)
 
 
 def print_table(parameters: list[float], ranks: list[float], optimizer: str, as_json: bool) -> None:
@@ -309,7 +310,7 @@ def print_table(parameters: list[float], ranks: list[float], optimizer: str, as_
         ]
         print(json.dumps({"optimizer": optimizer, "k_bytes": k, "table": found}))
         return
-    console = Console(emoji=False, highlight=False)
+    console = Console(emoji=False, highlight=False, markup=False)
     title = f"GB a rank: 16-bit weights and gradients, {optimizer} with K = {k:.4g} bytes"
     shown = Table("parameters", "ranks", *HEADS, title=title)
     for line in lines:

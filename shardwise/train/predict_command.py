@@ -83,7 +83,7 @@ def predict_command(**given: Any) -> None:
     if asked.as_json:
         print(json.dumps(printed))
     else:
-        show(printed, Console(emoji=False, highlight=False))
+        show(printed, Console(emoji=False, highlight=False, markup=False))
     for note in found.notes:
         print(f"Note: {note}.", file=sys.stderr)
 

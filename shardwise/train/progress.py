@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.core.errors import one_line
 from shardwise.train import experts
 from shardwise.train.metrics import Record
 
@@ -58,7 +59,7 @@ class PlainProgress:
 
     def note(self, text: str) -> None:
         """Show the text on a line of its own."""
-        self._console.print(text, soft_wrap=True)
+        self._console.print(one_line(text), soft_wrap=True, markup=False)
 
 
 class LiveProgress:
@@ -81,7 +82,7 @@ class LiveProgress:
 
     def note(self, text: str) -> None:
         """Show the text above the table."""
-        self._live.console.print(text, soft_wrap=True)
+        self._live.console.print(one_line(text), soft_wrap=True, markup=False)
 
     def _picture(self, record: Record) -> Group:
         bar = Table.grid(padding=(0, 2), expand=True)
@@ -108,7 +109,7 @@ class LiveProgress:
 @contextmanager
 def display(steps: int, first: bool, console: Console | None = None) -> Iterator[Progress]:
     """The display for the kind of output; silent unless this is the `first` rank."""
-    console = console or Console(file=sys.stdout, highlight=False)
+    console = console or Console(file=sys.stdout, highlight=False, markup=False)
     if not first:
         yield SilentProgress()
     elif console.is_terminal:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from rich.console import Console
 
 from shardwise.comm.world import World
+from shardwise.core.errors import one_line
 from shardwise.engine.engine import Engine
 from shardwise.train.disk_share import StepsOnDisk
 from shardwise.train.metrics import Metrics
@@ -56,7 +57,8 @@ class Run:
 def say(text: str, world: World, console: Console | None) -> None:
     """Print on rank 0 why the run does not train."""
     if world.rank == 0:
-        (console or Console(highlight=False)).print(text, soft_wrap=True, markup=False)
+        screen = console or Console(highlight=False, markup=False)
+        screen.print(one_line(text), soft_wrap=True, markup=False)
 
 
 def is_due(step: int, every: int) -> bool:

@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from shardwise.comm.interface import LOOPBACK, sent
 from shardwise.comm.launch import spawn
@@ -166,7 +167,7 @@ def verify_command(
     """Prove that a plan computes what one process computes, with the predicted bytes and memory."""
     start = environment()
     options = Options(units_in(units), None if table is None else table_in(table))
-    with Console(stderr=True).status(f"{plan} on {model}: {steps} steps, beside one process"):
+    with Console(stderr=True).status(Text(f"{plan} on {model}: {steps} steps, beside one process")):
         found = verify(plan, model, steps, options, wire=wire)
     if start is None or start.rank == 0:
         if as_json:
@@ -174,5 +175,5 @@ def verify_command(
             for note in found.notes:
                 print(note, file=sys.stderr)
         else:
-            show(found, Console())
+            show(found, Console(emoji=False, markup=False))
     raise typer.Exit(0 if found.holds else 1)

@@ -48,6 +48,15 @@ def test_a_terminal_gets_one_picture_with_everything() -> None:
         assert part in last
 
 
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_note_is_text_in_one_line(terminal: bool) -> None:
+    """A path may have brackets, which are no markup, and line ends."""
+    out, file = console(terminal)
+    with progress.display(100, first=True, console=out) as shown:
+        shown.note("tokens of data/[ab]/[/x]\n*.txt")
+    assert "tokens of data/[ab]/[/x]\\n*.txt" in file.getvalue()
+
+
 def test_other_ranks_show_nothing() -> None:
     """Rank 1 writes no line."""
     out, file = console(terminal=False)
