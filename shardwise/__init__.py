@@ -6,6 +6,7 @@ for batch in loader:
     metrics = engine.step(batch)
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -143,7 +144,8 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+        text = f"module 'shardwise' has no attribute {name!r}"  # Python adds the nearest name
+        raise AttributeError(text, name=name, obj=sys.modules[__name__])
     return getattr(import_module(f"shardwise.{_HOMES[name]}"), name)
 
 

@@ -40,7 +40,7 @@ from shardwise.checkpoint.plans import PIECE_BYTES, split_block
 from shardwise.checkpoint.storage import Check
 from shardwise.comm.move import broadcast
 from shardwise.comm.world import World
-from shardwise.core.arguments import MOST_COUNT, integer
+from shardwise.core.arguments import MOST_COUNT, flag, integer
 from shardwise.core.errors import InputError, bad
 from shardwise.engine import validate
 from shardwise.engine.box import Box, block
@@ -195,6 +195,7 @@ def load(
         RunError: files could not be read after the check; the engine is partly loaded: load again,
             or build a new one.
     """
+    flag("missing_ok", missing_ok)
     trained = _trained(engine_or_module, optimizer, "sw.load")
     folder = as_path(folder)
     folder = folder if is_whole(folder) else _of_expert(trained.world, folder)

@@ -29,6 +29,7 @@ from torch import Tensor
 from shardwise.comm.once import once
 from shardwise.comm.transport import Pending, Transport
 from shardwise.comm.world import Axis
+from shardwise.core.arguments import short_repr
 from shardwise.core.errors import bad
 from shardwise.core.layout import Placement
 from shardwise.core.moves import sums_by_gathering, what
@@ -73,12 +74,28 @@ def move(x: Tensor, axis: Axis, src: Placement, dst: Placement) -> Tensor:
     `x` is this rank's part: of S(d), the block of dim d.  Dims that are split must divide evenly.
 
     Raises:
-        InputError: a dim that the axis's ranks do not divide.
+        InputError: an argument of another type; a dim that `x` does not have, or that the axis's
+            ranks do not divide.
         ValueError: there is no move from `src` to `dst`.
     """
+    _require_move(x, axis, src, dst)
     if src == dst or axis.size == 1:
         return x
     return _apply(x, axis, (_moved, src, dst), (_moved, dst.dual, src.dual))
+
+
+def _require_move(x: Any, axis: Any, src: Any, dst: Any) -> None:
+    """Raise InputError for wrong arguments of `move`, which one rank would not notice."""
+    example = 'sw.move(x, world.axis("dp"), sw.P, sw.S(0))'
+    kinds = (("x", x, Tensor), ("axis", axis, Axis), ("src", src, Placement))
+    for name, value, kind in (*kinds, ("dst", dst, Placement)):
+        if not isinstance(value, kind):
+            allowed = "a tensor, an axis of a world, and placements: sw.R, sw.I, sw.P, sw.S(dim)"
+            raise bad(f"sw.move with {name}={short_repr(value)}", allowed, example)
+    for placement in (src, dst):
+        if placement.dim is not None and placement.dim >= x.dim():
+            given = f"sw.move of a tensor of {x.dim()} dims with the placement {placement}"
+            raise bad(given, "S with a dim of the tensor", example)
 
 
 def take(x: Tensor, axis: Axis, cut: Cut) -> Tensor:

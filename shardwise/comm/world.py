@@ -30,10 +30,10 @@ from shardwise.comm.start import meet
 from shardwise.comm.tiers import Tiers
 from shardwise.comm.torch_links import TorchLinks, device_mesh, group_timeout, process_group
 from shardwise.comm.transport import GroupLinks, Lease, Links, Transport
-from shardwise.core.arguments import choice
+from shardwise.core.arguments import choice, flag, short_repr
 from shardwise.core.errors import InputError, bad
 from shardwise.core.hook import no_copy
-from shardwise.core.mesh import Mesh
+from shardwise.core.mesh import AXES, Mesh
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,12 @@ class World:
     suffix: str = ""
 
     def axis(self, name: str) -> Axis:
-        """The axis `name` of the mesh; of size one if the mesh has no such axis."""
+        """The axis `name` of the mesh; of size one if the mesh has no such axis.
+
+        Raises InputError for a name that no mesh has, which would be an axis that moves nothing.
+        """
+        if name != "none":
+            choice("axis", name, AXES)
         called = f"{name}{self.suffix}"
         alone = Axis(called, ledger=self.ledger)
         return next((axis for axis in self.axes if axis.name == called), alone)
@@ -121,6 +126,8 @@ class World:
         Raises:
             InputError: the mesh and the world differ in size.
         """
+        if not isinstance(mesh, Mesh):
+            raise bad(f"world.on({short_repr(mesh)})", "a mesh", 'world.on(sw.Mesh.parse("dp2"))')
         if mesh.size != self.size:
             raise bad(
                 f"a mesh '{mesh}' of {mesh.size} ranks in a world of {self.size}",
@@ -249,6 +256,8 @@ def init(device: str | None = None, *, shared_memory: bool | None = None) -> Wor
             this process has been closed; the ranks cannot connect, or some did not start in time
             (start.py).
     """
+    if shared_memory is not None:
+        flag("shared_memory", shared_memory)
     if dist.is_initialized():
         rank, size = dist.get_rank(), dist.get_world_size()
         where = _device(device, local_rank(rank))

@@ -35,8 +35,11 @@ class Placement:
     dim: int | None = None
 
     def __post_init__(self) -> None:
-        if (self.kind == "S") != (self.dim is not None) or (self.dim or 0) < 0:
-            raise ValueError(f"{self.kind} with dim {self.dim}: S has a dim from 0 up, others none")
+        kind: object = self.kind
+        right = type(self.dim) is int and self.dim >= 0 if kind == "S" else self.dim is None
+        if kind not in ("S", *_KINDS) or not right:
+            given = f"the placement {kind} with dim {self.dim!r}"
+            raise bad(given, "R, I and P without a dim, and S with one from 0 up", "S(0)")
 
     @classmethod
     def parse(cls, text: str) -> "Placement":

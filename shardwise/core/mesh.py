@@ -17,7 +17,9 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from shardwise.core.arguments import pairs
 from shardwise.core.errors import bad
 
 #: All axes, outermost first.
@@ -39,6 +41,9 @@ class Mesh:
     @classmethod
     def parse(cls, text: str) -> "Mesh":
         """Parse a mesh such as `dp2 tp2`; the empty text is a mesh of one rank."""
+        given: Any = text
+        if not isinstance(given, str):
+            raise bad(f"Mesh.parse({given!r})", "a text of axes", 'Mesh.parse("dp2 tp2")')
         return cls(tuple(_axis(word) for word in text.split()))
 
     def __str__(self) -> str:
@@ -54,9 +59,9 @@ class Mesh:
         return dict(self.axes).get(name, 1)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """The rank of a global rank on every axis. Raises IndexError outside of the mesh."""
+        """The rank of a global rank on every axis. Raises InputError outside of the mesh."""
         if not 0 <= rank < self.size:
-            raise IndexError(f"rank {rank} is not on the mesh '{self}' of {self.size} ranks")
+            raise bad(f"rank {rank} of the mesh '{self}'", f"0 to {self.size - 1}", "rank 0")
         found: dict[str, int] = {}
         for name, size in reversed(self.axes):
             rank, found[name] = divmod(rank, size)
@@ -82,6 +87,7 @@ class Mesh:
 
 def ordered(axes: Sequence[tuple[str, int]]) -> tuple[tuple[str, int], ...]:
     """The axes, outermost first. Raises InputError for a wrong name or size."""
+    pairs("axes", axes, int, '(("dp", 2), ("tp", 2))')
     names = [name for name, _ in axes]
     for name, size in axes:
         if name not in AXES:

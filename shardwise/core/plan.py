@@ -14,7 +14,8 @@ import math
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from shardwise.core.errors import bad
+from shardwise.core.arguments import pairs
+from shardwise.core.errors import InputError, bad
 from shardwise.core.layer_plan import LayerPlan, split_layers
 from shardwise.core.mesh import AXES, Mesh
 from shardwise.core.offload import Offload
@@ -66,6 +67,12 @@ class Plan:
     layers: tuple[LayerPlan, ...] = ()
 
     def __post_init__(self) -> None:
+        pairs("axes", self.axes, int, '(("dp", 2),)')
+        for field in fields(self):
+            value: Any = getattr(self, field.name)
+            kind: Any = tuple if field.name in ("axes", "layers") else field.type
+            if not isinstance(value, kind):
+                raise self._wrong(field.name, value)
         place = {name: place for place, name in enumerate(AXES)}
         axes = sorted(((n, size) for n, size in self.axes), key=lambda a: place.get(a[0], 0))
         object.__setattr__(self, "axes", tuple(axes))
@@ -76,10 +83,14 @@ class Plan:
         for field in fields(self):
             if field.name == "layers":
                 continue
-            value: Any = getattr(self, field.name)
+            value = getattr(self, field.name)
             if value not in (field.default, parsed.get(field.name)):
-                given = f"a plan with {field.name}={value!r}"
-                raise bad(given, "a value that a plan word sets", "Plan.parse(TEXT)")
+                raise self._wrong(field.name, value)
+
+    @staticmethod
+    def _wrong(name: str, value: object) -> InputError:
+        given = f"a plan with {name}={value!r}"
+        return bad(given, "a value that a plan word sets", "Plan.parse(TEXT)")
 
     @classmethod
     def parse(cls, text: str) -> "Plan":

@@ -26,6 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardwise.core.arguments import pairs
 from shardwise.core.errors import Problem, bad, refusal
 from shardwise.core.styles import OF_SEQUENCE, ModuleShape, Style, general
 from shardwise.core.suggest import suggest
@@ -71,6 +72,8 @@ class Table:
     derived: bool = False
 
     def __post_init__(self) -> None:
+        for name, entries in (("styles", self.styles), ("sequence", self.sequence)):
+            pairs(name, entries, str, '(("up", "colwise"),), or Table.of({"up": "colwise"})')
         if self.derived not in (True, False):
             raise bad(f"derived={self.derived!r} of a table", "true or false", "derived = true")
         for name, count in (("heads", self.heads), ("kv_heads", self.kv_heads)):

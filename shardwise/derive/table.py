@@ -19,6 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardwise.core.arguments import flag
 from shardwise.core.errors import InputError, bad
 from shardwise.core.plan import Plan
 from shardwise.core.styles import ModuleShape, general, parent
@@ -28,6 +29,7 @@ from shardwise.derive.groups import Group, Heads, chosen, groups, outputs, style
 from shardwise.derive.sequence import Refused, entries
 from shardwise.derive.sharded import Sharded, keeps_shapes
 from shardwise.derive.trace import Trace, traced
+from shardwise.engine import validate
 from shardwise.engine.meta_pass import UNKNOWN, meta_copy
 from shardwise.engine.parallelize import own_loss
 from shardwise.engine.prediction import predict
@@ -71,6 +73,8 @@ def derive_table(
     Raises InputError if no layer can be sharded, with the reasons, or if the forward pass fails;
     with `sp` also if the positions of the model are not understood.
     """
+    validate.model(model, "sw.derive_table")
+    flag("sp", sp)
     objective = own_loss if loss is None else loss
     for uniform in (True, False):
         found = _derived(model, batch, ranks, objective, sp=sp, uniform=uniform)

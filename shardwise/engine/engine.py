@@ -128,7 +128,7 @@ class Engine:
         with hint.shapes(self.tensors):
             return self.training.loss(model, shares.widened(part, self.dtype))
 
-    __call__, __getattr__ = hint.no_call, hint.no_attribute
+    __call__, __getattr__, __reduce__ = hint.no_call, hint.no_attribute, hint.no_copy
 
     @property
     def microbatches(self) -> int:
@@ -327,7 +327,7 @@ class Engine:
 
         Called by all ranks; each gets the result, also ranks without the last stage.
         """
-        found = self._made(call)
+        found = self._made(validate.call_for(call, like))
         own = torch.zeros_like(like) if found is None else validate.outputs(found, like)
         with self.ledger.phase("check"):
             return self._over_stages(own.flatten()).view_as(own)

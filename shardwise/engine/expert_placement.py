@@ -12,6 +12,7 @@ saved and loaded, one tensor at a time.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,7 @@ def place_experts(
             permutation of the experts, as many on each rank; an optimizer whose states do not have
             the shape of the weight; a schedule that keeps versions of the weights.
     """
+    _require(engine, placement)
     layers, ranks = layers_of(engine.model), engine.plan.ep
     own = {name: layers[name] for name in engine.sharded.experts.loads if name in layers}
     wanted = _asked(layers, placement, ranks) if placement is not None else _by_load(engine, own)
@@ -74,6 +76,17 @@ def place_experts(
             _moved(engine, whole, before.get(name, ()), after.get(name, ()))
     state.refresh(engine.optimizer, engine.data.units)
     return wanted
+
+
+def _require(engine: Any, placement: Any) -> None:
+    """Raise InputError for arguments of another type."""
+    if not isinstance(engine, Engine):
+        allowed = "the engine that sw.parallelize returned"
+        raise bad(f"place_experts of {short_repr(engine)}", allowed, "sw.place_experts(engine)")
+    if placement is not None and not isinstance(placement, Mapping):
+        allowed = "a dict from the name of a layer to the experts of each rank"
+        instead = 'placement={"blocks.0.moe": [[0, 2], [1, 3]]}'
+        raise bad(f"placement={short_repr(placement)}", allowed, instead)
 
 
 def balanced(loads: Sequence[int], ranks: int) -> Placement:

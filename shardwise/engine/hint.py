@@ -36,6 +36,7 @@ _CALL = (
     "engine.step(batch), or engine.evaluate(batch) for the loss without an update; "
     "engine.outputs(call, like) for outputs"
 )
+_DEVICE = 'sw.init("cuda") or sw.init("cpu"): parallelize puts the model on the device of its world'
 #: What an engine does instead of a method that loops, modules or other libraries have.
 _INSTEAD = {
     "train": "engine.step(batch), which trains, and engine.evaluate(batch), which does not",
@@ -55,6 +56,9 @@ _INSTEAD = {
     "named_parameters": "engine.model.named_parameters(), of which this rank may have pieces",
     "module": "engine.model",
     "lr": "engine.optimizer.lr, and engine.set_lr(3e-4)",
+    "to": _DEVICE,
+    "cuda": _DEVICE,
+    "cpu": _DEVICE,
     "generate": "sw.full_state_dict(engine), for the plain model on one process",
 }
 
@@ -72,6 +76,15 @@ def no_attribute(engine: Any, name: str) -> Any:
 def no_call(_: Any, *__: Any, **___: Any) -> Any:
     """Raise the error for a call of an engine."""
     raise bad("a call of an engine, as of a module", _ALLOWED, _CALL)
+
+
+def no_copy(self: Any) -> Any:  # noqa: ARG001 - as a method
+    """Raise the error for a copy or a pickle of an engine."""
+    raise bad(
+        "a copy or a pickle of an engine, which holds connections and this rank's shards",
+        "one engine for a model on each rank",
+        "sw.save(engine, folder), or sw.full_state_dict(engine) for the weights",
+    )
 
 
 class NoAttributeError(InputError, AttributeError):

@@ -20,6 +20,7 @@ from torch import nn
 
 from shardwise.comm.move import broadcast
 from shardwise.comm.world import World
+from shardwise.core.arguments import integer
 from shardwise.core.balance import balanced
 from shardwise.core.errors import InputError, bad
 from shardwise.core.suggest import suggest
@@ -132,6 +133,9 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more") * (len(names) > NAMED)
 
 
+_EXAMPLE = "balance_by_time(model, lambda model: model(x), 4)"
+
+
 def balance_by_time(
     model: nn.Module,
     call: Callable[[nn.Module], Any],
@@ -149,6 +153,10 @@ def balance_by_time(
     Raises:
         InputError: fewer layers than stages, or a model on the meta device.
     """
+    validate.model(model, "sw.balance_by_time")
+    validate.function("call", call, ("model",), _EXAMPLE)
+    integer("stages", stages, 1, 2)
+    integer("repeats", repeats, 1, 3)
     if any(p.is_meta for p in model.parameters()):
         raise bad(
             f"a {type(model).__name__} on the meta device, whose layers take no time",

@@ -30,6 +30,7 @@ def module(value: Any, caller: str, example: str = "nn.Linear(8, 8)") -> None:
     """Raise InputError unless `value` is a module.  `caller` is named in the error."""
     if isinstance(value, nn.Module):
         return
+    _no_engine(value, caller)
     if isinstance(value, type) and issubclass(value, nn.Module):
         given, instead = f"the class {value.__name__}", f"{caller}({value.__name__}(...), ...)"
     else:
@@ -37,11 +38,30 @@ def module(value: Any, caller: str, example: str = "nn.Linear(8, 8)") -> None:
     raise bad(f"{caller} of {given}", "an nn.Module instance", instead)
 
 
-def wrapped_module(value: Any, caller: str) -> None:
-    """Raise InputError unless `value` is a module."""
+def wrapped_module(value: Any, caller: str, rest: str = "") -> None:
+    """Raise InputError unless `value` is a module, which may be wrapped.
+
+    `rest` are the arguments after it, for the error's example.
+    """
     if not isinstance(value, nn.Module):
+        _no_engine(value, caller)
         allowed = "the module that was passed to sw.DDP, sw.FSDP or sw.Pipe"
-        raise bad(f"{caller} of {short_repr(value)}", allowed, f"{caller}(module)")
+        raise bad(f"{caller} of {short_repr(value)}", allowed, f"{caller}(module{rest})")
+
+
+#: What an engine has in place of a function on modules.
+_OF_ENGINE = {
+    "sw.no_sync": "the plan word accumulate:4, for microbatches",
+    "sw.clip_grad_norm": "sw.parallelize(..., clip=1.0)",
+    "sw.unwrap": "new_module.load_state_dict(sw.full_state_dict(engine)) on rank 0",
+}
+
+
+def _no_engine(value: Any, caller: str) -> None:
+    """Raise InputError for an engine, which has a model."""
+    if isinstance(getattr(value, "model", None), nn.Module):
+        instead = _OF_ENGINE.get(caller, "engine.step(batch), whose plan shards the model")
+        raise bad(f"{caller} of an engine", "a module; an engine trains its own", instead)
 
 
 def model(value: Any, caller: str, example: str = "nn.Linear(8, 8)") -> None:
@@ -267,6 +287,15 @@ def _counting(
         return int(number)
 
     return checked
+
+
+def call_for(call: Any, like: Any) -> Callable[[nn.Module], Any]:
+    """The call of `engine.outputs`. Raises InputError for wrong arguments."""
+    function("call", call, ("model",), "engine.outputs(lambda model: model(x), like)")
+    if not isinstance(like, Tensor):
+        allowed = "a tensor with the shape and dtype of the result, which every rank passes"
+        raise bad(f"outputs with like={short_repr(like)}", allowed, "like=torch.zeros(8, 10)")
+    return call
 
 
 def outputs(found: Any, like: Tensor) -> Tensor:

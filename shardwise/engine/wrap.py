@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise.comm.move import begin_sum
 from shardwise.comm.transport import Lease
 from shardwise.comm.world import Axis, World
-from shardwise.core.arguments import choice, integer, positive, short_repr
+from shardwise.core.arguments import choice, flag, integer, positive, short_repr
 from shardwise.core.errors import bad
 from shardwise.core.mesh import Mesh
 from shardwise.core.plan import Plan
@@ -82,6 +82,7 @@ def DDP(  # noqa: N802
     """
     validate.model(module, "sw.DDP")
     integer("bucket_bytes", bucket_bytes, 1, 25 * 2**20)
+    flag("broadcast_buffers", broadcast_buffers)
     no_pipe(module)
     layable(module, "auto")
     _require_precision(module, precision, "DDP")
@@ -256,7 +257,7 @@ def no_sync(module: nn.Module) -> Iterator[None]:
     Raises:
         InputError: the module is not wrapped.
     """
-    validate.module(module, "sw.no_sync")
+    validate.wrapped_module(module, "sw.no_sync")
     data = driver_of(module)
     if data is None:
         raise bad(f"a plain {type(module).__name__}", "a wrapped module", "sw.DDP(module) first")
@@ -273,7 +274,7 @@ def clip_grad_norm(module: nn.Module, max_norm: float) -> torch.Tensor:
     Call it on all ranks, between backward and the optimizer's step.  Returns the norm before
     clipping.  `torch.nn.utils.clip_grad_norm_` would compute the norm of this rank's shards only.
     """
-    validate.module(module, "sw.clip_grad_norm")
+    validate.wrapped_module(module, "sw.clip_grad_norm", ", 1.0")
     positive("max_norm", max_norm)
     data, piped = driver_of(module), pipe_of(module)
     params = list(module.parameters())

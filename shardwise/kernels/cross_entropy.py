@@ -29,6 +29,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from shardwise.comm.move import all_reduce
 from shardwise.comm.once import once
 from shardwise.comm.world import Axis
+from shardwise.core.arguments import short_repr
 from shardwise.core.errors import bad
 from shardwise.core.uneven import Cut, even
 
@@ -72,6 +73,7 @@ def cross_entropy(
             [0, 1], a z-loss is negative, the reduction is unknown.
         IndexError: a target is outside the vocabulary.
     """
+    _require_tensors(logits, targets)
     options = (ignore_index, label_smoothing, z_loss, reduction)
     if has_torch_function_unary(logits):  # sharded logits (logits.py), or a function mode
         words: dict[str, Any] = dict(zip(OPTIONS, options, strict=True))
@@ -88,6 +90,14 @@ def cross_entropy(
         reduction=reduction,
     )
     return loss.view(targets.shape) if reduction == "none" else loss
+
+
+def _require_tensors(logits: Any, targets: Any) -> None:
+    """Raise InputError unless both are tensors."""
+    for name, value in (("logits", logits), ("targets", targets)):
+        if not isinstance(value, Tensor):
+            given = f"cross_entropy with {name}={short_repr(value)}"
+            raise bad(given, "two tensors", "cross_entropy(model(tokens), targets)")
 
 
 def sharded_cross_entropy(

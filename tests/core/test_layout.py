@@ -35,5 +35,5 @@ def test_bad_text(text: str):
 @pytest.mark.parametrize(("kind", "dim"), [("S", None), ("R", 0), ("S", -1)])
 def test_bad_placement(kind, dim):
     """Only a shard has a dim, from 0 up."""
-    with pytest.raises(ValueError, match="S has a dim from 0 up, others none"):
+    with pytest.raises(InputError, match="S with one from 0 up"):
         Placement(kind, dim)

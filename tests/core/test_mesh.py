@@ -72,7 +72,7 @@ def test_an_absent_axis_is_of_size_one():
 @pytest.mark.parametrize("rank", [-1, 4])
 def test_rank_beyond_the_mesh(rank: int):
     """A rank that is not on the mesh has no coordinate."""
-    with pytest.raises(IndexError, match="not on the mesh 'dp2 tp2' of 4 ranks"):
+    with pytest.raises(InputError, match=f"rank {rank} of the mesh 'dp2 tp2'. Allowed: 0 to 3"):
         Mesh.parse("dp2 tp2").coordinate(rank)
 
 

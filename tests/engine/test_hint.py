@@ -1,5 +1,7 @@
 """What an engine says to the calls of modules, loops and other libraries."""
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -9,6 +11,10 @@ from torch import nn
 import shardwise as sw
 from shardwise.comm.world import alone
 from shardwise.core.errors import InputError
+
+X = torch.ones(2, 3)
+AXIS, MOVE = alone().axis("dp"), 'sw.move(x, world.axis("dp"), sw.P, sw.S(0))'
+MOE = sw.MoE(8, 16, sw.Gate("topk", experts=4, k=2))
 
 
 class MyOpt(torch.optim.SGD):
@@ -29,6 +35,18 @@ def made(**options: Any) -> sw.Engine:
         (lambda engine: engine.state_dict(), "sw.full_state_dict(engine)"),
         (lambda engine: engine.parameters(), "engine.model.parameters()"),
         (lambda engine: engine.evalute(1), "engine.evaluate"),
+        (lambda engine: engine.to("cuda"), 'sw.init("cuda") or sw.init("cpu")'),
+        (lambda engine: engine.outputs(3, X), "engine.outputs(lambda model: model(x), like)"),
+        (lambda engine: engine.outputs(lambda m: m(X), None), "like=torch.zeros(8, 10)"),
+        (lambda engine: engine.optimizer.load_state_dict(3), "the same specification"),
+        (copy.copy, "sw.save(engine, folder)"),
+        (copy.deepcopy, "sw.save(engine, folder)"),
+        (pickle.dumps, "sw.save(engine, folder)"),
+        (lambda engine: sw.no_sync(engine).__enter__(), "the plan word accumulate:4"),
+        (lambda engine: sw.clip_grad_norm(engine, 1.0), "sw.parallelize(..., clip=1.0)"),
+        (sw.unwrap, "new_module.load_state_dict(sw.full_state_dict(engine))"),
+        (sw.FSDP, "engine.step(batch), whose plan shards the model"),
+        (lambda engine: sw.place_experts(engine, []), 'placement={"blocks.0.moe"'),
     ],
 )
 def test_calls_of_other_libraries_name_the_equivalent(call: Any, instead: str):
@@ -38,6 +56,56 @@ def test_calls_of_other_libraries_name_the_equivalent(call: Any, instead: str):
         call(engine)
     assert f"Write instead: {instead}" in str(caught.value)
     assert not hasattr(engine, "backward") and getattr(engine, "train", None) is None
+
+
+@pytest.mark.parametrize(
+    ("call", "given", "instead"),
+    [
+        (lambda: sw.clip_grad_norm([X], 1.0), "of [tensor", "sw.clip_grad_norm(module, 1.0)"),
+        (lambda: sw.full_state_dict(None), "full_state_dict of None", "sw.full_state_dict(module)"),
+        (lambda: sw.derive_table(None, X, 2), "derive_table of None", "sw.derive_table(nn.Lin"),
+        (lambda: sw.balance_by_time(None, str, 2), "time of None", "sw.balance_by_time(nn.Lin"),
+        (lambda: sw.balance_by_time(nn.Linear(1, 1), X, 2), "call=tensor", "balance_by_time(model"),
+        (lambda: sw.balance_by_time(nn.Linear(1, 1), str, 0), "stages=0", "stages=2"),
+        (lambda: sw.place_experts(None), "place_experts of None", "sw.place_experts(engine)"),
+        (lambda: sw.DDP(nn.Linear(1, 1), broadcast_buffers="no"), "'no'", "broadcast_buffers=True"),
+        (lambda: sw.init("cpu", shared_memory="no"), "shared_memory='no'", "shared_memory=True"),
+        (lambda: sw.load(made(), "x", missing_ok="no"), "missing_ok='no'", "missing_ok=True"),
+        (lambda: alone().on("dp1"), "world.on('dp1')", 'world.on(sw.Mesh.parse("dp2"))'),
+        (lambda: alone().axis("dpp"), "axis='dpp'", 'axis="dp"'),
+        (lambda: sw.move(3, AXIS, sw.R, sw.S(0)), "with x=3", MOVE),
+        (lambda: sw.move(X, None, sw.R, sw.S(0)), "with axis=None", MOVE),
+        (lambda: sw.move(X, AXIS, "R", sw.S(0)), "with src='R'", MOVE),
+        (lambda: sw.move(X, AXIS, sw.R, sw.S(2)), "2 dims with the placement S2", MOVE),
+        (
+            lambda: sw.cross_entropy(X, None),
+            "targets=None",
+            "cross_entropy(model(tokens), targets)",
+        ),
+        (lambda: MOE(torch.ones(2, 7)), "width 8 with shape (2, 7)", "sw.MoE(width=8, ...)"),
+        (lambda: MOE("x"), "width 8 with 'x'", "sw.MoE(width=8, ...)"),
+        (lambda: sw.parallel_apply([None], [X]), "of None", "parallel_apply(replicas, inputs)"),
+        (lambda: sw.Table({"up": "colwise"}), "styles={'up'", 'styles=(("up", "colwise"),), or'),
+        (lambda: sw.Plan(axes=3), "axes=3", 'axes=(("dp", 2),)'),
+        (lambda: sw.Plan(row=3), "row=3", "Plan.parse(TEXT)"),
+        (lambda: sw.Mesh("dp2"), "axes='dp2'", 'axes=(("dp", 2), ("tp", 2))'),
+        (lambda: sw.Mesh.parse(3), "Mesh.parse(3)", 'Mesh.parse("dp2 tp2")'),
+        (lambda: sw.S("x"), "S with dim 'x'", "S(0)"),
+    ],
+)
+def test_an_argument_of_another_type_is_one_paragraph(call: Any, given: str, instead: str):
+    """Where Python or torch would raise from inside, or one rank would notice nothing."""
+    with pytest.raises(InputError, match="Write instead: ") as caught:
+        call()
+    (problem,) = caught.value.problems
+    assert given in problem.given and instead in problem.instead
+
+
+def test_python_suggests_the_nearest_public_name():
+    """A name of the package that does not exist."""
+    with pytest.raises(AttributeError, match="no attribute 'parallelise'") as caught:
+        sw.parallelise  # noqa: B018
+    assert caught.value.name == "parallelise" and "parallelize" in dir(caught.value.obj)
 
 
 def test_other_attributes_are_unknown():

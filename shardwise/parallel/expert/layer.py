@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.world import Axis
-from shardwise.core.arguments import MOST_SEED, integer, is_number
+from shardwise.core.arguments import MOST_SEED, integer, is_number, short_repr
 from shardwise.core.errors import NonFiniteError, bad
 from shardwise.core.expert_moves import ExpertMove
 from shardwise.kernels.experts import feed_forward
@@ -172,7 +172,7 @@ class MoE(nn.Module):
             given = f"bias_rate = {bias_rate!r} under the gate {gate.name}, which has no bias"
             raise bad(given, "bias_rate for the gate sigmoid", "sw.MoE(width, hidden, gate)")
         integer("seed", seed, least=0, example=0, most=MOST_SEED)
-        self.gate, self.bias_rate = gate, bias_rate
+        self.gate, self.bias_rate, self.width = gate, bias_rate, width
         routed, noisy = gate.name not in FIXED, gate.name == "noisy-topk"
         self.router = nn.Linear(width, gate.experts, bias=False) if routed else None
         self.spread = nn.Linear(width, gate.experts, bias=False) if noisy else None
@@ -201,10 +201,12 @@ class MoE(nn.Module):
         for `argmax` the experts that it learns to predict (None: its own choice).
 
         Raises:
-            InputError: a hard gate without `target`, a `cluster` gate without centroids; on all
-                data ranks, if the `target` of a rank has an expert that does not exist.
+            InputError: `x` has another width than the layer; a hard gate without `target`, a
+                `cluster` gate without centroids; on all data ranks, if the `target` of a rank has
+                an expert that does not exist.
             NonFiniteError: on all data ranks, if a rank's logits are infinite or NaN.
         """
+        self._require_width(x)
         every_ND = self.place.enter_and_record(x).flatten(0, -2)
         x_ND = every_ND[:0] if self.place.has_no_rows() else every_ND
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -232,6 +234,14 @@ class MoE(nn.Module):
             y = y + of_shared
         y = y * math.nan if goes_on else y
         return y, self._loss(routing, logits)
+
+    def _require_width(self, x: object) -> None:
+        """Raise InputError for an input that the layer cannot compute with."""
+        if not isinstance(x, Tensor) or not x.dim() or x.shape[-1] != self.width:
+            what = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else short_repr(x)
+            given = f"a call of a sw.MoE of width {self.width} with {what}"
+            allowed = f"a tensor [..., {self.width}]"
+            raise bad(given, allowed, f"sw.MoE(width={self.width}, ...) for such tensors")
 
     def fit(self, features: Tensor) -> Tensor:
         """Fit the centroids of a `cluster` gate on features [..., D] of a first pass.

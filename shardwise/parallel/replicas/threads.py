@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.core.arguments import short_repr
 from shardwise.core.errors import bad
 from shardwise.core.tree import leaves
 from shardwise.parallel.replicas.devices import Devices, as_devices
@@ -30,8 +31,17 @@ def parallel_apply(
     first error is raised unchanged, with a note that names the replica and its device.
 
     Raises:
-        InputError: different numbers of modules, inputs, kwargs and devices.
+        InputError: a module that cannot be called; different numbers of modules, inputs, kwargs
+            and devices.
     """
+    for module in modules:
+        if not callable(module):
+            allowed = "modules, as replicate(module, devices) returns them"
+            raise bad(
+                f"parallel_apply of {short_repr(module)}",
+                allowed,
+                "parallel_apply(replicas, inputs)",
+            )
     kwargs = [{} for _ in modules] if kwargs is None else kwargs
     calls = [x if isinstance(x, tuple) else (x,) for x in inputs]
     if devices is None:
