@@ -1,12 +1,33 @@
-"""All-gather and broadcast of any Python object that can be pickled."""
+"""All-gather and broadcast of any Python object that can be pickled, and what one rank does."""
 
 import pickle
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
 from shardwise.comm.move import all_gather, broadcast
 from shardwise.comm.world import Axis, World
+from shardwise.core.errors import InputError, RunError
+
+T = TypeVar("T")
+
+
+def on_rank_zero(act: Callable[[], T], world: World) -> T:
+    """The result of `act`, which rank 0 alone calls, on every rank. Called by all of them.
+
+    An InputError or RunError of `act` is raised on every rank: no rank waits for the others.
+    """
+    found: tuple[InputError | RunError | None, Any] = None, None
+    if world.rank == 0:
+        try:
+            found = None, act()
+        except (InputError, RunError) as error:
+            found = error, None
+    error, result = broadcast_object(found, world.everyone, 0, world.device)
+    if error is not None:
+        raise error
+    return result
 
 
 def all_gather_object(value: Any, world: World) -> list[Any]:

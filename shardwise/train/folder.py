@@ -22,6 +22,7 @@ import shutil
 import tempfile
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -197,7 +198,13 @@ def forget(config: Config) -> None:
     """Remove a run without any recorded or saved step, so that its command can be repeated.
 
     If the user's own files are beside it, its configuration stays: the folder is still a run's.
+    Raises nothing: it follows an error, which may be that the folder cannot be written.
     """
+    with suppress(OSError):
+        _forget(config)
+
+
+def _forget(config: Config) -> None:
     record = config.folder / METRICS
     if all_in(config.folder / CHECKPOINTS) or (record.exists() and record.stat().st_size):
         return

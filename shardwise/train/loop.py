@@ -23,9 +23,9 @@ import torch
 from rich.console import Console
 
 from shardwise.checkpoint.folder import all_in, find, passed_over
-from shardwise.comm.objects import all_gather_object
+from shardwise.comm.objects import on_rank_zero
 from shardwise.comm.world import World
-from shardwise.core.errors import InputError, NonFiniteError
+from shardwise.core.errors import NonFiniteError
 from shardwise.engine.engine import Engine
 from shardwise.engine.out_of_memory import explained, ran_out
 from shardwise.engine.training import Metrics as StepMetrics
@@ -57,7 +57,7 @@ from shardwise.train.run import Run, is_due, say
 from shardwise.train.saving import Position, load_run, save_run
 from shardwise.train.stacked_loads import StackedLoads
 from shardwise.train.step_memory import StepMemory
-from shardwise.train.stop import any_rank
+from shardwise.train.stop import any_rank, stops_and_fails
 from shardwise.train.stop_signal import NOTHING, StopSignal
 from shardwise.train.tracing import Tracing
 
@@ -96,11 +96,9 @@ def train(
         # every rank has checked the folder and built the engine, before rank 0 changes the folder
         if any_rank(stop.received, world):
             return say(NOTHING, world, console)
-        if world.rank == 0:
-            folder.claim(config, start.overwrite)
-            tokenizer_files.keep(config, prepared.vocabulary)
-            if not start.resume:
-                stack.callback(folder.forget, config)  # keeps a run with a recorded step
+        if world.rank == 0 and not start.resume:
+            stack.callback(folder.forget, config)  # keeps a run with a recorded step
+        on_rank_zero(lambda: claim(prepared, overwrite=start.overwrite), world)
         with ExitStack() as shown:
             run = begin(prepared, engine, at, stop, before, console=console, stack=shown)
             opening(run, at)
@@ -109,6 +107,12 @@ def train(
                 return say(NOTHING, world, console)
             stopped = steps(run, at)
         return None if stopped else finish(run, at, console)
+
+
+def claim(prepared: PreparedRun, *, overwrite: bool) -> None:
+    """Prepare the run's folder. Raises InputError if it cannot be written."""
+    folder.claim(prepared.config, overwrite)
+    tokenizer_files.keep(prepared.config, prepared.vocabulary)
 
 
 def begin(
@@ -126,13 +130,15 @@ def begin(
     first, done, of = world.rank == 0, at.step, config.train.steps
     peak = Peak(measured_peak(world.device, engine.dtype or torch.float32, world.barrier))
     writer = metrics.writer(config.folder, done, config.run.tensorboard)
+    opened: list[metrics.Metrics] = []
+    on_rank_zero(lambda: opened.append(stack.enter_context(writer)), world)
     tracing = Tracing(engine, done, of, on=config.run.trace)
     return Run(
         prepared=prepared,
         engine=engine,
         peak=peak,
         unigram=unigram_entropy(prepared.corpus) if first else math.nan,
-        metrics=stack.enter_context(writer) if first else None,
+        metrics=opened[0] if first else None,
         progress=stack.enter_context(progress.display(of, first, console)),
         stop=stop,
         tracing=tracing,
@@ -151,18 +157,13 @@ def own_folder(
 
     Raises InputError on all ranks if another run holds the lock, or rank 0 refuses the folder.
     """
-    refused, found = "", start
-    if world.rank == 0:
-        try:
-            patience_s = LOCK_PATIENCE_S if world.size > 1 else 0.0
-            held = nullcontext(start) if locked else lock.hold(config, start, patience_s)
-            found = stack.enter_context(held).resolve_auto(config)
-        except InputError as error:
-            refused = str(error)
-    refused, found = all_gather_object((refused, found), world)[0]
-    if refused:
-        raise InputError(refused)
-    return found
+
+    def hold() -> Start:
+        patience_s = LOCK_PATIENCE_S if world.size > 1 else 0.0
+        held = nullcontext(start) if locked else lock.hold(config, start, patience_s)
+        return stack.enter_context(held).resolve_auto(config)
+
+    return on_rank_zero(hold, world)
 
 
 def opening(run: Run, at: Position) -> None:
@@ -212,7 +213,10 @@ def steps(run: Run, at: Position) -> bool:
         if entry.memory_bytes is not None:
             entry = replace(entry, memory_bytes=entry.memory_bytes | run.memory.activations)
         tell(run, replace(entry, validation=validation))
-        stop = any_rank(run.stop.received, run.engine.world)
+        world, unwritten = run.engine.world, run.metrics is not None and bool(run.metrics.failure)
+        stop, failed = stops_and_fails(run.stop.received, unwritten, world)
+        if failed:
+            on_rank_zero(lambda: run.metrics and run.metrics.require_written(), world)
         if last or stop or is_due(at.step, config.save_every):
             with run.disk.outside_of_steps():
                 save_run(run.prepared, run.engine, at)

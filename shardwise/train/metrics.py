@@ -9,13 +9,15 @@ import json
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from pydantic import TypeAdapter
 
+from shardwise.core.errors import RunError, one_line
+from shardwise.train.packed import unwritable_folder
 from shardwise.train.publish import publish
 
 if TYPE_CHECKING:
@@ -103,19 +105,35 @@ def _step_of(line: bytes) -> int:
 
 
 class Metrics:
-    """Writes records to the file, and to TensorBoard if asked."""
+    """Writes records to the file, and to TensorBoard if asked.
+
+    `failure` says why a record could not be written: the run ends, on all ranks.
+    """
 
     def __init__(self, file: TextIO, board: "SummaryWriter | None") -> None:
         self._file = file
         self._board = board
+        self.failure = ""
 
     def write(self, record: Record) -> None:
-        """Append the record, and flush the file."""
-        self._file.write(record.line() + "\n")
-        self._file.flush()
-        if self._board is not None:
-            for tag, value in tags(record).items():
-                self._board.add_scalar(tag, value, record.step)
+        """Append the record, and flush the file; sets `failure` if that fails."""
+        try:
+            self._file.write(record.line() + "\n")
+            self._file.flush()
+            if self._board is not None:
+                for tag, value in tags(record).items():
+                    self._board.add_scalar(tag, value, record.step)
+        except OSError as error:
+            self.failure = (
+                f"Step {record.step} could not be recorded in '{self._file.name}' "
+                f"({error.strerror or error}). The run was stopped; --resume continues from its "
+                "last checkpoint."
+            )
+
+    def require_written(self) -> None:
+        """Raise RunError if a record could not be written."""
+        if self.failure:
+            raise RunError(one_line(self.failure))
 
 
 def tags(record: Record) -> dict[str, float]:
@@ -139,19 +157,27 @@ def tags(record: Record) -> dict[str, float]:
 
 @contextmanager
 def writer(folder: Path, after: int, tensorboard: bool) -> Iterator[Metrics]:
-    """Open the metrics of the run in `folder`, to continue after step `after`."""
-    keep_until(folder, after)
-    board = None
-    if tensorboard:
-        from torch.utils.tensorboard import SummaryWriter
+    """Open the metrics of the run in `folder`, to continue after step `after`.
 
-        board = SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1)
-    with (folder / FILE).open("a", encoding="utf-8") as file:
-        try:
-            yield Metrics(file, board)
-        finally:
-            if board is not None:
-                _close(board)
+    Raises InputError if they cannot be written.
+    """
+    board = None
+    try:
+        keep_until(folder, after)
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            board = SummaryWriter(str(folder / "tensorboard"), purge_step=after + 1)
+        file = (folder / FILE).open("a", encoding="utf-8")
+    except OSError as error:
+        raise unwritable_folder(folder, "run.folder", error) from None
+    try:
+        yield Metrics(file, board)
+    finally:
+        if board is not None:
+            _close(board)
+        with suppress(OSError):  # a full disk, which `write` has said
+            file.close()
 
 
 def _close(board: "SummaryWriter") -> None:

@@ -16,10 +16,21 @@ def any_rank(flag: bool, world: World) -> bool:
     return bool(ranks_with(flag, world))
 
 
+def stops_and_fails(stop: bool, failed: bool, world: World) -> tuple[bool, bool]:
+    """Whether each flag is set on at least one rank: the same on all ranks, in one message."""
+    flags = _numbers(stop + 2 * failed, world)
+    return any(flag & 1 for flag in flags), any(flag & 2 for flag in flags)
+
+
 def ranks_with(flag: bool, world: World) -> list[int]:
     """The ranks on which the flag is set; the same list on all ranks."""
-    flags = torch.zeros(world.size, dtype=torch.uint8, device=world.device)
-    flags[world.rank] = flag
+    return [rank for rank, found in enumerate(_numbers(flag, world)) if found]
+
+
+def _numbers(own: int, world: World) -> list[int]:
+    """The number of each rank, a byte; the same list on all ranks."""
+    numbers = torch.zeros(world.size, dtype=torch.uint8, device=world.device)
+    numbers[world.rank] = own
     with world.ledger.phase("check"):
-        all_reduce(flags, world.everyone)
-    return flags.nonzero().flatten().tolist()
+        all_reduce(numbers, world.everyone)
+    return numbers.tolist()

@@ -1,6 +1,7 @@
 """Small runs for the tests of the loop: worlds of one and of several gloo processes."""
 
 import io
+import operator
 import os
 import signal
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from rich.console import Console
 from torch import Tensor, nn
 
 from shardwise.comm.world import World, alone
-from shardwise.core.errors import RunError
+from shardwise.core.errors import InputError, RunError
 from shardwise.engine.engine import Engine
 from shardwise.models import gpt
 from shardwise.train import config, end, loop
@@ -116,6 +117,25 @@ def poisoned(
     finally:
         gpt.loss, loop.build = called, built
     return ""
+
+
+def on_a_full_disk(world: World, given: config.Config, where: str) -> tuple[str, str]:
+    """Train, with a disk that is full in a function that rank 0 calls; the error of each rank."""
+    base, _, name = where.rpartition(".")
+    place = operator.attrgetter(base)(loop)
+    called = getattr(place, name)
+
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    setattr(place, name, full)
+    try:
+        loop.train(given, world)
+    except (InputError, RunError) as error:
+        return type(error).__name__, str(error)
+    finally:
+        setattr(place, name, called)
+    return "", ""
 
 
 def stopped_early(

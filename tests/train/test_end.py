@@ -72,6 +72,24 @@ def test_a_signal_after_the_last_step_ends_without_a_report(where: str, tmp_path
     assert folder.has_report(given.folder)
 
 
+@pytest.mark.cases(1)
+@pytest.mark.parametrize(
+    ("where", "kind"),
+    [
+        ("folder.publish_config", "InputError"),
+        ("metrics.keep_until", "InputError"),
+        ("metrics.Record.line", "RunError"),
+    ],
+)
+def test_a_full_disk_ends_all_ranks_in_one_paragraph(where: str, kind: str, tmp_path: Path) -> None:
+    """What rank 0 alone writes: every rank raises rank 0's error, and the run can be repeated."""
+    given = runs.settings(tmp_path / "run", "dp2 ddp fp64", steps=1, warmup=0)
+    first, second = run_gloo(2, runs.on_a_full_disk, given, where)
+    assert first == second and first[0] == kind
+    assert "(No space left on device)" in first[1] and "\n" not in first[1]
+    assert len(runs.run(given, 2)) == 1
+
+
 def test_a_second_start_leaves_the_first_run_alone(tmp_path: Path) -> None:
     """All ranks of the second get the same refusal, also with --overwrite."""
     given = runs.settings(tmp_path / "run", "dp2 ddp fp64", steps=2)
