@@ -19,6 +19,7 @@ from shardwise.engine import validate
 from shardwise.engine.compiled import refuse
 from shardwise.engine.pipe import Piped
 from shardwise.engine.shard import drivers
+from shardwise.engine.torch_options import DATA_PARALLEL_OPTIONS, refusing
 from shardwise.parallel.replicas.devices import Devices, as_devices
 from shardwise.parallel.replicas.replicate import replicate
 from shardwise.parallel.replicas.rows import gather, scatter
@@ -48,6 +49,7 @@ class DataParallel(nn.Module):
             `scatter` and `gather` raise.
     """
 
+    @refusing("sw.DataParallel", DATA_PARALLEL_OPTIONS)
     def __init__(self, module: nn.Module, devices: Devices | None = None, dim: int = 0) -> None:
         super().__init__()
         require_replicable(module)

@@ -48,6 +48,7 @@ from shardwise.engine.shard import (
     units_of,
 )
 from shardwise.engine.state_dict import keep_keys
+from shardwise.engine.torch_options import DDP_OPTIONS, FSDP_OPTIONS, refusing
 from shardwise.engine.training import DTYPES
 from shardwise.engine.unwrap import no_pipe, pipe_of
 from shardwise.kernels.choice import kernels_of
@@ -65,6 +66,7 @@ STRATEGIES = {
 }
 
 
+@refusing("sw.DDP", DDP_OPTIONS)
 @normal_mode()
 def DDP(  # noqa: N802
     module: nn.Module,
@@ -96,6 +98,7 @@ def DDP(  # noqa: N802
     return _wrap(module, replace(how, broadcast_buffers=broadcast_buffers), world, precision)
 
 
+@refusing("sw.FSDP", FSDP_OPTIONS)
 @normal_mode()
 def FSDP(  # noqa: N802
     module: nn.Module,

@@ -1,5 +1,7 @@
 """What an engine says to the calls of modules, loops and other libraries."""
 
+# pyright: reportArgumentType=false, reportCallIssue=false
+
 import copy
 import pickle
 from typing import Any
@@ -69,6 +71,9 @@ def test_calls_of_other_libraries_name_the_equivalent(call: Any, instead: str):
         (lambda: sw.balance_by_time(nn.Linear(1, 1), str, 0), "stages=0", "stages=2"),
         (lambda: sw.place_experts(None), "place_experts of None", "sw.place_experts(engine)"),
         (lambda: sw.DDP(nn.Linear(1, 1), broadcast_buffers="no"), "'no'", "broadcast_buffers=True"),
+        (lambda: sw.DDP(nn.Linear(1, 1), device_ids=[0]), "device_ids=[0]", "the device of sw.in"),
+        (lambda: sw.FSDP(nn.Linear(1, 1), auto_wrap_policy=X), "auto_wrap_policy=", "units=Block"),
+        (lambda: sw.DataParallel(nn.Linear(1, 1), device_ids=[0]), "device_ids=[0]", "devices=["),
         (lambda: sw.init("cpu", shared_memory="no"), "shared_memory='no'", "shared_memory=True"),
         (lambda: sw.load(made(), "x", missing_ok="no"), "missing_ok='no'", "missing_ok=True"),
         (lambda: alone().on("dp1"), "world.on('dp1')", 'world.on(sw.Mesh.parse("dp2"))'),
